@@ -6,12 +6,10 @@ blocks are lowered on with the sizes of these, never on where in the model it st
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from costmodel.execution import Execution, find_execution
-from costmodel.execution.causal_masks import causal_inputs, causal_masks
 from costmodel.execution.narrow_saves import as_saved
 from costmodel.execution.own_modules import with_own_modules
 from costmodel.execution.rings import with_rings
@@ -54,7 +52,6 @@ class CostCache:
         self.graph, self.profile = graph, profile
         self.execution = execution or find_execution(OURS)
         self.clips_gradients = clips_gradients
-        self._gone_inputs: dict[int, frozenset[str]] = {}
         self._batch_inputs: dict[int, frozenset[str]] = {}
         self._bound: dict[tuple[int, int], Program] = {}
         self._local: dict[tuple, Program] = {}
@@ -78,7 +75,7 @@ class CostCache:
             clips_gradients=self.clips_gradients,
         )
         other._alike, other.links = self, self.links
-        other._gone_inputs, other._batch_inputs = self._gone_inputs, self._batch_inputs
+        other._batch_inputs = self._batch_inputs
         other._bound, other._local = self._bound, self._local
         other._bytes, other._side_values = self._bytes, self._side_values
         return other
@@ -94,31 +91,6 @@ class CostCache:
     def links(self) -> Links:
         """How the graph's blocks hang together."""
         return find_links(self.graph)
-
-    @cached_property
-    def _causal(self) -> Mapping[int, frozenset[str]]:
-        """The inputs of each class that are causal masks."""
-        return causal_inputs(self.graph, causal_masks(self.graph))
-
-    def given(self, block_index: int) -> frozenset[str]:
-        """Return the values that no block makes and a block takes, as the runtime runs it."""
-        taken = self.links.given[block_index]
-        if self.execution.prices == "profile":
-            return taken
-        block = self.graph.blocks[block_index]
-        names = self.graph.classes[block.class_index].inputs
-        gone = self._gone(block.class_index)
-        pairs = zip(names, block.inputs, strict=True)
-        return taken - {name for inside, name in pairs if inside in gone}
-
-    def _gone(self, class_index: int) -> frozenset[str]:
-        """Return the inputs that a class takes as captured, and the runtime's program does not."""
-        if class_index not in self._gone_inputs:
-            program = self.bound(class_index, 1)
-            own = with_own_modules(program, self._causal[class_index])
-            before, after = ({n for op in each.ops for n in op.inputs} for each in (program, own))
-            self._gone_inputs[class_index] = frozenset(before - after)
-        return self._gone_inputs[class_index]
 
     def polls(self, degrees: Degrees, *, pp: int) -> bool:
         """Whether hosts that poll for messages between stages are late for collectives.
@@ -164,7 +136,7 @@ class CostCache:
             executes, fullest = self.execution, 1.0
             if executes.prices == "rates":
                 fullest = executes.fullest_experts
-                program = with_own_modules(program, self._causal.get(class_index, frozenset()))
+                program = with_own_modules(program)
             if executes.rings_attention:
                 program = with_rings(program, degrees["cp"])
             if executes.prices == "rates":

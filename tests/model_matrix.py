@@ -139,6 +139,24 @@ def _labelled_text(size: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": torch.randint(0, 2, (size,), generator=generator)}
 
 
+def _padded(size: int) -> dict[str, torch.Tensor]:
+    """Sequences of several lengths, filled up behind."""
+    batch = text_batch(size)
+    lengths = torch.arange(size)[:, None] % 5 + SEQUENCE // 2
+    counts = (torch.arange(SEQUENCE) < lengths).long()
+    return batch | {
+        "attention_mask": counts,
+        "labels": batch["labels"].masked_fill(counts == 0, -100),
+    }
+
+
+def _packed(size: int) -> dict[str, torch.Tensor]:
+    """Two documents in each sequence, each with positions of its own."""
+    begins = torch.arange(size)[:, None] % 5 + SEQUENCE // 2
+    at = torch.arange(SEQUENCE).expand(size, -1)
+    return text_batch(size) | {"position_ids": torch.where(at < begins, at, at - begins)}
+
+
 def _discriminated(size: int) -> dict[str, torch.Tensor]:
     batch = text_batch(size)
     return batch | {"labels": batch["labels"] % 2}
@@ -146,6 +164,13 @@ def _discriminated(size: int) -> dict[str, torch.Tensor]:
 
 _FAMILIES: dict[str, tuple[Any, ...]] = {
     # decoders
+    "hf-llama-padded": ("LlamaForCausalLM", _GROUPED, _padded),
+    "hf-llama-packed": ("LlamaForCausalLM", _GROUPED | {"use_cache": False}, _packed),
+    "hf-mistral-packed": (
+        "MistralForCausalLM",
+        _GROUPED | {"sliding_window": SEQUENCE // 2, "use_cache": False},
+        _packed,
+    ),
     "hf-mistral": ("MistralForCausalLM", _GROUPED | {"sliding_window": SEQUENCE // 2}),
     "hf-qwen2": ("Qwen2ForCausalLM", _GROUPED),
     "hf-gemma": ("GemmaForCausalLM", _GROUPED | _HEAD),

@@ -73,8 +73,8 @@ class Execution:
     """The optimizer's step makes one more copy of what it steps on, as fused and foreach steps do;
     else it goes over flat buffers in place."""
     rings_attention: bool
-    """With cp, keys and values go round a ring and no mask is made; else each rank gathers them and
-    gives its attention an explicit mask."""
+    """With cp, keys and values go round a ring and no mask is made; else each rank gathers
+    them."""
     gradient_bytes: int
     """Memory of an accumulated gradient's element."""
     accumulate_bytes: int

@@ -5,7 +5,6 @@ the same mathematics and never makes some of those tensors:
 
     activation   GELU by its tanh, op by op                           one kernel
     norm         cast, square, mean, root, product, cast, weight      one kernel
-    causal mask  positions compared, for every pair of them           the kernel leaves half out
     grouped k/v  each head repeated for the queries that share it     the kernel reads it again
     logits       cast to fp32 ahead of the loss                       the loss's kernel reads them
 
@@ -26,6 +25,11 @@ from costmodel.execution.rings import GATHERED
 from planner.graph import Arg, Op, Program, Ref, TensorMeta
 from planner.layout.placement import Shard, parse_placement
 from planner.layout.redistribution.redistribute import REDISTRIBUTE
+from planner.ops.families.products.masked_attention import (
+    GROUPED_ARGUMENT,
+    MASKED,
+    MASKED_SHARD,
+)
 from planner.ops.record import packet_of
 
 GELU = "aten.gelu.default"
@@ -34,6 +38,8 @@ NORM = "aten.rms_norm.default"
 FLASH = "scaled_dot_product_attention"
 VIEWS = ("view", "reshape", "contiguous", "slice", "unsqueeze", "expand", "transpose")
 HALVES = ("bfloat16", "float16")
+GROUPED_ARGUMENTS = {GATHERED: 5, MASKED: GROUPED_ARGUMENT, MASKED_SHARD: GROUPED_ARGUMENT}
+"""Where attention of ours is told whether heads of keys are each that of several queries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,17 +87,10 @@ class Uses:
 Rule = Callable[[Op, Uses], Change | None]
 
 
-def with_own_modules(program: Program, causal: frozenset[str] = frozenset()) -> Program:
-    """Return a bound program as a runtime with modules of its own runs it.
-
-    `causal` are the inputs that are causal masks and nothing else.
-    """
-
-    def unmasked(op: Op, uses: Uses) -> Change | None:
-        return _unmasked(op, uses, causal)
-
+def with_own_modules(program: Program) -> Program:
+    """Return a bound program as a runtime with modules of its own runs it."""
     norms = (_norm, _weighted_norm, _cast_norm)
-    for rule in (_gelu, *norms, _gathered_first, _ungrouped, unmasked, _cast_logits):
+    for rule in (_gelu, *norms, _gathered_first, _ungrouped, _cast_logits):
         program = _rewritten(program, rule)
     return program
 
@@ -260,12 +259,15 @@ def _without_dim(place: str, gone: int) -> str | None:
 
 def _ungrouped(op: Op, uses: Uses) -> Change | None:
     """Attention whose keys and values were repeated for the queries of a group."""
-    if packet_of(op.target) != FLASH:
+    at = GROUPED_ARGUMENTS.get(op.target)
+    if at is None and packet_of(op.target) != FLASH:
         return None
     sources = [_before_repeat(arg, uses) for arg in op.args[1:3]]
     if None in sources:
         return None
     args = (op.args[0], *sources, *op.args[3:])
+    if at is not None:
+        return Change(op=replace(op, args=(*args[:at], True, *args[at + 1 :])), dtypes={})
     kwargs = dict(op.kwargs) | {"enable_gqa": True}
     return Change(op=replace(op, args=args, kwargs=tuple(kwargs.items())), dtypes={})
 
@@ -285,39 +287,6 @@ def _before_repeat(arg: Arg, uses: Uses) -> Ref | None:
     if len(heads) != 4 or len(wide) != 5 or wide != (*heads[:2], wide[2], *heads[2:]):
         return None
     return source if flat == (heads[0], heads[1] * wide[2], *heads[2:]) else None
-
-
-def _unmasked(op: Op, uses: Uses, causal: frozenset[str]) -> Change | None:
-    """Attention under a causal mask that is made as a tensor; over part of the queries where
-    positions are divided.
-    """
-    if packet_of(op.target) != FLASH:
-        return None
-    given = dict(zip(("query", "key", "value", *_ATTENTION), op.args, strict=False))
-    given |= dict(op.kwargs)
-    mask = given.get("attn_mask")
-    if not isinstance(mask, Ref) or given.get("is_causal", False):
-        return None
-    moved = uses.maker.get(mask.name)
-    while moved is not None and moved.target == REDISTRIBUTE:
-        mask = Ref(moved.inputs[0])
-        moved = uses.maker.get(mask.name)
-    if mask.name not in causal:
-        return None
-    tensor = uses.program.tensor
-    queries, keys = (tensor[name].shape_at(1)[-2] for name in op.inputs[:2])
-    dropout, scale = given.get("dropout_p", 0.0), given.get("scale")
-    grouped = given.get("enable_gqa", False)
-    if queries != keys:
-        args = (*op.args[:3], dropout, scale, grouped, 1, "cp")
-        return Change(op=replace(op, target=GATHERED, args=args, kwargs=()), dtypes={})
-    args = (*op.args[:3], None, dropout, True)
-    named = (("scale", scale), ("enable_gqa", grouped))
-    return Change(op=replace(op, args=args, kwargs=named), dtypes={})
-
-
-_ATTENTION = ("attn_mask", "dropout_p", "is_causal")
-"""What attention takes after query, key and value, by position."""
 
 
 def _cast_logits(op: Op, uses: Uses) -> Change | None:

@@ -1,7 +1,7 @@
 """Attention over a ring (Liu et al. 2023, arXiv 2310.01889), as other runtimes divide sequences.
 
-Our runtime gathers keys and values and gives attention a mask. On a ring each rank keeps its own
-part of them, and the others' pass by: nothing whole exists, and no mask.
+Our runtime gathers keys and values. On a ring each rank keeps its own part of them, and the others'
+pass by: nothing whole exists.
 """
 
 from __future__ import annotations

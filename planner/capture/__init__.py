@@ -5,8 +5,9 @@ a few only, which show all of them (`repeats`); each export is read into plain o
 place writes made pure by `writes`). Aligning the two (`align`) gives every size and every integer
 argument as an affine function of the microbatch size, without symbolic shapes and their guards; an
 alignment that fails names the op and the user's line (`diagnose`). Another precision than the
-model's own is another capture, of the cast model (`precision`). The merged list of ops is then cut
-into a preamble and a chain of blocks (`planner.graph.blocks`).
+model's own is another capture, of the cast model (`precision`). In the merged list of ops attention
+is told of its masks where they are recognised (`masks`); it is then cut into a preamble and a chain
+of blocks (`planner.graph.blocks`).
 """
 
 from planner.capture.module import (

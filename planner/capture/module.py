@@ -13,6 +13,7 @@ from planner.capture.checks.kept_calls import KeptCalls
 from planner.capture.checks.on_meta import StaysOnMeta
 from planner.capture.diagnose import first_line, user_line
 from planner.capture.export import export_batch, meta_copy, rehearse_batch, trace_batch
+from planner.capture.masks import with_told_masks
 from planner.capture.precision import cast_parameters
 from planner.capture.repeats.in_part import capture_in_part
 from planner.errors import CaptureError, ModelError
@@ -139,7 +140,7 @@ def capture_module(
         ) or export(fresh)
     finally:
         kept_calls.forget()
-    return build_graph(merged, name=name, batch_tree=leaves[0][1])
+    return build_graph(with_told_masks(merged), name=name, batch_tree=leaves[0][1])
 
 
 def batch_from_spec(spec: Any, tree: Tree, size: int) -> Any:

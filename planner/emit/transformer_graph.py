@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from planner.errors import PlanError
 from planner.graph import ModelGraph, Op, Program, Size
+from planner.ops.families.products.masked_attention import MASKED
 
 _LAYER = re.compile(r"^(.*?)\.(\d+)(?:\.|$)")
 
@@ -104,7 +105,7 @@ def _products(
     heads = head_dim = 0
     found: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
     for op in program.ops:
-        if "scaled_dot_product" in op.target:
+        if "scaled_dot_product" in op.target or op.target == MASKED:
             shape = program.tensor[op.inputs[0]].shape
             heads, head_dim = _number(shape[1]), _number(shape[3])
         elif op.target.startswith("aten.linear"):

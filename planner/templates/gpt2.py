@@ -14,7 +14,6 @@ def gpt2_layer(tape: Tape, model: Transformer, *, differentiable: bool = True) -
     """Write one layer, whose input is `differentiable`."""
     s, width, hidden = model.seq_len, model.head_width, model.hidden
     x = tape.input(BATCH, s, hidden, differentiable=differentiable)
-    mask = tape.input(BATCH, 1, s, s, dtype="bool", differentiable=False)
     tape.module = "ln_1"
     normed = layer_norm(tape, x)
     joined = _conv1d(tape, normed, 3 * hidden, "attn.c_attn")
@@ -26,7 +25,7 @@ def gpt2_layer(tape: Tape, model: Transformer, *, differentiable: bool = True) -
         return tape.transpose(tape.view(part, shape, said=(BATCH, s, -1, width)), 1, 2)
 
     key, value, query = (heads(parts[i]) for i in (1, 2, 0))
-    joined_heads = attended(tape, model, query, key, value, mask, scale=width**-0.5, out="c_proj")
+    joined_heads = attended(tape, model, query, key, value, scale=width**-0.5, out="c_proj")
     made = _conv1d(tape, joined_heads, hidden, "attn.c_proj")
     tape.module = "attn.resid_dropout"
     made = dropped(tape, made, model)

@@ -54,11 +54,10 @@ def layer(tape: Tape, model: Transformer, *, dense: bool, differentiable: bool =
     cos, sin = (
         tape.input(1, model.seq_len, turn, differentiable=False) for _ in range(2)
     )  # fmt: skip
-    mask = tape.input(BATCH, 1, model.seq_len, model.seq_len, dtype="bool", differentiable=False)
     tape.module = "input_layernorm"
     normed, x = _rms_norm(tape, model, x)
     attend = _latent_attention if model.latent else _attention
-    x = added(tape, x, attend(tape, model, normed, cos, sin, mask))
+    x = added(tape, x, attend(tape, model, normed, cos, sin))
     tape.module = "post_attention_layernorm"
     normed, x = _rms_norm(tape, model, x)
     if dense or model.experts is None:
@@ -118,9 +117,7 @@ def _rms_norm(tape: Tape, model: Transformer, x: Value) -> tuple[Value, Value]:
     return tape.pointwise("aten.mul.Tensor", weight, scaled), x if x.dtype != "float32" else wide
 
 
-def _attention(
-    tape: Tape, model: Transformer, x: Value, cos: Value, sin: Value, mask: Value
-) -> Value:
+def _attention(tape: Tape, model: Transformer, x: Value, cos: Value, sin: Value) -> Value:
     width, s = model.head_width, model.seq_len
 
     def heads(name: str, number: int, *, normed: bool = False) -> Value:
@@ -141,7 +138,7 @@ def _attention(
     query, key = (_turned(tape, each, cos, sin, width) for each in (query, key))
     if model.kv_heads != model.heads:
         key, value = (_repeated(tape, each, model) for each in (key, value))
-    return attended(tape, model, query, key, value, mask, scale=width**-0.5)
+    return attended(tape, model, query, key, value, scale=width**-0.5)
 
 
 def _turned(tape: Tape, x: Value, cos: Value, sin: Value, width: int) -> Value:
@@ -166,9 +163,7 @@ def _repeated(tape: Tape, x: Value, model: Transformer) -> Value:
     )
 
 
-def _latent_attention(
-    tape: Tape, model: Transformer, x: Value, cos: Value, sin: Value, mask: Value
-) -> Value:
+def _latent_attention(tape: Tape, model: Transformer, x: Value, cos: Value, sin: Value) -> Value:
     latent = model.latent
     assert latent is not None
     s, plain, turn, heads = model.seq_len, model.head_width, latent.rope_dim, model.heads
@@ -215,7 +210,7 @@ def _latent_attention(
     )[0]
     for piece, start, end in ((key_still, 0, plain), (key_turn, plain, LAST)):
         key = tape.call("aten.slice_scatter.default", key, piece, 3, start, end, shapes=(shape,))[0]
-    return attended(tape, model, query, key, value, mask, scale=(plain + turn) ** -0.5)
+    return attended(tape, model, query, key, value, scale=(plain + turn) ** -0.5)
 
 
 def _turned_in_pairs(

@@ -1,10 +1,10 @@
-"""What layers share: tables of rotary positions, masks, positions. They follow from sizes alone."""
+"""What layers share: tables of rotary positions, and positions. They follow from sizes alone."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.graph import Affine, Program, Symbol
+from planner.graph import Program, Symbol
 from planner.templates.tape import Tape, Value
 from planner.templates.transformer import Transformer
 
@@ -26,14 +26,7 @@ def preamble(model: Transformer) -> Program:
         for name in ("cos", "sin"):
             table = tape.cast(tape.pointwise(f"aten.{name}.default", angles), model.dtype)
             outputs.append((name, table))
-    if model.code == "huggingface":
-        shape = (Affine(1), 1, s, s)
-        rows, columns = tape.unsqueeze(positions, 1), tape.unsqueeze(positions, -1)
-        mask = tape.pointwise(
-            "aten.le.Tensor", tape.unsqueeze(rows, 1), tape.unsqueeze(columns, 1), dtype="bool"
-        )
-        outputs.append(("mask", tape.call("aten.expand.default", mask, shape, shapes=(shape,))[0]))
-    elif model.positions == "learned":
+    if model.code != "huggingface" and model.positions == "learned":
         outputs.append(("positions", positions))
     program = tape.program(*(value for _, value in outputs))
     names = {value.meta.name: name for name, value in outputs}

@@ -26,13 +26,12 @@ def attended(
     query: Value,
     key: Value,
     value: Value,
-    mask: Value,
     *,
     scale: float,
     out: str = "o_proj",
 ) -> Value:
-    """Write attention of heads in dim 1, and the heads side by side; then the product that follows,
-    which GPT-2 writes otherwise.
+    """Write causal attention of heads in dim 1, and the heads side by side; then the product that
+    follows, which GPT-2 writes otherwise.
     """
     s, width = model.seq_len, value.shape[-1]
     assert isinstance(width, int)
@@ -42,7 +41,9 @@ def attended(
         query,
         key,
         value,
-        mask,
+        None,
+        0.0,
+        True,
         shapes=(shape,),
         places=(query.place,),
         kwargs=(("scale", scale),),

@@ -137,15 +137,15 @@ def test_tied_weights_are_one_parameter_with_two_names():
     assert users == [0, len(graph.blocks) - 1]
 
 
-def test_masks_and_rotary_tables_are_computed_by_every_stage():
+def test_rotary_tables_are_computed_by_every_stage():
     """G8: values of the batch alone are side inputs in the preamble, not sent."""
     pytest.importorskip("transformers")
     graph = graph_of("hf-llama")
-    assert len(graph.preamble.outputs) == 3  # cos, sin, mask
+    assert len(graph.preamble.outputs) == 2  # cos, sin
     assert not any(t.requires_grad for t in graph.preamble.tensors)
     assert all(t.kind != "param" for t in graph.preamble.tensors)
-    only_mask = graph.preamble.only(graph.preamble.outputs[:1])
-    assert 0 < len(only_mask.ops) < len(graph.preamble.ops)
+    only_cos = graph.preamble.only(graph.preamble.outputs[:1])
+    assert 0 < len(only_cos.ops) < len(graph.preamble.ops)
 
 
 def test_skips_reach_the_block_that_uses_them():

@@ -75,14 +75,17 @@ def test_flop_forward_and_backward(name):
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_causal_attention_of_a_shard_of_queries_leaves_no_score_out(grouped):
-    """It runs with an explicit mask: 32 scores, by 8 and 8, with grouped queries or without."""
+def test_causal_attention_of_a_shard_leaves_later_keys_out(grouped):
+    """N9: of 2 heads of 4 queries and 4 keys 2 x 10 pairs are met, by 8 and 8; where weights are
+    dropped a mask is made, and all 32.
+    """
     single = CALLS["attention"][0]
-    args = (*single.op.args[:3], 0.0, None, grouped, 1, "cp")
-    op = replace(single.op, target="planner.causal_attention", args=args)
-    work = op_work(op, single.program.tensor)
-    assert work.flop == 1024
-    assert backward_work(op, single.program.tensor, work).flop == 2560
+    for dropout, flop in ((0.0, 640), (0.5, 1024)):
+        args = (*single.op.args[:3], dropout, None, grouped, 1, "cp")
+        op = replace(single.op, target="planner.causal_attention", args=args)
+        work = op_work(op, single.program.tensor)
+        assert work.flop == flop
+        assert backward_work(op, single.program.tensor, work).flop == 2.5 * flop
 
 
 def test_an_embedding_reads_the_rows_it_gathers():

@@ -109,6 +109,25 @@ def test_two_ranks_of_many_families(name):
     check(name, 2, TWO_RANKS)
 
 
+WINDOWED = {
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2},
+    "cp2": {"cp": 2},
+    "cp2-selective": {"cp": 2, "recompute": "selective"},
+}
+MASKED = (
+    *("hf-mistral", "hf-gemma2", "hf-gemma3", "hf-olmo3", "hf-llama-padded", "hf-llama-packed"),
+    "hf-mistral-packed",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MASKED)
+def test_windows_documents_and_padding_on_two_ranks(name):
+    """N9: attention that is told of its mask, of some heads, stages and positions."""
+    check(name, 2, WINDOWED)
+
+
 @pytest.mark.parametrize("name", telling_first(FIRST_TRIED, {"gpt"}))
 def test_four_ranks(name):
     """P5, D12, X8: two kinds of parallelism at once; stages with meshes of their own."""

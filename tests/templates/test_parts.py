@@ -118,9 +118,9 @@ def test_parts_that_models_share():
         (replace(LLAMA, latent=LATENT, kv_heads=HEADS), {"cos": (1, SEQ, 4), "sin": (1, SEQ, 4)}),
         (
             replace(LLAMA, code="huggingface"),
-            {"cos": (1, SEQ, 8), "sin": (1, SEQ, 8), "mask": (Affine(1), 1, SEQ, SEQ)},
+            {"cos": (1, SEQ, 8), "sin": (1, SEQ, 8)},
         ),
-        (replace(GPT, code="huggingface"), {"mask": (Affine(1), 1, SEQ, SEQ)}),
+        (replace(GPT, code="huggingface"), {}),
         (GPT, {"positions": (1, SEQ)}),
         (replace(GPT, positions="none"), {}),
     ],

@@ -155,7 +155,7 @@ def frozen(rank: RankState) -> Amount:
     placed: dict[str, Placements] = {}
     for s in rank.stages:
         for index in plan.stages[s].blocks:
-            given.add(costs.given(index))
+            given.add(costs.links.given[index])
             if untrained := costs.links.untrained[index]:
                 names = costs.graph.blocks[index].params
                 _, params, _ = block_placements(costs.graph, plan, index, s)

@@ -6,7 +6,6 @@ program, the axis itself); the empty name is an axis of size one.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from planner.runtime.stage import collectives
+from planner.runtime.stage.attention_kernels import attend
+from planner.runtime.stage.attention_tiles import Sight
 from planner.runtime.stage.own_random import own_attention, stream_of, with_own_random_stream
 
 __all__ = [
     "batch_norm_by_channel",
     "causal_attention",
     "divide_by_count",
+    "masked_attention",
+    "masked_attention_of_queries",
     "vocab_cross_entropy",
     "vocab_embedding",
     "vocab_log_softmax",
@@ -151,15 +154,56 @@ def causal_attention(
     The queries are this rank's piece of each of `segments` equal parts of the sequence.
     Dropout differs on each rank, also of `outer_group`, over which heads may be divided.
     """
-    num_queries, num_keys = query.shape[-2], key.shape[-2]
-    piece = num_queries // segments
-    first = collectives.rank(group) * piece
-    starts = torch.arange(segments, device=query.device) * (piece * collectives.size(group)) + first
-    positions = (starts.unsqueeze(-1) + torch.arange(piece, device=query.device)).flatten()
-    mask = positions.unsqueeze(-1) >= torch.arange(num_keys, device=query.device)
+    sight = Sight(0, None, None, segments, collectives.size(group), collectives.rank(group))
+    if dropout_p == 0:
+        return attend(query, key, value, None, None, scale, sight)
+    # Kernels that drop weights take a mask for each pair.
+    positions = sight.positions(query.shape[-2], query.device)
+    mask = positions.unsqueeze(-1) >= torch.arange(key.shape[-2], device=query.device)
     stream = stream_of(group, outer_group)
-    attend = partial(own_attention, stream) if dropout_p > 0 else F.scaled_dot_product_attention
-    return attend(query, key, value, mask, dropout_p, scale=scale, enable_gqa=enable_gqa)
+    return own_attention(
+        stream, query, key, value, mask, dropout_p, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    low: int | None,
+    high: int | None,
+    chunk: int | None,
+    scale: float | None,
+    enable_gqa: bool,
+    same: Tensor | None,
+    keys: Tensor | None,
+) -> Tensor:
+    """Attention of queries [b, h, q, d] to keys [b, g, k, d] under a mask that is told.
+
+    A query at position p meets a key at k where low <= p - k <= high, both are in the same run of
+    `chunk` positions, `same` [b, k] has the same number at both, and `keys` [b, k] is true at k.
+    """
+    sight = Sight(low, high, chunk, 1, 1, 0)
+    return attend(query, key, value, same, keys, scale, sight)
+
+
+def masked_attention_of_queries(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    low: int | None,
+    high: int | None,
+    chunk: int | None,
+    scale: float | None,
+    enable_gqa: bool,
+    same: Tensor | None,
+    keys: Tensor | None,
+    segments: int,
+    group: str,
+) -> Tensor:
+    """The same of one rank's queries: its piece of each of `segments` parts of the sequence."""
+    sight = Sight(low, high, chunk, segments, collectives.size(group), collectives.rank(group))
+    return attend(query, key, value, same, keys, scale, sight)
 
 
 class _VocabCrossEntropy(torch.autograd.Function):

@@ -6,13 +6,11 @@ import pytest
 
 from costmodel.estimate import cost_cache, estimate
 from costmodel.execution import find_execution
-from costmodel.execution.causal_masks import causal_inputs, causal_masks
 from costmodel.execution.own_modules import with_own_modules
-from planner.graph import Affine, ModelGraph, Program
+from planner.graph import ModelGraph, Program
 from planner.ops.record import packet_of
 from planner.plan.defaults import default_plan
 from planner.templates import Experts, Latent, Transformer, build_transformer
-from planner.templates.tape import Tape
 from profiles import load_profile
 from tests.captures import capture_wide
 
@@ -101,32 +99,28 @@ OWN_CODE = {
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("family", OWN_CODE)
 def test_a_capture_of_hugging_face_s_own_code_does(family, use_cache):
-    """Without a cache the library also looks for packed sequences in the positions."""
+    """Without a cache the library also looks for packed sequences in the positions. N9."""
     template, sizes = OWN_CODE[family]
     captured = capture_wide(family, template.seq_len, use_cache=use_cache, **sizes)
-    assert causal_masks(captured)
+    layer = captured.classes[captured.blocks[1].class_index]
+    (attention,) = (op for op in layer.ops if "attention" in op.target)
+    assert attention.args[3:6] == (None, 0.0, True)
     for execution in ("megatron-core", "torchtitan", "nanotron"):
         mine, theirs = estimates(execution, captured, build_transformer(template), dp=4)
         assert mine.step_s == pytest.approx(theirs.step_s, rel=0.02)
 
 
 def test_ours_runs_what_was_captured():
-    """Its programs are the graph's own, and its price is that of the masks too."""
+    """Its programs are the graph's own."""
     graph = as_huggingface(LLAMA)
     costs = cost_cache(graph, load_profile("h100-sxm5-80gb"), 8)
     assert costs.local(1, 1) == graph.classes[1].bind(1)
-    assert costs.given(1) == {"cos", "sin", "mask"}
-    others = cost_cache(
-        graph, load_profile("h100-sxm5-80gb"), 8, execution=find_execution("nanotron")
-    )
-    assert others.given(1) == {"cos", "sin"}
 
 
 def rewritten(graph: ModelGraph, class_index: int) -> tuple[Program, Program]:
     """A class's program, and as runtimes with modules of their own run it."""
     program = graph.classes[class_index].bind(1)
-    causal = causal_inputs(graph, causal_masks(graph))[class_index]
-    return program, with_own_modules(program, causal)
+    return program, with_own_modules(program)
 
 
 def packets(program: Program) -> list[str]:
@@ -134,12 +128,11 @@ def packets(program: Program) -> list[str]:
 
 
 def test_what_is_recognised_is_one_op():
-    """Norms, the mask, repeated heads and the logits' cast; tensors that stay keep their names."""
+    """Norms, repeated heads and the logits' cast; tensors that stay keep their names."""
     program, own = rewritten(as_huggingface(LLAMA), 1)
     assert packets(own).count("rms_norm") == packets(program).count("rsqrt") == 2
     assert not {"rsqrt", "mean", "expand", "to"} & set(packets(own))
     attention = next(op for op in own.ops if "attention" in op.target)
-    assert "in3" not in attention.inputs
     assert attention.args[5] is True
     assert dict(attention.kwargs)["enable_gqa"] is True
     assert own.outputs == program.outputs
@@ -151,67 +144,9 @@ def test_what_is_recognised_is_one_op():
     assert "tanh" not in packets(layer)
 
 
-def changed(graph: ModelGraph, name: str, **fields) -> ModelGraph:
-    """The graph with one op of its preamble changed."""
-    ops = tuple(replace(op, **fields) if op.name == name else op for op in graph.preamble.ops)
-    return replace(graph, preamble=replace(graph.preamble, ops=ops))
-
-
-def test_a_mask_of_packed_sequences_is_causal_where_none_are_packed():
-    """As the library makes it of positions that go up by one: numbers of runs, all equal, compared
-    for each pair. Of positions that do not, none of it is known."""
-    b, s = Affine(1), 8
-    tape = Tape("preamble", dtype="float32")
-
-    def call(target: str, *args, shape: tuple, dtype: str = "int64"):
-        return tape.call(f"aten.{target}", *args, shapes=(shape,), dtypes=(dtype,))[0]
-
-    def opened(x, *dims: int):
-        for dim in dims:
-            x = tape.unsqueeze(x, dim)
-        return x
-
-    counted = call("arange.default", s, shape=(s,))
-    whole = call("expand.default", opened(counted, 0), (b, -1), shape=(b, s))
-    ahead = tape.pointwise("aten.sub.Tensor", tape.slice(whole, 1, 0, 1), 1)
-    steps = call("diff.default", whole, 1, -1, ahead, shape=(b, s))
-    breaks = tape.pointwise("aten.ne.Scalar", steps, 1, dtype="bool")
-    runs = call("cumsum.default", breaks, -1, shape=(b, s))
-    samples = opened(call("arange.default", b, shape=(b,)), 1, 2, 3)
-    rows, columns = opened(counted, 0, 1, 3), opened(counted, 0, 1, 2)
-
-    def at(x, places):
-        return call("index.Tensor", x, (samples, places), shape=(b, 1, *places.shape[2:]))
-
-    same_run = tape.pointwise("aten.eq.Tensor", at(runs, rows), at(runs, columns), dtype="bool")
-    earlier = tape.pointwise("aten.le.Tensor", at(whole, columns), at(whole, rows), dtype="bool")
-    true = call("new_ones.default", rows, (), shape=(), dtype="bool")
-    both = tape.pointwise("aten.__and__.Tensor", true, same_run, dtype="bool")
-    mask = tape.pointwise("aten.__and__.Tensor", both, earlier, dtype="bool")
-    graph = replace(as_huggingface(LLAMA), preamble=tape.program(mask))
-    assert causal_masks(graph) == {mask.meta.name}
-    for name, fields in (
-        (ahead.meta.name, {"args": (graph.preamble.ops[4].args[0], 2)}),  # a run begins at once
-        (breaks.meta.name, {"args": (graph.preamble.ops[6].args[0], 2)}),  # runs of one each
-        (both.meta.name, {"target": "aten.__or__.Tensor"}),
-        (earlier.meta.name, {"target": "aten.ge.Tensor"}),  # later keys
-    ):
-        assert not causal_masks(changed(graph, name, **fields)), name
-
-
 def test_what_is_not_recognised_stays():
-    """A mask that is not causal, a norm of another dim, heads that are used elsewhere too."""
-    graph = as_huggingface(LLAMA)
-    compared = next(op for op in graph.preamble.ops if op.name == "le")
-    assert causal_masks(graph) == {"mask"}
-    assert not causal_masks(changed(graph, "le", target="aten.ge.Tensor"))
-    assert not causal_masks(changed(graph, "le", args=compared.args[::-1]))
-    turned = changed(graph, "le", args=compared.args[::-1], target="aten.ge.Tensor")
-    assert causal_masks(turned) == {"mask"}
-    assert not causal_masks(changed(graph, "add", args=(graph.preamble.ops[1].args[0], 1)))
-    program = graph.classes[1].bind(1)
-    masked = with_own_modules(program)
-    assert "in3" in next(op for op in masked.ops if "attention" in op.target).inputs
+    """A norm of another dim."""
+    program = as_huggingface(LLAMA).classes[1].bind(1)
     ops = tuple(
         replace(op, args=(op.args[0], (1,), True)) if op.name == "mean" else op
         for op in program.ops

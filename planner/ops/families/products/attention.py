@@ -8,6 +8,7 @@ from math import prod
 
 from planner.graph import Op, Ref
 from planner.layout.placement import OpSharding, Shard
+from planner.ops.attention_pairs import pairs_met, tile_scratch
 from planner.ops.call import Call, LocalForm, Placed, R
 from planner.ops.families.entries.creation import own_stream
 from planner.ops.flops import Work, arriving_bytes, made_bytes
@@ -135,8 +136,24 @@ def _fused_saved(call: KernelCall) -> Saved:
     return Saved(tensors=tuple(tensors), extra_bytes=extra)
 
 
+def _flop_of_causal_shard(call: Call) -> float:
+    """Scores that count, on the rank whose queries are the last; all where weights are dropped,
+    as a mask is made then.
+    """
+    if call.arg(3, "dropout_p", 0.0):
+        return _flop_of_all_scores(call)
+    query, key = call.inputs[:2]
+    segments = call.arg(6, "segments", 1)
+    pairs = pairs_met(query[-2], key[-2], low=0, high=None, segments=segments)
+    return _flop_of_all_scores(call) * pairs / (query[-2] * key[-2])
+
+
 def _causal_saved(call: KernelCall) -> Saved:
-    """Fused attention of some queries to all keys, with the mask of positions made additive."""
+    """Fused attention of some queries to all keys. Where weights are dropped, the mask of positions
+    is made, and made additive.
+    """
+    if not call.arg(3, "dropout_p", 0.0):
+        return _fused_saved(call)
     query, key = call.op.inputs[:2]
     mask = call.shape(query)[-2] * call.shape(key)[-2]
     saved = _fused_saved(call)
@@ -147,6 +164,10 @@ def _scratch(call: KernelCall, *, forward: bool) -> int:
     if not is_plain(call):
         return 0
     return forward_scratch(call) if forward else backward_scratch(call)
+
+
+def _causal_scratch(call: KernelCall, *, forward: bool) -> int:
+    return 0 if call.arg(3, "dropout_p", 0.0) else tile_scratch(call, forward=forward)
 
 
 def _like_query(call: KernelCall, output: str) -> Strides:
@@ -191,10 +212,9 @@ register(
         targets=("planner.causal_attention",),
         shard=(),
         local_form=None,
-        # It runs with an explicit mask, of which a kernel can't leave anything out.
-        flop=_flop_of_all_scores,
+        flop=_flop_of_causal_shard,
         saved=_causal_saved,
-        scratch=None,
+        scratch=_causal_scratch,
         random=lambda op: bool(op.args[3]),
     )
 )

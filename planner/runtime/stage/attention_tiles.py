@@ -1,0 +1,233 @@
+"""Attention by tiles of scores, each made, used and let go: no tensor has every pair of positions.
+
+    out[q] = sum over k of exp(s[q, k] - lse[q]) v[k]        s: scaled products of queries and keys
+    lse[q] = log of the sum over k of exp(s[q, k])           k: the keys that q may look at
+
+Forward goes over the tiles of a row with a running maximum and sum (Milakov and Gimelshein 2018,
+arXiv 1805.02867); backward makes each tile again from `lse` (Dao et al. 2022, arXiv 2205.14135,
+algorithm 4). Tiles without a pair are left out. Exact in any dtype and on any device, to be held
+against one process; kernels for GPUs are in `attention_kernels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from planner.ops.attention_pairs import TILE
+
+
+class Sight(NamedTuple):
+    """Which keys the queries of a rank may look at; all that a mask would say."""
+
+    low: int | None
+    """The least by which a query's position is ahead of a key's; None for any."""
+    high: int | None
+    """The most."""
+    chunk: int | None
+    """Both positions are in the same run of so many; None for any."""
+    segments: int
+    """The queries are a piece of each of so many equal parts of the sequence."""
+    ranks: int
+    """Pieces of each part."""
+    rank: int
+    """Which piece of each part."""
+
+    def positions(self, count: int, device: torch.device) -> Tensor:
+        """Return the positions of so many queries, those of this rank."""
+        piece = count // self.segments
+        starts = torch.arange(self.segments, device=device) * (piece * self.ranks)
+        within = torch.arange(piece, device=device) + self.rank * piece
+        return (starts.unsqueeze(-1) + within).flatten()
+
+
+class _Tile(NamedTuple):
+    """A tile of scores."""
+
+    queries: slice
+    """Its queries, as the rank counts them."""
+    first: int
+    """The position of the first of them; the others follow."""
+    keys: slice
+    """Its keys."""
+
+
+def attention_by_tiles(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    same: Tensor | None,
+    keys: Tensor | None,
+    scale: float,
+    sight: Sight,
+) -> Tensor:
+    """Return attention of queries [b, h, q, d] to keys [b, g, k, d] and values [b, g, k, e].
+
+    Each of g heads of keys is that of h / g heads of queries in a row. A query sees a key where
+    `sight` says so, `same` [b, k] has the same number at both positions and `keys` [b, k] is true.
+    The result of a query that sees none is 0.
+    """
+    result: Tensor = _Tiles.apply(query, key, value, same, keys, scale, sight)
+    return result
+
+
+class _Tiles(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        same: Tensor | None,
+        keys: Tensor | None,
+        scale: float,
+        sight: Sight,
+    ) -> Tensor:
+        work = _Work(query, key, same, keys, scale, sight)
+        out = _like(query, value.shape[-1])
+        lse = query.new_empty(query.shape[:-1], dtype=work.dtype)
+        for queries, tiles in work.rows():
+            rows = work.rows_of(query, queries)
+            most = rows.new_full(rows.shape[:-1], -torch.inf)
+            total, summed = torch.zeros_like(most), rows.new_zeros(*most.shape, value.shape[-1])
+            for tile in tiles:
+                scores = work.scores(rows, key, tile)
+                higher = torch.maximum(most, scores.amax(-1))
+                shift = higher.masked_fill(higher == -torch.inf, 0)
+                weights = scores.sub_(shift.unsqueeze(-1)).exp_()
+                faded = (most - shift).exp()
+                total = total * faded + weights.sum(-1)
+                values = value[..., tile.keys, :].to(work.dtype)
+                summed = summed * faded.unsqueeze(-1) + weights @ values
+                most = higher
+            sees = total > 0
+            total = total.masked_fill(~sees, 1)
+            work.put(out, queries, summed / total.unsqueeze(-1))
+            work.put(lse, queries, most.masked_fill(~sees, 0) + total.log())
+        ctx.save_for_backward(query, key, value, same, keys, out, lse)
+        ctx.scale, ctx.sight = scale, sight
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, same, keys, out, lse = ctx.saved_tensors
+        work = _Work(query, key, same, keys, ctx.scale, ctx.sight)
+        of_query = torch.empty_like(query)
+        of_key, of_value = (torch.zeros_like(each, dtype=work.dtype) for each in (key, value))
+        for queries, tiles in work.rows():
+            rows, above = (work.rows_of(each, queries) for each in (query, gradient))
+            level = work.rows_of(lse.unsqueeze(-1), queries)
+            shared = (above * work.rows_of(out, queries)).sum(-1, keepdim=True)
+            of_rows = torch.zeros_like(rows)
+            for tile in tiles:
+                weights = work.scores(rows, key, tile).sub_(level).exp_()
+                of_value[..., tile.keys, :] += weights.mT @ above
+                slopes = above @ value[..., tile.keys, :].to(work.dtype).mT
+                slopes.sub_(shared).mul_(weights).mul_(ctx.scale)
+                of_rows += slopes @ key[..., tile.keys, :].to(work.dtype)
+                of_key[..., tile.keys, :] += slopes.mT @ rows
+            work.put(of_query, queries, of_rows)
+        return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None, None, None
+
+
+class _Work:
+    """What forward and backward have in common: the tiles, and the scores of each."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        same: Tensor | None,
+        keys: Tensor | None,
+        scale: float,
+        sight: Sight,
+    ) -> None:
+        half = query.dtype in (torch.bfloat16, torch.float16)
+        self.dtype = torch.float32 if half else query.dtype
+        self.count, self.num_keys = query.shape[-2], key.shape[-2]
+        self.groups = query.shape[1] // key.shape[1]
+        self.same, self.keys, self.scale, self.sight = same, keys, scale, sight
+
+    def rows(self) -> Iterator[tuple[slice, list[_Tile]]]:
+        """Yield runs of queries, with the tiles of the keys that any of them may see."""
+        piece = self.count // self.sight.segments
+        for segment in range(self.sight.segments):
+            first = (segment * self.sight.ranks + self.sight.rank) * piece
+            for start in range(0, piece, TILE):
+                length = min(TILE, piece - start)
+                queries = slice(segment * piece + start, segment * piece + start + length)
+                yield queries, self._tiles(queries, first + start, length)
+
+    def _tiles(self, queries: slice, first: int, length: int) -> list[_Tile]:
+        low, high, chunk = self.sight[:3]
+        begin = 0 if high is None else max(0, first - high)
+        end = self.num_keys if low is None else min(self.num_keys, first + length - low)
+        if chunk is not None:
+            begin = max(begin, first // chunk * chunk)
+            end = min(end, ((first + length - 1) // chunk + 1) * chunk)
+        return [
+            _Tile(queries, first, slice(at, min(at + TILE, end))) for at in range(begin, end, TILE)
+        ]
+
+    def rows_of(self, x: Tensor, queries: slice) -> Tensor:
+        """Return some queries of [b, h, q, d] as [b, g, rows, d]: heads of one key as rows."""
+        part = x[:, :, queries].to(self.dtype)
+        return part.reshape(x.shape[0], x.shape[1] // self.groups, -1, x.shape[-1])
+
+    def put(self, x: Tensor, queries: slice, rows: Tensor) -> None:
+        """Put what was computed by rows where the queries are."""
+        part = x[:, :, queries]
+        part.copy_(rows.reshape(part.shape))
+
+    def scores(self, rows: Tensor, key: Tensor, tile: _Tile) -> Tensor:
+        """Return the scores of a tile, -inf where a query may not look at a key."""
+        scores = (rows @ key[..., tile.keys, :].to(self.dtype).mT).mul_(self.scale)
+        hidden = self._hidden(tile, rows.device)
+        if hidden is not None:
+            length = tile.queries.stop - tile.queries.start
+            shape = (*scores.shape[:2], self.groups, length, scores.shape[-1])
+            scores.view(shape).masked_fill_(hidden, -torch.inf)
+        return scores
+
+    def _hidden(self, tile: _Tile, device: torch.device) -> Tensor | None:
+        """Return where a tile's pairs are not seen, over [b, g, groups, q, k]; None for nowhere."""
+        low, high, chunk = self.sight[:3]
+        places = slice(tile.first, tile.first + tile.queries.stop - tile.queries.start)
+        hidden: Tensor | None = None
+        ahead = tile.first - (tile.keys.stop - 1), places.stop - 1 - tile.keys.start
+        is_inside = (low is None or ahead[0] >= low) and (high is None or ahead[1] <= high)
+        if not is_inside or chunk is not None:
+            query = torch.arange(places.start, places.stop, device=device).unsqueeze(-1)
+            key = torch.arange(tile.keys.start, tile.keys.stop, device=device)
+            parts = (
+                None if low is None else query - key < low,
+                None if high is None else query - key > high,
+                None if chunk is None else query // chunk != key // chunk,
+            )
+            for part in parts:
+                hidden = _either(hidden, part)
+        if self.same is not None:
+            query, key = self.same[:, places].unsqueeze(-1), self.same[:, tile.keys].unsqueeze(-2)
+            hidden = _either(hidden, (query != key)[:, None, None])
+        if self.keys is not None:
+            hidden = _either(hidden, ~self.keys[:, None, None, None, tile.keys])
+        return hidden
+
+
+def _like(query: Tensor, width: int) -> Tensor:
+    """Return an empty tensor of rows of a width that lies in memory in the query's order of dims,
+    as results of fused kernels do.
+    """
+    strides = query.stride()
+    order = sorted(range(query.dim()), key=lambda dim: -strides[dim])
+    shape = (*query.shape[:-1], width)
+    return torch.empty_permuted(shape, order, dtype=query.dtype, device=query.device)
+
+
+def _either(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first | second
