@@ -71,19 +71,29 @@ def runs_by_tiles(call: KernelCall) -> bool:
     return call.device_type == "cpu" or call.element_bytes(call.op.inputs[0]) > 2
 
 
-def tile_scratch(call: KernelCall, *, forward: bool) -> int:
-    """Bytes of one tile of scores and of the rows beside it; in backward of two tiles, and of the
-    sums of gradients where those are wider than the gradients.
+def tile_scratch(call: KernelCall, *, forward: bool, span: int | None = None) -> int:
+    """Bytes of a tile of scores and of the rows beside it, where tiles compute it; `span` is how
+    many positions lie between the bounds of a query, beside one.
+
+    Forward: weights times values, copied for the product, is added to the sums so far, faded, of
+    which there are four at once, and five numbers a row. Backward: two tiles; the gradient of the
+    rows so far, and what a tile adds to it by a copy of its keys; one number a row. Rows of several
+    heads of one key are copies, as are those in half precision, whose gradients are summed wider.
     """
     if not runs_by_tiles(call):
         return 0
     query, key, value = (call.shape(name) for name in call.op.inputs[:3])
     width = call.element_bytes(call.op.inputs[0])
     element = max(4, width)
-    rows = prod(query[:-2]) * min(TILE, query[-2])
-    columns = min(TILE, key[-2])
-    tile = element * rows * columns
+    length = min(TILE, query[-2])
+    rows, columns = prod(query[:-2]) * length, min(TILE, key[-2])
+    columns = columns if span is None else min(columns, length + span)
+    tile, key_rows = rows * columns, prod(key[:-2]) * columns
+    is_copied = key[1] != query[1] or element > width
     if forward:
-        return tile + element * rows * (query[-1] + 3 * value[-1])
-    wider = element * sum(map(prod, (key, value))) if element > width else 0
-    return 2 * tile + element * rows * (3 * query[-1] + 2 * value[-1]) + wider
+        copied = rows * query[-1] if is_copied else 0
+        sums = rows * (3 * value[-1] + 5) + max(rows, key_rows) * value[-1]
+        return element * (tile + sums + copied)
+    copied = rows * (query[-1] + value[-1]) if is_copied else 0
+    wider = prod(key) + prod(value) if element > width else 0
+    return element * (2 * tile + rows * (2 * query[-1] + 1) + key_rows * key[-1] + copied + wider)

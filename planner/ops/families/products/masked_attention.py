@@ -80,6 +80,12 @@ def _saved(call: KernelCall) -> Saved:
     return Saved(tensors=(*call.op.inputs, call.op.outputs[0]), extra_bytes=extra)
 
 
+def _scratch(call: KernelCall, *, forward: bool) -> int:
+    low, high = call.arg(3, ""), call.arg(4, "")
+    span = None if low is None or high is None else high - low
+    return tile_scratch(call, forward=forward, span=span)
+
+
 register(
     replace(
         ATTENTION,
@@ -89,7 +95,7 @@ register(
         local_form=on_shard,
         flop=_flop,
         saved=_saved,
-        scratch=tile_scratch,
+        scratch=_scratch,
         random=False,
     )
 )
@@ -102,7 +108,7 @@ register(
         local_form=None,
         flop=_flop,
         saved=_saved,
-        scratch=tile_scratch,
+        scratch=_scratch,
         random=False,
     )
 )

@@ -100,6 +100,6 @@ def test_tiles_need_memory_while_they_run(device):
     call = KernelCall(op, program().tensor, strides, device)
     rule = family_of(op.target).scratch
     assert rule is not None
-    # A tile of all pairs of 4 heads, and rows of queries, sums and weights beside it.
-    assert rule(call, forward=True) == 8 * (4 * 12 * 12 + 4 * 12 * (4 + 3 * 4))
-    assert rule(call, forward=False) == 8 * (2 * 4 * 12 * 12 + 4 * 12 * (3 * 4 + 2 * 4))
+    # Of 4 heads of 12 queries: pairs, sums and a copy of 4 numbers, and numbers of rows.
+    assert rule(call, forward=True) == 8 * 48 * (12 + 4 * 4 + 5)
+    assert rule(call, forward=False) == 8 * 48 * (2 * 12 + 3 * 4 + 1)
