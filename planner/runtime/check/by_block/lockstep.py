@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import (
-    _create_work_from_future,
+    _create_work_from_future,  # type: ignore[attr-defined]
     _register_process_group,
     _unregister_process_group,
 )
@@ -264,7 +264,7 @@ def _reduction(options: Any) -> str:
 _ProcessGroup: Any = dist.ProcessGroup
 
 
-class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
+class SimulatedGroup(_ProcessGroup):
     """One rank's view of a group. PyTorch 2.13 has other names for three methods than 2.11."""
 
     def __init__(self, world: LockStep, line: _Line, rank: int, number: int, name: str) -> None:
