@@ -44,6 +44,10 @@ def verify(
             f"{given} was given with --by-block, which trains no steps and runs in this process; "
             "leave one of them out"
         )
+    if by_block:
+        from planner.runtime.start.process.heap import ask_for_large_pages
+
+        ask_for_large_pages()
     loaded = load_plan(plan)
     with show_progress("verifying") as progress:
         progress(0.0, "capturing the model")

@@ -31,6 +31,9 @@ _HELD = 2.5
 """Of a class's largest parameter, what is in memory at once: its gradient, the pieces of it on all
 ranks or a copy that a kernel multiplies by, and less than half of that again."""
 
+_QUICK_BYTES = 2**31
+"""Of that in fp64, as much as takes seconds; of more, fp32 is run."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
@@ -64,7 +67,8 @@ def cut_down(
     planned = longest_sequence(graph)
     shorter, length = _shortest(graph, plan, source, planned)
     largest = [_largest_param(program.tensors) for program in graph.classes]
-    dtype = "float64" if max(largest, default=0) * 8 * _HELD <= free else "float32"
+    wide = max(largest, default=0) * DTYPE_BYTES["float64"] * _HELD
+    dtype = "float64" if wide <= min(free, _QUICK_BYTES) else "float32"
     size = DTYPE_BYTES[dtype]
     return Cut(
         graph=promote_graph(shorter, to=dtype),

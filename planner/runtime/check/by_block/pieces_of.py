@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from zlib import crc32
 
@@ -66,30 +67,40 @@ def sums_over(placements: Placements, mesh: ProcessMesh) -> Iterator[tuple[int, 
 
 def largest_entry(tensor: Tensor) -> float:
     """Return the largest magnitude of a tensor's finite entries; 0 for none."""
-    return max((_largest(part.abs()) for part in _parts(tensor)), default=0.0)
+    return max(map(_largest, _parts(tensor)), default=0.0)
+
+
+def _largest(part: Tensor) -> float:
+    if not part.numel() or part.dtype == torch.bool:
+        return 0.0
+    part = torch.view_as_real(part) if part.is_complex() else part
+    low, high = (bound.item() for bound in part.aminmax())
+    if math.isfinite(low) and math.isfinite(high):
+        return max(-low, high)
+    return part[part.isfinite()].abs().amax().item() if bool(part.isfinite().any()) else 0.0
 
 
 def largest_difference(found: Tensor, expected: Tensor) -> float:
     """Return the largest difference of an entry; infinite where shapes, dtypes or NaNs differ."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return float("inf")
-    worst = 0.0
-    for ours, theirs in zip(_parts(found), _parts(expected), strict=True):
-        if not (ours.is_floating_point() or ours.is_complex()):
-            worst = max(worst, 0.0 if torch.equal(ours, theirs) else float("inf"))
-            continue
-        same = (ours == theirs) | (ours.isnan() & theirs.isnan())
-        apart = (ours - theirs).abs().masked_fill_(same, 0)
-        if bool(apart.isnan().any()):
-            return float("inf")
-        worst = max(worst, apart.max().item() if apart.numel() else 0.0)
-    return worst
+    return max(map(_difference, _parts(found), _parts(expected)), default=0.0)
 
 
-def _largest(magnitudes: Tensor) -> float:
-    if magnitudes.dtype == torch.bool or not magnitudes.numel():
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    if not ours.numel():
         return 0.0
-    return magnitudes.nan_to_num(0.0, 0.0, 0.0).max().item()
+    if not (ours.is_floating_point() or ours.is_complex()):
+        return 0.0 if torch.equal(ours, theirs) else float("inf")
+    if ours.is_complex():
+        ours, theirs = torch.view_as_real(ours), torch.view_as_real(theirs)
+    low, high = (bound.item() for bound in (ours - theirs).aminmax())
+    if math.isfinite(low) and math.isfinite(high):
+        return max(-low, high)
+    # Equal infinities have no difference, and NaNs in the same places are none.
+    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    apart = (ours - theirs).abs().masked_fill_(same, 0)
+    return float("inf") if bool(apart.isnan().any()) else apart.max().item()
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:

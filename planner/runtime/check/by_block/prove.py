@@ -17,7 +17,7 @@ from planner.graph.model_file import ModelSource
 from planner.layout.axes import Degrees
 from planner.layout.lowering import local_program
 from planner.plan import Plan
-from planner.runtime.check.by_block.blocks import Checked, check_class
+from planner.runtime.check.by_block.blocks import Checked, check_class, simulated_mesh
 from planner.runtime.check.by_block.coverage import Held, check_coverage
 from planner.runtime.check.by_block.cut import Cut, cut_down, samples_of
 from planner.runtime.check.by_block.facts import Facts
@@ -218,7 +218,7 @@ def _blocks(
     skipped = {index for index, _ in cut.too_large}
     made: dict[int, Facts] = {}
     sizes: set[int] = set()
-    ranks = 0
+    ranks = uncut = 0
     for at, ((index, degrees), (stage, block)) in enumerate(kinds.items()):
         if index in skipped:
             continue
@@ -231,14 +231,20 @@ def _blocks(
             continue
         sizes.add(size)
         tell(0.2 + 0.75 * at / len(kinds), f"block class {name}")
-        if size not in made:
-            made[size] = Facts(cut, graph, source, size)
-        facts = made[size]
 
         def local(
             rank: int, index: int = index, degrees: Degrees = degrees, size: int = size
         ) -> Program:
             return derived.local(cut.graph, plan, index, degrees, size, rank)
+
+        whole = cut.graph.classes[index].bind(size)
+        if all(local(rank) == whole for rank in simulated_mesh(degrees).ranks):
+            checked[index, degrees] = Checked(faults=())
+            uncut += 1
+            continue
+        if size not in made:
+            made[size] = Facts(cut, graph, source, size)
+        facts = made[size]
 
         found = check_class(
             facts.of(index),
@@ -255,13 +261,22 @@ def _blocks(
     classes = {index for index, _ in checked}
     return Part(
         name="blocks: outputs, gradients and buffers of every rank equal the whole block's",
-        counted=(
-            f"{len(classes)} classes of {len(graph.blocks)} blocks, {len(checked)} layouts, up to "
-            f"{ranks} ranks in one process, {' or '.join(map(str, sorted(sizes)))} samples"
-        ),
+        counted=_counted(len(classes), len(graph.blocks), len(checked), uncut, ranks, sizes),
         faults=tuple(faults),
         times_rounding=max((found.times_rounding for found in checked.values()), default=None),
     )
+
+
+def _counted(
+    classes: int, blocks: int, layouts: int, uncut: int, ranks: int, sizes: set[int]
+) -> str:
+    shown = f"{classes} classes of {blocks} blocks, {layouts} layouts"
+    if uncut:
+        shown += f", {uncut} of them whole on each rank: nothing to compare"
+    if ranks:
+        samples = " or ".join(map(str, sorted(sizes)))
+        shown += f"; up to {ranks} ranks in one process, {samples} samples"
+    return shown
 
 
 def _kinds(plan: Plan, graph: ModelGraph) -> Mapping[tuple[int, Degrees], tuple[int, int]]:
