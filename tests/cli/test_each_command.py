@@ -29,8 +29,8 @@ from costmodel.execution import find_execution
 from planner.errors import PlannerError
 from planner.plan import save_plan
 from planner.plan.defaults import default_plan
-from planner.runtime.check.dryrun import DryRun
 from planner.runtime.check.by_block.report import Part, Proof
+from planner.runtime.check.dryrun import DryRun
 from planner.runtime.check.verify import Difference, VerifyReport
 from planner.units import GIB
 from profiles import load_profile
@@ -221,9 +221,7 @@ def _proof(*faults: str) -> Proof:
 
 
 @pytest.mark.parametrize(("faults", "code"), [((), 0), (("p0 differs", "p1 lacks"), 1)])
-def test_verify_by_block_says_what_was_proven_and_what_not(
-    plan, monkeypatch, capsys, faults, code
-):
+def test_verify_by_block_says_what_was_proven_and_what_not(plan, monkeypatch, capsys, faults, code):
     """N6: the verdict names the first fault; the others, cuts and what is open stand before it."""
     monkeypatch.setattr(commands.verify, "graph_of_plan", lambda plan, model: None)
     monkeypatch.setattr("planner.graph.model_file.load_model_file", lambda path: None)

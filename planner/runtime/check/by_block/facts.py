@@ -25,9 +25,10 @@ from planner.runtime.check.by_block.cut import Cut, batch_of
 from planner.runtime.check.by_block.windows import drawn, moved_by_a_unit
 from planner.runtime.check.fixed_draws import FixedDraws
 from planner.runtime.check.promote import drawing_ops
-from planner.runtime.initial.record import record
+from planner.runtime.checkpoint.pieces import Piece
+from planner.runtime.initial.record import NotReplayableError, record
 from planner.runtime.initial.replay import Replay
-from planner.runtime.initial.values import find
+from planner.runtime.initial.values import Place, find
 from planner.runtime.stage.program_fx import to_graph_module
 from planner.runtime.state.weights import constant
 from planner.runtime.step.inputs.feed import Preamble
@@ -183,27 +184,47 @@ def _cotangent(
 
 
 def held_values(graph: ModelGraph, source: ModelSource) -> dict[str, Tensor]:
-    """Return buffers and constants by name, as the model makes them, in the graph's dtypes."""
-    metas = [t for t in graph.tensors if t.kind in ("buffer", "constant")]
-    found = {t.name: constant(t) for t in metas if t.data is not None}
-    wanted = {t.name: t.fqn for t in metas if t.data is None}
+    """Return buffers and constants by name, as the model makes them, in the graph's dtypes.
+
+    What nothing gives a value to is drawn.
+    """
+    metas = {t.name: t for t in graph.tensors if t.kind in ("buffer", "constant")}
+    found = {name: constant(t) for name, t in metas.items() if t.data is not None}
+    wanted = {name: t.fqn for name, t in metas.items() if t.data is None}
     if wanted:
-        recording = record(source.build)
-        tensors = {name: find(recording.module, fqn) for name, fqn in wanted.items()}
-        refs = {name: recording.ref(t) for name, t in tensors.items() if t.is_meta}
-        made = {n: torch.empty(t.shape, dtype=t.dtype, device=CPU) for n, t in tensors.items()}
-
-        def into(name: str) -> Callable[[int, Tensor], None]:
-            def take(first: int, rows: Tensor) -> None:
-                if rows.dim():
-                    made[name][first : first + rows.shape[0]] = rows
-                else:
-                    made[name].copy_(rows)
-
-            return take
-
         state = torch.default_generator.get_state()
-        Replay(recording, refs).run(state, {name: into(name) for name in refs}, to_the_end=False)
-        found |= {name: made[name] if t.is_meta else t.clone() for name, t in tensors.items()}
-    by_name = {t.name: t for t in metas}
-    return {n: t.detach().to(getattr(torch, by_name[n].dtype)) for n, t in found.items()}
+        try:
+            found |= _recorded(source, wanted)
+        except NotReplayableError:
+            module = source.build()
+            found |= {name: find(module, fqn) for name, fqn in wanted.items()}
+        finally:
+            torch.default_generator.set_state(state)
+    dtypes = {name: getattr(torch, meta.dtype) for name, meta in metas.items()}
+    return {
+        name: drawn(name, tuple(t.shape), dtypes[name]).contiguous()
+        if t.is_meta
+        else t.detach().to(dtypes[name], copy=True)
+        for name, t in found.items()
+    }
+
+
+def _recorded(source: ModelSource, wanted: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return tensors of the model, given by their names in it, without building all of it.
+
+    One that nothing gives a value to stays on the meta device.
+    """
+    recording = record(source.build)
+    tensors = {name: find(recording.module, fqn) for name, fqn in wanted.items()}
+    refs = {name: recording.ref(t) for name, t in tensors.items() if t.is_meta}
+    replay = Replay(recording, refs)
+    refs = {name: ref for name, ref in refs.items() if replay.origin(name)}
+    made = {name: torch.empty_like(tensors[name], device=CPU) for name in refs}
+
+    def into(tensor: Tensor) -> Callable[[int, Tensor], None]:
+        place = Place(Piece.whole(tensor.shape), tensor)
+        return place.take
+
+    sinks = {name: into(tensor) for name, tensor in made.items()}
+    Replay(recording, refs).run(torch.default_generator.get_state(), sinks, to_the_end=False)
+    return tensors | made
