@@ -21,17 +21,14 @@ from planner.layout.sequences import longest_sequence
 from planner.plan import Plan
 from planner.plan.buckets import check_bucket
 from planner.runtime.check.promote import promote_graph
+from planner.runtime.step.messages.wiring import block_placements
 from planner.units import DTYPE_BYTES
 
 _LEAST_POSITIONS = 16
 _TRIES = 3
 _ENOUGH_SAMPLES = 2
 
-_HELD = 2.5
-"""Of a class's largest parameter, what is in memory at once: its gradient, the pieces of it on all
-ranks or a copy that a kernel multiplies by, and less than half of that again."""
-
-_QUICK_BYTES = 2**31
+_QUICK_BYTES = 2**32
 """Of that in fp64, as much as takes seconds; of more, fp32 is run."""
 
 
@@ -45,7 +42,7 @@ class Cut:
         length: positions of those run.
         dtype: "float64" or "float32".
         memory_bytes: that was free.
-        too_large: block classes that do not fit in it, with the bytes of their largest parameter.
+        too_large: block classes that do not fit in it, with the bytes they need.
     """
 
     graph: ModelGraph
@@ -61,13 +58,13 @@ def cut_down(
 ) -> Cut:
     """Return the model of a plan, cut down as little as this machine asks for.
 
-    `memory_bytes` are those that may be used; None: half of those free.
+    `memory_bytes` are those that may be used; None: three quarters of those free.
     """
-    free = _free_bytes() // 2 if memory_bytes is None else memory_bytes
+    free = _free_bytes() * 3 // 4 if memory_bytes is None else memory_bytes
     planned = longest_sequence(graph)
     shorter, length = _shortest(graph, plan, source, planned)
-    largest = [_largest_param(program.tensors) for program in graph.classes]
-    wide = max(largest, default=0) * DTYPE_BYTES["float64"] * _HELD
+    needed = _needed(graph, plan)
+    wide = max(needed.values(), default=0) * DTYPE_BYTES["float64"]
     dtype = "float64" if wide <= min(free, _QUICK_BYTES) else "float32"
     size = DTYPE_BYTES[dtype]
     return Cut(
@@ -77,9 +74,7 @@ def cut_down(
         dtype=dtype,
         memory_bytes=free,
         too_large=tuple(
-            (index, numel * size)
-            for index, numel in enumerate(largest)
-            if numel * size * _HELD > free
+            (index, numel * size) for index, numel in needed.items() if numel * size > free
         ),
     )
 
@@ -161,8 +156,26 @@ def batch_of(graph: ModelGraph, source: ModelSource, cut: Cut, size: int) -> dic
     return {name: leaves[graph.tensor[name].fqn] for name in graph.batch_inputs}
 
 
-def _largest_param(tensors: Any) -> int:
-    return max((t.numel_at(1) for t in tensors if t.kind == "param"), default=0)
+def _needed(graph: ModelGraph, plan: Plan) -> dict[int, int]:
+    """Return the entries in memory at once when a class is run, for the parameter with most.
+
+    Its gradient (or a copy that a kernel multiplies by), and two pieces of a rank.
+    """
+    found: dict[int, int] = {}
+    seen = set()
+    for stage, planned in enumerate(plan.stages):
+        degrees = plan.stage_degrees(stage)
+        for index in planned.blocks:
+            block = graph.blocks[index]
+            if (block.class_index, degrees) in seen:
+                continue
+            seen.add((block.class_index, degrees))
+            _, placements, _ = block_placements(graph, plan, index, stage)
+            for name, placed in zip(block.params, placements, strict=True):
+                numel = graph.tensor[name].numel_at(1)
+                entries = numel + 2 * numel // placed.parts(degrees)
+                found[block.class_index] = max(found.get(block.class_index, 0), entries)
+    return found
 
 
 def _free_bytes() -> int:

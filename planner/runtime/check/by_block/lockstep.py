@@ -18,21 +18,20 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    _create_work_from_future,  # type: ignore[attr-defined]
-    _register_process_group,
-    _unregister_process_group,
-)
+from torch._C import _distributed_c10d
 from torch.futures import Future
 
 from planner.layout.layout import ProcessMesh
 
 T = TypeVar("T")
+
+# Typed loosely: not all of its names are in PyTorch's stubs.
+_c10d: Any = _distributed_c10d
 
 _worlds = count()
 
@@ -102,13 +101,13 @@ class LockStep:
     def __enter__(self) -> LockStep:
         """Make the groups known to PyTorch."""
         for group in self._all_groups():
-            _register_process_group(cast(Any, group.group_name), group)
+            _c10d._register_process_group(group.group_name, group)
         return self
 
     def __exit__(self, *failure: Any) -> None:
         """Forget them."""
         for group in self._all_groups():
-            _unregister_process_group(cast(Any, group.group_name))
+            _c10d._unregister_process_group(group.group_name)
 
     def _all_groups(self) -> list[SimulatedGroup]:
         return [g for by_axis in self._groups.values() for g in by_axis.values() if g is not None]
@@ -300,7 +299,7 @@ class SimulatedGroup(_ProcessGroup):
         self._world.wait(self._line, self._global_rank, call, gives, takes)
         future: Future[Any] = Future()
         future.set_result([takes])
-        return _create_work_from_future(future)
+        return _c10d._create_work_from_future(future)
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
         """Reduce in place."""

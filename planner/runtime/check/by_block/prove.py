@@ -324,9 +324,9 @@ def _cuts(plan: Plan, graph: ModelGraph, cut: Cut) -> Iterator[str]:
 def _unproven(plan: Plan, graph: ModelGraph, cut: Cut) -> Iterator[str]:
     for index, num_bytes in cut.too_large:
         yield (
-            f"block class {graph.classes[index].name} was not run: its largest parameter takes "
-            f"{format_bytes(num_bytes)} in fp32, too much for the "
-            f"{format_bytes(cut.memory_bytes)} that could be used"
+            f"block class {graph.classes[index].name} was not run: it takes "
+            f"{format_bytes(num_bytes)} in fp32, more than the {format_bytes(cut.memory_bytes)} of "
+            "memory that could be used"
         )
     yield (
         "that the captured blocks are the model: they were run against themselves, whole; verify "

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from planner.errors import PlanError
 from planner.graph.model_file import ModelSource
 from planner.plan.defaults import default_plan
+from planner.runtime.check.by_block.cut import cut_down
 from planner.runtime.check.by_block.prove import prove
 from tests.captures import capture_module
 from tests.runtime.check.by_block.cases import captured, plan_of, proof_of
@@ -96,16 +97,16 @@ def test_a_sequence_that_matters_is_not_cut():
 
 def test_little_memory_means_fp32_and_then_open_classes():
     """N6: what does not fit is named, not passed over."""
-    graph, _ = captured("gpt")
-    sizes = sorted(
-        max(t.numel_at(1) for t in program.tensors if t.kind == "param") * 4
-        for program in graph.classes
-    )
-    proof = proof_of("gpt", tp=2, memory_bytes=int(sizes[-1] * 2.5))
+    graph, source = captured("gpt")
+    plan = plan_of("gpt", tp=2)
+    cut = cut_down(graph, plan, source, memory_bytes=0)
+    sizes = sorted(num_bytes for _, num_bytes in cut.too_large)
+    assert len(sizes) == len(graph.classes)
+    proof = proof_of("gpt", plan, memory_bytes=sizes[-1])
     assert proof.passed
     assert any("fp32" in cut for cut in proof.cuts)
     assert not any("was not run" in each for each in proof.unproven)
-    proof = proof_of("gpt", tp=2, memory_bytes=int(sizes[-1] * 2.5) - 1)
+    proof = proof_of("gpt", plan, memory_bytes=sizes[-1] - 1)
     left_out = [each for each in proof.unproven if "was not run" in each]
     assert len(left_out) == sizes.count(sizes[-1])
     (blocks,) = (part for part in proof.parts if part.name.startswith("blocks"))
