@@ -19,10 +19,10 @@ from planner.graph import Program
 from planner.layout.axes import Degrees, lowered_axes
 from planner.layout.layout import ProcessMesh
 from planner.layout.placements import Placements
-from planner.runtime.check.by_block.block_run import BlockRun, ParamGradient
 from planner.runtime.check.by_block.facts import CPU, Fact
-from planner.runtime.check.by_block.lockstep import Call, LockStep, OutOfStep
-from planner.runtime.check.by_block.pieces_of import (
+from planner.runtime.check.by_block.simulate.block_run import BlockRun, ParamGradient
+from planner.runtime.check.by_block.simulate.lockstep import Call, LockStep, OutOfStep
+from planner.runtime.check.by_block.simulate.pieces_of import (
     largest_difference,
     largest_entry,
     of_gradient,
@@ -171,7 +171,7 @@ def _compare(
                 f"takes by one unit in the last place changes it by {rounding:.2e}"
             )
         for ranks, found in _sums(placed, mesh, {r: each[0][at] for r, each in made.items()}):
-            expected = piece_of(run.outputs[at], _kept(placed), mesh, ranks[0])
+            expected = piece_of(run.outputs[at], of_gradient(placed), mesh, ranks[0])
             worst.add(f"output {name}", found, expected, rounding, ranks)
     for name in program.inputs:
         whole = run.input_grads[name]
@@ -219,7 +219,7 @@ def _compare_param(
             term = terms[rank].make()
             found = term if found is None else found.add_(term)
         assert found is not None
-        piece = piece_of(expected, _kept(placed), mesh, ranks[0])
+        piece = piece_of(expected, of_gradient(placed), mesh, ranks[0])
         worst.add(f"gradient of {name}", found, piece, rounding, ranks)
 
 
@@ -239,11 +239,6 @@ def _sums(
         for rank in ranks[1:]:
             found = found + tensors[rank]
         yield ranks, found
-
-
-def _kept(placed: Placements) -> Placements:
-    """What is left of placements when sums are taken."""
-    return of_gradient(placed)
 
 
 def _apart(moved: Tensor, tensor: Tensor) -> float:

@@ -20,9 +20,9 @@ from torch import Tensor
 from planner.graph import Block, ModelGraph, Program, TensorMeta
 from planner.graph.model_file import ModelSource
 from planner.layout.axes import lowered_axes
-from planner.runtime.check.by_block.block_run import BlockRun, ParamGradient
 from planner.runtime.check.by_block.cut import Cut, batch_of
-from planner.runtime.check.by_block.windows import drawn, moved_by_a_unit
+from planner.runtime.check.by_block.simulate.block_run import BlockRun, ParamGradient
+from planner.runtime.check.by_block.simulate.windows import drawn, moved_by_a_unit
 from planner.runtime.check.fixed_draws import FixedDraws
 from planner.runtime.check.promote import drawing_ops
 from planner.runtime.checkpoint.pieces import Piece

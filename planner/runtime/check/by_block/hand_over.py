@@ -25,8 +25,8 @@ from planner.layout.axes import batch_axes, members
 from planner.layout.layout import ProcessMesh, box_numel, sizes, slices
 from planner.layout.placements import Placements, moves_between
 from planner.plan import Plan
-from planner.runtime.check.by_block.lockstep import LockStep, OutOfStep
-from planner.runtime.check.by_block.pieces_of import (
+from planner.runtime.check.by_block.simulate.lockstep import LockStep, OutOfStep
+from planner.runtime.check.by_block.simulate.pieces_of import (
     largest_difference,
     of_gradient,
     piece_of,

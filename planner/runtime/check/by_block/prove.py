@@ -22,6 +22,7 @@ from planner.runtime.check.by_block.coverage import Held, check_coverage
 from planner.runtime.check.by_block.cut import Cut, cut_down, samples_of
 from planner.runtime.check.by_block.facts import Facts
 from planner.runtime.check.by_block.hand_over import check_hop, hops
+from planner.runtime.check.by_block.limits import cuts, unproven
 from planner.runtime.check.by_block.report import Part, Proof
 from planner.runtime.check.by_block.step_order import check_collectives, check_sums
 from planner.runtime.check.by_block.tables import (
@@ -31,7 +32,6 @@ from planner.runtime.check.by_block.tables import (
     queues_of,
 )
 from planner.runtime.check.by_block.wires import check_routes, check_wires
-from planner.runtime.check.promote import has_dropout
 from planner.runtime.checkpoint.pieces import holdings
 from planner.runtime.start.groups.mesh import check_runs
 from planner.runtime.step.messages.routes import Routes
@@ -43,7 +43,6 @@ from planner.runtime.step.messages.wiring import (
     wire_stage,
 )
 from planner.schedule import Schedule, schedule_of
-from planner.units import format_bytes
 
 Progress = Callable[[float, str], None]
 
@@ -132,8 +131,8 @@ def prove(
     return Proof(
         world_size=plan.world_size,
         parts=tuple(parts),
-        cuts=tuple(_cuts(plan, graph, cut)),
-        unproven=tuple(_unproven(plan, graph, cut)),
+        cuts=tuple(cuts(plan, graph, cut)),
+        unproven=tuple(unproven(plan, graph, cut)),
     )
 
 
@@ -299,47 +298,3 @@ def _collectives(
     inside, faults = check_collectives(graph, plan, derived.schedule, calls)
     sums, more = check_sums(graph, plan, derived.held)
     return f"{inside:,} inside blocks, {sums:,} sums of gradients", [*faults, *more]
-
-
-def _cuts(plan: Plan, graph: ModelGraph, cut: Cut) -> Iterator[str]:
-    planned = max(plan.stage_microbatch_size(stage) for stage in range(len(plan.stages)))
-    if planned > 2:
-        yield f"microbatches were cut from {planned} samples to as few as two where layouts allow"
-    if cut.length != cut.planned_length:
-        yield (
-            f"sequences were cut from {cut.planned_length} to {cut.length} positions, in a capture "
-            "of their own that is the plan's block for block"
-        )
-    elif cut.planned_length:
-        yield f"sequences have the planned {cut.planned_length} positions"
-    yield (
-        f"values are {'fp64' if cut.dtype == 'float64' else 'fp32'} "
-        f"({format_bytes(cut.memory_bytes)} of memory could be used); widths, heads and "
-        "vocabulary are as planned, parameters random"
-    )
-    if has_dropout(graph):
-        yield "dropout was switched off"
-
-
-def _unproven(plan: Plan, graph: ModelGraph, cut: Cut) -> Iterator[str]:
-    for index, num_bytes in cut.too_large:
-        yield (
-            f"block class {graph.classes[index].name} was not run: it takes "
-            f"{format_bytes(num_bytes)} in fp32, more than the {format_bytes(cut.memory_bytes)} of "
-            "memory that could be used"
-        )
-    yield (
-        "that the captured blocks are the model: they were run against themselves, whole; verify "
-        "a small model of the same code without by-block for that"
-    )
-    yield "the whole step in numbers: losses, the optimizer's update, learning rates, clipping"
-    if plan.precision == "bf16":
-        yield "what rounding to bf16 does"
-    yield "other sequence lengths than the one run, where an op branches on them"
-    parts = ["the network and the devices' own kernels", "loading of data", "checkpoints"]
-    if any(stage.is_recomputed for stage in plan.stages):
-        parts.insert(0, "recomputation in the backward")
-    if plan.optimizer_on_host or any(stage.activations_on_host for stage in plan.stages):
-        parts.insert(0, "copies to and from the host")
-    yield f"what runs around the blocks: {', '.join(parts)}"
-    yield "that it fits in memory, and how fast it is (`planner dryrun`, `planner estimate`)"

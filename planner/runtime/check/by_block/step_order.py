@@ -15,7 +15,7 @@ from planner.layout.axes import Degrees, lowered_axes, members
 from planner.layout.layout import ProcessMesh
 from planner.plan import Plan
 from planner.runtime.check.by_block.coverage import Held
-from planner.runtime.check.by_block.lockstep import Call
+from planner.runtime.check.by_block.simulate.lockstep import Call
 from planner.runtime.checkpoint.pieces import Holding
 from planner.runtime.step.messages.wiring import stage_params
 from planner.schedule import JobKind, Schedule

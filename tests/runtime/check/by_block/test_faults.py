@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 from planner.graph import Op, Program, Ref
 from planner.layout.lowering import ONCE, local_program
@@ -68,9 +70,7 @@ def with_op(program: Program, op: Op, *others: Op) -> Program:
 def goes(src: str, dst: str, axis: str = "tp", grad_partial: bool | None = None):
     def picks(op: Op) -> bool:
         _, on, a, b, partial = op.args
-        return (on, a, b) == (axis, src, dst) and partial in (grad_partial, partial)[
-            grad_partial is None :
-        ]
+        return (on, a, b) == (axis, src, dst) and grad_partial in (None, partial)
 
     return picks
 
@@ -389,8 +389,6 @@ def test_a_fault_is_found(name):
     found = [
         text for part in proof.parts if part.name.startswith(fault.part) for text in part.faults
     ]
-    import re
-
     assert any(re.search(fault.says, text) for text in found), proof.parts
 
 
@@ -405,8 +403,6 @@ def plan(model: str, options: Any):
 def reversed_pieces(x, group, dim):
     parts = collectives.size(group)
     given = collectives._funcol.all_gather_into_tensor(x.contiguous(), parts, group)
-    import torch
-
     return torch.cat(collectives._funcol.wait_tensor(given).chunk(parts)[::-1], dim)
 
 

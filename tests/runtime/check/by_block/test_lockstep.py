@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from planner.layout.layout import ProcessMesh
-from planner.runtime.check.by_block.lockstep import LockStep, OutOfStep
+from planner.runtime.check.by_block.simulate.lockstep import LockStep, OutOfStep
 from planner.runtime.stage import collectives
 
 MESH = ProcessMesh(axes=("cp", "tp"), shape=(2, 2), ranks=(0, 1, 2, 3))
