@@ -104,12 +104,17 @@ def _shortest(
 ) -> tuple[ModelGraph, int]:
     """Return a capture on shorter sequences that the plan's layouts fit, or the graph itself."""
     stages = range(len(plan.stages))
+    metas = (graph.tensor[name] for name in graph.batch_inputs)
+    if not any(planned in meta.shape for meta in metas):
+        return graph, planned  # the batch does not have the sequence
     parts = lcm(*(_parts(plan, stage) for stage in stages))
     for length in list(_lengths(planned, parts))[:_TRIES]:
         try:
             ends_early = _with_length(graph, source, planned, length)
             found = capture_source(ends_early, precision=plan.precision)
             check_bucket(graph, found)
+            if longest_sequence(found) != length:
+                continue  # another dim of the batch is as long
             for stage in stages:
                 for index in {graph.blocks[b].class_index for b in plan.stages[stage].blocks}:
                     samples_of(found, plan, stage, index)

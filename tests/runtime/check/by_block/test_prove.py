@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -63,8 +65,6 @@ def _source(build=Tokens):
     def batch(size):
         return {"ids": torch.arange(64).remainder(32).repeat(size, 1)}
 
-    from pathlib import Path
-
     return ModelSource(path=Path("m.py"), build=build, batch=batch, loss=None, dependencies=())
 
 
@@ -93,6 +93,29 @@ def test_a_sequence_that_matters_is_not_cut():
     proof = prove(default_plan(graph, tp=2), graph, source)
     assert proof.passed
     assert any("planned 64 positions" in cut for cut in proof.cuts)
+
+
+class Patches(nn.Module):
+    """It makes a sequence of 64 of a batch that has none."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, image):
+        x = torch.tanh(self.inner(image.unflatten(1, (64, 8))))
+        return self.outer(x).square().mean()
+
+
+def test_a_sequence_that_the_batch_does_not_have_is_not_cut():
+    def batch(size):
+        return {"image": torch.linspace(-1, 1, 512).repeat(size, 1)}
+
+    source = ModelSource(path=Path("m.py"), build=Patches, batch=batch, loss=None, dependencies=())
+    graph = capture_module(Patches(), batch(2), batch(3))
+    proof = prove(default_plan(graph, tp=2), graph, source)
+    assert proof.passed
+    assert not any("were cut from" in cut for cut in proof.cuts)
 
 
 def test_little_memory_means_fp32_and_then_open_classes():
