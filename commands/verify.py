@@ -1,4 +1,4 @@
-"""`planner verify`: a parallel run against one process, in fp64."""
+"""`planner verify`: a parallel run against one process, or the plan block by block."""
 
 from __future__ import annotations
 
@@ -9,26 +9,64 @@ import typer
 from commands.common.inputs import graph_of_plan
 from commands.common.options import DeviceOption, ModelFile, PlanFile
 from commands.render.console import show_progress, show_results
+from planner.errors import PlannerError
+
+DEFAULT_STEPS = 3
 
 
 def verify(
     plan: PlanFile,
     model: ModelFile,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Optimizer steps to compare; {DEFAULT_STEPS} if not given."),
+    ] = None,
     device: DeviceOption = None,
+    by_block: Annotated[
+        bool,
+        typer.Option(
+            "--by-block",
+            help="Prove each block, the wiring and the tables, for a plan too large to run here.",
+        ),
+    ] = False,
 ) -> int:
     """Prove that a plan computes what one process does.
 
     Trains a few steps both ways in fp64 and exits with 1 if they differ by more than rounding does.
+    With --by-block nothing is trained: all parts of the plan are proven one by one, in this
+    process, and what that does not show is said.
     """
-    from commands.render.checks import describe_verification
     from planner.plan import load_plan
-    from planner.runtime.check.verify import verify as verify_plan
 
+    if by_block and (steps is not None or device is not None):
+        given = "--device" if steps is None else "--steps"
+        raise PlannerError(
+            f"{given} was given with --by-block, which trains no steps and runs in this process; "
+            "leave one of them out"
+        )
+    if by_block:
+        from planner.runtime.start.process.heap import ask_for_large_pages
+
+        ask_for_large_pages()
     loaded = load_plan(plan)
     with show_progress("verifying") as progress:
         progress(0.0, "capturing the model")
-        graph_of_plan(loaded, model)
-        report = verify_plan(plan, model, steps=steps, device=device, progress=progress)
+        graph = graph_of_plan(loaded, model)
+        if by_block:
+            from commands.render.checks import describe_proof
+            from planner.graph.model_file import load_model_file
+            from planner.runtime.check.by_block.prove import prove
+
+            proof = prove(loaded, graph, load_model_file(model), progress=progress)
+        else:
+            from commands.render.checks import describe_verification
+            from planner.runtime.check.verify import verify as verify_plan
+
+            report = verify_plan(
+                plan, model, steps=steps or DEFAULT_STEPS, device=device, progress=progress
+            )
+    if by_block:
+        show_results(*describe_proof(proof))
+        return 0 if proof.passed else 1
     show_results(*describe_verification(report))
     return 0 if report.passed else 1

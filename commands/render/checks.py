@@ -8,6 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from planner.runtime.check.by_block.report import Proof
 from planner.runtime.check.dryrun import DryRun
 from planner.runtime.check.ledger import MemorySample
 from planner.runtime.check.verify import KINDS, ROUNDINGS, Difference, VerifyReport
@@ -105,4 +106,30 @@ def describe_verification(report: VerifyReport) -> list[RenderableType]:
             f"{report.num_ranks} ranks compute {verdict}, or {report.tolerance:.0e} of the "
             f"largest, in fp64 over {report.steps} steps"
         ),
+    ]
+
+
+def describe_proof(proof: Proof) -> list[RenderableType]:
+    """Return what was proven of a plan by its blocks, what was cut, what is wrong, what is open."""
+    table = Table("part", "shown on", "times rounding", "took", "")
+    for part in proof.parts:
+        table.add_row(
+            part.name,
+            part.counted,
+            "" if part.times_rounding is None else f"{part.times_rounding:.3g}",
+            f"{part.seconds:.1f} s",
+            "WRONG" if part.faults else "proven",
+        )
+    faults = [fault for part in proof.parts for fault in part.faults]
+    verdict = (
+        "every part that can be shown without its ranks is proven"
+        if proof.passed
+        else f"NOT proven: {faults[0]}"
+    )
+    return [
+        table,
+        *(Text(f"wrong: {fault}") for fault in faults[1:]),
+        *(Text(f"run as: {cut}") for cut in proof.cuts),
+        *(Text(f"not proven: {each}") for each in proof.unproven),
+        Text(f"plan of {proof.world_size} ranks: {verdict}"),
     ]

@@ -29,6 +29,7 @@ from costmodel.execution import find_execution
 from planner.errors import PlannerError
 from planner.plan import save_plan
 from planner.plan.defaults import default_plan
+from planner.runtime.check.by_block.report import Part, Proof
 from planner.runtime.check.dryrun import DryRun
 from planner.runtime.check.verify import Difference, VerifyReport
 from planner.units import GIB
@@ -207,6 +208,38 @@ def test_verify_exits_with_the_verdict(plan, monkeypatch, capsys, times, code):
     said = capsys.readouterr().out
     assert ("NOT the same" in said) == bool(code)
     assert "note: a note" in said
+
+
+def _proof(*faults: str) -> Proof:
+    blocks = Part(name="blocks", counted="3 classes", faults=faults, times_rounding=1.5)
+    return Proof(
+        world_size=1024,
+        parts=(Part(name="wiring", counted="6 blocks"), blocks),
+        cuts=("sequences were cut from 8192 to 16 positions",),
+        unproven=("loading of data",),
+    )
+
+
+@pytest.mark.parametrize(("faults", "code"), [((), 0), (("p0 differs", "p1 lacks"), 1)])
+def test_verify_by_block_says_what_was_proven_and_what_not(plan, monkeypatch, capsys, faults, code):
+    """N6: the verdict names the first fault; the others, cuts and what is open stand before it."""
+    monkeypatch.setattr(commands.verify, "graph_of_plan", lambda plan, model: None)
+    monkeypatch.setattr("planner.graph.model_file.load_model_file", lambda path: None)
+    monkeypatch.setattr(
+        "planner.runtime.check.by_block.prove.prove", lambda *args, **more: _proof(*faults)
+    )
+    assert commands.verify.verify(plan, MODEL, by_block=True) == code
+    said = capsys.readouterr().out
+    assert ("NOT proven: p0 differs" in said, "wrong: p1 lacks" in said) == (bool(code),) * 2
+    assert "run as: sequences were cut" in said
+    assert "not proven: loading of data" in said
+    assert "plan of 1024 ranks" in said
+
+
+@pytest.mark.parametrize("option", ["steps", "device"])
+def test_verify_by_block_trains_no_steps(plan, option):
+    with pytest.raises(PlannerError, match=f"--{option} was given with --by-block"):
+        commands.verify.verify(plan, MODEL, by_block=True, **{option: 1})
 
 
 def test_why_compares_the_choices_given(monkeypatch, capsys):

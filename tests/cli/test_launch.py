@@ -118,6 +118,14 @@ def test_verify_says_the_same(planner, folder):
     assert "2 ranks compute the same as one process" in done.stdout
 
 
+def test_verify_by_block_needs_no_ranks(planner, folder):
+    """N6 in short: the parts, what is left open, and exit code 0."""
+    done = planner("verify", "--by-block", "plan.json", "model.py")
+    assert done.code == 0, done.stderr
+    assert "plan of 2 ranks: every part" in done.stdout
+    assert "not proven: the whole step in numbers" in done.stdout
+
+
 def test_preflight_checks_and_trains_nothing(folder):
     """Issue 19, 7: on this machine's two ranks; --json has what the table shows, and the rates."""
     (folder / "train.py").write_text("open('trained', 'w')")

@@ -1,9 +1,12 @@
 """A CPU rank's freed memory stays with it, so that a step does not fault its pages in again."""
 
+import os
 import subprocess
 import sys
 
 import pytest
+
+from planner.runtime.start.process.heap import ask_for_large_pages
 
 FAULTS = """
 import ctypes, resource, sys
@@ -41,3 +44,13 @@ def _faults(how: str) -> int:
 def test_a_second_use_of_memory_faults_in_no_pages():
     """C: 64 MiB are 16,384 pages (fewer if the system joins them); kept, none comes anew."""
     assert _faults("kept") < 16 < _faults("given back")
+
+
+def test_large_pages_are_asked_for_unless_the_user_chose(monkeypatch):
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "")  # so that it is put back
+    del os.environ["THP_MEM_ALLOC_ENABLE"]
+    ask_for_large_pages()
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
+    ask_for_large_pages()
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "0"

@@ -9,7 +9,7 @@ two share nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -30,6 +30,8 @@ _WIDE = {
     "complex64": "complex128",
     "complex32": "complex128",
 }
+# Where memory stops at fp32 (`planner.runtime.check.by_block`).
+_AT_LEAST_FP32 = {"bfloat16": "float32", "float16": "float32", "complex32": "complex64"}
 _WIDE_DTYPES = {getattr(torch, low): getattr(torch, high) for low, high in _WIDE.items()}
 
 # Position of the dropout probability in the arguments of each op that has one.
@@ -47,13 +49,17 @@ _DROPOUT_ARG = {
 }
 
 
-def promote_graph(graph: ModelGraph) -> ModelGraph:
-    """Return the graph with every floating dtype fp64 and every dropout probability zero."""
+def promote_graph(graph: ModelGraph, *, to: str = "float64") -> ModelGraph:
+    """Return the graph with every floating dtype fp64 and every dropout probability zero.
+
+    With `to` "float32" shorter dtypes become fp32 and the others stay.
+    """
+    wide = _WIDE if to == "float64" else _AT_LEAST_FP32
     return replace(
         graph,
-        tensors=_promote_tensors(graph.tensors),
-        preamble=_promote_program(graph.preamble),
-        classes=tuple(map(_promote_program, graph.classes)),
+        tensors=_promote_tensors(graph.tensors, wide),
+        preamble=_promote_program(graph.preamble, wide),
+        classes=tuple(_promote_program(program, wide) for program in graph.classes),
     )
 
 
@@ -73,14 +79,18 @@ def drawing_ops(graph: ModelGraph) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _promote_program(program: Program) -> Program:
+def _promote_program(program: Program, wide: Mapping[str, str]) -> Program:
     return replace(
         program,
-        tensors=_promote_tensors(program.tensors),
+        tensors=_promote_tensors(program.tensors, wide),
         ops=tuple(
             _in_fp64(
                 _without_dropout(
-                    replace(op, args=_promote_arg(op.args), kwargs=_promote_arg(op.kwargs))
+                    replace(
+                        op,
+                        args=_promote_arg(op.args, wide),
+                        kwargs=_promote_arg(op.kwargs, wide),
+                    )
                 )
             )
             for op in program.ops
@@ -88,15 +98,17 @@ def _promote_program(program: Program) -> Program:
     )
 
 
-def _promote_tensors(tensors: Iterable[TensorMeta]) -> tuple[TensorMeta, ...]:
-    return tuple(replace(t, dtype=_WIDE.get(t.dtype, t.dtype)) for t in tensors)
+def _promote_tensors(
+    tensors: Iterable[TensorMeta], wide: Mapping[str, str]
+) -> tuple[TensorMeta, ...]:
+    return tuple(replace(t, dtype=wide.get(t.dtype, t.dtype)) for t in tensors)
 
 
-def _promote_arg(arg: Any) -> Any:
+def _promote_arg(arg: Any, wide: Mapping[str, str]) -> Any:
     if isinstance(arg, tuple):
-        return tuple(map(_promote_arg, arg))
+        return tuple(_promote_arg(item, wide) for item in arg)
     if isinstance(arg, Symbol) and arg.kind == "dtype":
-        return Symbol("dtype", _WIDE.get(arg.value, arg.value))
+        return Symbol("dtype", wide.get(arg.value, arg.value))
     return arg
 
 

@@ -185,6 +185,17 @@ def default_group() -> dist.ProcessGroup:
     return group
 
 
+def check_runs(plan: Plan) -> None:
+    """Raise PlanError for a plan whose experts lie on a mesh of their own."""
+    folded = [axis.name for axis in FOLDED if plan.degrees[axis.name] > 1]
+    if folded:
+        given = " ".join(f"{name}={plan.degrees[name]}" for name in folded)
+        raise PlanError(
+            f"the plan has {given}, which is priced and not run yet; make one with "
+            f"{' '.join(f'{name}=1' for name in folded)}"
+        )
+
+
 def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     """Join the plan's ranks. Every rank calls this once.
 
@@ -193,13 +204,7 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     one rank needs neither). Raises PlanError when the number of processes is not the plan's, or its
     experts lie on a mesh of their own.
     """
-    folded = [axis.name for axis in FOLDED if plan.degrees[axis.name] > 1]
-    if folded:
-        given = " ".join(f"{name}={plan.degrees[name]}" for name in folded)
-        raise PlanError(
-            f"the plan has {given}, which is priced and not run yet; make one with "
-            f"{' '.join(f'{name}=1' for name in folded)}"
-        )
+    check_runs(plan)
     devices.prepare(device)
     if not dist.is_initialized():
         start_process_group(plan, device)

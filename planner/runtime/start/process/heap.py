@@ -9,6 +9,7 @@ pays for all its pages anew. Kept, they are there. Steps of a small GPT (dp=2, t
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from contextlib import suppress
 
@@ -27,3 +28,12 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         if any(mallopt(_MMAP_THRESHOLD, size) for size in _LARGEST_KEPT):
             mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def ask_for_large_pages() -> None:
+    """Let PyTorch ask for pages of 2 MiB, before it makes its first large tensor.
+
+    For work on tensors of GiB that come and go: 1 GiB was first written in 0.15 s instead of 0.7.
+    Linux alone has such pages; nothing is done where the user chose.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
