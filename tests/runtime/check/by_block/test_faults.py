@@ -15,6 +15,7 @@ from planner.graph import Op, Program, Ref
 from planner.layout.lowering import ONCE, local_program
 from planner.layout.placement import Replicate, Shard
 from planner.layout.redistribution.redistribute import REDISTRIBUTE
+from planner.runtime.check.by_block.cut import cut_down
 from planner.runtime.check.by_block.prove import Derived, derive
 from planner.runtime.stage import collectives, local_ops
 from planner.runtime.step.messages.routes import Part, Routes
@@ -446,3 +447,20 @@ def test_what_is_derived_is_right():
     for fault in {(f.model, f.options) for f in FAULTS.values()}:
         assert proof_of(fault[0], plan(*fault)).passed
     assert derive(captured("gpt")[0], plan_of("gpt", pp=2)).edges
+
+
+@pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.part == BLOCKS])
+def test_a_fault_of_a_block_is_found_in_fp32(name):
+    """N6: where memory stops at fp32, as for the largest models."""
+    fault = FAULTS[name]
+    own = plan(fault.model, fault.options)
+    graph, source = captured(fault.model)
+    needed = max(num for _, num in cut_down(graph, own, source, memory_bytes=0).too_large)
+    right = proof_of(fault.model, own, memory_bytes=needed)
+    assert right.passed
+    assert any("fp32" in cut for cut in right.cuts)
+    wrong = proof_of(fault.model, own, change=fault.change, memory_bytes=needed)
+    (blocks,) = (part for part in wrong.parts if part.name.startswith(BLOCKS))
+    assert any(re.search(fault.says, text) for text in blocks.faults)
+    if "times its rounding" in blocks.faults[0]:
+        assert blocks.times_rounding > 1000
