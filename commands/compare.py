@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from commands.common.options import ModelFile, PlanFile, ProfileOption, RunFolder, TraceOption
+from commands.common.options import (
+    ClusterOption,
+    ModelFile,
+    PlanFile,
+    ProfileOption,
+    RunFolder,
+    TraceOption,
+)
 from commands.common.prediction import predict
 from commands.render.console import (
     check_writable,
@@ -30,6 +37,7 @@ def compare(
     model: ModelFile,
     folder: RunFolder,
     profile: ProfileOption = None,
+    cluster: ClusterOption = None,
     trace: TraceOption = None,
     calibrate: Annotated[
         bool,
@@ -53,7 +61,11 @@ def compare(
     if out is not None and not calibrate:
         raise PlannerError("--out is where --calibrate writes the profile; give both or neither")
     measured = load_timeline(folder)
-    predicted = predict(plan, model, profile, doing="simulating", execution=OURS)
+    if calibrate and cluster is not None:
+        raise PlannerError(
+            "--calibrate corrects one profile and --cluster has a file of groups; drop one of them"
+        )
+    predicted = predict(plan, model, profile, cluster=cluster, doing="simulating", execution=OURS)
     estimated = predicted.estimate
     show_note(predicted.note)
     show_results(*describe_run(compare_run(estimated.timeline, estimated.step_s, measured)))

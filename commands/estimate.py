@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from commands.common.options import RUNTIMES, ClipOption, ProfileOption
+from commands.common.options import RUNTIMES, ClipOption, ClusterOption, ProfileOption
 from commands.common.prediction import predict
 from commands.render.console import check_writable, show_note, show_progress, show_results
 from planner.errors import PlannerError
@@ -17,6 +17,7 @@ def estimate(
     plan: Annotated[Path | None, typer.Argument(help="A plan made by `planner search`.")] = None,
     model: Annotated[Path | None, typer.Argument(help="The model file of the plan.")] = None,
     profile: ProfileOption = None,
+    cluster: ClusterOption = None,
     execution: Annotated[
         str | None,
         typer.Option(help=f"The runtime that trains: {RUNTIMES} Default: the plan's."),
@@ -35,8 +36,9 @@ def estimate(
             raise PlannerError("--batch and --out go together: --batch IN.csv --out OUT.csv")
         if plan is not None:
             raise PlannerError("give PLAN and MODEL, or --batch IN.csv --out OUT.csv, not both")
-        if profile is not None:
-            raise PlannerError("rows say their machine by `gpu`; leave --profile out")
+        if profile is not None or cluster is not None:
+            given = "--cluster" if profile is None else "--profile"
+            raise PlannerError(f"rows say their machine by `gpu`; leave {given} out")
         if execution is not None or clip_gradients:
             raise PlannerError(
                 "rows say their software by `stack`; leave --execution and --clip-gradients out"
@@ -49,11 +51,11 @@ def estimate(
     from costmodel.uncertainty import runtime_interval, step_interval
 
     predicted = predict(
-        plan, model, profile, doing="estimating", execution=execution,
+        plan, model, profile, doing="estimating", cluster=cluster, execution=execution,
         clip_gradients=clip_gradients,
     )  # fmt: skip
     show_note(predicted.note)
-    cluster = predicted.costs.profile.name
+    machine = predicted.costs.profile.name
     told = predicted.estimate.to_dict()
     # The interval stands on what the profile's own answers, or the runtime's, were held against.
     runtime, graph = predicted.costs.execution, predicted.costs.graph
@@ -62,7 +64,7 @@ def estimate(
     else:
         interval = runtime_interval(graph, runtime, predicted.estimate.step_s)
     told["relative_error"] = interval.relative
-    show_results(*describe_estimate(told, cluster=cluster, execution=runtime.name))
+    show_results(*describe_estimate(told, cluster=machine, execution=runtime.name))
 
 
 def _estimate_rows(source: Path, target: Path) -> None:

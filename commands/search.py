@@ -106,7 +106,7 @@ def search(
         raise PlannerError("--price inf was given; it is money per device and hour, such as 2.50")
     points: tuple[Point, ...] = ()
     left_out: list[str] = []
-    profile, note = profile_named(question.profile)
+    profile, note = profile_named(question.profile, question.cluster)
     device = None if measure is None else check_measurable(profile, request.num_devices)
     with show_progress("searching") as progress:
         graph = graph_of(model, request.precision)
@@ -115,6 +115,8 @@ def search(
         for bucket in buckets:  # told before a long search
             check_bucket(graph, bucket)
         result = find_plan_once(graph, profile, request, progress=progress, use_cache=cache)
+        if result.plan is None and profile.groups:
+            raise PlannerError(result.reasons[0])
         if result.plan is None:
             advice = find_advice(
                 graph, profile, request, result,

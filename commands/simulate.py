@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commands.common.options import ModelFile, PlanFile, ProfileOption, TraceOption
+from commands.common.options import ClusterOption, ModelFile, PlanFile, ProfileOption, TraceOption
 from commands.common.prediction import predict
 from commands.render.console import check_writable, show_note, show_results, write_trace
 
@@ -11,6 +11,7 @@ def simulate(
     plan: PlanFile,
     model: ModelFile,
     profile: ProfileOption = None,
+    cluster: ClusterOption = None,
     trace: TraceOption = None,
 ) -> None:
     """Play a plan's timetable: who works and waits when."""
@@ -19,7 +20,7 @@ def simulate(
     from costmodel.estimate import plan_job_seconds
 
     check_writable(trace, "the trace", (plan, model))
-    predicted = predict(plan, model, profile, doing="simulating")
+    predicted = predict(plan, model, profile, cluster=cluster, doing="simulating")
     seconds = plan_job_seconds(predicted.plan, predicted.costs)
     show_note(predicted.note)
     timeline = predicted.estimate.timeline

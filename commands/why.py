@@ -17,7 +17,7 @@ def why(model: ModelFile, question: Question) -> None:
     from search.report.explain import compare_choices
 
     request = question.request(model)
-    profile, note = profile_named(question.profile)
+    profile, note = profile_named(question.profile, question.cluster)
     with show_progress("comparing") as progress:
         graph = graph_of(model, request.precision)
         request = replace(request, pins=question.pins_in(graph))

@@ -6,6 +6,7 @@ blocks are lowered on with the sizes of these, never on where in the model it st
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from costmodel.memory.exact.stage.jobs import StageJobs
 from costmodel.side_values import SideValues, find_side_values
 from costmodel.time.block.program import ProgramCost, price_program
 from costmodel.topology import lowered_groups
+from planner.errors import PlanError
 from planner.graph import ModelGraph, Program
 from planner.layout.axes import FOLDED, Degrees, lowered_axes
 from planner.layout.experts import spread_experts
@@ -38,7 +40,8 @@ class CostCache:
     """Prices of a graph's block classes on one profile. Mutable: it remembers answers.
 
     Says also what kind of step is priced: the runtime's whose `execution` it is (if not given,
-    ours), and whether it `clips_gradients`.
+    ours), and whether it `clips_gradients`. In a cluster of several groups of devices, `groups` has
+    the prices on each of them, and this one those on the first.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class CostCache:
         execution: Execution | None = None,
         clips_gradients: bool = False,
     ) -> None:
+        self.groups: Mapping[str, CostCache] = {}
         self.graph, self.profile = graph, profile
         self.execution = execution or find_execution(OURS)
         self.clips_gradients = clips_gradients
@@ -79,6 +83,22 @@ class CostCache:
         other._bound, other._local = self._bound, self._local
         other._bytes, other._side_values = self._bytes, self._side_values
         return other
+
+    def of_group(self, name: str) -> CostCache:
+        """Return the prices on a group of devices of the cluster; "" where all devices are equal.
+
+        Raises PlanError where the cluster has no such group.
+        """
+        if name in self.groups:
+            return self.groups[name]
+        if name or self.groups:
+            lies = f"on devices of group {name!r}" if name else "on devices of no named group"
+            known = f"has groups {', '.join(self.groups)}" if self.groups else "has no groups"
+            raise PlanError(
+                f"a stage of the plan lies {lies} and the cluster {self.profile.name!r} {known}; "
+                "give the `cluster` file that the plan was searched for"
+            )
+        return self
 
     @property
     def adds_ops(self) -> bool:
@@ -225,6 +245,15 @@ class CostCache:
         if microbatch_size not in self._side_values:
             self._side_values[microbatch_size] = find_side_values(self.graph, microbatch_size)
         return self._side_values[microbatch_size]
+
+
+def costs_of_groups(profile: Profile, on: Callable[[Profile], CostCache]) -> CostCache:
+    """Return the prices `on` a profile; of a cluster of several groups those on each of them."""
+    if not profile.groups:
+        return on(profile)
+    costs = on(profile.groups[0].profile)
+    costs.groups = {group.name: on(group.profile) for group in profile.groups}
+    return costs
 
 
 def _key(

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.cache import CostCache
+from costmodel.cache import CostCache, costs_of_groups
 from costmodel.execution import Execution, find_execution
 from costmodel.execution.executed import executed
 from costmodel.memory.exact.plan_memory import plan_memory
@@ -164,7 +164,7 @@ def step_seconds(plan: Plan, costs: CostCache) -> float:
     """Return the seconds of a step, not in parts."""
     price = price_plan(plan, costs)
     table = _table_of(plan)
-    at_least = _copies_beside_jobs(price, costs.profile, table)
+    at_least = _copies_beside_jobs(price, table)
     last = _last_rank(price, costs, simulate(table, price.job_seconds, at_least=at_least))
     return last.end_s + last.after_s + last.clipping_s + last.optimizer_s + last.inputs_s
 
@@ -180,7 +180,7 @@ def _timed(plan: Plan, costs: CostCache) -> tuple[PlanPrice, Timeline, TimeParts
     """The prices of a plan, when its jobs run, and its step in parts."""
     price = price_plan(plan, costs)
     table = _table_of(plan)
-    at_least = _copies_beside_jobs(price, costs.profile, table)
+    at_least = _copies_beside_jobs(price, table)
     played = simulate(table, price.job_seconds, at_least=at_least)
     timeline = replace(played, step_jobs_s=_step_jobs_s(price, costs, played))
     return price, timeline, _time_parts(price, costs, timeline, table, at_least)
@@ -198,13 +198,17 @@ def cost_cache(
 
     Raises PlannerError where it is not priced on such a profile.
     """
-    execution = execution or find_execution(OURS)
-    return CostCache(
-        graph,
-        executed(profile, execution, num_devices),
-        execution=execution,
-        clips_gradients=clips_gradients,
-    )
+    runtime = execution or find_execution(OURS)
+
+    def on(profile: Profile) -> CostCache:
+        return CostCache(
+            graph,
+            executed(profile, runtime, num_devices),
+            execution=runtime,
+            clips_gradients=clips_gradients,
+        )
+
+    return costs_of_groups(profile, on)
 
 
 @lru_cache(maxsize=64)
@@ -243,9 +247,7 @@ def _saved_bytes(price: PlanPrice) -> tuple[float, ...]:
     return tuple(kept)
 
 
-def _copies_beside_jobs(
-    price: PlanPrice, profile: Profile, table: JobTable
-) -> tuple[np.ndarray, ...] | None:
+def _copies_beside_jobs(price: PlanPrice, table: JobTable) -> tuple[np.ndarray, ...] | None:
     """Return what the copies of activations take beside each job of each rank, if there are any."""
     on_host = [s for s, stage in enumerate(price.plan.stages) if stage.activations_on_host]
     if not on_host:
@@ -254,7 +256,8 @@ def _copies_beside_jobs(
     moved = {s: saved[s] for s in on_host}
     rows = table.schedule.jobs
     return tuple(
-        least_job_seconds(profile, len(row), offloads_of(row, moved), moved) for row in rows
+        least_job_seconds(price.rank_costs(rank).profile, len(row), offloads_of(row, moved), moved)
+        for rank, row in enumerate(rows)
     )
 
 
@@ -328,7 +331,7 @@ def _last_rank(price: PlanPrice, costs: CostCache, timeline: Timeline) -> _LastR
         clipping_s=clipping_s,
         optimizer_s=price.updates[rank].optimizer_s,
         inputs_s=input_seconds(
-            costs,
+            price.rank_costs(plan.stages[0].pp_rank),
             [block for s in first_stages for block in plan.stages[s].blocks],
             microbatch_size=plan.stage_microbatch_size(0),
             num_microbatches=plan.num_microbatches,

@@ -6,11 +6,16 @@ Pipeline ranks follow each other outside all axes. For example
 
     dp 2, cp 2, tp 2 on nodes of 4:   tp stride 1, cp stride 2, dp stride 4, pp stride 8
     node 0: ranks 0 1 2 3             so tp and cp groups stay in a node, dp groups leave it
+
+The domains of a cluster's tiers (`planner.cluster.Tier`) hold neighbours, as nodes do: with rails
+of 16 devices the dp group above stays in one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from planner.cluster import ClusterSpec
 from planner.layout.axes import (
@@ -32,10 +37,59 @@ class Axis:
     group: Group
 
 
+Run = tuple[int, int]
+"""So many ranks, and how far they are apart."""
+
+
 def axis_group(cluster: ClusterSpec, *, size: int, stride: int) -> Group:
     """Return the group of `size` ranks that are `stride` apart."""
-    per_node = max(1, min(size, cluster.devices_per_node // stride))
-    return Group(ranks_per_node=per_node, num_nodes=-(-size // per_node))
+    return _group_of(cluster, ((size, stride),))
+
+
+def _group_of(cluster: ClusterSpec, runs: Sequence[Run]) -> Group:
+    """Return the group of all ranks that runs reach together."""
+    size = prod(size for size, _ in runs)
+
+    def parts(devices: int) -> int:
+        """Return over how many neighbourhoods of so many devices the ranks spread."""
+        return -(-size // _together(runs, devices))
+
+    per_node = _together(runs, cluster.devices_per_node)
+    num_nodes = -(-size // per_node)
+    # Inside nodes there is something to tell only of groups that stay there.
+    domains = tuple(
+        parts(tier.devices) if num_nodes == 1 or tier.devices >= cluster.devices_per_node else 1
+        for tier in cluster.tiers
+    )
+    return Group(
+        ranks_per_node=per_node,
+        num_nodes=num_nodes,
+        domains=domains if max(domains, default=1) > 1 else (),
+    )
+
+
+def _together(runs: Sequence[Run], devices: int) -> int:
+    """Return how many ranks of all runs lie among so many neighbouring devices."""
+    return prod(max(1, min(size, devices // stride)) for size, stride in runs)
+
+
+def pair_group(cluster: ClusterSpec, *, apart: int) -> Group:
+    """Return the group of two ranks that are so many ranks apart, whatever lies between them."""
+    crosses = cluster.spans_nodes(2, stride=apart)
+    domains = tuple(
+        2 if apart >= tier.devices and crosses == (tier.devices >= cluster.devices_per_node) else 1
+        for tier in cluster.tiers
+    )
+    return Group(
+        ranks_per_node=1 if crosses else 2,
+        num_nodes=2 if crosses else 1,
+        domains=domains if max(domains, default=1) > 1 else (),
+    )
+
+
+def way_out(cluster: ClusterSpec) -> Group:
+    """Return the pair of a rank of the cluster and one outside it, over its outermost tier."""
+    return Group(ranks_per_node=1, num_nodes=2, domains=(*[1] * (len(cluster.tiers) - 1), 2))
 
 
 def group_along(cluster: ClusterSpec, degrees: Degrees, name: str) -> Group:
@@ -45,7 +99,7 @@ def group_along(cluster: ClusterSpec, degrees: Degrees, name: str) -> Group:
     ranks of a node are a part of every run.
     """
     wanted = members(name)
-    runs: list[tuple[int, int]] = []  # (size, stride) of each, innermost first
+    runs: list[Run] = []  # innermost first
     stride, is_next = 1, False
     for axis in reversed(axis_names()):
         size = degrees[axis]
@@ -57,10 +111,7 @@ def group_along(cluster: ClusterSpec, degrees: Degrees, name: str) -> Group:
             runs.append((size, stride))
         is_next = axis in wanted
         stride *= size
-    per_node = 1
-    for size, apart in runs:
-        per_node *= axis_group(cluster, size=size, stride=apart).ranks_per_node
-    return Group(ranks_per_node=per_node, num_nodes=-(-degrees.along(name) // per_node))
+    return _group_of(cluster, runs)
 
 
 def lowered_groups(cluster: ClusterSpec, degrees: Degrees) -> dict[str, Axis]:
@@ -106,5 +157,4 @@ def pipeline_group(cluster: ClusterSpec, degrees: Degrees, *, pp: int) -> Group:
     With several stages in a node most transfers stay inside, but a pipeline moves at the pace of
     its slowest link, so a transfer is between nodes as soon as the pipeline spans nodes.
     """
-    crosses = cluster.spans_nodes(pp, stride=degrees.num_ranks)
-    return Group(ranks_per_node=1, num_nodes=2) if crosses else Group(ranks_per_node=2, num_nodes=1)
+    return pair_group(cluster, apart=(pp - 1) * degrees.num_ranks)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from math import exp, hypot, sqrt
 from typing import Literal
 
-from costmodel.cache import CostCache
+from costmodel.cache import CostCache, costs_of_groups
 from costmodel.estimate import estimate
 from costmodel.execution.execution import Execution, RunKind, residuals_of_runs
 from costmodel.in_training import in_training
@@ -76,9 +76,15 @@ def step_interval(graph: ModelGraph, profile: Profile, plan: Plan) -> Interval:
 
     `profile` as it was loaded; raises as `estimate` does.
     """
-    priced = in_training(profile, plan.world_size)
-    step_s = estimate(graph, profile, plan, costs=CostCache(graph, priced)).step_s
-    late = CostCache(graph, _OneSigmaLater(priced))
+
+    def typical(profile: Profile) -> CostCache:
+        return CostCache(graph, in_training(profile, plan.world_size))
+
+    def one_sigma_later(profile: Profile) -> CostCache:
+        return CostCache(graph, _OneSigmaLater(in_training(profile, plan.world_size)))
+
+    step_s = estimate(graph, profile, plan, costs=costs_of_groups(profile, typical)).step_s
+    late = costs_of_groups(profile, one_sigma_later)
     of_answers = estimate(graph, profile, plan, costs=late).step_s / step_s - 1.0
     of_steps, basis = step_sigma(profile)
     if of_answers > of_steps:
@@ -96,6 +102,8 @@ def row_interval(step_s: float, profile: Profile) -> Interval:
 
 def step_sigma(profile: Profile) -> tuple[float, str]:
     """Return one sigma of a profile's steps, relative, and what it is from."""
+    if profile.groups:
+        return max(step_sigma(group.profile) for group in profile.groups)
     found = profile.file.calibration
     if found is not None:
         runs = len(found.runs)

@@ -17,11 +17,25 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tier:
+    """A level of the network beyond a node's own links: sockets, rails, a spine, other sites.
+
+    `link` is what one device has of the links that leave a domain of `devices` neighbouring ranks,
+    while all devices of the domain send: messages that stay in a domain do not take it.
+    """
+
+    devices: int
+    link: Link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """A homogeneous cluster: nodes of equal devices, one link level inside, one between.
+    """Nodes of equal devices: links inside them, links between them, and what lies further out.
 
     `peak_flop_per_s` pairs dtype names with dense peak rates; `memory_bytes` is what one
-    device has in all; `max_devices` bounds what the description speaks for (None: any).
+    device has in all; `max_devices` bounds what the description speaks for (None: any). `tiers`
+    come beside the two links of nodes, the smallest domains first; one of fewer
+    than `devices_per_node` devices is inside nodes, one of as many is instead of `inter_node`.
     """
 
     name: str
@@ -34,6 +48,7 @@ class ClusterSpec:
     peak_flop_per_s: tuple[tuple[str, float], ...]
     intra_node: Link
     inter_node: Link
+    tiers: tuple[Tier, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise ProfileError when a figure is not positive."""
@@ -44,6 +59,12 @@ class ClusterSpec:
         ):
             if value <= 0:
                 raise ProfileError(f"{label}={value} of cluster {self.name!r} must be positive")
+        sizes = [tier.devices for tier in self.tiers]
+        if sizes != sorted(set(sizes)) or sizes[:1] == [0]:
+            raise ProfileError(
+                f"tiers of cluster {self.name!r} have domains of {sizes} devices; list each once, "
+                "the smallest first"
+            )
 
     def spans_nodes(self, group_size: int, stride: int = 1) -> bool:
         """Whether ranks 0, stride, … of a group lie on more than one node."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from profiles.records import (
     ProfileFile,
     StepWork,
 )
+
+if TYPE_CHECKING:
+    from profiles.groups import DeviceGroup
 
 Amount = Any
 """A float or an array of floats."""
@@ -51,6 +54,9 @@ where it was measured."""
 
 class Profile:
     """What a machine can do, measured or described. Loaded by `profiles.load_profile`."""
+
+    groups: tuple[DeviceGroup, ...] = ()
+    """The groups of devices of a cluster that has several (`profiles.groups`)."""
 
     def __init__(
         self,

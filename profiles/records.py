@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from planner.cluster import ClusterSpec, Link
+from planner.cluster import ClusterSpec, Link, Tier
 
 SCHEMA_VERSION = 3
 
@@ -66,10 +66,15 @@ class OpQuery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The shape of a communicating group: `ranks_per_node` on each of `num_nodes` nodes."""
+    """The shape of a communicating group: `ranks_per_node` on each of `num_nodes` nodes.
+
+    `domains` has, for each of the cluster's tiers, in how many of its domains the ranks lie; empty
+    where they are in one domain of every tier.
+    """
 
     ranks_per_node: int
     num_nodes: int = 1
+    domains: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise ValueError for an empty group."""
@@ -82,7 +87,8 @@ class Group:
         return self.ranks_per_node * self.num_nodes
 
     def __str__(self) -> str:
-        return f"{self.ranks_per_node}x{self.num_nodes}"
+        apart = "".join(f"/{count}" for count in self.domains)
+        return f"{self.ranks_per_node}x{self.num_nodes}{apart}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,6 +298,17 @@ class LinkRecord(Record):
         )
 
 
+class TierRecord(Record):
+    """A level of the network beyond the links of nodes; see `planner.cluster.Tier`."""
+
+    devices: int = Field(ge=1)
+    link: LinkRecord
+
+    def spec(self) -> Tier:
+        """Return the tier without origins."""
+        return Tier(devices=self.devices, link=self.link.spec())
+
+
 class NodeLinkRecord(Record):
     """What was measured between two nodes, a rank of each, while other pairs were measured too."""
 
@@ -315,6 +332,7 @@ class ClusterRecord(Record):
     intra_node: LinkRecord
     inter_node: LinkRecord
     other_inter_node: dict[str, LinkRecord] = Field(default_factory=dict)
+    tiers: tuple[TierRecord, ...] = ()
 
     def spec(self, name: str) -> ClusterSpec:
         """Return the description the search works with, without origins."""
@@ -329,6 +347,7 @@ class ClusterRecord(Record):
             peak_flop_per_s=tuple((k, f.value) for k, f in self.peak_flop_per_s.items()),
             intra_node=self.intra_node.spec(),
             inter_node=self.inter_node.spec(),
+            tiers=tuple(tier.spec() for tier in self.tiers),
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise, product
@@ -13,6 +13,8 @@ from costmodel import CostCache, Estimate, estimate
 from costmodel.estimate import cost_cache
 from costmodel.execution import find_execution
 from costmodel.memory.bound import NOTHING, OnHost
+from planner.cluster import ClusterSpec
+from planner.errors import LayoutError
 from planner.graph import ModelGraph
 from planner.graph.encoder_decoder import first_decoder_block
 from planner.layout.axes import Degrees
@@ -67,6 +69,8 @@ class Candidates:
         cuts: stage boundaries that the request fixes, empty if it does not.
         split_rank: the pp rank that a decoder begins, if the request fixes it.
         given: sizes on axes that a search does not try, as the request gives them.
+        group_solvers: of a cluster of several groups of devices, what finds layouts on each; then
+            `solver` is that on the first, and so are `costs` but for those of groups in them.
     """
 
     graph: ModelGraph
@@ -81,6 +85,10 @@ class Candidates:
     cuts: tuple[int, ...] = ()
     split_rank: int | None = None
     given: Degrees = field(default_factory=Degrees)
+    group_solvers: Mapping[str, LayoutSolver] = field(default_factory=dict)
+    _group_tables: dict[tuple[int, int, int], tuple[Mapping[str, StageTable], ...]] = field(
+        default_factory=dict
+    )
     _even_cuts: dict[tuple[TableKey, int], tuple[int, ...]] = field(default_factory=dict)
     _interleaved: dict[tuple[TableKey, str, int, int], InterleavedStages] = field(
         default_factory=dict
@@ -97,6 +105,8 @@ class Candidates:
         """Return what searches share that ask the same of placements, stages, precision and
         offload; `on_host` is, if not given, what the request tries first.
         """
+        if profile.groups:
+            _check_groups(profile, request)
         on_host = on_host or offload_fallbacks(request.offload, profile)[0][0]
         costs = cost_cache(
             graph,
@@ -105,11 +115,15 @@ class Candidates:
             execution=find_execution(request.execution),
             clips_gradients=request.clip_gradients,
         )
-        profile = costs.profile
+        pins = parse_pins_of(request)
         return cls(
             graph=graph,
-            profile=profile,
-            solver=LayoutSolver(graph=graph, profile=profile, pins=parse_pins_of(request)),
+            profile=profile if profile.groups else costs.profile,
+            solver=LayoutSolver(graph=graph, profile=costs.profile, pins=pins),
+            group_solvers={
+                name: LayoutSolver(graph=graph, profile=own.profile, pins=pins)
+                for name, own in costs.groups.items()
+            },
             costs=costs,
             execution=request.execution,
             model_file=request.model_file,
@@ -124,7 +138,31 @@ class Candidates:
     def shapes(self, request: SearchRequest) -> list[Shape]:
         """Return every shape that divides; raise LayoutError when there is none."""
         can_split = self.solver.can_split
-        return list_shapes(request, self.graph, self.profile.cluster, can_split=can_split)
+        return list_shapes(request, self.graph, self.smallest_nodes, can_split=can_split)
+
+    @property
+    def smallest_nodes(self) -> ClusterSpec:
+        """The cluster; of several groups that of the smallest nodes, of any number of devices: what
+        some axes stay in.
+        """
+        clusters = [costs.profile.cluster for costs in self.costs.groups.values()]
+        if not clusters:
+            return self.profile.cluster
+        smallest = min(clusters, key=lambda cluster: cluster.devices_per_node)
+        return replace(smallest, max_devices=None)
+
+    def limits(self, request: SearchRequest) -> Mapping[str, float]:
+        """Return the bytes of a device of each group; by "" where all devices are equal."""
+        groups = self.costs.groups or {"": self.costs}
+        return {
+            name: float(request.memory_limit_bytes or costs.profile.memory_bytes)
+            for name, costs in groups.items()
+        }
+
+    @property
+    def solvers(self) -> Sequence[LayoutSolver]:
+        """All that find layouts."""
+        return tuple(self.group_solvers.values()) or (self.solver,)
 
     @cached_property
     def layouts(self) -> LayoutCandidates:
@@ -136,6 +174,49 @@ class Candidates:
             on_host=self.on_host,
             given=self.given,
         )
+
+    @cached_property
+    def _layouts_of_groups(self) -> Mapping[str, LayoutCandidates]:
+        return {
+            name: LayoutCandidates(
+                solver=solver,
+                costs=self.costs.of_group(name),
+                precision=self.precision,
+                on_host=self.on_host,
+                given=self.given,
+            )
+            for name, solver in self.group_solvers.items()
+        }
+
+    def tables_of_groups(
+        self, tp: int, microbatch_size: int, cp: int = 1
+    ) -> tuple[Mapping[str, StageTable], ...]:
+        """Return, for each layout worth trying on any group of devices, its table on every group.
+
+        Stages of equal degrees have one layout, wherever they lie.
+        """
+        key = tp, microbatch_size, cp
+        if key not in self._group_tables:
+            found = {
+                table.layouts: table
+                for layouts in self._layouts_of_groups.values()
+                for table in layouts.tables(tp, microbatch_size, cp)
+            }
+            self._group_tables[key] = tuple(
+                {
+                    name: StageTable(
+                        costs=costs,
+                        layouts=layouts,
+                        degrees=table.degrees,
+                        microbatch_size=microbatch_size,
+                        precision=self.precision,
+                        on_host=self.on_host,
+                    )
+                    for name, costs in self.costs.groups.items()
+                }
+                for layouts, table in found.items()
+            )
+        return self._group_tables[key]
 
     def tables(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[StageTable, ...]:
         """Return one table per layout worth trying at these degrees and microbatch size."""
@@ -159,7 +240,7 @@ class Candidates:
         neighbours may have other meshes (`is_mixed`), they are on the way alone.
         """
         choices = recompute_choices(configuration.recompute)
-        again = least_again_s(table, choices)
+        forward_s, backward_s, weight_s = block_seconds(configuration, table)
         order = find_schedule(configuration.schedule).job_order(
             pp=configuration.pp, num_microbatches=configuration.num_microbatches
         )
@@ -180,13 +261,9 @@ class Candidates:
             hop_s, back_hop_s = _cheapest(hop_s), _cheapest(back_hop_s)
         return ChainProblem(
             stages=stages,
-            block_forward_s=table.forward_s,
-            block_backward_s=table.backward_s + again,
-            block_weight_s=(
-                table.weight_s * (not configuration.replication.is_sharded)
-                if splits
-                else table.ahead_s(is_sharded=configuration.replication.is_sharded, choices=choices)
-            ),
+            block_forward_s=forward_s,
+            block_backward_s=backward_s,
+            block_weight_s=weight_s,
             hop_s=hop_s,
             back_hop_s=back_hop_s,
             in_flight=in_flight_of(configuration),
@@ -318,8 +395,13 @@ class Candidates:
             model=self.model,
             cluster=ClusterRef(
                 name=self.profile.name,
-                device=self.profile.cluster.device,
-                devices_per_node=self.profile.cluster.devices_per_node,
+                device=", ".join(
+                    dict.fromkeys(
+                        costs.profile.cluster.device
+                        for costs in self.costs.groups.values() or (self.costs,)
+                    )
+                ),
+                devices_per_node=self.smallest_nodes.devices_per_node,
             ),
             degrees=configuration.degrees,
             pp=configuration.pp,
@@ -372,10 +454,34 @@ def recompute_by_block(
     return tuple(by_block)
 
 
+def _check_groups(profile: Profile, request: SearchRequest) -> None:
+    """Raise LayoutError for a request that a cluster of several groups of devices cannot meet."""
+    counts = [group.num_devices for group in profile.groups]
+    if request.num_devices != sum(counts):
+        raise LayoutError(
+            f"`num_devices` {request.num_devices} was given; the groups of cluster "
+            f"{profile.name!r} have {' + '.join(map(str, counts))}, and plans use all of them: "
+            f"give {sum(counts)}, or write a file of fewer nodes"
+        )
+
+
 def _cheapest(hop_s: Floats) -> Floats:
     """Return the cheapest transfer inside a chain for each place in it (n + 1)."""
     inside = hop_s[1:-1]
     return np.minimum(hop_s, inside.min()) if len(inside) else hop_s
+
+
+def block_seconds(configuration: Configuration, table: StageTable) -> tuple[Floats, Floats, Floats]:
+    """Return the least seconds of each block's forward and backward, and the most of the backward
+    that may come after its gradient is sent on (`ChainProblem`).
+    """
+    choices = recompute_choices(configuration.recompute)
+    is_sharded = configuration.replication.is_sharded
+    if find_schedule(configuration.schedule).splits_backward:
+        weight_s = table.weight_s * (not is_sharded)
+    else:
+        weight_s = table.ahead_s(is_sharded=is_sharded, choices=choices)
+    return table.forward_s, table.backward_s + least_again_s(table, choices), weight_s
 
 
 def least_again_s(table: StageTable, choices: Sequence[Recompute]) -> Floats:

@@ -25,15 +25,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.collector import no_gc
+from planner.errors import LayoutError
 from planner.graph import ModelGraph
 from profiles import Profile
 from search.branch_and_bound import Progress
 from search.candidates import Candidates, with_estimate
 from search.nodes.configurations import evaluated_plan
+from search.nodes.device_groups import device_groups_node
 from search.nodes.meshes import meshes_node
 from search.nodes.sizes import NO_FASTER, TOO_LARGE, degrees_nodes
 from search.on_host import host_holds, offload_fallbacks, too_large_for_host
-from search.report.infeasible import explain_infeasible, find_leanest
+from search.report.infeasible import explain_infeasible, explain_infeasible_groups, find_leanest
 from search.report.runners_up import find_runners_up
 from search.request import SearchRequest, SearchResult
 from search.search_state import SearchState, WarmStart
@@ -104,6 +106,7 @@ def search_among(
             request=request,
             num_best=request.num_best,
             memory_limit_bytes=float(request.memory_limit_bytes or candidates.profile.memory_bytes),
+            limits=candidates.limits(request),
             max_gap=request.max_gap,
             time_limit_s=request.time_limit_s,
             started=started,
@@ -114,6 +117,12 @@ def search_among(
         _explore(search, shapes)
         return search
 
+    groups = candidates.profile.groups
+    if groups and synthesises:
+        raise LayoutError(
+            f"`schedule` {SYNTHESISED} was given for a cluster of several groups of devices; "
+            "tables of their own are made on equal devices only: leave `schedule` out"
+        )
     # Larger microbatches that are no faster are no answer, but may be second best.
     needs_every_size = warm_start is not None and warm_start.needs_every_size
     search = explore(every_size=needs_every_size or request.num_best > 1)
@@ -121,7 +130,7 @@ def search_among(
         # Larger microbatches, though no faster, may lie otherwise and be the ones that fit.
         search = explore(every_size=True)
         search.warm_start.needs_every_size = True
-    if request.meshes == "own":
+    if request.meshes == "own" and not groups:
         search.push(meshes_node(shapes))
         search.run()
     if search.best is None:
@@ -147,6 +156,10 @@ def search_among(
 
 def _explore(search: SearchState, shapes: Sequence[Shape]) -> None:
     """Run the queue over all shapes, from the fastest known plan that fits, if any."""
+    if groups := search.candidates.profile.groups:
+        search.push(device_groups_node(shapes, groups))
+        search.run()
+        return
     known = search.warm_start.fastest(search.memory_limit_bytes)
     if known is not None:
         search.take(evaluated_plan(*known))
@@ -160,6 +173,11 @@ def _has_skipped_sizes(search: SearchState) -> bool:
 
 
 def _infeasible_result(search: SearchState, shapes: Sequence[Shape]) -> SearchResult:
+    if search.candidates.profile.groups:
+        reasons = explain_infeasible_groups(search.limits, search.request)
+        return SearchResult(
+            plan=None, reasons=reasons, search_s=time.perf_counter() - search.started
+        )
     leanest = find_leanest(search.candidates, shapes)
     reasons, smallest = explain_infeasible(leanest, search.request, search.memory_limit_bytes)
     return SearchResult(

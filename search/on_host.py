@@ -38,6 +38,8 @@ def host_bytes(plan: Plan, profile: Profile) -> int:
 
 def host_holds(plan: Plan, profile: Profile) -> bool:
     """Whether a node's host has the memory for what a plan puts there."""
+    if profile.groups:
+        return all(host_holds(plan, group.profile) for group in profile.groups)
     needed = host_bytes(plan, profile)
     return (
         not needed or profile.cluster.device_type == "cpu" or (needed <= profile.host.memory_bytes)

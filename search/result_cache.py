@@ -58,8 +58,13 @@ def question_digest(graph: ModelGraph, profile: Profile, request: SearchRequest)
     digest.update(
         repr((graph.name, profile.file, profile.host, profile.ops, profile.collectives)).encode()
     )
-    rates = load_rates(profile) if has_rates(profile) else None
-    digest.update(repr(rates).encode())
+    for each in (profile, *(group.profile for group in profile.groups)):
+        rates = load_rates(each) if has_rates(each) else None
+        digest.update(repr(rates).encode())
+    for group in profile.groups:
+        own = group.profile
+        told = group.name, group.num_devices, own.file, own.ops, own.collectives
+        digest.update(repr(told).encode())
     digest.update(repr((request, find_execution(request.execution))).encode())
     digest.update(repr(plugin_digests()).encode())
     root = Path(__file__).parent.parent

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from costmodel import Estimate
@@ -75,6 +75,7 @@ class SearchState(BranchAndBound):
         candidates: prices of the model on the machine.
         request: what the user fixed and allowed.
         memory_limit_bytes: of one device.
+        limits: of one device of each group, by the group's name; "" where all devices are equal.
         every_size: whether larger microbatches are tried even where they are no faster.
         warm_start: bounds and plans of earlier searches under more memory.
         num_other_partitions: plans evaluated beside the best partition of a configuration.
@@ -88,6 +89,7 @@ class SearchState(BranchAndBound):
     candidates: Candidates
     request: SearchRequest
     memory_limit_bytes: float
+    limits: Mapping[str, float]
     every_size: bool = False
     warm_start: WarmStart = field(default_factory=WarmStart)
     num_other_partitions: int = 0
@@ -96,6 +98,14 @@ class SearchState(BranchAndBound):
     skipped_sizes: set[tuple[int, int, int]] = field(default_factory=set)
     infeasible_in_flight: dict[tuple, list[tuple[int, ...]]] = field(default_factory=dict)
     _bounds: dict[TableKey, TableBounds] = field(default_factory=dict)
+
+    def fits(self, done: EvaluatedPlan) -> bool:
+        """Whether each rank of a plan is within the memory of its devices."""
+        memory, groups = done.estimate.memory, done.plan.device_groups
+        return all(
+            int(parts.total) <= self.limits[group]
+            for parts, group in zip(memory, groups, strict=True)
+        )
 
     def bounds(self, table: StageTable) -> TableBounds:
         """Return the bounds of a table's configurations."""
@@ -120,11 +130,12 @@ class SearchState(BranchAndBound):
                 ("degrees, microbatches and schedules", "branch and bound"),
                 ("stage boundaries", boundaries),
                 *[("stages' own meshes", "branch and bound")] * (self.request.meshes == "own"),
+                *[("order of device groups", "all tried")] * ("" not in self.limits),
                 ("placements in blocks", self.candidates.solver.proof),
                 ("order of the best", order),
             ),
             stopped_early=self.stopped_early,
-            placements_gap=self.candidates.solver.gap,
+            placements_gap=max(solver.gap for solver in self.candidates.solvers),
         )
 
 
@@ -134,6 +145,7 @@ Outcomes = Iterator[Node[SearchState] | EvaluatedPlan]
 # Waves, in the order of the search. Plans without cp come before those with it, and plans without
 # a pipeline before those with one: they are the quicker to evaluate. What closes the gap of
 # evaluated configurations, and what mixes the meshes of stages, needs a good plan to prune with.
+PLACEMENTS: Wave = (0,)
 PARTITIONS: Wave = (2,)
 MIXES: Wave = (3,)
 MIXED_PARTITIONS: Wave = (4,)

@@ -40,13 +40,21 @@ def graph_of_plan(plan: Plan, model: Path) -> ModelGraph:
     return graph
 
 
-def profile_named(name: str | None) -> tuple[Profile, str]:
-    """Load the named profile, or choose one; with a line for the user if it is not this machine's.
+def profile_named(name: str | None, cluster: Path | None = None) -> tuple[Profile, str]:
+    """Load the named profile or cluster file, or choose a profile; with a line for the user if that
+    is not this machine's.
 
     The line is for after the work: a refused command prints its refusal alone.
     """
     import profiles
 
+    if cluster is not None:
+        if name is not None:
+            raise PlannerError(
+                f"--cluster {cluster} and --profile {name} were given; a cluster file names the "
+                "profile of each of its groups: drop one of them"
+            )
+        return profiles.load_cluster(cluster), ""
     if name is not None:
         return profiles.load_profile(name), ""
     return profiles.default_profile(None)

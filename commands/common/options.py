@@ -18,6 +18,10 @@ ProfileOption = Annotated[
     str | None,
     typer.Option(help="Shipped profile name or profile directory. Default: this machine's own."),
 ]
+ClusterOption = Annotated[
+    Path | None,
+    typer.Option(help="A cluster file (TOML): groups of devices and the links around them."),
+]
 DeviceOption = Annotated[
     str | None, typer.Option(help="cpu or cuda. Default: cuda if there is one, else cpu.")
 ]

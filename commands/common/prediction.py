@@ -36,11 +36,12 @@ def predict(
     profile: str | None,
     *,
     doing: str,
+    cluster: Path | None = None,
     execution: str | None = None,
     clip_gradients: bool = False,
 ) -> Prediction:
-    """Price a plan file for a model file, a profile and a runtime (the plan's own where none is
-    given), with a progress bar.
+    """Price a plan file for a model file, a profile or cluster file, and a runtime (the plan's own
+    where none is given), with a progress bar.
     """
     from costmodel import estimate as estimate_plan
     from costmodel.estimate import cost_cache
@@ -50,7 +51,7 @@ def predict(
     runtime = None if execution is None else find_execution(execution)
     loaded = load_plan(plan)
     runtime = runtime or find_execution(loaded.execution)
-    machine, note = profile_named(profile)
+    machine, note = profile_named(profile, cluster)
     with show_progress(doing):
         graph = graph_of_plan(loaded, model)
         costs = cost_cache(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.common.options import RUNTIMES, ClipOption, ProfileOption
+from commands.common.options import RUNTIMES, ClipOption, ClusterOption, ProfileOption
 from planner.errors import PlannerError
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ class Question:
 
     gpus: Annotated[int, typer.Option(help="Devices to use, all of them.")]
     profile: ProfileOption = None
+    cluster: ClusterOption = None
     global_batch: Annotated[
         int | None, typer.Option(help="Samples per step. Default: 8 per device.")
     ] = None

@@ -82,6 +82,9 @@ def _stages(plan: Plan, graph: ModelGraph | None) -> Table:
     table = Table("stage", "pp rank", "blocks", "recompute", title="Stages", title_justify="left")
     has_meshes = any(stage.own_sizes for stage in plan.stages)
     has_trips = any(stage.activations_on_host for stage in plan.stages)
+    has_groups = any(plan.device_groups)
+    if has_groups:
+        table.add_column("devices")
     if has_meshes:
         table.add_column("mesh")
     if has_trips:
@@ -90,6 +93,8 @@ def _stages(plan: Plan, graph: ModelGraph | None) -> Table:
         table.add_column("parameters", justify="right")
     for index, stage in enumerate(plan.stages):
         row = [str(index), str(stage.pp_rank), _block_names(stage, graph), stage.recompute_spelled]
+        if has_groups:
+            row.append(stage.device_group)
         if has_meshes:
             degrees = plan.stage_degrees(index)
             named = (rest_axis(), *own_axes())

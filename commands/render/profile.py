@@ -53,7 +53,7 @@ def _machine(profile: Profile) -> Any:
     row("memory rate", f"{rate.value / GB:.1f} GB/s", rate)
     for dtype, figure in cluster.peak_flop_per_s.items():
         row(f"peak {dtype}", f"{figure.value / TFLOP:.4g} TFLOP/s", figure)
-    for link in (cluster.intra_node, cluster.inter_node):
+    for link in (cluster.intra_node, cluster.inter_node, *(tier.link for tier in cluster.tiers)):
         beta = link.beta_s_per_byte
         row(f"{link.name}, alpha", format_seconds(link.alpha_s.value), link.alpha_s)
         each = f"{1 / beta.value / GB:.3g} GB/s" if beta.value else "free"
@@ -263,7 +263,7 @@ def _plot_rates(figure: Any, profile: Profile) -> None:
 def _plot_collectives(figure: Any, profile: Profile) -> None:
     from plotly import graph_objects as go
 
-    from profiles.lookup.collective_model import wire_share
+    from profiles.lookup.wire import wire_share
 
     sizes = [KIB * 2.0**k for k in range(21 if profile.source == "shipped" else 17)]
     for fit in profile.file.collective_fits:

@@ -165,6 +165,8 @@ def _choices(plan: Plan) -> str:
         for axis in own_axes():
             sizes = [plan.stage_degrees(s)[axis.name] for s in range(len(plan.stages))]
             degrees += f" ({axis.name} of stages: {', '.join(map(str, sizes))})"
+    if any(plan.device_groups):
+        degrees += f" (pp ranks on {', '.join(plan.device_groups)})"
     recompute = set(plan.recompute_by_block)
     away = ["optimizer"] * plan.optimizer_on_host
     away += ["activations"] * any(stage.activations_on_host for stage in plan.stages)

@@ -1,7 +1,8 @@
 """What each stage of a plan takes: the case of one cut of `costmodel.time.stage_costs`.
 
 Stages may have meshes of their own, and then tp, dp and a replica's share of a microbatch differ
-by stage. The whole cut is priced under each mesh, and each stage takes its own mesh's entry.
+by stage; they may lie on groups of other devices, too.
+The whole cut is priced under each mesh, and each stage takes its own mesh's entry.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from costmodel.time.stage_costs.stage_costs import StageCosts, cut_runs, pick, t
 from costmodel.time.stage_costs.times import RecomputeTimes, RunTimes
 from costmodel.time.tied import tied_seconds
 from costmodel.time.update import RankUpdate
-from costmodel.topology import pipeline_group, replica_mesh
+from costmodel.topology import pipeline_group, replica_mesh, way_out
 from planner.layout.experts import check_experts
 from planner.plan import Plan
 from planner.plan.replication import Replication
+from profiles import Group
 
 _UPDATED = ("param_bytes", "num_params", "spread_bytes", "num_spread")
 
@@ -59,6 +61,10 @@ class PlanPrice:
         at = self.plan.stages[stage]
         return self.meshes[stage].runs.chain.side_bytes(at.first_block, at.last_block + 1)
 
+    def rank_costs(self, pp_rank: int) -> CostCache:
+        """Return the prices on the devices of a rank."""
+        return self.meshes[stages_of_rank(self.plan, pp_rank)[0]].runs.chain.costs
+
     def weights(self, pp_rank: int) -> StageLoad:
         """Return the parameters of a rank, of all its stages together."""
         own = stages_of_rank(self.plan, pp_rank)
@@ -74,28 +80,32 @@ def price_plan(plan: Plan, costs: CostCache) -> PlanPrice:
     """Return the prices of a plan's stages. Raises LayoutError where experts do not divide."""
     check_experts(costs.graph, plan.degrees)
     stages = range(len(plan.stages))
-    by_tp = _costs_by_tp(plan, costs)
-    own = [by_tp[plan.stage_degrees(s)["tp"]] for s in stages]
-    receive_s = _receive_seconds(plan, by_tp)
+    by_mesh = _costs_by_mesh(plan, costs)
+    meshes = [_mesh(plan, s) for s in stages]
+    own = [by_mesh[mesh] for mesh in meshes]
+    receive_s = _receive_seconds(plan, by_mesh)
     jobs = {
-        tp: costs_of_mesh.job_seconds(
+        mesh: costs_of_mesh.job_seconds(
             plan.recompute_by_block,
             receive_s=receive_s,
             recompute_last=[stage.recompute_last for stage in plan.stages],
         )
-        for tp, costs_of_mesh in by_tp.items()
+        for mesh, costs_of_mesh in by_mesh.items()
     }
-    again = {tp: mesh.runs.recomputation(plan.recompute_by_block) for tp, mesh in by_tp.items()}
+    again = {
+        mesh: costs_of_mesh.runs.recomputation(plan.recompute_by_block)
+        for mesh, costs_of_mesh in by_mesh.items()
+    }
     load = pick([stage.runs.load for stage in own])
     is_spread = plan.degrees["ep"] > 1
     return PlanPrice(
         plan=plan,
         times=pick([stage.times for stage in own]),
-        again=pick([again[plan.stage_degrees(s)["tp"]] for s in stages]),
+        again=pick([again[mesh] for mesh in meshes]),
         load=load,
         meshes=tuple(own),
         exposed=pick([stage.exposed for stage in own]),
-        job_seconds=pick([jobs[plan.stage_degrees(s)["tp"]] for s in stages]),
+        job_seconds=pick([jobs[mesh] for mesh in meshes]),
         updates=tuple(
             own[mine[0]].prices.update(
                 *(float(getattr(load, name)[mine].sum()) for name in _UPDATED[: 2 + 2 * is_spread])
@@ -103,17 +113,26 @@ def price_plan(plan: Plan, costs: CostCache) -> PlanPrice:
             for mine in (stages_of_rank(plan, rank) for rank in range(plan.pp))
         ),
         waited_s=np.add(*transfers(costs.execution, receive_s)[1]),
-        tied_s=tied_seconds(plan, costs.graph, costs.profile),
+        tied_s=tied_seconds(plan, costs),
     )
 
 
-def _costs_by_tp(plan: Plan, costs: CostCache) -> dict[int, StageCosts]:
-    """Return the costs of all stages under each mesh that the plan has, by its tp degree."""
-    by_tp = {}
+Mesh = tuple[str, int]
+"""What stages of a plan may differ in: the group of devices, and the tp degree."""
+
+
+def _mesh(plan: Plan, stage: int) -> Mesh:
+    return plan.stages[stage].device_group, plan.stage_degrees(stage)["tp"]
+
+
+def _costs_by_mesh(plan: Plan, costs: CostCache) -> dict[Mesh, StageCosts]:
+    """Return the costs of all stages under each mesh that the plan has."""
+    by_mesh: dict[Mesh, StageCosts] = {}
     cuts = [*(stage.first_block for stage in plan.stages), plan.stages[-1].last_block + 1]
     for s in range(len(plan.stages)):
-        tp = plan.stage_degrees(s)["tp"]
-        if tp not in by_tp:
+        mesh = group, tp = _mesh(plan, s)
+        if mesh not in by_mesh:
+            of_group = costs.of_group(group)
             degrees = replica_mesh(plan.stage_degrees(s))
             split = Split(
                 degrees=degrees,
@@ -125,30 +144,37 @@ def _costs_by_tp(plan: Plan, costs: CostCache) -> dict[int, StageCosts]:
                     and plan.degrees.with_own(layout.own_sizes)["tp"] == tp
                 ),
                 recomputed=tuple((choice.class_index, choice.ops) for choice in plan.recomputed),
-                polls=costs.polls(plan.degrees, pp=plan.pp),
+                polls=of_group.polls(plan.degrees, pp=plan.pp),
             )
-            by_tp[tp] = StageCosts(
-                runs=cut_runs(chain_costs(costs, split), cuts), replication=Replication.of(plan, s)
+            by_mesh[mesh] = StageCosts(
+                runs=cut_runs(chain_costs(of_group, split), cuts),
+                replication=Replication.of(plan, s),
             )
-    return by_tp
+    return by_mesh
 
 
-def _receive_seconds(plan: Plan, by_tp: Mapping[int, StageCosts]) -> tuple[Floats, Floats]:
+def _receive_seconds(plan: Plan, by_mesh: Mapping[Mesh, StageCosts]) -> tuple[Floats, Floats]:
     """Return the transfers into each stage, and of its gradient back to the stage before.
 
     Ranks of a node gather what they were sent in pieces: those of the stage's own tp, on the way
     back those of the stage before.
     """
-    cluster = next(iter(by_tp.values())).runs.chain.costs.profile.cluster
-    hop = pipeline_group(cluster, plan.degrees, pp=plan.pp)
-    tps = [plan.stage_degrees(s)["tp"] for s in range(len(plan.stages))]
-    before = [tps[0], *tps[:-1]]
-    by_pair = {
-        (tp, to_tp): by_tp[tp].runs.receive_s(hop, to_tp=to_tp)
-        for tp, to_tp in {*zip(tps, tps, strict=True), *zip(tps, before, strict=True)}
-    }
-    there = [by_pair[tp, tp][0][s] for s, tp in enumerate(tps)]
-    back = [by_pair[pair][1][s] for s, pair in enumerate(zip(tps, before, strict=True))]
+    meshes, groups = [_mesh(plan, s) for s in range(len(plan.stages))], plan.device_groups
+    inside, outside = {}, {}
+    for mesh, costs_of_mesh in by_mesh.items():
+        cluster = costs_of_mesh.runs.chain.costs.profile.cluster
+        inside[mesh] = pipeline_group(cluster, plan.degrees, pp=groups.count(mesh[0]))
+        outside[mesh] = way_out(cluster)
+    found: dict[tuple[Mesh, Group, int], tuple[Floats, Floats]] = {}
+    there, back = [], []
+    for s, (mesh, before) in enumerate(zip(meshes, [meshes[0], *meshes[:-1]], strict=True)):
+        hop = inside[mesh] if before[0] == mesh[0] else outside[mesh]
+        runs = by_mesh[mesh].runs
+        for tp in (mesh[1], before[1]):
+            if (mesh, hop, tp) not in found:
+                found[mesh, hop, tp] = runs.receive_s(hop, to_tp=tp)
+        there.append(found[mesh, hop, mesh[1]][0][s])
+        back.append(found[mesh, hop, before[1]][1][s])
     return np.array(there), np.array(back)
 
 

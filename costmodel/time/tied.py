@@ -9,38 +9,42 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 
+from costmodel.cache import CostCache
+from costmodel.topology import pair_group, way_out
 from planner.graph import ModelGraph
 from planner.layout.placements import Placements
 from planner.plan import Plan
 from planner.plan.replication import Replication
 from planner.runtime.step.messages.wiring import block_placements, param_placements
-from profiles import Group, Profile
+from profiles import Profile
 
 COPIES = 8
 """Bytes that cross memory for each byte of a gradient: a sum of copies is made, laid beside
 others in one message, and written back."""
 
 
-def tied_seconds(plan: Plan, graph: ModelGraph, profile: Profile) -> tuple[float, ...]:
+def tied_seconds(plan: Plan, costs: CostCache) -> tuple[float, ...]:
     """Return what each pp rank spends on it."""
-    spent = [0.0] * plan.pp
+    spent, groups = [0.0] * plan.pp, plan.device_groups
     ranks_of_one = plan.world_size // plan.pp
-    for first, second, num_bytes in _shared(plan, graph):
-        seconds = exchange_seconds(
-            profile, num_bytes=num_bytes, ranks_apart=abs(second - first) * ranks_of_one
-        )
-        spent[first] += seconds
-        spent[second] += seconds
+    for first, second, num_bytes in _shared(plan, costs.graph):
+        is_apart = groups[first] != groups[second]
+        for rank in (first, second):
+            spent[rank] += exchange_seconds(
+                costs.of_group(groups[rank]).profile,
+                num_bytes=num_bytes,
+                ranks_apart=None if is_apart else abs(second - first) * ranks_of_one,
+            )
     return tuple(spent)
 
 
-def exchange_seconds(profile: Profile, *, num_bytes: float, ranks_apart: int) -> float:
-    """Return the sum over two ranks of a gradient of so many local bytes."""
+def exchange_seconds(profile: Profile, *, num_bytes: float, ranks_apart: int | None) -> float:
+    """Return the sum over two ranks of a gradient of so many local bytes; None: of a rank in
+    another group of devices.
+    """
     # Two ranks share a node up to its size apart, whether or not that divides it.
-    crosses = profile.cluster.spans_nodes(2, stride=ranks_apart)
-    group = (
-        Group(ranks_per_node=1, num_nodes=2) if crosses else Group(ranks_per_node=2, num_nodes=1)
-    )
+    cluster = profile.cluster
+    group = way_out(cluster) if ranks_apart is None else pair_group(cluster, apart=ranks_apart)
     message = profile.collective_seconds("all_reduce", num_bytes, group).seconds
     return message + COPIES * num_bytes / profile.cluster.memory_bytes_per_s
 

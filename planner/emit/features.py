@@ -95,6 +95,11 @@ def _own_meshes(plan: Plan) -> str:
     return f"stages {_joined(own)} have meshes of their own" if own else ""
 
 
+def _device_groups(plan: Plan) -> str:
+    groups = plan.device_groups
+    return f"pp ranks on devices of {_joined(groups)}" if any(groups) else ""
+
+
 def _layouts(plan: Plan) -> str:
     axes = sorted({layout.axis for layout in plan.layouts if plan.degrees[layout.axis] > 1})
     return f"placements of ops on {_joined(axes)}" if axes else ""
@@ -146,6 +151,7 @@ _OTHERS = (
         used=lambda plan: "the optimizer on the host" if plan.optimizer_on_host else "",
     ),
     Feature(name="activations-on-host", fields=("activations_on_host",), used=_on_host),
+    Feature(name="device-groups", fields=("device_group",), used=_device_groups),
     Feature(name="own-meshes", fields=("own_sizes",), used=_own_meshes),
     Feature(name="layouts", fields=("layouts",), used=_layouts),
     # How early this project's runtime posts receives. Other systems have their own way; the

@@ -94,6 +94,8 @@ class StagePlan(WithOwnSizes):
             follows at once.
         activations_on_host: what a microbatch saves for its backward is offloaded to the host
             where the wait is long enough (`planner.schedule.timing.offloads`).
+        device_group: the group of devices that its ranks lie on, by its name in the cluster's file;
+            empty in a cluster of equal devices. Prices follow from it; running ignores it.
         own_sizes: sizes of its mesh that differ from the plan's, as (axis, size). The mesh has as
             many ranks as the others: one axis takes the rest (`Degrees.with_own`).
     """
@@ -105,6 +107,7 @@ class StagePlan(WithOwnSizes):
     recompute_blocks: tuple[BlocksRecompute, ...] = ()
     recompute_last: bool = True
     activations_on_host: bool = False
+    device_group: str = ""
     own_sizes: OwnSizesField = ()
 
     @property

@@ -186,6 +186,12 @@ class Plan(Record):
             None,
         )
 
+    @property
+    def device_groups(self) -> tuple[str, ...]:
+        """The group of devices that each pp rank lies on."""
+        by_rank = {stage.pp_rank: stage.device_group for stage in self.stages}
+        return tuple(by_rank[rank] for rank in range(self.pp))
+
     def stage_degrees(self, stage_index: int) -> Degrees:
         """The sizes of a stage's mesh."""
         return self.degrees.with_own(self.stages[stage_index].own_sizes)
@@ -222,6 +228,19 @@ class Plan(Record):
                 raise ValueError(
                     f"stage {index} has {shape} and another stage of pp rank {stage.pp_rank} has "
                     f"{shape_of_rank[stage.pp_rank]}; stages of one pp rank share its mesh"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _lies_on_groups(self) -> Plan:
+        group_of_rank: dict[int, str] = {}
+        for index, stage in enumerate(self.stages):
+            own = group_of_rank.setdefault(stage.pp_rank, stage.device_group)
+            if own != stage.device_group:
+                raise ValueError(
+                    f"stage {index} lies on device group {stage.device_group!r} and another "
+                    f"stage of pp rank {stage.pp_rank} on {own!r}; stages of one pp rank share "
+                    "its devices"
                 )
         return self
 

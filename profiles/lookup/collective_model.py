@@ -13,6 +13,8 @@ as log2 n, twice for all_reduce.
 Between nodes a ring crosses once for all ranks of a node, over all their links. In an all_to_all
 each rank sends its own to other nodes, over its own link: (n - ranks of a node) / n of it. What
 was measured of a ring says nothing of that.
+
+What leaves a domain of a tier goes in two levels (`profiles.lookup.tiers`).
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ import numpy as np
 
 from planner.cluster import ClusterSpec
 from profiles.lookup.fit import levels_of, rising
+from profiles.lookup.tiers import TwoLevels, two_levels
+from profiles.lookup.wire import num_steps, wire_share
 from profiles.records import CollectiveFit, CollectiveRecord, Group, Lookup, Piece
 
 UNMEASURED_GROUP_ERROR = 0.2
@@ -55,22 +59,45 @@ class CollectiveModel:
             group = Group(ranks_per_node=record.ranks_per_node, num_nodes=record.num_nodes)
             self._records.setdefault((record.kind, group), []).append(record)
         self._curves: dict[tuple[str, Group], _Curve] = {}
+        self._levels: dict[tuple[str, Group], TwoLevels] = {}
 
     def seconds(self, kind: str, num_bytes: float, group: Group) -> Lookup:
         """Return the time of a collective whose full tensor has `num_bytes`.
 
         Raises ValueError for an unknown kind.
         """
+        if group.domains and num_bytes > 0:
+            return self._in_two_levels(kind, num_bytes, group)
         curve = self._curve_of(kind, group)
         if curve is None or num_bytes <= 0:
             return _NOTHING
         return curve.lookup(num_bytes)
+
+    def _in_two_levels(self, kind: str, num_bytes: float, group: Group) -> Lookup:
+        levels = self._levels_of(kind, group)
+        inside = [self.seconds(own, num_bytes, levels.inside) for own in levels.inside_kinds]
+        return Lookup(
+            seconds=levels.across_s(num_bytes) + sum(answer.seconds for answer in inside),
+            source=f"{levels.link.name}, {kind} in two levels",
+            relative_error=LINK_ERROR,
+        )
+
+    def _levels_of(self, kind: str, group: Group) -> TwoLevels:
+        if (kind, group) not in self._levels:
+            self._levels[kind, group] = two_levels(kind, group, self._cluster.tiers)
+        return self._levels[kind, group]
 
     def least_s_per_byte(self, kind: str, group: Group, *, most_bytes: float) -> float:
         """Return seconds per byte that no collective of up to `most_bytes` goes below.
 
         Raises ValueError for an unknown kind.
         """
+        if group.domains and most_bytes > 0:
+            levels = self._levels_of(kind, group)
+            return levels.across_s(most_bytes) / most_bytes + sum(
+                self.least_s_per_byte(own, levels.inside, most_bytes=most_bytes)
+                for own in levels.inside_kinds
+            )
         curve = self._curve_of(kind, group)
         if curve is None or most_bytes <= 0:
             return 0.0
@@ -267,24 +294,3 @@ class _Samples:
             source="interpolated",
             relative_error=INTERPOLATION_ERROR,
         )
-
-
-def wire_share(kind: str, size: int) -> float:
-    """Return the share of the full tensor that crosses each rank's link."""
-    if kind == "all_reduce":
-        return 2 * (size - 1) / size
-    if kind in ("all_gather", "reduce_scatter", "all_to_all"):
-        return (size - 1) / size
-    if kind in ("broadcast", "send_recv"):
-        return 1.0
-    raise ValueError(
-        f"collective {kind!r} is unknown; use all_reduce, all_gather, reduce_scatter, "
-        "all_to_all, broadcast or send_recv"
-    )
-
-
-def num_steps(kind: str, size: int) -> float:
-    """Return the number of dependent messages, which is what alpha counts."""
-    if kind == "send_recv":
-        return 1.0
-    return (2 if kind == "all_reduce" else 1) * max(log2(size), 1.0)

@@ -2,7 +2,9 @@
 
 All pp ranks have equally many ranks, G = dp tp beside cp, and one microbatch is the same B samples
 for all of them, so a stage is free to take any tp that divides G and leaves its G / tp replicas
-whole samples of B. What it then costs is what it costs in a plan where all stages have that tp (the
+whole samples of B. In a cluster of several groups of devices a stage lies on one of them, and its
+mesh is of that group's devices: an order of the groups says which stages these are. What a stage
+then costs is what it costs in a plan where all stages have that tp (the
 estimate prices what arrives by the mesh of who receives it). A chain that may mix G's meshes is
 therefore the chain problem (`chain_problem`) with a choice (mesh, recompute) in place of
 recompute alone. `before` and `after` there are taken over the fastest mesh of each block, and a
@@ -12,12 +14,13 @@ of all others, so each of its meshes is a problem of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
+from costmodel.topology import pipeline_group, way_out
 from planner.errors import LayoutError
 from planner.plan import Plan
 from search.branch_and_bound import EvaluatedPlan
@@ -31,6 +34,7 @@ from search.partition.chain_problem import (
     Indices,
     RankLimit,
     Stages,
+    StageView,
 )
 from search.partition.chain_windows import Part, Window
 from search.space.shapes import Configuration, recompute_choices
@@ -39,10 +43,13 @@ from search.stages.stage_table import StageTable
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Member:
-    """One mesh that stages may have: the configuration and table of all stages having it."""
+    """One mesh that stages may have: the configuration and table of all stages having it; of
+    several groups of devices, that on which it lies.
+    """
 
     configuration: Configuration
     table: StageTable
+    device_group: str = ""
 
     @property
     def tp(self) -> int:
@@ -64,6 +71,8 @@ class MixedCostWindow:
     """
 
     windows: tuple[CostWindow, ...]
+    limits: tuple[float, ...]
+    """Bytes of a device of each member."""
     shares_tail: bool
 
     @cached_property
@@ -101,7 +110,8 @@ class MixedCostWindow:
                 for known in rank.infeasible
                 if known.choice // self._kinds == member
             )
-            found.append(window.on_rank(replace(rank, infeasible=own), part))
+            own_rank = replace(rank, infeasible=own, limit_bytes=self.limits[member])
+            found.append(window.on_rank(own_rank, part))
         backward_s, fits = zip(*found, strict=True)
         return np.concatenate(backward_s), np.concatenate(fits)
 
@@ -119,6 +129,8 @@ class MixedStages:
     """`chain_problem.Stages` whose stages may each be any member's."""
 
     members: tuple[Stages, ...]
+    limits: tuple[float, ...]
+    """Bytes of a device of each member."""
     shares_tail: bool = False
 
     @property
@@ -128,24 +140,37 @@ class MixedStages:
 
     def cost_window(self, window: Window) -> MixedCostWindow:
         """Return the costs of every run of a window."""
-        windows = tuple(stages.cost_window(window) for stages in self.members)
-        return MixedCostWindow(windows=windows, shares_tail=self.shares_tail)
+        return self._mixed(tuple(stages.cost_window(window) for stages in self.members))
 
     def costs_of(self, start: Indices, end: Indices) -> MixedCostWindow:
         """Return the costs of these runs."""
-        windows = tuple(stages.costs_of(start, end) for stages in self.members)
-        return MixedCostWindow(windows=windows, shares_tail=self.shares_tail)
+        return self._mixed(tuple(stages.costs_of(start, end) for stages in self.members))
+
+    def _mixed(self, windows: tuple[CostWindow, ...]) -> MixedCostWindow:
+        return MixedCostWindow(windows=windows, limits=self.limits, shares_tail=self.shares_tail)
 
 
-def mixed_problem(problems: Sequence[ChainProblem]) -> ChainProblem:
-    """Return the problem of mixing members' problems where each run has the shortest tail of all.
+def mixed_problem(
+    problems: Sequence[ChainProblem], members_of_stage: Sequence[Sequence[int]] = ()
+) -> ChainProblem:
+    """Return the problem of mixing members' problems where each run has the shortest tail of all;
+    `members_of_stage` are those (indices) that each stage may be of, if not all.
 
     Its value is no more than those of `by_first_mesh`. The members are of one schedule, so many
     microbatches and stages, and the same kinds of recompute.
     """
+    kinds = len(problems[0].choices)
     return replace(
         problems[0],
-        stages=MixedStages(members=tuple(problem.stages for problem in problems), shares_tail=True),
+        stages=MixedStages(
+            members=tuple(problem.stages for problem in problems),
+            limits=tuple(problem.memory_limit_bytes for problem in problems),
+            shares_tail=True,
+        ),
+        stage_choices=tuple(
+            tuple(kinds * member + own for member in members for own in range(kinds))
+            for members in members_of_stage
+        ),
         block_forward_s=np.min([problem.block_forward_s for problem in problems], axis=0),
         block_backward_s=np.min([problem.block_backward_s for problem in problems], axis=0),
         block_weight_s=np.max([problem.block_weight_s for problem in problems], axis=0),
@@ -160,19 +185,61 @@ def mixed_problem(problems: Sequence[ChainProblem]) -> ChainProblem:
     )
 
 
+def stage_views(
+    problems: Sequence[ChainProblem],
+    members_of_stage: Sequence[Sequence[int]],
+    hops_s: Sequence[Sequence[tuple[Floats, Floats]]],
+) -> tuple[StageView, ...]:
+    """Return what each stage of a mix is near to, of the members (indices) that it and the others
+    may be of; `hops_s` are the transfers there and back into each stage from the one before, for
+    each of its members.
+    """
+    forward_s, backward_s, there_s, back_s = [], [], [], []
+    for members, hops in zip(members_of_stage, hops_s, strict=True):
+        forward_s.append(np.min([problems[at].block_forward_s for at in members], axis=0))
+        backward_s.append(np.min([problems[at].block_backward_s for at in members], axis=0))
+        there_s.append(np.min([there for there, _ in hops], axis=0))
+        back_s.append(np.min([back for _, back in hops], axis=0))
+    # The cheapest transfer into each stage, wherever it starts.
+    least = [
+        (float(t[1:-1].min()), float(b[1:-1].min())) for t, b in zip(there_s, back_s, strict=True)
+    ]
+
+    def sums(of_stages: Sequence[Floats]) -> Floats:
+        """Running sums of the least of these stages; nothing of none."""
+        if not of_stages:
+            return np.zeros(len(forward_s[0]) + 1)
+        return np.append(0.0, np.cumsum(np.min(of_stages, axis=0)))
+
+    def totals(hops: Sequence[tuple[float, float]]) -> tuple[float, float]:
+        return sum(there for there, _ in hops), sum(back for _, back in hops)
+
+    views = []
+    for s in range(len(members_of_stage)):
+        later = sums(forward_s[s + 1 :]) + sums(backward_s[s + 1 :])
+        views.append(
+            StageView(
+                before_f=sums(forward_s[:s]),
+                before_b=sums(backward_s[:s]),
+                after=later[-1] - later,
+                hop_s=there_s[s],
+                back_hop_s=back_s[s],
+                earlier_hops_s=totals(least[1:s]),
+                later_hops_s=totals(least[s + 2 :]),
+            )
+        )
+    return tuple(views)
+
+
 def by_first_mesh(problem: ChainProblem) -> list[ChainProblem]:
     """Return a mixed problem with the tails as they are, once for each mesh of stage 0."""
     assert isinstance(problem.stages, MixedStages)
     stages = replace(problem.stages, shares_tail=False)
     kinds = len(problem.choices) // len(stages.members)
-    return [
-        replace(
-            problem,
-            stages=stages,
-            first_choices=tuple(range(kinds * first, kinds * (first + 1))),
-        )
-        for first in range(len(stages.members))
-    ]
+    every = tuple(range(len(problem.choices)))
+    first, *others = problem.stage_choices or (every,) * problem.num_stages
+    of_member = [first[at : at + kinds] for at in range(0, len(first), kinds)]
+    return [replace(problem, stages=stages, stage_choices=(own, *others)) for own in of_member]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -183,6 +250,8 @@ class Mix:
     """
 
     members: tuple[Member, ...]
+    device_groups: tuple[str, ...] = ()
+    """The group of devices that each stage lies on; empty in a cluster of equal devices."""
 
     @property
     def configuration(self) -> Configuration:
@@ -197,7 +266,27 @@ class Mix:
     @property
     def label(self) -> str:
         """What is mixed."""
-        return f"stages' own meshes: pp={self.configuration.pp} {self.configuration.schedule}"
+        kind = "devices of several groups" if self.device_groups else "stages' own meshes"
+        return f"{kind}: pp={self.configuration.pp} {self.configuration.schedule}"
+
+    @cached_property
+    def members_of_stage(self) -> tuple[tuple[int, ...], ...]:
+        """The members (indices) that each stage may be of; empty where all may be of all."""
+        return tuple(
+            tuple(at for at, member in enumerate(self.members) if member.device_group == group)
+            for group in self.device_groups
+        )
+
+    def under(self, schedule: str, vpp: int, zero: int) -> Mix:
+        """Return the same meshes under a schedule, stages a rank, and a ZeRO stage."""
+        members = [
+            replace(
+                member,
+                configuration=replace(member.configuration, schedule=schedule, vpp=vpp, zero=zero),
+            )
+            for member in self.members
+        ]
+        return replace(self, members=tuple(members))
 
     def indices(self, cut: Cut) -> list[int]:
         """Return the member (index) that each stage of a cut has chosen."""
@@ -209,28 +298,77 @@ class Mix:
 
     def least_step_s(self) -> float:
         """Return a step time that no mix beats: each block by its fastest member, dealt evenly."""
-        tables = [member.table for member in self.members]
-        block = np.min([table.forward_s + table.backward_s for table in tables], axis=0)
-        m, pp = self.configuration.num_microbatches, self.configuration.pp
-        return float(m * max(block.sum() / pp, block.max()))
+        of_members = [member.table.forward_s + member.table.backward_s for member in self.members]
+        block = np.min(of_members, axis=0)
+        ranks = self.fastest_ranks(of_members)
+        return float(self.configuration.num_microbatches * max(block.sum() / ranks, block.max()))
 
-    def least_back_hop_s(self, member: Member) -> Floats:
-        """Return the least seconds of a gradient's way back from a member's stage starting at each
-        block (n + 1), whichever mesh the stage before has.
+    def fastest_ranks(self, seconds_of_members: Sequence[Floats]) -> float:
+        """Return how many ranks that take the least of all members on every block (n) do at least
+        as much as this mix's.
+
+        A rank whose members take k times the least on any block at best counts as 1 / k.
         """
-        degrees, pp = member.configuration.degrees, member.configuration.pp
-        ways = [member.table.back_hop_s(degrees, pp=pp, to_tp=other.tp) for other in self.members]
-        return np.min(ways, axis=0)
+        if not self.device_groups:
+            return float(self.configuration.pp)
+        least = np.min(seconds_of_members, axis=0)
+        has_work = least > 0
+        ranks = 0.0
+        for members in self.members_of_stage:
+            own = np.min([seconds_of_members[at] for at in members], axis=0)
+            times = (own[has_work] / least[has_work]).min(initial=np.inf)
+            ranks += 1.0 / times if np.isfinite(times) else 1.0
+        return ranks
 
-    def problems(self, candidates: Candidates, limit_bytes: float) -> tuple[ChainProblem, ...]:
-        """Return the problems of chains of each member alone, but for whom they send back to."""
-        return tuple(
-            replace(
-                candidates.problem(member.as_held, member.table, limit_bytes, is_mixed=True),
-                back_hop_s=self.least_back_hop_s(member),
+    def least_hops_s(self, member: Member) -> tuple[Floats, Floats]:
+        """Return the least seconds of a transfer into a member's stage starting at each block
+        (n + 1), and of its gradient's way back, whichever mesh and devices the stage before has.
+        """
+        if not self.device_groups:
+            return self._hops_s(member, is_inside=True)
+        own = self.device_groups.count(member.device_group)
+        found = [self._hops_s(member, is_inside=is_inside) for is_inside in {False, own > 1}]
+        there, back = zip(*found, strict=True)
+        return np.min(there, axis=0), np.min(back, axis=0)
+
+    def _hops_s(self, member: Member, *, is_inside: bool) -> tuple[Floats, Floats]:
+        """Return the same from a stage on the same group of devices (`is_inside`), or another."""
+        messages, configuration = member.table.chain.messages, member.configuration
+        cluster, pp = member.table.profile.cluster, configuration.pp
+        if self.device_groups:
+            pp = self.device_groups.count(member.device_group)
+        hop = pipeline_group(cluster, configuration.degrees, pp=pp)
+        if not is_inside:
+            hop = way_out(cluster)
+        ways = [messages.hop_s(hop, to_tp=tp)[1] for tp in {other.tp for other in self.members}]
+        return messages.hop_s(hop)[0], np.min(ways, axis=0)
+
+    def stage_views(self, problems: Sequence[ChainProblem]) -> tuple[StageView, ...]:
+        """Return what each stage is near to; nothing where all devices are equal."""
+        if not self.device_groups:
+            return ()
+        before = (self.device_groups[0], *self.device_groups[:-1])
+        hops_s = [
+            [self._hops_s(self.members[at], is_inside=group == last) for at in members]
+            for group, last, members in zip(
+                self.device_groups, before, self.members_of_stage, strict=True
             )
-            for member in self.members
-        )
+        ]
+        return stage_views(problems, self.members_of_stage, hops_s)
+
+    def problems(
+        self, candidates: Candidates, limits: Mapping[str, float]
+    ) -> tuple[ChainProblem, ...]:
+        """Return the problems of chains of each member alone, but for whom they send back to;
+        `limits` are the bytes of a device of each group.
+        """
+        found = []
+        for member in self.members:
+            limit_bytes = limits[member.device_group]
+            alone = candidates.problem(member.as_held, member.table, limit_bytes, is_mixed=True)
+            hop_s, back_hop_s = self.least_hops_s(member)
+            found.append(replace(alone, hop_s=hop_s, back_hop_s=back_hop_s))
+        return tuple(found)
 
     def plan(self, candidates: Candidates, cut: Cut) -> tuple[Configuration, Plan]:
         """Return a solution as a configuration and a plan; its degrees are those of most blocks."""
@@ -244,20 +382,27 @@ class Mix:
             for index, stage in zip(of_stage, plan.stages, strict=True)
             for block in stage.blocks
         }
-        own = {member.tp: () if member is base else (("tp", member.tp),) for member in self.members}
+        # Members of one tp on several groups of devices have the same layouts.
+        by_tp = {member.tp: member for member in self.members}
+        own = {tp: () if tp == base.tp else (("tp", tp),) for tp in by_tp}
         layouts = tuple(
-            layout.model_copy(update={"own_sizes": own[member.tp]})
-            for member in self.members
+            layout.model_copy(update={"own_sizes": own[tp]})
+            for tp, member in by_tp.items()
             for layout in member.table.layouts
-            if (member.tp, layout.class_index) in used
+            if (tp, layout.class_index) in used
         )
         tps = tuple(self.members[index].tp for index in of_stage)
+        groups = self.device_groups or ("",) * len(tps)
         stages = tuple(
-            stage.model_copy(update={"own_sizes": own[tp]})
-            for stage, tp in zip(plan.stages, tps, strict=True)
+            stage.model_copy(update={"own_sizes": own[tp], "device_group": group})
+            for stage, tp, group in zip(plan.stages, tps, groups, strict=True)
         )
         return (
-            replace(base.configuration, stage_tps=tps if len(set(tps)) > 1 else ()),
+            replace(
+                base.configuration,
+                stage_tps=tps if len(set(tps)) > 1 else (),
+                device_groups=self.device_groups,
+            ),
             plan.model_copy(update={"stages": stages, "layouts": layouts}),
         )
 

@@ -7,6 +7,7 @@ was evaluated; what it lists afterwards closes the gap.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from search.branch_and_bound import EvaluatedPlan, Node
@@ -58,9 +59,8 @@ class InterleavedMixNode(Node[SearchState]):
             cut = assignments.advance()
             if cut is not None and not self._is_evaluated(cut):
                 done = self._evaluate(search, cut)
-                limit = search.memory_limit_bytes
-                if done is not None and done.estimate.peak_bytes > limit:
-                    yield self._without_infeasible(limit, cut, done)
+                if done is not None and not search.fits(done):
+                    yield self._without_infeasible(search.limits, cut, done)
                     return
                 if not self.evaluated:
                     if done is None:
@@ -91,9 +91,9 @@ class InterleavedMixNode(Node[SearchState]):
         return mix.evaluate(search.candidates, cut)
 
     def _without_infeasible(
-        self, limit_bytes: float, cut: Cut, done: EvaluatedPlan
+        self, limits: Mapping[str, float], cut: Cut, done: EvaluatedPlan
     ) -> InterleavedMixNode:
         """Return the mix, to be listed again without the choices of ranks that are too large."""
         mix = self.mix
-        infeasible = infeasible_stages(done, cut, (), limit_bytes, mix.mix.tables(cut))
+        infeasible = infeasible_stages(done, cut, (), limits, mix.mix.tables(cut))
         return replace(self, mix=mix.without(tuple(infeasible)), assignments=None)

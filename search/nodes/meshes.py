@@ -13,16 +13,19 @@ Microbatch sizes that the search left out for one mesh are not mixed (`skipped_s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 
 import numpy as np
 
 from planner.layout import axes
 from planner.layout.axes import Degrees, OwnSizes
+from planner.schedule import find_schedule
 from search.bounds.pipeline_line import pipeline_line
 from search.branch_and_bound import BEATEN, EvaluatedPlan, Node, Wave
+from search.candidates import block_seconds
 from search.meshes.interleaved_mixes import even_mixes
 from search.meshes.own_meshes import Member, Mix, by_first_mesh, mixed_problem
 from search.nodes.configurations import SOLVERS
@@ -46,7 +49,9 @@ class MeshesNode(Node[SearchState]):
 
     def refine(self, search: SearchState) -> Outcomes:
         """Yield the mixes."""
-        for group in self._groups(search):
+        for group in self.mixable(search):
+            if len(group) == 1:
+                continue
             options = sorted({option for shape in group for option in shape.options})
             zeros = sorted({zero for shape in group for zero in shape.zeros})
             if group[0].cp > 1 and self._least_with_cp(search, group) >= search.to_beat_s:
@@ -54,22 +59,22 @@ class MeshesNode(Node[SearchState]):
                 search.prune(BEATEN, len(options) * len(zeros))
                 continue
             for members in _members(search, group):
-                yield from self._mixes(search, members, options, zeros)
+                yield from self._mixes(search, Mix(members=members), options, zeros)
 
-    def _groups(self, search: SearchState) -> Iterator[list[Shape]]:
-        """Yield shapes that stages of one plan may have."""
+    def mixable(self, search: SearchState) -> Iterator[list[Shape]]:
+        """Yield shapes that stages of one plan may have, together."""
         groups: dict[tuple[OwnSizes, int, int], list[Shape]] = {}
         for shape in self.shapes:
             size = shape.cp, shape.tp, shape.microbatch_size
             if shape.pp > 1 and size not in search.skipped_sizes:
                 key = _common_sizes(shape.degrees), shape.pp, shape.num_microbatches
                 groups.setdefault(key, []).append(shape)
-        yield from (group for group in groups.values() if len(group) > 1)
+        yield from groups.values()
 
     def _least_with_cp(self, search: SearchState, group: Sequence[Shape]) -> float:
         """Return a step time that no mix beats: cp divides at best all that blocks do without."""
         without = tuple(
-            Member(configuration=_any_configuration(shape), table=table)
+            Member(configuration=any_configuration(shape), table=table)
             for shape in group
             for table in search.candidates.tables(shape.tp, shape.microbatch_size)
         )
@@ -78,13 +83,13 @@ class MeshesNode(Node[SearchState]):
     def _mixes(
         self,
         search: SearchState,
-        members: tuple[Member, ...],
+        mix: Mix,
         options: list[tuple[str, int]],
         zeros: list[int],
     ) -> Outcomes:
-        least, limit = Mix(members=members).least_step_s(), search.memory_limit_bytes
+        least, limit = mix.least_step_s(), search.memory_limit_bytes
         for (schedule, vpp), zero in product(options, zeros):
-            some = Mix(members=tuple(_with(member, schedule, vpp, zero) for member in members))
+            some = mix.under(schedule, vpp, zero)
             if least >= search.to_beat_s:
                 search.num_considered += 1
                 search.prune(BEATEN)
@@ -95,14 +100,7 @@ class MeshesNode(Node[SearchState]):
                     yield InterleavedMixNode(bound=bound, wave=self.wave, mix=even)
             else:
                 search.num_considered += 1
-                problems = some.problems(search.candidates, limit)
-                yield MixNode(
-                    bound=_least_step_s(some.configuration, problems),
-                    wave=self.wave,
-                    configuration=some.configuration,
-                    mix=some,
-                    alone=problems,
-                )
+                yield mix_node(search, some, self.wave)
 
 
 def _common_sizes(degrees: Degrees) -> OwnSizes:
@@ -117,11 +115,11 @@ class MixNode(PartitionableNode):
 
     Attributes:
         mix: the meshes.
-        alone: the chain problem of each mesh alone.
+        alone: returns the chain problem of each mesh alone, made when first called.
     """
 
     mix: Mix
-    alone: tuple[ChainProblem, ...]
+    alone: Callable[[], tuple[ChainProblem, ...]]
 
     @property
     def label(self) -> str:
@@ -160,7 +158,9 @@ class MixNode(PartitionableNode):
 
         Its value is no more than that of the exact problems, one for each mesh of stage 0.
         """
-        mixed = mixed_problem(self.alone)
+        alone = self.alone()
+        mixed = mixed_problem(alone, self.mix.members_of_stage)
+        mixed = replace(mixed, views=self.mix.stage_views(alone))
         return replace(mixed, infeasible=self.infeasible, is_conservative=self.is_conservative)
 
     def problems(self, search: SearchState) -> list[ChainProblem]:
@@ -180,21 +180,37 @@ class MixNode(PartitionableNode):
         return self.mix.tables(cut)
 
 
+def mix_node(search: SearchState, mix: Mix, wave: Wave) -> MixNode:
+    """Return the node of a mix under its schedule and ZeRO stage."""
+    return MixNode(
+        bound=_least_step_s(mix),
+        wave=wave,
+        configuration=mix.configuration,
+        mix=mix,
+        alone=cache(lambda: mix.problems(search.candidates, search.limits)),
+    )
+
+
 def meshes_node(shapes: Sequence[Shape]) -> MeshesNode:
     """Return the root of all mixes."""
     return MeshesNode(bound=0.0, wave=MIXES, shapes=shapes)
 
 
-def _least_step_s(configuration: Configuration, problems: Sequence[ChainProblem]) -> float:
-    """Return a step time that no mix beats, as `bounds` has it of one mesh.
+def _least_step_s(mix: Mix) -> float:
+    """Return a step time that a mix does not beat, as `bounds` has it of one mesh.
 
     Each block counts at its quickest member, and what a gradient leaves behind at its longest.
     """
-    block = np.min([p.block_forward_s + p.block_backward_s for p in problems], axis=0)
-    ahead = np.max([p.block_weight_s for p in problems], axis=0)
+    configuration = mix.configuration
+    forward_s, backward_s, weight_s = zip(
+        *(block_seconds(member.as_held, member.table) for member in mix.members), strict=True
+    )
+    of_members = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
+    block = np.min(of_members, axis=0)
+    ahead = np.max(weight_s, axis=0)
     m, pp = configuration.num_microbatches, configuration.pp
-    bound = m * max(block.sum() / pp, block.max())
-    if not problems[0].splits_backward:
+    bound = m * max(block.sum() / mix.fastest_ranks(of_members), block.max())
+    if not find_schedule(configuration.schedule).splits_backward:
         part = float((ahead / np.where(ahead > 0, block, 1.0)).max())
         part = min(round(part, 6) + 1e-6, 1.0) if part else 0.0
         if part < 1.0:
@@ -207,7 +223,7 @@ def _members(search: SearchState, group: Sequence[Shape]) -> Iterator[tuple[Memb
     """Yield every choice of a table for each shape that has any."""
     by_shape = [
         [
-            Member(configuration=_any_configuration(shape), table=table)
+            Member(configuration=any_configuration(shape), table=table)
             for table in search.candidates.tables(shape.tp, shape.microbatch_size, shape.cp)
         ]
         for shape in group
@@ -217,13 +233,9 @@ def _members(search: SearchState, group: Sequence[Shape]) -> Iterator[tuple[Memb
         yield from product(*some)
 
 
-def _any_configuration(shape: Shape) -> Configuration:
+def any_configuration(shape: Shape) -> Configuration:
+    """Return a shape's first configuration."""
     return next(shape.configurations())
-
-
-def _with(member: Member, schedule: str, vpp: int, zero: int) -> Member:
-    configuration = replace(member.configuration, schedule=schedule, vpp=vpp, zero=zero)
-    return replace(member, configuration=configuration)
 
 
 def _solve(search: SearchState, problem: ChainProblem, ceiling: float) -> Solved:

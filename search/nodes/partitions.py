@@ -17,7 +17,7 @@ none, and stop after `MOST_EXTRA_WORK`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from search.branch_and_bound import EvaluatedPlan, Node, Wave
@@ -123,8 +123,7 @@ class PartitionableNode(Node[SearchState]):
         """Return the stages of an evaluated partition that are too large."""
         configuration = self.configuration
         live = in_flight_of(configuration) if configuration.vpp == 1 else ()
-        limit = search.memory_limit_bytes
-        return tuple(infeasible_stages(done, cut, live, limit, self.tables(cut)))
+        return tuple(infeasible_stages(done, cut, live, search.limits, self.tables(cut)))
 
     def again_without(self, search: SearchState, infeasible: Sequence[InfeasibleStage]) -> Outcomes:
         """Yield the node, to be partitioned without stages that are too large.
@@ -177,7 +176,7 @@ class PartitionedNode(Node[SearchState]):
         done = of.evaluate(search, cut)
         if done is None:
             search.prune(APART)
-        elif done.estimate.peak_bytes > search.memory_limit_bytes:
+        elif not search.fits(done):
             yield from of.again_without(search, of.infeasible_stages(search, cut, done))
             return
         else:
@@ -219,7 +218,7 @@ class PartitionsNode(Node[SearchState]):
             done = self.of.evaluate_faster(search, chosen)
             if done is None:
                 return
-            if done.estimate.peak_bytes <= search.memory_limit_bytes:
+            if search.fits(done):
                 yield done
                 return
             self.infeasible.extend(self.of.infeasible_stages(search, chosen, done))
@@ -263,10 +262,10 @@ def infeasible_stages(
     done: EvaluatedPlan,
     cut: Cut,
     live: Sequence[int],
-    limit_bytes: float,
+    limits: Mapping[str, float],
     tables: Sequence[StageTable],
 ) -> Iterator[InfeasibleStage]:
-    """Yield the stages of a plan whose ranks are over the memory limit.
+    """Yield the stages of a plan whose ranks are over the memory limit of their devices.
 
     A longer run of blocks holds all that a shorter one holds, except what its edges receive and
     send, and second copies of weights that blocks outside use too. A stage that is over by more
@@ -274,7 +273,7 @@ def infeasible_stages(
     most, none where ranks have several stages; `tables` are the stages'.
     """
     for index, stage in enumerate(done.plan.stages):
-        over = int(done.estimate.memory[stage.pp_rank].total) - limit_bytes
+        over = int(done.estimate.memory[stage.pp_rank].total) - limits[stage.device_group]
         if over <= 0:
             continue
         first, end = stage.first_block, stage.last_block + 1

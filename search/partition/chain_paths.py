@@ -157,7 +157,7 @@ class Paths:
         """Tails of runs on a stage: one for all choices, or, of later stages, one for each."""
         tail_s = self.costs.tail_s
         shares = stage > 0 or tail_s.ndim == self.costs.forward_s.ndim - 1
-        return tail_s if shares else tail_s[self.problem.first_choices[0]]
+        return tail_s if shares else tail_s[self.problem.stage_choices[0][0]]
 
     def on_rank(self, stage: int, part: tuple[slice, slice]) -> tuple[Floats, Flags]:
         """Return the backward seconds of each run of a part, by choice, and whether it is the
@@ -182,10 +182,10 @@ class Paths:
                 fits = fits & _is_fastest(backward_s, fits, problem)
             self._on_rank[key] = backward_s, fits
         backward_s, fits = self._on_rank[key]
-        first = problem.first_choices if stage == 0 else ()
-        if first:
+        if problem.stage_choices:
+            own = problem.stage_choices[stage]
             fits = fits.copy()
-            fits[[choice not in first for choice in range(len(fits))]] = False
+            fits[[choice not in own for choice in range(len(fits))]] = False
         return backward_s, fits
 
     def first_tail(self, first_cut: int) -> float:
@@ -235,10 +235,13 @@ def path_parts(
     # A job beside a copy to or from the host ends when the slower of the two does.
     longer, filling, draining = copied
     # The transfer next to the stage is known; farther ones cost at least the cheapest.
-    nearer, farther = max(0, stage - 1), max(0, depth - 1)
-    hops_in = problem.hop_s[start] + nearer * problem.least_hop if stage else 0.0
-    hops_back = problem.back_hop_s[start] + nearer * problem.least_back_hop if stage else 0.0
-    before_f, before_b = problem.before_f[start], problem.before_b[start]
+    view = problem.views[stage] if problem.views else None
+    hops_in, hops_back = _hops_before(problem, stage, start)
+    before_f, before_b = (
+        (problem.before_f[start], problem.before_b[start])
+        if view is None
+        else (view.before_f[start], view.before_b[start])
+    )
     # The first microbatch fills the pipeline up to here; then the rank has m of them to run.
     until = m * (f + b) + (problem.start_s + before_f + hops_in) + longer
     # The last gradient leaves each stage before the weight gradients deferred there are made,
@@ -250,12 +253,9 @@ def path_parts(
         back = back - problem.late_weights(stage) * weight
     trips = problem.order.round_trips
     if trips is not RoundTrips.UNKNOWN:
-        after = problem.after[end]
+        after = problem.after[end] if view is None else view.after[end]
         if depth:
-            hops_out = problem.hop_s[end] + farther * problem.least_hop
-            after = after + (
-                hops_out + (problem.back_hop_s[end] + farther * problem.least_back_hop)
-            )
+            after = after + _hops_after(problem, stage, end)
         # What later stages may defer until gradients have left shortens the way back through
         # them: in their last backward all weight gradients, in others those of one block.
         last_ahead = problem.before_w[-1] - problem.before_w[end]
@@ -278,6 +278,36 @@ def path_parts(
             # With no more microbatches than warmup forwards the two waits are one.
             until = until + (first + last if m > warmup else np.maximum(first, last))
     return until, back
+
+
+def _hops_before(problem: ChainProblem, stage: int, start: Any) -> tuple[Any, Any]:
+    """Return the least seconds of transfers up to a stage that starts at these blocks, there and
+    back.
+    """
+    if stage == 0:
+        return 0.0, 0.0
+    if problem.views:
+        view = problem.views[stage]
+        there_s, back_s = view.earlier_hops_s
+        return view.hop_s[start] + there_s, view.back_hop_s[start] + back_s
+    nearer = stage - 1
+    return (
+        problem.hop_s[start] + nearer * problem.least_hop,
+        problem.back_hop_s[start] + nearer * problem.least_back_hop,
+    )
+
+
+def _hops_after(problem: ChainProblem, stage: int, end: Any) -> Any:
+    """Return the least seconds of transfers after a stage that ends at these blocks, there and
+    back.
+    """
+    if problem.views:
+        following = problem.views[stage + 1]
+        farther_s = sum(problem.views[stage].later_hops_s)
+        return following.hop_s[end] + following.back_hop_s[end] + farther_s
+    farther = problem.num_stages - 2 - stage
+    hops_out = problem.hop_s[end] + farther * problem.least_hop
+    return hops_out + (problem.back_hop_s[end] + farther * problem.least_back_hop)
 
 
 def runs_by_stage(problem: ChainProblem, windows: Sequence[Window]) -> list[StageRuns]:

@@ -158,6 +158,25 @@ class LeastNeeds:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class StageView:
+    """What is known of a problem for one stage, where stages differ: of its own devices.
+
+    `before` and `after` are running sums (n + 1) of the least forward and backward seconds of
+    blocks, on the devices of the stages before and after it. `hop_s` and `back_hop_s` (n + 1) are
+    of the transfer into it, `earlier_hops_s` and `later_hops_s` the least of all those into stages
+    before it, and after the next one: there and back.
+    """
+
+    before_f: Floats
+    before_b: Floats
+    after: Floats
+    hop_s: Floats
+    back_hop_s: Floats
+    earlier_hops_s: tuple[float, float]
+    later_hops_s: tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ChainProblem:
     """One configuration's chain of n blocks, to be cut into S stages."""
 
@@ -197,8 +216,11 @@ class ChainProblem:
     """What is known not to fit beside what `CostWindow.fits` tells."""
     copied: tuple[CopiedRow, ...] = ()
     """(S) Each stage's jobs beside which activations are copied; empty: none."""
-    first_choices: tuple[int, ...] = ()
-    """What stage 0 may choose; empty: all. Where tails differ by choice, these share one."""
+    stage_choices: tuple[tuple[int, ...], ...] = ()
+    """(S) What each stage may choose; empty: all may choose all. Where tails differ by choice,
+    those of stage 0 share one."""
+    views: tuple[StageView, ...] = ()
+    """(S) What each stage is near to, where that differs by stage; empty: it does not."""
     is_conservative: bool = False
     """Whether a run fits only if `CostWindow.peak_bytes` do: that refuses most of what does not
     fit, and perhaps what does."""

@@ -73,6 +73,7 @@ def _run_check(problem: ChainProblem, ceiling: float) -> Callable[[int, Indices,
         problem,
         hop_s=problem.least_hop * everywhere,
         back_hop_s=problem.least_back_hop * everywhere,
+        views=(),
     )
     backward_s = np.stack(needs.backward_s) if needs else problem.before_b[None]
     if needs:

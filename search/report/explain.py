@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from planner.errors import LayoutError
 from planner.graph import ModelGraph
 from planner.plan import Plan
 from profiles import Profile
@@ -60,7 +61,8 @@ def compare_choices(
     best = find_plan(graph, profile, free, _half(progress, 0.5)).plan
     if fixed.plan is not None:
         return Comparison(given=fixed.plan, best=best, shortfall=())
-    assert fixed.leanest is not None, "what does not fit has a leanest plan"
+    if fixed.leanest is None:  # on several groups of devices
+        raise LayoutError(fixed.reasons[0])
     limit = float(request.memory_limit_bytes or profile.memory_bytes)
     return Comparison(
         given=None, best=best, shortfall=explain_shortfall(fixed.leanest, limit) or fixed.reasons

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.plan import Plan
@@ -37,6 +37,17 @@ def explain_infeasible(
         f"try `memory_limit_bytes` {limit_gib} GiB, more devices, or fewer fixed choices",
     )
     return reasons, int(limit_gib * GIB)
+
+
+def explain_infeasible_groups(
+    limits: Mapping[str, float], request: SearchRequest
+) -> tuple[str, ...]:
+    """Return the reason for which nothing fits the groups of devices of a cluster."""
+    have = " and ".join(f"{format_bytes(limit)} on {name}" for name, limit in limits.items())
+    return (
+        f"nothing fits the {request.num_devices} devices, with {have}, for a global batch of "
+        f"{request.global_batch}; try more nodes, or fewer fixed choices",
+    )
 
 
 def round_up(number: float, digits: int = 4) -> float:

@@ -67,6 +67,7 @@ class Configuration(_OnMesh):
         recompute: a choice for all stages, ``mixed`` (any by stage), or those that stages choose
             between, joined by ``|``.
         stage_tps: empty where all stages have this mesh, else each stage's tp.
+        device_groups: of a cluster of several groups of devices, that of each stage.
     """
 
     degrees: Degrees
@@ -78,6 +79,7 @@ class Configuration(_OnMesh):
     zero: int
     recompute: str
     stage_tps: tuple[int, ...] = ()
+    device_groups: tuple[str, ...] = ()
 
     @property
     def pipeline(self) -> tuple[str, int, int, int]:
@@ -110,6 +112,8 @@ class Configuration(_OnMesh):
         others = [name for name in sizes if name not in always and self.degrees[name] > 1]
         parts = [f"{name}{sizes[name]}" for name in always]
         parts.append(f"pp{self.pp}")
+        if self.device_groups:
+            parts[-1] += f"@{'/'.join(self.device_groups)}"
         parts += [f"{name}{sizes[name]}" for name in others]
         if self.vpp > 1:
             parts.append(f"vpp{self.vpp}")

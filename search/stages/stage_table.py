@@ -252,12 +252,10 @@ class StageTable:
         hop = pipeline_group(self.profile.cluster, degrees, pp=pp)
         return self.chain.messages.hop_s(hop)[0]
 
-    def back_hop_s(self, degrees: Degrees, *, pp: int, to_tp: int | None = None) -> Floats:
-        """Seconds of the gradient's transfer back from it (n + 1), no more than `hop_s`; the stage
-        before, which gathers what came in pieces, may have a tp of its own.
-        """
+    def back_hop_s(self, degrees: Degrees, *, pp: int) -> Floats:
+        """Seconds of the gradient's transfer back from it (n + 1), no more than `hop_s`."""
         hop = pipeline_group(self.profile.cluster, degrees, pp=pp)
-        return self.chain.messages.hop_s(hop, to_tp=to_tp)[1]
+        return self.chain.messages.hop_s(hop)[1]
 
     def waited_hop(self, degrees: Degrees, *, pp: int) -> Group | None:
         """Return the ranks of a transfer between stages that the runtime does not overlap; None

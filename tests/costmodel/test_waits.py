@@ -116,14 +116,15 @@ def test_stages_that_share_a_parameter_sum_its_gradient(plain):
     pytest.importorskip("transformers")
     model = tiny_models()["hf-gpt2"]
     graph = capture_module(model.build(), model.batch(2), model.batch(3), name="gpt2")
-    whole = tied_seconds(make_plan(graph, pp=2), graph, plain)
+    costs = CostCache(graph, plain)
+    whole = tied_seconds(make_plan(graph, pp=2), costs)
     assert whole[0] == whole[1] > 0
-    assert tied_seconds(make_plan(graph), graph, plain) == (0.0,)
+    assert tied_seconds(make_plan(graph), costs) == (0.0,)
     shared = [t for t in graph.params if sum(t.name in block.params for block in graph.blocks) > 1]
     num_bytes = float(sum(t.bytes_at(1) for t in shared))
     # Ranks 0 and 6 of a node of 8 are on that node.
     inside = exchange_seconds(plain, num_bytes=1e6, ranks_apart=1)
     assert exchange_seconds(plain, num_bytes=1e6, ranks_apart=6) == inside
     assert whole[0] == exchange_seconds(plain, num_bytes=num_bytes, ranks_apart=1)
-    sharded = tied_seconds(make_plan(graph, pp=2, dp=2, zero=1), graph, plain)
+    sharded = tied_seconds(make_plan(graph, pp=2, dp=2, zero=1), costs)
     assert sharded[0] == exchange_seconds(plain, num_bytes=num_bytes / 2, ranks_apart=2)

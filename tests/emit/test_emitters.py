@@ -67,6 +67,7 @@ def test_all_that_a_plan_may_hold_is_refused_by_an_emitter_without_entries():
             update={
                 "recompute_last": False,
                 "activations_on_host": True,
+                "device_group": "old",
                 "own_sizes": (("tp", 4),),
                 "pp_rank": 3 - stage.pp_rank,
             }

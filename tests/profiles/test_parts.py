@@ -10,8 +10,8 @@ import torch
 from planner.errors import ProfileError
 from planner.graph import Op, Ref, TensorMeta
 from profiles import catalog
-from profiles.lookup.collective_model import wire_share
 from profiles.lookup.memory import ROUNDS, allocator_overheads
+from profiles.lookup.wire import wire_share
 from profiles.measure import session
 from profiles.measure.probes import probe_of
 from profiles.measure.timing.calls import Arena, Calls, Functions

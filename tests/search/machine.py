@@ -8,10 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from planner.cluster import ClusterSpec, Link
+from planner.cluster import ClusterSpec, Link, Tier
 from planner.units import GIB
 from profiles import Group, Lookup, OpQuery
+from profiles.groups import DeviceGroup
 from profiles.hosts import HostSpec
+from profiles.lookup.tiers import two_levels
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Machine:
     launch_overhead_s: float = 0.0
     name: str = "test-machine"
     source: str = "shipped"
+    tiers: tuple[Tier, ...] = ()
+    groups: tuple[DeviceGroup, ...] = ()
 
     @property
     def cluster(self) -> ClusterSpec:
@@ -49,6 +53,7 @@ class Machine:
             inter_node=Link(
                 name="inter", alpha_s=self.alpha_s, beta_s_per_byte=1 / self.inter_bytes_per_s
             ),
+            tiers=self.tiers,
         )
 
     def op_seconds(self, query: OpQuery) -> Lookup:
@@ -59,6 +64,13 @@ class Machine:
         size = group.ranks_per_node * group.num_nodes
         if size == 1:
             return Lookup(seconds=0.0, source="test", relative_error=0.0)
+        if group.domains:
+            levels = two_levels(kind, group, self.tiers)
+            inside = [
+                self.collective_seconds(k, num_bytes, levels.inside) for k in levels.inside_kinds
+            ]
+            seconds = levels.across_s(num_bytes) + sum(answer.seconds for answer in inside)
+            return Lookup(seconds=seconds, source="test", relative_error=0.0)
         passes = 2.0 if kind == "all_reduce" else 1.0
         share = 1.0 if kind in ("send_recv", "broadcast") else (size - 1) / size
         rate = self.intra_bytes_per_s if group.num_nodes == 1 else self.inter_bytes_per_s

@@ -38,7 +38,12 @@ KINDS = (
 def searched(request: SearchRequest, limit_bytes: float = float("inf")) -> SearchState:
     candidates = Candidates.of(capture_tiny("mlp"), MACHINE, request)
     shapes = candidates.shapes(request)
-    search = SearchState(candidates=candidates, request=request, memory_limit_bytes=limit_bytes)
+    search = SearchState(
+        candidates=candidates,
+        request=request,
+        memory_limit_bytes=limit_bytes,
+        limits={"": limit_bytes},
+    )
     for root in degrees_nodes(shapes):
         search.push(root)
     search.run()

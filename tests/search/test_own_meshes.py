@@ -121,7 +121,7 @@ def every_cut(candidates: Candidates, mix: Mix) -> Iterator[Cut]:
     ranks."""
     configuration, members = mix.configuration, mix.members
     if configuration.vpp == 1:
-        problem = mixed_problem(mix.problems(candidates, float("inf")))
+        problem = mixed_problem(mix.problems(candidates, {"": float("inf")}))
         for cuts, choices in all_cuts(problem):
             yield Cut(cuts=cuts, choices=choices, value=0.0)
         return

@@ -28,7 +28,7 @@ def plan_memory(
     ranks = (
         RankState(
             plan=plan,
-            costs=costs,
+            costs=price.rank_costs(pp_rank),
             pp_rank=pp_rank,
             stages={s: placed.jobs(s) for s in stages_of_rank(plan, pp_rank)},
             weights=price.weights(pp_rank),

@@ -25,6 +25,9 @@ IN_SINGLE = {"hf-mixtral", "hf-phimoe", "hf-qwen3-moe", "hf-olmoe", "hf-deepseek
 IN_SINGLE |= {"hf-deepseek-v3"}
 """Their products of experts take no double precision; `verify` compares them in it."""
 
+SCORES_IN_SINGLE = {"hf-gptj"}
+"""Casts queries and keys to single precision, so that gradients are rounded to it."""
+
 
 def is_decoder(name: str) -> bool:
     batch = model_matrix()[name].batch(1)
@@ -53,4 +56,5 @@ def test_a_family_is_told_of_its_masks(name):
     if name not in WRITTEN_OUT | ADDED:
         assert not pairs_held(graph, LENGTH)
     if name not in IN_SINGLE:
-        check_equal(module, graph, batch_of(name, 5))
+        rounding = 1e-9 if name in SCORES_IN_SINGLE else 1e-12
+        check_equal(module, graph, batch_of(name, 5), rounding=rounding)

@@ -1,0 +1,91 @@
+"""Issue 19, points 4 and 5: cluster files, and what is wrong with them in one line."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.errors import ProfileError
+from profiles import load_cluster
+
+TWO = """
+name = "two halls"
+[[group]]
+profile = "a100-sxm4-80gb"
+nodes = 32
+[[group]]
+name = "new"
+profile = "h100-sxm5-80gb"
+nodes = 4
+memory_gib = 60
+[[tier]]
+name = "spine"
+group = "a100-sxm4-80gb"
+devices = 128
+gb_per_s = 25
+uplink_gb_per_s = 800
+latency_us = 12
+[between]
+gb_per_s = 5
+uplink_gb_per_s = 100
+latency_us = 30
+"""
+
+
+def written(tmp_path, text: str):
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_of_two_groups(tmp_path):
+    cluster = load_cluster(written(tmp_path, TWO))
+    assert cluster.name == "two halls"
+    old, new = cluster.groups
+    assert (old.name, old.num_devices) == ("a100-sxm4-80gb", 256)
+    assert (new.name, new.num_devices) == ("new", 32)
+    assert new.profile.memory_bytes == 60 * 2**30
+    spine, way_out = old.profile.cluster.tiers
+    # 128 devices share 800 GB/s: 6.25 GB/s each, less than the 25 of a device's own link.
+    assert spine.link.beta_s_per_byte == pytest.approx(1 / 6.25e9)
+    assert way_out.devices == 256
+    assert way_out.link.beta_s_per_byte == pytest.approx(256 / 100e9)
+    (only,) = new.profile.cluster.tiers
+    assert only.devices == 32
+    assert only.link.beta_s_per_byte == pytest.approx(1 / 3.125e9)
+
+
+def test_a_file_of_a_single_group_is_a_profile_with_tiers(tmp_path):
+    text = '[[group]]\nprofile = "gb200"\nnodes = 2\ndevices_per_node = 72\n'
+    text = text.replace("gb200", "b200-sxm")
+    text += '[[tier]]\nname = "site"\ndevices = 72\ngb_per_s = 20\nlatency_us = 9\n'
+    profile = load_cluster(written(tmp_path, text))
+    assert profile.groups == ()
+    assert profile.cluster.devices_per_node == 72
+    assert profile.cluster.max_devices == 144
+    assert [tier.link.name for tier in profile.cluster.tiers] == ["site"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("nodes = 4", "nodes = 0"), "wrong at group.1.nodes"),
+        (("gb_per_s = 5", "gbps = 5"), "wrong at between"),
+        (('name = "new"', 'name = "a100-sxm4-80gb"'), "several groups called 'a100-sxm4-80gb'"),
+        (('group = "a100-sxm4-80gb"', 'group = "old"'), "a tier of group 'old'; its groups are"),
+        (('profile = "h100-sxm5-80gb"', 'profile = "h1"'), "no profile 'h1'"),
+        (("[between]", "[between"), "not a readable TOML file"),
+        (
+            ("[between]\ngb_per_s = 5\nuplink_gb_per_s = 100\nlatency_us = 30\n", ""),
+            r"has 2 groups; say in \[between\] what links them",
+        ),
+    ],
+)
+def test_mistakes_are_told_in_one_line(tmp_path, change, message):
+    with pytest.raises(ProfileError, match=message) as told:
+        load_cluster(written(tmp_path, TWO.replace(*change)))
+    assert "\n" not in str(told.value)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ProfileError, match="no cluster file"):
+        load_cluster(tmp_path / "none.toml")

@@ -1,0 +1,157 @@
+"""Issue 19, points 4 and 5: clusters of several kinds of devices and tiers of links, beside every
+plan there is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from planner.cluster import Link, Tier
+from planner.errors import LayoutError
+from planner.plan import Plan
+from profiles.groups import DeviceGroup
+from search import SearchRequest, find_plan
+from tests.referees.groups import every_placed_plan, fits, with_memory
+from tests.search.machine import Machine
+from tests.search.test_own_meshes import pooled
+from tests.search.test_referee import graph_of
+
+
+def random_tiers(rng: np.random.Generator, num_devices: int) -> tuple[Tier, ...]:
+    """Return none or one tier inside a group, and the one that leaves it."""
+    sizes = [size for size in (2,) if size < num_devices and rng.integers(2)]
+    return tuple(
+        Tier(
+            devices=size,
+            link=Link(
+                name=f"of {size}",
+                alpha_s=float(10 ** rng.uniform(-6, -3.5)),
+                beta_s_per_byte=float(10 ** rng.uniform(-8, -5.5)),
+            ),
+        )
+        for size in (*sizes, num_devices)
+    )
+
+
+def random_cluster(rng: np.random.Generator) -> Machine:
+    """Return two groups of 2 devices, or one of them of 4, of other speeds, in nodes of 1, 2 or
+    4."""
+    groups, sizes = [], [(2, 2), (2, 4), (4, 2)][rng.integers(3)]
+    for name, num_devices in zip(("old", "new"), sizes, strict=True):
+        machine = Machine(
+            name=name,
+            context_bytes=0.0,
+            devices_per_node=int(rng.choice([n for n in (1, 2, 4) if n <= num_devices])),
+            flop_per_s=float(10 ** rng.uniform(7, 9)),
+            bytes_per_s=float(10 ** rng.uniform(8, 9)),
+            intra_bytes_per_s=float(10 ** rng.uniform(6, 8)),
+            inter_bytes_per_s=float(10 ** rng.uniform(6, 7)),
+            alpha_s=float(10 ** rng.uniform(-7, -4)),
+            tiers=random_tiers(rng, num_devices),
+        )
+        groups.append(DeviceGroup(name=name, profile=machine, num_devices=num_devices))
+    return replace(groups[0].profile, name="both", groups=tuple(groups))
+
+
+def random_request(rng: np.random.Generator, machine: Machine) -> SearchRequest:
+    allow = [("schedule", str(rng.choice(["1f1b", "1f1b", "fthenb", "zb_h1"])))]
+    allow += [("recompute", "none")] + [("recompute", "full")] * int(rng.integers(2))
+    allow += [("zero", "0")] + [("zero", "1")] * int(rng.integers(2))
+    num_devices = sum(group.num_devices for group in machine.groups)
+    return SearchRequest(
+        num_devices=num_devices,
+        global_batch=num_devices * int(rng.choice([1, 2])),
+        allow=tuple(allow),
+        offload="none",
+        meshes=str(rng.choice(["same", "own"])),  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "instances"),
+    [
+        pytest.param(0, 4, id="quick"),
+        pytest.param(4, 196, id="whole", marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
+    ],
+)
+def test_the_best_equals_trying_every_placement(first, instances):
+    """Random clusters of two kinds of devices and two or three tiers of links (within a node,
+    between nodes or rails, between groups); limits of each group around what the fastest needs.
+    """
+    unfit = mixed = 0
+    gaps = []
+    for number in range(first, first + instances):
+        rng = np.random.default_rng([19, number])
+        graph = [graph_of("uneven"), graph_of("tied"), pooled(16, 64, 32)][number % 3]
+        machine = random_cluster(rng)
+        request = random_request(rng, machine)
+        every = list(every_placed_plan(graph, machine, request))
+        plan, fastest = min(every, key=lambda some: some[1].step_s)
+        need = dict.fromkeys((group.name for group in machine.groups), 0.0)
+        for group, parts in zip(plan.device_groups, fastest.memory, strict=True):
+            need[group] = max(need[group], float(parts.total))
+        limits = {name: float(int(b * rng.choice([0.8, 1.0, 2.0]))) for name, b in need.items()}
+        best_s = min((a.step_s for p, a in every if fits(p, a, limits)), default=float("inf"))
+        result = find_plan(graph, with_memory(machine, limits), request)
+        if result.plan is None:
+            assert best_s == float("inf"), number
+            unfit += 1
+            continue
+        assert result.certificate is not None
+        assert result.plan.estimate["step_s"] == pytest.approx(best_s, rel=1e-9), number
+        assert result.certificate.lower_bound_s <= best_s * (1 + 1e-9)
+        for group, parts in zip(
+            result.plan.device_groups, result.plan.estimate["memory"], strict=True
+        ):
+            assert parts["total_bytes"] <= limits[group]
+        assert Plan.model_validate(result.plan.model_dump(mode="json")) == result.plan
+        gaps.append(result.certificate.gap)
+        mixed += any(stage.own_sizes for stage in result.plan.stages)
+    print(
+        f"{instances} clusters: {unfit} fit nothing, {mixed} best plans have meshes of their own, "
+        f"{np.mean(np.array(gaps) < 1e-9):.1%} are proved; largest gap {max(gaps):.2%}"
+    )
+    assert np.mean(np.array(gaps) < 1e-9) >= 0.8
+
+
+def two_speeds(**more) -> Machine:
+    """Two fast and two slow devices, four times apart."""
+    fast = Machine(name="fast", context_bytes=0.0, devices_per_node=2, flop_per_s=4e9, **more)
+    link = Link(name="between", alpha_s=1e-6, beta_s_per_byte=1e-9)
+    fast = replace(fast, tiers=(Tier(devices=2, link=link),))
+    slow = replace(fast, name="slow", flop_per_s=1e9)
+    groups = tuple(
+        DeviceGroup(name=each.name, profile=each, num_devices=2) for each in (fast, slow)
+    )
+    return replace(fast, name="both", groups=groups)
+
+
+def test_faster_devices_get_more_blocks():
+    request = SearchRequest(num_devices=4, global_batch=16, pp=2, offload="none")
+    plan = find_plan(graph_of("equal"), two_speeds(), request).plan
+    assert plan is not None
+    blocks = dict(
+        zip(plan.device_groups, (len(stage.blocks) for stage in plan.stages), strict=True)
+    )
+    assert blocks["fast"] > blocks["slow"]
+
+
+def test_plans_use_all_devices():
+    with pytest.raises(LayoutError, match=r"have 2 \+ 2, and plans use all of them: give 4"):
+        find_plan(graph_of("equal"), two_speeds(), SearchRequest(num_devices=3, global_batch=4))
+
+
+def test_stages_lie_on_one_group_each():
+    request = SearchRequest(num_devices=4, global_batch=4, pp=1)
+    with pytest.raises(LayoutError, match="no pipeline has each stage on one group of devices"):
+        find_plan(graph_of("equal"), two_speeds(), request)
+
+
+def test_where_nothing_fits_the_groups_are_named():
+    machine = with_memory(two_speeds(), {"fast": 64.0, "slow": 1e9})
+    result = find_plan(graph_of("equal"), machine, SearchRequest(num_devices=4, global_batch=4))
+    assert result.plan is None
+    assert "on fast and" in result.reasons[0]
+    assert "on slow, for a global batch of 4" in result.reasons[0]
