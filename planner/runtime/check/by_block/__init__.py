@@ -1,4 +1,4 @@
-"""`planner verify --by-block`: proof of a plan that is too large for the machine at hand.
+"""Proof of a plan that is too large for the machine at hand, from its parts.
 
 Nothing is trained. In the order of `prove`: the job table and its messages (`tables`), wiring of
 blocks and stages in numbers of elements (`wires`), coverage of parameters and optimizer shards
