@@ -1,8 +1,9 @@
 """The `planner` command: its subcommands in the order help lists them, and their errors.
 
 Results go to stdout; progress, notes and errors to stderr. Exit codes: 0 done, 1 a check failed
-(`verify`, `profile --check`), 2 bad input, in one line; 3 an error of planner itself, in one line
-that names the file of its traceback; 130 interrupted, 141 when nobody reads the output any more.
+(`verify`, `profile --check`, `launch --preflight`), 2 bad input, in one line; 3 an error of planner
+itself, in one line that names the file of its traceback; 130 interrupted, 141 when nobody reads the
+output any more.
 `python -m cli` is the command in a source tree that is not installed.
 """
 

@@ -149,7 +149,7 @@ def _preflight(
             print("\n".join(problem_lines(report)))
     elif report.problems:
         show_note("planner: preflight found problems; the node that has the rendezvous tells them")
-    return 2 if report.problems else 0
+    return 1 if report.problems else 0
 
 
 def _planned_rates(path: Path, name: str | None) -> tuple[PlannedRates | None, str]:

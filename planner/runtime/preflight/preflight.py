@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.errors import PlannerError
+from planner.errors import PlanError, PlannerError
 from planner.nodes.launchers import Started, started
 from planner.nodes.meeting import host_and_port, meet_as_nodes, meet_as_started, tell_all
 from planner.nodes.waiting import waiting_at
@@ -53,11 +53,14 @@ def preflight(
 
     The arguments are those of `launch`; `planned` has the rates that the plan was priced with
     (None: links are only compared with each other). Each node gets the same report. Raises
-    PlannerError where nodes can't meet in `meet_s`, with the names of those that came.
+    PlannerError where nodes can't meet in `meet_s`, with the names of those that came, and where
+    the only node can't run the plan.
     """
     place = None if num_nodes is not None else started(os.environ)
     count = place.count if place is not None else num_nodes or 1
     plan, facts, variables = _this_node(plan_path, script, device, place, count, devices)
+    if count == 1 and facts.refusal:
+        raise PlanError(facts.refusal)  # of several nodes each is told, with its name
     store, number, host = _meet(place, count, rendezvous)
     end_dead_connections(_port(store), STEP_S)
     room = f"preflight-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

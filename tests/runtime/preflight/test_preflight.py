@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from planner.errors import PlanError
 from planner.plan import save_plan
 from planner.plan.defaults import default_plan
 from planner.runtime.preflight.exchanges import Exchange
@@ -142,19 +143,29 @@ def test_a_script_that_differs_is_told_and_ranks_start_anyway(monkeypatch, run):
     assert [line.split(" is not")[0] for line in first.problems] == [f"the script {run[1]}"]
 
 
-def test_a_node_that_refuses_says_why_and_starts_nothing(monkeypatch, run):
-    nodes = Nodes(monkeypatch, ["a"])
+def test_nodes_that_refuse_say_why_and_start_nothing(monkeypatch, run):
+    nodes = Nodes(monkeypatch, ["a", "b"])
     plan_path, script = run
     script.unlink()
-    (report,) = nodes.reports((plan_path, script))
-    assert nodes.started == {}
-    assert len(report.problems) == 1
-    assert report.problems[0].startswith("a can't run the plan: ")
-    assert "train.py" in report.problems[0]
-    plan_path.write_text("{")
-    (report,) = nodes.reports((plan_path, script))
-    assert nodes.started == {}
-    assert "plan.json" in report.problems[0]
+    for missing in ("train.py", "plan.json"):
+        first, second = nodes.reports((plan_path, script))
+        assert nodes.started == {}
+        assert first.problems == second.problems
+        told = [line for line in first.problems if "can't run the plan: " in line]
+        assert [line[0] for line in told] == ["a", "b"]
+        assert all(missing in line for line in told)
+        plan_path.write_text("{")
+
+
+def test_a_lone_node_that_can_not_run_the_plan_is_refused(monkeypatch, run):
+    def never(*_):
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(module, "children", never)
+    plan_path, script = run
+    script.unlink()
+    with pytest.raises(PlanError, match=r"no script .*train.py; give the Python file"):
+        preflight(plan_path, script, "cpu")
 
 
 def test_facts_come_back_from_the_store_as_they_were_told(run):
