@@ -240,14 +240,15 @@ class PlannerTrainer(Trainer):
             self.evaluate(ignore_keys=ignore_keys_for_eval)
         while self.state.global_step < max_steps and not self.control.should_training_stop:
             self.control = self.callback_handler.on_epoch_begin(args, self.state, self.control)
-            before = self.state.global_step
+            # (A checkpoint may stand at the end of a pass, of which nothing is left.)
+            before, is_whole = self.state.global_step, loader.samples == 0
             for parts in _grouped(loader, args.gradient_accumulation_steps):
                 self._update(parts, logged, per_pass)
                 self._after_step(logged, loader, ignore_keys_for_eval)
                 is_over = self.state.global_step >= max_steps or self.control.should_training_stop
                 if is_over or self.control.should_epoch_stop:
                     break
-            if self.state.global_step == before:
+            if is_whole and self.state.global_step == before:
                 raise PlanError("the training data gave no batch; see train_dataset")
             self.control = self.callback_handler.on_epoch_end(args, self.state, self.control)
             self._after_step(logged, loader, ignore_keys_for_eval)

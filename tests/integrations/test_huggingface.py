@@ -204,6 +204,16 @@ def test_a_training_goes_on_from_a_checkpoint_under_another_plan(tmp_path):
     assert state["global_step"] == 6
 
 
+def test_a_training_goes_on_from_the_end_of_a_pass(tmp_path):
+    changes = {"save_strategy": "steps", "save_steps": SAMPLES // BATCH, "logging_steps": 100}
+    expected = alone(tmp_path / "alone", **(changes | {"save_strategy": "no"}))
+    replicas, layout = LAYOUTS[1]
+    job = {"plan": plan_of(**layout), "replicas": replicas, "folder": "run", "arguments": changes}
+    last = str(tmp_path / "run" / f"checkpoint-{SAMPLES // BATCH}")
+    _, resumed = run_ranks(trained, 2, tmp_path, [job, job | {"resume": last}])[0]
+    torch.testing.assert_close(resumed[0], dict(expected.model.state_dict()), rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
