@@ -552,10 +552,7 @@ def _repeated(batch: Any, samples: int, plan: Plan) -> Any:
     is there as often as the others, so means stay what they are: up to the whole batch where that
     can be, as some layouts divide samples, else up to the least that can be cut.
     """
-    least = plan.num_microbatches * max(
-        plan.stage_degrees(s).along("batch") for s in range(len(plan.stages))
-    )
-    wanted = least if plan.global_batch % samples else plan.global_batch
+    wanted = plan.least_batch if plan.global_batch % samples else plan.global_batch
     times = math.ceil(wanted / samples)
     if times == 1:
         return batch

@@ -152,6 +152,12 @@ class Plan(Record):
         return lcm(*(self.stage_degrees(index).along("batch") for index in range(len(self.stages))))
 
     @property
+    def least_batch(self) -> int:
+        """Samples of the smallest batch of a step: one for each microbatch and part of it."""
+        parts = (self.stage_degrees(index).along("batch") for index in range(len(self.stages)))
+        return self.num_microbatches * max(parts)
+
+    @property
     def stage_to_pp_rank(self) -> tuple[int, ...]:
         """The pp rank that holds each stage."""
         return tuple(stage.pp_rank for stage in self.stages)

@@ -67,7 +67,7 @@ class Loader:
             plan.global_batch, num_microbatches=plan.num_microbatches, parts=plan.batch_parts
         )
         cuts = {plan.stage_degrees(s).along("batch") for s in range(len(plan.stages))}
-        self._least = plan.num_microbatches * max(cuts)
+        self._least = plan.least_batch
         self._replicas = mesh.size("batch"), mesh.rank("batch")
         self._order: Order | None = None
         self._num_shards = 0
