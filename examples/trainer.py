@@ -50,10 +50,10 @@ def arguments(replicas):
     return TrainingArguments(
         output_dir="out",
         per_device_train_batch_size=BATCH // replicas,
-        num_train_epochs=3,
-        learning_rate=5e-3,
+        num_train_epochs=10,
+        learning_rate=2e-3,
         train_sampling_strategy="sequential",
-        logging_steps=8,
+        logging_steps=16,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
@@ -72,7 +72,9 @@ def main():
         plan = load_plan("plan.json")
         trainer = PlannerTrainer(model(), arguments(plan.batch_parts), plan=plan, **data)
     trainer.train()
-    print("evaluation:", trainer.evaluate()["eval_loss"])
+    evaluated = trainer.evaluate()
+    if trainer.is_world_process_zero():
+        print("evaluation:", evaluated["eval_loss"])
     trainer.save_model("out")
 
 
