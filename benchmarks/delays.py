@@ -1,6 +1,6 @@
 """Schedules under slow links: the simulator's step time against the executor's.
 
-    python benchmarks/delays.py [--ranks 2] [--microbatches 8] [--job-ms 20] [--hops 0 0.5 1]
+    python benchmarks/delays.py [--ranks 2] [--microbatches 8] [--job-ms 20] [--transfers 0 0.5 1]
                                 [--schedules 1f1b eager_1f1b zb_h1] [--real] [--json [rows.json]]
 
 The real executor runs the tables, on gloo ranks; each message is held back as if its link took
@@ -46,7 +46,7 @@ class Case:
     """What to run: a schedule (or `blocking`), and the seconds a message spends on its link."""
 
     schedule: str
-    hop_s: float
+    transfer_s: float
 
     @property
     def table(self) -> str:
@@ -59,7 +59,7 @@ class Row:
     """One case: seconds of a step, the part of it a rank waits on average, gain over 1F1B."""
 
     schedule: str
-    hop_s: float
+    transfer_s: float
     predicted_s: float
     measured_s: float
     predicted_idle: float
@@ -71,9 +71,9 @@ class Row:
 class SlowLink(threading.Thread):
     """Sends one rank's messages after a delay, one after the other. Mutable: a thread."""
 
-    def __init__(self, hop_s: float) -> None:
+    def __init__(self, transfer_s: float) -> None:
         super().__init__(daemon=True)
-        self._hop_s = hop_s
+        self._transfer_s = transfer_s
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.start()
 
@@ -88,7 +88,7 @@ class SlowLink(threading.Thread):
         free_s = 0.0
         while True:
             given_s, send, sent = self._queue.get()
-            free_s = max(free_s, given_s) + self._hop_s
+            free_s = max(free_s, given_s) + self._transfer_s
             time.sleep(max(0.0, free_s - time.perf_counter()))
             send().wait()
             sent.done.set()
@@ -121,10 +121,10 @@ class SlowGroup:
         return self._link.send(lambda: self._group.send(tensors, peer, tag))
 
 
-def slow_down_links(engine: Engine, hop_s: float, *, blocking: bool = False) -> None:
+def slow_down_links(engine: Engine, transfer_s: float, *, blocking: bool = False) -> None:
     """Hold back what an engine sends; with `blocking` the sender waits for its arrival."""
     post: Post = engine._executor._post
-    links: dict[int, SlowLink] = defaultdict(lambda: SlowLink(hop_s))
+    links: dict[int, SlowLink] = defaultdict(lambda: SlowLink(transfer_s))
     find = post._find_crossing
 
     def find_slow(*key: Any) -> Crossing:
@@ -153,8 +153,8 @@ def slow_down_links(engine: Engine, hop_s: float, *, blocking: bool = False) -> 
 class Arrival:
     """A receive whose message sets out when it is posted, as `torch.distributed.Work`."""
 
-    def __init__(self, work: Any, hop_s: float) -> None:
-        self._work, self._there_s = work, time.perf_counter() + hop_s
+    def __init__(self, work: Any, transfer_s: float) -> None:
+        self._work, self._there_s = work, time.perf_counter() + transfer_s
 
     def wait(self) -> None:
         """Wait until the message has been sent, and has crossed the link."""
@@ -167,23 +167,23 @@ class WaitingGroup:
     too large for a network's own do. Stands in for one in a `Post`'s legs.
     """
 
-    def __init__(self, group: Any, hop_s: float) -> None:
-        self._group, self._hop_s = group, hop_s
+    def __init__(self, group: Any, transfer_s: float) -> None:
+        self._group, self._transfer_s = group, transfer_s
         self.send = group.send
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Arrival:
         """Post a buffer: the message sets out."""
-        return Arrival(self._group.recv(tensors, peer, tag), self._hop_s)
+        return Arrival(self._group.recv(tensors, peer, tag), self._transfer_s)
 
 
-def send_when_posted(engine: Engine, hop_s: float) -> None:
-    """Let what an engine receives take `hop_s` from when its buffer is posted."""
+def send_when_posted(engine: Engine, transfer_s: float) -> None:
+    """Let what an engine receives take `transfer_s` from when its buffer is posted."""
     post: Post = engine._executor._post
     find = post._find_crossing
 
     def find_waiting(*key: Any) -> Crossing:
         crossing = find(*key)
-        legs = (replace(leg, group=WaitingGroup(leg.group, hop_s)) for leg in crossing.legs)  # type: ignore[arg-type]
+        legs = (replace(leg, group=WaitingGroup(leg.group, transfer_s)) for leg in crossing.legs)  # type: ignore[arg-type]
         return replace(crossing, legs=tuple(legs))
 
     post._find_crossing = find_waiting  # type: ignore[method-assign]
@@ -239,7 +239,7 @@ def measure_case(
     engine._executor._recorder = spans  # type: ignore[assignment]
     if job_s:
         sleep_in_jobs(engine, job_s)
-    slow_down_links(engine, case.hop_s, blocking=case.schedule == BLOCKING)
+    slow_down_links(engine, case.transfer_s, blocking=case.schedule == BLOCKING)
     took, idle = [], []
     for turn in range(steps + 1):
         spans.begin()
@@ -255,7 +255,7 @@ def measure_case(
             idle.append(times[1].item() / ranks)
     # What else the machine does only makes sleepers late; computing varies both ways.
     typical = min if job_s else statistics.median
-    return typical(took), typical(idle), spans.job_seconds(ranks, case.hop_s)
+    return typical(took), typical(idle), spans.job_seconds(ranks, case.transfer_s)
 
 
 class _JobClock:
@@ -280,7 +280,7 @@ class _JobClock:
             self._seconds.setdefault(kind, []).append(time.perf_counter() - start_s)
             self.busy_s += self._seconds[kind][-1]
 
-    def job_seconds(self, ranks: int, hop_s: float) -> JobSeconds:
+    def job_seconds(self, ranks: int, transfer_s: float) -> JobSeconds:
         """Return the median job of each kind and rank; a B is taken as half I, half W."""
         mine = {kind: statistics.median(s) for kind, s in self._seconds.items()}
         backward_s = mine.get("B", 0.0)
@@ -292,8 +292,8 @@ class _JobClock:
             forward_s=forward_s,
             backward_input_s=backward_input_s,
             backward_weight_s=backward_weight_s,
-            receive_forward_s=(hop_s,) * ranks,
-            receive_backward_s=(hop_s,) * ranks,
+            receive_forward_s=(transfer_s,) * ranks,
+            receive_backward_s=(transfer_s,) * ranks,
         )
 
 
@@ -306,7 +306,7 @@ def predict_case(
         timeline = simulate(schedule, times)
         return timeline.makespan_s, timeline.bubble_fraction
     # Whoever sends waits as long as the message is under way: it is part of the sender's jobs.
-    h = case.hop_s
+    h = case.transfer_s
     last = ranks - 1
     waiting = JobSeconds(
         forward_s=tuple(f + h * (s < last) for s, f in enumerate(times.forward_s)),
@@ -330,13 +330,17 @@ def measure_rows(
         measured_s, measured_idle, found = measure_case(case, job_s=job_s, steps=steps, **size)
         times = found
         if job_s:
-            times = JobSeconds.equal(ranks, forward_s=job_s, backward_s=2 * job_s, hop_s=case.hop_s)
+            times = JobSeconds.equal(
+                ranks, forward_s=job_s, backward_s=2 * job_s, transfer_s=case.transfer_s
+            )
         predicted_s, predicted_idle = predict_case(case, times, **size)
-        base = next((r for r in rows if (r.schedule, r.hop_s) == ("1f1b", case.hop_s)), None)
+        base = next(
+            (r for r in rows if (r.schedule, r.transfer_s) == ("1f1b", case.transfer_s)), None
+        )
         rows.append(
             Row(
                 schedule=case.schedule,
-                hop_s=case.hop_s,
+                transfer_s=case.transfer_s,
                 predicted_s=predicted_s,
                 measured_s=measured_s,
                 predicted_idle=predicted_idle,
@@ -354,7 +358,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--job-ms", type=float, default=20.0)
-    parser.add_argument("--hops", type=float, nargs="+", default=[0.0, 0.5, 1.0])
+    parser.add_argument("--transfers", type=float, nargs="+", default=[0.0, 0.5, 1.0])
     parser.add_argument("--schedules", nargs="+", default=["1f1b", BLOCKING, "eager_1f1b", "zb_h1"])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--real", action="store_true", help="compute in the jobs")
@@ -370,7 +374,7 @@ def main() -> None:
         return
     for row in rows:
         print(
-            f"{row.schedule:12} hop {row.hop_s * 1e3:5.1f} ms  step predicted "
+            f"{row.schedule:12} transfer {row.transfer_s * 1e3:5.1f} ms  step predicted "
             f"{row.predicted_s * 1e3:7.1f} measured {row.measured_s * 1e3:7.1f} ms  idle predicted "
             f"{row.predicted_idle:5.1%} measured {row.measured_idle:5.1%}  gain over 1f1b "
             f"predicted {row.predicted_gain:+6.1%} measured {row.measured_gain:+6.1%}"
@@ -388,14 +392,14 @@ def _rank(rank: int, folder: str, results: Any, options: argparse.Namespace) -> 
     job_s = None if options.real else options.job_ms / 1e3
     size = {"ranks": options.ranks, "num_microbatches": options.microbatches}
     unit_s = job_s
-    if unit_s is None:  # A hop is in units of the forward, as it computes here.
+    if unit_s is None:  # A transfer is in units of the forward, as it computes here.
         _, _, found = measure_case(
-            Case(schedule="1f1b", hop_s=0.0), job_s=None, steps=options.steps, **size
+            Case(schedule="1f1b", transfer_s=0.0), job_s=None, steps=options.steps, **size
         )
         unit_s = statistics.mean(found.forward_s)
     cases = [
-        Case(schedule=name, hop_s=hop * unit_s)
-        for hop in options.hops
+        Case(schedule=name, transfer_s=transfer * unit_s)
+        for transfer in options.transfers
         for name in options.schedules
     ]
     rows = measure_rows(cases, job_s=job_s, steps=options.steps, **size)

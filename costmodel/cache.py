@@ -14,7 +14,7 @@ from costmodel.execution import Execution, find_execution
 from costmodel.execution.narrow_saves import as_saved
 from costmodel.execution.own_modules import with_own_modules
 from costmodel.execution.rings import with_rings
-from costmodel.execution.saves import remade_in_backward, with_sized_losses
+from costmodel.execution.saves import saved_instead, with_sized_losses
 from costmodel.links import Links, find_links
 from costmodel.memory.block.block_bytes import BlockBytes, block_bytes
 from costmodel.memory.exact.stage.jobs import StageJobs
@@ -190,7 +190,7 @@ class CostCache:
                 self.profile,
                 axes=lowered_groups(self.profile.cluster, degrees),
                 execution=self.execution,
-                remade=ops_made_again(whole, as_saved(local, self.profile), recomputed),
+                recomputed=ops_made_again(whole, as_saved(local, self.profile), recomputed),
                 polls=polls,
                 alike=None if self._alike is None else self._alike._blocks.get(key),
             )
@@ -218,7 +218,7 @@ class CostCache:
                 device_type=self.profile.cluster.device_type,
                 recompute=recompute,
                 recomputed=ops_made_again(whole, held, recomputed),
-                remade=remade_in_backward(held, self.execution),
+                instead=saved_instead(held, self.execution),
             )
         return self._bytes[key]
 

@@ -253,19 +253,22 @@ class Candidates:
             is_by_block=not is_mixed and not self.on_host.activations,
             num_microbatches=configuration.num_microbatches,
             splits_backward=splits,
-            hop=None if is_mixed else table.waited_hop(degrees, pp=pp),
+            pp_group=None if is_mixed else table.waited_transfer(degrees, pp=pp),
             polls=table.polls(degrees, pp=pp),
         )
-        hop_s, back_hop_s = table.hop_s(degrees, pp=pp), table.back_hop_s(degrees, pp=pp)
-        if stages.hop is not None:
-            hop_s, back_hop_s = _cheapest(hop_s), _cheapest(back_hop_s)
+        transfer_s, back_transfer_s = (
+            table.transfer_s(degrees, pp=pp),
+            table.back_transfer_s(degrees, pp=pp),
+        )
+        if stages.pp_group is not None:
+            transfer_s, back_transfer_s = _cheapest(transfer_s), _cheapest(back_transfer_s)
         return ChainProblem(
             stages=stages,
             block_forward_s=forward_s,
             block_backward_s=backward_s,
             block_weight_s=weight_s,
-            hop_s=hop_s,
-            back_hop_s=back_hop_s,
+            transfer_s=transfer_s,
+            back_transfer_s=back_transfer_s,
             in_flight=in_flight_of(configuration),
             num_microbatches=configuration.num_microbatches,
             memory_limit_bytes=memory_limit_bytes,
@@ -465,10 +468,10 @@ def _check_groups(profile: Profile, request: SearchRequest) -> None:
         )
 
 
-def _cheapest(hop_s: Floats) -> Floats:
+def _cheapest(transfer_s: Floats) -> Floats:
     """Return the cheapest transfer inside a chain for each place in it (n + 1)."""
-    inside = hop_s[1:-1]
-    return np.minimum(hop_s, inside.min()) if len(inside) else hop_s
+    inside = transfer_s[1:-1]
+    return np.minimum(transfer_s, inside.min()) if len(inside) else transfer_s
 
 
 def block_seconds(configuration: Configuration, table: StageTable) -> tuple[Floats, Floats, Floats]:

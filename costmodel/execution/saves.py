@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from costmodel.execution.executed_kernels import kernels_of
 from costmodel.execution.execution import Execution
-from costmodel.memory.saved import Remade
+from costmodel.memory.saved import SavedInstead
 from planner.graph import Op, Program
 from planner.layout.placement import Replicate, Shard, parse_placement
 from planner.layout.redistribution.redistribute import REDISTRIBUTE
@@ -26,7 +26,7 @@ from planner.ops.record import family_of
 from profiles.lookup.families import ATTENTION
 
 
-def remade_in_backward(local: Program, execution: Execution) -> Remade:
+def saved_instead(local: Program, execution: Execution) -> SavedInstead:
     """Return, by op of a bound program, what its backward makes again, each with what is saved for
     that instead.
     """

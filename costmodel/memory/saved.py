@@ -22,11 +22,11 @@ HELD_ANYWAY = frozenset({"param", "buffer", "constant", "input"})
 """Kinds whose storage lives through the step whether or not autograd refers to it."""
 
 
-Remade = Mapping[str, Mapping[str, tuple[str, ...]]]
+SavedInstead = Mapping[str, Mapping[str, tuple[str, ...]]]
 """By op: tensors that its backward makes again, each with those that are saved for that instead;
 with none, a tensor is saved as a copy of its own."""
 
-NOTHING_REMADE: Remade = {}
+NOTHING_INSTEAD: SavedInstead = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,13 +126,13 @@ def saved_tensors(
     device_type: str = "cuda",
     deferred: frozenset[str] = frozenset(),
     held_anyway: frozenset[str] = HELD_ANYWAY,
-    remade: Remade = NOTHING_REMADE,
+    instead: SavedInstead = NOTHING_INSTEAD,
 ) -> SavedTensors:
     """Return what the backward of a bound program needs from its forward.
 
     deferred: products whose weight gradients are deferred. They save all inputs as they are given.
     held_anyway: kinds of tensors that are in memory whether saved or not.
-    remade: what backwards make again.
+    instead: what backwards make again.
     """
     storages = map_storages(program, device_type=device_type)
     seen: set[str] = set()
@@ -143,9 +143,9 @@ def saved_tensors(
         else _saved_by(op, storages)
         for op in program.ops
     }
-    if remade:
+    if instead:
         saved = {
-            name: _instead(mine, remade.get(name, {}), program) for name, mine in saved.items()
+            name: _instead(mine, instead.get(name, {}), program) for name, mine in saved.items()
         }
     for name, mine in saved.items():
         first = []
@@ -166,9 +166,9 @@ def saved_tensors(
     )
 
 
-def _instead(saved: Saved, remade: Mapping[str, tuple[str, ...]], program: Program) -> Saved:
-    names = dict.fromkeys(of for name in saved.tensors for of in remade.get(name, (name,)))
-    copies = [program.tensor[name] for name in saved.tensors if remade.get(name) == ()]
+def _instead(saved: Saved, instead: Mapping[str, tuple[str, ...]], program: Program) -> Saved:
+    names = dict.fromkeys(of for name in saved.tensors for of in instead.get(name, (name,)))
+    copies = [program.tensor[name] for name in saved.tensors if instead.get(name) == ()]
     extra = sum(meta.bytes_at(1) for meta in copies)
     return Saved(tensors=tuple(names), extra_bytes=saved.extra_bytes + extra)
 

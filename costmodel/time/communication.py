@@ -200,20 +200,20 @@ def copies_s_per_byte(profile: Profile, replicas: int) -> float:
     return 2 * (1 + 1 / replicas) / profile.cluster.memory_bytes_per_s
 
 
-def hop_seconds(profile: Profile, group: Group, num_bytes: float) -> float:
+def transfer_seconds(profile: Profile, group: Group, num_bytes: float) -> float:
     """Return the transfer of one microbatch's boundary tensors to the next stage's rank."""
     return profile.collective_seconds("send_recv", num_bytes, group).seconds if num_bytes else 0.0
 
 
 def boundary_seconds(
-    profile: Profile, hop: Group, tp: Group, *, num_bytes: float, whole_bytes: float
+    profile: Profile, pp_group: Group, tp: Group, *, num_bytes: float, whole_bytes: float
 ) -> float:
     """Return the transfer of `num_bytes` between stages, `whole_bytes` of them of tensors that
     all tp ranks hold: between nodes each rank sends its part of those, and tp ranks that
     share a node gather them on arrival (`planner.runtime.step.messages.wiring.sends_pieces`).
     """
-    if not whole_bytes or tp.size == 1 or tp.num_nodes > 1 or hop.num_nodes == 1:
-        return hop_seconds(profile, hop, num_bytes)
+    if not whole_bytes or tp.size == 1 or tp.num_nodes > 1 or pp_group.num_nodes == 1:
+        return transfer_seconds(profile, pp_group, num_bytes)
     sent = num_bytes - whole_bytes + whole_bytes / tp.size
     gather = profile.collective_seconds("all_gather", whole_bytes, tp).seconds
-    return hop_seconds(profile, hop, sent) + gather
+    return transfer_seconds(profile, pp_group, sent) + gather

@@ -168,13 +168,13 @@ def _receive_seconds(plan: Plan, by_mesh: Mapping[Mesh, StageCosts]) -> tuple[Fl
     found: dict[tuple[Mesh, Group, int], tuple[Floats, Floats]] = {}
     there, back = [], []
     for s, (mesh, before) in enumerate(zip(meshes, [meshes[0], *meshes[:-1]], strict=True)):
-        hop = inside[mesh] if before[0] == mesh[0] else outside[mesh]
+        pp_group = inside[mesh] if before[0] == mesh[0] else outside[mesh]
         runs = by_mesh[mesh].runs
         for tp in (mesh[1], before[1]):
-            if (mesh, hop, tp) not in found:
-                found[mesh, hop, tp] = runs.receive_s(hop, to_tp=tp)
-        there.append(found[mesh, hop, mesh[1]][0][s])
-        back.append(found[mesh, hop, before[1]][1][s])
+            if (mesh, pp_group, tp) not in found:
+                found[mesh, pp_group, tp] = runs.receive_s(pp_group, to_tp=tp)
+        there.append(found[mesh, pp_group, mesh[1]][0][s])
+        back.append(found[mesh, pp_group, before[1]][1][s])
     return np.array(there), np.array(back)
 
 

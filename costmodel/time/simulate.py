@@ -58,15 +58,15 @@ class JobSeconds:
 
     @classmethod
     def equal(
-        cls, num_stages: int, *, forward_s: float, backward_s: float, hop_s: float = 0.0
+        cls, num_stages: int, *, forward_s: float, backward_s: float, transfer_s: float = 0.0
     ) -> JobSeconds:
         """Return equal times for every stage; half of the backward is the weight gradient."""
         return cls(
             forward_s=(forward_s,) * num_stages,
             backward_input_s=(backward_s / 2,) * num_stages,
             backward_weight_s=(backward_s / 2,) * num_stages,
-            receive_forward_s=(hop_s,) * num_stages,
-            receive_backward_s=(hop_s,) * num_stages,
+            receive_forward_s=(transfer_s,) * num_stages,
+            receive_backward_s=(transfer_s,) * num_stages,
         )
 
 
@@ -135,7 +135,7 @@ class JobTable:
     """Result of each job, or NONE where no other job may have to wait for it."""
     link: tuple[list[int], ...]
     """Directed pair of ranks that the result travels over (sender * pp + receiver), or NONE."""
-    hop: tuple[list[int], ...]
+    transfer: tuple[list[int], ...]
     """Index of the transfer's seconds: stage of the receiver, S + it for gradients."""
     ahead: tuple[np.ndarray, ...]
     """Index of how long before its job's end the result is ready: 0 not at all, 1 + stage of a
@@ -174,23 +174,23 @@ def build_job_table(schedule: Schedule) -> JobTable:
         )
         travels = (makes != NONE) & (placed[receiver] != rank)
         link = np.where(travels, rank * pp + placed[receiver], NONE)
-        hop = np.where(is_forward, receiver, num_stages + receiver)
+        transfer = np.where(is_forward, receiver, num_stages + receiver)
         ends = np.full(num_stages, NONE)  # where each stage's last weight gradients are made
         makes_weights = (kind == 1) | (kind == 3)
         ends[stage[makes_weights]] = np.flatnonzero(makes_weights)
         is_end = np.arange(len(row)) == ends[stage]
         columns[0].append((kind + 3 * is_last) * num_stages + stage)
         columns[1].append(np.where(travels & (kind == 1), 1 + is_end * num_stages + stage, 0))
-        for column, values in zip(columns[2:], (needs, makes, link, hop), strict=True):
+        for column, values in zip(columns[2:], (needs, makes, link, transfer), strict=True):
             column.append(values.tolist())
-    duration, ahead_, needs_, makes_, link_, hop_ = map(tuple, columns)
+    duration, ahead_, needs_, makes_, link_, transfer_ = map(tuple, columns)
     return JobTable(
         schedule=schedule,
         duration=duration,
         needs=needs_,
         makes=makes_,
         link=link_,
-        hop=hop_,
+        transfer=transfer_,
         ahead=ahead_,
         num_links=pp * pp,
         num_results=2 * size,
@@ -222,7 +222,7 @@ def simulate(
         [i + w for i, w in zip(each, weight, strict=True)] for each in (inputs, last_inputs)
     )
     by_kind = np.asarray([*seconds.forward_s, *full, *inputs, *weight, *last_full, *last_inputs])
-    hop_s = [*seconds.receive_forward_s, *seconds.receive_backward_s]
+    transfer_s = [*seconds.receive_forward_s, *seconds.receive_backward_s]
     each = [by_kind[index] for index in table.duration]
     if at_least is not None:
         each = [np.maximum(*both) for both in zip(each, at_least, strict=True)]
@@ -239,8 +239,8 @@ def simulate(
     runnable = list(range(schedule.pp))
     while runnable:
         rank = runnable.pop()
-        needs, makes, links, hops = (
-            table.needs[rank], table.makes[rank], table.link[rank], table.hop[rank],
+        needs, makes, links, transfers = (
+            table.needs[rank], table.makes[rank], table.link[rank], table.transfer[rank],
         )  # fmt: skip
         duration, start, end = durations[rank], starts[rank], ends[rank]
         before_end = earlier[rank]
@@ -262,7 +262,7 @@ def simulate(
                 link = links[position]
                 if link >= 0:
                     free, made_at = link_free[link], now - before_end[position]
-                    sent = (free if free > made_at else made_at) + hop_s[hops[position]]
+                    sent = (free if free > made_at else made_at) + transfer_s[transfers[position]]
                     link_free[link] = sent
                     arrival[made] = sent
                 else:

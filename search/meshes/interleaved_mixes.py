@@ -73,9 +73,9 @@ class EvenMix:
         every: list[StageSeconds] = []
         for member, stages in zip(self.mix.members, self._stages, strict=True):
             configuration = member.as_held
-            back_hop_s = self.mix.least_hops_s(member)[1]
+            back_transfer_s = self.mix.least_transfers_s(member)[1]
             every += [
-                stages.seconds(configuration, [name] * self.cuts[-1], back_hop_s)
+                stages.seconds(configuration, [name] * self.cuts[-1], back_transfer_s)
                 for name in recompute_choices(configuration.recompute)
             ]
         return StageSeconds(

@@ -174,8 +174,8 @@ def mixed_problem(
         block_forward_s=np.min([problem.block_forward_s for problem in problems], axis=0),
         block_backward_s=np.min([problem.block_backward_s for problem in problems], axis=0),
         block_weight_s=np.max([problem.block_weight_s for problem in problems], axis=0),
-        hop_s=np.min([problem.hop_s for problem in problems], axis=0),
-        back_hop_s=np.min([problem.back_hop_s for problem in problems], axis=0),
+        transfer_s=np.min([problem.transfer_s for problem in problems], axis=0),
+        back_transfer_s=np.min([problem.back_transfer_s for problem in problems], axis=0),
         start_s=min(problem.start_s for problem in problems),
         choices=problems[0].choices * len(problems),
         num_meshes=len(problems),
@@ -188,18 +188,18 @@ def mixed_problem(
 def stage_views(
     problems: Sequence[ChainProblem],
     members_of_stage: Sequence[Sequence[int]],
-    hops_s: Sequence[Sequence[tuple[Floats, Floats]]],
+    transfers_s: Sequence[Sequence[tuple[Floats, Floats]]],
 ) -> tuple[StageView, ...]:
     """Return what each stage of a mix is near to, of the members (indices) that it and the others
-    may be of; `hops_s` are the transfers there and back into each stage from the one before, for
-    each of its members.
+    may be of; `transfers_s` are the transfers there and back into each stage from the
+    stage before, for each of its members.
     """
     forward_s, backward_s, there_s, back_s = [], [], [], []
-    for members, hops in zip(members_of_stage, hops_s, strict=True):
+    for members, transfers in zip(members_of_stage, transfers_s, strict=True):
         forward_s.append(np.min([problems[at].block_forward_s for at in members], axis=0))
         backward_s.append(np.min([problems[at].block_backward_s for at in members], axis=0))
-        there_s.append(np.min([there for there, _ in hops], axis=0))
-        back_s.append(np.min([back for _, back in hops], axis=0))
+        there_s.append(np.min([there for there, _ in transfers], axis=0))
+        back_s.append(np.min([back for _, back in transfers], axis=0))
     # The cheapest transfer into each stage, wherever it starts.
     least = [
         (float(t[1:-1].min()), float(b[1:-1].min())) for t, b in zip(there_s, back_s, strict=True)
@@ -211,8 +211,8 @@ def stage_views(
             return np.zeros(len(forward_s[0]) + 1)
         return np.append(0.0, np.cumsum(np.min(of_stages, axis=0)))
 
-    def totals(hops: Sequence[tuple[float, float]]) -> tuple[float, float]:
-        return sum(there for there, _ in hops), sum(back for _, back in hops)
+    def totals(transfers: Sequence[tuple[float, float]]) -> tuple[float, float]:
+        return sum(there for there, _ in transfers), sum(back for _, back in transfers)
 
     views = []
     for s in range(len(members_of_stage)):
@@ -222,10 +222,10 @@ def stage_views(
                 before_f=sums(forward_s[:s]),
                 before_b=sums(backward_s[:s]),
                 after=later[-1] - later,
-                hop_s=there_s[s],
-                back_hop_s=back_s[s],
-                earlier_hops_s=totals(least[1:s]),
-                later_hops_s=totals(least[s + 2 :]),
+                transfer_s=there_s[s],
+                back_transfer_s=back_s[s],
+                earlier_transfers_s=totals(least[1:s]),
+                later_transfers_s=totals(least[s + 2 :]),
             )
         )
     return tuple(views)
@@ -320,41 +320,44 @@ class Mix:
             ranks += 1.0 / times if np.isfinite(times) else 1.0
         return ranks
 
-    def least_hops_s(self, member: Member) -> tuple[Floats, Floats]:
+    def least_transfers_s(self, member: Member) -> tuple[Floats, Floats]:
         """Return the least seconds of a transfer into a member's stage starting at each block
         (n + 1), and of its gradient's way back, whichever mesh and devices the stage before has.
         """
         if not self.device_groups:
-            return self._hops_s(member, is_inside=True)
+            return self._transfers_s(member, is_inside=True)
         own = self.device_groups.count(member.device_group)
-        found = [self._hops_s(member, is_inside=is_inside) for is_inside in {False, own > 1}]
+        found = [self._transfers_s(member, is_inside=is_inside) for is_inside in {False, own > 1}]
         there, back = zip(*found, strict=True)
         return np.min(there, axis=0), np.min(back, axis=0)
 
-    def _hops_s(self, member: Member, *, is_inside: bool) -> tuple[Floats, Floats]:
+    def _transfers_s(self, member: Member, *, is_inside: bool) -> tuple[Floats, Floats]:
         """Return the same from a stage on the same group of devices (`is_inside`), or another."""
         messages, configuration = member.table.chain.messages, member.configuration
         cluster, pp = member.table.profile.cluster, configuration.pp
         if self.device_groups:
             pp = self.device_groups.count(member.device_group)
-        hop = pipeline_group(cluster, configuration.degrees, pp=pp)
+        pp_group = pipeline_group(cluster, configuration.degrees, pp=pp)
         if not is_inside:
-            hop = way_out(cluster)
-        ways = [messages.hop_s(hop, to_tp=tp)[1] for tp in {other.tp for other in self.members}]
-        return messages.hop_s(hop)[0], np.min(ways, axis=0)
+            pp_group = way_out(cluster)
+        ways = [
+            messages.transfer_s(pp_group, to_tp=tp)[1]
+            for tp in {other.tp for other in self.members}
+        ]
+        return messages.transfer_s(pp_group)[0], np.min(ways, axis=0)
 
     def stage_views(self, problems: Sequence[ChainProblem]) -> tuple[StageView, ...]:
         """Return what each stage is near to; nothing where all devices are equal."""
         if not self.device_groups:
             return ()
         before = (self.device_groups[0], *self.device_groups[:-1])
-        hops_s = [
-            [self._hops_s(self.members[at], is_inside=group == last) for at in members]
+        transfers_s = [
+            [self._transfers_s(self.members[at], is_inside=group == last) for at in members]
             for group, last, members in zip(
                 self.device_groups, before, self.members_of_stage, strict=True
             )
         ]
-        return stage_views(problems, self.members_of_stage, hops_s)
+        return stage_views(problems, self.members_of_stage, transfers_s)
 
     def problems(
         self, candidates: Candidates, limits: Mapping[str, float]
@@ -366,8 +369,8 @@ class Mix:
         for member in self.members:
             limit_bytes = limits[member.device_group]
             alone = candidates.problem(member.as_held, member.table, limit_bytes, is_mixed=True)
-            hop_s, back_hop_s = self.least_hops_s(member)
-            found.append(replace(alone, hop_s=hop_s, back_hop_s=back_hop_s))
+            transfer_s, back_transfer_s = self.least_transfers_s(member)
+            found.append(replace(alone, transfer_s=transfer_s, back_transfer_s=back_transfer_s))
         return tuple(found)
 
     def plan(self, candidates: Candidates, cut: Cut) -> tuple[Configuration, Plan]:

@@ -236,17 +236,17 @@ def path_parts(
     longer, filling, draining = copied
     # The transfer next to the stage is known; farther ones cost at least the cheapest.
     view = problem.views[stage] if problem.views else None
-    hops_in, hops_back = _hops_before(problem, stage, start)
+    transfers_in, transfers_back = _transfers_before(problem, stage, start)
     before_f, before_b = (
         (problem.before_f[start], problem.before_b[start])
         if view is None
         else (view.before_f[start], view.before_b[start])
     )
     # The first microbatch fills the pipeline up to here; then the rank has m of them to run.
-    until = m * (f + b) + (problem.start_s + before_f + hops_in) + longer
+    until = m * (f + b) + (problem.start_s + before_f + transfers_in) + longer
     # The last gradient leaves each stage before the weight gradients deferred there are made,
     # so only input gradients lie on its way.
-    back = before_b + hops_back - problem.before_w[end]
+    back = before_b + transfers_back - problem.before_w[end]
     if problem.splits_backward:
         # W jobs of earlier microbatches may be run after the last gradient has left, too.
         weight = problem.before_w[end] - problem.before_w[start]
@@ -255,7 +255,7 @@ def path_parts(
     if trips is not RoundTrips.UNKNOWN:
         after = problem.after[end] if view is None else view.after[end]
         if depth:
-            after = after + _hops_after(problem, stage, end)
+            after = after + _transfers_after(problem, stage, end)
         # What later stages may defer until gradients have left shortens the way back through
         # them: in their last backward all weight gradients, in others those of one block.
         last_ahead = problem.before_w[-1] - problem.before_w[end]
@@ -267,7 +267,13 @@ def path_parts(
         elif trips is RoundTrips.EVERY:
             # Between two of its microbatches a rank waits for both ends of the pipeline.
             most = (problem.num_stages - 1) * problem.most_sent_ahead
-            again = before_f + before_b + hops_in + hops_back - min(most, problem.before_w[-1])
+            again = (
+                before_f
+                + before_b
+                + transfers_in
+                + transfers_back
+                - min(most, problem.before_w[-1])
+            )
             until = until + (m - 1) * again + m * after - last_ahead
         else:
             warmup = problem.order.warmup[stage]
@@ -280,7 +286,7 @@ def path_parts(
     return until, back
 
 
-def _hops_before(problem: ChainProblem, stage: int, start: Any) -> tuple[Any, Any]:
+def _transfers_before(problem: ChainProblem, stage: int, start: Any) -> tuple[Any, Any]:
     """Return the least seconds of transfers up to a stage that starts at these blocks, there and
     back.
     """
@@ -288,26 +294,26 @@ def _hops_before(problem: ChainProblem, stage: int, start: Any) -> tuple[Any, An
         return 0.0, 0.0
     if problem.views:
         view = problem.views[stage]
-        there_s, back_s = view.earlier_hops_s
-        return view.hop_s[start] + there_s, view.back_hop_s[start] + back_s
+        there_s, back_s = view.earlier_transfers_s
+        return view.transfer_s[start] + there_s, view.back_transfer_s[start] + back_s
     nearer = stage - 1
     return (
-        problem.hop_s[start] + nearer * problem.least_hop,
-        problem.back_hop_s[start] + nearer * problem.least_back_hop,
+        problem.transfer_s[start] + nearer * problem.least_transfer,
+        problem.back_transfer_s[start] + nearer * problem.least_back_transfer,
     )
 
 
-def _hops_after(problem: ChainProblem, stage: int, end: Any) -> Any:
+def _transfers_after(problem: ChainProblem, stage: int, end: Any) -> Any:
     """Return the least seconds of transfers after a stage that ends at these blocks, there and
     back.
     """
     if problem.views:
         following = problem.views[stage + 1]
-        farther_s = sum(problem.views[stage].later_hops_s)
-        return following.hop_s[end] + following.back_hop_s[end] + farther_s
+        farther_s = sum(problem.views[stage].later_transfers_s)
+        return following.transfer_s[end] + following.back_transfer_s[end] + farther_s
     farther = problem.num_stages - 2 - stage
-    hops_out = problem.hop_s[end] + farther * problem.least_hop
-    return hops_out + (problem.back_hop_s[end] + farther * problem.least_back_hop)
+    transfers_out = problem.transfer_s[end] + farther * problem.least_transfer
+    return transfers_out + (problem.back_transfer_s[end] + farther * problem.least_back_transfer)
 
 
 def runs_by_stage(problem: ChainProblem, windows: Sequence[Window]) -> list[StageRuns]:

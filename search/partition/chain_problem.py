@@ -162,18 +162,18 @@ class StageView:
     """What is known of a problem for one stage, where stages differ: of its own devices.
 
     `before` and `after` are running sums (n + 1) of the least forward and backward seconds of
-    blocks, on the devices of the stages before and after it. `hop_s` and `back_hop_s` (n + 1) are
-    of the transfer into it, `earlier_hops_s` and `later_hops_s` the least of all those into stages
-    before it, and after the next one: there and back.
+    blocks, on the devices of the stages before and after it. `transfer_s` and `back_transfer_s`
+    (n + 1) are of the transfer into it, `earlier_transfers_s` and `later_transfers_s` the least of
+    all those into stages before it, and after the next stage: there and back.
     """
 
     before_f: Floats
     before_b: Floats
     after: Floats
-    hop_s: Floats
-    back_hop_s: Floats
-    earlier_hops_s: tuple[float, float]
-    later_hops_s: tuple[float, float]
+    transfer_s: Floats
+    back_transfer_s: Floats
+    earlier_transfers_s: tuple[float, float]
+    later_transfers_s: tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -189,9 +189,9 @@ class ChainProblem:
     block_weight_s: Floats
     """(n) Most seconds of each block's backward that may come after its gradient is sent on; where
     backward is split its weight gradients, which always may."""
-    hop_s: Floats
+    transfer_s: Floats
     """(n + 1) Seconds to send what a stage starting at block i receives; 0 at i = 0."""
-    back_hop_s: Floats
+    back_transfer_s: Floats
     """(n + 1) Seconds of its gradient's way back."""
     in_flight: tuple[int, ...]
     """(S) Most microbatches that each stage keeps."""
@@ -295,14 +295,14 @@ class ChainProblem:
         return self.before_f[-1] - self.before_f + self.before_b[-1] - self.before_b
 
     @cached_property
-    def least_hop(self) -> float:
+    def least_transfer(self) -> float:
         """Seconds of the cheapest transfer anywhere inside the chain."""
-        return float(self.hop_s[1:-1].min()) if self.num_blocks > 1 else 0.0
+        return float(self.transfer_s[1:-1].min()) if self.num_blocks > 1 else 0.0
 
     @cached_property
-    def least_back_hop(self) -> float:
+    def least_back_transfer(self) -> float:
         """Seconds of the cheapest transfer of a gradient anywhere inside the chain."""
-        return float(self.back_hop_s[1:-1].min()) if self.num_blocks > 1 else 0.0
+        return float(self.back_transfer_s[1:-1].min()) if self.num_blocks > 1 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

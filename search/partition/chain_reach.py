@@ -71,8 +71,8 @@ def _run_check(problem: ChainProblem, ceiling: float) -> Callable[[int, Indices,
     everywhere = np.ones(problem.num_blocks + 1)
     cheapest = replace(
         problem,
-        hop_s=problem.least_hop * everywhere,
-        back_hop_s=problem.least_back_hop * everywhere,
+        transfer_s=problem.least_transfer * everywhere,
+        back_transfer_s=problem.least_back_transfer * everywhere,
         views=(),
     )
     backward_s = np.stack(needs.backward_s) if needs else problem.before_b[None]

@@ -62,12 +62,12 @@ class RankCostWindow:
         """What a run's forward and backward wait for transfers, of each kind of run
         (`costmodel.time.stage_costs.stage_costs.transfers`).
         """
-        hop, (start, end) = self.stages.hop, (self.kinds.start, self.kinds.end)
-        if hop is None:
+        pp_group, (start, end) = self.stages.pp_group, (self.kinds.start, self.kinds.end)
+        if pp_group is None:
             return 0.0, 0.0
-        there_s, back_s = self.costs.runs.receive_s(hop)
+        there_s, back_s = self.costs.runs.receive_s(pp_group)
         # Of the stage after, as far as it does not depend on where that ends.
-        next_there_s, next_back_s = self.stages.table.chain.messages.hop_s(hop)
+        next_there_s, next_back_s = self.stages.table.chain.messages.transfer_s(pp_group)
         is_last = end == self.stages.num_blocks
         return np.where(start == 0, next_there_s[end], there_s), np.where(
             is_last, back_s, next_back_s[end]
@@ -201,7 +201,7 @@ class RankStages:
     """Microbatches of a step."""
     splits_backward: bool = False
     """Whether the schedule has jobs of weight gradients alone."""
-    hop: Group | None = None
+    pp_group: Group | None = None
     """The ranks between which transfers go that jobs wait for; None: they overlap."""
     polls: bool = False
     """Whether hosts poll for messages between stages."""

@@ -247,17 +247,17 @@ class StageTable:
         labels[tied] = -1 - np.arange(len(tied))
         return Repetition(labels)
 
-    def hop_s(self, degrees: Degrees, *, pp: int) -> Floats:
+    def transfer_s(self, degrees: Degrees, *, pp: int) -> Floats:
         """Seconds of one transfer into a stage that starts at block i (n + 1)."""
-        hop = pipeline_group(self.profile.cluster, degrees, pp=pp)
-        return self.chain.messages.hop_s(hop)[0]
+        pp_group = pipeline_group(self.profile.cluster, degrees, pp=pp)
+        return self.chain.messages.transfer_s(pp_group)[0]
 
-    def back_hop_s(self, degrees: Degrees, *, pp: int) -> Floats:
-        """Seconds of the gradient's transfer back from it (n + 1), no more than `hop_s`."""
-        hop = pipeline_group(self.profile.cluster, degrees, pp=pp)
-        return self.chain.messages.hop_s(hop)[1]
+    def back_transfer_s(self, degrees: Degrees, *, pp: int) -> Floats:
+        """Seconds of the gradient's transfer back from it (n + 1), no more than `transfer_s`."""
+        pp_group = pipeline_group(self.profile.cluster, degrees, pp=pp)
+        return self.chain.messages.transfer_s(pp_group)[1]
 
-    def waited_hop(self, degrees: Degrees, *, pp: int) -> Group | None:
+    def waited_transfer(self, degrees: Degrees, *, pp: int) -> Group | None:
         """Return the ranks of a transfer between stages that the runtime does not overlap; None
         where it does, or there is none.
         """
@@ -301,11 +301,12 @@ class StageTable:
         is_by_block: bool = False,
         num_microbatches: int = 1,
         splits_backward: bool = False,
-        hop: Group | None = None,
+        pp_group: Group | None = None,
         polls: bool = False,
     ) -> RankStages:
         """Return the stages as ranks hold them under these degrees; jobs of stages that send over
-        `hop` have transfers in them that do not overlap, and hosts may poll for these (`polls`).
+        `pp_group` have transfers in them that do not overlap, and hosts may poll for these
+        (`polls`).
         """
         return RankStages(
             table=self,
@@ -315,6 +316,6 @@ class StageTable:
             is_by_block=is_by_block,
             num_microbatches=num_microbatches,
             splits_backward=splits_backward,
-            hop=hop,
+            pp_group=pp_group,
             polls=polls,
         )

@@ -41,15 +41,15 @@ def test_without_contention_it_is_the_plain_evaluator(name):
     table = build_schedule(name, pp=pp, vpp=vpp, num_microbatches=m)
     n = pp * vpp
     f, i, w = (tuple(base + 0.1 * s for s in range(n)) for base in (1.0, 1.1, 0.9))
-    hop = (0.01,) * n
+    transfer = (0.01,) * n
     mine = simulate(
         table,
         JobSeconds(
             forward_s=f,
             backward_input_s=i,
             backward_weight_s=w,
-            receive_forward_s=hop,
-            receive_backward_s=hop,
+            receive_forward_s=transfer,
+            receive_backward_s=transfer,
         ),
     )
     plain = time_schedule(
@@ -64,7 +64,7 @@ def test_messages_over_one_link_queue_up():
     """Hand arithmetic: F takes 1, the link 3 s a message. Four messages leave one after the
     other at 4, 7, 10, 13; the last stage's last F starts at 13 and everything follows."""
     table = build_schedule("fthenb", pp=2, vpp=1, num_microbatches=4)
-    timeline = simulate(table, JobSeconds.equal(2, forward_s=1.0, backward_s=1.0, hop_s=3.0))
+    timeline = simulate(table, JobSeconds.equal(2, forward_s=1.0, backward_s=1.0, transfer_s=3.0))
     assert timeline.start_s[1][:4] == [4.0, 7.0, 10.0, 13.0]
 
 

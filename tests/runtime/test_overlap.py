@@ -31,7 +31,7 @@ from profiles import load_profile
 from tests.runtime.scenarios import build, capture
 from tests.spawn import run_ranks
 
-JOB_S, HOP_S = 0.03, 0.03
+JOB_S, TRANSFER_S = 0.03, 0.03
 SCHEDULES = ["1f1b", BLOCKING, "eager_1f1b", "zb_h1"]
 AHEAD_MICROBATCHES = 4
 
@@ -48,7 +48,7 @@ class Ran(NamedTuple):
 def ran(tmp_path_factory) -> Ran:
     """All runs, in one group of two ranks."""
     folder = tmp_path_factory.mktemp("timelines")
-    cases = [Case(schedule=name, hop_s=HOP_S) for name in SCHEDULES]
+    cases = [Case(schedule=name, transfer_s=TRANSFER_S) for name in SCHEDULES]
     plans = [
         default_plan(capture("gpt"), pp=2, num_microbatches=4, schedule=name, recompute="full")
         for name in ("1f1b", "zb_h1")
@@ -64,7 +64,7 @@ def _run(cases: list[Case], plans: list[Plan], folder: Path) -> tuple[list[Row],
             patch.setenv("PLANNER_TIMELINE", str(folder / plan.schedule))
             tiny, module = build("gpt")
             engine = planner.apply(plan, module)
-        slow_down_links(engine, HOP_S)
+        slow_down_links(engine, TRANSFER_S)
         engine.step(tiny.batch(plan.global_batch))
     return rows, {ahead: _step_when_posted(ahead) for ahead in (0, 2)}
 
@@ -75,7 +75,7 @@ def _step_when_posted(receive_ahead: int) -> float:
     tiny, module = build("gpt")
     engine = planner.apply(plan.model_copy(update={"receive_ahead": receive_ahead}), module)
     sleep_in_jobs(engine, JOB_S)
-    send_when_posted(engine, HOP_S)
+    send_when_posted(engine, TRANSFER_S)
     start_s = time.perf_counter()
     engine.step(tiny.batch(plan.global_batch))
     return time.perf_counter() - start_s
@@ -97,24 +97,24 @@ def test_steps_take_what_the_simulator_says(rows):
 
 @pytest.mark.slow
 def test_messages_travel_while_jobs_run(rows):
-    """G13, P15: where the table leaves room, a hop as long as a job costs nearly nothing; where
-    a sender waits for it, it costs its time.
+    """G13, P15: where the table leaves room, a transfer as long as a job costs nearly nothing;
+    where a sender waits for it, it costs its time.
     """
     hidden, exposed = rows["eager_1f1b"], rows[BLOCKING]
     busy_s = (1 - hidden.predicted_idle) * hidden.predicted_s
-    # Filling and draining the pipeline shows two hops; the twenty in between are hidden.
-    assert hidden.predicted_s == pytest.approx(busy_s + 3 * JOB_S + 2 * HOP_S)
-    assert hidden.measured_s < exposed.measured_s - 2 * HOP_S
+    # Filling and draining the pipeline shows two transfers; the twenty in between are hidden.
+    assert hidden.predicted_s == pytest.approx(busy_s + 3 * JOB_S + 2 * TRANSFER_S)
+    assert hidden.measured_s < exposed.measured_s - 2 * TRANSFER_S
 
 
 @pytest.mark.slow
 def test_receives_posted_ahead_hide_the_way(ran):
     """P15: a message that sets out when its buffer is posted is waited for by each job that needs
     one, unless the buffer was posted jobs before. The first of a step has nothing to hide behind;
-    half a hop is for the clock of a busy machine.
+    half a transfer is for the clock of a busy machine.
     """
     hidden_s = ran.ahead_s[0] - ran.ahead_s[2]
-    assert hidden_s > (AHEAD_MICROBATCHES - 1.5) * HOP_S
+    assert hidden_s > (AHEAD_MICROBATCHES - 1.5) * TRANSFER_S
 
 
 def test_receives_posted_ahead_are_in_the_memory_model():
@@ -149,8 +149,8 @@ def test_recomputation_does_not_wait_for_its_gradient(ran, schedule, backward):
     spans = [s for s in first.spans if s.kind in ("R", "WAIT", backward)]
     assert [s.kind for s in spans] == ["R", "WAIT", backward] * 4
     assert [s.name for s in spans if s.kind == "R"] == [f"R0.{m}" for m in range(4)]
-    remade, waited = spans[0], spans[1]
-    assert remade.end_s <= waited.start_s
-    assert waited.end_s - waited.start_s > HOP_S / 2
+    recomputed, waited = spans[0], spans[1]
+    assert recomputed.end_s <= waited.start_s
+    assert waited.end_s - waited.start_s > TRANSFER_S / 2
     # The rank of the loss has no gradient to wait for.
     assert not [s for s in last.spans if s.kind == "R"]

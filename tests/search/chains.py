@@ -97,7 +97,9 @@ def stated(schedule: str, pp: int, num_microbatches: int) -> JobOrder:
     return find_schedule(schedule).job_order(pp=pp, num_microbatches=num_microbatches)
 
 
-def chain(stages: SumStages, *, in_flight, m: int, limit: float, order=None, hop_s=None, ahead=0.0):
+def chain(
+    stages: SumStages, *, in_flight, m: int, limit: float, order=None, transfer_s=None, ahead=0.0
+):
     """`ahead` is the part of each backward that may come after its gradient is sent on, where
     backward is split half of it; the order of jobs is 1F1B's if none is given.
     """
@@ -113,14 +115,14 @@ def chain(stages: SumStages, *, in_flight, m: int, limit: float, order=None, hop
         param_bytes=sums(stages.resident),
         lines=lambda live: ((live, 1.0, limit + stages.tied + 1e-9),),
     )
-    hops = np.zeros(n + 1) if hop_s is None else hop_s
+    transfers = np.zeros(n + 1) if transfer_s is None else transfer_s
     return ChainProblem(
         stages=stages,
         block_forward_s=stages.forward_s.min(axis=0),
         block_backward_s=stages.backward_s.min(axis=0),
         block_weight_s=(0.5 if order.splits_backward else ahead) * stages.backward_s[0],
-        hop_s=hops,
-        back_hop_s=hops / 2,
+        transfer_s=transfers,
+        back_transfer_s=transfers / 2,
         in_flight=tuple(in_flight),
         num_microbatches=m,
         memory_limit_bytes=limit,
@@ -151,8 +153,8 @@ def random_chain(
     order = stated(schedule, stages, m)
     if not (is_stated if is_stated is not None else rng.integers(3)):
         order = JobOrder(splits_backward=order.splits_backward)
-    hops = rng.uniform(0, 0.5, n + 1)
-    hops[0] = 0.0
+    transfers = rng.uniform(0, 0.5, n + 1)
+    transfers[0] = 0.0
     return chain(
         SumStages(
             *both,
@@ -164,7 +166,7 @@ def random_chain(
         m=m,
         limit=float(rng.uniform(30, 160)),
         order=order,
-        hop_s=hops,
+        transfer_s=transfers,
         ahead=float(rng.choice([0.0, 0.5])),
     )
 

@@ -70,8 +70,8 @@ def test_the_bound_is_never_above_the_simulator(schedule, is_stated):
             (c, end - first - 1, first)
             for first, end, c in zip(found.cuts, found.cuts[1:], found.choices, strict=False)
         ]
-        hops = [float(problem.hop_s[first]) for _, _, first in runs]
-        backs = [float(problem.back_hop_s[first]) for _, _, first in runs]
+        transfers = [float(problem.transfer_s[first]) for _, _, first in runs]
+        backs = [float(problem.back_transfer_s[first]) for _, _, first in runs]
         # Stages that recompute send nothing ahead, others the first block's or all of it.
         weights = problem.block_weight_s
         backward = [float(costs.backward_s[run]) for run in runs]
@@ -87,7 +87,7 @@ def test_the_bound_is_never_above_the_simulator(schedule, is_stated):
                 forward_s=tuple(float(costs.forward_s[run]) for run in runs),
                 backward_input_s=tuple(b - w for b, w in zip(backward, split, strict=True)),
                 backward_weight_s=tuple(split),
-                receive_forward_s=tuple(hops),
+                receive_forward_s=tuple(transfers),
                 receive_backward_s=(*backs[1:], 0.0),
                 sends_ahead_s=first,
                 last_sends_ahead_s=whole,

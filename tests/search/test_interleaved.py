@@ -23,7 +23,7 @@ def seconds(num_stages: int, *, ahead: float = 0.0, tail: float = 0.0) -> StageS
     each = np.ones(num_stages)
     return StageSeconds(
         forward_s=each, backward_s=2 * each, ahead_s=ahead * each,
-        hop_s=np.zeros(1), back_hop_s=np.zeros(1), tail_s=np.full(2, tail),
+        transfer_s=np.zeros(1), back_transfer_s=np.zeros(1), tail_s=np.full(2, tail),
     )  # fmt: skip
 
 

@@ -17,8 +17,8 @@ from costmodel.memory.block.forward_walk import forward_walk
 from costmodel.memory.block.recomputed import kept_storages
 from costmodel.memory.saved import (
     HELD_ANYWAY,
-    NOTHING_REMADE,
-    Remade,
+    NOTHING_INSTEAD,
+    SavedInstead,
     SavedTensors,
     saved_tensors,
 )
@@ -81,10 +81,10 @@ def block_bytes(
     device_type: str,
     recompute: Recompute,
     recomputed: frozenset[str],
-    remade: Remade = NOTHING_REMADE,
+    instead: SavedInstead = NOTHING_INSTEAD,
 ) -> BlockBytes:
     """Return what a bound local program holds; `recomputed` names the ops that run again when
-    `recompute` is "selective", `remade` what a backward makes again (`saved_tensors`).
+    `recompute` is "selective", `instead` what a backward makes again (`saved_tensors`).
     """
     if not any(program.tensor[name].requires_grad for name in program.outputs):
         recompute = "none"  # no backward: nothing would read what runs again
@@ -98,7 +98,7 @@ def block_bytes(
             device_type=device_type,
             deferred=names,
             held_anyway=held_anyway,
-            remade=remade,
+            instead=instead,
         )
         for names in (none, frozenset(products))
     )

@@ -95,7 +95,9 @@ def profiled_times(
     again_ops = len(again)
     if kernels == "fused":
         again_ops, again_views = num_kernels(replace(local, ops=tuple(again))), 0
-    remade = _with_host(profile, "forward", recomputed_s, kernels, ops=again_ops, views=again_views)
+    again_spent = _with_host(
+        profile, "forward", recomputed_s, kernels, ops=again_ops, views=again_views
+    )
     # Of corrections of the whole block, weight gradients have their share.
     if backward_s:
         waited = backward.host_s * len(products) / max(backward_ops, 1)
@@ -103,7 +105,7 @@ def profiled_times(
     return ProgramTimes(
         forward=forward,
         backward=backward,
-        recomputed=Spent(remade.device_s + again_comm_s, remade.host_s),
+        recomputed=Spent(again_spent.device_s + again_comm_s, again_spent.host_s),
         weight_s=weight_s,
         forward_comm_s=forward_comm_s,
         backward_comm_s=backward_comm_s,

@@ -11,7 +11,7 @@ from costmodel.execution import Execution
 from costmodel.execution.executed import rated_profile
 from costmodel.execution.executed_program import executed_times
 from costmodel.execution.narrow_saves import as_saved
-from costmodel.execution.saves import remade_in_backward
+from costmodel.execution.saves import saved_instead
 from costmodel.memory.block.block_bytes import peak_bytes
 from costmodel.memory.block.recomputed import selective_bytes
 from costmodel.memory.saved import saved_tensors
@@ -31,7 +31,7 @@ class ProgramCost:
 
     Seconds: `forward_s` and `backward_s` are compute, with `host_*_s` the part of them the
     device waits for the host; `weight_s` is the part of the backward that makes weight
-    gradients, where a job table has them made later; `remade_s` what selective recomputation
+    gradients, where a job table has them made later; `recomputed_s` what selective recomputation
     adds to the backward; `*_comm_s` are collectives, which run exposed, and what ranks wait for
     each other at them. `has_backward` says whether a gradient arrives at all: before a model's
     first trained parameter none does, and nothing is recomputed there.
@@ -49,7 +49,7 @@ class ProgramCost:
     forward_s: float
     backward_s: float
     weight_s: float
-    remade_s: float
+    recomputed_s: float
     forward_comm_s: float
     backward_comm_s: float
     host_forward_s: float
@@ -81,31 +81,31 @@ def price_program(
     *,
     axes: Mapping[str, Axis],
     execution: Execution,
-    remade: frozenset[str] = frozenset(),
+    recomputed: frozenset[str] = frozenset(),
     polls: bool = False,
     alike: ProgramCost | None = None,
 ) -> ProgramCost:
     """Price a bound program that `planner.layout.lowering.lower` made local.
 
-    `axes` are those it was lowered on, `execution` the runtime that runs it; `remade` names the ops
-    that run again under selective recomputation. Collectives run on the compute stream's time, as
-    the runtime waits for each. Bytes are those of eager kernels. `polls`: as in `Split`. `alike` is
-    the program's price on another profile of the same machine, whose bytes are the same.
+    `axes` are those it was lowered on, `execution` the runtime that runs it; `recomputed` names the
+    ops that run again under selective recomputation. Collectives run on the compute stream's time,
+    as the runtime waits for each. Bytes are those of eager kernels. `polls`: as in `Split`. `alike`
+    is the program's price on another profile of the same machine, whose bytes are the same.
     """
     has_backward = any(local.tensor[name].requires_grad for name in local.outputs)
-    remade = remade if has_backward else frozenset()
+    recomputed = recomputed if has_backward else frozenset()
     if execution.prices == "rates":
         rated = rated_profile(profile)
-        times = executed_times(local, rated, axes=axes, recomputed=remade, polls=polls)
+        times = executed_times(local, rated, axes=axes, recomputed=recomputed, polls=polls)
     else:
         kernels: Kernels = "fused" if execution.kernels == "fused" else "eager"
-        times = profiled_times(local, profile, axes=axes, recomputed=remade, kernels=kernels)
+        times = profiled_times(local, profile, axes=axes, recomputed=recomputed, kernels=kernels)
     accumulate_s = accumulate_seconds(local, profile)
     seconds: dict[str, Any] = {
         "forward_s": times.forward.device_s + times.forward.host_s,
         "backward_s": times.backward.device_s + times.backward.host_s + accumulate_s,
         "weight_s": times.weight_s + accumulate_s,
-        "remade_s": times.recomputed.device_s + times.recomputed.host_s,
+        "recomputed_s": times.recomputed.device_s + times.recomputed.host_s,
         "forward_comm_s": times.forward_comm_s,
         "backward_comm_s": times.backward_comm_s,
         "host_forward_s": times.forward.host_s,
@@ -118,12 +118,12 @@ def price_program(
         forward_flop=times.forward_flop,
         backward_flop=times.backward_flop,
         has_backward=has_backward,
-        **_bytes_held(as_saved(local, profile), profile.cluster.device_type, execution, remade),
+        **_bytes_held(as_saved(local, profile), profile.cluster.device_type, execution, recomputed),
     )
 
 
 def _bytes_held(
-    local: Program, device_type: str, execution: Execution, remade: frozenset[str]
+    local: Program, device_type: str, execution: Execution, recomputed: frozenset[str]
 ) -> dict[str, Any]:
     """Return the bytes of a program's price, by field."""
     tensor = local.tensor
@@ -131,10 +131,10 @@ def _bytes_held(
     frozen = [n for n in local.params if not _is_trainable(local, n)]
     experts = spread_params(local)
     spread = [n for n in trainable if n in experts]
-    instead = remade_in_backward(local, execution)
-    saved = saved_tensors(local, device_type=device_type, remade=instead)
+    instead = saved_instead(local, execution)
+    saved = saved_tensors(local, device_type=device_type, instead=instead)
     forward_peak, backward_peak = peak_bytes(saved, deferrable_products(local))
-    selective_kept, unsaved = selective_bytes(saved, remade)
+    selective_kept, unsaved = selective_bytes(saved, recomputed)
     activations = [n for n in local.inputs if tensor[n].requires_grad]
     side_bytes = _bytes(local, [n for n in saved.inputs if n not in activations])
     return {

@@ -37,7 +37,7 @@ class Messages:
     """Samples of one microbatch in one dp replica."""
     layouts: Mapping[str, Layouts]
     """Layouts by axis and class."""
-    _hops: dict[tuple[Group, int], tuple[Floats, Floats]] = field(default_factory=dict)
+    _transfers: dict[tuple[Group, int], tuple[Floats, Floats]] = field(default_factory=dict)
 
     @cached_property
     def arrivals(self) -> Floats:
@@ -104,36 +104,36 @@ class Messages:
             sizes = sizes + num_bytes[:, :, None] * is_more
         return sizes
 
-    def hop_s(self, hop: Group, *, to_tp: int | None = None) -> tuple[Floats, Floats]:
+    def transfer_s(self, pp_group: Group, *, to_tp: int | None = None) -> tuple[Floats, Floats]:
         """Return seconds of one transfer into a stage that starts at block i (n + 1), and of the
         gradient's back from it; the least, where skips reach past a stage.
 
         The stage before, which gathers what came in pieces, may have a tp of its own: `to_tp`.
         """
-        key = hop, to_tp or self.degrees[self._inner]
-        if key not in self._hops:
-            self._hops[key] = self._message_seconds(self.arrivals, hop, key[1])
-        return self._hops[key]
+        key = pp_group, to_tp or self.degrees[self._inner]
+        if key not in self._transfers:
+            self._transfers[key] = self._message_seconds(self.arrivals, pp_group, key[1])
+        return self._transfers[key]
 
-    def run_hop_s(
-        self, start: Indices, end: Indices, hop: Group, *, to_tp: int | None = None
+    def run_transfer_s(
+        self, start: Indices, end: Indices, pp_group: Group, *, to_tp: int | None = None
     ) -> tuple[Floats, Floats]:
         """Return seconds of one transfer into runs, and of the gradient's back from them."""
         if not self._skips:
-            there, back = self.hop_s(hop, to_tp=to_tp)
+            there, back = self.transfer_s(pp_group, to_tp=to_tp)
             return there[start], back[start]
         return self._message_seconds(
-            self._arriving(start, end), hop, to_tp or self.degrees[self._inner]
+            self._arriving(start, end), pp_group, to_tp or self.degrees[self._inner]
         )
 
-    def _message_seconds(self, sizes: Floats, hop: Group, tp: int) -> tuple[Floats, Floats]:
+    def _message_seconds(self, sizes: Floats, pp_group: Group, tp: int) -> tuple[Floats, Floats]:
         profile = self.costs.profile
         group = axis_group(profile.cluster, size=tp, stride=1)
         kinds, of_kind = np.unique(
             np.moveaxis(sizes, 1, 2).reshape(-1, 2), axis=0, return_inverse=True
         )
         seconds = [
-            boundary_seconds(profile, hop, group, num_bytes=size, whole_bytes=whole)
+            boundary_seconds(profile, pp_group, group, num_bytes=size, whole_bytes=whole)
             for size, whole in kinds.tolist()
         ]
         there, back = np.array(seconds)[of_kind.reshape(-1)].reshape(2, -1)

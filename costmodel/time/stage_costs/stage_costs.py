@@ -80,9 +80,9 @@ class BlockRuns:
         """Bytes and number of trainable parameters."""
         return self.chain.loads.params(self.start, self.end)
 
-    def receive_s(self, hop: Group, *, to_tp: int | None = None) -> tuple[Floats, Floats]:
+    def receive_s(self, pp_group: Group, *, to_tp: int | None = None) -> tuple[Floats, Floats]:
         """Return the transfers into each run, and of its gradient back to a stage of `to_tp`."""
-        return self.chain.messages.run_hop_s(self.start, self.end, hop, to_tp=to_tp)
+        return self.chain.messages.run_transfer_s(self.start, self.end, pp_group, to_tp=to_tp)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

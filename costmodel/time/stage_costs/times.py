@@ -110,7 +110,7 @@ def block_times(cost: ProgramCost) -> RunTimes:
         forward_s=cost.forward_s,
         backward_s=cost.backward_s,
         weight_s=cost.weight_s,
-        recomputed_s=cost.remade_s,
+        recomputed_s=cost.recomputed_s,
         rerun_s=cost.has_backward * (cost.forward_s + cost.forward_comm_s),
         rerun_host_s=cost.has_backward * cost.host_forward_s,
         rerun_comm_s=cost.has_backward * cost.forward_comm_s,

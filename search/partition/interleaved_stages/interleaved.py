@@ -99,7 +99,7 @@ class InterleavedStages:
         seconds = StageSeconds(
             forward_s=forward_s, backward_s=backward_s + again,
             ahead_s=self.ahead_s(configuration),
-            hop_s=nothing, back_hop_s=nothing, tail_s=nothing,
+            transfer_s=nothing, back_transfer_s=nothing, tail_s=nothing,
         )  # fmt: skip
         return self._start_s(configuration) + least_end_s(configuration, self.homes, seconds)
 
@@ -144,11 +144,11 @@ class InterleavedStages:
         self,
         configuration: Configuration,
         recomputed: Sequence[Recompute],
-        back_hop_s: Floats | None = None,
+        back_transfer_s: Floats | None = None,
     ) -> StageSeconds:
         """Return what the stages take when the blocks recompute this: with what replicas exchange,
-        transfers between stages and the optimizer. `back_hop_s` (n + 1) are, if not the table's
-        own, those of gradients from a stage starting at each block.
+        transfers between stages and the optimizer. `back_transfer_s` (n + 1) are, if not the
+        table's own, those of gradients from a stage starting at each block.
         """
         ranks = self.table.with_replicas(
             degrees=configuration.degrees, zero=configuration.zero, choices=("none",)
@@ -157,15 +157,15 @@ class InterleavedStages:
         forward_s, backward_s = costs.forward_s, costs.backward_s(recomputed)
         param_bytes, num_params = self._runs.params
         degrees, pp = configuration.degrees, configuration.pp
-        hop_s = self.table.hop_s(degrees, pp=pp)
-        if back_hop_s is None:
-            back_hop_s = self.table.back_hop_s(degrees, pp=pp)
-            if (hop := self.table.waited_hop(degrees, pp=pp)) is not None:
+        transfer_s = self.table.transfer_s(degrees, pp=pp)
+        if back_transfer_s is None:
+            back_transfer_s = self.table.back_transfer_s(degrees, pp=pp)
+            if (pp_group := self.table.waited_transfer(degrees, pp=pp)) is not None:
                 # On the way, transfers that do not overlap are part of the jobs that wait for them.
-                execution, receive_s = self.table.costs.execution, self._runs.receive_s(hop)
+                execution, receive_s = self.table.costs.execution, self._runs.receive_s(pp_group)
                 there_s, back_s = transfers(execution, receive_s)[1]
                 forward_s, backward_s = forward_s + there_s, backward_s + back_s
-                hop_s, back_hop_s = 0 * hop_s, 0 * back_hop_s
+                transfer_s, back_transfer_s = 0 * transfer_s, 0 * back_transfer_s
         # A stage on the rank of the one before receives nothing.
         moves = np.append(True, self.homes[1:] != self.homes[:-1])
         # Gradients are exchanged stage by stage; the optimizer updates a rank's weights at once.
@@ -175,8 +175,8 @@ class InterleavedStages:
             forward_s=forward_s,
             backward_s=backward_s,
             ahead_s=self.ahead_s(configuration),
-            hop_s=hop_s[self._first] * moves,
-            back_hop_s=back_hop_s[self._first] * moves,
+            transfer_s=transfer_s[self._first] * moves,
+            back_transfer_s=back_transfer_s[self._first] * moves,
             tail_s=self.by_rank(costs.after_s) + update,
         )
 

@@ -19,16 +19,16 @@ class StageSeconds:
         forward_s: forward of a microbatch.
         backward_s: its backward, with what is recomputed.
         ahead_s: the part of the backward that may run after the gradient is sent.
-        hop_s: transfer of activations into the stage; a single 0: not counted.
-        back_hop_s: transfer of the gradient back from the stage; a single 0: not counted.
+        transfer_s: transfer of activations into the stage; a single 0: not counted.
+        back_transfer_s: transfer of the gradient back from the stage; a single 0: not counted.
         tail_s: gradient exchange and optimizer after the rank's last job.
     """
 
     forward_s: Floats
     backward_s: Floats
     ahead_s: Floats
-    hop_s: Floats
-    back_hop_s: Floats
+    transfer_s: Floats
+    back_transfer_s: Floats
     tail_s: Floats
 
 
@@ -55,12 +55,12 @@ def least_end_s(
     forward_s, backward_s, ahead_s = seconds.forward_s, seconds.backward_s, seconds.ahead_s
     work = np.bincount(homes, weights=forward_s + backward_s)
     # Rank r's first stage is r under loop and fold placements alike.
-    fill = forward_s.cumsum()[:pp] - forward_s[:pp] + seconds.hop_s.cumsum()[:pp]
+    fill = forward_s.cumsum()[:pp] - forward_s[:pp] + seconds.transfer_s.cumsum()[:pp]
     own = fill + configuration.num_microbatches * work + copies_s
     ends = own + seconds.tail_s
     if not configuration.splits_backward:
         inputs = backward_s - ahead_s
-        drain = inputs.cumsum()[:pp] - inputs[:pp] + seconds.back_hop_s.cumsum()[:pp]
+        drain = inputs.cumsum()[:pp] - inputs[:pp] + seconds.back_transfer_s.cumsum()[:pp]
         drain += ahead_s[0]
         # Whichever of a rank's stages its last backward is of.
         most_ahead = np.zeros(pp)

@@ -9,7 +9,7 @@ from costmodel.cache import CostCache
 from costmodel.execution import find_execution
 from costmodel.execution.executed import ExecutedProfile
 from costmodel.execution.rings import GATHERED, with_rings
-from costmodel.execution.saves import remade_in_backward, with_sized_losses
+from costmodel.execution.saves import saved_instead, with_sized_losses
 from costmodel.table.rates import load_rates
 from planner.graph import Op, Program, Ref
 from planner.layout.axes import Degrees
@@ -86,11 +86,11 @@ NOTHING = replace(BASE, kernels="fused", copies_values=False)
 def test_a_fused_kernel_makes_what_is_inside_of_it_again():
     """Of what it takes from outside; a product, alone, of its factors."""
     program = program_of(CHAIN, outputs=("d",))
-    again = remade_in_backward(program, replace(NOTHING, fused_saves=True))
+    again = saved_instead(program, replace(NOTHING, fused_saves=True))
     assert again["a"] == again["b"] == {"a": ("x",), "b": ("x", "y")}
     assert again["c"] == again["d"] == {"c": ("p", "b"), "d": ("p", "b")}
     assert again["p"] == {"p": ("b", "w")}
-    assert not any(remade_in_backward(program, NOTHING).values())
+    assert not any(saved_instead(program, NOTHING).values())
 
 
 def gathered_for(*products: str, axis: str = "tp") -> Program:
@@ -112,13 +112,13 @@ def gathered_for(*products: str, axis: str = "tp") -> Program:
 def test_gathered_inputs_are_saved_as_what_they_were_gathered_from():
     program = gathered_for("p", "q")
     regathers = replace(NOTHING, regathers=True)
-    again = remade_in_backward(program, regathers)
+    again = saved_instead(program, regathers)
     assert {name: parts for name, parts in again.items() if parts} == {
         "p": {"g": ("x",)},
         "q": {"g": ("x",)},
     }
     ours = replace(regathers, prices="profile")
-    assert remade_in_backward(program, ours) == {}
+    assert saved_instead(program, ours) == {}
 
 
 def test_only_a_loss_over_parts_of_the_vocabulary_is_given_a_size():

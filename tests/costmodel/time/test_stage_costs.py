@@ -114,9 +114,9 @@ def test_a_cut_costs_the_search_what_it_costs_the_estimate(graph, costs, seed):
     table = table_of(plan, costs)
     ranks = table.with_replicas(degrees=plan.degrees, zero=plan.zero_stage, choices=choices)
     cut = ranks.cut(cuts_of(plan))
-    hop = pipeline_group(costs.profile.cluster, plan.degrees, pp=plan.pp)
+    pp_group = pipeline_group(costs.profile.cluster, plan.degrees, pp=plan.pp)
     assert price.job_seconds == cut.job_seconds(
-        plan.recompute_by_block, receive_s=cut.runs.receive_s(hop)
+        plan.recompute_by_block, receive_s=cut.runs.receive_s(pp_group)
     )
     for field in fields(DataParallelSeconds):
         mine, theirs = (getattr(part, field.name) for part in (price.exposed, cut.exposed))

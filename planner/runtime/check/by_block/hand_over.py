@@ -41,7 +41,7 @@ _SUMMED = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hop:
+class Handover:
     """A tensor from one block to another, as far as it decides what happens on the way.
 
     Attributes:
@@ -51,7 +51,7 @@ class Hop:
         made: how the block that makes it leaves it.
         taken: how the other block takes it.
         edge: the message between their stages; None inside a stage.
-        stages: of the two blocks; of hops inside stages, the first stage of each mesh.
+        stages: of the two blocks; of handovers inside stages, the first stage of each mesh.
     """
 
     shape: tuple[Any, ...]
@@ -63,8 +63,8 @@ class Hop:
     stages: tuple[int, int]
 
 
-def hops(graph: ModelGraph, plan: Plan, edges: Sequence[Edge]) -> dict[Hop, str]:
-    """Return the hops of a model that differ, each with the first tensor that goes so.
+def handovers(graph: ModelGraph, plan: Plan, edges: Sequence[Edge]) -> dict[Handover, str]:
+    """Return the handovers of a model that differ, each with the first tensor that goes so.
 
     `graph` gives the shapes, which may be those of shorter sequences.
     """
@@ -73,7 +73,7 @@ def hops(graph: ModelGraph, plan: Plan, edges: Sequence[Edge]) -> dict[Hop, str]
     first_with: dict[Any, int] = {}
     for stage in range(len(plan.stages)):
         first_with.setdefault(plan.stage_degrees(stage), stage)
-    found: dict[Hop, str] = {}
+    found: dict[Handover, str] = {}
     seen: set[Any] = set()
     for block in graph.blocks:
         home = homes[block.index]
@@ -96,7 +96,7 @@ def hops(graph: ModelGraph, plan: Plan, edges: Sequence[Edge]) -> dict[Hop, str]
                 continue
             seen.add(key)
             stages = (source, home) if edge is not None else (first_with[degrees[0]],) * 2
-            hop = Hop(
+            handover = Handover(
                 shape=meta.shape,
                 dtype=meta.dtype,
                 requires_grad=meta.requires_grad,
@@ -105,15 +105,17 @@ def hops(graph: ModelGraph, plan: Plan, edges: Sequence[Edge]) -> dict[Hop, str]
                 edge=None if edge is None else replace(edge, shape=meta.shape),
                 stages=stages,
             )
-            found[hop] = name
+            found[handover] = name
     return found
 
 
-def check_hop(hop: Hop, name: str, plan: Plan, routes_of: Callable[[Plan], Routes]) -> list[str]:
-    """Return what goes wrong with a hop's values or gradients, as sentences."""
+def check_handover(
+    handover: Handover, name: str, plan: Plan, routes_of: Callable[[Plan], Routes]
+) -> list[str]:
+    """Return what goes wrong with a handover's values or gradients, as sentences."""
     plan = _alone(plan)
     try:
-        return list(_play(hop, name, plan, routes_of(plan)))
+        return list(_play(handover, name, plan, routes_of(plan)))
     except OutOfStep as error:
         return [f"{name}: collectives on its way do not match: {error}"]
     except (PlannerError, RuntimeError, ValueError, IndexError, KeyError) as error:
@@ -128,52 +130,56 @@ def _alone(plan: Plan) -> Plan:
     return plan.model_copy(update={"degrees": single})
 
 
-def _play(hop: Hop, name: str, plan: Plan, routes: Routes) -> Iterator[str]:
-    source, target = (plan.mesh(plan.stages[stage].pp_rank) for stage in hop.stages)
+def _play(handover: Handover, name: str, plan: Plan, routes: Routes) -> Iterator[str]:
+    source, target = (plan.mesh(plan.stages[stage].pp_rank) for stage in handover.stages)
     per_part = max(1, min(2, plan.microbatch_samples // plan.batch_parts))
     cut = (per_part,) * plan.batch_parts
-    dtype = getattr(torch, hop.dtype)
+    dtype = getattr(torch, handover.dtype)
     dtype = torch.float32 if dtype.is_floating_point else dtype
     whole, cotangent = (
-        _random(hop.shape, sum(cut), dtype, f"{name} {what}") for what in ("value", "gradient")
+        _random(handover.shape, sum(cut), dtype, f"{name} {what}") for what in ("value", "gradient")
     )
-    has_grad = hop.requires_grad and dtype.is_floating_point
-    sent, arrived = (hop.taken, hop.taken) if hop.edge is None else (hop.edge.sent, hop.edge.taken)
-    ends = _Ends(hop, cut, whole, cotangent)
+    has_grad = handover.requires_grad and dtype.is_floating_point
+    sent, arrived = (
+        (handover.taken, handover.taken)
+        if handover.edge is None
+        else (handover.edge.sent, handover.edge.taken)
+    )
+    ends = _Ends(handover, cut, whole, cotangent)
     with ExitStack() as stack:
         first = stack.enter_context(LockStep(source))
-        is_one = hop.edge is None
+        is_one = handover.edge is None
         second = first if is_one else stack.enter_context(LockStep(target))
 
         def leave(rank: int) -> tuple[Tensor, Tensor]:
-            x = ends.value(source, hop.made, rank).requires_grad_(has_grad)
-            return x, _moved(x, hop.made, sent, first.groups(rank))
+            x = ends.value(source, handover.made, rank).requires_grad_(has_grad)
+            return x, _moved(x, handover.made, sent, first.groups(rank))
 
         left = first.run(leave)
         here = {rank: y.detach() for rank, (_, y) in left.items()}
-        if hop.edge is not None:
-            here = _carried(here, hop.edge, routes, cut, target, is_grad=False)
+        if handover.edge is not None:
+            here = _carried(here, handover.edge, routes, cut, target, is_grad=False)
 
         def come(rank: int) -> tuple[Tensor, Tensor]:
             y = here[rank].detach().requires_grad_(has_grad)
-            z = _moved(y, arrived, hop.taken, second.groups(rank))
+            z = _moved(y, arrived, handover.taken, second.groups(rank))
             if has_grad:
-                torch.autograd.backward(z, ends.gradient(target, hop.taken, rank))
+                torch.autograd.backward(z, ends.gradient(target, handover.taken, rank))
             return y, z.detach()
 
         came = second.run(come)
         yield from _compared(
-            f"{name}, from stage {hop.stages[0]} to stage {hop.stages[1]},",
+            f"{name}, from stage {handover.stages[0]} to stage {handover.stages[1]},",
             {rank: z for rank, (_, z) in came.items()},
-            hop.taken,
+            handover.taken,
             target,
-            lambda rank: ends.value(target, of_gradient(hop.taken), rank),
+            lambda rank: ends.value(target, of_gradient(handover.taken), rank),
         )
         if not has_grad:
             return
         back = {rank: _grad(y) for rank, (y, _) in came.items()}
-        if hop.edge is not None:
-            back = _carried(back, hop.edge, routes, cut, source, is_grad=True)
+        if handover.edge is not None:
+            back = _carried(back, handover.edge, routes, cut, source, is_grad=True)
 
         def turn(rank: int) -> Tensor:
             x, y = left[rank]
@@ -181,12 +187,13 @@ def _play(hop: Hop, name: str, plan: Plan, routes: Routes) -> Iterator[str]:
             return _grad(x)
 
         grads = first.run(turn)
+        made_in, taken_in = handover.stages
         yield from _compared(
-            f"the gradient of {name}, from stage {hop.stages[1]} to stage {hop.stages[0]},",
+            f"the gradient of {name}, from stage {taken_in} to stage {made_in},",
             grads,
-            of_gradient(hop.made),
+            of_gradient(handover.made),
             source,
-            lambda rank: ends.gradient(source, hop.made, rank),
+            lambda rank: ends.gradient(source, handover.made, rank),
         )
 
 
@@ -194,7 +201,7 @@ def _play(hop: Hop, name: str, plan: Plan, routes: Routes) -> Iterator[str]:
 class _Ends:
     """What ranks have of a tensor and of its gradient at either end."""
 
-    hop: Hop
+    handover: Handover
     cut: tuple[int, ...]
     whole: Tensor
     cotangent: Tensor
@@ -211,7 +218,7 @@ class _Ends:
         batch = members("batch")
         parts, number = mesh.size(*batch), mesh.number(rank, *batch)
         each = sum(self.cut) // parts
-        for dim, size in enumerate(self.hop.shape):
+        for dim, size in enumerate(self.handover.shape):
             if isinstance(size, Affine):
                 own = size.per_sample * each + size.fixed
                 return tensor.narrow(dim, size.per_sample * each * number, own)

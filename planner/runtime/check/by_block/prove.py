@@ -21,7 +21,7 @@ from planner.runtime.check.by_block.blocks import Checked, check_class, simulate
 from planner.runtime.check.by_block.coverage import Held, check_coverage
 from planner.runtime.check.by_block.cut import Cut, cut_down, samples_of
 from planner.runtime.check.by_block.facts import Facts
-from planner.runtime.check.by_block.hand_over import check_hop, hops
+from planner.runtime.check.by_block.hand_over import check_handover, handovers
 from planner.runtime.check.by_block.limits import cuts, unproven
 from planner.runtime.check.by_block.report import Part, Proof
 from planner.runtime.check.by_block.step_order import check_collectives, check_sums
@@ -115,7 +115,7 @@ def prove(
     parts = [*_without_values(plan, graph, derived, tell)]
     tell(0.15, "cutting the model down")
     cut = cut_down(graph, plan, source, memory_bytes=memory_bytes)
-    parts.append(_timed("values between blocks and stages", lambda: _hops(plan, derived, cut)))
+    parts.append(_timed("values between blocks and stages", lambda: _handovers(plan, derived, cut)))
     checked: dict[tuple[int, Degrees], Checked] = {}
     start = time.perf_counter()
     parts.append(_blocks(plan, graph, source, derived, cut, checked, tell))
@@ -194,12 +194,14 @@ def _without_values(
     )
 
 
-def _hops(plan: Plan, derived: Derived, cut: Cut) -> Shown:
-    found = hops(cut.graph, plan, derived.edges)
+def _handovers(plan: Plan, derived: Derived, cut: Cut) -> Shown:
+    found = handovers(cut.graph, plan, derived.edges)
     faults = [
-        fault for hop, name in found.items() for fault in check_hop(hop, name, plan, derived.routes)
+        fault
+        for handover, name in found.items()
+        for fault in check_handover(handover, name, plan, derived.routes)
     ]
-    between = sum(hop.edge is not None for hop in found)
+    between = sum(handover.edge is not None for handover in found)
     return f"{len(found)} kinds, {between} of them between stages", faults
 
 
