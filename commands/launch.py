@@ -155,7 +155,7 @@ def _preflight(
 def _planned_rates(path: Path, name: str | None) -> tuple[PlannedRates | None, str]:
     """Return the rates that a plan was priced with, and what to tell where they are not here."""
     import profiles
-    from costmodel.planned_rates import exchange_seconds
+    from costmodel.planned_rates import planned_exchange_seconds
     from planner.plan import load_plan
     from planner.runtime.preflight import SIZES, PlannedRates, shapes
 
@@ -172,7 +172,7 @@ def _planned_rates(path: Path, name: str | None) -> tuple[PlannedRates | None, s
             f"links are not compared with planned rates: the plan was priced with "
             f"{plan.cluster.name!r} ({error}); `profile` names another"
         )
-    seconds = exchange_seconds(machine, shapes(plan), SIZES)
+    seconds = planned_exchange_seconds(machine, shapes(plan), SIZES)
     return PlannedRates(source=machine.name, seconds=seconds), ""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from profiles import Group, Profile
 
 
-def exchange_seconds(
+def planned_exchange_seconds(
     profile: Profile, shapes: Iterable[tuple[str, int, int]], sizes: Iterable[int]
 ) -> dict[tuple[str, int, int], dict[int, float]]:
     """Return seconds by shape and by bytes of the whole tensor.

@@ -30,7 +30,7 @@ def tied_seconds(plan: Plan, costs: CostCache) -> tuple[float, ...]:
     for first, second, num_bytes in _shared(plan, costs.graph):
         is_apart = groups[first] != groups[second]
         for rank in (first, second):
-            spent[rank] += exchange_seconds(
+            spent[rank] += tied_pair_seconds(
                 costs.of_group(groups[rank]).profile,
                 num_bytes=num_bytes,
                 ranks_apart=None if is_apart else abs(second - first) * ranks_of_one,
@@ -38,7 +38,7 @@ def tied_seconds(plan: Plan, costs: CostCache) -> tuple[float, ...]:
     return tuple(spent)
 
 
-def exchange_seconds(profile: Profile, *, num_bytes: float, ranks_apart: int | None) -> float:
+def tied_pair_seconds(profile: Profile, *, num_bytes: float, ranks_apart: int | None) -> float:
     """Return the sum over two ranks of a gradient of so many local bytes; None: of a rank in
     another group of devices.
     """

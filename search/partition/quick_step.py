@@ -14,7 +14,7 @@ from costmodel import StageCosts
 from costmodel.time.clipping import last_rank, norm_sum_seconds
 from costmodel.time.offload import least_job_seconds
 from costmodel.time.simulate import simulate
-from costmodel.time.tied import exchange_seconds
+from costmodel.time.tied import tied_pair_seconds
 from costmodel.topology import pipeline_group
 from planner.plan import Recompute
 from planner.schedule import stage_to_pp_rank
@@ -66,7 +66,7 @@ def quick_step_s(
         first, second = homes[np.searchsorted(cut.cuts, (i, j), side="right") - 1].tolist()
         if first != second:
             ranks_apart = abs(second - first) * config.degrees.num_ranks
-            seconds = exchange_seconds(
+            seconds = tied_pair_seconds(
                 table.profile,
                 num_bytes=ranks.replication.gradient_bytes(size),
                 ranks_apart=ranks_apart,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from costmodel.planned_rates import exchange_seconds
+from costmodel.planned_rates import planned_exchange_seconds
 from planner.units import MIB
 from tests.search.machine import Machine
 
@@ -14,7 +14,7 @@ MACHINE = Machine(alpha_s=1e-5, intra_bytes_per_s=1e9, inter_bytes_per_s=1e8)
 def test_shapes_are_a_kind_with_ranks_of_a_node_and_nodes():
     """A ring of r ranks passes (r - 1) / r of the bytes, an all-reduce twice; over nodes slower."""
     shapes = [("all_reduce", 4, 1), ("all_gather", 1, 4), ("send_recv", 1, 2), ("all_gather", 2, 1)]
-    found = exchange_seconds(MACHINE, iter(shapes), iter((MIB, 8 * MIB)))
+    found = planned_exchange_seconds(MACHINE, iter(shapes), iter((MIB, 8 * MIB)))
     assert list(found) == shapes
     for num_bytes in (MIB, 8 * MIB):
         assert {shape: by_bytes[num_bytes] for shape, by_bytes in found.items()} == pytest.approx(

@@ -29,7 +29,7 @@ from planner.runtime.checkpoint import folder as folders
 from planner.runtime.checkpoint.folder import Manifest
 from planner.runtime.checkpoint.optimizer_state import OptimizerNotes
 from planner.runtime.checkpoint.parts import dtype_name
-from planner.runtime.checkpoint.pieces import Piece, holdings, model_key
+from planner.runtime.checkpoint.pieces import Holdings, Piece, model_key
 from planner.runtime.checkpoint.snapshot import Notes, versions
 from planner.runtime.checkpoint.storage import (
     NOTES,
@@ -337,8 +337,9 @@ def _items_by_rank(
         by_fqn: dict[str, list[_Stored]] = {}
         for each in tensors:
             by_fqn.setdefault(_fqn(each.key), []).append(each)
+        holdings = Holdings(graph, plan)
         for rank in range(plan.world_size):
-            for held in holdings(graph, plan, rank).values():
+            for held in holdings.of(rank).values():
                 for each in by_fqn.get(held.meta.fqn, ()):
                     # What replicas move each for itself is stored whole, replica by replica.
                     if each.shape != held.piece.shape or held.replica is not None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from planner.graph import TensorMeta
-from planner.runtime.checkpoint.pieces import Chunk, Holding, Piece, holdings, model_key
+from planner.runtime.checkpoint.pieces import Chunk, Holding, Holdings, Piece, model_key
 
 if TYPE_CHECKING:
     from planner.runtime.step.engine import Engine
@@ -63,7 +63,7 @@ def model_parts(engine: Engine) -> list[Part]:
     """Return this rank's parts of parameters and buffers."""
     params = engine._trained.stepped_by_name()
     parts = []
-    for name, held in holdings(engine.graph, engine.plan, dist.get_rank()).items():
+    for name, held in Holdings(engine.graph, engine.plan).of(dist.get_rank()).items():
         fqn = held.meta.fqn
         if held.meta.kind == "param":
             tensors = tuple(map(local, params[fqn]))

@@ -135,21 +135,30 @@ def model_key(fqn: str) -> str:
     return f"model.{fqn}"
 
 
-def holdings(graph: ModelGraph, plan: Plan, rank: int) -> dict[str, Holding]:
-    """Return what a global rank holds of parameters and buffers, by their names in the graph."""
-    mesh, pp_rank = next(
-        (plan.mesh(at), at) for at in range(plan.pp) if rank in plan.mesh(at).ranks
-    )
-    stages = stage_params(graph, plan)
-    written = _written(graph)
-    found = {}
-    for name, placements in param_placements(graph, plan, pp_rank).items():
-        meta = graph.tensor[name]
-        if meta.kind not in ("param", "buffer"):
-            continue
-        home = next(plan.stages[s].pp_rank for s, names in enumerate(stages) if name in names)
-        found[name] = _holding(meta, placements, plan, mesh, pp_rank, rank, home, name in written)
-    return found
+class Holdings:
+    """What the ranks of a plan hold: what they have in common is found once for all of them."""
+
+    def __init__(self, graph: ModelGraph, plan: Plan) -> None:
+        self._graph, self._plan = graph, plan
+        self._used = [set(names) for names in stage_params(graph, plan)]
+        self._written = _written(graph)
+        self._pp_rank = {r: at for at in range(plan.pp) for r in plan.mesh(at).ranks}
+        self._placements: dict[int, dict[str, Placements]] = {}
+
+    def of(self, rank: int) -> dict[str, Holding]:
+        """Return what a global rank holds of parameters and buffers, by names in the graph."""
+        plan, pp_rank = self._plan, self._pp_rank[rank]
+        if pp_rank not in self._placements:
+            self._placements[pp_rank] = param_placements(self._graph, plan, pp_rank)
+        mesh, found = plan.mesh(pp_rank), {}
+        for name, placements in self._placements[pp_rank].items():
+            meta = self._graph.tensor[name]
+            if meta.kind not in ("param", "buffer"):
+                continue
+            home = next(plan.stages[s].pp_rank for s, own in enumerate(self._used) if name in own)
+            is_written = name in self._written
+            found[name] = _holding(meta, placements, plan, mesh, pp_rank, rank, home, is_written)
+        return found
 
 
 def _holding(

@@ -22,7 +22,7 @@ from planner.layout.axes import split_axes
 from planner.layout.placement import Shard
 from planner.layout.placements import Placements
 from planner.plan import Plan
-from planner.runtime.checkpoint.pieces import holdings
+from planner.runtime.checkpoint.pieces import Holdings
 from planner.runtime.stage.stage import StageModule
 from planner.runtime.start.groups.mesh import Mesh
 from planner.runtime.state.host import Host
@@ -114,7 +114,9 @@ class TrainedParams:
         }
         if not wanted:
             return
-        held = {h.meta.fqn: h for h in holdings(self._graph, self._plan, dist.get_rank()).values()}
+        held = {
+            h.meta.fqn: h for h in Holdings(self._graph, self._plan).of(dist.get_rank()).values()
+        }
         whole = WholeParams(
             (
                 (fqn, param, held[fqn], self._placements[held[fqn].meta.name])

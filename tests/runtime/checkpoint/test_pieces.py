@@ -10,7 +10,7 @@ import torch
 
 from planner.layout.placement import Shard
 from planner.plan.defaults import default_plan
-from planner.runtime.checkpoint.pieces import Piece, holdings
+from planner.runtime.checkpoint.pieces import Holdings, Piece
 from planner.runtime.state.weights import local_piece
 from tests.runtime.scenarios import capture
 
@@ -69,9 +69,10 @@ def test_each_element_is_written_by_one_rank(choices):
     plan = default_plan(graph, **choices)
     written: dict[str, torch.Tensor] = {}
     chunks_of_rank = []
+    holdings = Holdings(graph, plan)
     for rank in range(plan.world_size):
         count = 0
-        for held in holdings(graph, plan, rank).values():
+        for held in holdings.of(rank).values():
             counts = written.setdefault(held.key, torch.zeros(held.meta.shape_at(1)))
             for at, chunk in enumerate(held.piece.chunks(8, 256)):
                 if held.writes(held.key, at):

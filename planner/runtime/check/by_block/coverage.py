@@ -30,7 +30,7 @@ Held = Callable[[int], Mapping[str, Holding]]
 
 
 def check_coverage(graph: ModelGraph, plan: Plan, held: Held) -> Iterator[str]:
-    """Yield what is wrong with what ranks hold (`planner.runtime.checkpoint.pieces.holdings`)."""
+    """Yield what is wrong with what ranks hold (`planner.runtime.checkpoint.pieces.Holdings`)."""
     used = stage_params(graph, plan)
     kinds = ("param", "buffer")
     wanted: dict[int, dict[str, None]] = defaultdict(dict)

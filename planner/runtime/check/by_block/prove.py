@@ -32,7 +32,7 @@ from planner.runtime.check.by_block.tables import (
     queues_of,
 )
 from planner.runtime.check.by_block.wires import check_routes, check_wires
-from planner.runtime.checkpoint.pieces import holdings
+from planner.runtime.checkpoint.pieces import Holdings
 from planner.runtime.start.groups.mesh import check_runs
 from planner.runtime.step.messages.routes import Routes
 from planner.runtime.step.messages.wiring import (
@@ -90,7 +90,7 @@ def derive(graph: ModelGraph, plan: Plan) -> Derived:
         schedule=schedule_of(plan),
         edges=edges,
         wirings=tuple(wire_stage(graph, plan, edges, s) for s in range(len(plan.stages))),
-        held=lru_cache(maxsize=None)(lambda rank: holdings(graph, plan, rank)),
+        held=lru_cache(maxsize=None)(Holdings(graph, plan).of),
     )
 
 
