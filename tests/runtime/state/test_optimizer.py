@@ -186,3 +186,28 @@ def test_a_state_dict_of_all_is_loaded_into_each():
     whole.step()
     again.step()
     assert all(map(torch.equal, fresh, params))
+
+
+class HalfMomentum(torch.optim.SGD):
+    """An optimizer that keeps what it is given in a dtype of its own."""
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            state["momentum_buffer"] = state["momentum_buffer"].half()
+
+
+def test_each_optimizer_takes_its_own_part_of_a_state():
+    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    whole = Several([torch.optim.AdamW([first]), HalfMomentum([second], momentum=0.9)])
+    for param in (first, second):
+        param.grad = torch.full_like(param, 0.5)
+    whole.step()
+    saved = copy.deepcopy(whole.state_dict())
+    whole.load_state_dict(saved)
+    assert whole.state[second]["momentum_buffer"].dtype == torch.float16
+    assert whole.state[first]["exp_avg"].dtype == torch.float32
+    assert whole.parts[1].state is whole.state
+    assert whole.parts[1].param_groups[0] is whole.param_groups[1]
+    with pytest.raises(ValueError, match="1 param groups and the optimizers 2"):
+        whole.load_state_dict(saved | {"param_groups": saved["param_groups"][:1]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,6 +50,24 @@ class Several(torch.optim.Optimizer):
             part.step()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Take a state dict with the groups of all."""
-        super().load_state_dict(state_dict)
+        """Take a state dict with the groups of all: each takes its own part, as it would alone.
+
+        Raises ValueError for another number of groups.
+        """
+        groups = list(state_dict["param_groups"])
+        if len(groups) != len(self.param_groups):
+            raise ValueError(
+                f"the loaded state has {len(groups)} param groups and the optimizers "
+                f"{len(self.param_groups)}"
+            )
+        for part in self.parts:
+            own = [groups.pop(0) for _ in part.param_groups]
+            ids = {index for group in own for index in group["params"]}
+            state = {key: value for key, value in state_dict["state"].items() if key in ids}
+            # What a part does with a state is its own: a subclass may keep it in another dtype.
+            part.load_state_dict({**state_dict, "state": state, "param_groups": own})
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+        self.state = defaultdict(dict)
+        for part in self.parts:
+            self.state.update(part.state)
         self._share()
