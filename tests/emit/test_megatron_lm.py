@@ -130,6 +130,9 @@ def test_recomputation_of_single_ops_is_refused_or_accepted():
 def test_experts_on_tp_need_sequence_parallelism():
     view = view_of(model="mixtral-8x7b", ep=2, sp=0)
     assert "trains experts on tp with --sequence-parallel alone" in refused(view)["layouts"]
+    assert "sequence-parallel" not in megatron_flags(view)
+    accepted = view_of(model="mixtral-8x7b", ep=2, sp=0, accepted=("layouts",))
+    assert megatron_flags(accepted)["sequence-parallel"] == ""
 
 
 def test_placements_unlike_megatrons_are_refused():

@@ -175,3 +175,19 @@ def test_what_it_can_not_express_is_refused_by_name():
     replicated = view_of(**SMALL, zero_stage=0, sp=0)
     assert not refusals(replicated, TITAN)
     assert {r.feature for r in refusals(replicated, TOML)} == {"dp", "layouts"}
+
+
+def test_whole_experts_on_tp_are_refused():
+    """Without ep it cuts their matrices on tp (`apply_moe_ep_tp`)."""
+    cells = {"model": "mixtral-8x7b", "ep": 1, "tp": 2, "zero_stage": 0, "vpp": 1, "pp": 1}
+    for emitter in (TITAN, TOML):
+        whole, cut = (
+            [
+                r
+                for r in refusals(view_of(**cells, etp=etp, dp=8), emitter)
+                if r.feature == "layouts"
+            ]
+            for etp in (1, 2)
+        )
+        assert "cuts the matrices of all experts on tp" in whole[0].why
+        assert not cut

@@ -29,7 +29,9 @@ def megatron_flags(view: PlanView) -> dict[str, str]:
         "pipeline-model-parallel-size": str(plan.pp),
         "context-parallel-size": str(plan.cp),
     }
-    if view.sequence_parallel:
+    # Megatron-LM trains experts on tp with it alone: where its layouts are accepted, with them.
+    own_layouts = "layouts" in view.accepted and plan.tp > 1 and view.has_experts
+    if view.sequence_parallel or own_layouts:
         flags["sequence-parallel"] = ""
     if plan.degrees["ep"] > 1:
         flags["expert-model-parallel-size"] = str(plan.degrees["ep"])

@@ -121,13 +121,16 @@ def _why_not_microbatches(view: PlanView) -> str:
 
 
 def _why_not_layouts(view: PlanView) -> str:
+    # `apply_moe_ep_tp`: without ep, matrices of experts are cut on tp as those of other layers.
+    if view.plan.tp > view.plan.degrees["ep"] == 1 and view.experts_on_tp in ("whole", "other"):
+        return "torchtitan cuts the matrices of all experts on tp"
     return view.differs_from_usual_tp()
 
 
 def _why_not_layouts_toml(view: PlanView) -> str:
     if view.plan.tp > 1 and not view.sequence_parallel:
         return "v0.2 always splits what goes from layer to layer over tp"
-    return view.differs_from_usual_tp()
+    return _why_not_layouts(view)
 
 
 def _why_not_dp_toml(view: PlanView) -> str:
