@@ -9,9 +9,9 @@ train. With fewer ranks in a plan than the round has, the last ranks wait as spa
 from __future__ import annotations
 
 import os
+import time
 import uuid
-from collections.abc import Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.distributed import Store
@@ -27,7 +27,7 @@ from planner.runtime.start.node_watch import NodeWatch, lost_after_s
 _PLAN_KEY, _DONE_KEY, _WATCH_KEY = "planner/plan", "planner/done", "planner/watch"
 _READ_S = 20
 """Seconds that the store of all nodes may take to answer a question."""
-_LONGEST_SEARCH = timedelta(hours=1)
+_LONGEST_SEARCH_S, _LOOK_S = 3600, 0.2
 
 
 class Agent(LocalElasticAgent):
@@ -90,7 +90,9 @@ class Agent(LocalElasticAgent):
         if worker_group.group_rank == 0:  # chooses for all nodes of the round
             num_ranks, plan = self._choose_for_all(store, total)
         else:
-            num_ranks, plan = _chosen_for_all(store)
+            chosen = chosen_for_all(store, lambda: self._watch.lost if self._watch else "")
+            # Without ranks, this node waits for the next round, which its monitoring begins.
+            num_ranks, plan = chosen or (0, "")
         worker_group.workers = [w for w in worker_group.workers if w.global_rank < num_ranks]
         os.environ[PLAN] = plan
         if not worker_group.workers:
@@ -133,10 +135,20 @@ class Agent(LocalElasticAgent):
         super()._exit_barrier()
 
 
-def _chosen_for_all(store: Store) -> tuple[int, str]:
-    """Return what the first node chose. Raises PlannerError where it found no plan, or is gone."""
+def chosen_for_all(store: Store, lost: Callable[[], str]) -> tuple[int, str] | None:
+    """Return what the first node chose: the ranks and the path of a plan; None where a node was
+    lost while it searched (`lost` says which, and is empty until then).
+
+    Raises PlannerError where it found no plan, or the store is gone.
+    """
+    until = time.monotonic() + _LONGEST_SEARCH_S
     try:
-        store.wait([_PLAN_KEY], _LONGEST_SEARCH)
+        while not store.check([_PLAN_KEY]):
+            if lost():
+                return None
+            if time.monotonic() > until:
+                raise RuntimeError(f"it searched for {_LONGEST_SEARCH_S} s")
+            time.sleep(_LOOK_S)
         told = store.get(_PLAN_KEY).decode()
     except RuntimeError as error:  # of the store, which may have been on that node
         raise PlannerError(

@@ -11,7 +11,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from planner.errors import PlannerError
-from planner.runtime.start.agent import Agent
+from planner.runtime.start.agent import Agent, chosen_for_all
 from planner.runtime.start.course import PLAN
 
 
@@ -133,7 +133,7 @@ def test_without_a_plan_for_those_left_every_node_ends_with_the_reason(started, 
 
 def test_the_store_lost_with_the_first_node_is_told(started):
     class Lost(dist.HashStore):
-        def wait(self, keys, timeout=None):
+        def check(self, keys):
             raise dist.DistNetworkError("Connection reset by peer")
 
     with pytest.raises(PlannerError, match=r"told no plan .*Connection reset by peer"):
@@ -149,3 +149,29 @@ def test_a_lost_node_ends_the_round():
         agent._watch = SimpleNamespace(lost="node-b gave no sign for 30 s")
         assert agent._monitor_workers(group_of(0)).state is WorkerState.FAILED
         assert agent._remaining_restarts == left
+
+
+def test_a_node_lost_while_it_searches_ends_the_round(started):
+    """The others waited for its plan an hour; they start no rank, and meet again."""
+    store = dist.HashStore()
+    looks = iter(["", "", "node 0 (host a) gave no sign for 30 s"])
+    assert chosen_for_all(store, lambda: next(looks)) is None
+    agent = agent_of(Course(num_ranks=2))
+    group = group_of(2, 3, store=store, number=1)
+    agent._begin_watch = lambda worker_group: None
+    agent._watch = SimpleNamespace(lost="node 0 (host a) gave no sign for 30 s")
+    assert agent._start_workers(group) == {}
+    assert started == []
+    agent._course.goes_on_without = lambda lost: agent._course.asked.append(lost) or True
+    assert agent._monitor_workers(group).state == WorkerState.FAILED
+    assert agent._course.asked == ["node 0 (host a) gave no sign for 30 s"]
+    assert agent._remaining_restarts == 3
+
+
+def test_what_the_first_node_chose_is_read():
+    store = dist.HashStore()
+    store.set("planner/plan", "2\nplan.json")
+    assert chosen_for_all(store, lambda: "") == (2, "plan.json")
+    store.set("planner/plan", "0\nno plan of 3 ranks")
+    with pytest.raises(PlannerError, match="no plan of 3 ranks"):
+        chosen_for_all(store, lambda: "")
