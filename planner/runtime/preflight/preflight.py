@@ -24,6 +24,7 @@ from planner.runtime.preflight.judge import judge_nodes, judge_ranks
 from planner.runtime.preflight.rank import STEP_S, Finding, Request
 from planner.runtime.preflight.rates import judge_rates, rates_of
 from planner.runtime.preflight.report import Rate, Report
+from planner.runtime.start.device import device_types
 from planner.runtime.start.launch import check_node
 from planner.runtime.start.node_watch import end_dead_connections
 from planner.runtime.start.workers import rank_environment
@@ -122,6 +123,8 @@ def _this_node(
         )
     except PlannerError as error:
         refusal = str(error)
+        if device not in device_types():  # which may be what is refused
+            device = None
     facts = facts_of_this_node(
         plan=plan,
         plan_path=plan_path,

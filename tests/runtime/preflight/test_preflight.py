@@ -177,3 +177,8 @@ def test_facts_come_back_from_the_store_as_they_were_told(run):
 
 def test_ranks_of_a_node_may_lie_apart():
     assert module._ranks_of_nodes(["b", "a", "b", "c"]) == ((0, 2), (1,), (3,))
+
+
+def test_a_device_that_torch_has_not_is_refused(run):
+    with pytest.raises(PlanError, match=r"device '\(' is unknown; use cpu"):
+        preflight(*run, "(")
