@@ -22,6 +22,7 @@ import numpy as np
 
 from costmodel.topology import pipeline_group, way_out
 from planner.errors import LayoutError
+from planner.graph import ModelGraph
 from planner.plan import Plan
 from search.branch_and_bound import EvaluatedPlan
 from search.candidates import Candidates
@@ -380,11 +381,7 @@ class Mix:
         base = self.members[int(np.bincount(of_stage, weights=np.diff(cut.cuts)).argmax())]
         recomputed = tuple(choice % self.num_recompute_choices for choice in cut.choices)
         plan = candidates.plan(base.configuration, base.table, replace(cut, choices=recomputed))
-        used = {
-            (self.members[index].tp, candidates.graph.blocks[block].class_index)
-            for index, stage in zip(of_stage, plan.stages, strict=True)
-            for block in stage.blocks
-        }
+        used = self._used_layouts(candidates.graph, plan, of_stage)
         # Members of one tp on several groups of devices have the same layouts.
         by_tp = {member.tp: member for member in self.members}
         own = {tp: () if tp == base.tp else (("tp", tp),) for tp in by_tp}
@@ -408,6 +405,20 @@ class Mix:
             ),
             plan.model_copy(update={"stages": stages, "layouts": layouts}),
         )
+
+    def _used_layouts(
+        self, graph: ModelGraph, plan: Plan, of_stage: Sequence[int]
+    ) -> set[tuple[int, int]]:
+        """Return (tp, class) of the layouts that the stages' prices stand on: of the blocks of a
+        stage, and of those that make its inputs, which are priced as if they came from its mesh.
+        """
+        used = set()
+        for index, stage in zip(of_stage, plan.stages, strict=True):
+            inputs = {name for block in stage.blocks for name in graph.blocks[block].inputs}
+            makers = {graph.producer[name] for name in inputs if name in graph.producer}
+            for block in makers.union(stage.blocks):
+                used.add((self.members[index].tp, graph.blocks[block].class_index))
+        return used
 
     def evaluate(self, candidates: Candidates, cut: Cut) -> EvaluatedPlan | None:
         """Return a solution's estimate; None where its stages cannot send each other samples."""
