@@ -210,7 +210,7 @@ def gain_of_mixing(graph, machine, request, *, factor: float) -> float | None:
 
 @pytest.mark.parametrize(
     "instances",
-    [3, pytest.param(48, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
+    [4, pytest.param(48, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
     ids=["quick", "whole"],
 )
 def test_virtual_stages_equal_trying_every_mix(instances):
