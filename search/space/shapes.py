@@ -249,7 +249,7 @@ def _shapes(
             # Without ZeRO there are no shards to copy: dp has those meshes.
             copied = [axis.name for axis in copy_axes() if degrees[axis.name] > 1]
             if not all(request.names(name, degrees[name]) for name in copied):
-                zeros = [zero for zero in zeros if zero]
+                zeros = [zero for zero in zeros if zero and degrees.along("shards") > 1]
             if options_of[key] and zeros:
                 yield Shape(
                     degrees=degrees, pp=pp, microbatch_size=size, num_microbatches=key[1],
