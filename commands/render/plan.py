@@ -68,6 +68,7 @@ def _summary(plan: Plan) -> Table:
             f"{plan.global_batch} samples = {replicas} x {plan.num_microbatches} microbatches "
             f"of {plan.microbatch_size}",
         ),
+        *([("replicas", f"{plan.shares_spelled} samples")] if plan.shares else []),
         *(("also takes", shapes_of(bucket.inputs)) for bucket in plan.model.buckets),
         ("schedule", plan.schedule),
         ("ZeRO stage", str(plan.zero_stage)),

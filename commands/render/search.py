@@ -170,8 +170,9 @@ def _choices(plan: Plan) -> str:
     recompute = set(plan.recompute_by_block)
     away = ["optimizer"] * plan.optimizer_on_host
     away += ["activations"] * any(stage.activations_on_host for stage in plan.stages)
+    shares = f" (replicas of {plan.shares_spelled})" if plan.shares else ""
     return (
-        f"{degrees}, microbatches {plan.num_microbatches} of {plan.microbatch_size}, "
+        f"{degrees}, microbatches {plan.num_microbatches} of {plan.microbatch_size}{shares}, "
         f"{plan.schedule}, ZeRO {plan.zero_stage}, recompute {' or '.join(sorted(recompute))}"
         + (f", {' and '.join(away)} on the host" if away else "")
     )
