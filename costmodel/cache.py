@@ -41,7 +41,8 @@ class CostCache:
 
     Says also what kind of step is priced: the runtime's whose `execution` it is (if not given,
     ours), and whether it `clips_gradients`. In a cluster of several groups of devices, `groups` has
-    the prices on each of them, and this one those on the first.
+    the prices on each of them, of as many devices as `group_sizes` says, and this one those on the
+    first.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class CostCache:
         clips_gradients: bool = False,
     ) -> None:
         self.groups: Mapping[str, CostCache] = {}
+        self.group_sizes: Mapping[str, int] = {}
         self.graph, self.profile = graph, profile
         self.execution = execution or find_execution(OURS)
         self.clips_gradients = clips_gradients
@@ -253,6 +255,7 @@ def costs_of_groups(profile: Profile, on: Callable[[Profile], CostCache]) -> Cos
         return on(profile)
     costs = on(profile.groups[0].profile)
     costs.groups = {group.name: on(group.profile) for group in profile.groups}
+    costs.group_sizes = {group.name: group.num_devices for group in profile.groups}
     return costs
 
 

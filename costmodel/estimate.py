@@ -35,6 +35,7 @@ from costmodel.time.clipping import ClipSeconds, last_rank, norm_sum_seconds, up
 from costmodel.time.inputs import input_seconds
 from costmodel.time.offload import least_job_seconds
 from costmodel.time.plan_price import PlanPrice, price_plan, stages_of_rank
+from costmodel.time.replica_views import ReplicaView, replica_views
 from costmodel.time.simulate import JobSeconds, JobTable, Timeline, build_job_table, simulate
 from planner.graph import ModelGraph
 from planner.plan import OURS, Plan
@@ -141,13 +142,21 @@ def estimate(
     if costs is None:
         execution = execution or find_execution(plan.execution)
         costs = cost_cache(graph, profile, plan.world_size, execution=execution)
-    price, timeline, time = _timed(plan, costs)
-    # All stages have meshes of as many ranks.
-    flop_of_ranks = (price.times.forward_flop + price.times.backward_flop).sum()
-    flop = float(flop_of_ranks) * plan.degrees.num_ranks
+    views = replica_views(plan, costs)
+    num_replicas = sum(view.replicas for view in views)
+    found = [_timed(view, costs) for view in views]
+    flop, memory = 0.0, []
+    for view, (price, timeline, _) in zip(views, found, strict=True):
+        # All stages have meshes of as many ranks.
+        flop_of_ranks = (price.times.forward_flop + price.times.backward_flop).sum()
+        flop += float(flop_of_ranks) * plan.degrees.num_ranks * view.replicas / num_replicas
+        memory.append(plan_memory(price, costs, timeline.schedule))
+    _, timeline, time = max(found, key=lambda each: each[2].step_s)
     return Estimate(
         time=time,
-        memory=plan_memory(price, costs, timeline.schedule),
+        memory=tuple(
+            max(of_rank, key=lambda parts: parts.total) for of_rank in zip(*memory, strict=True)
+        ),
         timeline=timeline,
         flop=flop * plan.num_microbatches,
         samples=plan.global_batch,
@@ -157,29 +166,51 @@ def estimate(
 
 def estimate_time(plan: Plan, costs: CostCache) -> TimeParts:
     """Return the seconds of a step alone, for which no memory is walked."""
-    return _timed(plan, costs)[2]
+    times = (_timed(view, costs)[2] for view in replica_views(plan, costs))
+    return max(times, key=lambda time: time.step_s)
 
 
 def step_seconds(plan: Plan, costs: CostCache) -> float:
     """Return the seconds of a step, not in parts."""
-    price = price_plan(plan, costs)
     table = _table_of(plan)
-    at_least = _copies_beside_jobs(price, table)
-    last = _last_rank(price, costs, simulate(table, price.job_seconds, at_least=at_least))
-    return last.end_s + last.after_s + last.clipping_s + last.optimizer_s + last.inputs_s
+    found = []
+    for view in replica_views(plan, costs):
+        price = price_plan(view.plan, costs, view.neighbours)
+        at_least = _copies_beside_jobs(price, table)
+        last = _last_rank(price, costs, simulate(table, price.job_seconds, at_least=at_least))
+        after_s = last.after_s + last.clipping_s + last.optimizer_s
+        found.append(last.end_s + after_s + last.inputs_s)
+    return max(found)
 
 
 def rank_bytes(plan: Plan, costs: CostCache, pp_ranks: Sequence[int]) -> tuple[int, ...]:
     """Return the peak memory of these pp ranks alone."""
+    return tuple(
+        max(of_groups.values()) for of_groups in rank_bytes_by_group(plan, costs, pp_ranks)
+    )
+
+
+def rank_bytes_by_group(
+    plan: Plan, costs: CostCache, pp_ranks: Sequence[int]
+) -> tuple[dict[str, int], ...]:
+    """Return the peak memory of these pp ranks on each group of devices that their replicas lie
+    on.
+    """
     schedule = _table_of(plan).schedule
-    memory = plan_memory(price_plan(plan, costs), costs, schedule, pp_ranks)
-    return tuple(int(parts.total) for parts in memory)
+    found: tuple[dict[str, int], ...] = tuple({} for _ in pp_ranks)
+    for view in replica_views(plan, costs):
+        price = price_plan(view.plan, costs, view.neighbours)
+        memory = plan_memory(price, costs, schedule, pp_ranks)
+        for rank, parts, most in zip(pp_ranks, memory, found, strict=True):
+            group = view.plan.device_groups[rank]
+            most[group] = max(most.get(group, 0), int(parts.total))
+    return found
 
 
-def _timed(plan: Plan, costs: CostCache) -> tuple[PlanPrice, Timeline, TimeParts]:
-    """The prices of a plan, when its jobs run, and its step in parts."""
-    price = price_plan(plan, costs)
-    table = _table_of(plan)
+def _timed(view: ReplicaView, costs: CostCache) -> tuple[PlanPrice, Timeline, TimeParts]:
+    """The prices of some replicas, when their jobs run, and their step in parts."""
+    price = price_plan(view.plan, costs, view.neighbours)
+    table = _table_of(view.plan)
     at_least = _copies_beside_jobs(price, table)
     played = simulate(table, price.job_seconds, at_least=at_least)
     timeline = replace(played, step_jobs_s=_step_jobs_s(price, costs, played))

@@ -31,8 +31,9 @@ from profiles import Profile
 from search.branch_and_bound import Progress
 from search.candidates import Candidates, with_estimate
 from search.nodes.configurations import evaluated_plan
-from search.nodes.device_groups import device_groups_node
+from search.nodes.device_groups import device_groups_node, why_on_no_groups
 from search.nodes.meshes import meshes_node
+from search.nodes.replicas_on_groups import replicas_node
 from search.nodes.sizes import NO_FASTER, TOO_LARGE, degrees_nodes
 from search.on_host import host_holds, offload_fallbacks, too_large_for_host
 from search.report.infeasible import explain_infeasible, explain_infeasible_groups, find_leanest
@@ -157,7 +158,12 @@ def search_among(
 def _explore(search: SearchState, shapes: Sequence[Shape]) -> None:
     """Run the queue over all shapes, from the fastest known plan that fits, if any."""
     if groups := search.candidates.profile.groups:
-        search.push(device_groups_node(shapes, groups))
+        roots = device_groups_node(shapes, groups), replicas_node(shapes, groups)
+        if not any(roots):
+            raise LayoutError(why_on_no_groups(groups))
+        for placed in roots:
+            if placed is not None:
+                search.push(placed)
         search.run()
         return
     known = search.warm_start.fastest(search.memory_limit_bytes)

@@ -95,7 +95,8 @@ class StagePlan(WithOwnSizes):
         activations_on_host: what a microbatch saves for its backward is offloaded to the host
             where the wait is long enough (`planner.schedule.timing.offloads`).
         device_group: the group of devices that its ranks lie on, by its name in the cluster's file;
-            empty in a cluster of equal devices. Prices follow from it; running ignores it.
+            empty in a cluster of equal devices. Of several, joined by +, the first holds the first
+            replicas. Prices follow from it; running ignores it.
         own_sizes: sizes of its mesh that differ from the plan's, as (axis, size). The mesh has as
             many ranks as the others: one axis takes the rest (`Degrees.with_own`).
     """
@@ -109,6 +110,11 @@ class StagePlan(WithOwnSizes):
     activations_on_host: bool = False
     device_group: str = ""
     own_sizes: OwnSizesField = ()
+
+    @property
+    def device_groups(self) -> tuple[str, ...]:
+        """The groups of devices that its replicas lie on, in order."""
+        return tuple(self.device_group.split("+"))
 
     @property
     def blocks(self) -> range:

@@ -9,7 +9,8 @@ may be of those members that lie on its group.
       PlacedMixNode           one order with meshes
         MixNode               the same under a schedule and a ZeRO stage
 
-Pipelines of several stages a rank are left out.
+Pipelines of several stages a rank are left out. Plans without a pipeline are in
+`replicas_on_groups`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations, product
 
-from planner.errors import LayoutError
 from profiles.groups import DeviceGroup
 from search.branch_and_bound import Node, Wave
 from search.meshes.own_meshes import Member, Mix
@@ -108,11 +108,8 @@ class PlacedMixNode(Node[SearchState]):
 
 def device_groups_node(
     shapes: Sequence[Shape], groups: tuple[DeviceGroup, ...]
-) -> DeviceGroupsNode:
-    """Return the root of all plans on several groups.
-
-    Raises LayoutError where no shape has stages that lie on one group each.
-    """
+) -> DeviceGroupsNode | None:
+    """Return the root of all plans whose stages lie on one group each; None where there is none."""
     fitting = [
         shape
         for shape in shapes
@@ -120,13 +117,19 @@ def device_groups_node(
         and any(True for _ in rank_orders(groups, shape.degrees.num_ranks))
     ]
     if not fitting:
-        sizes = " and ".join(str(group.num_devices) for group in groups)
-        raise LayoutError(
-            f"no pipeline has each stage on one group of devices, of groups of {sizes}: the ranks "
-            "of a stage, `num_devices` / `pp`, must divide each group; try another `pp`, `vpp` 1, "
-            "or other numbers of nodes"
-        )
+        return None
     return DeviceGroupsNode(bound=0.0, wave=PLACEMENTS, shapes=fitting, groups=groups)
+
+
+def why_on_no_groups(groups: Sequence[DeviceGroup]) -> str:
+    """Return why no plan is searched on these groups, and what to try."""
+    sizes = " and ".join(str(group.num_devices) for group in groups)
+    return (
+        f"no pipeline has each stage on one group of devices, of groups of {sizes}: the ranks of a "
+        "stage, `num_devices` / `pp`, must divide each group; and without a pipeline no group "
+        "holds whole replicas: `tp` and `cp` must divide each; try another `pp` or `tp`, `vpp` 1, "
+        "or other numbers of nodes"
+    )
 
 
 def rank_orders(groups: Sequence[DeviceGroup], ranks_of_stage: int) -> Iterator[tuple[str, ...]]:

@@ -68,6 +68,7 @@ class Configuration(_OnMesh):
             between, joined by ``|``.
         stage_tps: empty where all stages have this mesh, else each stage's tp.
         device_groups: of a cluster of several groups of devices, that of each stage.
+        shares: as in `Plan`.
     """
 
     degrees: Degrees
@@ -80,6 +81,7 @@ class Configuration(_OnMesh):
     recompute: str
     stage_tps: tuple[int, ...] = ()
     device_groups: tuple[str, ...] = ()
+    shares: tuple[int, ...] = ()
 
     @property
     def pipeline(self) -> tuple[str, int, int, int]:

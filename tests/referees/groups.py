@@ -8,6 +8,7 @@ from itertools import permutations, product
 
 from costmodel import Estimate
 from costmodel.estimate import estimate
+from planner.errors import LayoutError
 from planner.graph import ModelGraph
 from planner.plan import Plan
 from search import SearchRequest
@@ -37,6 +38,39 @@ def every_placed_plan(
                 on = [g.name for g in order for _ in range(g.num_devices // ranks)]
                 for own in product(range(len(configurations)), repeat=len(on)):
                     yield from _plans(candidates, configurations, some, on, own)
+
+
+def every_shared_plan(
+    graph: ModelGraph, machine, request: SearchRequest
+) -> Iterator[tuple[Plan, Estimate]]:
+    """Yield all plans without a pipeline whose replicas lie on all groups, the groups in order: with
+    all ways to share a microbatch between the groups, and all recompute choices.
+    """
+    candidates = Candidates.of(graph, machine, request)
+    sizes = [group.num_devices for group in machine.groups]
+    for shape in candidates.shapes(request):
+        ranks = shape.degrees.num_ranks // shape.batch_parts
+        if shape.pp > 1 or any(size % ranks for size in sizes):
+            continue
+        replicas = [size // ranks for size in sizes]
+        whole = shape.microbatch_size * shape.batch_parts
+        for c in shape.configurations():
+            for tables in candidates.tables_of_groups(c.tp, c.microbatch_size, c.cp):
+                table = next(iter(tables.values()))
+                for shares in product(range(1, whole), repeat=len(sizes)):
+                    dealt = [b for b, n in zip(shares, replicas, strict=True) for _ in range(n)]
+                    if sum(dealt) != whole:
+                        continue
+                    for choice in range(len(recompute_choices(c.recompute))):
+                        cut = Cut(cuts=(0, table.num_blocks), choices=(choice,), value=0.0)
+                        plan = candidates.plan(c, table, cut)
+                        names = "+".join(group.name for group in machine.groups)
+                        stage = plan.stages[0].model_copy(update={"device_group": names})
+                        plan = plan.model_copy(update={"stages": (stage,), "shares": tuple(dealt)})
+                        try:
+                            yield plan, estimate(graph, machine, plan, costs=candidates.costs)
+                        except LayoutError:
+                            continue  # a share that the layout does not divide
 
 
 def _mixable(candidates: Candidates, request: SearchRequest) -> list[list[Configuration]]:
@@ -81,7 +115,10 @@ def _plans(
 
 
 def fits(plan: Plan, answer: Estimate, limits: Mapping[str, float]) -> bool:
-    """Whether each rank is within the bytes of a device of its group."""
+    """Whether each rank is within the bytes of a device of its group; of several groups, whose
+    shares differ, of the least of these.
+    """
+    limits = {group: min(limits[name] for name in group.split("+")) for group in plan.device_groups}
     return all(
         parts.total <= limits[group]
         for parts, group in zip(answer.memory, plan.device_groups, strict=True)

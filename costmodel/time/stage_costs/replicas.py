@@ -20,7 +20,13 @@ from costmodel.cache import CostCache
 from costmodel.execution.executed_exchange import executed_exchange
 from costmodel.time.communication import BUCKET_BYTES, DataParallelSeconds, data_parallel_seconds
 from costmodel.time.update import RankUpdate, rank_update
-from costmodel.topology import axis_group, copies_group, data_group, expert_group
+from costmodel.topology import (
+    axis_group,
+    copies_group,
+    data_group,
+    expert_group,
+    with_neighbours,
+)
 from planner.layout.axes import Degrees
 from planner.plan.replication import Replication
 from profiles import Group, Lookup, Profile
@@ -48,7 +54,7 @@ class ReplicaPrices:
 
     def __init__(self, costs: CostCache, replication: Replication, replica: Degrees) -> None:
         self._costs, self._replication = costs, replication
-        cluster = costs.profile.cluster
+        cluster = with_neighbours(costs.profile.cluster, replication.neighbours)
         of_experts = replication.of_experts
         sharing = replication.shards if replication.is_sharded else replication.replicas
         spread = of_experts.shards if of_experts.is_sharded else of_experts.replicas
