@@ -43,8 +43,8 @@ def every_placed_plan(
 def every_shared_plan(
     graph: ModelGraph, machine, request: SearchRequest
 ) -> Iterator[tuple[Plan, Estimate]]:
-    """Yield all plans without a pipeline whose replicas lie on all groups, the groups in order: with
-    all ways to share a microbatch between the groups, and all recompute choices.
+    """Yield all plans without a pipeline whose replicas lie on all groups, the groups in order,
+    with all ways to share a microbatch between the groups, and all recompute choices.
     """
     candidates = Candidates.of(graph, machine, request)
     sizes = [group.num_devices for group in machine.groups]
@@ -115,10 +115,7 @@ def _plans(
 
 
 def fits(plan: Plan, answer: Estimate, limits: Mapping[str, float]) -> bool:
-    """Whether each rank is within the bytes of a device of its group; of several groups, whose
-    shares differ, of the least of these.
-    """
-    limits = {group: min(limits[name] for name in group.split("+")) for group in plan.device_groups}
+    """Whether each rank is within the bytes of a device of its group."""
     return all(
         parts.total <= limits[group]
         for parts, group in zip(answer.memory, plan.device_groups, strict=True)

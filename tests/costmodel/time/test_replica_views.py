@@ -128,5 +128,5 @@ def test_groups_hold_whole_replicas():
         estimate_time(on(["a+b"], dp=2), costs)
     with pytest.raises(PlanError, match=r"has 1 replicas of 4 ranks; each group holds whole"):
         estimate_time(on(["a+b"], tp=4), costs)
-    with pytest.raises(PlanError, match="no group|'c'"):
+    with pytest.raises(PlanError, match="'c'"):
         estimate_time(on(["a+c"], dp=4), costs)
