@@ -258,14 +258,25 @@ def _table_of(plan: Plan) -> JobTable:
 
 
 def plan_job_seconds(plan: Plan, costs: CostCache) -> JobSeconds:
-    """Return what the jobs and transfers of a plan take, whatever their order."""
-    return price_plan(plan, costs).job_seconds
+    """Return what the jobs and transfers of a plan take, whatever their order: those of the
+    slowest replicas.
+    """
+    return _slowest_price(plan, costs).job_seconds
 
 
 def plan_kept_bytes(plan: Plan, costs: CostCache) -> tuple[float, ...]:
-    """Return what one microbatch in flight keeps on each stage of a plan."""
-    price = price_plan(plan, costs)
+    """Return what one microbatch in flight keeps on each stage of a plan, of the slowest
+    replicas.
+    """
+    price = _slowest_price(plan, costs)
     return tuple(saved + price.side_bytes(s) for s, saved in enumerate(_saved_bytes(price)))
+
+
+def _slowest_price(plan: Plan, costs: CostCache) -> PlanPrice:
+    views = replica_views(plan, costs)
+    if len(views) == 1:
+        return price_plan(views[0].plan, costs, views[0].neighbours)
+    return max((_timed(view, costs) for view in views), key=lambda each: each[2].step_s)[0]
 
 
 def _saved_bytes(price: PlanPrice) -> tuple[float, ...]:

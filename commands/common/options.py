@@ -67,7 +67,7 @@ def spread(group: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any
 
         @wraps(command)
         def with_options(**values: Any) -> Any:
-            given = group(**{option: values.pop(option) for option in options})
+            given = group(**{name: values.pop(name) for name in options if name in values})
             return command(**values, **{name: given})
 
         with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

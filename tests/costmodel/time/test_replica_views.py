@@ -10,6 +10,7 @@ from costmodel.estimate import (
     cost_cache,
     estimate,
     estimate_time,
+    plan_job_seconds,
     rank_bytes_by_group,
     step_seconds,
 )
@@ -83,6 +84,11 @@ def test_shares_by_speed_are_faster_than_equal_parts():
     plan = on(["a+b"], shares=(8, 8, 2, 2), **choices)
     found = estimate(graph_of("equal"), mixed, plan)
     assert found.samples == plan.global_batch
+    costs = cost_cache(graph_of("equal"), mixed, 4)
+    # What `planner simulate` shows is the timetable of the slowest.
+    assert plan_job_seconds(plan, costs).forward_s == pytest.approx(
+        [found.timeline.end_s[0][0] - found.timeline.start_s[0][0]]
+    )
     flop = estimate(graph_of("equal"), mixed, on(["a+b"], **choices)).flop
     assert found.flop == pytest.approx(flop, rel=1e-9)  # as many samples
 
