@@ -151,6 +151,17 @@ class Candidates:
         smallest = min(clusters, key=lambda cluster: cluster.devices_per_node)
         return replace(smallest, max_devices=None)
 
+    @property
+    def _unequal_nodes(self) -> tuple[tuple[str, int, int], ...]:
+        """Of groups whose nodes differ in size: each one's name, devices of a node, nodes."""
+        found = [
+            (name, costs.profile.cluster.devices_per_node, self.costs.group_sizes[name])
+            for name, costs in self.costs.groups.items()
+        ]
+        if len({per_node for _, per_node, _ in found}) < 2:
+            return ()
+        return tuple((name, per_node, devices // per_node) for name, per_node, devices in found)
+
     def limits(self, request: SearchRequest) -> Mapping[str, float]:
         """Return the bytes of a device of each group; by "" where all devices are equal."""
         groups = self.costs.groups or {"": self.costs}
@@ -405,6 +416,7 @@ class Candidates:
                     )
                 ),
                 devices_per_node=self.smallest_nodes.devices_per_node,
+                nodes=self._unequal_nodes,
             ),
             degrees=configuration.degrees,
             pp=configuration.pp,

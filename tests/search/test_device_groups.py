@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from planner.cluster import Link, Tier
-from planner.errors import LayoutError
+from planner.emit.view import PlanView
+from planner.errors import LayoutError, PlanError
 from planner.plan import Plan
+from planner.runtime.start.launch import check_runnable
 from profiles.groups import DeviceGroup
 from search import SearchRequest, SearchResult, find_plan
 from tests.referees.groups import every_placed_plan, fits, with_memory
@@ -152,6 +154,25 @@ def test_faster_devices_get_more_blocks():
         zip(plan.device_groups, (len(stage.blocks) for stage in plan.stages), strict=True)
     )
     assert blocks["fast"] > blocks["slow"]
+
+
+def test_a_plan_says_where_nodes_differ_in_size():
+    """So that no launcher starts as many ranks on each."""
+    fast, slow = two_speeds().groups
+    slow = replace(slow, profile=replace(slow.profile, devices_per_node=1))
+    machine = replace(two_speeds(), groups=(fast, slow))
+    asked = SearchRequest(num_devices=4, global_batch=4, pp=2, tp=1, offload="none")
+    plan = find_plan(graph_of("equal"), machine, asked).plan
+    assert plan is not None
+    assert plan.cluster.devices_per_node == 1
+    assert plan.cluster.nodes == (("fast", 2, 1), ("slow", 1, 2))
+    with pytest.raises(PlanError, match=r"1 x 2 on fast, 2 x 1 on slow.*a `devices_per_node` of 1"):
+        check_runnable(plan, "cpu", num_nodes=2)
+    with pytest.raises(PlanError, match="launchers start as many ranks on each"):
+        _ = PlanView(plan=plan).ranks_per_node
+    same = find_plan(graph_of("equal"), two_speeds(), asked).plan
+    assert same is not None
+    assert same.cluster.nodes == ()
 
 
 def test_plans_use_all_devices():
