@@ -99,7 +99,7 @@ def preflight(
         if watch.lost:
             checks.append(check_of("all nodes to the end", "", [watch.lost]))
         watch.stop()
-        rates = rates_of(plan, hosts, found, planned)
+        rates = rates_of(hosts, found, planned)
         checks += judge_ranks(plan, hosts, found, ended) + judge_rates(plan, hosts, rates)
     else:
         _leave_together(store, room, number=number, count=count)
