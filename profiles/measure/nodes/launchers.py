@@ -31,7 +31,7 @@ from planner.nodes.meeting import (
     port_of,
     tell_all,
 )
-from planner.nodes.waiting import waiting_at
+from planner.nodes.waiting import described, waiting_at
 from planner.runtime.start.node_watch import NodeWatch
 
 if TYPE_CHECKING:
@@ -240,8 +240,12 @@ def serve(member: Member) -> None:
                         raise ProfileError(f"{watch.lost}: this node ends its ranks")
                     time.sleep(_POLL_S)
             except RuntimeError as error:
-                lost = watch.lost or f"rank 0 is gone: {error}".splitlines()[0]
-                raise ProfileError(lost) from None
+                meeting = described(f"{member.host}:{port_of(store)}")
+                raise ProfileError(
+                    f"{socket.gethostname()} has lost the node that measures, {meeting}: {error}".splitlines()[
+                        0
+                    ]
+                ) from None
             call = json.loads(store.get(_key(generation)))
             _end(workers)
             if call == _DONE:
