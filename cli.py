@@ -35,6 +35,7 @@ from commands.show import show
 from commands.simulate import simulate
 from commands.timeline import timeline
 from commands.verify import verify
+from commands.what_if import what_if
 from commands.why import why
 from planner.errors import PlannerError
 from planner.plugins import load_plugins, name_files
@@ -70,6 +71,7 @@ app.command()(search)
 app.command()(show)
 app.command()(diff)
 app.command()(why)
+app.command("what-if")(what_if)
 app.command()(estimate)
 app.command()(simulate)
 app.command()(dryrun)
