@@ -13,13 +13,14 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from commands.check import check
+from commands.common.help import GroupedCommands, GroupedOptions
 from commands.compare import compare
 from commands.convert import convert
 from commands.diff import diff
@@ -47,7 +48,7 @@ _BRIEF = 300
 app = typer.Typer(
     name="planner",
     help="Find, prove and run the fastest way to train a PyTorch model on a cluster.",
-    add_completion=False,
+    cls=GroupedCommands,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -67,25 +68,26 @@ def load(
     load_plugins()
 
 
-app.command()(profile)
-app.command()(search)
-app.command()(show)
-app.command()(diff)
-app.command()(why)
-app.command("what-if")(what_if)
-app.command()(estimate)
-app.command()(simulate)
-app.command()(dryrun)
-app.command()(verify)
-app.command(
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-)(launch)
-app.command()(emit)
-app.command(context_settings={"ignore_unknown_options": True})(check)  # FLAGS begin with --
-app.command()(timeline)
-app.command()(compare)
-app.command()(convert)
-app.command()(doctor)
+_SECTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
+    "Plan and train": (profile, search, show, launch),
+    "Understand": (why, what_if, diff, estimate, simulate, timeline, compare),
+    "Prove and check": (verify, dryrun, check, doctor),
+    "Other systems": (emit, convert),
+}
+"""Commands in the order help lists them, the common ones first."""
+
+_SETTINGS: dict[Callable[..., Any], dict[str, bool]] = {
+    launch: {"ignore_unknown_options": True, "allow_interspersed_args": False},
+    check: {"ignore_unknown_options": True},  # FLAGS begin with --
+}
+
+for _section, _commands in _SECTIONS.items():
+    for _command in _commands:
+        app.command(
+            cls=GroupedOptions,
+            rich_help_panel=_section,
+            context_settings=_SETTINGS.get(_command),
+        )(_command)
 
 
 def main() -> None:

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> int:
-    """Check this machine: libraries, GPUs, memory, limits, disk, network, two ranks that exchange.
+    """Check this machine, and say what to fix.
+
+    Libraries, GPUs, memory, limits, disk, network, and two ranks that exchange.
 
     Several nodes are checked against each other by `planner launch --preflight`.
 

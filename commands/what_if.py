@@ -70,7 +70,7 @@ def what_if(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
-    """Search again for other devices, links, batches or model sizes, without profiling.
+    """Search again for other machines, batches or sizes.
 
     All combinations of the values given are searched, each beside the plan as it is.
 
