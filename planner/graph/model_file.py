@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import ModelError
+from planner.graph.users_modules import among_users_modules, kept_modules, users_modules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,18 +73,19 @@ def load_model_file(path: str | os.PathLike[str]) -> ModelSource:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     try:
-        with _import_from(file.parent), recorded_reads() as reads:
+        with _import_from(file.parent), users_modules(file.parent), recorded_reads() as reads:
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise ModelError(f"{path} failed to load: {_where(error, file)}{_brief(error)}") from error
     for name, use in (("model", "returns an nn.Module"), ("batch", "takes a number of samples")):
         if not callable(getattr(module, name, None)):
             raise ModelError(f"{path} defines no {name}(); add a function {name} that {use}")
+    loss = getattr(module, "loss", None)
     return ModelSource(
         path=file,
-        build=module.model,
-        batch=module.batch,
-        loss=getattr(module, "loss", None),
+        build=among_users_modules(file.parent, module.model),
+        batch=among_users_modules(file.parent, module.batch),
+        loss=None if loss is None else among_users_modules(file.parent, loss),
         dependencies=tuple(sorted({file} | reads.files | local_modules())),
     )
 
@@ -222,7 +224,8 @@ def _is_local(name: str) -> bool:
 
 def local_modules() -> set[Path]:
     """Source files of imported modules that are neither installed nor part of Python."""
-    files = {getattr(m, "__file__", None) for m in list(sys.modules.values())}
+    modules = [*sys.modules.values(), *kept_modules()]
+    files = {getattr(module, "__file__", None) for module in modules}
     return {file for f in files if f and (file := _users_module(f)) is not None}
 
 
