@@ -33,6 +33,8 @@ LATE_S = 3 * STEP_S
 END_S = 5.0
 """Seconds that others get for theirs after a rank has ended without one: they wait for it."""
 
+OUT_OF_REACH = "is not heard of: the store is out of reach"
+
 _POLL_S = 0.1
 
 
@@ -139,4 +141,4 @@ def await_findings(
             else:
                 told[rank] = lost() or f"did not come up in {ALL_S:.0f} s"
         return found, told
-    return {}, dict.fromkeys(range(world_size), "is not heard of: the store is out of reach")
+    return {}, dict.fromkeys(range(world_size), OUT_OF_REACH)

@@ -21,9 +21,9 @@ from planner.nodes.meeting import (
     port_of,
     tell_all,
 )
-from planner.nodes.waiting import waiting_at
+from planner.nodes.waiting import described, waiting_at
 from planner.plan import Plan, load_plan
-from planner.runtime.preflight.children import await_findings, children
+from planner.runtime.preflight.children import OUT_OF_REACH, await_findings, children
 from planner.runtime.preflight.exchanges import PlannedRates
 from planner.runtime.preflight.facts import Facts, facts_of_this_node, same_plan
 from planner.runtime.preflight.judge import judge_nodes, judge_ranks
@@ -96,8 +96,12 @@ def preflight(
             found, ended = await_findings(store, room, len(hosts), ranks, lambda: watch.lost)
             if not watch.lost:
                 _leave_together(store, room, number=number, count=count)
-        if watch.lost:
-            checks.append(check_of("all nodes to the end", "", [watch.lost]))
+        lost = watch.lost
+        if not lost and OUT_OF_REACH in ended.values():
+            meeting = described(f"{host}:{port_of(store)}")
+            lost = f"the node that all meet at, {meeting}, does not answer"
+        if lost:
+            checks.append(check_of("all nodes to the end", "", [lost]))
         watch.stop()
         rates = rates_of(hosts, found, planned)
         checks += judge_ranks(plan, hosts, found, ended) + judge_rates(plan, hosts, rates)

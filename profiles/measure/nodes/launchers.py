@@ -241,10 +241,9 @@ def serve(member: Member) -> None:
                     time.sleep(_POLL_S)
             except RuntimeError as error:
                 meeting = described(f"{member.host}:{port_of(store)}")
+                why = str(error).splitlines()[0]
                 raise ProfileError(
-                    f"{socket.gethostname()} has lost the node that measures, {meeting}: {error}".splitlines()[
-                        0
-                    ]
+                    f"{socket.gethostname()} has lost the node that measures, {meeting}: {why}"
                 ) from None
             call = json.loads(store.get(_key(generation)))
             _end(workers)
