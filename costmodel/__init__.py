@@ -10,7 +10,7 @@ from costmodel.cache import CostCache
 from costmodel.estimate import Estimate, TimeParts, estimate
 from costmodel.memory.parts import MemoryParts
 from costmodel.time.block.compute import op_seconds, redistribute_seconds
-from costmodel.time.block.program import ProgramCost, price_program
+from costmodel.time.block.program import price_program
 from costmodel.time.plan_price import PlanPrice, price_plan
 from costmodel.time.simulate import JobSeconds, Timeline, build_job_table, simulate
 from costmodel.time.stage_costs.load import StageLoad
@@ -22,7 +22,6 @@ __all__ = [
     "JobSeconds",
     "MemoryParts",
     "PlanPrice",
-    "ProgramCost",
     "StageCosts",
     "StageLoad",
     "TimeParts",

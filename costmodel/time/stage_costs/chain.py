@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.cache import CostCache
+from costmodel.cache import BlockPrice, CostCache
 from costmodel.time.block.boundary import block_entry_seconds
-from costmodel.time.block.program import ProgramCost
-from costmodel.time.stage_costs.load import LOAD_FIELDS, StageLoad, block_load
+from costmodel.time.stage_costs.load import LOAD_FIELDS, StageLoad
 from costmodel.time.stage_costs.messages import Messages
 from costmodel.time.stage_costs.runs import Floats, Indices, RunLoads
-from costmodel.time.stage_costs.times import TIME_FIELDS, RunTimes, block_times
+from costmodel.time.stage_costs.times import TIME_FIELDS, RunTimes
 from costmodel.topology import lowered_groups
 from planner.graph import ModelGraph, TensorMeta
 from planner.layout.axes import Degrees, lowered_axes
@@ -73,7 +72,7 @@ class ChainCosts:
         return found
 
     @cached_property
-    def _prices(self) -> Mapping[int, ProgramCost]:
+    def _prices(self) -> Mapping[int, BlockPrice]:
         """Price of each block class that the chain has."""
         split, recomputed = self.split, dict(self.split.recomputed)
         return {
@@ -100,7 +99,7 @@ class ChainCosts:
     @cached_property
     def times(self) -> RunTimes:
         """Seconds of each block (n), with collectives that bring its inputs to their placement."""
-        of_class = {index: block_times(price) for index, price in self._prices.items()}
+        of_class = {index: price.times for index, price in self._prices.items()}
         columns = self._along(of_class, TIME_FIELDS)
         has_backward = self._along(self._prices, ("has_backward",))["has_backward"]
         for there, back in self._entries():
@@ -113,7 +112,7 @@ class ChainCosts:
     @cached_property
     def blocks(self) -> StageLoad:
         """Bytes of each block (n)."""
-        of_class = {index: block_load(price) for index, price in self._prices.items()}
+        of_class = {index: price.load for index, price in self._prices.items()}
         columns = self._along(of_class, LOAD_FIELDS)
         columns["side_bytes"] = self._side_bytes[0]
         return StageLoad(**columns)
@@ -245,6 +244,4 @@ class ChainCosts:
 
 def chain_costs(costs: CostCache, split: Split) -> ChainCosts:
     """Return the chain of a model under a split; `costs` keeps it."""
-    if split not in costs.chains:
-        costs.chains[split] = ChainCosts(costs=costs, split=split)
-    return costs.chains[split]
+    return costs.once(split, lambda: ChainCosts(costs=costs, split=split))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from costmodel.time.block.program import ProgramCost
 from profiles.profile import Amount
 
 
@@ -74,35 +73,3 @@ class Held:
 
 
 LOAD_FIELDS = tuple(f.name for f in fields(StageLoad))
-
-
-def block_load(cost: ProgramCost) -> StageLoad:
-    """Return the bytes of one block.
-
-    Its activation inputs stay resident until its backward, saved by autograd or not: their
-    gradients are left where they are.
-    """
-    unsaved_input = cost.input_bytes - cost.saved_input_bytes
-    recompute_peak = max(
-        cost.forward_peak_bytes + cost.input_bytes, cost.backward_peak_bytes + unsaved_input
-    )
-    return StageLoad(
-        saved_bytes=cost.saved_bytes,
-        saved_peak_bytes=max(cost.forward_peak_bytes + cost.input_bytes, cost.backward_peak_bytes),
-        input_bytes=cost.input_bytes,
-        recompute_peak_bytes=recompute_peak,
-        selective_bytes=cost.input_bytes + cost.selective_bytes,
-        selective_peak_bytes=recompute_peak + cost.selective_unsaved_bytes,
-        side_bytes=cost.side_bytes,
-        tail_bytes=cost.saved_output_bytes,
-        param_bytes=cost.param_bytes,
-        frozen_bytes=cost.frozen_bytes,
-        frozen_param_bytes=cost.frozen_param_bytes,
-        frozen_backward_bytes=cost.has_backward * cost.frozen_param_bytes,
-        largest_param_bytes=cost.param_bytes,
-        largest_frozen_bytes=cost.frozen_param_bytes,
-        num_blocks=1,
-        num_params=cost.num_params,
-        spread_bytes=cost.spread_bytes,
-        num_spread=cost.num_spread,
-    )

@@ -224,10 +224,7 @@ class _LeastMessages:
 
 def replica_prices(costs: CostCache, replication: Replication, replica: Degrees) -> ReplicaPrices:
     """Return the prices under a replication and a replica's mesh; `costs` keeps them."""
-    key = replication, replica
-    if key not in costs.replica_prices:
-        costs.replica_prices[key] = ReplicaPrices(costs, replication, replica)
-    return costs.replica_prices[key]
+    return costs.once((replication, replica), lambda: ReplicaPrices(costs, replication, replica))
 
 
 def distinct(*columns: Floats) -> tuple[Floats, NDArray[np.intp]]:

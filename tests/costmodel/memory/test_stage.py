@@ -12,9 +12,12 @@ from costmodel.memory.exact.stage.fsdp_units import Unit, sharded_stage
 from costmodel.memory.exact.stage.jobs import StageJobs, job_variants
 from costmodel.memory.exact.stage.placed_block import BlockKind, Copy, PlacedBlock
 from costmodel.memory.exact.stage.stage_walk import BackwardVariant, BlockSample, StageWalk
+from costmodel.memory.saved import saved_tensors
+from planner.graph import Program
 from planner.plan.replication import Replication
 from planner.schedule import build_schedule
 
+NO_OPS = Program(name="none", inputs=(), params=(), outputs=(), ops=(), tensors=())
 VALUE, KEPT, RISE = 10, 50, 80
 """Bytes of each value between blocks, kept inside a block, and of a block's height."""
 
@@ -34,6 +37,7 @@ def block_of(index, copies=(None,), params=()):
         backward=lambda **how: BackwardWalk(
             30, frozenset(params), (), {"x": Given(VALUE, None, False)}
         ),
+        saved=saved_tensors(NO_OPS),
     )
     return PlacedBlock(
         kind=BlockKind(bytes=sizes, copies=copies),
