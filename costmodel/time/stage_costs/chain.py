@@ -235,7 +235,9 @@ class ChainCosts:
     def messages(self) -> Messages:
         """What a stage receives, wherever it starts."""
         return Messages(
-            costs=self.costs,
+            graph=self.graph,
+            links=self.costs.links,
+            profile=self.costs.profile,
             degrees=self.split.degrees,
             microbatch_size=self.split.microbatch_size,
             layouts=self.layouts,

@@ -5,12 +5,16 @@ All that is not a name is the same for many blocks of a stage, and found once (`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from costmodel.memory.block.block_bytes import BlockBytes
+from planner.layout.axes import Degrees
+from planner.layout.placement import Shard
+from planner.layout.placements import Placements, moves_between
+from planner.ops.families.lowered import is_view_slice, staging_bytes
 
 
 class Copy(NamedTuple):
@@ -26,6 +30,40 @@ class Copy(NamedTuple):
     """Whether its gradient is the value's, as it is."""
     is_view: bool = False
     """Whether there is no copy, but a part of the value's own memory."""
+
+
+def copy_between(
+    lies: Placements,
+    taken: Placements,
+    num_bytes: int,
+    shape: Sequence[int],
+    *,
+    degrees: Degrees,
+) -> Copy | None:
+    """Return what bringing a value of some whole shape from one placement to another takes,
+    None where nothing moves; `num_bytes` are those of the copy.
+    """
+    whole = num_bytes * taken.parts(degrees)
+    making = returning = 0
+    passes_on = True
+    start = num_bytes
+    # Along an axis of one rank nothing moves.
+    moves = [move for move in moves_between(lies, taken) if degrees[move.axis] > 1]
+    before = lies
+    for axis, src, dst in moves:
+        after = before.on(axis, dst)
+        source, target = whole // before.parts(degrees), whole // after.parts(degrees)
+        held = 0 if before == lies else source
+        size = max(source, target)
+        making = max(making, held + target + staging_bytes(src, dst, size, forward=True))
+        if isinstance(src, Shard) or isinstance(dst, Shard):
+            passes_on = False
+            staged = staging_bytes(src, dst, size, forward=False)
+            returning = max(returning, target + source + staged - start)
+        before = after
+    if len(moves) == 1 and is_view_slice(moves[0].src, moves[0].dst, shape):
+        return Copy(0, 0, returning, passes_on, is_view=True)
+    return Copy(num_bytes, making, returning, passes_on) if moves else None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

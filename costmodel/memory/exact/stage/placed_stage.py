@@ -9,10 +9,9 @@ from math import prod
 from costmodel.cache import CostCache
 from costmodel.memory.exact.stage.fsdp_units import sharded_stage
 from costmodel.memory.exact.stage.jobs import Message, StageJobs
-from costmodel.memory.exact.stage.placed_block import BlockKind, PlacedBlock
+from costmodel.memory.exact.stage.placed_block import BlockKind, PlacedBlock, copy_between
 from costmodel.memory.exact.stage.stage_walk import StageWalk
 from costmodel.memory.saved import HELD_ANYWAY, Storage
-from costmodel.time.copies import copy_between
 from costmodel.topology import replica_mesh
 from planner.graph import size_at
 from planner.layout.axes import lowered_axes, split_axes
