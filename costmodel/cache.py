@@ -15,9 +15,8 @@ from costmodel.execution.narrow_saves import as_saved
 from costmodel.execution.own_modules import with_own_modules
 from costmodel.execution.rings import with_rings
 from costmodel.execution.saves import saved_instead, with_sized_losses
-from costmodel.links import Links, find_links
+from costmodel.links import Links, SideValues, find_links, find_side_values
 from costmodel.memory.block.block_bytes import BlockBytes, block_bytes, block_load
-from costmodel.side_values import SideValues, find_side_values
 from costmodel.time.block.program import price_program
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.stage_costs.times import RunTimes
@@ -277,14 +276,6 @@ class CostCache:
             through = graph.preamble.only(tuple(sorted(made))).inputs if made else ()
             self._batch_inputs[block_index] = (taken - made) | frozenset(through)
         return self._batch_inputs[block_index]
-
-    def side_bytes(self, names: frozenset[str], microbatch_size: int) -> tuple[int, int]:
-        """Return bytes of preamble values: per microbatch, and of those that are always the same.
-
-        A value that depends on no batch input (positions, a causal mask) is computed once.
-        """
-        values = self.side_values(microbatch_size)
-        return values.num_bytes(names, fixed=False), values.num_bytes(names, fixed=True)
 
     def side_values(self, microbatch_size: int) -> SideValues:
         """Return the preamble's values for microbatches of a size."""

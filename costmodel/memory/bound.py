@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from costmodel.memory.parts import Ranks
-from costmodel.time.stage_costs.load import Held, StageLoad
+from costmodel.time.stage_costs.load import SAVED_AND_PEAK, Held, StageLoad
 from planner.plan import Precision, Recompute
 from planner.plan.replication import gradient_factor
 from profiles import Profile
@@ -49,26 +49,19 @@ def kept_bytes(load: StageLoad, *, recompute: Recompute | Held) -> Amount:
     """Return the bytes a stage keeps for each microbatch in flight: its blocks recompute alike, or
     hold this.
     """
-    if isinstance(recompute, Held):
-        return recompute.kept_bytes + load.side_bytes
-    kept = {
-        "none": load.saved_bytes,
-        "selective": load.selective_bytes,
-        "full": load.input_bytes,
-    }
-    return kept[recompute] + load.side_bytes
+    return _held(load, recompute).kept_bytes + load.side_bytes
 
 
 def job_peak_bytes(load: StageLoad, *, recompute: Recompute | Held) -> Amount:
     """Return the peak inside one microbatch's forward or backward, what it keeps included."""
+    return _held(load, recompute).peak_bytes + load.side_bytes
+
+
+def _held(load: StageLoad, recompute: Recompute | Held) -> Held:
     if isinstance(recompute, Held):
-        return recompute.peak_bytes + load.side_bytes
-    peak = {
-        "none": load.saved_peak_bytes,
-        "selective": load.selective_peak_bytes,
-        "full": load.recompute_peak_bytes,
-    }
-    return peak[recompute] + load.side_bytes
+        return recompute
+    kept, peak = SAVED_AND_PEAK[recompute]
+    return Held(kept_bytes=getattr(load, kept), peak_bytes=getattr(load, peak))
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,7 +223,6 @@ def block_load(block: BlockBytes, recomputed: Collection[str]) -> StageLoad:
         frozen_backward_bytes=frozen_param_bytes * bool(arriving),
         largest_param_bytes=sum(block.params.values()),
         largest_frozen_bytes=frozen_param_bytes,
-        num_blocks=1,
         num_params=len(block.params),
         spread_bytes=sum(spread),
         num_spread=len(spread),

@@ -125,7 +125,11 @@ class ChainCosts:
     @cached_property
     def _side_bytes(self) -> tuple[Floats, Floats]:
         """Side inputs of each block: resident for each microbatch, and once."""
-        of_side = {names: self._bytes_of_side(names) for names in set(self._sides)}
+        values = self.costs.side_values(self.split.microbatch_size)
+        of_side = {
+            names: [values.num_bytes(names, fixed=fixed) for fixed in (False, True)]
+            for names in set(self._sides)
+        }
         each, once = zip(*(of_side[names] for names in self._sides), strict=True)
         return np.array(each, dtype=float), np.array(once, dtype=float)
 
@@ -137,23 +141,16 @@ class ChainCosts:
             for block in self.graph.blocks
         )
 
-    def _bytes_of_side(self, names: frozenset[str]) -> tuple[int, int]:
-        return self.costs.side_bytes(names, self.split.microbatch_size)
-
     def side_bytes(self, first: int, end: int) -> int:
         """Return the side inputs of a run for each microbatch: of all its blocks, each once."""
-        return self._bytes_of_side(frozenset().union(*self._sides[first:end]))[0]
+        values = self.costs.side_values(self.split.microbatch_size)
+        return values.num_bytes(frozenset().union(*self._sides[first:end]), fixed=False)
 
     def _entries(self) -> Iterator[tuple[Floats, Floats]]:
         """Yield, for each axis, the seconds of bringing each block's inputs to their place."""
         degrees, entries = self.split.degrees, self.costs.links.entries
         groups = lowered_groups(self.costs.profile.cluster, degrees)
         for axis, own in self.layouts.items():
-            # Where all boundaries lie alike nothing has to move.
-            placements = {p for layout in own.values() for p in (*layout.inputs, *layout.outputs)}
-            replicates_some = any(b.class_index not in own for b in self.graph.blocks)
-            if len(placements | ({"R"} if replicates_some else set())) <= 1:
-                continue
             others = [
                 (other, degrees[name]) for name, other in self.layouts.items() if name != axis
             ]

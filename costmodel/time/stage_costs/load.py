@@ -12,8 +12,10 @@ first saved:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from planner.plan import Recompute
 from profiles.profile import Amount
 
 
@@ -50,8 +52,6 @@ class StageLoad:
     """Most trainable parameters of any block: ZeRO gathers and reduces a block at a time."""
     largest_frozen_bytes: Amount = 0
     """Most frozen parameters of any block."""
-    num_blocks: Amount = 0
-    """Blocks of the run."""
     num_params: Amount = 0
     """Trainable parameter tensors; those that blocks of the run share count once."""
     spread_bytes: Amount = 0
@@ -73,3 +73,9 @@ class Held:
 
 
 LOAD_FIELDS = tuple(f.name for f in fields(StageLoad))
+SAVED_AND_PEAK: Mapping[Recompute, tuple[str, str]] = {
+    "none": ("saved_bytes", "saved_peak_bytes"),
+    "selective": ("selective_bytes", "selective_peak_bytes"),
+    "full": ("input_bytes", "recompute_peak_bytes"),
+}
+"""Fields of what a microbatch saves and of its highest point, by what all blocks recompute."""

@@ -21,28 +21,19 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodel.time.stage_costs.load import LOAD_FIELDS, Held, StageLoad
+from costmodel.time.stage_costs.load import LOAD_FIELDS, SAVED_AND_PEAK, Held, StageLoad
 from planner.plan import Recompute
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 Flags = NDArray[np.bool_]
 
-_SAVED: dict[Recompute, str] = {
-    "none": "saved_bytes", "selective": "selective_bytes", "full": "input_bytes",
-}  # fmt: skip
-_SAVED_WITH_PEAK = (
-    ("saved_bytes", "saved_peak_bytes"),
-    ("selective_bytes", "selective_peak_bytes"),
-    ("input_bytes", "recompute_peak_bytes"),
-)
-"""In the order of `_SAVED`."""
 _LARGEST = ("side_bytes", "largest_param_bytes", "largest_frozen_bytes")
 _LAST = "tail_bytes"
 _FROZEN = ("frozen_bytes", "frozen_param_bytes", "frozen_backward_bytes")
 _SPREAD = ("spread_bytes", "num_spread")
-_SUMS = ("param_bytes", "num_params", *_FROZEN, *_SPREAD, "num_blocks")
-assert {name for pair in _SAVED_WITH_PEAK for name in pair} | {*_LARGEST, _LAST, *_SUMS} == {
+_SUMS = ("param_bytes", "num_params", *_FROZEN, *_SPREAD)
+assert {name for pair in SAVED_AND_PEAK.values() for name in pair} | {*_LARGEST, _LAST, *_SUMS} == {
     *LOAD_FIELDS
 }, "every field has a rule"
 
@@ -71,10 +62,9 @@ class RunLoads:
 
         param_bytes, num_params = self.params(start, end)
         columns = {"param_bytes": param_bytes, "num_params": num_params}
-        columns["num_blocks"] = self.sums["num_blocks"][end] - self.sums["num_blocks"][start]
         columns |= dict(zip(_FROZEN, self.frozen(start, end), strict=True))
         columns |= dict(zip(_SPREAD, self.spread(start, end), strict=True))
-        for saved, peak in _SAVED_WITH_PEAK:
+        for saved, peak in SAVED_AND_PEAK.values():
             before = self._before[saved]
             columns[saved] = before[end - 1] - before[start] + getattr(self.blocks, saved)[end - 1]
             columns[peak] = largest(peak) - before[start]
@@ -109,7 +99,7 @@ class RunLoads:
         """Return running sums (n + 1) of what blocks save of a microbatch, side inputs apart: a run
         saves the difference of two at least.
         """
-        name = _SAVED[recompute]
+        name, _ = SAVED_AND_PEAK[recompute]
         before = self._before[name]
         return np.append(before, before[-1] + getattr(self.blocks, name)[-1])
 
@@ -136,8 +126,8 @@ class RunLoads:
         """Return what each block saves under its choice (at 0), or its peak (1)."""
         names = np.array(by_block)
         return np.select(
-            [names == choice for choice in _SAVED],
-            [getattr(self.blocks, pair[at]) for pair in _SAVED_WITH_PEAK],
+            [names == choice for choice in SAVED_AND_PEAK],
+            [getattr(self.blocks, pair[at]) for pair in SAVED_AND_PEAK.values()],
         )
 
     @cached_property
@@ -153,7 +143,7 @@ class RunLoads:
                 getattr(self.blocks, name),
                 keeps_all=np.full(len(self.blocks.saved_bytes), name == "saved_bytes"),
             )
-            for name, _ in _SAVED_WITH_PEAK
+            for name, _ in SAVED_AND_PEAK.values()
         }
 
     def _before_each(self, saved: Floats, *, keeps_all: Flags) -> Floats:
@@ -169,7 +159,7 @@ class RunLoads:
         """Sparse tables by (level, start): the maximum of 2 ** level blocks from a start on."""
         tables = {
             peak: sparse_table(self._before[saved] + getattr(self.blocks, peak))
-            for saved, peak in _SAVED_WITH_PEAK
+            for saved, peak in SAVED_AND_PEAK.values()
         }
         return tables | {name: sparse_table(getattr(self.blocks, name)) for name in _LARGEST}
 

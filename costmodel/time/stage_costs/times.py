@@ -64,13 +64,6 @@ class RunTimes:
         those ops that the plan names, or by default compute only. Neither adds anything to a block
         without a backward.
         """
-        choices = {recompute} if isinstance(recompute, str) else {*recompute}
-        if choices == {"none"}:
-            return 0.0 * self.recomputed_s
-        if choices == {"selective"}:
-            return self.recomputed_s
-        if choices == {"full"}:
-            return self.rerun_s
         names = np.array(recompute)
         selective = np.where(names == "selective", self.recomputed_s, 0.0)
         return np.where(names == "full", self.rerun_s, selective)

@@ -14,7 +14,7 @@ SAVED_AND_PEAK = (
     ("selective_bytes", "selective_peak_bytes"),
 )
 FROZEN = ("frozen_bytes", "frozen_param_bytes", "frozen_backward_bytes")
-SUMS = ("param_bytes", "num_params", *FROZEN, "spread_bytes", "num_spread", "num_blocks")
+SUMS = ("param_bytes", "num_params", *FROZEN, "spread_bytes", "num_spread")
 
 
 def joined(first: StageLoad, second: StageLoad) -> StageLoad:

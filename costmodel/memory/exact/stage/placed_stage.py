@@ -108,7 +108,13 @@ class PlacedStages:
         )
         sharded = None
         if is_sharded:
-            sharded = sharded_stage(walk, replication, costs.profile.cluster.device_type)
+            sharded = sharded_stage(
+                walk.blocks,
+                walk.shared,
+                replication,
+                gradient_factor=walk.gradient_factor,
+                device_type=costs.profile.cluster.device_type,
+            )
         loss = costs.graph.tensor[costs.graph.loss]
         return StageJobs(
             walk=walk,
