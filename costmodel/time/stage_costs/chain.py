@@ -8,6 +8,7 @@ messages of a stage that starts at a block. No replicas yet (`stage_costs`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +21,7 @@ from costmodel.cache import BlockPrice, CostCache
 from costmodel.time.block.boundary import block_entry_seconds
 from costmodel.time.stage_costs.load import LOAD_FIELDS, StageLoad
 from costmodel.time.stage_costs.messages import Messages
-from costmodel.time.stage_costs.runs import Floats, Indices, RunLoads
+from costmodel.time.stage_costs.runs import Floats, Indices, RunLoads, Tie
 from costmodel.time.stage_costs.times import TIME_FIELDS, RunTimes
 from costmodel.topology import lowered_groups
 from planner.graph import ModelGraph, TensorMeta
@@ -166,16 +167,21 @@ class ChainCosts:
             yield there, back
 
     @cached_property
-    def _tied(self) -> Mapping[tuple[int, int], tuple[float, int]]:
-        """Bytes and number of trainable parameters that block j shares with i, their user before
-        it, by (i, j).
-        """
-        shared: dict[tuple[int, int], tuple[float, int]] = {}
+    def _ties(self) -> tuple[Tie, ...]:
+        """What blocks of the chain share."""
+        has_backward = [self._prices[block.class_index].has_backward for block in self.graph.blocks]
+        shared: dict[tuple[int, int], Counter[str]] = {}
         for i, j, meta, size in self._shared_tensors():
-            if meta.kind == "param" and meta.requires_grad:
-                num_bytes, count = shared.get((i, j), (0.0, 0))
-                shared[i, j] = num_bytes + size, count + 1
-        return shared
+            is_param = meta.kind == "param"
+            if is_param and meta.requires_grad:
+                held = {"param_bytes": size, "num_params": 1}
+            else:
+                # Gathered for a backward if any of both has one: blocks with one come last.
+                again = size * (is_param and has_backward[i] and has_backward[j])
+                held = {"frozen_bytes": size, "frozen_param_bytes": size * is_param}
+                held["frozen_backward_bytes"] = again
+            shared.setdefault((i, j), Counter()).update(held)
+        return tuple((i, j, held) for (i, j), held in shared.items())
 
     def _shared_tensors(self) -> Iterator[tuple[int, int, TensorMeta, int]]:
         """Yield (i, j, tensor, local bytes): blocks i < j share it, j being the next user."""
@@ -192,30 +198,15 @@ class ChainCosts:
                 yield i, j, meta, size
 
     @cached_property
-    def _frozen_ties(self) -> tuple[tuple[int, int, tuple[float, float, float]], ...]:
-        """`RunLoads.frozen_ties`: buffers and frozen parameters that blocks share."""
-        has_backward = [self._prices[block.class_index].has_backward for block in self.graph.blocks]
-        ties = []
-        for i, j, meta, size in self._shared_tensors():
-            is_param = meta.kind == "param"
-            if not (is_param and meta.requires_grad):
-                # Gathered for a backward if any of both has one: blocks with one come last.
-                again = size * (is_param and has_backward[i] and has_backward[j])
-                ties.append((i, j, (float(size), float(size * is_param), float(again))))
-        return tuple(ties)
-
-    @cached_property
     def ties(self) -> tuple[tuple[int, int, float], ...]:
         """(i, j, local bytes): blocks i < j share trainable parameters, j being the next user."""
-        return tuple((i, j, num_bytes) for (i, j), (num_bytes, _) in self._tied.items())
+        tied = ((i, j, float(held["param_bytes"])) for i, j, held in self._ties)
+        return tuple(tie for tie in tied if tie[2])
 
     @cached_property
     def loads(self) -> RunLoads:
         """Bytes of any runs of blocks."""
-        counts = tuple(count for _, count in self._tied.values())
-        return RunLoads(
-            blocks=self.blocks, ties=self.ties, tied_tensors=counts, frozen_ties=self._frozen_ties
-        )
+        return RunLoads(blocks=self.blocks, ties=self._ties)
 
     @cached_property
     def _time_sums(self) -> Floats:

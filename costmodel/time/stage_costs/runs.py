@@ -14,7 +14,7 @@ O(n log n).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,12 +27,16 @@ from planner.plan import Recompute
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 Flags = NDArray[np.bool_]
+Tie = tuple[int, int, Mapping[str, float]]
+"""(i, j, amounts by field of `StageLoad`): what blocks i < j share is resident once in a run of
+both; j is the next user."""
 
 _LARGEST = ("side_bytes", "largest_param_bytes", "largest_frozen_bytes")
 _LAST = "tail_bytes"
 _FROZEN = ("frozen_bytes", "frozen_param_bytes", "frozen_backward_bytes")
 _SPREAD = ("spread_bytes", "num_spread")
-_SUMS = ("param_bytes", "num_params", *_FROZEN, *_SPREAD)
+_PARAMS = ("param_bytes", "num_params")
+_SUMS = (*_PARAMS, *_FROZEN, *_SPREAD)
 assert {name for pair in SAVED_AND_PEAK.values() for name in pair} | {*_LARGEST, _LAST, *_SUMS} == {
     *LOAD_FIELDS
 }, "every field has a rule"
@@ -44,12 +48,8 @@ class RunLoads:
 
     blocks: StageLoad
     """Bytes of each block, as arrays along the chain (n)."""
-    ties: tuple[tuple[int, int, float], ...]
-    """(i, j, bytes): parameters that blocks i < j share, resident once in a run of both."""
-    tied_tensors: tuple[int, ...]
-    """Number of parameters of each tie."""
-    frozen_ties: tuple[tuple[int, int, tuple[float, float, float]], ...] = ()
-    """(i, j, bytes): the same of tensors that no gradient reaches, in each field of `frozen`."""
+    ties: tuple[Tie, ...] = ()
+    """What blocks share."""
 
     def loads(self, start: Indices, end: Indices) -> StageLoad:
         """Return the bytes of runs start .. end-1, in the shape the two broadcast to."""
@@ -60,10 +60,7 @@ class RunLoads:
             table = self._maxima[name]
             return np.maximum(table[level, start], table[level, right])
 
-        param_bytes, num_params = self.params(start, end)
-        columns = {"param_bytes": param_bytes, "num_params": num_params}
-        columns |= dict(zip(_FROZEN, self.frozen(start, end), strict=True))
-        columns |= dict(zip(_SPREAD, self.spread(start, end), strict=True))
+        columns = dict(zip(_SUMS, self._added(_SUMS, start, end), strict=True))
         for saved, peak in SAVED_AND_PEAK.values():
             before = self._before[saved]
             columns[saved] = before[end - 1] - before[start] + getattr(self.blocks, saved)[end - 1]
@@ -75,24 +72,25 @@ class RunLoads:
 
     def params(self, start: Indices, end: Indices) -> tuple[Floats, Floats]:
         """Return the trainable bytes of runs, and the number of their tensors."""
-        param_bytes = self.sums["param_bytes"][end] - self.sums["param_bytes"][start]
-        num_params = self.sums["num_params"][end] - self.sums["num_params"][start]
-        for (i, j, size), count in zip(self.ties, self.tied_tensors, strict=True):
-            has_both = (start <= i) & (end > j)
-            param_bytes = param_bytes - size * has_both
-            num_params = num_params - count * has_both
+        param_bytes, num_params = self._added(_PARAMS, start, end)
         return param_bytes, num_params
 
     def spread(self, start: Indices, end: Indices) -> list[Floats]:
         """Return the bytes of runs' parameters on the experts' mesh, and the number of these."""
-        return [self.sums[name][end] - self.sums[name][start] for name in _SPREAD]
+        return self._added(_SPREAD, start, end)
 
     def frozen(self, start: Indices, end: Indices) -> list[Floats]:
         """Return what runs hold and do not train: all, parameters, those gathered in a backward."""
-        found = [self.sums[name][end] - self.sums[name][start] for name in _FROZEN]
-        for i, j, sizes in self.frozen_ties:
+        return self._added(_FROZEN, start, end)
+
+    def _added(self, names: Sequence[str], start: Indices, end: Indices) -> list[Floats]:
+        """Return fields of runs that simply add, what blocks share counted once."""
+        found = [self.sums[name][end] - self.sums[name][start] for name in names]
+        for i, j, held in self.ties:
             has_both = (start <= i) & (end > j)
-            found = [total - size * has_both for total, size in zip(found, sizes, strict=True)]
+            for at, name in enumerate(names):
+                if name in held:
+                    found[at] = found[at] - held[name] * has_both
         return found
 
     def kept_sums(self, recompute: Recompute) -> Floats:
