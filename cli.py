@@ -1,9 +1,9 @@
 """The `planner` command: its subcommands in the order help lists them, and their errors.
 
 Results go to stdout; progress, notes and errors to stderr. Exit codes: 0 done, 1 a check failed
-(`verify`, `profile --check`, `launch --preflight`), 2 bad input, in one line; 3 an error of planner
-itself, in one line that names the file of its traceback; 130 interrupted, 141 when nobody reads the
-output any more.
+(`verify`, `doctor`, `profile --check`, `launch --preflight`), 2 bad input, in one line; 3 an error
+of planner itself, in one line that names the file of its traceback; 130 interrupted, 141 when
+nobody reads the output any more.
 `python -m cli` is the command in a source tree that is not installed.
 """
 
@@ -23,6 +23,7 @@ from commands.check import check
 from commands.compare import compare
 from commands.convert import convert
 from commands.diff import diff
+from commands.doctor import doctor
 from commands.dryrun import dryrun
 from commands.emit import emit
 from commands.estimate import estimate
@@ -35,6 +36,7 @@ from commands.show import show
 from commands.simulate import simulate
 from commands.timeline import timeline
 from commands.verify import verify
+from commands.what_if import what_if
 from commands.why import why
 from planner.errors import PlannerError
 from planner.plugins import load_plugins, name_files
@@ -70,6 +72,7 @@ app.command()(search)
 app.command()(show)
 app.command()(diff)
 app.command()(why)
+app.command("what-if")(what_if)
 app.command()(estimate)
 app.command()(simulate)
 app.command()(dryrun)
@@ -82,6 +85,7 @@ app.command(context_settings={"ignore_unknown_options": True})(check)  # FLAGS b
 app.command()(timeline)
 app.command()(compare)
 app.command()(convert)
+app.command()(doctor)
 
 
 def main() -> None:

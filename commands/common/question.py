@@ -88,7 +88,7 @@ class Question:
         return SearchRequest(
             num_devices=self.gpus,
             global_batch=8 * self.gpus if self.global_batch is None else self.global_batch,
-            memory_limit_bytes=_bytes_of_gib(self.memory_limit),
+            memory_limit_bytes=bytes_of_gib(self.memory_limit),
             model_file=str(model),
             dp=self.dp,
             tp=self.tp,
@@ -151,7 +151,8 @@ def parse_counts(flag: str, text: str | None, what: str) -> tuple[int, ...]:
     return tuple(map(int, counts))
 
 
-def _bytes_of_gib(gib: float | None) -> int | None:
+def bytes_of_gib(gib: float | None) -> int | None:
+    """Return bytes of GiB per device; None where none is given."""
     from planner.units import GIB
 
     if gib is None:

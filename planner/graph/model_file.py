@@ -6,13 +6,14 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import inspect
 import os
 import site
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,24 @@ class ModelSource:
     def name(self) -> str:
         """The file's stem."""
         return self.path.stem
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> ModelSource:
+        """Return the source whose model is built by ``model(**arguments)``.
+
+        Raises ModelError, in one line, where model() does not take them.
+        """
+        if not arguments:
+            return self
+        try:
+            inspect.signature(self.build).bind(**arguments)
+        except TypeError as error:
+            taken = ", ".join(inspect.signature(self.build).parameters) or "none"
+            given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+            raise ModelError(
+                f"model() of {self.path.name} was given {given}: {error}; the arguments it takes: "
+                f"{taken}"
+            ) from None
+        return replace(self, build=functools.partial(self.build, **arguments))
 
 
 def load_model_file(path: str | os.PathLike[str]) -> ModelSource:
