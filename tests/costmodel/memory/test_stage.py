@@ -107,7 +107,6 @@ def test_units_are_padded_to_equal_shards():
             has_input_gradient=True, last_part=Fraction(1),
         ),
     }  # fmt: skip
-    assert found.shard_bytes == 132
 
 
 def test_experts_are_sharded_over_the_ranks_that_have_the_same():
