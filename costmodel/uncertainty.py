@@ -29,7 +29,7 @@ from costmodel.cache import CostCache, costs_of_groups
 from costmodel.estimate import estimate
 from costmodel.execution.executed import in_training
 from costmodel.execution.execution import Execution, RunKind, residuals_of_runs
-from costmodel.table.rates import residuals_of
+from costmodel.table.kernels import residuals_of
 from planner.graph import ModelGraph
 from planner.layout.experts import grouped_products
 from planner.plan import Plan

@@ -23,8 +23,7 @@ from math import ceil, log2
 from typing import Literal
 
 from costmodel.execution.execution import Execution
-from costmodel.table.kernels import DeviceRates
-from costmodel.table.rates import has_rates, load_rates
+from costmodel.table.kernels import DeviceRates, has_rates, load_rates
 from planner.errors import PlannerError
 from profiles import Group, Lookup, OpQuery, Profile
 from profiles.calibration import op_term

@@ -3,19 +3,21 @@
 Values at a block's edges depend on its neighbours and are counted by the stage (`exact.stage`).
 Here they only count where this block makes, keeps or frees them. All amounts are local bytes.
 
-Both fidelities of memory read the same walks: the exact one places `BlockBytes` in its stage, the
-bound adds up what `block_load` takes from it.
+Both fidelities of memory read the same walks: the exact one places the block in its stage, by
+names and with copies of what it takes in another placement (`PlacedBlock`); the bound adds up what
+`block_load` takes from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from costmodel.memory.block.backward_facts import backward_facts
 from costmodel.memory.block.backward_walk import BackwardWalk, backward_walk
+from costmodel.memory.block.copies import Copy
 from costmodel.memory.block.forward_walk import forward_walk
 from costmodel.memory.block.recomputed import kept_storages
 from costmodel.memory.saved import (
@@ -79,6 +81,65 @@ class BlockBytes:
     """Those of its parameters that lie on the experts' mesh."""
     deferred: Callable[[], BlockBytes | None] = lambda: None
     """The block with its weight gradients deferred, if it keeps other things then."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BlockKind:
+    """What blocks hold that differ in names only. Inputs and outputs go by position and local
+    name.
+    """
+
+    bytes: BlockBytes
+    """What the block holds itself."""
+    copies: tuple[Copy | None, ...]
+    """For each input, its copy if it is brought to another placement for the block."""
+
+    @cached_property
+    def kept_bytes(self) -> int:
+        """Bytes kept beside what lies at the edges, copies of inputs counted."""
+        edges = zip(self.bytes.inputs, self.copies, strict=True)
+        copied = sum(c.num_bytes for edge, c in edges if edge.is_kept and c is not None)
+        return self.bytes.kept_bytes + copied
+
+    @cached_property
+    def copied(self) -> frozenset[str]:
+        """Inputs that the block has in copies of its own."""
+        edges = zip(self.bytes.inputs, self.copies, strict=True)
+        return frozenset(edge.name for edge, c in edges if c is not None and not c.is_view)
+
+    @cached_property
+    def uncopied(self) -> tuple[tuple[int, str], ...]:
+        """Inputs that the block takes as they lie."""
+        edges = enumerate(self.bytes.inputs)
+        return tuple((at, edge.name) for at, edge in edges if self.copies[at] is None)
+
+    @cached_property
+    def kept_inputs(self) -> tuple[int, ...]:
+        """Inputs that the block keeps for its backward, where they are no copies."""
+        edges = enumerate(self.bytes.inputs)
+        return tuple(at for at, edge in edges if edge.is_kept and edge.name not in self.copied)
+
+    @cached_property
+    def viewed(self) -> tuple[int | None, ...]:
+        """For each output, the input in whose memory it lies, if any: a copy is the block's own."""
+        own = {at for at, edge in enumerate(self.bytes.inputs) if edge.name in self.copied}
+        return tuple(None if e.viewed in own else e.viewed for e in self.bytes.outputs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedBlock:
+    """A block of a stage."""
+
+    kind: BlockKind
+    """All of it but names."""
+    inputs: tuple[str, ...]
+    """What it takes, by name in the stage."""
+    outputs: tuple[str, ...]
+    """What it makes, by name in the stage."""
+    params: Mapping[str, str]
+    """Its trained parameters: local name to name in the model."""
+    frozen: Mapping[str, str]
+    """Its frozen parameters, in the same way."""
 
 
 def block_bytes(

@@ -3,7 +3,7 @@
 import pytest
 
 from costmodel.execution.executed import in_training
-from costmodel.table.rates import load_rates
+from costmodel.table.kernels import load_rates
 from costmodel.time.communication import exposed_seconds
 from profiles import Group, OpQuery, Profile, load_profile
 

@@ -6,11 +6,11 @@ from fractions import Fraction
 import pytest
 
 from costmodel.memory.block.backward_walk import BackwardWalk, Given
-from costmodel.memory.block.block_bytes import BlockBytes, Edge
+from costmodel.memory.block.block_bytes import BlockBytes, BlockKind, Edge, PlacedBlock
+from costmodel.memory.block.copies import Copy
 from costmodel.memory.exact.stage.backward import backward_job
 from costmodel.memory.exact.stage.fsdp_units import Unit, sharded_stage
 from costmodel.memory.exact.stage.jobs import StageJobs, job_variants
-from costmodel.memory.exact.stage.placed_block import BlockKind, Copy, PlacedBlock
 from costmodel.memory.exact.stage.stage_walk import BackwardVariant, BlockSample, StageWalk
 from costmodel.memory.saved import saved_tensors
 from planner.graph import Program

@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from costmodel.memory.exact.stage.placed_block import BlockKind, PlacedBlock
+from costmodel.memory.block.block_bytes import BlockKind, PlacedBlock
 from planner.plan.replication import Replication
 
 

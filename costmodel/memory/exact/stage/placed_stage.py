@@ -7,9 +7,10 @@ from dataclasses import replace
 from math import prod
 
 from costmodel.cache import CostCache
+from costmodel.memory.block.block_bytes import BlockKind, PlacedBlock
+from costmodel.memory.block.copies import copy_between
 from costmodel.memory.exact.stage.fsdp_units import sharded_stage
 from costmodel.memory.exact.stage.jobs import Message, StageJobs
-from costmodel.memory.exact.stage.placed_block import BlockKind, PlacedBlock, copy_between
 from costmodel.memory.exact.stage.stage_walk import StageWalk
 from costmodel.memory.saved import HELD_ANYWAY, Storage
 from costmodel.topology import replica_mesh
