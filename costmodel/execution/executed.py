@@ -47,17 +47,9 @@ class TrainingProfile(Profile):
         self.rates = rates
         self.num_nodes = num_nodes
         self.waited = 1.0 + rates.node_spread * log2(num_nodes)
-        self._op_answers: dict[OpQuery, Lookup] = {}
-        self._collective_answers: dict[tuple[str, float, Group], Lookup] = {}
 
     def op_seconds(self, query: OpQuery) -> Lookup:
         """Return an operator's time on the slowest of all nodes, at the clocks they sustain."""
-        answer = self._op_answers.get(query)
-        if answer is None:
-            answer = self._op_answers[query] = self._op_seconds(query)
-        return answer
-
-    def _op_seconds(self, query: OpQuery) -> Lookup:
         answer = self.alone.op_seconds(query)
         peak = self.rates.peak_flop_per_s.get(query.dtype)
         if peak is not None and answer.source != "measured" and family_of(query.target) == MATMUL:
@@ -70,12 +62,8 @@ class TrainingProfile(Profile):
 
     def collective_seconds(self, kind: str, num_bytes: float, group: Group) -> Lookup:
         """Return the time of a collective beside compute."""
-        key = kind, num_bytes, group
-        if key not in self._collective_answers:
-            answer = self.alone.collective_seconds(kind, num_bytes, group)
-            in_step = replace(answer, seconds=answer.seconds / self._reached_part(group))
-            self._collective_answers[key] = in_step
-        return self._collective_answers[key]
+        answer = self.alone.collective_seconds(kind, num_bytes, group)
+        return replace(answer, seconds=answer.seconds / self._reached_part(group))
 
     def least_collective_s_per_byte(self, kind: str, group: Group, *, most_bytes: float) -> float:
         """Return seconds per byte that no collective of up to `most_bytes` goes below."""

@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from costmodel.memory.block.block_bytes import BlockKind, PlacedBlock
+from costmodel.memory.block.block_bytes import PlacedBlock
 from planner.plan.replication import Replication
 
 
@@ -99,8 +99,6 @@ def sharded_stage(
     shared_frozen: dict[str, Size] = {}
     users = Counter(name for block in blocks for name in block.frozen.values())
     units: dict[int, Unit] = {}
-    # Blocks that differ in names only have equal units, where nobody uses parameters of theirs.
-    known: dict[BlockKind, Unit] = {}
     for index, (block, of_others) in enumerate(zip(blocks, shared_by_block, strict=True)):
         kind = block.kind
         shards = {n: of_experts if n in kind.bytes.spread else parts for n in block.params}
@@ -110,17 +108,14 @@ def sharded_stage(
         shared |= {block.params[local]: sizes[local] for local in sizes if local in of_others}
         own = [size for local, size in sizes.items() if local not in of_others]
         own_frozen: list[Size] = []
-        has_others = bool(of_others)
         for local, name in block.frozen.items() if replication.zero_stage == 3 else ():
             size = kind.bytes.frozen[local], kind.bytes.param_rows[local], parts
             if users[name] > 1:
-                shared_frozen[name], has_others = size, True
+                shared_frozen[name] = size
             else:
                 own_frozen.append(size)
-        if kind in known and not has_others:
-            units[index] = known[kind]
-        elif own or own_frozen:
-            unit = _unit(
+        if own or own_frozen:
+            units[index] = _unit(
                 own,
                 own_frozen,
                 gradient_factor,
@@ -128,9 +123,6 @@ def sharded_stage(
                 has_input_gradient=bool(of_others)
                 or any(edge.requires_grad for edge in kind.bytes.inputs),
             )
-            units[index] = unit
-            if not has_others:
-                known[kind] = unit
     if shared or shared_frozen:
         units[len(blocks)] = _unit(
             list(shared.values()),
