@@ -18,6 +18,7 @@ from planner.errors import LayoutError
 from planner.graph import ModelGraph
 from planner.graph.encoder_decoder import first_decoder_block
 from planner.layout.axes import Degrees
+from planner.layout.placement import parse_placement
 from planner.plan import (
     OURS,
     ClusterRef,
@@ -33,7 +34,7 @@ from planner.schedule import find_schedule, stage_to_pp_rank
 from profiles import Profile
 from search.bounds.copied_jobs import CopiedRow
 from search.on_host import offload_fallbacks
-from search.op_layout.layouts import LayoutSolver, parse_pins_of
+from search.op_layout.layouts import LayoutSolver
 from search.partition.balance import balanced_cut
 from search.partition.chain_problem import ChainProblem, Cut, Floats, InfeasibleStage
 from search.partition.interleaved_stages.interleaved import InterleavedStages
@@ -115,7 +116,7 @@ class Candidates:
             execution=find_execution(request.execution),
             clips_gradients=request.clip_gradients,
         )
-        pins = parse_pins_of(request)
+        pins = {(index, name): parse_placement(text) for index, name, text in request.pins}
         return cls(
             graph=graph,
             profile=profile if profile.groups else costs.profile,

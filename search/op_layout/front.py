@@ -18,8 +18,13 @@ is the better trade.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, TypeVar
+
+from planner.plan import ClassLayout
+from search.op_layout.block_problem import BlockProblem, Choice, read_layouts
 
 
 class Point(Protocol):
@@ -68,3 +73,55 @@ def _between(fast: P, lean: P, solve: Callable[[float], P], least_saving: float)
         found,
         *_between(found, lean, solve, least_saving),
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layouts:
+    """One layout per class, by class index; seconds and bytes are of all blocks, as solved."""
+
+    by_class: tuple[ClassLayout, ...]
+    seconds: float
+    num_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayoutPoint:
+    """Choices for all classes between the same block boundaries; `uses` are the blocks of each."""
+
+    uses: Mapping[int, int]
+    problems: tuple[BlockProblem, ...]
+    choices: tuple[Choice, ...]
+
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds of all blocks."""
+        return sum(
+            count * problem.value(choice.values) for count, problem, choice in self._counted()
+        )
+
+    @cached_property
+    def num_bytes(self) -> float:
+        """Bytes of all blocks."""
+        return sum(
+            count * problem.num_bytes(choice.values) for count, problem, choice in self._counted()
+        )
+
+    @property
+    def fair_price(self) -> float:
+        """Seconds of a byte at which a percent of the bytes is worth a percent of the seconds."""
+        return self.seconds / max(1.0, self.num_bytes)
+
+    def layouts(self) -> Layouts:
+        """Return the layouts that the choices mean."""
+        by_class: dict[int, ClassLayout] = {}
+        for _, problem, choice in self._counted():
+            by_class.update(read_layouts(problem, choice.values))
+        return Layouts(
+            by_class=tuple(by_class[index] for index in sorted(by_class)),
+            seconds=self.seconds,
+            num_bytes=self.num_bytes,
+        )
+
+    def _counted(self) -> Iterator[tuple[int, BlockProblem, Choice]]:
+        for problem, choice in zip(self.problems, self.choices, strict=True):
+            yield max(self.uses[index] for index, _ in problem.programs), problem, choice
