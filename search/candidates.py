@@ -41,6 +41,7 @@ from search.partition.interleaved_stages.interleaved import InterleavedStages
 from search.partition.least_recompute import with_recompute
 from search.partition.quick_step import quick_step_s
 from search.request import SearchRequest
+from search.space.configuration import Configuration, Shape, recompute_choices
 from search.space.job_tables import (
     copied_rows,
     in_flight_of,
@@ -48,8 +49,9 @@ from search.space.job_tables import (
     live_microbatches,
     live_stages_of,
 )
-from search.space.shapes import Configuration, Shape, list_shapes, recompute_choices
+from search.space.shapes import list_shapes
 from search.stages.layout_candidates import LayoutCandidates
+from search.stages.rank_stages import RankStages
 from search.stages.stage_table import StageTable, TableKey
 
 
@@ -240,27 +242,12 @@ class Candidates:
         jobs that wait for them, and on the way between stages each counts as the cheapest; where
         neighbours may have other meshes (`is_mixed`), they are on the way alone.
         """
-        choices = recompute_choices(configuration.recompute)
         forward_s, backward_s, weight_s = block_seconds(configuration, table)
         order = find_schedule(configuration.schedule).job_order(
             pp=configuration.pp, num_microbatches=configuration.num_microbatches
         )
-        splits = order.splits_backward
-        degrees, pp = configuration.degrees, configuration.pp
-        stages = table.with_replicas(
-            degrees=degrees,
-            zero=configuration.zero,
-            choices=choices,
-            is_by_block=not is_mixed and not self.on_host.activations,
-            num_microbatches=configuration.num_microbatches,
-            splits_backward=splits,
-            pp_group=None if is_mixed else table.waited_transfer(degrees, pp=pp),
-            polls=table.polls(degrees, pp=pp),
-        )
-        transfer_s, back_transfer_s = (
-            table.transfer_s(degrees, pp=pp),
-            table.back_transfer_s(degrees, pp=pp),
-        )
+        stages = RankStages(table=table, configuration=configuration, is_mixed=is_mixed)
+        transfer_s, back_transfer_s = table.transfers_s(configuration)
         if stages.pp_group is not None:
             transfer_s, back_transfer_s = _cheapest(transfer_s), _cheapest(back_transfer_s)
         return ChainProblem(
@@ -274,10 +261,8 @@ class Candidates:
             num_microbatches=configuration.num_microbatches,
             memory_limit_bytes=memory_limit_bytes,
             order=order,
-            start_s=table.least_inputs_s(
-                pp=configuration.pp, num_microbatches=configuration.num_microbatches
-            ),
-            choices=(*choices, *("partial",) * len(stages.partial)),
+            start_s=table.least_inputs_s(configuration),
+            choices=(*stages.choices, *("partial",) * len(stages.partial)),
             needs=stages.least_needs(memory_limit_bytes),
             cuts=self.cuts,
             infeasible=(*self._kept_apart(configuration.pp, stages.num_choices), *infeasible),

@@ -39,7 +39,7 @@ from search.report.infeasible import explain_infeasible, explain_infeasible_grou
 from search.report.runners_up import find_runners_up
 from search.request import SearchRequest, SearchResult
 from search.search_state import SearchState, WarmStart
-from search.space.shapes import Shape
+from search.space.configuration import Shape
 from search.synthesis import SYNTHESISED, with_synthesised_table
 
 _MOST_OWN_TABLES = 4

@@ -30,7 +30,7 @@ from costmodel.time.stage_costs.load import StageLoad
 from planner.schedule import RoundTrips, find_schedule
 from search.bounds.least_costs import LeastCosts
 from search.bounds.pipeline_line import pipeline_line
-from search.space.shapes import Configuration, Shape, recompute_choices
+from search.space.configuration import Configuration, Shape, recompute_choices
 from search.stages.stage_table import StageTable
 
 Formula = Callable[[LeastCosts, Configuration], float]
@@ -178,12 +178,12 @@ class TableBounds:
             max(formula(self.costs, config) for formula in of_all)
             for config in any_option.configurations()
         )
-        return least_s + self._inputs_s(shape.pp, shape.num_microbatches)
+        return least_s + self.table.least_inputs_s(shape)
 
     def least_step_s(self, config: Configuration) -> float:
         """Return a step time that no stage boundaries can beat, for `vpp` 1."""
         least_s = max(bound.formula(self.costs, config) for bound in STEP_BOUNDS)
-        return least_s + self._inputs_s(config.pp, config.num_microbatches)
+        return least_s + self.table.least_inputs_s(config)
 
     def least_peak_bytes(self, config: Configuration) -> float:
         """Return bytes that the fullest rank of any stage boundaries needs at least."""
@@ -195,9 +195,3 @@ class TableBounds:
         if key not in self._peaks:
             self._peaks[key] = formula(self.costs, config)
         return self._peaks[key]
-
-    def _inputs_s(self, pp: int, num_microbatches: int) -> float:
-        """What the first stage loads of the batch before its first job, which every step begins
-        with.
-        """
-        return self.table.least_inputs_s(pp=pp, num_microbatches=num_microbatches)

@@ -15,10 +15,10 @@ import numpy as np
 from costmodel.time.stage_costs.load import StageLoad
 from planner.plan import Recompute
 from search.bounds.exchange import LeastExchange
-from search.bounds.rank_bytes import rank_bound
 from search.bounds.zero_bubble import ZeroBubbleBound
 from search.partition.chain_problem import Floats
-from search.space.shapes import Configuration, recompute_choices
+from search.space.configuration import Configuration, recompute_choices
+from search.stages.rank_stages import rank_bound
 from search.stages.stage_table import StageTable
 
 Answer = TypeVar("Answer")
@@ -71,10 +71,9 @@ class LeastCosts:
 
     def exchange(self, config: Configuration) -> LeastExchange:
         """Return what stages exchange with their replicas at least."""
-        degrees, zero = config.degrees, config.zero
         return self._once(
-            ("exchange", degrees, zero),
-            lambda: LeastExchange(table=self.table, degrees=degrees, zero=zero),
+            ("exchange", config.degrees, config.zero),
+            lambda: LeastExchange(table=self.table, configuration=config),
         )
 
     def early_sends(self, config: Configuration) -> EarlySends:

@@ -27,8 +27,8 @@ from search.meshes.own_meshes import Mix
 from search.partition.chain_problem import Cut, InfeasibleStage
 from search.partition.interleaved_stages.interleaved import InterleavedStages
 from search.partition.interleaved_stages.interleaved_bound import StageSeconds, least_end_s
+from search.space.configuration import recompute_choices
 from search.space.job_tables import job_table, live_stages_of
-from search.space.shapes import recompute_choices
 
 _COLUMNS = tuple(field.name for field in fields(StageSeconds))
 
@@ -91,12 +91,7 @@ class EvenMix:
     def step_bound(self, seconds: StageSeconds) -> float:
         """Return a step time that stages which take so long cannot beat."""
         configuration = self.mix.configuration
-        start_s = min(
-            member.table.least_inputs_s(
-                pp=configuration.pp, num_microbatches=configuration.num_microbatches
-            )
-            for member in self.mix.members
-        )
+        start_s = min(member.table.least_inputs_s(configuration) for member in self.mix.members)
         return start_s + least_end_s(configuration, self.homes, seconds)
 
     @cached_property

@@ -38,7 +38,7 @@ from search.partition.chain_problem import (
     StageView,
 )
 from search.partition.chain_windows import Part, Window
-from search.space.shapes import Configuration, recompute_choices
+from search.space.configuration import Configuration, recompute_choices
 from search.stages.stage_table import StageTable
 
 

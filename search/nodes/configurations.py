@@ -28,8 +28,8 @@ from search.partition.chain_dp import solve_chain
 from search.partition.chain_problem import ChainProblem, Cut, InfeasibleStage
 from search.partition.least_recompute import with_recompute
 from search.search_state import NodeKey, Outcomes, SearchState
+from search.space.configuration import Configuration, Shape
 from search.space.job_tables import in_flight_of
-from search.space.shapes import Configuration, Shape
 from search.stages.stage_table import StageTable
 
 EVEN_CUT_TOO_LARGE = "memory: the even cut or the whole chain does not fit"

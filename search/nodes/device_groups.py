@@ -24,7 +24,7 @@ from search.branch_and_bound import Node, Wave
 from search.meshes.own_meshes import Member, Mix
 from search.nodes.meshes import MeshesNode, any_configuration, mix_node
 from search.search_state import MIXES, PLACEMENTS, Outcomes, SearchState
-from search.space.shapes import Shape
+from search.space.configuration import Shape
 from search.stages.stage_table import StageTable
 
 

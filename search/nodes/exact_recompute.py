@@ -11,8 +11,8 @@ from costmodel.estimate import rank_bytes
 from search.candidates import Candidates
 from search.partition.chain_problem import ChainProblem, Cut, InfeasibleStage
 from search.partition.least_recompute import with_recompute
+from search.space.configuration import Configuration, recompute_choices
 from search.space.job_tables import in_flight_of
-from search.space.shapes import Configuration, recompute_choices
 from search.stages.stage_table import StageTable
 
 

@@ -34,7 +34,7 @@ from search.nodes.partitions import PartitionableNode
 from search.partition.chain_dp import Solved, solve_chain
 from search.partition.chain_problem import ChainProblem, Cut
 from search.search_state import MIXED_PARTITIONS, MIXES, Outcomes, SearchState
-from search.space.shapes import Configuration, Shape
+from search.space.configuration import Configuration, Shape
 from search.stages.stage_table import StageTable
 
 MIXED_BEATEN = "own meshes: the best cut cannot beat the best"

@@ -24,8 +24,8 @@ from search.branch_and_bound import EvaluatedPlan, Node, Wave
 from search.partition.chain_problem import ChainProblem, Cut, InfeasibleStage
 from search.partition.k_best import FirstStages, KBestPartitions
 from search.search_state import PARTITIONS, Outcomes, SearchState
+from search.space.configuration import Configuration
 from search.space.job_tables import in_flight_of
-from search.space.shapes import Configuration
 from search.stages.stage_table import StageTable
 
 _MOST_ATTEMPTS = 48

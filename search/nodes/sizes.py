@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from search.branch_and_bound import BEATEN, Node
 from search.nodes.configurations import ShapeNode
 from search.search_state import Outcomes, SearchState, degrees_wave, shapes_wave, sizes_wave
-from search.space.shapes import Shape
+from search.space.configuration import Shape
 from search.stages.layout_candidates import LayoutCandidate, worth_trying
 from search.stages.stage_table import StageTable
 

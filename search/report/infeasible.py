@@ -12,7 +12,7 @@ from search.bounds.catalogue import TableBounds
 from search.candidates import Candidates, with_estimate
 from search.partition.chain_dp import smallest_peak
 from search.request import SearchRequest
-from search.space.shapes import Configuration, Shape
+from search.space.configuration import Configuration, Shape
 from search.stages.stage_table import StageTable, TableKey
 
 

@@ -16,7 +16,7 @@ from search.partition.chain_problem import Cut
 from search.partition.least_recompute import with_recompute
 from search.request import RunnerUp
 from search.search_state import SearchState
-from search.space.shapes import Configuration, Shape
+from search.space.configuration import Configuration, Shape
 
 MOST_RUNNERS_UP = 5
 _NEAR = 1.5

@@ -30,7 +30,7 @@ from planner.layout.propagate import propagate_on
 from planner.plan import ClassLayout, Precision
 from search.op_layout.front import Layouts
 from search.op_layout.layouts import LayoutSolver
-from search.space.shapes import Shape
+from search.space.configuration import Shape
 from search.stages.stage_table import StageTable
 
 Key = tuple[int, int, int]

@@ -13,7 +13,7 @@ from planner.plan import Plan
 from search import SearchRequest
 from search.candidates import Candidates
 from search.partition.chain_problem import Cut
-from search.space.shapes import Configuration, recompute_choices
+from search.space.configuration import Configuration, recompute_choices
 from tests.referees.plans import stage_boundaries
 
 

@@ -15,7 +15,7 @@ from planner.plan import Recompute
 from search import SearchRequest, SearchResult
 from search.candidates import Candidates
 from search.partition.chain_problem import Cut
-from search.space.shapes import Configuration, recompute_choices
+from search.space.configuration import Configuration, recompute_choices
 from search.stages.stage_table import StageTable
 
 

@@ -21,7 +21,7 @@ from search.bounds.least_costs import LeastCosts
 from search.bounds.pipeline_line import pipeline_line
 from search.candidates import Candidates
 from search.partition.chain_problem import Cut
-from search.space.shapes import Configuration, recompute_choices
+from search.space.configuration import Configuration, recompute_choices
 from tests.builders import tiny_models
 from tests.captures import capture_module
 from tests.search.machine import Machine, Overlapping

@@ -13,10 +13,10 @@ from search.bounds.catalogue import kept_in_flight
 from search.bounds.least_costs import LeastCosts
 from search.bounds.zero_bubble import ZeroBubbleBound
 from search.candidates import Candidates
-from search.partition.chain_problem import Cut
+from search.partition.chain_problem import Cut, RankLimit
 from search.partition.chain_windows import fixed_windows
+from search.space.configuration import recompute_choices
 from search.space.job_tables import live_stages_of
-from search.space.shapes import recompute_choices
 from tests.builders import tiny_models
 from tests.captures import capture_module
 from tests.search.machine import Machine
@@ -135,8 +135,9 @@ def _parts_of_estimate(candidates, configuration, table, rng):
         costs = problem.stages.cost_window(window)
         total = float(memory[stage].total)
         live = problem.in_flight[stage]
-        assert costs.fits(live, choice, total * (1 + 1e-9)).all()
-        yield costs.least_bytes(live, choice).item() / total
+        rank = RankLimit(in_flight=live, limit_bytes=total * (1 + 1e-9))
+        assert costs.on_rank(rank, ...)[1][choice].all()
+        yield costs.bounds[choice].least(live)[costs.kinds.of].item() / total
 
 
 def _parts_of_even(candidates, configuration, table, cut):

@@ -21,8 +21,8 @@ from search.partition.chain_dp import solve_chain
 from search.partition.chain_paths import Paths
 from search.partition.chain_problem import Cut
 from search.report.explain import explain_saving, fullest_rank, memory_parts
+from search.space.configuration import recompute_choices
 from search.space.job_tables import copied_rows
-from search.space.shapes import recompute_choices
 from tests.builders import PlainGPT, gpt_batch
 from tests.captures import capture_module
 from tests.referees.cuts import all_cuts, cut_value

@@ -21,12 +21,12 @@ from costmodel.time.stage_costs.stage_costs import BlockRuns, cut_runs, transfer
 from planner.plan import Recompute
 from planner.schedule import Schedule, most_kept, stage_to_pp_rank
 from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind
-from search.bounds.rank_bytes import rank_bound
 from search.partition.chain_problem import Floats, InfeasibleStage
 from search.partition.interleaved_stages.interleaved_bound import StageSeconds, least_end_s
 from search.partition.interleaved_stages.interleaved_levels import RecomputeLevels
+from search.space.configuration import Configuration, recompute_choices
 from search.space.job_tables import LiveMicrobatches
-from search.space.shapes import Configuration, recompute_choices
+from search.stages.rank_stages import RankStages, rank_bound
 from search.stages.stage_table import StageTable
 
 
@@ -51,7 +51,7 @@ class InterleavedStages:
         homes = np.asarray(
             stage_to_pp_rank(configuration.schedule, configuration.pp, configuration.vpp)
         )
-        polls = table.polls(configuration.degrees, pp=configuration.pp)
+        polls = table.costs.polls(configuration.degrees, pp=configuration.pp)
         return cls(table=table, cuts=cuts, homes=homes, polls=polls)
 
     @property
@@ -136,9 +136,7 @@ class InterleavedStages:
         return np.array([extra_s(row.whole, job_s, down_s, up_s) for row in copied])
 
     def _start_s(self, configuration: Configuration) -> float:
-        return self.table.least_inputs_s(
-            pp=configuration.pp, num_microbatches=configuration.num_microbatches
-        )
+        return self.table.least_inputs_s(configuration)
 
     def seconds(
         self,
@@ -150,17 +148,14 @@ class InterleavedStages:
         transfers between stages and the optimizer. `back_transfer_s` (n + 1) are, if not the
         table's own, those of gradients from a stage starting at each block.
         """
-        ranks = self.table.with_replicas(
-            degrees=configuration.degrees, zero=configuration.zero, choices=("none",)
-        )
+        ranks = RankStages(table=self.table, configuration=configuration)
         costs = StageCosts(runs=self._runs, replication=ranks.replication)
         forward_s, backward_s = costs.forward_s, costs.backward_s(recomputed)
         param_bytes, num_params = self._runs.params
-        degrees, pp = configuration.degrees, configuration.pp
-        transfer_s = self.table.transfer_s(degrees, pp=pp)
+        transfer_s, own_back_s = self.table.transfers_s(configuration)
         if back_transfer_s is None:
-            back_transfer_s = self.table.back_transfer_s(degrees, pp=pp)
-            if (pp_group := self.table.waited_transfer(degrees, pp=pp)) is not None:
+            back_transfer_s = own_back_s
+            if (pp_group := self.table.waited_transfer(configuration)) is not None:
                 # On the way, transfers that do not overlap are part of the jobs that wait for them.
                 execution, receive_s = self.table.costs.execution, self._runs.receive_s(pp_group)
                 there_s, back_s = transfers(execution, receive_s)[1]
@@ -170,7 +165,7 @@ class InterleavedStages:
         moves = np.append(True, self.homes[1:] != self.homes[:-1])
         # Gradients are exchanged stage by stage; the optimizer updates a rank's weights at once.
         sizes, counts = self.by_rank(param_bytes), self.by_rank(num_params)
-        update = [ranks.optimizer_s(*rank) for rank in zip(sizes, counts, strict=True)]
+        update = [ranks.prices.update_s(*rank) for rank in zip(sizes, counts, strict=True)]
         return StageSeconds(
             forward_s=forward_s,
             backward_s=backward_s,

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from search.partition.chain_problem import Floats
-from search.space.shapes import Configuration
+from search.space.configuration import Configuration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
