@@ -37,7 +37,7 @@ from search.on_host import offload_fallbacks
 from search.op_layout.layouts import LayoutSolver
 from search.partition.balance import balanced_cut
 from search.partition.chain_problem import ChainProblem, Cut, Floats, InfeasibleStage
-from search.partition.interleaved_stages.interleaved import InterleavedStages
+from search.partition.interleaved import InterleavedStages
 from search.partition.least_recompute import with_recompute
 from search.partition.quick_step import quick_step_s
 from search.request import SearchRequest
@@ -45,9 +45,6 @@ from search.space.configuration import Configuration, Shape, recompute_choices
 from search.space.job_tables import (
     copied_rows,
     in_flight_of,
-    job_table,
-    live_microbatches,
-    live_stages_of,
 )
 from search.space.shapes import list_shapes
 from search.stages.layout_candidates import LayoutCandidates
@@ -332,9 +329,7 @@ class Candidates:
         above.
         """
         stages = self.interleaved(configuration, table)
-        levels = stages.least_levels(
-            configuration, live_stages_of(configuration), memory_limit_bytes, infeasible
-        )
+        levels = stages.least_levels(configuration, memory_limit_bytes, infeasible)
         if levels is None:
             return None
         choices, until = stages.levels(configuration).of_stages(levels)
@@ -355,18 +350,16 @@ class Candidates:
         memory_limit_bytes: float,
     ) -> tuple[InfeasibleStage, ...]:
         """Return stages of an even cut whose ranks cannot hold what their job table has alive."""
-        live = live_microbatches(*configuration.pipeline)
         stages = self.interleaved(configuration, table)
         levels = stages.levels(configuration).of_cut(cut.choices, cut.until)
-        return stages.levels_too_low(configuration, levels, live, memory_limit_bytes)
+        return stages.levels_too_low(configuration, levels, memory_limit_bytes)
 
     def seems_to_fit(
         self, configuration: Configuration, table: StageTable, cut: Cut, memory_limit_bytes: float
     ) -> bool:
         """Whether an even cut fits as far as can be guessed without an estimate."""
-        schedule = job_table(*configuration.pipeline).schedule
         guess = self.interleaved(configuration, table).guess_bytes(
-            configuration, recompute_by_block(configuration, table, cut), schedule
+            configuration, recompute_by_block(configuration, table, cut)
         )
         return bool((guess <= memory_limit_bytes).all())
 

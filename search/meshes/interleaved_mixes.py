@@ -25,10 +25,8 @@ from numpy.typing import NDArray
 from search.candidates import Candidates
 from search.meshes.own_meshes import Mix
 from search.partition.chain_problem import Cut, InfeasibleStage
-from search.partition.interleaved_stages.interleaved import InterleavedStages
-from search.partition.interleaved_stages.interleaved_bound import StageSeconds, least_end_s
+from search.partition.interleaved import InterleavedStages, StageSeconds, least_end_s
 from search.space.configuration import recompute_choices
-from search.space.job_tables import job_table, live_stages_of
 
 _COLUMNS = tuple(field.name for field in fields(StageSeconds))
 
@@ -97,18 +95,12 @@ class EvenMix:
     @cached_property
     def fits(self) -> NDArray[np.bool_]:
         """Whether each rank may hold its stages (choice, rank), as far as its least bytes say."""
-        configuration = self.mix.configuration
-        live = live_stages_of(configuration)
-        schedule = job_table(*configuration.pipeline).schedule
-        rows = []
-        for member, stages in zip(self.mix.members, self._stages, strict=True):
-            held = member.as_held
-            for kind, fits in enumerate(stages.least_bytes(held, live) <= self.limit_bytes):
-                every = (kind,) * len(self.homes)
-                for one_stage in stages.too_large(held, every, schedule, self.limit_bytes):
-                    fits[self.homes[one_stage.stage]] = False
-                rows.append(fits)
-        found = np.stack(rows)
+        found = np.concatenate(
+            [
+                stages.least_bytes(member.as_held) <= self.limit_bytes
+                for member, stages in zip(self.mix.members, self._stages, strict=True)
+            ]
+        )
         for stage in self.infeasible:
             found[stage.choice, self.homes[stage.stage]] = False
         return found

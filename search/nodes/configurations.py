@@ -173,7 +173,7 @@ class ConfigurationNode(PartitionableNode):
 
     def _is_too_large(self, search: SearchState, in_flight: tuple[int, ...]) -> bool:
         """Whether activations alone are over the limit; then the configuration is excluded."""
-        costs = search.bounds(self.table).costs
+        costs = search.bounds(self.table)
         if kept_in_flight(costs, self.configuration, in_flight) > search.memory_limit_bytes:
             self._exclude(search, IN_FLIGHT_TOO_LARGE)
             return True

@@ -23,7 +23,7 @@ import numpy as np
 from planner.layout import axes
 from planner.layout.axes import Degrees, OwnSizes
 from planner.schedule import find_schedule
-from search.bounds.pipeline_line import pipeline_line
+from search.bounds.round_trips import pipeline_line
 from search.branch_and_bound import BEATEN, EvaluatedPlan, Node, Wave
 from search.candidates import block_seconds
 from search.meshes.interleaved_mixes import even_mixes

@@ -117,7 +117,7 @@ def _shape_nodes(search: SearchState, shapes: Sequence[Shape]) -> Generator[Shap
             yield ShapeNode(bound=bound, wave=wave, shape=shape, find_table=layout.find_table)
     fits, seconds = bool(beaten), float("inf")
     for table in tables:
-        blocks_s = search.bounds(table).costs.chain_s(shapes[0].recompute)
+        blocks_s = search.bounds(table).chain_s(shapes[0].recompute)
         seconds = min(seconds, blocks_s / size)
         for shape in shapes:
             node = _shape_node(search, shape, table)

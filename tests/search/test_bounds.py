@@ -18,7 +18,7 @@ from search.bounds.catalogue import (
     step_bound,
 )
 from search.bounds.least_costs import LeastCosts
-from search.bounds.pipeline_line import pipeline_line
+from search.bounds.round_trips import pipeline_line
 from search.candidates import Candidates
 from search.partition.chain_problem import Cut
 from search.space.configuration import Configuration, recompute_choices
@@ -77,8 +77,8 @@ def random_samples(graph, profile, asked: SearchRequest, most: int) -> tuple[Sam
             cut = random_cut(config, table.num_blocks, rng)
             plan = candidates.plan(config, table, cut)
             answer = candidates.estimate(plan)
-            inputs_s = table.least_inputs_s(pp=config.pp, num_microbatches=config.num_microbatches)
-            costs = TableBounds(table=table).costs
+            inputs_s = table.least_inputs_s(config)
+            costs = TableBounds(table=table)
             quick_s = candidates.quick_step_s(config, table, cut) - inputs_s
             of_plan = answer.step_s - inputs_s, answer.peak_bytes, quick_s
             found.append(Sample(costs, config, *of_plan))
@@ -142,7 +142,7 @@ def test_the_highest_bound_counts():
     sample = next(s for s in samples("plain", "gpt") if s.config.pp > 1 and s.config.vpp == 1)
     table, config = sample.costs.table, sample.config
     bounds = TableBounds(table=table)
-    inputs_s = table.least_inputs_s(pp=config.pp, num_microbatches=config.num_microbatches)
+    inputs_s = table.least_inputs_s(config)
     highest = max(bound.formula(sample.costs, config) for bound in STEP_BOUNDS)
     assert bounds.least_step_s(config) == highest + inputs_s
     assert bounds.least_peak_bytes(config) == max(

@@ -11,12 +11,11 @@ from planner.units import GIB
 from search import SearchRequest
 from search.bounds.catalogue import kept_in_flight
 from search.bounds.least_costs import LeastCosts
-from search.bounds.zero_bubble import ZeroBubbleBound
+from search.bounds.round_trips import ZeroBubbleBound
 from search.candidates import Candidates
 from search.partition.chain_problem import Cut, RankLimit
 from search.partition.chain_windows import fixed_windows
 from search.space.configuration import recompute_choices
-from search.space.job_tables import live_stages_of
 from tests.builders import tiny_models
 from tests.captures import capture_module
 from tests.search.machine import Machine
@@ -150,9 +149,9 @@ def _parts_of_even(candidates, configuration, table, cut):
         total = float(parts.total)
         # At a limit just above the estimate the rank's own level may fit.
         level = stages.levels(configuration).of_cut(cut.choices, cut.until)[rank]
-        limit, live = total * (1 + 1e-9), live_stages_of(configuration)
-        assert stages.least_levels(configuration, live, max(limit, highest))[rank] <= level
-        whole = stages.least_bytes(configuration, live)[-1, rank]
+        limit = total * (1 + 1e-9)
+        assert stages.least_levels(configuration, max(limit, highest))[rank] <= level
+        whole = stages.least_bytes(configuration)[-1, rank]
         yield float(whole) / total
 
 
