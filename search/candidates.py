@@ -239,11 +239,11 @@ class Candidates:
         jobs that wait for them, and on the way between stages each counts as the cheapest; where
         neighbours may have other meshes (`is_mixed`), they are on the way alone.
         """
-        forward_s, backward_s, weight_s = block_seconds(configuration, table)
         order = find_schedule(configuration.schedule).job_order(
             pp=configuration.pp, num_microbatches=configuration.num_microbatches
         )
         stages = RankStages(table=table, configuration=configuration, is_mixed=is_mixed)
+        forward_s, backward_s, weight_s = stages.least_block_s
         transfer_s, back_transfer_s = table.transfers_s(configuration)
         if stages.pp_group is not None:
             transfer_s, back_transfer_s = _cheapest(transfer_s), _cheapest(back_transfer_s)
@@ -451,24 +451,6 @@ def _cheapest(transfer_s: Floats) -> Floats:
     """Return the cheapest transfer inside a chain for each place in it (n + 1)."""
     inside = transfer_s[1:-1]
     return np.minimum(transfer_s, inside.min()) if len(inside) else transfer_s
-
-
-def block_seconds(configuration: Configuration, table: StageTable) -> tuple[Floats, Floats, Floats]:
-    """Return the least seconds of each block's forward and backward, and the most of the backward
-    that may come after its gradient is sent on (`ChainProblem`).
-    """
-    choices = recompute_choices(configuration.recompute)
-    is_sharded = configuration.replication.is_sharded
-    if find_schedule(configuration.schedule).splits_backward:
-        weight_s = table.weight_s * (not is_sharded)
-    else:
-        weight_s = table.ahead_s(is_sharded=is_sharded, choices=choices)
-    return table.forward_s, table.backward_s + least_again_s(table, choices), weight_s
-
-
-def least_again_s(table: StageTable, choices: Sequence[Recompute]) -> Floats:
-    """Return the least that any of the choices adds to each block's backward."""
-    return np.min([table.recompute_s(choice) for choice in choices], axis=0)
 
 
 def with_estimate(plan: Plan, answer: Estimate) -> Plan:

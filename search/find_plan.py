@@ -31,8 +31,7 @@ from profiles import Profile
 from search.branch_and_bound import Progress
 from search.candidates import Candidates, with_estimate
 from search.nodes.configurations import evaluated_plan
-from search.nodes.device_groups import device_groups_node
-from search.nodes.meshes import meshes_node
+from search.nodes.meshes import device_groups_nodes, meshes_node
 from search.nodes.sizes import NO_FASTER, TOO_LARGE, degrees_nodes
 from search.on_host import host_holds, offload_fallbacks, too_large_for_host
 from search.report.infeasible import explain_infeasible, explain_infeasible_groups, find_leanest
@@ -157,14 +156,16 @@ def search_among(
 def _explore(search: SearchState, shapes: Sequence[Shape]) -> None:
     """Run the queue over all shapes, from the fastest known plan that fits, if any."""
     if groups := search.candidates.profile.groups:
-        search.push(device_groups_node(shapes, groups))
+        own_meshes = search.request.meshes == "own"
+        for root in device_groups_nodes(shapes, groups, own_meshes=own_meshes):
+            search.push(root)
         search.run()
         return
     known = search.warm_start.fastest(search.memory_limit_bytes)
     if known is not None:
         search.take(evaluated_plan(*known))
-    for root in degrees_nodes(shapes):
-        search.push(root)
+    for degrees in degrees_nodes(shapes):
+        search.push(degrees)
     search.run()
 
 

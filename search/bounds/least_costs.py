@@ -54,10 +54,8 @@ class LeastCosts:
         """Return each block's seconds of a microbatch, forward and backward, nothing exchanged."""
 
         def seconds() -> Floats:
-            # Of the recompute choices that stages have, the cheapest for each block.
-            again = [self.table.recompute_s(choice) for choice in recompute_choices(recompute)]
-            least: Floats = np.min(again, axis=0)
-            return self.table.forward_s + self.table.backward_s + least
+            again_s = self.table.least_recompute_s(recompute_choices(recompute))
+            return self.table.forward_s + self.table.backward_s + again_s
 
         return self.once(("block", recompute), seconds)
 

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from search.candidates import Candidates
-from search.meshes.own_meshes import Mix
+from search.meshes.mix import Mix
 from search.partition.chain_problem import Cut, InfeasibleStage
 from search.partition.interleaved import InterleavedStages, StageSeconds, least_end_s
 from search.space.configuration import recompute_choices
@@ -36,7 +36,7 @@ class EvenMix:
     """Meshes that pp ranks may choose from for their stages between fixed cuts.
 
     A choice is a recompute choice of the first member, then of the second, and so on, counted as in
-    `own_meshes.MixedCostWindow`.
+    `MixedCostWindow`.
 
     Attributes:
         mix: the meshes.

@@ -20,13 +20,11 @@ from planner.plan import Plan
 from planner.schedule import find_schedule
 from search.bounds.catalogue import kept_in_flight
 from search.branch_and_bound import EvaluatedPlan, Node
-from search.ilp.joint import solve_by_joint_program
 from search.nodes.exact_recompute import ExactRecompute
 from search.nodes.partitions import PartitionableNode
-from search.partition.bisect import solve_by_bisection
-from search.partition.chain_dp import solve_chain
 from search.partition.chain_problem import ChainProblem, Cut, InfeasibleStage
 from search.partition.least_recompute import with_recompute
+from search.partition.solvers import INEXACT, solve
 from search.search_state import NodeKey, Outcomes, SearchState
 from search.space.configuration import Configuration, Shape
 from search.space.job_tables import in_flight_of
@@ -37,12 +35,6 @@ IN_FLIGHT_TOO_LARGE = "memory: activations in flight"
 FEWER_IN_FLIGHT_TOO_LARGE = "memory: a schedule that holds less does not fit either"
 NO_BOUNDARIES_FIT = "memory: no stage boundaries fit"
 BOUNDARIES_BEATEN = "stage boundaries: the best cut cannot beat the best"
-
-SOLVERS: dict[str, Callable[[ChainProblem], Cut | None]] = {
-    "recursive": solve_by_bisection,
-    "ilp": solve_by_joint_program,
-}
-"""Solvers of stage boundaries beside the dynamic program; a recursive cut proves nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,10 +93,8 @@ class ConfigurationNode(PartitionableNode):
         """Yield the configuration with its best stage boundaries, if any fit and may win."""
         if self.configuration.vpp > 1 or self.configuration.pp == 1:
             yield from self._only_partition(search)
-        elif search.request.solver == "dp":
-            yield from self._best_partition(search)
         else:
-            yield from self._partition_of_other_solver(search)
+            yield from self._best_partition(search)
 
     def _only_partition(self, search: SearchState) -> Outcomes:
         configuration, table, candidates = self.configuration, self.table, search.candidates
@@ -135,33 +125,21 @@ class ConfigurationNode(PartitionableNode):
         in_flight = in_flight_of(self.configuration)
         if self._is_too_large(search, in_flight):
             return
-        solved = solve_chain(self.problems(search)[0], ceiling=search.to_beat_s)
-        if not solved.fits:
+        solver = search.request.solver
+        solved = solve(self.problems(search)[0], solver=solver, ceiling=search.to_beat_s)
+        if solved.cut is not None:
+            chosen = self.with_recompute(search, solved.cut)
+            assert chosen is not None, "a solver leaves out what does not fit"
+            yield self.partitioned(chosen, self.bound if solver == INEXACT else solved.cut.value)
+        elif solver != "dp":
+            search.prune(f"memory: {solver} found no stage boundaries")
+        elif solved.fits:
+            self._exclude(search, BOUNDARIES_BEATEN, search.to_beat_s)
+        else:
             if not self.infeasible:
                 known = search.infeasible_in_flight.setdefault(self._memory_key, [])
                 known.append(in_flight)
             self._exclude(search, NO_BOUNDARIES_FIT)
-        elif solved.cut is None:
-            self._exclude(search, BOUNDARIES_BEATEN, search.to_beat_s)
-        else:
-            yield self.partitioned(self._chosen(search, solved.cut), solved.cut.value)
-
-    def _partition_of_other_solver(self, search: SearchState) -> Outcomes:
-        solver = search.request.solver
-        if self._is_too_large(search, in_flight_of(self.configuration)):
-            return
-        cut = SOLVERS[solver](self.problems(search)[0])
-        if cut is None:
-            search.prune(f"memory: {solver} found no stage boundaries")
-        else:
-            chosen = self._chosen(search, cut)
-            yield self.partitioned(chosen, self.bound if solver == "recursive" else cut.value)
-
-    def _chosen(self, search: SearchState, cut: Cut) -> Cut:
-        """Return a partition of a solver with its recomputation."""
-        chosen = self.with_recompute(search, cut)
-        assert chosen is not None, "a solver leaves out what does not fit"
-        return chosen
 
     def with_recompute(
         self, search: SearchState, cut: Cut, infeasible: Sequence[InfeasibleStage] = ()

@@ -232,6 +232,19 @@ class RankStages:
         samples = parts * configuration.microbatch_size
         return sum(graph.tensor[name].bytes_at(samples) for name in graph.batch_inputs)
 
+    @cached_property
+    def least_block_s(self) -> tuple[Floats, Floats, Floats]:
+        """The least seconds of each block's forward and backward, and the most of the backward that
+        may come after its gradient is sent on (`ChainProblem`).
+        """
+        table, is_sharded = self.table, self.replication.is_sharded
+        if find_schedule(self.configuration.schedule).splits_backward:
+            weight_s = table.weight_s * (not is_sharded)
+        else:
+            weight_s = table.ahead_s(is_sharded=is_sharded, choices=self.choices)
+        again_s = table.least_recompute_s(self.choices)
+        return table.forward_s, table.backward_s + again_s, weight_s
+
     def cost_window(self, window: Window) -> RankCostWindow:
         """Return the costs of every run of a window."""
         kinds, costs = self.table.window(window, self.replication, polls=self.polls)

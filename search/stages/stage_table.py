@@ -149,6 +149,11 @@ class StageTable:
         """Return what a recompute choice adds to each block's backward."""
         return self.chain.times.recompute_s(choice)
 
+    def least_recompute_s(self, choices: Sequence[Recompute]) -> Floats:
+        """Return the least that any of the choices adds to each block's backward."""
+        least: Floats = np.min([self.recompute_s(choice) for choice in choices], axis=0)
+        return least
+
     def partial(
         self, choices: tuple[Recompute, ...], *, polls: bool = False
     ) -> tuple[PartialRecompute, ...]:

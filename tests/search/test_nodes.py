@@ -10,8 +10,8 @@ from search import SearchRequest
 from search.branch_and_bound import EvaluatedPlan
 from search.candidates import Candidates
 from search.nodes.configurations import ConfigurationNode, ShapeNode
-from search.nodes.interleaved_meshes import InterleavedMixNode
-from search.nodes.meshes import MixNode, meshes_node
+from search.nodes.meshes import meshes_node
+from search.nodes.mixes import InterleavedMixNode, MixesNode, MixNode
 from search.nodes.partitions import FirstStagesNode, PartitionedNode, PartitionsNode
 from search.nodes.sizes import DegreesNode, SizesNode, degrees_nodes
 from search.report.runners_up import MOST_RUNNERS_UP, find_runners_up, why_slower
@@ -30,6 +30,7 @@ KINDS = (
     PartitionedNode,
     PartitionsNode,
     FirstStagesNode,
+    MixesNode,
     MixNode,
     InterleavedMixNode,
 )
