@@ -27,6 +27,7 @@ from search.branch_and_bound import EvaluatedPlan
 from search.candidates import Candidates
 from search.meshes.mixed_stages import stage_views
 from search.partition.chain_problem import ChainProblem, Cut, Floats, StageView
+from search.priced_configuration import PricedConfiguration
 from search.space.configuration import Configuration, recompute_choices
 from search.stages.rank_stages import RankStages
 from search.stages.stage_table import StageTable
@@ -201,7 +202,9 @@ class Mix:
         found = []
         for member in self.members:
             limit_bytes = limits[member.device_group]
-            alone = candidates.problem(member.as_held, member.table, limit_bytes, is_mixed=True)
+            alone = PricedConfiguration(candidates, member.as_held, member.table).problem(
+                limit_bytes, is_mixed=True
+            )
             transfer_s, back_transfer_s = self.least_transfers_s(member)
             found.append(replace(alone, transfer_s=transfer_s, back_transfer_s=back_transfer_s))
         return tuple(found)
@@ -212,7 +215,8 @@ class Mix:
         # A plan has one mesh, and stages with another say so (`own_sizes`).
         base = self.members[int(np.bincount(of_stage, weights=np.diff(cut.cuts)).argmax())]
         recomputed = tuple(choice % self.num_recompute_choices for choice in cut.choices)
-        plan = candidates.plan(base.configuration, base.table, replace(cut, choices=recomputed))
+        priced = PricedConfiguration(candidates, base.configuration, base.table)
+        plan = priced.plan(replace(cut, choices=recomputed))
         used = self._used_layouts(candidates.graph, plan, of_stage)
         # Members of one tp on several groups of devices have the same layouts.
         by_tp = {member.tp: member for member in self.members}

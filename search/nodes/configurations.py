@@ -25,6 +25,7 @@ from search.nodes.partitions import PartitionableNode
 from search.partition.chain_problem import ChainProblem, Cut, InfeasibleStage
 from search.partition.least_recompute import with_recompute
 from search.partition.solvers import INEXACT, solve
+from search.priced_configuration import PricedConfiguration
 from search.search_state import NodeKey, Outcomes, SearchState
 from search.space.configuration import Configuration, Shape
 from search.space.job_tables import in_flight_of
@@ -96,30 +97,22 @@ class ConfigurationNode(PartitionableNode):
         else:
             yield from self._best_partition(search)
 
+    def priced(self, search: SearchState) -> PricedConfiguration:
+        """Return the configuration with its layout."""
+        return PricedConfiguration(search.candidates, self.configuration, self.table)
+
     def _only_partition(self, search: SearchState) -> Outcomes:
-        configuration, table, candidates = self.configuration, self.table, search.candidates
-        if configuration.vpp > 1:
-            least = candidates.interleaved(configuration, table).least_step_s(configuration)
-            if least >= search.to_beat_s:
+        priced, ceiling = self.priced(search), search.to_beat_s
+        if self.configuration.vpp > 1:
+            least = priced.interleaved.least_step_s(self.configuration)
+            if least >= ceiling:
                 yield replace(self, bound=least)
                 return
-        cut = self.only_cut(search)
+        cut = priced.only_cut(search.memory_limit_bytes, self.infeasible, ceiling=ceiling)
         if cut is None:
             self._exclude(search, EVEN_CUT_TOO_LARGE)
         else:
             yield self.partitioned(cut, cut.value)
-
-    def only_cut(self, search: SearchState) -> Cut | None:
-        """Return the one partition there is to try, None if it does not fit.
-
-        That is a single stage, or interleaved stages as even as blocks allow.
-        """
-        configuration, table, limit = self.configuration, self.table, search.memory_limit_bytes
-        if configuration.vpp == 1:
-            return search.candidates.one_stage(configuration, table, limit, self.infeasible)
-        return search.candidates.even_cut(
-            configuration, table, limit, self.infeasible, ceiling=search.to_beat_s
-        )
 
     def _best_partition(self, search: SearchState) -> Outcomes:
         in_flight = in_flight_of(self.configuration)
@@ -186,12 +179,8 @@ class ConfigurationNode(PartitionableNode):
         known = (*self.infeasible, *infeasible)
         if known not in self._made:
             self._made.clear()
-            self._made[known] = search.candidates.problem(
-                self.configuration,
-                self.table,
-                search.memory_limit_bytes,
-                infeasible=known,
-                is_conservative=self.is_conservative,
+            self._made[known] = self.priced(search).problem(
+                search.memory_limit_bytes, infeasible=known, is_conservative=self.is_conservative
             )
         return self._made[known]
 
@@ -207,12 +196,7 @@ class ConfigurationNode(PartitionableNode):
         found = super().infeasible_stages(search, cut, done)
         if self.is_conservative and self.configuration.vpp == 1:
             return found
-        exact = ExactRecompute(
-            candidates=search.candidates,
-            configuration=self.configuration,
-            table=self.table,
-            limit_bytes=search.memory_limit_bytes,
-        )
+        exact = ExactRecompute(priced=self.priced(search), limit_bytes=search.memory_limit_bytes)
         if self.configuration.vpp > 1:
             ranks = sorted({done.plan.stages[known.stage].pp_rank for known in found})
             return tuple(exact.too_low(cut, ranks))
@@ -221,13 +205,13 @@ class ConfigurationNode(PartitionableNode):
 
     def simulate(self, search: SearchState, cut: Cut) -> float:
         """Return the step time of a partition's job table."""
-        return search.candidates.quick_step_s(self.configuration, self.table, cut)
+        return self.priced(search).quick_step_s(cut)
 
     def evaluate(self, search: SearchState, cut: Cut) -> EvaluatedPlan:
         """Return the plan of a partition with the cost model's estimate."""
         plans, key = search.warm_start.plans, (*self.key, cut.cuts, cut.choices, cut.until)
         if key not in plans:
-            plan = search.candidates.plan(self.configuration, self.table, cut)
+            plan = self.priced(search).plan(cut)
             plans[key] = plan, search.candidates.estimate(plan)
         return evaluated_plan(self.configuration, *plans[key])
 
@@ -237,10 +221,9 @@ class ConfigurationNode(PartitionableNode):
 
     def infeasible_ranks(self, search: SearchState, cut: Cut) -> tuple[InfeasibleStage, ...]:
         """Return interleaved stages of ranks that are too large by their job table."""
-        configuration, limit = self.configuration, search.memory_limit_bytes
-        if configuration.vpp == 1:
+        if self.configuration.vpp == 1:
             return ()
-        return search.candidates.infeasible_ranks(configuration, self.table, cut, limit)
+        return self.priced(search).infeasible_ranks(cut, search.memory_limit_bytes)
 
     def _exclude(self, search: SearchState, rule: str, bound: float = float("inf")) -> None:
         """Prune the configuration: nothing that fits is faster than the bound."""

@@ -21,6 +21,7 @@ from search.bounds.least_costs import LeastCosts
 from search.bounds.round_trips import pipeline_line
 from search.candidates import Candidates
 from search.partition.chain_problem import Cut
+from search.priced_configuration import PricedConfiguration
 from search.space.configuration import Configuration, recompute_choices
 from tests.builders import tiny_models
 from tests.captures import capture_module
@@ -75,11 +76,12 @@ def random_samples(graph, profile, asked: SearchRequest, most: int) -> tuple[Sam
             config = options[at]
             table = candidates.tables(config.tp, config.microbatch_size)[0]
             cut = random_cut(config, table.num_blocks, rng)
-            plan = candidates.plan(config, table, cut)
+            priced = PricedConfiguration(candidates, config, table)
+            plan = priced.plan(cut)
             answer = candidates.estimate(plan)
             inputs_s = table.least_inputs_s(config)
             costs = TableBounds(table=table)
-            quick_s = candidates.quick_step_s(config, table, cut) - inputs_s
+            quick_s = priced.quick_step_s(cut) - inputs_s
             of_plan = answer.step_s - inputs_s, answer.peak_bytes, quick_s
             found.append(Sample(costs, config, *of_plan))
     return tuple(found)

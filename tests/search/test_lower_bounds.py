@@ -15,6 +15,7 @@ from search.bounds.round_trips import ZeroBubbleBound
 from search.candidates import Candidates
 from search.partition.chain_problem import Cut, RankLimit
 from search.partition.chain_windows import fixed_windows
+from search.priced_configuration import PricedConfiguration
 from search.space.configuration import recompute_choices
 from tests.builders import tiny_models
 from tests.captures import capture_module
@@ -119,9 +120,10 @@ def _parts_of_estimate(candidates, configuration, table, rng):
     inner = np.sort(rng.choice(np.arange(1, table.num_blocks), configuration.pp - 1, replace=False))
     cuts = (0, *inner.tolist(), table.num_blocks)
     choices = tuple(rng.integers(len(kinds), size=configuration.pp).tolist())
-    plan = candidates.plan(configuration, table, Cut(cuts=cuts, choices=choices, value=0))
+    priced = PricedConfiguration(candidates, configuration, table)
+    plan = priced.plan(Cut(cuts=cuts, choices=choices, value=0))
     memory = candidates.estimate(plan).memory
-    problem = candidates.problem(configuration, table, np.inf)
+    problem = priced.problem(np.inf)
     highest = max(float(parts.total) for parts in memory)
     assert kept_in_flight(LeastCosts(table=table), configuration, problem.in_flight) <= highest
     least = problem.stages.least_needs(highest)
@@ -141,10 +143,11 @@ def _parts_of_estimate(candidates, configuration, table, rng):
 
 def _parts_of_even(candidates, configuration, table, cut):
     """Virtual stages: what is refused under a limit just at each rank's estimate is no rank."""
-    memory = candidates.estimate(candidates.plan(configuration, table, cut)).memory
+    priced = PricedConfiguration(candidates, configuration, table)
+    memory = candidates.estimate(priced.plan(cut)).memory
     stages = candidates.interleaved(configuration, table)
     highest = max(float(parts.total) for parts in memory)
-    assert not candidates.infeasible_ranks(configuration, table, cut, highest * (1 + 1e-9))
+    assert not priced.infeasible_ranks(cut, highest * (1 + 1e-9))
     for rank, parts in enumerate(memory):
         total = float(parts.total)
         # At a limit just above the estimate the rank's own level may fit.
