@@ -216,7 +216,9 @@ class Candidates:
                 cuts = self.cuts or balanced_cut(seconds.tolist(), stages)
                 self._even_cuts[table.key, stages] = cuts
             cuts = self._even_cuts[table.key, stages]
-            self._interleaved[key] = InterleavedStages.of(configuration, table, cuts)
+            self._interleaved[key] = InterleavedStages(
+                configuration=configuration, table=table, cuts=cuts
+            )
         return self._interleaved[key]
 
     @cached_property

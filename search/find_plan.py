@@ -14,7 +14,7 @@ into smaller ones, down to a plan that the cost model estimates:
 
 The search ends when no bound is under the best estimate. The other partitions of an estimated
 configuration may be as fast as its bound; they are nodes too (`nodes/partitions`), and so are plans
-whose stages have meshes of their own (`nodes/meshes`). The certificate's lower bound is the least
+whose stages have meshes of their own (`meshes/`). The certificate's lower bound is the least
 bound that was left open.
 """
 
@@ -30,8 +30,8 @@ from planner.graph import ModelGraph
 from profiles import Profile
 from search.branch_and_bound import Progress
 from search.candidates import Candidates, with_estimate
+from search.meshes.roots import device_groups_nodes, meshes_node
 from search.nodes.configurations import evaluated_plan
-from search.nodes.meshes import device_groups_nodes, meshes_node
 from search.nodes.sizes import NO_FASTER, TOO_LARGE, degrees_nodes
 from search.on_host import host_holds, offload_fallbacks, too_large_for_host
 from search.report.infeasible import explain_infeasible, explain_infeasible_groups, find_leanest

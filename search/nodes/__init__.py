@@ -4,6 +4,8 @@ In comes a request's shapes; out come nodes, and evaluated plans. Read in this o
 
     sizes            degrees, microbatch sizes and their layouts         bound phase
     configurations   a shape, a configuration                            the three phases
-    partitions       the best partition, then the k best
-    meshes, mixes    stages with meshes, or groups of devices, of their own
+    partitions       the best partition, then the k best; `exact_recompute`: how much a stage
+                     recomputes where the bound let too little pass
+
+Those of stages with meshes of their own are in `search.meshes`.
 """

@@ -32,6 +32,8 @@ _MOST_ATTEMPTS = 48
 """How often a node is partitioned again when its estimate is over the memory limit."""
 _MOST_CONSERVATIVE_ATTEMPTS = 8
 
+JOBS_PER_ESTIMATE = 2000
+"""What an estimate costs beside its simulation, in simulated jobs."""
 _LEAST_WORK = 200
 """What the shortest simulation costs, in simulated jobs."""
 _RUNS_PER_JOB = 200

@@ -21,35 +21,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, TypeVar
 
 from planner.plan import ClassLayout
 from search.op_layout.block_problem import BlockProblem, Choice, read_layouts
-
-
-class Point(Protocol):
-    """What a price leads to."""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of all blocks."""
-        ...
-
-    @property
-    def num_bytes(self) -> float:
-        """Bytes of all blocks."""
-        ...
-
-
-P = TypeVar("P", bound=Point)
 
 # Corners found twice differ by rounding.
 _SAME = 1e-9
 
 
 def find_front(
-    fast: P, solve: Callable[[float], P], last_price: float, *, least_saving: float
-) -> Sequence[P]:
+    fast: LayoutPoint,
+    solve: Callable[[float], LayoutPoint],
+    last_price: float,
+    *,
+    least_saving: float,
+) -> Sequence[LayoutPoint]:
     """Return the corners from the fastest to that of the last price, fastest first.
 
     `solve(price)` is the best point where a byte is worth `price` seconds. Corners are not looked
@@ -59,7 +45,9 @@ def find_front(
     return [fast, *_between(fast, last, solve, least_saving), last]
 
 
-def _between(fast: P, lean: P, solve: Callable[[float], P], least_saving: float) -> Sequence[P]:
+def _between(
+    fast: LayoutPoint, lean: LayoutPoint, solve: Callable[[float], LayoutPoint], least_saving: float
+) -> Sequence[LayoutPoint]:
     saving, extra = fast.num_bytes - lean.num_bytes, lean.seconds - fast.seconds
     if saving <= least_saving * fast.num_bytes or extra <= 0:
         return []

@@ -51,26 +51,27 @@ class StageSeconds:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class InterleavedStages:
-    """The stages between `cuts`; stage s is on pp rank `homes[s]`, whose host `polls` for messages
-    or not. Remembers answers.
+    """The stages between `cuts`, for all configurations of a schedule, pp and vpp; remembers
+    answers.
     """
 
+    configuration: Configuration
+    """Any of them."""
     table: StageTable
     cuts: tuple[int, ...]
-    homes: NDArray[np.intp]
-    polls: bool = False
     _levels: dict[tuple[Recompute, ...], RecomputeLevels] = field(default_factory=dict)
 
-    @classmethod
-    def of(
-        cls, configuration: Configuration, table: StageTable, cuts: tuple[int, ...]
-    ) -> InterleavedStages:
-        """Return the stages of a configuration cut so."""
-        homes = np.asarray(
-            stage_to_pp_rank(configuration.schedule, configuration.pp, configuration.vpp)
-        )
-        polls = table.costs.polls(configuration.degrees, pp=configuration.pp)
-        return cls(table=table, cuts=cuts, homes=homes, polls=polls)
+    @cached_property
+    def homes(self) -> NDArray[np.intp]:
+        """The pp rank of each stage."""
+        mine = self.configuration
+        return np.asarray(stage_to_pp_rank(mine.schedule, mine.pp, mine.vpp))
+
+    @cached_property
+    def polls(self) -> bool:
+        """Whether hosts poll for messages between stages."""
+        mine = self.configuration
+        return self.table.costs.polls(mine.degrees, pp=mine.pp)
 
     @property
     def pp(self) -> int:

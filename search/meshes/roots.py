@@ -2,7 +2,9 @@
 
     MeshesNode          ``meshes="own"``: all mixes of the request's shapes
     DeviceGroupsNode    several groups of devices (`profiles.groups`): all orders of the groups
-      MixesNode         one choice of meshes (`mixes`)
+      MixesNode         one choice of meshes, under all schedules and ZeRO stages
+        MixNode             the same under one of each: a set of partitions
+        InterleavedMixNode  the same with several stages a rank
 
 What may be mixed are shapes of equal cp, pp and microbatches: they differ in how the devices of a
 pp rank are divided into dp and tp. Microbatch sizes that the search left out for one mesh are not
@@ -17,15 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cache
 from itertools import permutations, product
 
 from planner.errors import LayoutError
 from planner.layout import axes
 from planner.layout.axes import Degrees, OwnSizes
 from profiles.groups import DeviceGroup
-from search.branch_and_bound import BEATEN, Node
+from search.branch_and_bound import BEATEN, Node, Wave
+from search.meshes.interleaved_mixes import InterleavedMixNode, even_mixes
 from search.meshes.mix import Member, Mix
-from search.nodes.mixes import mixes_node
+from search.meshes.mix_node import MixNode
 from search.search_state import MIXES, PLACEMENTS, Outcomes, SearchState
 from search.space.configuration import Configuration, Shape
 from search.stages.stage_table import StageTable
@@ -49,7 +53,7 @@ class MeshesNode(Node[SearchState]):
                 search.prune(BEATEN, len(options) * len(zeros))
                 continue
             for members in _members(search, group):
-                yield mixes_node(search, Mix(members=members), options, zeros, self.wave)
+                yield _mixes_node(search, Mix(members=members), options, zeros, self.wave)
 
     def _least_with_cp(self, search: SearchState, group: Sequence[Shape]) -> float:
         """Return a step time that no mix beats: cp divides at best all that blocks do without."""
@@ -81,7 +85,7 @@ class DeviceGroupsNode(Node[SearchState]):
             for members in _members_on_groups(search, shapes):
                 for order in rank_orders(self.groups, shapes[0].degrees.num_ranks):
                     mix = Mix(members=members, device_groups=order)
-                    yield mixes_node(search, mix, options, zeros, self.wave)
+                    yield _mixes_node(search, mix, options, zeros, self.wave)
 
 
 def device_groups_nodes(
@@ -111,6 +115,66 @@ def device_groups_nodes(
     several = [some for some in mixable if len(some) > 1]
     if own_meshes and several:
         yield DeviceGroupsNode(bound=0.0, wave=MIXES, sets=several, groups=groups)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MixesNode(Node[SearchState]):
+    """A choice of meshes (and of the order of groups of devices) that stages may have.
+
+    Its bound is that of its blocks alone, quick to find; the chain problems of its schedules are
+    made where that may win.
+    """
+
+    mix: Mix
+    options: tuple[tuple[str, int], ...]
+    """Schedules, with stages of each rank."""
+    zeros: tuple[int, ...]
+    """ZeRO stages."""
+
+    @property
+    def num_configurations(self) -> int:
+        """One for each schedule and ZeRO stage."""
+        return len(self.options) * len(self.zeros)
+
+    @property
+    def label(self) -> str:
+        """What is opened."""
+        return self.mix.label
+
+    def refine(self, search: SearchState) -> Outcomes:
+        """Yield the mix under each schedule and ZeRO stage."""
+        limit_bytes = search.memory_limit_bytes
+        for (schedule, vpp), zero in product(self.options, self.zeros):
+            mix = self.mix.under(schedule, vpp, zero)
+            if vpp == 1:
+                yield MixNode(
+                    bound=max(self.bound, mix.step_bound_s()),
+                    wave=self.wave,
+                    configuration=mix.configuration,
+                    mix=mix,
+                    alone=cache(lambda mix=mix: mix.problems(search.candidates, search.limits)),
+                )
+                continue
+            even = tuple(even_mixes(search.candidates, mix, limit_bytes))
+            search.num_considered += len(even) - 1
+            for cut in even:
+                bound = max(self.bound, cut.step_bound(cut.least_s))
+                yield InterleavedMixNode(bound=bound, wave=self.wave, mix=cut)
+
+
+def _mixes_node(
+    search: SearchState, mix: Mix, options: set[tuple[str, int]], zeros: set[int], wave: Wave
+) -> MixesNode:
+    """Return the node of a choice of meshes, which counts as considered."""
+    node = MixesNode(
+        bound=mix.least_step_s(),
+        wave=wave,
+        mix=mix,
+        options=tuple(sorted(options)),
+        zeros=tuple(sorted(zeros)),
+    )
+    search.num_considered += node.num_configurations
+    return node
 
 
 def _mixable(
