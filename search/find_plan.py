@@ -3,8 +3,8 @@
     find_plan          for each choice of what is on the host, the fewest first:
       search_among       run the queue of nodes; then certificate and runners-up
 
-The queue is generic (`branch_and_bound`). Its nodes, in `nodes/`, are sets of plans, each split
-into smaller ones, down to a plan that the cost model estimates:
+The queue is generic (`branch_and_bound`). Its nodes are sets of plans, each split into smaller ones,
+down to a plan that the cost model estimates (`nodes/`, `meshes/`):
 
     degrees -> microbatch sizes -> shapes with a layout -> configurations -> partitions -> plans
 
@@ -12,10 +12,8 @@ into smaller ones, down to a plan that the cost model estimates:
     partition phase   dynamic program over stage boundaries              (`partition/`)
     estimate phase    the cost model, simulated job by job               (`costmodel`)
 
-The search ends when no bound is under the best estimate. The other partitions of an estimated
-configuration may be as fast as its bound; they are nodes too (`nodes/partitions`), and so are plans
-whose stages have meshes of their own (`meshes/`). The certificate's lower bound is the least
-bound that was left open.
+The search ends when no bound is under the best estimate; the certificate's lower bound is the least
+bound that was left open. docs/search.md has the mathematics and a picture of the nodes.
 """
 
 from __future__ import annotations
