@@ -3,8 +3,8 @@
     find_plan          for each choice of what is on the host, the fewest first:
       search_among       run the queue of nodes; then certificate and runners-up
 
-The queue is generic (`branch_and_bound`). Its nodes are sets of plans, each split into smaller ones,
-down to a plan that the cost model estimates (`nodes/`, `meshes/`):
+The queue is generic (`branch_and_bound`). Its nodes (`nodes/`, `meshes/`) are sets of plans, each
+split into smaller ones, down to a plan that the cost model estimates:
 
     degrees -> microbatch sizes -> shapes with a layout -> configurations -> partitions -> plans
 
