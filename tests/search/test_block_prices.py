@@ -13,13 +13,12 @@ from planner.layout.axes import Degrees
 from planner.layout.lowering import lower
 from planner.layout.placement import Replicate, Shard
 from planner.plan import OURS
-from search.op_layout.block_tables.block_prices import Prices
-from search.op_layout.block_tables.block_problem import BlockProblem, read_layouts
-from search.op_layout.block_tables.op_signatures import OpSeconds
-from search.op_layout.block_tables.reshard_edges import MOVES
+from search.op_layout.block_prices import OpSeconds, Prices
+from search.op_layout.block_problem import BlockProblem, read_layouts
 from search.op_layout.boundaries import boundary_options, class_groups
-from search.op_layout.elimination.eliminate import solve_by_elimination
+from search.op_layout.eliminate import solve_by_elimination
 from search.op_layout.layouts import LayoutSolver
+from search.op_layout.reshard_edges import MOVES
 from tests.captures import capture_tiny
 from tests.search.machine import Machine
 

@@ -11,6 +11,7 @@ from planner.layout.placement import Replicate, Shard
 from planner.plan import ClassLayout
 from profiles import Group
 from search.partition.chain_windows import Window
+from search.space.configuration import Configuration
 from search.stages.rank_stages import RankCostWindow, RankStages
 from search.stages.stage_table import StageTable
 from tests.captures import capture_tiny
@@ -78,10 +79,11 @@ def test_a_band_has_an_entry_for_each_run_and_choice(graph):
     """Longer runs take longer; full recomputation adds the forward to the backward."""
     costs = CostCache(graph, MACHINE)
     table = StageTable(costs=costs, layouts=(), degrees=Degrees(), microbatch_size=2)
-    stages = table.with_replicas(
-        degrees=Degrees(dp=2), zero=3, choices=("none", "full"), num_microbatches=4
-    )
-    assert isinstance(stages, RankStages)
+    configuration = Configuration(
+        degrees=Degrees(dp=2), pp=2, vpp=1, microbatch_size=2, num_microbatches=4,
+        schedule="1f1b", zero=3, recompute="none|full",
+    )  # fmt: skip
+    stages = RankStages(table=table, configuration=configuration, is_mixed=True)
     n = table.num_blocks
     band = stages.cost_window(Window.all_runs(n, n))
     assert isinstance(band, RankCostWindow)
