@@ -150,7 +150,8 @@ def estimate(
         # All stages have meshes of as many ranks.
         flop_of_ranks = (price.times.forward_flop + price.times.backward_flop).sum()
         flop += float(flop_of_ranks) * plan.degrees.num_ranks * view.replicas / num_replicas
-        memory.append(plan_memory(price, costs, timeline.schedule))
+        weights = price.weights(range(plan.pp))
+        memory.append(plan_memory(view.plan, costs, timeline.schedule, weights))
     _, timeline, time = max(found, key=lambda each: each[2].step_s)
     return Estimate(
         time=time,
@@ -176,7 +177,7 @@ def step_seconds(plan: Plan, costs: CostCache) -> float:
     found = []
     for view in replica_views(plan, costs):
         price = price_plan(view.plan, costs, view.neighbours)
-        at_least = _copies_beside_jobs(price, table)
+        at_least = _copies_beside_jobs(price, costs, table)
         last = _last_rank(price, costs, simulate(table, price.job_seconds, at_least=at_least))
         after_s = last.after_s + last.clipping_s + last.optimizer_s
         found.append(last.end_s + after_s + last.inputs_s)
@@ -199,8 +200,8 @@ def rank_bytes_by_group(
     schedule = _table_of(plan).schedule
     found: tuple[dict[str, int], ...] = tuple({} for _ in pp_ranks)
     for view in replica_views(plan, costs):
-        price = price_plan(view.plan, costs, view.neighbours)
-        memory = plan_memory(price, costs, schedule, pp_ranks)
+        weights = price_plan(view.plan, costs, view.neighbours).weights(pp_ranks)
+        memory = plan_memory(view.plan, costs, schedule, weights)
         for rank, parts, most in zip(pp_ranks, memory, found, strict=True):
             group = view.plan.device_groups[rank]
             most[group] = max(most.get(group, 0), int(parts.total))
@@ -211,7 +212,7 @@ def _timed(view: ReplicaView, costs: CostCache) -> tuple[PlanPrice, Timeline, Ti
     """The prices of some replicas, when their jobs run, and their step in parts."""
     price = price_plan(view.plan, costs, view.neighbours)
     table = _table_of(view.plan)
-    at_least = _copies_beside_jobs(price, table)
+    at_least = _copies_beside_jobs(price, costs, table)
     played = simulate(table, price.job_seconds, at_least=at_least)
     timeline = replace(played, step_jobs_s=_step_jobs_s(price, costs, played))
     return price, timeline, _time_parts(price, costs, timeline, table, at_least)
@@ -289,7 +290,9 @@ def _saved_bytes(price: PlanPrice) -> tuple[float, ...]:
     return tuple(kept)
 
 
-def _copies_beside_jobs(price: PlanPrice, table: JobTable) -> tuple[np.ndarray, ...] | None:
+def _copies_beside_jobs(
+    price: PlanPrice, costs: CostCache, table: JobTable
+) -> tuple[np.ndarray, ...] | None:
     """Return what the copies of activations take beside each job of each rank, if there are any."""
     on_host = [s for s, stage in enumerate(price.plan.stages) if stage.activations_on_host]
     if not on_host:
@@ -298,8 +301,8 @@ def _copies_beside_jobs(price: PlanPrice, table: JobTable) -> tuple[np.ndarray, 
     moved = {s: saved[s] for s in on_host}
     rows = table.schedule.jobs
     return tuple(
-        least_job_seconds(price.rank_costs(rank).profile, len(row), offloads_of(row, moved), moved)
-        for rank, row in enumerate(rows)
+        least_job_seconds(costs.of_group(group).profile, len(row), offloads_of(row, moved), moved)
+        for group, row in zip(price.plan.device_groups, rows, strict=True)
     )
 
 
@@ -373,7 +376,7 @@ def _last_rank(price: PlanPrice, costs: CostCache, timeline: Timeline) -> _LastR
         clipping_s=clipping_s,
         optimizer_s=price.updates[rank].optimizer_s,
         inputs_s=input_seconds(
-            price.rank_costs(plan.stages[0].pp_rank),
+            costs.of_group(plan.stages[0].device_group),
             [block for s in first_stages for block in plan.stages[s].blocks],
             microbatch_size=plan.stage_microbatch_size(0),
             num_microbatches=plan.num_microbatches,

@@ -26,8 +26,9 @@ from planner.plan import Plan
 from profiles.groups import DeviceGroup
 from search.branch_and_bound import EvaluatedPlan, Node
 from search.partition.chain_problem import Cut
+from search.priced_configuration import PricedConfiguration
 from search.search_state import PLACEMENTS, Outcomes, SearchState
-from search.space.shapes import Configuration, Shape, recompute_choices
+from search.space.configuration import Configuration, Shape, recompute_choices
 from search.stages.stage_table import StageTable
 
 MOST_SHARES = 64
@@ -39,18 +40,17 @@ Shares = tuple[int, ...]
 """Samples of a microbatch that a replica takes, for each group."""
 
 
-def replicas_node(
+def replicas_nodes(
     shapes: Sequence[Shape], groups: tuple[DeviceGroup, ...]
-) -> ReplicasOnGroupsNode | None:
-    """Return the root of all such plans; None where no group holds whole replicas of a shape."""
+) -> Iterator[ReplicasOnGroupsNode]:
+    """Yield the root of all such plans, where groups hold whole replicas of any shape."""
     fitting = [
         shape
         for shape in shapes
         if shape.pp == 1 and (1 in (vpp for _, vpp in shape.options)) and _replicas(shape, groups)
     ]
-    if not fitting:
-        return None
-    return ReplicasOnGroupsNode(bound=0.0, wave=PLACEMENTS, shapes=fitting, groups=groups)
+    if fitting:
+        yield ReplicasOnGroupsNode(bound=0.0, wave=PLACEMENTS, shapes=fitting, groups=groups)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -209,7 +209,7 @@ class SharesNode(Node[SearchState]):
         """Return the plan in which all blocks recompute what the choice says."""
         configuration, table = self.configuration, next(iter(self.of.tables.values()))
         cut = Cut(cuts=(0, table.num_blocks), choices=(choice,), value=0.0)
-        plan = search.candidates.plan(configuration, table, cut)
+        plan = PricedConfiguration(search.candidates, configuration, table).plan(cut)
         stage = plan.stages[0].model_copy(update={"device_group": configuration.device_groups[0]})
         return plan.model_copy(update={"stages": (stage,), "shares": configuration.shares})
 

@@ -14,7 +14,8 @@ from planner.plan import Plan
 from search import SearchRequest
 from search.candidates import Candidates
 from search.partition.chain_problem import Cut
-from search.space.shapes import Configuration, recompute_choices
+from search.priced_configuration import PricedConfiguration
+from search.space.configuration import Configuration, recompute_choices
 from tests.referees.plans import stage_boundaries
 
 
@@ -63,7 +64,7 @@ def every_shared_plan(
                         continue
                     for choice in range(len(recompute_choices(c.recompute))):
                         cut = Cut(cuts=(0, table.num_blocks), choices=(choice,), value=0.0)
-                        plan = candidates.plan(c, table, cut)
+                        plan = PricedConfiguration(candidates, c, table).plan(cut)
                         names = "+".join(group.name for group in machine.groups)
                         stage = plan.stages[0].model_copy(update={"device_group": names})
                         plan = plan.model_copy(update={"stages": (stage,), "shares": tuple(dealt)})
@@ -96,7 +97,8 @@ def _plans(
     choices = range(len(recompute_choices(base.recompute)))
     for cuts in stage_boundaries(base_table.num_blocks, base.pp):
         for chosen in product(choices, repeat=base.pp):
-            plan = candidates.plan(base, base_table, Cut(cuts=cuts, choices=chosen, value=0.0))
+            priced = PricedConfiguration(candidates, base, base_table)
+            plan = priced.plan(Cut(cuts=cuts, choices=chosen, value=0.0))
             own_tp = [
                 () if configurations[at].tp == base.tp else (("tp", configurations[at].tp),)
                 for at in own
