@@ -32,14 +32,14 @@ from typing import Any
 import numpy as np
 from accuracy_groups import kendall_tau
 
-from costmodel.cache import CostCache, costs_of_groups
+from costmodel.cache import BlockPrice, CostCache, costs_of_groups
 from costmodel.estimate import estimate_time
 from costmodel.execution.executed import ExecutedProfile
 from costmodel.table.kernels import DeviceRates
 from costmodel.table.rows.row_plan import plan_of, transformer_of
 from costmodel.table.rows.rows import run_of
 from costmodel.table.rows.run_row import RunRow
-from costmodel.time.block.program import ProgramCost
+from costmodel.time.stage_costs.times import RunTimes
 from planner.errors import PlannerError
 from planner.graph import ModelGraph
 from planner.plan import Plan
@@ -96,16 +96,19 @@ class MeasuredLayers(CostCache):
         super().__init__(graph, profile, execution=run.stack)
         self._measured = measured
 
-    def block(self, class_index: int, *sizes: Any, **choices: Any) -> ProgramCost:
+    def block(self, class_index: int, *sizes: Any, **choices: Any) -> BlockPrice:
         """Return the price of one block: its bytes are the model's, its seconds measured."""
-        cost = super().block(class_index, *sizes, **choices)
+        price = super().block(class_index, *sizes, **choices)
         index = next(b.index for b in self.graph.blocks if b.class_index == class_index)
         # Of the layers between the first and the last one stands for all.
         forward_s, backward_s = self._measured[max(at for at in self._measured if at <= index)]
-        nothing = dict.fromkeys(
-            ("forward_comm_s", "backward_comm_s", "host_forward_s", "host_backward_s"), 0.0
+        times = RunTimes(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            forward_flop=price.times.forward_flop,
+            backward_flop=price.times.backward_flop,
         )
-        return replace(cost, forward_s=forward_s, backward_s=backward_s, weight_s=0.0, **nothing)
+        return price._replace(times=times)
 
 
 def refusal(row: Mapping[str, str], layers: Layers | None) -> str | None:
