@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from accuracy_configured import as_configured
 from accuracy_groups import Ranking, plot, print_rankings, rankings
-from accuracy_mlperf import as_submitted
 
 from costmodel.table.fit_rates import (
     RANGES,
@@ -127,7 +127,7 @@ def load_cases(path: Path, *, experts: bool = False) -> tuple[list[Case], dict[s
     Rows of mixtures of experts leave columns to the model's name, and need not be complete.
     """
     cases, refused = [], defaultdict(int)
-    for row in map(as_submitted, read_rows(path)):
+    for row in map(as_configured, read_rows(path)):
         notes = f"{row['notes']} {row['model']}".lower()
         try:
             run, profile, rates = run_of(row)

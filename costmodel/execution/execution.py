@@ -57,6 +57,14 @@ class Execution:
     dropless: bool
     """Experts take all rows that are sent to them, and the host reads how many before it sends
     them; else they take a fixed number, and the others are dropped."""
+    sends_tokens: bool
+    """A token's row goes once to each node, and there to each rank, that has an expert for it, and
+    is copied for its experts on arrival (DeepEP, HybridEP); else it goes once for each expert."""
+    overlaps_rows: bool
+    """Rows go to their experts and back beside the compute of another microbatch."""
+    pads_rows: bool
+    """With products in 8 bits, rows are copied to a whole number of tiles for each expert, and
+    back after the last product."""
     fullest_experts: float
     """Rows of the rank whose experts are picked most, over the mean of all ranks that share a
     layer's experts; 1 where routing is forced to be even."""

@@ -12,6 +12,7 @@ from costmodel.cache import CostCache
 from costmodel.estimate import Estimate, TimeParts, estimate, estimate_time
 from costmodel.execution.executed import ExecutedProfile
 from costmodel.table.kernels import DeviceRates
+from costmodel.table.rows.row_words import modules_recomputed
 from costmodel.table.rows.run_row import RowError, RunRow
 from planner.layout.axes import Degrees
 from planner.plan import (
@@ -169,23 +170,20 @@ def _zero_stage(stage: int) -> Literal[0, 1, 2, 3]:
     raise RowError(f"zero_stage={stage} is not 0 to 3")
 
 
-CORE_ATTENTION = ("core_attention", "softmax", "attention_dropout")
-"""Modules that trainers' selective recomputation runs again (Korthikanti et al. 2022)."""
-
-
 @lru_cache(maxsize=1024)
 def _recomputed(model: Transformer, recompute: str) -> tuple[ClassRecompute, ...]:
     """Return the ops of each class that a row's recomputation runs again: of layers only."""
     if recompute == "none":
         return ()
     classes = build_transformer(model).classes
+    again = tuple(f".{part}" for part in modules_recomputed(recompute))
     chosen = []
     for index, program in enumerate(classes):
         is_layer = 0 < index < len(classes) - 1
         ops = tuple(
             op.name
             for op in program.ops
-            if is_layer and (recompute == "full" or op.module.rpartition(".")[2] in CORE_ATTENTION)
+            if is_layer and (recompute == "full" or f".{op.module}".endswith(again))
         )
         chosen.append(ClassRecompute(class_index=index, ops=ops))
     return tuple(chosen)

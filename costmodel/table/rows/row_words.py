@@ -35,6 +35,18 @@ _RECOMPUTES = (
     (r"select|attn|attention|core|\bop\b|sac|partial", "selective"),
     (r"full|uniform|block|yes|true|^1(\.0)?$|all|checkpoint|\bac\b|on$", "full"),
 )
+RECOMPUTED_MODULES = {
+    "core_attn": ("core_attention", "softmax", "attention_dropout"),
+    "layernorm": ("input_layernorm", "pre_mlp_layernorm"),
+    "mla_up_proj": ("q_up", "kv_up", "rotary"),
+    "moe_act": ("experts.act",),
+    "shared_experts": ("shared_experts.fc1", "shared_experts.act", "shared_experts.fc2"),
+    "mlp": ("mlp.fc1", "mlp.act", "mlp.fc2"),
+    "moe": ("router", "permute", "experts", "experts.act", "unpermute"),
+}
+"""Modules of ours that each of Megatron-LM's `--recompute-modules` runs again
+(megatron/core/transformer/transformer_config.py, core_v0.15.0); core_attn where a row says
+selective and names none (Korthikanti et al. 2022)."""
 _ZEROS = (
     (r"^(none|no|off|false|ddp|dp)$", 0),
     (r"(?<![\d.])0", 0),
@@ -80,8 +92,18 @@ def dtype_of(text: str) -> str | None:
 
 
 def recompute_of(text: str) -> str | None:
-    """Return ``none``, ``selective`` or ``full``."""
-    return _first(_RECOMPUTES, text)
+    """Return ``none``, ``selective`` (``selective: moe_act, layernorm`` where it names modules) or
+    ``full``.
+    """
+    known = _first(_RECOMPUTES, text)
+    named = [word for word in re.split(r"\W+", text.lower()) if word in RECOMPUTED_MODULES]
+    return f"{known}: {', '.join(named)}" if known == "selective" and named else known
+
+
+def modules_recomputed(recompute: str) -> tuple[str, ...]:
+    """Return the modules of our templates that a selective recomputation runs again."""
+    named = recompute.partition(":")[2].replace(",", " ").split() or ["core_attn"]
+    return tuple(part for name in named for part in RECOMPUTED_MODULES[name])
 
 
 def schedule_of(text: str) -> str | None:
