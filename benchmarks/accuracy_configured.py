@@ -25,14 +25,20 @@ DEEP = "dispatcher DeepEP"
 HYBRID = "dispatcher HybridEP"
 OVERLAP = "all-to-all overlap"
 
+STAGES_16 = {"pp_layout": "Et*4|(t*4|)*14tmL"}
+STAGES_16_NEXT_ONLY = {"pp_layout": "Et*4|(t*4|)*14tL"}
+STAGES_32 = {"pp_layout": "Et|(tt|)*30mL"}
+OWN_STAGES = {"pp_layout": "Et*3|(tt|)*29m|L"}
+"""Megatron-LM's own for as many (docs/user-guide/features/pipeline_parallel_layout.md)."""
+
 # Notes to add, what is recomputed, and cells that the table leaves blank or has otherwise than the
 # recipe. By release, model and device.
 # fmt: off
 BRIDGE: Mapping[tuple[str, str, str], tuple[str, str, Mapping[str, str]]] = {
-    ("26.02", "deepseek", "GB300"): (HYBRID, "selective: mla_up_proj", {}),
-    ("26.02", "deepseek", "GB200"): (f"{HYBRID}, {PARTS}", "selective: mla_up_proj", {}),
-    ("26.02", "deepseek", "B300"): (HYBRID, "selective: mla_up_proj", {"vpp": "1"}),
-    ("26.02", "deepseek", "B200"): (HYBRID, "selective: mla_up_proj", {"vpp": "1"}),
+    ("26.02", "deepseek", "GB300"): (HYBRID, "selective: mla_up_proj", STAGES_16),
+    ("26.02", "deepseek", "GB200"): (f"{HYBRID}, {PARTS}", "selective: mla_up_proj", STAGES_16),
+    ("26.02", "deepseek", "B300"): (HYBRID, "selective: mla_up_proj", {"vpp": "1", **STAGES_16}),
+    ("26.02", "deepseek", "B200"): (HYBRID, "selective: mla_up_proj", {"vpp": "1", **STAGES_16}),
     ("26.02", "gpt oss", "GB300"): (PARTS, "none", {}),
     ("26.02", "gpt oss", "B300"): (PARTS, "none", {}),
     ("26.02", "gpt oss", "GB200"): ("", "selective: layernorm, moe_act", {}),
@@ -50,7 +56,7 @@ BRIDGE: Mapping[tuple[str, str, str], tuple[str, str, Mapping[str, str]]] = {
     ("26.02", "235b", "H100"): (OVERLAP, "none", {}),
     ("25.11", "deepseek", "GB300"): (f"{HYBRID}, {PARTS}", "selective: moe_act", {}),
     ("25.11", "deepseek", "GB200"): (f"{HYBRID}, {ROUTER}", "selective: mla_up_proj", {}),
-    ("25.11", "deepseek", "B200"): ("", "selective: mla_up_proj", {}),
+    ("25.11", "deepseek", "B200"): ("", "selective: mla_up_proj", STAGES_16),
     ("25.11", "gpt oss", "GB300"): (PARTS, "none", {}),
     ("25.11", "gpt oss", "GB200"): ("", "selective: layernorm, moe_act", {}),
     # The table's ep is 8, its rate that of the next release's with 64.
@@ -67,9 +73,9 @@ BRIDGE: Mapping[tuple[str, str, str], tuple[str, str, Mapping[str, str]]] = {
     ("25.11", "235b", "GB200"): (f"{HYBRID}, {PARTS}", "none", {}),
     ("25.11", "235b", "B200"): (OVERLAP, "none", {}),
     ("25.11", "235b", "H100"): (OVERLAP, "none", {}),
-    ("25.09", "deepseek", "GB200"): ("", "selective: mla_up_proj", {}),
-    ("25.09", "deepseek", "B200"): ("", "selective: mla_up_proj", {}),
-    ("25.09", "deepseek", "H100"): (f"{DEEP}, {OVERLAP}", "selective: mla_up_proj, mlp", {}),
+    ("25.09", "deepseek", "GB200"): ("", "selective: mla_up_proj", STAGES_16),
+    ("25.09", "deepseek", "B200"): ("", "selective: mla_up_proj", STAGES_16),
+    ("25.09", "deepseek", "H100"): (f"{DEEP}, {OVERLAP}", "selective: mla_up_proj, mlp", STAGES_32),
     ("25.09", "30b", "GB200"): (ALL, "none", {}),
     ("25.09", "30b", "B200"): (ALL, "none", {}),
     ("25.09", "30b", "H100"): ("", "none", {"vpp": "12"}),
@@ -137,19 +143,26 @@ def _adapters(row: dict[str, str]) -> dict[str, str]:
 
 
 def _bridge(row: dict[str, str]) -> dict[str, str]:
-    """Megatron-Bridge's mixtures of experts."""
+    """Megatron-Bridge's mixtures of experts.
+
+    DeepSeek-V3 predicts a token ahead where its row does not say otherwise: printed TFLOP/s over
+    tokens/s are 1.041 times the flop without, as the layer and the head more make them.
+    """
     model, gpu = row["model"].lower(), row["gpu"].partition("-")[0]
     for (release, name, device), (notes, recompute, cells) in BRIDGE.items():
         if row["source_id"].endswith(release) and re.search(name, model) and gpu == device:
-            return {
-                **row, **cells, "recompute": recompute, "notes": f"{row['notes']}; {notes}"
-            }  # fmt: skip
+            predicts = {
+                "mtp_layers": str(int(name == "deepseek" and "w/o MTP" not in row["model"]))
+            }
+            said = {"recompute": recompute, "notes": f"{row['notes']}; {notes}"}
+            return {**row, **predicts, **cells, **said}
     return row
 
 
 def _cumulative(row: dict[str, str]) -> dict[str, str]:
     """Megatron-LM's DeepSeek-V3: what earlier rows added holds for later ones."""
     step = STEPS.index(row["notes"].partition(CUMULATIVE)[2].partition(" dispatcher")[0])
+    row |= {"mtp_layers": "1", **OWN_STAGES}
     row["recompute"] = "selective: mlp" + ", mla_up_proj" * (step < FIRST_GRAPHS - 1)
     dispatcher = row["notes"].rpartition("dispatcher ")[2]
     row["notes"] = f"dispatcher {dispatcher}" + f"; {PARTS}" * (step >= FIRST_GRAPHS)

@@ -30,6 +30,9 @@ from planner.ops.families.products.attention import RING
 from planner.ops.record import packet_of
 from profiles import Group
 
+MEASURED_RANKS = 8
+"""Most ranks of a node of which shipped profiles have an all-to-all."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExposedComm:
@@ -123,11 +126,13 @@ def _rows_seconds(op: Op, local: Program, profile: ExecutedProfile, axis: Axis) 
     """Return the seconds of one exchange of experts' rows."""
     if axis.size == 1:
         return 0.0
-    part = 1.0
+    group, part = axis.group, 1.0
     if profile.execution.sends_tokens:
-        part = sent_part(experts_per_token(local), axis.group)
+        part = sent_part(experts_per_token(local), group)
+    is_wide = group.num_nodes == 1 and group.size > MEASURED_RANKS
+    reached = profile.execution.wide_exchange_part if is_wide else 1.0
     return sum(
-        profile.collective_seconds(kind, part * num_bytes, axis.group).seconds
+        profile.collective_seconds(kind, part * num_bytes, group).seconds / reached
         for kind, num_bytes in inner_collectives(op, dict(local.tensor))
     )
 

@@ -32,6 +32,10 @@ LOSSES = (
     "cross_entropy_sum",
 )
 HALVES = ("bfloat16", "float16")
+NORMS = ("rms_norm", "layer_norm", "native_layer_norm")
+CAST_BYTES = 4.0
+"""Bytes of casting an element for products in 8 bits: read in 16, written twice."""
+
 PRODUCT_STREAMS = 4
 """Streams on which runs of rows are multiplied side by side (Transformer Engine 2.8:
 common/gemm/cublaslt_gemm.cu, nvte_multi_tensor_gemm)."""
@@ -203,15 +207,29 @@ def _product_seconds(
         seconds += more_s
         backward_s += seconds
         weight_s = seconds if _is_weight(factors[1], local) else 0.0
-    casts = 0.0
+    cast_s = cast_back_s = 0.0
     if dtype.startswith(("float8", "float4")):
-        # Operands are read in 16 bits and written in 8, as they are and transposed.
-        casts = rates.pass_seconds(4.0 * batch * m * k, batch * is_grouped)
+        # Read in 16 bits and written in 8, as it is and transposed; of runs a kernel each.
+        kernels = batch * is_grouped
+        if not _is_normed(factors[0], local):
+            cast_s = rates.pass_seconds(CAST_BYTES * batch * m * k, kernels)
+        cast_back_s = rates.pass_seconds(CAST_BYTES * batch * m * n, kernels) * bool(backward_s)
     return Seconds(
-        forward_s=(forward_s + casts) * profile.waited,
-        backward_s=(backward_s + casts * bool(backward_s)) * profile.waited,
+        forward_s=(forward_s + cast_s) * profile.waited,
+        backward_s=(backward_s + cast_back_s) * profile.waited,
         weight_s=weight_s * profile.waited,
     )
+
+
+def _is_normed(name: str, local: Program) -> bool:
+    """Whether a tensor comes straight from a norm, whose kernel writes it in 8 bits (Transformer
+    Engine: module/layernorm_linear.py).
+    """
+    maker = next((op for op in local.ops if name in op.outputs), None)
+    while maker is not None and maker.target == REDISTRIBUTE:
+        name = maker.inputs[0]
+        maker = next((op for op in local.ops if name in op.outputs), None)
+    return maker is not None and packet_of(maker.target) in NORMS
 
 
 def _attention_seconds(op: Op, local: Program, profile: ExecutedProfile) -> Seconds:

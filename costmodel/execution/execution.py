@@ -60,6 +60,9 @@ class Execution:
     sends_tokens: bool
     """A token's row goes once to each node, and there to each rank, that has an expert for it, and
     is copied for its experts on arrival (DeepEP, HybridEP); else it goes once for each expert."""
+    wide_exchange_part: float
+    """Part of its links' rate that an exchange of rows reaches among more ranks of a node than
+    eight, of which collectives were measured."""
     overlaps_rows: bool
     """Rows go to their experts and back beside the compute of another microbatch."""
     pads_rows: bool

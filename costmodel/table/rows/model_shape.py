@@ -20,6 +20,8 @@ class TransformerShape:
     The first `dense_layers` of a model with experts have a feed-forward of width `dense_ffn`;
     counts of parameters and flop take them to be as wide as the experts of a token, as they
     nearly are.
+
+    `ahead` tokens after the next are predicted too, each by a layer more and the head again.
     """
 
     layers: int
@@ -39,6 +41,7 @@ class TransformerShape:
     rope_dim: int = 0
     dense_layers: int = 0
     dense_ffn: int = 0
+    ahead: int = 0
 
     @property
     def head_width(self) -> int:
@@ -111,11 +114,16 @@ class TransformerShape:
         """Matrix parameters of the model, the embedding counted once."""
         return self.layers * self.layer_params + self.embedding_params
 
-    def layer_flop(self) -> float:
-        """Model flop of one layer for one sample, forward and backward, full attention."""
+    def layer_flop(self, *, causal: bool = False) -> float:
+        """Model flop of one layer for one sample, forward and backward; attention in full, or only
+        that of positions that see each other (`causal`).
+        """
         scores = 12.0 * self.seq_len**2 * self.score_width
-        return 6.0 * self.used_params * self.seq_len + scores
+        return 6.0 * self.used_params * self.seq_len + (scores / 2 if causal else scores)
 
-    def model_flop(self) -> float:
+    def model_flop(self, *, causal: bool = False) -> float:
         """Model flop of one sample, forward and backward (recompute not counted)."""
-        return self.layers * self.layer_flop() + 6.0 * self.seq_len * self.embedding_params
+        head = 6.0 * self.seq_len * self.embedding_params
+        joins = 12.0 * self.seq_len * self.hidden**2
+        layer = self.layer_flop(causal=causal)
+        return self.layers * layer + head + self.ahead * (layer + head + joins)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from functools import lru_cache
+from itertools import accumulate
 from math import ceil
 from typing import Literal
 
@@ -82,6 +83,7 @@ def transformer_of(run: RunRow) -> Transformer:
         fused_attention=stack.flash_attention,
         latent=latent,
         experts=experts,
+        ahead=shape.ahead,
         adapters=Adapters(rank=run.lora_rank) if run.lora_rank else None,
     )
 
@@ -101,10 +103,12 @@ def plan_of(run: RunRow, model: Transformer, *, devices_per_node: int) -> Plan:
         # With so few, the order of 1F1B is that of all forwards first.
         schedule, table = "fthenb", _all_forwards_first(run.pp, microbatches)
     num_stages = run.pp * vpp
-    if run.stack.balances_stages and num_stages > 1:
+    if run.stage_blocks and schedule == SCHEDULES[run.schedule]:
+        bounds = [0, *accumulate(run.stage_blocks)]
+    elif run.stack.balances_stages and num_stages > 1:
         bounds = _balanced_bounds(model, num_stages)
     else:
-        bounds = _bounds(model.layers, num_stages)
+        bounds = _bounds(model.layers + model.ahead, num_stages)
     on_tp: tuple[ClassLayout, ...] = ()
     on_cp: tuple[ClassLayout, ...] = ()
     if run.tp > 1:
@@ -231,10 +235,7 @@ def _bounds(layers: int, stages: int) -> list[int]:
     sizes[-1] += 1
     if min(sizes) < 1:
         raise RowError(f"{layers} layers do not make {stages} stages")
-    bounds = [0]
-    for size in sizes:
-        bounds.append(bounds[-1] + size)
-    return bounds
+    return [0, *accumulate(sizes)]
 
 
 @lru_cache(maxsize=512)

@@ -96,6 +96,7 @@ def shape_of_row(cells: Cells, stack: Execution) -> TransformerShape:
         rope_dim=usual("rope_dim", 0) or 0,
         dense_layers=0 if known is None else _dense_layers(known, layers),
         dense_ffn=usual("dense_ffn", 0) or 0,
+        ahead=cells.given("mtp_layers", least=0) or 0,
     )
 
 

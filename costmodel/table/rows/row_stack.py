@@ -32,8 +32,9 @@ EVEN_ROUTING = re.compile(r"(?i)forced?.balance")
 CUDA_GRAPHS = re.compile(r"(?i)cuda.?graphs?(?: of (?P<parts>[\w ,]+))?")
 """Words for layers, or parts of them, whose kernels the host starts together, as one graph."""
 
-SENDS_TOKENS = re.compile(r"(?i)deep.?ep|hybrid.?ep")
-"""Dispatchers that send a token once to each place, and not once for each expert."""
+SENDS_TOKENS = re.compile(r"(?i)deep.?ep|(?P<hybrid>hybrid.?ep)")
+"""Dispatchers that send a token once to each place, and not once for each expert; HybridEP among
+all ranks of a domain at its links' rate."""
 
 OVERLAPS_ROWS = re.compile(r"(?i)(a2a|all.?to.?all|dispatch\w*) (is )?overlap")
 """Words for rows of experts that travel beside another microbatch's compute."""
@@ -86,8 +87,9 @@ def stack_of_row(cells: Cells) -> Execution:
         stack = replace(stack, fullest_experts=1.0)
     if stack.name in COMPILED_AS and COMPILED.search(said):
         stack = find_execution(COMPILED_AS[stack.name])
-    if SENDS_TOKENS.search(cells.text("dispatcher") or said):
-        stack = replace(stack, sends_tokens=True)
+    if sends := SENDS_TOKENS.search(cells.text("dispatcher") or said):
+        reached = 1.0 if sends["hybrid"] else stack.wide_exchange_part
+        stack = replace(stack, sends_tokens=True, wide_exchange_part=reached)
     if OVERLAPS_ROWS.search(said):
         stack = replace(stack, overlaps_rows=True)
     graphs = CUDA_GRAPHS.search(said)
