@@ -185,7 +185,9 @@ def estimated_errors(cases: list[Case]) -> tuple[list[Case], np.ndarray]:
     prices, kept, errors = RowPrices(), [], []
     for case in cases:
         try:
-            step_s = prices.time(case.run, case.profile, case.rates).step_s
+            step_s = prices.step_seconds(
+                case.run, case.profile, case.rates, room_bytes=case.room_bytes
+            )
         except PlannerError as error:
             print(f"not a plan: {case.source}: {error}", file=sys.stderr)
             continue

@@ -43,7 +43,7 @@ class ExposedComm:
     backward_s: float
     """Of the backward."""
     skew_s: float
-    """Waits for the last rank, in each of both."""
+    """Waits for the last rank and for the network's threads, in each of both."""
     rows_s: float
     """Part of each of both that sends rows to their experts and back."""
     kernels: int
@@ -69,7 +69,7 @@ def exposed_comm(
     cp = axes["cp"].size
     count = 0
     sums = 0
-    size = 1
+    size = nodes = 1
     for op in local.ops:
         if op.target == RING:
             num_bytes = cp * bytes_of(local, op.inputs[1:3])
@@ -95,7 +95,9 @@ def exposed_comm(
         back_s += backward
         count += forward > 0
         sums += forward > 0 and op.args[2:4] == ("P", "R")
-        size = max(size, axes[str(op.args[1])].size)
+        axis = axes[str(op.args[1])]
+        size = max(size, axis.size)
+        nodes = max(nodes, axis.group.num_nodes)
     rates = profile.rates
     if execution.overlaps_tp and count > 1:
         behind = 0.5 * compute.forward_s
@@ -115,7 +117,7 @@ def exposed_comm(
     return ExposedComm(
         forward_s=there_s,
         backward_s=back_s,
-        skew_s=sums * profile.skew_seconds(size),
+        skew_s=sums * profile.skew_seconds(size) + count * execution.crossing_late_s * (nodes - 1),
         rows_s=rows_s,
         kernels=count,
         size=size,

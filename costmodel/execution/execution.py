@@ -122,6 +122,15 @@ class Execution:
     """Seconds that the hosts of two tp ranks wait for each other at a collective, and again for
     each doubling of their number, while messages between stages cross nodes: the threads that poll
     for these take their cores."""
+    crossing_late_s: float
+    """Seconds that a collective of tp takes longer than alone for each node but one that its ranks
+    lie on: the threads that serve the network, of all collectives of a block in turn, share cores
+    with the hosts."""
+    reserved_factor: float
+    """Memory that the allocator reserves, over that of live tensors; 0 where no run tells."""
+    retry_s: float
+    """Seconds that a message between stages waits where that is more than a device has: its buffer
+    is allocated only when cached memory is freed, which waits for the device."""
     launches_block: bool
     """The host waits for the end of each kernel that it starts."""
     selective_skips_layers: bool

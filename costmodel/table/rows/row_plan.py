@@ -251,6 +251,26 @@ def _model_ref(model: Transformer) -> ModelRef:
     )
 
 
+def is_nearly_full(found: Estimate, run: RunRow, room_bytes: float) -> bool:
+    """Whether an allocator would reserve more for a row than a device has (`reserved_factor`)."""
+    reserved = max(
+        run.stack.reserved_factor * m.tensor_bytes + m.context_bytes for m in found.memory
+    )
+    return bool(run.stack.reserved_factor and reserved > room_bytes)
+
+
+def retry_seconds(found: Estimate, run: RunRow, room_bytes: float) -> float:
+    """Return what a step takes longer where memory is nearly full.
+
+    (m + p - 1) turns of as many messages as a rank takes part in: there and back on each side that
+    has a neighbour, `retry_s` each.
+    """
+    if run.pp == 1 or not is_nearly_full(found, run, room_bytes):
+        return 0.0
+    messages = 2 if run.pp == 2 else 4
+    return run.stack.retry_s * messages * (run.num_microbatches + run.pp - 1)
+
+
 class RowPrices:
     """Prices rows: block prices that rows share are made once. Mutable.
 
@@ -269,6 +289,15 @@ class RowPrices:
     def time(self, run: RunRow, profile: Profile, rates: DeviceRates) -> TimeParts:
         """Return the step of a row on a machine, in time alone."""
         return estimate_time(*self.plan(run, profile, rates))
+
+    def step_seconds(
+        self, run: RunRow, profile: Profile, rates: DeviceRates, *, room_bytes: float
+    ) -> float:
+        """Return the step of a row on a device with so much memory."""
+        if not run.stack.retry_s:
+            return self.time(run, profile, rates).step_s
+        found = self.estimate(run, profile, rates)
+        return found.step_s + retry_seconds(found, run, room_bytes)
 
     def plan(self, run: RunRow, profile: Profile, rates: DeviceRates) -> tuple[Plan, CostCache]:
         """Return the plan of a row, and the prices of its model's blocks."""
