@@ -118,6 +118,11 @@ def is_product(op: Op) -> bool:
     return family_of(op.target).arithmetic == MATMUL
 
 
+def is_attention(op: Op) -> bool:
+    """Whether an op is attention as one kernel."""
+    return family_of(op.target).arithmetic == ATTENTION
+
+
 def is_layer_product(op: Op, local: Program) -> bool:
     """Whether a product is of weights in 16 bits, which a runtime may multiply in fewer: one of a
     layer, or of the head.
@@ -162,7 +167,7 @@ def kernel_seconds(
         # Rows are made of tokens where these arrive.
         return Seconds(forward_s=0.0, backward_s=0.0, kernels=0)
     if len(ops) == 1:
-        if family_of(op.target).arithmetic == ATTENTION:
+        if is_attention(op):
             return _attention_seconds(op, local, profile)
         if packet_of(op.target) in LOSSES:
             logits = _numel(local, op.inputs[0])
@@ -223,13 +228,18 @@ def _product_seconds(
 
 def _is_normed(name: str, local: Program) -> bool:
     """Whether a tensor comes straight from a norm, whose kernel writes it in 8 bits (Transformer
-    Engine: module/layernorm_linear.py).
+    Engine: module/layernorm_linear.py). Where others take it too, it is also made in 16.
     """
-    maker = next((op for op in local.ops if name in op.outputs), None)
-    while maker is not None and maker.target == REDISTRIBUTE:
+    makers = {made: op for op in local.ops for made in op.outputs}
+    users = Counter(taken for op in local.ops for taken in op.inputs)
+    while users[name] == 1 and name in makers:
+        maker = makers[name]
+        if packet_of(maker.target) in NORMS:
+            return True
+        if maker.target != REDISTRIBUTE:
+            return False
         name = maker.inputs[0]
-        maker = next((op for op in local.ops if name in op.outputs), None)
-    return maker is not None and packet_of(maker.target) in NORMS
+    return False
 
 
 def _attention_seconds(op: Op, local: Program, profile: ExecutedProfile) -> Seconds:

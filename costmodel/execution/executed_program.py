@@ -15,6 +15,7 @@ from costmodel.execution.executed_kernels import (
     UNFUSED_SOFTMAX,
     Seconds,
     forked_bytes,
+    is_attention,
     is_product,
     kernel_seconds,
     kernels_of,
@@ -30,7 +31,6 @@ from planner.layout.experts import grouped_products
 from planner.layout.redistribution.redistribute import REDISTRIBUTE
 from planner.ops.flops import needing_gradient
 from planner.ops.record import family_of, packet_of
-from profiles.lookup.families import ATTENTION
 
 HOST_SHARPNESS = 4
 """How sharply a phase turns from waiting for the device to waiting for the host: where both are
@@ -68,10 +68,9 @@ def executed_times(
         kernels += seconds.kernels
         unfused += seconds.kernels - 1 if seconds.kernels == UNFUSED_SOFTMAX.kernels else 0
         first = ops[0]
-        is_attention = family_of(first.target).arithmetic == ATTENTION
-        if first.name in recomputed and not (is_flash and is_attention and not is_whole):
+        if first.name in recomputed and not (is_flash and is_attention(first) and not is_whole):
             recomputed_s += seconds.forward_s
-        if is_attention:
+        if is_attention(first):
             attention = Seconds(
                 forward_s=attention.forward_s + seconds.forward_s,
                 backward_s=attention.backward_s + seconds.backward_s,
@@ -87,7 +86,7 @@ def executed_times(
     comm = exposed_comm(local, profile, axes, compute, attention)
     wait = rates.launch_wait_s if execution.launches_block else 0.0
     issued = _host_ops(local, execution, kernels) + comm.kernels + unfused
-    if recomputed and not is_whole and execution.selective_skips_layers:
+    if recomputed and not is_whole and execution.selective_by_op:
         recomputed_s = forward_s / 2
     # Every host of a group reaches a collective late at times, and all wait for the last.
     polled_s = polls * execution.polled_late_s * comm.kernels * comm.size

@@ -133,8 +133,9 @@ class Execution:
     is allocated only when cached memory is freed, which waits for the device."""
     launches_block: bool
     """The host waits for the end of each kernel that it starts."""
-    selective_skips_layers: bool
-    """Selective recomputation runs every second layer again, not each one's attention."""
+    selective_by_op: bool
+    """Selective recomputation saves attention and every second product of a layer, and runs all
+    else again, which takes half a forward; else it runs each layer's attention again."""
     sequence_parallel: bool
     """With tp, what goes from layer to layer is split by positions where a row does not say."""
     zero_stage: int

@@ -12,9 +12,11 @@ from typing import Literal
 from costmodel.cache import CostCache
 from costmodel.estimate import Estimate, TimeParts, estimate, estimate_time
 from costmodel.execution.executed import ExecutedProfile
+from costmodel.execution.executed_kernels import is_attention, is_product
 from costmodel.table.kernels import DeviceRates
 from costmodel.table.rows.row_words import modules_recomputed
 from costmodel.table.rows.run_row import RowError, RunRow
+from planner.graph import Op
 from planner.layout.axes import Degrees
 from planner.plan import (
     ClassLayout,
@@ -154,7 +156,7 @@ def plan_of(run: RunRow, model: Transformer, *, devices_per_node: int) -> Plan:
             )
             for s in range(run.pp * vpp)
         ),
-        recomputed=_recomputed(model, run.recompute),
+        recomputed=_recomputed(model, run.recompute, run.stack.selective_by_op),
         layouts=(*on_tp, *on_cp),
     )
 
@@ -175,21 +177,28 @@ def _zero_stage(stage: int) -> Literal[0, 1, 2, 3]:
 
 
 @lru_cache(maxsize=1024)
-def _recomputed(model: Transformer, recompute: str) -> tuple[ClassRecompute, ...]:
-    """Return the ops of each class that a row's recomputation runs again: of layers only."""
+def _recomputed(model: Transformer, recompute: str, by_op: bool) -> tuple[ClassRecompute, ...]:
+    """Return the ops of each class that a row's recomputation runs again: of layers only.
+
+    `by_op`: as in `Execution.selective_by_op`, where the row names no modules.
+    """
     if recompute == "none":
         return ()
     classes = build_transformer(model).classes
     again = tuple(f".{part}" for part in modules_recomputed(recompute))
     chosen = []
     for index, program in enumerate(classes):
-        is_layer = 0 < index < len(classes) - 1
-        ops = tuple(
-            op.name
-            for op in program.ops
-            if is_layer and (recompute == "full" or f".{op.module}".endswith(again))
-        )
-        chosen.append(ClassRecompute(class_index=index, ops=ops))
+        if not 0 < index < len(classes) - 1:
+            ops: tuple[Op, ...] = ()
+        elif recompute == "full":
+            ops = program.ops
+        elif by_op and recompute == "selective":
+            products = [op.name for op in program.ops if is_product(op)]
+            saved = {op.name for op in program.ops if is_attention(op)} | set(products[::2])
+            ops = tuple(op for op in program.ops if op.name not in saved)
+        else:
+            ops = tuple(op for op in program.ops if f".{op.module}".endswith(again))
+        chosen.append(ClassRecompute(class_index=index, ops=tuple(op.name for op in ops)))
     return tuple(chosen)
 
 
