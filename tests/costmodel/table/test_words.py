@@ -31,6 +31,7 @@ CORE = find_execution("megatron-core")
         ("None", "none"), ("0.0", "none"), ("no recompute", "none"),
         ("no activation checkpointing", "none"), ("without AC", "none"),
         ("selective (core attn)", "selective"), ("SAC", "selective"),
+        ("selective: moe_act, layernorm", "selective: moe_act, layernorm"),
         ("full", "full"), ("block, 1 layer", "full"), ("1", "full"), ("AC", "full"),
         ("non-uniform", "full"), ("sometimes", None),
     ],
