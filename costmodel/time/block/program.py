@@ -10,8 +10,7 @@ from typing import Any
 from costmodel.execution import Execution
 from costmodel.execution.executed import rated_profile
 from costmodel.execution.executed_program import executed_times
-from costmodel.execution.narrow_saves import as_saved
-from costmodel.execution.saves import saved_instead
+from costmodel.execution.saves import as_saved, saved_instead
 from costmodel.memory.block.block_bytes import peak_bytes
 from costmodel.memory.block.recomputed import selective_bytes
 from costmodel.memory.saved import saved_tensors
