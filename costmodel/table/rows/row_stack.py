@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from costmodel.execution import Execution, find_execution
 from costmodel.table.rows.named_models import named_model
-from costmodel.table.rows.row_cells import Cells
-from costmodel.table.rows.row_words import gated_of, stack_of, zero_of
+from costmodel.table.rows.row_words import Cells, gated_of, stack_of, zero_of
 
 MEGATRON_CLASSIC = find_execution("megatron-classic")
 MEGATRON_DEEPSPEED = find_execution("megatron-deepspeed")

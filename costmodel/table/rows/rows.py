@@ -11,8 +11,8 @@ from typing import Any
 from costmodel.table.kernels import DeviceRates
 from costmodel.table.rates import load_rates
 from costmodel.table.rows.devices import device_of, is_scaled, scaled_rates
-from costmodel.table.rows.row_cells import RowError, real
 from costmodel.table.rows.row_plan import RowPrices, is_nearly_full, retry_seconds
+from costmodel.table.rows.row_words import RowError, real
 from costmodel.table.rows.run_row import RunRow, parse_row
 from planner.errors import PlannerError
 from planner.units import GIB, TFLOP

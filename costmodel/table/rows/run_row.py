@@ -9,11 +9,17 @@ from math import ceil, log2
 from typing import Any
 
 from costmodel.execution import Execution
-from costmodel.table.rows.model_shape import TransformerShape
-from costmodel.table.rows.row_cells import Cells, RowError, real
-from costmodel.table.rows.row_shape import check_divides, shape_of_row
+from costmodel.table.rows.row_shape import TransformerShape, check_divides, shape_of_row
 from costmodel.table.rows.row_stack import stack_of_row
-from costmodel.table.rows.row_words import dtype_of, recompute_of, schedule_of, zero_of
+from costmodel.table.rows.row_words import (
+    Cells,
+    RowError,
+    dtype_of,
+    real,
+    recompute_of,
+    schedule_of,
+    zero_of,
+)
 
 MODEL_BYTES_PER_DEVICE = 40e9
 """What weights and optimizer state may take of a device where a row leaves its layout open."""

@@ -10,9 +10,10 @@ from costmodel.table.rows.named_models import (
     named_model,
     params_in_name,
 )
-from costmodel.table.rows.row_cells import Cells, RowError
 from costmodel.table.rows.row_shape import check_divides, shape_of_row
 from costmodel.table.rows.row_words import (
+    Cells,
+    RowError,
     dtype_of,
     gated_of,
     is_blank,

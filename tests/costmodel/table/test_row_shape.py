@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from costmodel.table.rows.model_shape import TransformerShape
+from costmodel.table.rows.row_shape import TransformerShape
 from costmodel.table.rows.run_row import parse_row
 from tests.costmodel.table.rows_of_runs import MIXTRAL
 
