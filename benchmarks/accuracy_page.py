@@ -96,7 +96,8 @@ def page_of(sections: Sequence[Section], *, date: datetime.date) -> str:
     whole = sum(crashed[v] for v in VERDICTS[:3])
     caught = f"{crashed['does not fit']} of {whole}"
     if whole:
-        caught += f" ({100 * crashed['does not fit'] / whole:.1f}%)"
+        caught += f" ({100 * crashed['does not fit'] / whole:.1f}%; of all that crashed "
+        caught += f"{100 * crashed['does not fit'] / sum(crashed.values()):.1f}%)"
     text += "\n" + FITS.format(caught=caught)
     for source, of in counts.items():
         ran = [str(of.get(f"ran, said: {v}", 0)) for v in VERDICTS[:3]]

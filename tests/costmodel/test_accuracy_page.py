@@ -39,5 +39,5 @@ def test_a_page_has_a_line_a_source_and_its_verdicts(page):
     assert "| one | 3 | 4.57 | -1.00 | - |" in text
     assert "| source | rows | MAPE | bias | tau |" in text
     # Of eight that may have crashed for memory six were told.
-    assert "6 of 8 (75.0%)" in text
+    assert "6 of 8 (75.0%; of all that crashed 35.3%)" in text
     assert "| one | 3 | 0 | 0 | 1 | 1 | 6 | 9 |" in text
