@@ -45,8 +45,9 @@ line without them. Nothing is fitted to mixtures of experts and adapters but wha
 FITS = """## Whether a run fits
 
 By the exact walk of memory. *Far from full*: crashed, and needs less than 0.4 of the device, so
-for something else. *Nearly full*: fits, and the allocator reserves more than the device has. Of
-the runs that crashed for memory, so counted, {caught} are said not to fit.
+for something else; the 0.4 was chosen looking at these runs. *Nearly full*: fits, and the
+allocator reserves more than the device has. Of the runs that crashed for memory, so counted,
+{caught} are said not to fit.
 
 | source | ran: fits | nearly full | not | crashed: fits | nearly full | not | far from full |
 |---|---|---|---|---|---|---|---|
