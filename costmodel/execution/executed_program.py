@@ -23,8 +23,7 @@ from costmodel.execution.executed_kernels import (
 )
 from costmodel.execution.execution import Execution
 from costmodel.memory.saved import saved_tensors
-from costmodel.time.block.compute import op_works
-from costmodel.time.block.program_times import ProgramTimes, Spent
+from costmodel.time.block.compute import ProgramTimes, Spent, op_works
 from costmodel.topology import Axis
 from planner.graph import Program
 from planner.layout.experts import grouped_products

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.layout.placement import Placement, Shard
-from search.op_layout.block_tables.reshard_edges import Strategies, shared_strategies
+from search.op_layout.reshard_edges import Strategies, shared_strategies
 
 Kept = frozenset[tuple[int, Placement]]
 """Positions among an op's inputs and outputs, with a placement there whose segments are kept."""

@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 
 from planner.layout.placement import OpSharding, Partial, Placement, Replicate, Shard
 from planner.layout.redistribution.redistribute import collectives
-from search.op_layout.block_tables.block_problem import Requirement, at_rest
 
 Dims = tuple[int | None, ...]
 """The dim along which each tensor of an op is cut; None: whole."""
+
+Requirement = tuple[Placement, bool]
+"""What a use requires of a tensor: a placement, and whether it returns a partial gradient."""
 
 Kinds = tuple[str | None, str | None]
 """The collectives of a move, forward and backward."""
@@ -159,14 +161,11 @@ def _sort_of(place: Placement) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EdgePattern:
-    """A `ReshardEdge` but for its seconds: `sources` and `requirements` differ from each other.
-
-    source[value of the producer] is a row; columns[use][value of it] a column; moves[row, column]
-    is the one of `MOVES` between them.
+    """A `ReshardEdge` but for its seconds, with a row for each placement made and a column for each
+    requirement: source[value of the producer] is a row, columns[use][value of it] a column, and
+    moves[row, column] the one of `MOVES` between them.
     """
 
-    sources: tuple[Placement, ...]
-    requirements: tuple[Requirement, ...]
     source: tuple[int, ...]
     columns: tuple[tuple[int, ...], ...]
     moves: NDArray[np.intp]
@@ -179,20 +178,7 @@ def edge_pattern(source: Produced, uses: tuple[Requirements, ...]) -> EdgePatter
     every = dict.fromkeys(requirement for use in uses for requirement in use.required)
     column = {requirement: number for number, requirement in enumerate(every)}
     return EdgePattern(
-        sources=tuple(row),
-        requirements=tuple(column),
         source=tuple(row[place] for place in source.places),
         columns=tuple(tuple(column[requirement] for requirement in use.required) for use in uses),
         moves=moves_between(tuple(row), tuple(column)),
-    )
-
-
-@lru_cache(maxsize=4096)
-def moves_from_rest(use: Requirements) -> NDArray[np.intp]:
-    """Return the moves between a parameter with one use, as it lies, and that use."""
-    return np.array(
-        [
-            moves_between((at_rest(place),), ((place, partial),))[0, 0]
-            for place, partial in use.required
-        ]
     )

@@ -5,31 +5,27 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.errors import LayoutError
 from planner.graph import Op, Program, TensorMeta
 from planner.layout.placement import OpSharding, Partial, Placement, Replicate
-from search.op_layout.block_tables.block_prices import STATE_FACTOR, Floats, Prices
-from search.op_layout.block_tables.block_problem import (
-    BlockProblem,
-    Boundary,
-    ReshardEdge,
-    Variable,
-)
-from search.op_layout.block_tables.op_signatures import BoundClass, OpSignature
-from search.op_layout.block_tables.reshard_edges import (
+from search.op_layout.block_prices import STATE_FACTOR, BoundClass, Floats, OpSignature, Prices
+from search.op_layout.block_problem import BlockProblem, Boundary, ReshardEdge, Variable, at_rest
+from search.op_layout.reshard_edges import (
     Produced,
     Requirements,
     Strategies,
     edge_pattern,
-    moves_from_rest,
+    moves_between,
     produced,
     requirements,
     shared_strategies,
 )
-from search.op_layout.block_tables.segments import kept_segments, without
+from search.op_layout.segments import kept_segments, without
 
 
 def build_block_problems(
@@ -283,7 +279,7 @@ class _Builder:
         ((variable, use),) = uses
         if variable is None:
             return
-        extra = self.prices.of_moves(meta.bytes_at(1), meta.requires_grad)[moves_from_rest(use)]
+        extra = self.prices.of_moves(meta.bytes_at(1), meta.requires_grad)[_moves_from_rest(use)]
         if extra.any():
             old = self.variables[variable]
             self.variables[variable] = replace(old, seconds=old.seconds + extra)
@@ -311,7 +307,16 @@ class _Builder:
                     for (variable, _), columns in zip(uses, pattern.columns, strict=True)
                 ),
                 seconds=seconds,
-                sources=pattern.sources,
-                requirements=pattern.requirements,
             )
         )
+
+
+@lru_cache(maxsize=4096)
+def _moves_from_rest(use: Requirements) -> NDArray[np.intp]:
+    """Return the moves between a parameter with one use, as it lies, and that use."""
+    return np.array(
+        [
+            moves_between((at_rest(place),), ((place, partial),))[0, 0]
+            for place, partial in use.required
+        ]
+    )

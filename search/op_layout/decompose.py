@@ -33,10 +33,9 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from search.op_layout.block_tables.block_problem import BlockProblem, Choice, Table
-from search.op_layout.elimination.eliminate import follow_order
-from search.op_layout.elimination.ordering import Elimination, Ordering
-from search.op_layout.elimination.tables import problem_tables
+from search.op_layout.block_problem import BlockProblem, Choice
+from search.op_layout.eliminate import problem_tables
+from search.op_layout.ordering import Elimination, Ordering, Table, follow_order
 
 # 64 KiB of costs: steps of so many cells take hardly longer than what Python adds to each.
 _MOST_CELLS = 8_192

@@ -28,8 +28,8 @@ from collections import defaultdict
 
 import numpy as np
 
-from search.ilp.cpsat import solve_proven
-from search.op_layout.block_tables.block_problem import BlockProblem, Choice
+from search.ilp.joint import solve_proven
+from search.op_layout.block_problem import BlockProblem, Choice
 
 _STEPS = 10**9
 

@@ -1,10 +1,21 @@
-"""The objective of a block problem as a sum of tables over few variables each.
+"""The block problem solved exactly by eliminating one variable after another.
 
-There is a table for each variable (its own cost) and one for each edge (redistribution, over the
-producer and the uses of a tensor). A tensor of many uses would link them all in one table. It is
-written with variables of its own instead: for each placement q that uses require, whether it is
-paid for. Each use then shares a table with these alone (requiring q without paying for it costs
-infinity), and so does the producer (what q costs from what it made).
+The objective is a sum of tables over few variables each: one for each variable (its own cost) and
+one for each edge (redistribution, over the producer and the uses of a tensor). A tensor of many
+uses would link them all in one table. It is written with variables of its own instead: for each
+placement q that uses require, whether it is paid for. Each use then shares a table with these alone
+(requiring q without paying for it costs infinity), and so does the producer (what q costs from what
+it made).
+
+Eliminating variable x replaces the tables that mention x, sum T_i(x, ...), by the one table min
+over x of sum T_i(x, ...) over the neighbours of x; when no variable is left the number that remains
+is the optimum, and the choices are read back in reverse. A chain link has one or two neighbours, a
+residual branch three, and each step is exact.
+
+Cost: the sum of table sizes, values ** (neighbours + 1), in the order of `ordering`; a transformer
+layer (60 ops, up to 10 strategies) needs tables of at most three or four variables. `TooWide` is
+raised before a table would outgrow `max_cells`, and the caller turns to the linear program
+(`block_lp`) or to a relaxation (`decompose`).
 """
 
 from __future__ import annotations
@@ -15,13 +26,34 @@ from math import inf, prod
 import numpy as np
 from numpy.typing import NDArray
 
-from search.op_layout.block_tables.block_problem import BlockProblem, ReshardEdge, Table
+from search.op_layout.block_problem import BlockProblem, Choice, ReshardEdge
+from search.op_layout.ordering import FEW_CELLS, MOST_DIMS, Table, elimination_order, follow_order
 
-FEW_CELLS = 100_000
-"""Tables up to this size are not worth a second look for a better order."""
+_MOST_CELLS = 4_000_000
+"""32 MiB of costs: about where a linear program is faster."""
 
-MOST_DIMS = 60
-"""Dims that an array of numpy's may have, and some to spare."""
+
+class TooWide(Exception):
+    """A table would need more cells than allowed; elimination is the wrong method here."""
+
+
+def solve_by_elimination(
+    problem: BlockProblem, *, bytes_price: float = 0.0, max_cells: int = _MOST_CELLS
+) -> Choice:
+    """Return the exact optimum of seconds + bytes_price * bytes; raise TooWide if unsuited."""
+    tables, sizes = problem_tables(problem, bytes_price)
+    values, cost = minimise_tables(tables, sizes, max_cells)
+    return Choice(values=values[: len(problem.variables)], cost=cost)
+
+
+def minimise_tables(
+    tables: Sequence[Table], sizes: Sequence[int], max_cells: int
+) -> tuple[tuple[int, ...], float]:
+    """Return the choice of all variables that minimises the sum of the tables, and that sum."""
+    order = elimination_order(tuple([scope for scope, _ in tables]), tuple(sizes), max_cells)
+    if order is None:
+        raise TooWide(f"a table of more than {max_cells} cells is needed")
+    return follow_order(order, tables, len(sizes))
 
 
 def problem_tables(

@@ -1,14 +1,14 @@
 """Runs that are alike are priced once: a chain's repetition, and that no run costs otherwise."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from planner.layout.axes import Degrees
 from search import SearchRequest
 from search.candidates import Candidates
-from search.partition.chain_windows import Window
-from search.space.shapes import recompute_choices
-from search.stages.run_kinds import Repetition
+from search.partition.chain_windows import Repetition, Window
+from search.stages.rank_stages import RankStages
 from tests.builders import tiny_models
 from tests.captures import capture_module
 from tests.search.machine import Machine
@@ -62,9 +62,8 @@ def test_costs_of_kinds_are_those_of_runs(zero):
         shape for shape in candidates.shapes(request) if shape.tp == 2 and shape.batch_parts == 2
     )
     table = candidates.tables(2, shape.microbatch_size)[0]
-    stages = table.with_replicas(
-        degrees=Degrees(dp=2, tp=table.tp), zero=zero, choices=recompute_choices("mixed")
-    )
+    configuration = replace(next(shape.configurations()), zero=zero)
+    stages = RankStages(table=table, configuration=configuration, is_mixed=True)
     window = Window.all_runs(table.num_blocks, table.num_blocks)
     folded = stages.cost_window(window)
     assert folded.kinds.start.size < window.valid.sum()

@@ -2,8 +2,7 @@
 
 The chain is cut as evenly as blocks allow (`balance`); a rank that activations do not fit
 recomputes as many of its blocks as it must (`interleaved_levels`). What does not depend on replicas
-is computed once for all configurations of a table with so many stages. The bound of the step time
-is in `interleaved_bound`.
+is computed once for all configurations of a table with so many stages.
 """
 
 from __future__ import annotations
@@ -19,40 +18,60 @@ from costmodel import StageCosts, StageLoad
 from costmodel.memory.bound import RankBound
 from costmodel.time.stage_costs.stage_costs import BlockRuns, cut_runs, transfers
 from planner.plan import Recompute
-from planner.schedule import Schedule, most_kept, stage_to_pp_rank
+from planner.schedule import most_kept, stage_to_pp_rank
 from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind
-from search.bounds.rank_bytes import rank_bound
 from search.partition.chain_problem import Floats, InfeasibleStage
-from search.partition.interleaved_stages.interleaved_bound import StageSeconds, least_end_s
-from search.partition.interleaved_stages.interleaved_levels import RecomputeLevels
-from search.space.job_tables import LiveMicrobatches
-from search.space.shapes import Configuration, recompute_choices
+from search.partition.interleaved_levels import RecomputeLevels
+from search.space.configuration import Configuration, recompute_choices
+from search.space.job_tables import job_table, live_microbatches, live_stages_of
+from search.stages.rank_stages import RankStages, rank_bound
 from search.stages.stage_table import StageTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSeconds:
+    """Seconds that bound a step, by stage (`tail_s`: by rank).
+
+    Attributes:
+        forward_s: forward of a microbatch.
+        backward_s: its backward, with what is recomputed.
+        ahead_s: the part of the backward that may run after the gradient is sent.
+        transfer_s: transfer of activations into the stage; a single 0: not counted.
+        back_transfer_s: transfer of the gradient back from the stage; a single 0: not counted.
+        tail_s: gradient exchange and optimizer after the rank's last job.
+    """
+
+    forward_s: Floats
+    backward_s: Floats
+    ahead_s: Floats
+    transfer_s: Floats
+    back_transfer_s: Floats
+    tail_s: Floats
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class InterleavedStages:
-    """The stages between `cuts`; stage s is on pp rank `homes[s]`, whose host `polls` for messages
-    or not. Remembers answers.
+    """The stages between `cuts`, for all configurations of a schedule, pp and vpp; remembers
+    answers.
     """
 
+    configuration: Configuration
+    """Any of them."""
     table: StageTable
     cuts: tuple[int, ...]
-    homes: NDArray[np.intp]
-    polls: bool = False
-    _kept: dict[Recompute, Floats] = field(default_factory=dict)
     _levels: dict[tuple[Recompute, ...], RecomputeLevels] = field(default_factory=dict)
 
-    @classmethod
-    def of(
-        cls, configuration: Configuration, table: StageTable, cuts: tuple[int, ...]
-    ) -> InterleavedStages:
-        """Return the stages of a configuration cut so."""
-        homes = np.asarray(
-            stage_to_pp_rank(configuration.schedule, configuration.pp, configuration.vpp)
-        )
-        polls = table.polls(configuration.degrees, pp=configuration.pp)
-        return cls(table=table, cuts=cuts, homes=homes, polls=polls)
+    @cached_property
+    def homes(self) -> NDArray[np.intp]:
+        """The pp rank of each stage."""
+        mine = self.configuration
+        return np.asarray(stage_to_pp_rank(mine.schedule, mine.pp, mine.vpp))
+
+    @cached_property
+    def polls(self) -> bool:
+        """Whether hosts poll for messages between stages."""
+        mine = self.configuration
+        return self.table.costs.polls(mine.degrees, pp=mine.pp)
 
     @property
     def pp(self) -> int:
@@ -136,9 +155,7 @@ class InterleavedStages:
         return np.array([extra_s(row.whole, job_s, down_s, up_s) for row in copied])
 
     def _start_s(self, configuration: Configuration) -> float:
-        return self.table.least_inputs_s(
-            pp=configuration.pp, num_microbatches=configuration.num_microbatches
-        )
+        return self.table.least_inputs_s(configuration)
 
     def seconds(
         self,
@@ -150,17 +167,14 @@ class InterleavedStages:
         transfers between stages and the optimizer. `back_transfer_s` (n + 1) are, if not the
         table's own, those of gradients from a stage starting at each block.
         """
-        ranks = self.table.with_replicas(
-            degrees=configuration.degrees, zero=configuration.zero, choices=("none",)
-        )
+        ranks = RankStages(table=self.table, configuration=configuration)
         costs = StageCosts(runs=self._runs, replication=ranks.replication)
         forward_s, backward_s = costs.forward_s, costs.backward_s(recomputed)
         param_bytes, num_params = self._runs.params
-        degrees, pp = configuration.degrees, configuration.pp
-        transfer_s = self.table.transfer_s(degrees, pp=pp)
+        transfer_s, own_back_s = self.table.transfers_s(configuration)
         if back_transfer_s is None:
-            back_transfer_s = self.table.back_transfer_s(degrees, pp=pp)
-            if (pp_group := self.table.waited_transfer(degrees, pp=pp)) is not None:
+            back_transfer_s = own_back_s
+            if (pp_group := self.table.waited_transfer(configuration)) is not None:
                 # On the way, transfers that do not overlap are part of the jobs that wait for them.
                 execution, receive_s = self.table.costs.execution, self._runs.receive_s(pp_group)
                 there_s, back_s = transfers(execution, receive_s)[1]
@@ -170,7 +184,7 @@ class InterleavedStages:
         moves = np.append(True, self.homes[1:] != self.homes[:-1])
         # Gradients are exchanged stage by stage; the optimizer updates a rank's weights at once.
         sizes, counts = self.by_rank(param_bytes), self.by_rank(num_params)
-        update = [ranks.optimizer_s(*rank) for rank in zip(sizes, counts, strict=True)]
+        update = [ranks.prices.update_s(*rank) for rank in zip(sizes, counts, strict=True)]
         return StageSeconds(
             forward_s=forward_s,
             backward_s=backward_s,
@@ -196,13 +210,13 @@ class InterleavedStages:
     def least_levels(
         self,
         configuration: Configuration,
-        live: Sequence[int],
         memory_limit_bytes: float,
         infeasible: Sequence[InfeasibleStage] = (),
     ) -> NDArray[np.intp] | None:
         """Return each rank's level of recomputation, or None when a rank cannot hold its stages.
 
-        A level may fit where a rank's least bytes, as in `least_bytes`, are within the limit;
+        A level may fit where a rank's parameters, and as many microbatch-stages as the schedule
+        holds, each keeping what the stage of the rank that keeps least does, are within the limit;
         `infeasible` are levels found too large nevertheless, on the rank of their stage.
         """
         levels = self.levels(configuration)
@@ -210,8 +224,8 @@ class InterleavedStages:
         for too_large in infeasible:
             rank = self.homes[too_large.stage]
             lowest[rank] = max(lowest[rank], too_large.choice + 1)
-        live_most = self.table.on_host.live(np.asarray(live, dtype=float))
-        needed = self._rank(configuration).with_saved(live_most * levels.least_kept)
+        held = self._live(configuration) * levels.least_kept
+        needed = self._rank(configuration).with_saved(held)
         found = levels.lowest(needed <= memory_limit_bytes, lowest)
         return None if (found > levels.most).any() else found
 
@@ -219,7 +233,6 @@ class InterleavedStages:
         self,
         configuration: Configuration,
         levels: NDArray[np.intp],
-        live: LiveMicrobatches,
         memory_limit_bytes: float,
     ) -> tuple[InfeasibleStage, ...]:
         """Return, for each rank that cannot hold its stages as the job table has them under way,
@@ -227,7 +240,7 @@ class InterleavedStages:
         """
         if self.table.on_host.activations:
             return ()
-        of_ranks = self.levels(configuration)
+        of_ranks, live = self.levels(configuration), live_microbatches(*configuration.pipeline)
         needed = self._rank(configuration).with_saved(live.most_kept(of_ranks.kept))
         least = of_ranks.lowest(needed <= memory_limit_bytes, levels)
         return tuple(
@@ -240,37 +253,7 @@ class InterleavedStages:
         first, end = self.cuts[stage], self.cuts[stage + 1]
         return InfeasibleStage(stage=stage, first=first, end=end, choice=level)
 
-    def too_large(
-        self,
-        configuration: Configuration,
-        choices: Sequence[int],
-        schedule: Schedule,
-        memory_limit_bytes: float,
-    ) -> tuple[InfeasibleStage, ...]:
-        """Return a stage of each rank that cannot hold its own as the job table has them under way.
-
-        That is what each stage keeps while its microbatches are, where `least_bytes` counts how
-        many but not of which stages.
-        """
-        if self.table.on_host.activations:
-            return ()
-        held = self._held(configuration, choices, schedule)
-        needed = self._rank(configuration).with_saved(held)
-        homes = self.homes.tolist()
-        first = [homes.index(rank) for rank in range(self.pp)]
-        return tuple(
-            InfeasibleStage(
-                stage=first[rank],
-                first=self.cuts[first[rank]],
-                end=self.cuts[first[rank] + 1],
-                choice=choices[first[rank]],
-            )
-            for rank in np.flatnonzero(needed > memory_limit_bytes).tolist()
-        )
-
-    def guess_bytes(
-        self, configuration: Configuration, recomputed: Sequence[Recompute], schedule: Schedule
-    ) -> Floats:
+    def guess_bytes(self, configuration: Configuration, recomputed: Sequence[Recompute]) -> Floats:
         """Return about what each rank needs if the blocks recompute this: at its fullest, and
         inside the highest of its jobs there, with gradients still to come.
         """
@@ -279,31 +262,27 @@ class InterleavedStages:
         top = np.zeros(self.pp)
         np.maximum.at(top, self.homes, held.peak_bytes - held.kept_bytes)
         kept = self.table.runs.kept_along(recomputed)[0][list(self.cuts)]
+        schedule = job_table(*configuration.pipeline).schedule
         most = np.array(most_kept(schedule, np.diff(kept).tolist()))
         needed: Floats = self._rank(configuration).with_saved(most + top)
         return needed
 
-    def _held(
-        self, configuration: Configuration, choices: Sequence[int], schedule: Schedule
-    ) -> Floats:
-        """Return what each rank keeps at once at least, as its job table has it under way."""
-        names = [recompute_choices(configuration.recompute)[choice] for choice in choices]
-        by_name = {name: self._kept_by_stage(name) for name in set(names)}
-        kept = [float(by_name[name][stage]) for stage, name in enumerate(names)]
-        return np.array(most_kept(schedule, kept))
-
-    def least_bytes(self, configuration: Configuration, live: Sequence[int]) -> Floats:
-        """Return what each rank needs at least, by (recompute choice, rank).
-
-        That is its parameters and, at its heaviest, as many microbatch-stages as the schedule
-        holds (`live`), each keeping what the stage of the rank that keeps least does.
+    def least_bytes(self, configuration: Configuration) -> Floats:
+        """Return what each rank needs at least, by (recompute choice, rank): its parameters, and
+        what each stage keeps while its microbatches are under way.
         """
-        held = self.table.on_host.live(np.asarray(live, dtype=float))
-        kept = np.stack(
-            [self._least_held(name) for name in recompute_choices(configuration.recompute)]
-        )
-        needed: Floats = self._rank(configuration).with_saved(held * kept)
-        return needed
+        sums = map(self.table.runs.kept_sums, recompute_choices(configuration.recompute))
+        # Neighbours may share outputs.
+        kept = np.stack([np.diff(along[list(self.cuts)]) for along in sums])
+        rank = self._rank(configuration)
+        if not self.table.on_host.activations:
+            return rank.with_saved(live_microbatches(*configuration.pipeline).most_kept(kept))
+        least = np.stack([kept[:, self.homes == r].min(axis=1) for r in range(self.pp)], axis=1)
+        return rank.with_saved(self._live(configuration) * least)
+
+    def _live(self, configuration: Configuration) -> Floats:
+        """Return how many microbatch-stages each rank has on the device at once."""
+        return self.table.on_host.live(np.asarray(live_stages_of(configuration), dtype=float))
 
     def _rank(self, configuration: Configuration) -> RankBound:
         """The ranks with nothing but their parameters."""
@@ -317,14 +296,39 @@ class InterleavedStages:
             sizes[first] -= size * (first == second)
         return sizes
 
-    def _least_held(self, choice: Recompute) -> Floats:
-        """Bytes that each stage of a rank keeps of one microbatch at least."""
-        if choice not in self._kept:
-            held = np.full(self.pp, np.inf)
-            np.minimum.at(held, self.homes, self._kept_by_stage(choice))
-            self._kept[choice] = held
-        return self._kept[choice]
 
-    def _kept_by_stage(self, choice: Recompute) -> Floats:
-        """Bytes that each stage keeps of one microbatch at least; neighbours may share outputs."""
-        return np.diff(self.table.runs.kept_sums(choice)[list(self.cuts)])
+def least_end_s(
+    configuration: Configuration,
+    homes: NDArray[np.intp],
+    seconds: StageSeconds,
+    copies_s: Floats | float = 0.0,
+) -> float:
+    """Return when a step ends at the earliest, whatever job table of the schedule's kind is run.
+
+    end(r) = fill(r) + m * work(r) + copies(r) + drain(r) + tail
+
+        fill    forwards and transfers of the first microbatch through the stages before rank r's
+                first one: until then rank r has nothing to run
+        work    forwards and backwards of all stages of the rank, for each of m microbatches
+        copies  by how much copies of activations to the host and back lengthen the rank's jobs
+        drain   backwards and transfers of the last gradient through those stages to rank 0, without
+                what each stage may put after it sends its gradient; then rank 0 runs its own rest.
+                0 where weight gradients are jobs of their own, which may come last
+        tail    gradient exchange and optimizer, of the rank itself or, after a drain, of rank 0
+    """
+    pp = configuration.pp
+    forward_s, backward_s, ahead_s = seconds.forward_s, seconds.backward_s, seconds.ahead_s
+    work = np.bincount(homes, weights=forward_s + backward_s)
+    # Rank r's first stage is r under loop and fold placements alike.
+    fill = forward_s.cumsum()[:pp] - forward_s[:pp] + seconds.transfer_s.cumsum()[:pp]
+    own = fill + configuration.num_microbatches * work + copies_s
+    ends = own + seconds.tail_s
+    if not configuration.splits_backward:
+        inputs = backward_s - ahead_s
+        drain = inputs.cumsum()[:pp] - inputs[:pp] + seconds.back_transfer_s.cumsum()[:pp]
+        drain += ahead_s[0]
+        # Whichever of a rank's stages its last backward is of.
+        most_ahead = np.zeros(pp)
+        np.maximum.at(most_ahead, homes, ahead_s)
+        ends = np.maximum(ends, own - most_ahead + drain + seconds.tail_s[0])
+    return float(ends.max())

@@ -1,4 +1,4 @@
-"""In which order variables are eliminated, and what each step sums.
+"""In which order variables are eliminated, and what each step sums, then chooses.
 
 The variable whose new table is smallest goes first; where that makes large tables, the one that
 joins the fewest others, if its tables are fewer cells in all (min-fill; Kjaerulff, Triangulation of
@@ -15,7 +15,22 @@ from functools import lru_cache
 from itertools import combinations
 from math import inf, log2, prod
 
-from search.op_layout.elimination.tables import FEW_CELLS, MOST_DIMS
+import numpy as np
+from numpy.typing import NDArray
+
+Table = tuple[tuple[int, ...], NDArray[np.float64]]
+"""Variables (ascending) and the cost of each combination of their values."""
+
+FEW_CELLS = 100_000
+"""Tables up to this size are not worth a second look for a better order."""
+
+MOST_DIMS = 60
+"""Dims that an array of numpy's may have, and some to spare."""
+
+_CELLS_AT_ONCE = 32_768
+"""Sums up to this size (256 KiB) stay in a processor's cache."""
+
+_EVERY_VALUE = slice(None)
 
 _MANY_LEFT = 200
 """Where one order is stuck with so many variables left, another will be, too."""
@@ -215,3 +230,41 @@ class Ordering:
         near = set(scope).union(*(self.neighbours[u] for u in scope)) if self._by_fill else scope
         for other in near:
             self.rate(other)
+
+
+def follow_order(
+    order: Sequence[Elimination], tables: Sequence[Table], num_variables: int
+) -> tuple[tuple[int, ...], float]:
+    """Return the choice of all variables that minimises the sum of the tables, and that sum."""
+    values = [table for _, table in tables]
+    constant = sum([float(table) for scope, table in tables if not scope])
+    for step in order:
+        values.append(_least(step, values))
+        if not step.scope:
+            constant += float(values[-1])
+    # Each variable's sum again, now with all that left after it chosen: in the step's own order, so
+    # that the least of it is, bit for bit, what the step found.
+    chosen: list = [0] * num_variables
+    for step in reversed(order):
+        chosen[step.variable] = _EVERY_VALUE
+        total: NDArray[np.float64] | float = 0.0
+        for (index, _), scope in zip(step.tables, step.scopes, strict=True):
+            total = total + values[index][tuple(map(chosen.__getitem__, scope))]
+        chosen[step.variable] = int(np.asarray(total).argmin())
+    return tuple(chosen), constant
+
+
+def _least(step: Elimination, values: Sequence[NDArray]) -> NDArray[np.float64]:
+    """Return the sum of a step's tables under the best value of its variable."""
+    lined_up = [values[index].reshape(dims) for index, dims in step.tables]
+    if step.num_cells <= _CELLS_AT_ONCE:
+        total = lined_up[0]
+        for table in lined_up[1:]:
+            total = total + table
+        return np.asarray(np.minimum.reduce(total, axis=step.axis))
+    # One value after another: what is added and compared stays in the processor's cache.
+    least = np.full((*step.shape[: step.axis], *step.shape[step.axis + 1 :]), np.inf)
+    for value in range(step.shape[step.axis]):
+        terms = [np.take(t, value if t.shape[step.axis] > 1 else 0, step.axis) for t in lined_up]
+        np.minimum(least, sum(terms[1:], start=terms[0]), out=least)
+    return least

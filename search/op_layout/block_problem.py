@@ -13,8 +13,7 @@ inside losses and for what a whole block decides (a device that waits for its ho
 corrections). Not in it: full recomputation's second forward, and what a step does once for a
 parameter, its update and exchange.
 
-`block_build` states the problem of a program at the prices of `block_prices`; `block_ilp` and
-`eliminate` solve it, each exactly and by its own method.
+`block_build` states the problem of a program at the prices of `block_prices`.
 """
 
 from __future__ import annotations
@@ -30,15 +29,8 @@ from planner.graph import Program
 from planner.layout.placement import OpSharding, Partial, Placement, Replicate
 from planner.plan import ClassLayout
 
-Requirement = tuple[Placement, bool]
-"""What a use requires of a tensor: a placement, and whether it returns a partial gradient."""
-
 Boundary = Mapping[tuple[int, str], Placement]
 """Placements of what blocks hand to each other, by (class, tensor); Replicate unless named."""
-
-
-Table = tuple[tuple[int, ...], NDArray[np.float64]]
-"""Variables (ascending) and the cost of each combination of their values."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,12 +57,8 @@ class ReshardEdge:
     """For each use its variable (None: given) and the column of `seconds` for each value of it."""
     seconds: NDArray[np.float64]
     """Of the redistribution from each source to each requirement; inf where there is none."""
-    sources: tuple[Placement, ...]
-    """The placement of each row."""
-    requirements: tuple[Requirement, ...]
-    """The requirement of each column."""
-    tables: dict[int, tuple[Table, ...]] = field(default_factory=dict)
-    """What `tables` made of it, by the most cells of one table: problems share edges."""
+    tables: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    """What `eliminate` made of it, by the most cells of one table: problems share edges."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
