@@ -11,10 +11,9 @@ from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from costmodel.execution import Execution, find_execution
-from costmodel.execution.narrow_saves import as_saved
 from costmodel.execution.own_modules import with_own_modules
 from costmodel.execution.rings import with_rings
-from costmodel.execution.saves import saved_instead, with_sized_losses
+from costmodel.execution.saves import as_saved, saved_instead, with_sized_losses
 from costmodel.links import Links, SideValues, find_links, find_side_values
 from costmodel.memory.block.block_bytes import BlockBytes, block_bytes, block_load
 from costmodel.time.block.program import price_program

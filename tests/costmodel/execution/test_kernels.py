@@ -14,8 +14,7 @@ from costmodel.execution.executed_kernels import (
     kernels_of,
     products_of_head,
 )
-from costmodel.execution.executed_program import executed_times
-from costmodel.execution.host import host_seconds
+from costmodel.execution.executed_program import executed_times, host_seconds
 from costmodel.memory.saved import saved_tensors
 from costmodel.table.kernels import load_rates
 from costmodel.topology import lowered_groups

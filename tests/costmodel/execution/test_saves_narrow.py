@@ -7,7 +7,7 @@ from costmodel.estimate import estimate
 from costmodel.execution.executed import ExecutedProfile
 from costmodel.execution.executed_kernels import is_product, products_of_head
 from costmodel.execution.execution import find_execution
-from costmodel.execution.narrow_saves import NARROW, as_saved
+from costmodel.execution.saves import NARROW, as_saved
 from costmodel.table.kernels import load_rates
 from planner.layout.redistribution.redistribute import REDISTRIBUTE
 from planner.templates.splits import tp_layouts

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from costmodel.table.rows.model_shape import TransformerShape
+from costmodel.table.rows.row_shape import TransformerShape
 from costmodel.table.rows.run_row import parse_row
 from tests.costmodel.table.rows_of_runs import MIXTRAL
 
@@ -49,3 +49,13 @@ def test_a_token_uses_few_of_the_experts():
     assert shape.num_params == pytest.approx(46.7e9, rel=0.01)
     used = shape.layers * shape.used_params + shape.embedding_params
     assert used == pytest.approx(12.9e9, rel=0.02)
+
+
+def test_flop_of_deepseek_v3_are_those_that_megatron_prints():
+    """Megatron-Bridge's tables of 25.11 print TFLOP/s and tokens/s: 961e12 / 3848 a token without a
+    token predicted ahead, 557e12 / 2139 with one."""
+    row = {"model": "DeepSeek-V3", "gpu": "GB300", "seq_len": "4096", "gpus": "256", "ep": "32",
+           "pp": "2", "dp": "128"}  # fmt: skip
+    for ahead, printed in (("0", 961e12 / 3848), ("1", 557e12 / 2139)):
+        shape = parse_row({**row, "mtp_layers": ahead}).shape
+        assert shape.model_flop(causal=True) / 4096 == pytest.approx(printed, rel=0.003)
