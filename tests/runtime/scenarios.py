@@ -22,9 +22,15 @@ STEPS = 2
 
 
 def models() -> dict[str, TinyModel]:
-    deep = TinyModel("deep-gpt", lambda: PlainGPT(layers=8), gpt_batch)
-    tied = TinyModel("tied-gpt", TiedGPT, gpt_batch)
-    return tiny_models() | frozen_models() | {model.name: model for model in (deep, tied)}
+    """Tiny models by name; "small" GPTs have two layers: a step takes as long as it has ops."""
+    more = {
+        "deep-gpt": lambda: PlainGPT(layers=8),
+        "small-gpt": lambda: PlainGPT(layers=2),
+        "tied-gpt": TiedGPT,
+        "small-tied-gpt": lambda: TiedGPT(layers=2),
+    }
+    gpts = {name: TinyModel(name, build, gpt_batch) for name, build in more.items()}
+    return tiny_models() | frozen_models() | gpts
 
 
 @dataclass(frozen=True)
