@@ -6,7 +6,6 @@ What happens when ranks fail or are interrupted is tested beside the launcher.
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import pytest
 from planner.graph.capture_cache import load_graph
 from planner.plan import save_plan
 from planner.plan.defaults import default_plan
+from tests.spawn import is_running
 
 TRAIN = """
 import json, os, sys
@@ -47,10 +47,10 @@ def folder(planner, write_model, tmp_path) -> Path:
     return tmp_path
 
 
-def launch(folder, script):
+def launch(folder, script, *options, words=()):
     """Run `planner launch` as a shell would, its output caught."""
     (folder / "train.py").write_text(script)
-    command = ["launch", "--timeline", "run", "plan.json", "train.py", "x"]
+    command = ["launch", *options, "plan.json", "train.py", *words]
     return subprocess.run(
         [sys.executable, "-c", "import cli; cli.main()", *command],
         cwd=folder,
@@ -58,14 +58,6 @@ def launch(folder, script):
         text=True,
         timeout=250,
     )
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def test_trains_with_equal_losses_on_all_ranks(folder, planner):
@@ -76,7 +68,7 @@ def test_trains_with_equal_losses_on_all_ranks(folder, planner):
     What it recorded makes one trace with a process for each rank, and stands beside the
     prediction.
     """
-    run = launch(folder, TRAIN)
+    run = launch(folder, TRAIN, "--timeline", "run", words=["x"])
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
     assert not [rank for rank in (0, 1) if is_running(int((folder / f"pid-{rank}").read_text()))]
@@ -128,15 +120,7 @@ def test_verify_by_block_needs_no_ranks(planner, folder):
 
 def test_preflight_checks_and_trains_nothing(folder):
     """Issue 19, 7: on this machine's two ranks; --json has what the table shows, and the rates."""
-    (folder / "train.py").write_text("open('trained', 'w')")
-    command = ["launch", "--preflight", "--json", "plan.json", "train.py"]
-    run = subprocess.run(
-        [sys.executable, "-c", "import cli; cli.main()", *command],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    run = launch(folder, "open('trained', 'w')", "--preflight", "--json")
     assert run.returncode == 0, run.stdout + run.stderr
     told = json.loads(run.stdout)
     assert told["is_good"]
@@ -154,15 +138,7 @@ def test_preflight_checks_and_trains_nothing(folder):
 
 def test_preflight_of_what_can_not_run_tells_it(folder):
     """Bad input of a lone node: in one line, with code 2; no rank is started."""
-    (folder / "train.py").write_text("def broken(:")
-    command = ["launch", "--preflight", "plan.json", "train.py"]
-    run = subprocess.run(
-        [sys.executable, "-c", "import cli; cli.main()", *command],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    run = launch(folder, "def broken(:", "--preflight")
     assert (run.returncode, run.stdout) == (2, "")
     (line,) = run.stderr.strip().splitlines()
     assert line.startswith("planner: script train.py is not Python in line 1")

@@ -126,6 +126,14 @@ def _gap(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> f
     )
 
 
+def gap_to_largest(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest difference, relative to the largest of all values; 0 on ranks with nothing."""
+    if not found:
+        return 0.0
+    largest = max(t.abs().max().item() for t in expected.values())
+    return max((found[n] - t).abs().max().item() for n, t in expected.items()) / largest
+
+
 def clip_many(cases: list[tuple[str, Plan]], max_norm: float) -> list[tuple[float, float, float]]:
     """Norm before clipping under each plan, in one process, and the gap of clipped gradients."""
     torch.set_default_dtype(torch.float64)
