@@ -98,8 +98,24 @@ def test_trains_with_equal_losses_on_all_ranks(folder, planner):
     assert len({event["pid"] for event in both}) == 4  # two predicted, two measured
 
 
-def test_a_mistake_found_by_all_ranks_is_told_once(folder):
-    run = launch(folder, TRAIN.replace("model.batch(4)", "model.batch(5)"))
+MISTAKEN = """
+from planner.errors import PlannerError
+raise PlannerError("the batch has 5 samples; the plan's microbatches take 2 to 4; give as many")
+"""
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        MISTAKEN,
+        pytest.param(TRAIN.replace("model.batch(4)", "model.batch(5)"), marks=pytest.mark.slow),
+    ],
+    ids=["raised", "by the engine"],
+)
+def test_a_mistake_found_by_all_ranks_is_told_once(folder, script):
+    """What the engine says of a batch is shown in `tests/runtime`; a script without torch starts
+    in a tenth of the time."""
+    run = launch(folder, script)
     assert run.returncode == 2
     assert len(run.stderr.strip().splitlines()) == 1
     assert re.search(r"the batch has 5 samples; .* take 2 to 4; give", run.stderr)
