@@ -69,9 +69,12 @@ def launch(
         bool, typer.Option("--json", help="With --preflight: print JSON, not a table.")
     ] = False,
 ) -> int:
-    """Train: run a script on every rank of a plan, and keep it running.
+    """Train: run a script on every rank of a plan.
 
-    Options of `launch` itself come before PLAN; what follows SCRIPT is the script's own.
+    Options of `launch` itself come before PLAN; what follows SCRIPT is the script's own. With
+    --keep the run starts again after failures, from its newest checkpoint.
+
+    Example: planner launch --keep ckpts plan.json train.py
     """
     if as_json and not preflight:
         raise PlanError("`as_json` prints what `preflight` finds; give both")
