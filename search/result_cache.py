@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.execution import find_execution
-from costmodel.table.rates import has_rates, load_rates
+from costmodel.table.kernels import has_rates, load_rates
 from planner.cache_folder import cache_dir, write_entry
 from planner.graph import ModelGraph
 from planner.plan import Plan

@@ -34,7 +34,7 @@ def lowered_seconds(problem: BlockProblem, choice: list[int]) -> float:
     for index, program in problem.programs:
         local = lower(program, layouts[index], axis_size=TP)
         price = price_program(local, MACHINE, axes=axes, execution=find_execution(OURS))
-        total += price.forward_s + price.forward_comm_s + price.backward_s + price.backward_comm_s
+        total += price.forward_s + price.comm_forward_s + price.backward_s + price.comm_backward_s
     return total
 
 

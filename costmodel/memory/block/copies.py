@@ -1,14 +1,29 @@
-"""What bringing a value from one placement to another takes, beside the value itself."""
+"""A value brought to another placement for the block that takes it, or to be sent."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from costmodel.memory.exact.stage.placed_block import Copy
 from planner.layout.axes import Degrees
 from planner.layout.placement import Shard
 from planner.layout.placements import Placements, moves_between
 from planner.ops.families.lowered import is_view_slice, staging_bytes
+
+
+class Copy(NamedTuple):
+    """A value brought to another placement."""
+
+    num_bytes: int
+    """Bytes of the copy."""
+    making_bytes: int
+    """Alive at most while it is made, itself counted."""
+    returning_bytes: int
+    """Alive at most beside its gradient while that is brought back."""
+    passes_on: bool
+    """Whether its gradient is the value's, as it is."""
+    is_view: bool = False
+    """Whether there is no copy, but a part of the value's own memory."""
 
 
 def copy_between(

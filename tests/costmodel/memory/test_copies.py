@@ -1,6 +1,6 @@
 """A value brought to another placement, by hand: 100 bytes of a (2, 25) tensor on two tp ranks."""
 
-from costmodel.time.copies import copy_between
+from costmodel.memory.block.copies import copy_between
 from planner.layout.axes import Degrees
 from planner.layout.placement import Shard
 from planner.layout.placements import Placements

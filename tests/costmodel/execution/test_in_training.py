@@ -2,8 +2,8 @@
 
 import pytest
 
-from costmodel.in_training import in_training
-from costmodel.table.rates import load_rates
+from costmodel.execution.executed import in_training
+from costmodel.table.kernels import load_rates
 from costmodel.time.communication import exposed_seconds
 from profiles import Group, OpQuery, Profile, load_profile
 
