@@ -13,7 +13,6 @@ n blocks, S stages; "prunes" names the phase that leaves configurations out by i
     split_round_trips      step      the same, W jobs fill the waits    O(n)       configurations
     share_of_parameters    memory    some rank holds its share          O(1)       ZeRO stages
     largest_block          memory    a block lies on one rank           O(n)       ZeRO stages
-    kept_in_flight         memory    what the schedule keeps alive      O(S)       configurations
 
 Those are the catalogue; the next need stage boundaries, or more than one table, and stand there:
 

@@ -104,16 +104,6 @@ class LeastCosts:
 
         return self.once(("zero bubble", config.recompute, is_sharded), jobs)
 
-    def chain_kept_bytes(self, recompute: str) -> float:
-        """Return the bytes that all blocks keep of a microbatch for its backward."""
-
-        def kept_bytes() -> float:
-            choices = recompute_choices(recompute)
-            kept = [np.diff(self.table.runs.kept_sums(choice)) for choice in choices]
-            return float(np.min(kept, axis=0).sum())
-
-        return self.once(("kept", recompute), kept_bytes)
-
     def rank_bytes(
         self, load: StageLoad, config: Configuration, choices: Sequence[Recompute]
     ) -> Any:

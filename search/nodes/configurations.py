@@ -13,12 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import ge
 
 from costmodel import Estimate
 from planner.plan import Plan
-from planner.schedule import find_schedule
-from search.bounds.catalogue import kept_in_flight
 from search.branch_and_bound import EvaluatedPlan, Node
 from search.nodes.exact_recompute import ExactRecompute
 from search.nodes.partitions import PartitionableNode
@@ -28,12 +25,9 @@ from search.partition.solvers import INEXACT, solve
 from search.priced_configuration import PricedConfiguration
 from search.search_state import NodeKey, Outcomes, SearchState
 from search.space.configuration import Configuration, Shape
-from search.space.job_tables import in_flight_of
 from search.stages.stage_table import StageTable
 
 EVEN_CUT_TOO_LARGE = "memory: the even cut or the whole chain does not fit"
-IN_FLIGHT_TOO_LARGE = "memory: activations in flight"
-FEWER_IN_FLIGHT_TOO_LARGE = "memory: a schedule that holds less does not fit either"
 NO_BOUNDARIES_FIT = "memory: no stage boundaries fit"
 BOUNDARIES_BEATEN = "stage boundaries: the best cut cannot beat the best"
 
@@ -115,9 +109,6 @@ class ConfigurationNode(PartitionableNode):
             yield self.partitioned(cut, cut.value)
 
     def _best_partition(self, search: SearchState) -> Outcomes:
-        in_flight = in_flight_of(self.configuration)
-        if self._is_too_large(search, in_flight):
-            return
         solver = search.request.solver
         solved = solve(self.problems(search)[0], solver=solver, ceiling=search.to_beat_s)
         if solved.cut is not None:
@@ -129,9 +120,6 @@ class ConfigurationNode(PartitionableNode):
         elif solved.fits:
             self._exclude(search, BOUNDARIES_BEATEN, search.to_beat_s)
         else:
-            if not self.infeasible:
-                known = search.infeasible_in_flight.setdefault(self._memory_key, [])
-                known.append(in_flight)
             self._exclude(search, NO_BOUNDARIES_FIT)
 
     def with_recompute(
@@ -141,32 +129,6 @@ class ConfigurationNode(PartitionableNode):
         if self.configuration.vpp > 1:
             return super().with_recompute(search, cut, infeasible)
         return with_recompute(self._problem(search, tuple(infeasible)), cut)
-
-    def _is_too_large(self, search: SearchState, in_flight: tuple[int, ...]) -> bool:
-        """Whether activations alone are over the limit; then the configuration is excluded."""
-        costs = search.bounds(self.table)
-        if kept_in_flight(costs, self.configuration, in_flight) > search.memory_limit_bytes:
-            self._exclude(search, IN_FLIGHT_TOO_LARGE)
-            return True
-        known = search.infeasible_in_flight.get(self._memory_key, ())
-        if any(all(map(ge, in_flight, fewer)) for fewer in known):
-            self._exclude(search, FEWER_IN_FLIGHT_TOO_LARGE)
-            return True
-        return False
-
-    @property
-    def _memory_key(self) -> tuple:
-        """All that a stage's memory depends on, beside the microbatches in flight."""
-        configuration = self.configuration
-        splits = find_schedule(configuration.schedule).splits_backward
-        return (
-            self.table.key,
-            configuration.degrees,
-            configuration.zero,
-            configuration.pp,
-            configuration.recompute,
-            splits,
-        )
 
     def problems(self, search: SearchState) -> list[ChainProblem]:
         """Return the chain problem under the memory limit."""

@@ -13,7 +13,7 @@ from planner.plan.replication import Replication
 from planner.schedule import JobKind, build_schedule
 from planner.schedule.timing.offloads import offloads_of
 from search import SearchRequest
-from search.bounds.catalogue import kept_in_flight, one_microbatch, share_of_work
+from search.bounds.catalogue import one_microbatch, share_of_work
 from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind
 from search.bounds.exchange import LeastExchange
 from search.candidates import Candidates
@@ -49,16 +49,6 @@ def test_some_rank_does_its_share():
     assert share_of_work(costs, config) == 5.0
     assert one_microbatch(costs, config) == 2.5
     assert one_microbatch(costs, SimpleNamespace(num_microbatches=2, pp=1)) == 3.0
-
-
-def test_activations_in_flight_are_spread_at_best():
-    """12 bytes of a microbatch over stages that hold 1 and 2: 8 and 4 bytes kept, 8 on either rank;
-    and 1 byte of context."""
-    table = SimpleNamespace(
-        profile=SimpleNamespace(context_bytes=1.0), on_host=SimpleNamespace(live=float)
-    )
-    costs = SimpleNamespace(table=table, chain_kept_bytes=lambda recompute: 12.0)
-    assert kept_in_flight(costs, SimpleNamespace(recompute="none"), (1, 2)) == 9.0
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])

@@ -9,8 +9,6 @@ from costmodel.time.stage_costs.load import StageLoad
 from planner.schedule import build_schedule, find_schedule
 from planner.units import GIB
 from search import SearchRequest
-from search.bounds.catalogue import kept_in_flight
-from search.bounds.least_costs import LeastCosts
 from search.bounds.round_trips import ZeroBubbleBound
 from search.candidates import Candidates
 from search.partition.chain_problem import Cut, RankLimit
@@ -125,7 +123,6 @@ def _parts_of_estimate(candidates, configuration, table, rng):
     memory = candidates.estimate(plan).memory
     problem = priced.problem(np.inf)
     highest = max(float(parts.total) for parts in memory)
-    assert kept_in_flight(LeastCosts(table=table), configuration, problem.in_flight) <= highest
     least = problem.stages.least_needs(highest)
     for stage, choice in enumerate(choices):
         kept = least.kept_bytes[choice][cuts[stage + 1]] - least.kept_bytes[choice][cuts[stage]]
