@@ -14,7 +14,7 @@ from costmodel.time.block.program_times import ProgramTimes, Spent
 from costmodel.topology import Axis
 from planner.graph import Program
 from planner.layout.redistribution.redistribute import EXCHANGE_ROWS
-from planner.ops.flops import Work
+from planner.ops.flops import Work, op_kernels
 from planner.ops.weight_products import deferrable_products
 from profiles import Profile
 from profiles.records import Direction
@@ -43,6 +43,7 @@ def profiled_times(
     again_comm_s = 0.0
     forward_flop = backward_flop = 0.0
     views = backward_views = backward_ops = forward_waits = backward_waits = 0
+    forward_more = backward_more = 0
     for op in local.ops:
         if op.target == "planner.redistribute":
             there, back = redistribute_seconds(op, tensor, profile, axes)
@@ -74,14 +75,30 @@ def profiled_times(
         needs_gradient = tensor[op.outputs[0]].requires_grad
         backward_views += there == 0.0 and needs_gradient
         backward_ops += needs_gradient
+        # The host launches each kernel of an op that has several; its time holds one.
+        more, more_back = (count - 1 for count in op_kernels(op, tensor))
+        forward_more += more
+        backward_more += more_back if needs_gradient else 0
     # The host launches every op, a view too; compiled code launches a kernel for several ops.
     forward_ops = len(local.ops)
     if kernels == "fused":
         forward_ops, views, backward_views = num_kernels(local), 0, 0
         backward_ops = min(backward_ops, forward_ops)
-    forward = _with_host(profile, "forward", forward_s, kernels, ops=forward_ops, views=views)
+    forward = _with_host(
+        profile,
+        "forward",
+        forward_s,
+        kernels,
+        ops=forward_ops + forward_more,
+        views=views + forward_more,
+    )
     backward = _with_host(
-        profile, "backward", backward_s, kernels, ops=backward_ops, views=backward_views
+        profile,
+        "backward",
+        backward_s,
+        kernels,
+        ops=backward_ops + backward_more,
+        views=backward_views + backward_more,
     )
     # Each collective waits for the slowest of its ranks.
     forward_comm_s += profile.wait_seconds(
