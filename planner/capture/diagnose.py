@@ -22,7 +22,8 @@ def explain(error: BaseException) -> str:
     if depends_on_values(error):
         advice = (
             "a Python value depends on a tensor's values, which are unknown when the model is "
-            "captured; use torch.where or a mask instead of if, int(), .item() or boolean indexing"
+            "captured; use torch.where or a mask instead of if, int(), .item() or boolean "
+            "indexing, or put it into a module of its own, which then runs as it is"
         )
     elif "meta tensor" in text.lower() or "Meta" in type(error).__name__:
         advice = "it needs a tensor's values while the model is captured; compute with tensors"

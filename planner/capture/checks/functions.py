@@ -140,7 +140,7 @@ _as_written = torch.autograd.Function.__dict__["apply"]
 def as_written() -> Iterator[None]:
     """Let functions inside run as their authors wrote them, though calls around are recorded."""
     recording = torch.autograd.Function.__dict__["apply"]
-    torch.autograd.Function.apply = _as_written  # type: ignore[method-assign,assignment]
+    torch.autograd.Function.apply = _as_written  # type: ignore[method-assign]
     try:
         yield
     finally:

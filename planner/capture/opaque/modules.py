@@ -63,7 +63,7 @@ class OpaqueModules:
             self._in_order.clear()
         try:
             for kind, forward in self._forwards.items():
-                kind.forward = self._replaced(forward)  # type: ignore[method-assign]
+                kind.forward = self._replaced(forward)
             yield
         finally:
             self._put_back()
@@ -78,7 +78,7 @@ class OpaqueModules:
 
     def _put_back(self) -> None:
         for kind, forward in self._forwards.items():
-            kind.forward = forward  # type: ignore[method-assign]
+            kind.forward = forward
 
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         who = f"{type(module).__qualname__}{calling_line()}"
@@ -133,7 +133,7 @@ class OpaqueModules:
             number = self._known[known]
         finally:
             for kind, forward in replaced.items():
-                kind.forward = forward  # type: ignore[method-assign]
+                kind.forward = forward
         self._position += 1
         if is_smaller:
             self._in_order.append(number)

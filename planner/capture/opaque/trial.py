@@ -111,9 +111,9 @@ class Trial:
             raise
         except Exception as error:
             raise CaptureError(
-                f"{self.who} depends on values, and fails when it runs on random ones "
-                f"({first_line(error)}); use torch.where or a mask instead of if, int(), .item() "
-                "or boolean indexing"
+                f"{self.who}, whose forward depends on values, fails on random ones"
+                f"{' in bf16' if self.precision == 'bf16' else ''} ({first_line(error)}); let it "
+                "run on any, or use torch.where or a mask instead of what depends on values"
             ) from error
         finally:
             torch.random.set_rng_state(random_state)
@@ -272,17 +272,11 @@ class Trial:
 
     def _result(self, values: Sequence[Tensor], own: Sequence[Tensor]) -> Any:
         """Return what the forward returns for these values."""
-
-        def value(place: Any) -> Any:
-            if isinstance(place, tuple):
-                return tuple(value(item) for item in place)
-            return values[place.index] if isinstance(place, Place) else place
-
-        args, kwargs = self.places
+        args, kwargs = (_filled(place, values) for place in self.places)
         with ExitStack() as modes:
             if self.precision == "bf16":
                 modes.enter_context(MixedDtypes())
-            return called(self.module, own, value(args), {name: value(v) for name, v in kwargs})
+            return called(self.module, own, args, dict(kwargs))
 
     def _untouched(self, values: Sequence[Tensor], own: Sequence[Tensor]) -> Any:
         """Return the result; refuse draws, and writes into what the module is given."""
@@ -296,6 +290,13 @@ class Trial:
                     "parameter or a buffer; return a new tensor"
                 )
         return result
+
+
+def _filled(place: Any, values: Sequence[Tensor]) -> Any:
+    """Return an argument with values in their places."""
+    if isinstance(place, tuple):
+        return tuple(_filled(item, values) for item in place)
+    return values[place.index] if isinstance(place, Place) else place
 
 
 def _fixed(leaves: Sequence[Any]) -> list[Any]:

@@ -6,8 +6,8 @@ module again. So what a step holds of it is bounded ahead, whatever course the v
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -122,18 +122,11 @@ def _opaque_module(
     own_names: Sequence[str | None],
 ) -> Any:
     leaves: list[Tensor] = []
-
-    def placed(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            leaves.append(value)
-            return _Place(len(leaves) - 1)
-        return [placed(item) for item in value] if isinstance(value, list | tuple) else value
-
     call = _Call(
         key=key,
         precision=precision,
         results=results,
-        places=(placed(args), placed(kwargs)),
+        places=(_placed(args, leaves), _placed(kwargs, leaves)),
         num_own=len(own),
         own_names=tuple(own_names),
         scratch_bytes=(int(cost[0][4]), int(cost[1][4])),
@@ -145,6 +138,22 @@ def _opaque_module(
 
 class _Place(int):
     """Stands for a tensor in the arguments."""
+
+
+# (A function inside that calls itself is a cycle, which would hold tensors until it is collected.)
+def _placed(value: Any, leaves: list[Tensor]) -> Any:
+    """Return an argument with a place for each tensor, which `leaves` get."""
+    if isinstance(value, Tensor):
+        leaves.append(value)
+        return _Place(len(leaves) - 1)
+    return [_placed(item, leaves) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _filled(place: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return an argument with tensors in their places."""
+    if isinstance(place, list):
+        return tuple(_filled(item, tensors) for item in place)
+    return tensors[place] if isinstance(place, _Place) else place
 
 
 class _Call:
@@ -168,22 +177,17 @@ class _Call:
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors that the module returns."""
-
-        def value(place: Any) -> Any:
-            if isinstance(place, list):
-                return tuple(value(item) for item in place)
-            return tensors[place] if isinstance(place, _Place) else place
-
-        args, kwargs = self.places
+        args, kwargs = (_filled(place, tensors) for place in self.places)
         own = tensors[len(tensors) - self.num_own :]
-        mixed: Any = nullcontext()
-        if self.precision == "bf16":
-            from planner.capture.precision import MixedDtypes
+        with ExitStack() as modes:
+            if _inside:
+                modes.enter_context(_inside[-1]())
+            if self.precision == "bf16":
+                from planner.capture.precision import MixedDtypes
 
-            mixed = MixedDtypes()
-        with mixed:
+                modes.enter_context(MixedDtypes())
             module = find_module(self.key)
-            result = called(module, own, value(args), {name: value(v) for name, v in kwargs})
+            result = called(module, own, args, dict(kwargs))
         return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
 
     def check(self, made: Sequence[Tensor]) -> None:
@@ -264,6 +268,19 @@ class _OpaqueCall(torch.autograd.Function):
 
 def _are_empty(tensors: Sequence[Tensor]) -> bool:
     return any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
+
+
+_inside: list[Callable[[], AbstractContextManager[Any]]] = []
+
+
+@contextmanager
+def calling_inside(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Have every call meanwhile, on any thread, run inside such a context."""
+    _inside.append(context)
+    try:
+        yield
+    finally:
+        _inside.pop()
 
 
 # ----------------------------------------------------------------- parameters that nothing reached

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from planner.runtime.stage.stage import StageModule
 from planner.runtime.start.groups.mesh import Mesh
@@ -51,6 +52,8 @@ class Reached:
         group = self._mesh.group("data")
         if group is not None:
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        if isinstance(found, FakeTensor):  # in a dry run, which has no values
+            return frozenset()
         return frozenset(
             name
             for name, is_reached in zip(self._names, found.tolist(), strict=True)

@@ -8,17 +8,15 @@ place: how far the two come apart is the rounding of each tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from planner.capture import build_without_values
 from planner.graph import Block, ModelGraph, Program, TensorMeta
 from planner.graph.model_file import ModelSource
 from planner.layout.axes import lowered_axes
@@ -26,12 +24,11 @@ from planner.runtime.check.by_block.cut import Cut, batch_of
 from planner.runtime.check.by_block.simulate.block_run import BlockRun, ParamGradient
 from planner.runtime.check.by_block.simulate.windows import drawn, moved_by_a_unit
 from planner.runtime.check.fixed_draws import FixedDraws
-from planner.runtime.check.promote import ReferenceMode, drawing_ops
+from planner.runtime.check.promote import drawing_ops
 from planner.runtime.checkpoint.pieces import Piece
 from planner.runtime.initial.record import NotReplayableError, record
 from planner.runtime.initial.replay import Replay
 from planner.runtime.initial.values import Place, find
-from planner.runtime.stage.opaque_modules import keep_modules, opaque_calls
 from planner.runtime.stage.program_fx import to_graph_module
 from planner.runtime.state.weights import constant
 from planner.runtime.step.inputs.feed import Preamble
@@ -79,10 +76,6 @@ class Facts:
         self.draws: Callable[[], AbstractContextManager[Any]] = (
             FixedDraws if drawing_ops(graph) else nullcontext
         )
-        if any(map(opaque_calls, cut.graph.classes)):
-            keep_modules(cut.graph, build_without_values(source.build))
-            if cut.dtype == "float64":  # the modules' own casts would round
-                self.draws = partial(_both, self.draws, ReferenceMode)
         self._held = held_values(cut.graph, source)
         leaves = {
             name: tensor.to(getattr(torch, cut.graph.tensor[name].dtype))
@@ -177,14 +170,6 @@ class Facts:
             with torch.no_grad(), self.draws():
                 self._made[class_index] = to_graph_module(program, axes, CPU)(*values)
         return self._made[class_index]
-
-
-@contextmanager
-def _both(*contexts: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context())
-        yield
 
 
 def _cotangent(
