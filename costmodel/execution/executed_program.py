@@ -29,7 +29,7 @@ from costmodel.time.block.program_times import ProgramTimes, Spent
 from costmodel.topology import Axis
 from planner.graph import Program
 from planner.layout.experts import grouped_products
-from planner.layout.redistribution.redistribute import EXCHANGE_ROWS, REDISTRIBUTE
+from planner.layout.redistribution.redistribute import REDISTRIBUTE, THERE_AND_BACK
 from planner.ops.families.products.attention import RING
 from planner.ops.flops import needing_gradient
 from planner.ops.record import family_of, packet_of
@@ -175,7 +175,7 @@ def _exposed(
         if op.target != REDISTRIBUTE:
             if op.target.startswith("planner."):
                 inner_s = sum(inner_seconds(op, local.tensor, profile, axes))
-                if op.target == EXCHANGE_ROWS:
+                if op.target in THERE_AND_BACK:
                     rows_s += inner_s
                 else:
                     there_s += inner_s

@@ -13,7 +13,7 @@ from costmodel.time.block.compute import inner_seconds, op_seconds, op_works, re
 from costmodel.time.block.program_times import ProgramTimes, Spent
 from costmodel.topology import Axis
 from planner.graph import Program
-from planner.layout.redistribution.redistribute import EXCHANGE_ROWS
+from planner.layout.redistribution.redistribute import THERE_AND_BACK
 from planner.ops.flops import Work, op_kernels
 from planner.ops.weight_products import deferrable_products
 from profiles import Profile
@@ -58,7 +58,7 @@ def profiled_times(
             forward_comm_s += sum(inner)
             again_comm_s += sum(inner) if op.name in recomputed else 0.0
             forward_waits += len(inner)
-            if op.target == EXCHANGE_ROWS:  # gradients of rows go the same way, back
+            if op.target in THERE_AND_BACK:  # gradients of rows go the same way, back
                 backward_comm_s += sum(inner)
                 backward_waits += len(inner)
         there, back = seconds[op.name]

@@ -27,6 +27,7 @@ from planner.ops.weight_products import deferrable_products
 from planner.runtime.stage import collectives, local_ops
 from planner.runtime.stage.autograd_functions import autograd_function
 from planner.runtime.stage.bindings import BINDINGS
+from planner.runtime.stage.exchanged_rows import exchanged_embedding
 from planner.runtime.stage.opaque_modules import find_module, opaque_module, own_params
 from planner.runtime.stage.recompute import Keeper, KeptOp
 from planner.runtime.stage.weight_grads import WeightProduct, WeightQueue
@@ -164,6 +165,7 @@ def _emit_own(
 
 
 _OWN: dict[str, Callable[..., Any]] = {
+    "exchanged_embedding": exchanged_embedding,
     "redistribute": collectives.redistribute,
     AUTOGRAD_FUNCTION.removeprefix("planner."): autograd_function,
     OPAQUE_MODULE.removeprefix("planner."): opaque_module,
