@@ -28,7 +28,7 @@ def exchanged_embedding(
     `weight` is [rows / parts, width], in rank order; `indices` are this rank's own and count over
     the whole table; the result is [*indices, width]. Raises IndexError for a number beyond it.
     """
-    return _ExchangedEmbedding.apply(weight, indices, padding_idx, group, parts)  # type: ignore[no-any-return]
+    return _ExchangedEmbedding.apply(weight, indices, padding_idx, group, parts)
 
 
 class _ExchangedEmbedding(torch.autograd.Function):

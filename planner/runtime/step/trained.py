@@ -198,9 +198,10 @@ class TrainedParams:
     ) -> None:
         """Let the optimizer step, and bring the parameters of the stages to what was trained.
 
-        The `unreached`, by the user's names, have no gradient.
+        The `unreached`, by the user's names, have no gradient; zeros for an optimizer that takes
+        whole parameters, whose pieces are gathered.
         """
-        named = self.by_name() if unreached else {}
+        named = self.by_name() if unreached and self._whole is None else {}
         with without_gradients(param for fqn in unreached for param in named.get(fqn, ())):
             self._step(optimizer)
 
