@@ -30,7 +30,10 @@ def estimate(
         Path | None, typer.Option(help="With --batch: the CSV to write, with predictions added.")
     ] = None,
 ) -> None:
-    """Predict a plan's step time and memory, in parts."""
+    """Predict a plan's step time and memory, in parts.
+
+    Example: planner estimate plan.json model.py --execution megatron-core
+    """
     if batch is not None or out is not None:
         if batch is None or out is None:
             raise PlannerError("--batch and --out go together: --batch IN.csv --out OUT.csv")

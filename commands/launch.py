@@ -69,9 +69,12 @@ def launch(
         bool, typer.Option("--json", help="With --preflight: print JSON, not a table.")
     ] = False,
 ) -> int:
-    """Train: run a script on every rank of a plan, and keep it running.
+    """Train: run a script on every rank of a plan.
 
-    Options of `launch` itself come before PLAN; what follows SCRIPT is the script's own.
+    Options of `launch` itself come before PLAN; what follows SCRIPT is the script's own. With
+    --keep the run starts again after failures, from its newest checkpoint.
+
+    Example: planner launch --keep ckpts plan.json train.py
     """
     if as_json and not preflight:
         raise PlanError("`as_json` prints what `preflight` finds; give both")
@@ -155,7 +158,6 @@ def _preflight(
 def _planned_rates(path: Path, name: str | None) -> tuple[PlannedRates | None, str]:
     """Return the rates that a plan was priced with, and what to tell where they are not here."""
     import profiles
-    from costmodel.planned_rates import planned_exchange_seconds
     from planner.plan import load_plan
     from planner.runtime.preflight import SIZES, PlannedRates, shapes
 
@@ -172,7 +174,15 @@ def _planned_rates(path: Path, name: str | None) -> tuple[PlannedRates | None, s
             f"links are not compared with planned rates: the plan was priced with "
             f"{plan.cluster.name!r} ({error}); `profile` names another"
         )
-    seconds = planned_exchange_seconds(machine, shapes(plan), SIZES)
+    seconds = {
+        (kind, per_node, nodes): {
+            num_bytes: machine.collective_seconds(
+                kind, num_bytes, profiles.Group(ranks_per_node=per_node, num_nodes=nodes)
+            ).seconds
+            for num_bytes in SIZES
+        }
+        for kind, per_node, nodes in shapes(plan)
+    }
     return PlannedRates(source=machine.name, seconds=seconds), ""
 
 

@@ -68,7 +68,10 @@ def search(
         bool, typer.Option("--cache/--no-cache", help="Keep answers, and use kept ones.")
     ] = True,
 ) -> None:
-    """Find the fastest plan that fits, and write it."""
+    """Find the fastest plan that fits, and write it.
+
+    Example: planner search model.py --gpus 8 --global-batch 64
+    """
     from commands.render.search import (
         describe_advice,
         describe_closeness,

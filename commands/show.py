@@ -18,7 +18,10 @@ def show(
         Path | None, typer.Argument(help="The model file, to name blocks and parameters.")
     ] = None,
 ) -> None:
-    """Print what a plan decides and should cost."""
+    """Print what a plan decides and should cost.
+
+    Example: planner show plan.json model.py
+    """
     from commands.render.plan import describe_plan
     from planner.plan import load_plan
 

@@ -147,7 +147,7 @@ def estimate(
     flop = float(flop_of_ranks) * plan.degrees.num_ranks
     return Estimate(
         time=time,
-        memory=plan_memory(price, costs, timeline.schedule),
+        memory=plan_memory(plan, costs, timeline.schedule, price.weights(range(plan.pp))),
         timeline=timeline,
         flop=flop * plan.num_microbatches,
         samples=plan.global_batch,
@@ -164,15 +164,15 @@ def step_seconds(plan: Plan, costs: CostCache) -> float:
     """Return the seconds of a step, not in parts."""
     price = price_plan(plan, costs)
     table = _table_of(plan)
-    at_least = _copies_beside_jobs(price, table)
+    at_least = _copies_beside_jobs(price, costs, table)
     last = _last_rank(price, costs, simulate(table, price.job_seconds, at_least=at_least))
     return last.end_s + last.after_s + last.clipping_s + last.optimizer_s + last.inputs_s
 
 
 def rank_bytes(plan: Plan, costs: CostCache, pp_ranks: Sequence[int]) -> tuple[int, ...]:
     """Return the peak memory of these pp ranks alone."""
-    schedule = _table_of(plan).schedule
-    memory = plan_memory(price_plan(plan, costs), costs, schedule, pp_ranks)
+    weights = price_plan(plan, costs).weights(pp_ranks)
+    memory = plan_memory(plan, costs, _table_of(plan).schedule, weights)
     return tuple(int(parts.total) for parts in memory)
 
 
@@ -180,7 +180,7 @@ def _timed(plan: Plan, costs: CostCache) -> tuple[PlanPrice, Timeline, TimeParts
     """The prices of a plan, when its jobs run, and its step in parts."""
     price = price_plan(plan, costs)
     table = _table_of(plan)
-    at_least = _copies_beside_jobs(price, table)
+    at_least = _copies_beside_jobs(price, costs, table)
     played = simulate(table, price.job_seconds, at_least=at_least)
     timeline = replace(played, step_jobs_s=_step_jobs_s(price, costs, played))
     return price, timeline, _time_parts(price, costs, timeline, table, at_least)
@@ -247,7 +247,9 @@ def _saved_bytes(price: PlanPrice) -> tuple[float, ...]:
     return tuple(kept)
 
 
-def _copies_beside_jobs(price: PlanPrice, table: JobTable) -> tuple[np.ndarray, ...] | None:
+def _copies_beside_jobs(
+    price: PlanPrice, costs: CostCache, table: JobTable
+) -> tuple[np.ndarray, ...] | None:
     """Return what the copies of activations take beside each job of each rank, if there are any."""
     on_host = [s for s, stage in enumerate(price.plan.stages) if stage.activations_on_host]
     if not on_host:
@@ -256,8 +258,8 @@ def _copies_beside_jobs(price: PlanPrice, table: JobTable) -> tuple[np.ndarray, 
     moved = {s: saved[s] for s in on_host}
     rows = table.schedule.jobs
     return tuple(
-        least_job_seconds(price.rank_costs(rank).profile, len(row), offloads_of(row, moved), moved)
-        for rank, row in enumerate(rows)
+        least_job_seconds(costs.of_group(group).profile, len(row), offloads_of(row, moved), moved)
+        for group, row in zip(price.plan.device_groups, rows, strict=True)
     )
 
 
@@ -331,7 +333,7 @@ def _last_rank(price: PlanPrice, costs: CostCache, timeline: Timeline) -> _LastR
         clipping_s=clipping_s,
         optimizer_s=price.updates[rank].optimizer_s,
         inputs_s=input_seconds(
-            price.rank_costs(plan.stages[0].pp_rank),
+            costs.of_group(plan.stages[0].device_group),
             [block for s in first_stages for block in plan.stages[s].blocks],
             microbatch_size=plan.stage_microbatch_size(0),
             num_microbatches=plan.num_microbatches,

@@ -125,11 +125,6 @@ def lowered_groups(cluster: ClusterSpec, degrees: Degrees) -> dict[str, Axis]:
     return own | {"ep": Axis(size=degrees["ep"], group=experts)}
 
 
-def expert_group(cluster: ClusterSpec, degrees: Degrees, *, replicas: int) -> Group:
-    """Return the group of so many ranks with the same experts."""
-    return axis_group(cluster, size=replicas, stride=degrees.expert_parts)
-
-
 def replica_mesh(degrees: Degrees) -> Degrees:
     """Return the mesh of one replica: sizes on the axes that cut the batch are 1."""
     return degrees.with_sizes(**{axis.name: 1 for axis in batch_axes()})

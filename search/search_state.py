@@ -12,7 +12,7 @@ from search.branch_and_bound import BranchAndBound, EvaluatedPlan, Node, Wave
 from search.candidates import Candidates
 from search.partition.chain_problem import InfeasibleStage
 from search.request import Certificate, SearchRequest
-from search.space.shapes import Configuration
+from search.space.configuration import Configuration
 from search.stages.stage_table import StageTable, TableKey
 
 _BOUNDARIES_PROOF = {

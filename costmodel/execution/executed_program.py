@@ -24,8 +24,13 @@ from costmodel.execution.executed_kernels import (
 from costmodel.execution.execution import Execution
 from costmodel.execution.host import host_seconds
 from costmodel.memory.saved import saved_tensors
-from costmodel.time.block.compute import inner_seconds, op_works, redistribute_seconds
-from costmodel.time.block.program_times import ProgramTimes, Spent
+from costmodel.time.block.compute import (
+    ProgramTimes,
+    Spent,
+    inner_seconds,
+    op_works,
+    redistribute_seconds,
+)
 from costmodel.topology import Axis
 from planner.graph import Program
 from planner.layout.experts import grouped_products

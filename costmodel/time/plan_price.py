@@ -7,7 +7,7 @@ The whole cut is priced under each mesh, and each stage takes its own mesh's ent
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,19 +61,18 @@ class PlanPrice:
         at = self.plan.stages[stage]
         return self.meshes[stage].runs.chain.side_bytes(at.first_block, at.last_block + 1)
 
-    def rank_costs(self, pp_rank: int) -> CostCache:
-        """Return the prices on the devices of a rank."""
-        return self.meshes[stages_of_rank(self.plan, pp_rank)[0]].runs.chain.costs
-
-    def weights(self, pp_rank: int) -> StageLoad:
-        """Return the parameters of a rank, of all its stages together."""
-        own = stages_of_rank(self.plan, pp_rank)
-        return StageLoad(
-            param_bytes=int(self.load.param_bytes[own].sum()),
-            num_params=int(self.load.num_params[own].sum()),
-            largest_param_bytes=int(self.load.largest_param_bytes[own].max()),
-            spread_bytes=int(self.load.spread_bytes[own].sum()),
-        )
+    def weights(self, pp_ranks: Iterable[int]) -> dict[int, StageLoad]:
+        """Return the parameters of these ranks, of all stages of each together."""
+        found, load = {}, self.load
+        for pp_rank in pp_ranks:
+            own = stages_of_rank(self.plan, pp_rank)
+            found[pp_rank] = StageLoad(
+                param_bytes=int(load.param_bytes[own].sum()),
+                num_params=int(load.num_params[own].sum()),
+                largest_param_bytes=int(load.largest_param_bytes[own].max()),
+                spread_bytes=int(load.spread_bytes[own].sum()),
+            )
+        return found
 
 
 def price_plan(plan: Plan, costs: CostCache) -> PlanPrice:

@@ -22,6 +22,7 @@ from planner.graph import ModelGraph
 from planner.graph.batch import Tree, flatten_batch, unflatten_batch
 from planner.graph.blocks import RawGraph, build_graph
 from planner.graph.model_file import ModelSource
+from planner.graph.users_modules import users_modules
 from planner.plan import Precision
 
 
@@ -54,7 +55,10 @@ def capture_source(
             raise ModelError(
                 f"{source.path.name}: {called} failed{where}: {first_line(error)}"
             ) from error
-    return capture_module(module, *batches, loss=source.loss, name=source.name, precision=precision)
+    with users_modules(source.path.parent):  # a forward may import what it needs
+        return capture_module(
+            module, *batches, loss=source.loss, name=source.name, precision=precision
+        )
 
 
 def build_without_values(build: Callable[[], Any]) -> Any:

@@ -26,7 +26,7 @@ Those are the catalogue; the next need stage boundaries, or more than one table,
     `least_end_s`          step      interleaved stages, cut evenly     O(S)       configurations
 
 Read in this order: `catalogue` (what a bound is, how one is added, all of them), `least_costs`
-(what they are made of), then the mathematics: `pipeline_line` and `zero_bubble` (linear programs
-solved by hand), `exchange` (what replicas exchange at least), `copied_jobs` (jobs beside copies to
+(what they are made of), then the mathematics: `round_trips` (linear programs solved by hand),
+`exchange` (what replicas exchange at least), `copied_jobs` (jobs beside copies to
 the host), `costmodel.memory.bound`.
 """

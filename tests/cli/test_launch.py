@@ -14,9 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from commands import launch as launch_command
 from planner.graph.capture_cache import load_graph
 from planner.plan import save_plan
 from planner.plan.defaults import default_plan
+from planner.runtime.preflight import SIZES
+from profiles import Group, load_profile
 
 TRAIN = """
 import json, os, sys
@@ -124,6 +127,19 @@ def test_verify_by_block_needs_no_ranks(planner, folder):
     assert done.code == 0, done.stderr
     assert "plan of 2 ranks: every part" in done.stdout
     assert "not proven: the whole step in numbers" in done.stdout
+
+
+def test_preflight_compares_with_the_exchanges_that_the_plan_was_priced_with(folder):
+    """By shape and bytes of the whole tensor: what the profile answers of each."""
+    planned, note = launch_command._planned_rates(folder / "plan.json", "h100-sxm5-80gb")
+    assert (planned.source, note) == ("h100-sxm5-80gb", "")
+    assert {kind for kind, _, _ in planned.seconds} == {"send_recv"}
+    for (kind, per_node, nodes), by_bytes in planned.seconds.items():
+        group = Group(ranks_per_node=per_node, num_nodes=nodes)
+        assert by_bytes == {
+            size: load_profile(planned.source).collective_seconds(kind, size, group).seconds
+            for size in SIZES
+        }
 
 
 def test_preflight_checks_and_trains_nothing(folder):

@@ -13,7 +13,8 @@ from planner.plan import Plan
 from search import SearchRequest
 from search.candidates import Candidates
 from search.partition.chain_problem import Cut
-from search.space.shapes import Configuration, recompute_choices
+from search.priced_configuration import PricedConfiguration
+from search.space.configuration import Configuration, recompute_choices
 from tests.referees.plans import stage_boundaries
 
 
@@ -62,7 +63,8 @@ def _plans(
     choices = range(len(recompute_choices(base.recompute)))
     for cuts in stage_boundaries(base_table.num_blocks, base.pp):
         for chosen in product(choices, repeat=base.pp):
-            plan = candidates.plan(base, base_table, Cut(cuts=cuts, choices=chosen, value=0.0))
+            priced = PricedConfiguration(candidates, base, base_table)
+            plan = priced.plan(Cut(cuts=cuts, choices=chosen, value=0.0))
             own_tp = [
                 () if configurations[at].tp == base.tp else (("tp", configurations[at].tp),)
                 for at in own

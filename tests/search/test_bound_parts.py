@@ -16,9 +16,10 @@ from search import SearchRequest
 from search.bounds.catalogue import kept_in_flight, one_microbatch, share_of_work
 from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind
 from search.bounds.exchange import LeastExchange
-from search.bounds.rank_bytes import rank_bound
 from search.candidates import Candidates
+from search.space.configuration import Configuration
 from search.space.job_tables import copied_rows
+from search.stages.rank_stages import RankStages, rank_bound
 from tests.search.machine import Machine
 from tests.search.test_bounds import captured
 
@@ -67,15 +68,19 @@ def test_no_stages_exchange_less(zero, pp):
     request = SearchRequest(num_devices=8, global_batch=16)
     candidates = Candidates.of(captured("gpt"), Machine(devices_per_node=4), request)
     table = candidates.tables(1, 1)[0]
-    least = LeastExchange(table=table, degrees=Degrees(dp=8 // pp), zero=zero)
-    ranks = table.with_replicas(degrees=least.degrees, zero=zero, choices=("none",))
+    config = Configuration(
+        degrees=Degrees(dp=8 // pp), pp=pp, vpp=1, microbatch_size=1, num_microbatches=2 * pp,
+        schedule="1f1b", zero=zero, recompute="none",
+    )  # fmt: skip
+    least = LeastExchange(table=table, configuration=config)
+    ranks = RankStages(table=table, configuration=config)
     rng = np.random.default_rng(zero)
     for _ in range(20):
         inner = np.sort(rng.choice(np.arange(1, table.num_blocks), pp - 1, replace=False))
         cut = ranks.cut((0, *inner.tolist(), table.num_blocks))
         each = float((cut.exposed.forward_s + cut.exposed.backward_s).sum())
         sizes = zip(*(figures.tolist() for figures in cut.runs.params), strict=True)
-        once = float(cut.after_s.sum()) + sum(ranks.optimizer_s(*size) for size in sizes)
+        once = float(cut.after_s.sum()) + sum(ranks.prices.update_s(*size) for size in sizes)
         if zero == 3:
             assert 0 < least.each_s(pp) <= each * (1 + 1e-9)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from costmodel.cache import CostCache
 from costmodel.memory.exact.messages import find_traffic
@@ -10,17 +10,19 @@ from costmodel.memory.exact.rank_walk import MemorySample, walk_rank
 from costmodel.memory.exact.resident import RankState, resident_parts
 from costmodel.memory.exact.stage.placed_stage import PlacedStages
 from costmodel.memory.parts import MemoryParts, with_overheads
-from costmodel.time.plan_price import PlanPrice, stages_of_rank
+from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.tied import check_copies, tied_stages
+from planner.plan import Plan
 from planner.runtime.step.messages.wiring import Edge, build_edges
 from planner.schedule.jobs import Schedule
 
 
 def plan_memory(
-    price: PlanPrice, costs: CostCache, schedule: Schedule, pp_ranks: Sequence[int] | None = None
+    plan: Plan, costs: CostCache, schedule: Schedule, weights: Mapping[int, StageLoad]
 ) -> tuple[MemoryParts, ...]:
-    """Return the memory of each pp rank, or of these, from the job table's own order."""
-    plan = price.plan
+    """Return the memory of some pp ranks, from the job table's own order; `weights` are the
+    parameters of each, of all its stages together.
+    """
     edges = build_edges(costs.graph, plan)
     check_copies(plan, costs.graph)
     tied = tied_stages(plan, costs.graph)
@@ -28,13 +30,15 @@ def plan_memory(
     ranks = (
         RankState(
             plan=plan,
-            costs=price.rank_costs(pp_rank),
+            costs=costs.of_group(plan.device_groups[pp_rank]),
             pp_rank=pp_rank,
-            stages={s: placed.jobs(s) for s in stages_of_rank(plan, pp_rank)},
-            weights=price.weights(pp_rank),
+            stages={
+                s: placed.jobs(s) for s, home in enumerate(plan.stage_to_pp_rank) if home == pp_rank
+            },
+            weights=load,
             tied=tied,
         )
-        for pp_rank in (range(plan.pp) if pp_ranks is None else pp_ranks)
+        for pp_rank, load in weights.items()
     )
     return tuple(_rank_memory(rank, schedule, edges) for rank in ranks)
 
@@ -42,7 +46,7 @@ def plan_memory(
 def _rank_memory(rank: RankState, schedule: Schedule, edges: Sequence[Edge]) -> MemoryParts:
     """Return the memory of a rank: what is resident, and the fullest sample of its walk."""
     worst, activations_on_host = _fullest(rank, schedule, edges)
-    gradients = rank.summed_bytes if rank.has_buckets else worst.gradient_bytes
+    gradients = rank.summed_bytes if rank.ranks.has_buckets else worst.gradient_bytes
     # The optimizer's step comes when all activations are gone; it may be higher all the same.
     height = worst.peak_bytes - worst.gradient_bytes + gradients
     inside_job = worst.peak_bytes - worst.saved_bytes - worst.gradient_bytes - worst.buffer_bytes

@@ -8,8 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from costmodel.table.kernels import DeviceRates
-from costmodel.table.rates import load_rates
+from costmodel.table.kernels import DeviceRates, load_rates
 from costmodel.table.rows.devices import device_of, is_scaled, scaled_rates
 from costmodel.table.rows.row_cells import RowError, real
 from costmodel.table.rows.row_plan import RowPrices

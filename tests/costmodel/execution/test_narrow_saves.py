@@ -8,7 +8,7 @@ from costmodel.execution.executed import ExecutedProfile
 from costmodel.execution.executed_kernels import is_product, products_of_head
 from costmodel.execution.execution import find_execution
 from costmodel.execution.narrow_saves import NARROW, as_saved
-from costmodel.table.rates import load_rates
+from costmodel.table.kernels import load_rates
 from planner.layout.redistribution.redistribute import REDISTRIBUTE
 from planner.templates.splits import tp_layouts
 from profiles import load_profile
@@ -52,7 +52,8 @@ def test_a_layer_saves_half_of_what_its_products_take():
     """The products of queries, keys and values take a norm, as do gate and up; down takes the
     activation. What attention made is copied ahead of its product, and the copy is cast."""
     saved = {
-        dtype: costs_in(dtype).block(1, 1).saved_bytes for dtype in ("bfloat16", "float8_e4m3fn")
+        dtype: costs_in(dtype).block(1, 1).load.saved_bytes
+        for dtype in ("bfloat16", "float8_e4m3fn")
     }
     less = saved["bfloat16"] - saved["float8_e4m3fn"]
     assert less == (3 * HIDDEN_BYTES + WIDE_BYTES) / 2
