@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
 from torch.nn import utils
 from torch.nn.utils import parametrizations, prune
@@ -1029,6 +1030,12 @@ _construct(
     "`torch.utils.checkpoint`, reentrant or not",
     inner=lambda self, x, index: checkpoint(torch.sin, x, use_reentrant=index == 1),
     note="captured through; recomputation is the plan's choice",
+)
+_construct(
+    _OTHER,
+    "a function of `torch.utils.checkpoint` around a layer of the model (`checkpoint_wrapper`)",
+    extra=lambda self: self.layers.__setitem__(1, checkpoint_wrapper(self.layers[1])),
+    note="the same",
 )
 _construct(
     _OTHER,
