@@ -80,6 +80,7 @@ def search(
     )
     from costmodel.execution import find_execution
     from costmodel.uncertainty import runtime_interval, step_interval
+    from planner.ops.called_modules import called_modules_messages
     from planner.ops.held_pairs import held_pairs_messages
     from planner.plan import OURS, save_plan
     from planner.plan.batch_statistics import cut_batch_messages
@@ -151,7 +152,11 @@ def search(
     chosen = chosen.model_copy(update={"estimate": told})
     chosen = with_buckets(chosen, graph, buckets)
     save_plan(chosen, out)
-    for message in (*cut_batch_messages(graph, chosen), *held_pairs_messages(graph)):
+    for message in (
+        *cut_batch_messages(graph, chosen),
+        *called_modules_messages(graph),
+        *held_pairs_messages(graph),
+    ):
         show_note(message)
     show_results(*describe_result(result))
     if device is None:

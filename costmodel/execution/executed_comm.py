@@ -24,6 +24,7 @@ from planner.graph import Op, Program
 from planner.layout.redistribution.redistribute import (
     EXCHANGE_ROWS,
     REDISTRIBUTE,
+    THERE_AND_BACK,
     inner_collectives,
 )
 from planner.ops.families.products.attention import RING
@@ -85,7 +86,11 @@ def exposed_comm(
             continue
         if op.target != REDISTRIBUTE:
             if op.target.startswith("planner."):
-                there_s += sum(inner_seconds(op, local.tensor, profile, axes))
+                inner_s = sum(inner_seconds(op, local.tensor, profile, axes))
+                if op.target in THERE_AND_BACK:
+                    rows_s += inner_s
+                else:
+                    there_s += inner_s
             continue
         if local.tensor[op.inputs[0]].kind == "param":
             # Gradients of parameters that all ranks have are summed once a step, with the others.

@@ -25,8 +25,8 @@ from costmodel.time.block.compute import (
 from costmodel.time.stage_costs.times import RunTimes
 from costmodel.topology import Axis
 from planner.graph import Program
-from planner.layout.redistribution.redistribute import EXCHANGE_ROWS
-from planner.ops.flops import Work
+from planner.layout.redistribution.redistribute import THERE_AND_BACK
+from planner.ops.flops import Work, op_kernels
 from planner.ops.weight_products import deferrable_products
 from profiles import Profile
 from profiles.records import Direction
@@ -110,6 +110,7 @@ def profiled_times(
     again_comm_s = 0.0
     forward_flop = backward_flop = 0.0
     views = backward_views = backward_ops = forward_waits = backward_waits = 0
+    more = backward_more = again_more = 0
     for op in local.ops:
         if op.target == "planner.redistribute":
             there, back = redistribute_seconds(op, tensor, profile, axes)
@@ -124,7 +125,7 @@ def profiled_times(
             forward_comm_s += sum(inner)
             again_comm_s += sum(inner) if op.name in recomputed else 0.0
             forward_waits += len(inner)
-            if op.target == EXCHANGE_ROWS:  # gradients of rows go the same way, back
+            if op.target in THERE_AND_BACK:  # gradients of rows go the same way, back
                 backward_comm_s += sum(inner)
                 backward_waits += len(inner)
         there, back = seconds[op.name]
@@ -141,14 +142,26 @@ def profiled_times(
         needs_gradient = tensor[op.outputs[0]].requires_grad
         backward_views += there == 0.0 and needs_gradient
         backward_ops += needs_gradient
+        # The host launches each kernel of an op that has several; the op's time holds one.
+        launched, launched_back = op_kernels(op, tensor)
+        more += launched - 1
+        again_more += launched - 1 if op.name in recomputed else 0
+        backward_more += launched_back - 1 if needs_gradient else 0
     # The host launches every op, a view too; compiled code launches a kernel for several ops.
     forward_ops = len(local.ops)
     if kernels == "fused":
         forward_ops, views, backward_views = num_kernels(local), 0, 0
         backward_ops = min(backward_ops, forward_ops)
-    forward = _with_host(profile, "forward", forward_s, kernels, ops=forward_ops, views=views)
+    forward = _with_host(
+        profile, "forward", forward_s, kernels, ops=forward_ops + more, views=views + more
+    )
     backward = _with_host(
-        profile, "backward", backward_s, kernels, ops=backward_ops, views=backward_views
+        profile,
+        "backward",
+        backward_s,
+        kernels,
+        ops=backward_ops + backward_more,
+        views=backward_views + backward_more,
     )
     # Each collective waits for the slowest of its ranks.
     forward_comm_s += profile.wait_seconds(
@@ -163,7 +176,12 @@ def profiled_times(
     if kernels == "fused":
         again_ops, again_views = num_kernels(replace(local, ops=tuple(again))), 0
     again_spent = _with_host(
-        profile, "forward", recomputed_s, kernels, ops=again_ops, views=again_views
+        profile,
+        "forward",
+        recomputed_s,
+        kernels,
+        ops=again_ops + again_more,
+        views=again_views + again_more,
     )
     # Of corrections of the whole block, weight gradients have their share.
     if backward_s:
