@@ -38,7 +38,7 @@ from planner.graph import ModelGraph
 from planner.layout.lowering import lower
 from planner.layout.placement import Placement, Shard, parse_placement
 from planner.layout.propagate import propagate_graph
-from planner.runtime.stage.collectives import run_step
+from planner.runtime.stage.calls.collectives import run_step
 from planner.runtime.stage.program_fx import to_graph_module
 from planner.runtime.state.weights import local_piece
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from planner.graph.function_keys import function_key
-from planner.runtime.stage.autograd_functions import find_function
+from planner.runtime.stage.calls.autograd_functions import find_function
 
 ROUND = """
 import torch

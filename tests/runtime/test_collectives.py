@@ -14,8 +14,8 @@ from planner.layout.layout import Layout, ProcessMesh
 from planner.layout.placement import parse_placement
 from planner.layout.redistribution.reshard import plan_reshard
 from planner.ops.call import local_shape
-from planner.runtime.stage import local_ops
-from planner.runtime.stage.collectives import redistribute, run_step
+from planner.runtime.stage.calls import local_ops
+from planner.runtime.stage.calls.collectives import redistribute, run_step
 from planner.runtime.stage.resharding import open_groups, reshard
 from planner.runtime.start.groups.mesh import default_group
 from tests.spawn import run_ranks

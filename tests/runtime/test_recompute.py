@@ -16,7 +16,7 @@ from planner.ops.recompute_choice import default_ops
 from planner.plan import ClassRecompute, Plan
 from planner.plan.defaults import default_plan
 from planner.runtime.check.dryrun import dry_run
-from planner.runtime.stage import collectives
+from planner.runtime.stage.calls import collectives
 from planner.runtime.start.groups.mesh import build_mesh
 from planner.runtime.step.engine import Engine
 from tests.builders import HEADS, HIDDEN, PlainGPT, gpt_batch, label_batch, mlp_batch, tiny_models

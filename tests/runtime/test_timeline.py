@@ -19,7 +19,7 @@ import planner
 from planner.errors import PlannerError
 from planner.plan import Plan
 from planner.plan.defaults import default_plan
-from planner.runtime.stage import collectives
+from planner.runtime.stage.calls import collectives
 from planner.schedule import JobKind, StepJobKind, step_jobs
 from planner.timeline import (
     JOB_KINDS,

@@ -4,8 +4,8 @@ torch.export runs the forward of a `torch.autograd.Function` and records the ops
 derivative would take the place of the function's own backward: a straight-through estimator
 would train with zeros. So while a model is exported, a call of a function becomes one op,
 ``planner::autograd_function``, and what was called is noted beside. At training time the op
-calls the class itself (`planner.runtime.stage.autograd_functions`). No sharding rule looks inside,
-so the op runs on whole tensors on every tp and cp rank.
+calls the class itself (`planner.runtime.stage.calls.autograd_functions`). No sharding rule looks
+inside, so the op runs on whole tensors on every tp and cp rank.
 
 Activation checkpointing written with a function of torch's own changes no number: its content
 is captured, because what is recomputed is the plan's choice.

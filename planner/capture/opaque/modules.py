@@ -16,7 +16,7 @@ from planner.capture.diagnose import calling_line, causes, depends_on_values
 from planner.capture.opaque.trial import SCALARS, ModuleCall, NotHeld, Place, Trial
 from planner.graph.module_keys import module_key
 from planner.plan import Precision
-from planner.runtime.stage.opaque_modules import tensors_of
+from planner.runtime.stage.calls.opaque_modules import tensors_of
 
 torch.library.define("planner::opaque_module", "(Tensor[] tensors, int call) -> Tensor[]")
 

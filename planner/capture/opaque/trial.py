@@ -30,7 +30,7 @@ from planner.capture.precision import MixedDtypes
 from planner.errors import CaptureError
 from planner.graph.module_keys import attributes
 from planner.plan import Precision
-from planner.runtime.stage.opaque_modules import called, tensors_of
+from planner.runtime.stage.calls.opaque_modules import called, tensors_of
 
 SCALARS = (type(None), bool, int, float, str)
 

@@ -116,7 +116,7 @@ def staging_bytes(
     src: Placement, dst: Placement, num_bytes: int, *, forward: bool, grad_partial: bool = False
 ) -> int:
     """Bytes in which a collective's pieces are put side by side: collectives cut dim 0, and
-    what is cut along another is copied before or after (`planner.runtime.stage.collectives`).
+    what is cut along another is copied before or after (`planner.runtime.stage.calls.collectives`).
     `num_bytes` are those of the larger of what a rank has before and after.
     """
     kind = collectives(src, dst, grad_partial)[0 if forward else 1]

@@ -1,4 +1,4 @@
-"""Modules of the user's that are called as they are (`planner.runtime.stage.opaque_modules`).
+"""Modules of the user's that are called as they are (`planner.runtime.stage.calls.opaque_modules`).
 
 Every rank of tp and cp computes the whole. The backward runs the forward again, so that only the
 op's inputs are saved. What both take was counted when the module was tried on random values

@@ -24,7 +24,7 @@ from planner.layout.axes import lowered_axes
 from planner.layout.lowering import made_as
 from planner.layout.placement import Partial, Placement, Shard
 from planner.layout.placements import Placements
-from planner.runtime.stage.collectives import run_step
+from planner.runtime.stage.calls.collectives import run_step
 from planner.runtime.stage.programs import Programs, Run
 from planner.runtime.step.messages.wiring import stage_of
 from planner.schedule.jobs import JobKind

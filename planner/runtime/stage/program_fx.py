@@ -24,11 +24,11 @@ from planner.graph.function_keys import AUTOGRAD_FUNCTION
 from planner.graph.module_keys import OPAQUE_MODULE
 from planner.ops.record import is_random
 from planner.ops.weight_products import deferrable_products
-from planner.runtime.stage import collectives, local_ops
-from planner.runtime.stage.autograd_functions import autograd_function
 from planner.runtime.stage.bindings import BINDINGS
-from planner.runtime.stage.exchanged_rows import exchanged_embedding
-from planner.runtime.stage.opaque_modules import find_module, opaque_module, own_params
+from planner.runtime.stage.calls import collectives, local_ops
+from planner.runtime.stage.calls.autograd_functions import autograd_function
+from planner.runtime.stage.calls.exchanged_rows import exchanged_embedding
+from planner.runtime.stage.calls.opaque_modules import find_module, opaque_module, own_params
 from planner.runtime.stage.recompute import Keeper, KeptOp
 from planner.runtime.stage.weight_grads import WeightProduct, WeightQueue
 

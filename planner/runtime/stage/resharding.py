@@ -17,7 +17,7 @@ from planner.errors import LayoutError
 from planner.layout.layout import Box, ProcessMesh, sizes, slices
 from planner.layout.placement import Shard
 from planner.layout.redistribution.reshard import Reshard, ReshardStep
-from planner.runtime.stage import collectives
+from planner.runtime.stage.calls import collectives
 
 Groups = Mapping[str, str]
 """Name of this rank's process group along each axis of a mesh."""

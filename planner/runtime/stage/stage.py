@@ -23,9 +23,9 @@ from planner.graph.blocks import written_buffers
 from planner.layout.placements import WHOLE, Placements, moves_between
 from planner.ops.record import is_random
 from planner.plan import StagePlan
-from planner.runtime.stage.collectives import redistribute
+from planner.runtime.stage.calls.collectives import redistribute
+from planner.runtime.stage.calls.opaque_modules import noting_reached, only_opaque_params
 from planner.runtime.stage.host_activations import ActivationsOnHost
-from planner.runtime.stage.opaque_modules import noting_reached, only_opaque_params
 from planner.runtime.stage.programs import Programs, Run
 from planner.runtime.stage.recompute import Keeper, Recomputed
 from planner.runtime.step.messages.wiring import BlockPlacements, StageWiring

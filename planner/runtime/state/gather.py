@@ -14,7 +14,7 @@ from planner.layout.placement import Shard
 from planner.layout.placements import Placements
 from planner.ops.call import local_shape
 from planner.plan import Plan
-from planner.runtime.stage.collectives import run_step
+from planner.runtime.stage.calls.collectives import run_step
 from planner.runtime.start.groups.mesh import Mesh
 from planner.runtime.state.masters import rest_dtype
 from planner.runtime.step.messages.wiring import stage_params

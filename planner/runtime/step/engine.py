@@ -32,9 +32,9 @@ from planner.runtime.check.values import ValueCheck
 from planner.runtime.check.watchdog import start_watchdog
 from planner.runtime.checkpoint.pieces import Piece
 from planner.runtime.initial.values import FirstValues, ModuleValues, Place
-from planner.runtime.stage import collectives
+from planner.runtime.stage.calls import collectives
+from planner.runtime.stage.calls.opaque_modules import keep_modules
 from planner.runtime.stage.host_activations import ActivationsOnHost
-from planner.runtime.stage.opaque_modules import keep_modules
 from planner.runtime.stage.programs import Programs
 from planner.runtime.stage.recompute import Keeper
 from planner.runtime.stage.stage import StageModule

@@ -32,7 +32,7 @@ from planner.runtime.check.by_block.simulate.pieces_of import (
     piece_of,
     sums_over,
 )
-from planner.runtime.stage.collectives import redistribute
+from planner.runtime.stage.calls.collectives import redistribute
 from planner.runtime.step.messages.routes import Routes
 from planner.runtime.step.messages.wiring import Edge, block_placements
 

@@ -36,7 +36,7 @@ from planner.runtime.check.by_block.tables import (
 from planner.runtime.check.by_block.wires import check_routes, check_wires
 from planner.runtime.check.promote import ReferenceMode
 from planner.runtime.checkpoint.pieces import Holdings
-from planner.runtime.stage.opaque_modules import calling_inside, keep_modules, opaque_calls
+from planner.runtime.stage.calls.opaque_modules import calling_inside, keep_modules, opaque_calls
 from planner.runtime.start.groups.mesh import check_runs
 from planner.runtime.step.messages.routes import Routes
 from planner.runtime.step.messages.wiring import (

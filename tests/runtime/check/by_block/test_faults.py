@@ -17,7 +17,7 @@ from planner.layout.placement import Replicate, Shard
 from planner.layout.redistribution.redistribute import REDISTRIBUTE
 from planner.runtime.check.by_block.cut import cut_down
 from planner.runtime.check.by_block.prove import Derived, derive
-from planner.runtime.stage import collectives, local_ops
+from planner.runtime.stage.calls import collectives, local_ops
 from planner.runtime.step.messages.routes import Part, Routes
 from planner.schedule.jobs import forward
 from tests.runtime.check.by_block.cases import captured, plan_of, proof_of

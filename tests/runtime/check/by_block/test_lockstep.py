@@ -7,7 +7,7 @@ import torch
 
 from planner.layout.layout import ProcessMesh
 from planner.runtime.check.by_block.simulate.lockstep import LockStep, OutOfStep
-from planner.runtime.stage import collectives
+from planner.runtime.stage.calls import collectives
 
 MESH = ProcessMesh(axes=("cp", "tp"), shape=(2, 2), ranks=(0, 1, 2, 3))
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, fx
 
 from planner.graph import Program
-from planner.runtime.stage import collectives, local_ops
-from planner.runtime.stage.exchanged_rows import exchanged_embedding
+from planner.runtime.stage.calls import collectives, local_ops
+from planner.runtime.stage.calls.exchanged_rows import exchanged_embedding
 
 _TALKS_IN_BACKWARD: frozenset[Callable[..., Any]] = frozenset(
     [collectives.redistribute, exchanged_embedding, local_ops.vocab_log_softmax]

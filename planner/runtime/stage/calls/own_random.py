@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from planner.runtime.stage import collectives
+from planner.runtime.stage.calls import collectives
 from planner.runtime.start.device import forked_generators
 
 # The negative limit of SELU, to which alpha dropout sets what it drops.

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from planner.runtime.stage import attention_tiles
-from planner.runtime.stage.attention_kernels import by_blocks, causal_by_pieces
-from planner.runtime.stage.attention_tiles import Sight, attention_by_tiles
+from planner.runtime.stage.calls import attention_tiles
+from planner.runtime.stage.calls.attention_kernels import by_blocks, causal_by_pieces
+from planner.runtime.stage.calls.attention_tiles import Sight, attention_by_tiles
 
 KEYS = 12
 

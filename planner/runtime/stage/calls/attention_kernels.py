@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from planner.runtime.stage.attention_tiles import Sight, attention_by_tiles
+from planner.runtime.stage.calls.attention_tiles import Sight, attention_by_tiles
 
 _LEAST_FLEX, _MOST_FLEX = 16, 256
 """Sizes of heads that the generated kernels take."""

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from planner.runtime.stage import collectives
-from planner.runtime.stage.attention_kernels import attend
-from planner.runtime.stage.attention_tiles import Sight
-from planner.runtime.stage.own_random import own_attention, stream_of, with_own_random_stream
+from planner.runtime.stage.calls import collectives
+from planner.runtime.stage.calls.attention_kernels import attend
+from planner.runtime.stage.calls.attention_tiles import Sight
+from planner.runtime.stage.calls.own_random import own_attention, stream_of, with_own_random_stream
 
 __all__ = [
     "batch_norm_by_channel",

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from planner.runtime.stage.exchanged_rows import exchanged_embedding
+from planner.runtime.stage.calls.exchanged_rows import exchanged_embedding
 from tests.spawn import run_ranks
 
 ROWS, WIDTH, PADDING = 16, 3, 5

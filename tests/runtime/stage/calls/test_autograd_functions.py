@@ -7,7 +7,7 @@ import torch
 
 from planner.errors import PlanError
 from planner.graph.function_keys import function_key
-from planner.runtime.stage.autograd_functions import autograd_function
+from planner.runtime.stage.calls.autograd_functions import autograd_function
 
 
 class Halves(torch.autograd.Function):

@@ -12,7 +12,7 @@ import torch
 from planner.errors import PlanError
 from planner.graph import from_json, to_json
 from planner.graph.module_keys import module_key
-from planner.runtime.stage.opaque_modules import (
+from planner.runtime.stage.calls.opaque_modules import (
     calling_inside,
     find_module,
     keep_modules,
