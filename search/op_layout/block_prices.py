@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -19,13 +19,19 @@ from numpy.typing import NDArray
 from costmodel.time.block.compute import op_seconds
 from planner.graph import Op, Program, TensorMeta
 from planner.layout.placement import Placement, Shard
-from planner.ops.registry import strategies_of, without_names
+from planner.layout.redistribution.redistribute import THERE_AND_BACK, inner_collectives
+from planner.ops.call import local_shape
+from planner.ops.record import family_of
+from planner.ops.registry import local_ops, strategies_of, without_names
 from profiles import Group, Profile
 from search.op_layout.reshard_edges import MOVES, Dims, EdgePattern, Strategies, shared_strategies
 
 Floats = NDArray[np.float64]
 STATE_FACTOR = 4.0
 """Bytes that a parameter's byte costs with its gradient and optimizer state."""
+
+AXIS = "tp"
+"""Of local forms, which name the axis that they exchange on."""
 
 Shapes = tuple[tuple[int, ...], ...]
 """Shapes of an op's inputs and outputs, in order."""
@@ -153,6 +159,7 @@ class Prices:
             )
             dims = strategies.dims
             seconds = self._seconds_of(signature, dims) + self._adding_s(signature, dims)
+            seconds += self._inner_s(signature, strategies)
             self._ops[key] = strategies, seconds, self._bytes_of(signature, dims)
         return self._ops[key]
 
@@ -166,6 +173,33 @@ class Prices:
             if cut not in known:
                 known[cut] = seconds_on(tuple(map(self._local_shape, whole, cut)))
         return np.array([known[cut] for cut in dims])
+
+    def _inner_s(self, signature: OpSignature, strategies: Strategies) -> Floats:
+        """Return what each strategy's local form exchanges inside its ops, such as a loss in
+        pieces or a table cut by rows.
+        """
+        op = signature.op
+        found = np.zeros(len(strategies.values))
+        if family_of(op.target).local_form is None:
+            return found
+        for index, (sharding, dims) in enumerate(
+            zip(strategies.values, strategies.dims, strict=True)
+        ):
+            if not any(isinstance(place, Shard) for place in (*sharding.inputs, *sharding.outputs)):
+                continue
+            form = local_ops(op, sharding, signature.tensor, axis=AXIS, axis_size=self.axis_size)
+            local = {
+                name: replace(signature.tensor[name], shape=self._local_shape(shape, dim))
+                for name, shape, dim in zip(signature.names, signature.shapes, dims, strict=True)
+            }
+            for meta in form.tensors:
+                shape = local_shape(meta.shape_at(1), sharding.outputs[0], self.axis_size)
+                local[meta.name] = replace(meta, shape=shape)
+            for each in form.ops:
+                times = 2 if each.target in THERE_AND_BACK else 1
+                for kind, num_bytes in inner_collectives(each, local):
+                    found[index] += times * self._collective_s(kind, num_bytes)
+        return found
 
     def _local_shape(self, shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
         if dim is None:
