@@ -51,7 +51,7 @@ def op_seconds(
 
 
 def op_dtype(op: Op, tensor: Mapping[str, TensorMeta]) -> str:
-    """Return the dtype that an op computes in: its first floating-point input's, else its output's."""
+    """Return the dtype an op computes in: its first floating-point input's, else its output's."""
     return next(
         (tensor[n].dtype for n in op.inputs if "float" in tensor[n].dtype),
         tensor[op.outputs[0]].dtype,
