@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from commands.common.options import RUNTIMES, ClipOption, ClusterOption, ProfileOption
-from commands.common.prediction import predict
+from commands.common.prediction import interval_of, predict
 from commands.render.console import check_writable, show_note, show_progress, show_results
 from planner.errors import PlannerError
 
@@ -48,7 +48,6 @@ def estimate(
     if plan is None or model is None:
         raise PlannerError("give PLAN and MODEL, or --batch IN.csv --out OUT.csv")
     from commands.render.plan import describe_estimate
-    from costmodel.uncertainty import runtime_interval, step_interval
 
     predicted = predict(
         plan, model, profile, doing="estimating", cluster=cluster, execution=execution,
@@ -57,14 +56,9 @@ def estimate(
     show_note(predicted.note)
     machine = predicted.costs.profile.name
     told = predicted.estimate.to_dict()
-    # The interval stands on what the profile's own answers, or the runtime's, were held against.
-    runtime, graph = predicted.costs.execution, predicted.costs.graph
-    if runtime.prices == "profile":
-        interval = step_interval(graph, predicted.profile, predicted.plan)
-    else:
-        interval = runtime_interval(graph, runtime, predicted.estimate.step_s)
-    told["relative_error"] = interval.relative
-    show_results(*describe_estimate(told, cluster=machine, execution=runtime.name))
+    told["relative_error"] = interval_of(predicted).relative
+    runtime = predicted.costs.execution.name
+    show_results(*describe_estimate(told, cluster=machine, execution=runtime))
 
 
 def _estimate_rows(source: Path, target: Path) -> None:

@@ -416,5 +416,8 @@ def step_path(plan: Plan, costs: CostCache) -> StepPath:
         messages_s=messages_s + float(work["waited_s"].mean()),
         inputs_s=last.inputs_s,
         clipping_s=clipping_s if costs.clips_gradients else 0.0,
-        rank_work_s=tuple(whole_s.tolist()),
+        by_rank_s={
+            name: tuple(seconds.tolist())
+            for name, seconds in {**kinds, "waited_s": work["waited_s"]}.items()
+        },
     )

@@ -42,8 +42,13 @@ class StepPath:
     """The batch is copied to the first stage's device."""
     clipping_s: float
     """The norm of all gradients, and waiting for the last rank."""
-    rank_work_s: tuple[float, ...]
-    """Work of each pp rank: jobs, exchange with replicas, optimizer."""
+    by_rank_s: Mapping[str, tuple[float, ...]]
+    """Work of each pp rank by kind: jobs, exchange with replicas, optimizer."""
+
+    @property
+    def rank_work_s(self) -> tuple[float, ...]:
+        """Work of each pp rank."""
+        return tuple(map(sum, zip(*self.by_rank_s.values(), strict=True)))
 
     @property
     def bottleneck(self) -> int:
@@ -72,7 +77,7 @@ class StepPath:
         return {
             "parts": self.parts,
             "bottleneck_pp_rank": self.bottleneck,
-            "rank_work_s": list(self.rank_work_s),
+            "by_pp_rank_s": {name: list(seconds) for name, seconds in self.by_rank_s.items()},
         }
 
 
