@@ -18,7 +18,7 @@ from rich.text import Text
 
 from commands.render.flags import with_flags
 from commands.render.pipeline import draw_step
-from commands.render.words import PART_WORDS, compact, labelled, plan_sentence
+from commands.render.words import compact, labelled, loses, plan_sentence
 from planner.plan import Plan
 from planner.timeline import RankTimeline
 from planner.units import GIB, TFLOP, format_bytes, format_seconds
@@ -157,7 +157,7 @@ def _stages(overview: Overview, width: int) -> Table:
     table.add_column("devices", no_wrap=True)
     if is_wide:
         table.add_column("mesh", no_wrap=True)
-    table.add_column("blocks", ratio=1)
+    table.add_column("blocks", ratio=1, overflow="fold")
     if recomputes:
         table.add_column("recomputes")
     table.add_column("works", justify="right", no_wrap=True)
@@ -319,23 +319,8 @@ def _alternatives(runners_up: Sequence[RunnerUp], overview: Overview) -> Iterato
         unsure = " (too close to call)" if overview.interval.holds(runner.step_s) else ""
         yield Text("Second: " if not number else "Third: ", style="bold") + Text(
             f"{runner.label}, {slower:+.1%}{unsure}, {format_bytes(runner.peak_bytes)}: "
-            f"{_loses(runner)}"
+            f"{loses(runner.differences)}"
         )
-
-
-def _loses(runner: RunnerUp) -> str:
-    """Return by which parts a runner-up is slower and faster, in words."""
-    worse = [(name, s) for name, s in runner.differences if s > 0]
-    better = [(name, -s) for name, s in runner.differences if s < 0]
-    told = []
-    for verb, parts in (("loses", worse), ("gains", better)):
-        if parts:
-            listed = ", ".join(
-                f"{format_seconds(seconds)} in {PART_WORDS.get(name, name)}"
-                for name, seconds in parts[:2]
-            )
-            told.append(f"{verb} {listed}")
-    return ", ".join(told) or "the same time"
 
 
 def _warnings(answer: Answer) -> list[str]:

@@ -20,6 +20,9 @@ from search.report.pareto import Point
 from search.report.remedies import Advice
 from search.request import SearchResult
 
+MOST_POINTS = 12
+"""Plans of a front that are shown."""
+
 
 def describe_pareto(points: Sequence[Point]) -> Table:
     """Return the plans of which none is worse than another in everything that is compared."""
@@ -30,7 +33,14 @@ def describe_pareto(points: Sequence[Point]) -> Table:
     table = Table(title=title[0].upper() + title[1:], title_justify="left")
     for name in ("step", "memory", *["GPUs"] * counts, *["cost"] * priced, "plan"):
         table.add_column(name)
-    for point in points:
+    shown = points
+    if len(points) > MOST_POINTS:  # evenly along the front
+        last = len(points) - 1
+        shown = [points[round(n * last / (MOST_POINTS - 1))] for n in range(MOST_POINTS)]
+        table.caption = f"{MOST_POINTS} of {len(points)} plans; the file of `pareto` has all"
+        table.caption = with_flags(table.caption)
+        table.caption_justify = "left"
+    for point in shown:
         row = [format_seconds(point.step_s), format_bytes(point.peak_bytes)]
         row += [str(point.num_devices)] * counts
         row += [_cost(point)] * priced

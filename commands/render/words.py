@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from planner.layout.axes import Degrees
 from planner.plan import OURS, Plan
+from planner.units import format_seconds
 from search.report.overview import Overview, recompute_spelled
 
 PART_WORDS = {
@@ -119,3 +120,19 @@ def labelled(parts: Mapping[str, float]) -> list[tuple[str, str, float]]:
         for name, seconds in parts.items()
         if seconds > 0
     ]
+
+
+def loses(differences: Sequence[tuple[str, float]]) -> str:
+    """Return by which parts a plan is slower and faster than the best, the two largest of each;
+    `differences` are seconds that its parts take longer.
+    """
+    told = []
+    for verb, sign in (("loses", 1), ("gains", -1)):
+        parts = [(sign * seconds, name) for name, seconds in differences if sign * seconds > 0]
+        if parts:
+            listed = ", ".join(
+                f"{format_seconds(seconds)} in {PART_WORDS.get(name, name)}"
+                for seconds, name in sorted(parts, reverse=True)[:2]
+            )
+            told.append(f"{verb} {listed}")
+    return ", ".join(told) or "the same time"

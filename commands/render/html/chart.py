@@ -80,7 +80,11 @@ class Axis:
 
     def to_plotly(self) -> dict[str, Any]:
         """Return it as plotly takes it."""
-        return {"title": {"text": self.title}, "automargin": True, **self.more}
+        return {
+            "title": {"text": self.title, "font": {"size": 13}},
+            "automargin": True,
+            **self.more,
+        }
 
 
 def layout_of(x: Axis, y: Axis, *, height: int, **more: Any) -> dict[str, Any]:

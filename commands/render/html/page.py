@@ -15,7 +15,7 @@ from commands.render.html.chart import Chart
 from commands.render.html.cost_charts import cost_chart, roofline_chart, trade_off_chart
 from commands.render.html.pictures import model_picture, network_picture
 from commands.render.html.timeline_charts import memory_chart, timeline_chart
-from commands.render.words import compact, degrees_spelled, labelled, plan_sentence
+from commands.render.words import compact, degrees_spelled, labelled, loses, plan_sentence
 from planner.units import format_bytes, format_seconds
 from search.report.report_numbers import ReportNumbers
 
@@ -48,7 +48,8 @@ def render_report(numbers: ReportNumbers) -> str:
                 "label": runner["label"],
                 "step": format_seconds(runner["step_s"]),
                 "memory": format_bytes(runner["peak_bytes"]),
-                "reason": runner["reason"],
+                "reason": f"{runner['step_s'] / overview.step_s - 1:+.1%}: "
+                f"{loses(runner['differences'])}",
             }
             for runner in numbers.runners_up
         ],

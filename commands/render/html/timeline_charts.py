@@ -108,7 +108,8 @@ def timeline_chart(predicted: Sequence[RankTimeline], measured: Sequence[RankTim
     idle = {name: 1 - _works(spans) / end_s for name, spans in rows}
     least, most_idle = min(idle, key=idle.__getitem__), max(idle, key=idle.__getitem__)
     waits = (
-        f"{most_idle} works {1 - idle[most_idle]:.1%} of it, {least} {1 - idle[least]:.1%}."
+        f"{most_idle.capitalize()} works {1 - idle[most_idle]:.1%} of it, {least} "
+        f"{1 - idle[least]:.1%}."
         if len(rows) > 1
         else f"It works {1 - idle[least]:.1%} of it."
     )
