@@ -19,7 +19,7 @@ from rich.text import Text
 from commands.render.flags import with_flags
 from commands.render.pipeline import draw_step
 from commands.render.words import compact, labelled, loses, plan_sentence
-from planner.plan import Plan
+from planner.plan import OURS, Plan
 from planner.timeline import RankTimeline
 from planner.units import GIB, TFLOP, format_bytes, format_seconds
 from search.report.overview import Overview, StageView
@@ -74,7 +74,9 @@ class Answer:
         return [
             (f"planner show {plan} {model} --html report.html", "see it drawn"),
             (f"planner verify {plan} {model}", "prove that it trains as one device would"),
-            (f"planner launch {plan} train.py", "train"),
+            (f"planner launch {plan} train.py", "train")
+            if self.plan.execution == OURS
+            else (f"planner emit {plan} {model} --to SYSTEM", "write it for what trains it"),
         ]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
