@@ -1,4 +1,4 @@
-"""Pictures of a real report for the documentation: docs/report.png and docs/report-dark.png.
+"""A picture of a real report for the documentation: docs/report.png.
 
     python -m benchmarks.report_picture
 
@@ -36,17 +36,14 @@ def main() -> None:
         ):
             if code := cli.run(arguments):
                 sys.exit(code)
-        for name, style in (("report.png", "1"), ("report-dark.png", "0")):
-            subprocess.run(
-                [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
-                 "--no-first-run", "--disable-background-networking", "--hide-scrollbars",
-                 "--disable-component-update", "--disable-sync",
-                 f"--user-data-dir={folder}/browser-{style}",
-                 f"--blink-settings=preferredColorScheme={style}", "--virtual-time-budget=20000",
-                 f"--window-size={WIDTH},{HEIGHT}", f"--screenshot={ROOT / 'docs' / name}",
-                 report.as_uri()],
-                check=True, timeout=300,
-            )  # fmt: skip
+        subprocess.run(
+            [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
+             "--no-first-run", "--disable-background-networking", "--hide-scrollbars",
+             "--disable-component-update", "--disable-sync", f"--user-data-dir={folder}/browser",
+             "--virtual-time-budget=20000", f"--window-size={WIDTH},{HEIGHT}",
+             f"--screenshot={ROOT / 'docs' / 'report.png'}", report.as_uri()],
+            check=True, timeout=300,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -88,6 +88,7 @@ class Answer:
             yield draw_step(self.predicted, self.overview.step_s, width=width)
             yield ""
         yield _stages(self.overview, width)
+        yield ""
         yield _parts(self.overview, width)
         yield from _bottleneck(self.overview)
         yield ""

@@ -2,9 +2,8 @@
 
     rank 0 |FFBFBFB...W|   F forward  B backward  . waits  O optimizer
 
-Each character is the same part of the step and names what the rank does for most of it. Where a
-microbatch has less room than a few characters, letters would be noise: then it is shaded by how
-much of it the rank works.
+Each character is the same part of the step and names what the rank does for most of it. With more
+jobs than characters letters would be noise: then it is shaded by how much of it the rank works.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from planner.timeline import JOB_KINDS, OPTIMIZER, RankTimeline
 
 MOST_RANKS = 16
 """Ranks that are drawn; of more, the first and the last."""
-LEAST_ROOM = 4
-"""Characters of a microbatch below which kinds of jobs are not told apart."""
 
 _STYLES = {"F": "blue", "B": "dark_orange", "I": "yellow", "W": "green", "O": "magenta"}
 _WORDS = {
@@ -36,8 +33,8 @@ def draw_step(lines: Sequence[RankTimeline], step_s: float, *, width: int) -> Te
     """Return a step's picture, no wider than `width`; `lines` are of one simulated step."""
     label = len(f"rank {len(lines) - 1}")
     columns = max(10, width - label - 4)
-    microbatches = max(span.microbatch for line in lines for span in line.spans) + 1
-    is_shaded = columns / microbatches < LEAST_ROOM
+    jobs = max(sum(span.kind in JOB_KINDS for span in line.spans) for line in lines)
+    is_shaded = columns < jobs
     text, kinds = Text(), set()
     half = MOST_RANKS // 2
     for place, line in enumerate(lines):
