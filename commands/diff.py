@@ -29,7 +29,7 @@ def diff(
 
     Example: planner diff plan.json other.json examples/gpt.py
     """
-    from commands.render.diff import describe_difference
+    from commands.render.plans.diff import describe_difference
     from planner.plan import load_plan
     from planner.plan.diff import as_data, compared
     from planner.plan.diff import patch as patch_of

@@ -9,7 +9,7 @@ import typer
 
 from commands.common.long_run import LongRun
 from commands.common.options import RUNTIMES, ClipOption, ClusterOption, ProfileOption, spread
-from commands.common.prediction import predict
+from commands.common.prediction import interval_of, predict
 from commands.render.console import check_writable, show_note, show_progress, show_results
 from planner.errors import PlannerError
 
@@ -58,8 +58,7 @@ def estimate(
         raise PlannerError("give PLAN and MODEL, or --batch IN.csv --out OUT.csv")
     failures = long_run.failures()
     from commands.render.goodput import describe_goodput
-    from commands.render.plan import describe_estimate
-    from costmodel.uncertainty import runtime_interval, step_interval
+    from commands.render.plans.plan import describe_estimate
 
     predicted = predict(
         plan, model, profile, doing="estimating", cluster=cluster, execution=execution,
@@ -68,14 +67,9 @@ def estimate(
     show_note(predicted.note)
     machine = predicted.costs.profile.name
     told = predicted.estimate.to_dict()
-    # The interval stands on what the profile's own answers, or the runtime's, were held against.
-    runtime, graph = predicted.costs.execution, predicted.costs.graph
-    if runtime.prices == "profile":
-        interval = step_interval(graph, predicted.profile, predicted.plan)
-    else:
-        interval = runtime_interval(graph, runtime, predicted.estimate.step_s)
-    told["relative_error"] = interval.relative
-    parts = describe_estimate(told, cluster=machine, execution=runtime.name)
+    told["relative_error"] = interval_of(predicted).relative
+    runtime = predicted.costs.execution.name
+    parts = describe_estimate(told, cluster=machine, execution=runtime)
     if failures is not None:
         from costmodel.failures import goodput
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,7 +21,9 @@ from planner.units import format_seconds
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from commands.render.plans.answer import Answer
     from planner.graph import ModelGraph
+    from profiles import Profile
     from search import Point, SearchRequest, SearchResult
 
 
@@ -67,19 +70,16 @@ def search(
     cache: Annotated[
         bool, typer.Option("--cache/--no-cache", help="Keep answers, and use kept ones.")
     ] = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print all of the answer as JSON, not a screen.")
+    ] = False,
 ) -> None:
     """Find the fastest plan that fits, and write it.
 
     Example: planner search model.py --gpus 8 --global-batch 64
     """
-    from commands.render.search import (
-        describe_advice,
-        describe_closeness,
-        describe_pareto,
-        describe_result,
-    )
-    from costmodel.execution import find_execution
-    from costmodel.uncertainty import runtime_interval, step_interval
+    from commands.render.plans.answer import as_data
+    from commands.render.plans.search import describe_advice, describe_pareto
     from planner.ops.called_modules import called_modules_messages
     from planner.ops.held_pairs import held_pairs_messages
     from planner.plan import OURS, save_plan
@@ -140,17 +140,8 @@ def search(
     if device is not None:
         result, trials = _measured(model, graph, request, result, device)
         show_results(trials)
-    chosen = result.plan
-    assert chosen is not None, "a measured plan is one of those found"
-    # The interval stands on what the profile's own answers, or the runtime's, were held against.
-    runtime = find_execution(request.execution)
-    if runtime.prices == "profile":
-        interval = step_interval(graph, profile, chosen)
-    else:
-        interval = runtime_interval(graph, runtime, float(chosen.estimate["step_s"]))
-    told = {**chosen.estimate, "relative_error": interval.relative}
-    chosen = chosen.model_copy(update={"estimate": told})
-    chosen = with_buckets(chosen, graph, buckets)
+    answer = _answer(model, out, graph, profile, request, result, points)
+    chosen = with_buckets(answer.plan, graph, buckets)
     save_plan(chosen, out)
     for message in (
         *cut_batch_messages(graph, chosen),
@@ -158,10 +149,14 @@ def search(
         *held_pairs_messages(graph),
     ):
         show_note(message)
-    show_results(*describe_result(result))
-    if device is None:
-        show_note(describe_closeness(result, interval))
-    print(f"wrote {out}")
+    if as_json:
+        front = [point.to_dict() for point in points]
+        print(json.dumps({**as_data(answer), "front": front}, indent=1))
+    else:
+        show_results(answer)
+    # Standard output has the answer alone where a program reads it.
+    say: Callable[[str], None] = show_note if as_json else print
+    say(f"wrote {out}")
     if request.meshes == "own" and request.tp is not None:
         show_note(
             f"--meshes own with --tp {request.tp}: every stage has this tp, so no meshes were "
@@ -169,19 +164,78 @@ def search(
         )
     for line in left_out:
         show_note(line)
-    if points:
+    if points and not as_json:
         show_results(describe_pareto(points))
     if pareto:
         pareto.parent.mkdir(parents=True, exist_ok=True)
         pareto.write_text(json.dumps([point.to_dict() for point in points], indent=1) + "\n")
-        print(f"wrote {pareto}")
+        say(f"wrote {pareto}")
+
+
+def _answer(
+    model: Path,
+    out: Path,
+    graph: ModelGraph,
+    profile: Profile,
+    request: SearchRequest,
+    result: SearchResult,
+    points: Sequence[Point],
+) -> Answer:
+    """Return the plan found with all that is told of it; its file says so, too."""
+    from commands.render.plans.answer import Answer
+    from commands.render.plans.words import degrees_spelled
+    from costmodel import estimate
+    from costmodel.compare import as_rank_timelines
+    from costmodel.estimate import cost_cache
+    from costmodel.execution import find_execution
+    from costmodel.uncertainty import runtime_interval, step_interval
+    from search.report.overview import find_overview
+
+    chosen = result.plan
+    assert chosen is not None, "there is a plan, or its reasons were told"
+    runtime = find_execution(request.execution)
+    costs = cost_cache(
+        graph, profile, chosen.world_size, execution=runtime, clips_gradients=request.clip_gradients
+    )
+    priced = estimate(graph, profile, chosen, costs=costs)
+    # The interval stands on what the profile's own answers, or the runtime's, were held against.
+    if runtime.prices == "profile":
+        interval = step_interval(graph, profile, chosen)
+    else:
+        interval = runtime_interval(graph, runtime, priced.step_s)
+    limit = request.memory_limit_bytes
+    overview = find_overview(chosen, costs, priced, interval, memory_limit_bytes=limit)
+    told = {
+        **chosen.estimate,
+        "relative_error": interval.relative,
+        "causes": overview.path.to_dict(),
+        "runners_up": [asdict(runner) for runner in result.runners_up],
+        "front": [
+            {
+                "label": degrees_spelled(point.plan),
+                "step_s": point.step_s,
+                "peak_bytes": point.peak_bytes,
+                "num_devices": point.num_devices,
+            }
+            for point in points
+        ],
+        **({} if limit is None else {"memory_limit_bytes": limit}),
+    }
+    return Answer(
+        result=result,
+        plan=chosen.model_copy(update={"estimate": told}),
+        overview=overview,
+        predicted=as_rank_timelines(priced.timeline),
+        model_file=model,
+        out=out,
+    )
 
 
 def _measured(
     model: Path, graph: ModelGraph, request: SearchRequest, result: SearchResult, device: str
 ) -> tuple[SearchResult, Table]:
     """Run the best plans on this machine; return the measured best as the answer."""
-    from commands.render.search import describe_trials
+    from commands.render.plans.search import describe_trials
     from planner.runtime.check.trials import WARM_UP_STEPS, TrialSettings, run_trials
     from search.measured import best_plans, choose_measured
 

@@ -1,15 +1,20 @@
-"""`planner show`: what a plan decides, and the price it was found with."""
+"""`planner show`: what a plan decides, the price it was found with, and a report of both."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from commands.common.inputs import graph_of
-from commands.common.options import PlanFile
-from commands.render.console import show_results
+from commands.common.options import ClusterOption, PlanFile
+from commands.common.prediction import Prediction, interval_of, predict
+from commands.render.console import check_writable, show_note, show_results
+from planner.errors import PlannerError
+
+if TYPE_CHECKING:
+    from planner.timeline import RankTimeline
 
 
 def show(
@@ -17,14 +22,86 @@ def show(
     model: Annotated[
         Path | None, typer.Argument(help="The model file, to name blocks and parameters.")
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write a report as one HTML file that works offline; needs MODEL."),
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(help="With --html: a folder of `planner launch --timeline`, drawn beside."),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            help="With --html: shipped profile name or profile directory. Default: the plan's."
+        ),
+    ] = None,
+    cluster: ClusterOption = None,
 ) -> None:
-    """Print what a plan decides and should cost.
+    """Print what a plan decides and should cost, or draw it.
 
-    Example: planner show plan.json model.py
+    Example: planner show plan.json model.py --html report.html
     """
-    from commands.render.plan import describe_plan
+    if html is not None:
+        _draw(plan, model, html, run=run, profile=profile, cluster=cluster)
+        return
+    for flag, given in (("--run", run), ("--profile", profile), ("--cluster", cluster)):
+        if given is not None:
+            raise PlannerError(f"{flag} {given} was given; it is for a report: give --html too")
+    from commands.render.plans.plan import describe_plan
     from planner.plan import load_plan
 
     loaded = load_plan(plan)
     graph = None if model is None else graph_of(model, loaded.precision)
     show_results(*describe_plan(loaded, graph))
+
+
+def _draw(
+    plan: Path,
+    model: Path | None,
+    html: Path,
+    *,
+    run: Path | None,
+    profile: str | None,
+    cluster: Path | None,
+) -> None:
+    from commands.render.html.page import render_report
+    from planner.plan import load_plan
+    from search.report.report_numbers import gather_report
+
+    if model is None:
+        raise PlannerError(
+            "--html was given without a model file; give it after the plan, since prices and "
+            "names of blocks come from the model"
+        )
+    check_writable(html, "the report", (plan, model))
+    measured = _recorded(run)
+    if profile is None and cluster is None:
+        profile = load_plan(plan).cluster.name
+    predicted = predict(plan, model, profile, cluster=cluster, doing="estimating")
+    show_note(predicted.note)
+    _check_run(predicted, measured)
+    numbers = gather_report(
+        predicted.plan,
+        predicted.costs,
+        predicted.estimate,
+        interval_of(predicted),
+        measured=measured,
+    )
+    html.parent.mkdir(parents=True, exist_ok=True)
+    html.write_text(render_report(numbers))
+    print(f"wrote {html}; open it in a browser")
+
+
+def _recorded(run: Path | None) -> tuple[RankTimeline, ...]:
+    from planner.timeline import load_timeline
+
+    return () if run is None else load_timeline(run)
+
+
+def _check_run(predicted: Prediction, measured: tuple[RankTimeline, ...]) -> None:
+    """Refuse a recording of another plan."""
+    if measured:
+        from costmodel.compare import compare_run
+
+        compare_run(predicted.estimate.timeline, predicted.estimate.step_s, measured)

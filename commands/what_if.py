@@ -76,7 +76,7 @@ def what_if(
 
     Example: planner what-if plan.json model.py --gpus 8..64 --price 2.5
     """
-    from commands.render.what_if import Terms, answers_as_data, describe_answers
+    from commands.render.plans.what_if import Terms, answers_as_data, describe_answers
     from costmodel.execution import find_execution
     from planner.graph.capture_cache import load_graph
     from planner.plan import load_plan

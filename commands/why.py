@@ -16,7 +16,7 @@ def why(model: ModelFile, question: Question) -> None:
 
     Example: planner why model.py --gpus 8 --global-batch 64 --tp 8
     """
-    from commands.render.search import describe_comparison
+    from commands.render.plans.search import describe_comparison
     from search.report.explain import compare_choices
 
     request = question.request(model)

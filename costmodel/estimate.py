@@ -37,6 +37,7 @@ from costmodel.time.offload import least_job_seconds
 from costmodel.time.plan_price import PlanPrice, price_plan, stages_of_rank
 from costmodel.time.replica_views import ReplicaView, replica_views
 from costmodel.time.simulate import JobSeconds, JobTable, Timeline, build_job_table, simulate
+from costmodel.time.step_path import StepPath, rank_work
 from planner.graph import ModelGraph
 from planner.plan import OURS, Plan
 from planner.schedule import StepJobKind, build_schedule, schedule_of, step_jobs
@@ -392,49 +393,86 @@ def _time_parts(
     at_least: tuple[np.ndarray, ...] | None,
 ) -> TimeParts:
     """Split the step of the rank that ends last into its parts."""
-    plan, times, exposed = price.plan, price.times, price.exposed
+    plan = price.plan
     last = _last_rank(price, costs, timeline)
-    rank, m = last.pp_rank, plan.num_microbatches
-    own = stages_of_rank(plan, rank)
+    rank = last.pp_rank
     pp_comm = 0.0
     if plan.pp > 1:
         # What the step would gain if transfers between stages took no time.
-        instant = replace(
-            price.job_seconds,
-            receive_forward_s=(0.0,) * len(plan.stages),
-            receive_backward_s=(0.0,) * len(plan.stages),
-        )
-        without = simulate(table, instant, at_least=at_least).rank_end_s[rank]
+        without = simulate(table, _instant(price), at_least=at_least).rank_end_s[rank]
         pp_comm = timeline.rank_end_s[rank] - without
     idle = timeline.rank_end_s[rank] - timeline.busy_s[rank]
-    waited_s = m * float(price.waited_s[own].sum())
-    # Of m microbatches, those that are recomputed: all, or all but the last.
-    again_m = np.array([m - (not stage.recompute_last) for stage in plan.stages])
-
-    def total(by_stage: Any) -> float:
-        return float(by_stage[own].sum())
-
-    # Full recomputation runs the whole forward again: its host time and collectives, too.
-    recomputed = total(again_m * price.again.whole_s)
-    rerun_host, rerun_comm = again_m * price.again.host_s, again_m * price.again.comm_s
-    recomputed_in_full = total(rerun_host + rerun_comm)
-    host = total(m * (times.host_forward_s + times.host_backward_s) + rerun_host)
-    tp_comm = total(m * (times.comm_forward_s + times.comm_backward_s) + rerun_comm)
-    whole = times.forward_s + times.backward_s
-    compute = m * total(whole - times.host_forward_s - times.host_backward_s)
-    per_job = m * total(exposed.forward_s + exposed.backward_s)
-    unlengthened = compute + recomputed - recomputed_in_full + host + tp_comm + per_job + waited_s
+    work = {name: float(seconds[rank]) for name, seconds in rank_work(price).items()}
+    unlengthened = sum(work.values())
     return TimeParts(
-        compute_s=compute,
-        recompute_s=recomputed - recomputed_in_full,
-        host_s=host,
-        tp_comm_s=tp_comm,
-        dp_comm_s=per_job + last.after_s,
-        pp_comm_s=pp_comm + waited_s,
+        compute_s=work["compute_s"],
+        recompute_s=work["recompute_s"],
+        host_s=work["host_s"],
+        tp_comm_s=work["tp_comm_s"],
+        dp_comm_s=work["dp_comm_s"] + last.after_s,
+        pp_comm_s=pp_comm + work["waited_s"],
         bubble_s=idle - pp_comm,
         optimizer_s=last.optimizer_s,
         # (Of two equal sums, never a rounding below nothing.)
         offload_s=0.0 if at_least is None else max(0.0, timeline.busy_s[rank] - unlengthened),
         inputs_s=last.inputs_s,
         clipping_s=last.clipping_s,
+    )
+
+
+def _instant(price: PlanPrice) -> JobSeconds:
+    """Return a plan's jobs with transfers between stages that take no time."""
+    none = (0.0,) * len(price.plan.stages)
+    return replace(price.job_seconds, receive_forward_s=none, receive_backward_s=none)
+
+
+def _slowest_view(plan: Plan, costs: CostCache) -> ReplicaView:
+    views = list(replica_views(plan, costs))
+    if len(views) == 1:
+        return views[0]
+    return max(views, key=lambda view: _timed(view, costs)[2].step_s)
+
+
+def step_path(plan: Plan, costs: CostCache) -> StepPath:
+    """Return a step's seconds by cause, over all ranks (`costmodel.time.step_path`); of replicas on
+    unlike devices, those that end last.
+    """
+    view = _slowest_view(plan, costs)
+    price, table = price_plan(view.plan, costs, view.neighbours), _table_of(view.plan)
+    at_least = _copies_beside_jobs(price, costs, table)
+    timeline = simulate(table, price.job_seconds, at_least=at_least)
+    last = _last_rank(price, costs, timeline)
+    without = _last_rank(price, costs, simulate(table, _instant(price), at_least=at_least))
+    work = rank_work(price)
+    busy_s, after_s = np.array(timeline.busy_s), np.array(_exchange_s(price))
+    # With clipping all updates wait for each other, and their differences are counted there.
+    update_s = np.array(
+        [last.optimizer_s if costs.clips_gradients else u.optimizer_s for u in price.updates]
+    )
+    whole_s = busy_s + after_s + update_s
+    offload_s = np.zeros(plan.pp) if at_least is None else busy_s - sum(work.values())
+    kinds = {
+        **{name: seconds for name, seconds in work.items() if name != "waited_s"},
+        "dp_comm_s": work["dp_comm_s"] + after_s,
+        "optimizer_s": update_s,
+        "offload_s": np.maximum(offload_s, 0.0),
+    }
+    most_s = float(whole_s.max())
+    instant_s = without.end_s + without.after_s + without.optimizer_s
+    fill_drain_s = max(0.0, instant_s - most_s)
+    messages_s = max(0.0, last.end_s + last.after_s + last.optimizer_s - instant_s)
+    # What clipping makes ranks wait for each other: the rest.
+    clipping_s = last.end_s + last.after_s + last.optimizer_s + last.clipping_s
+    clipping_s -= most_s + fill_drain_s + messages_s
+    return StepPath(
+        work_s={name: float(seconds.mean()) for name, seconds in kinds.items()},
+        imbalance_s=most_s - float(whole_s.mean()),
+        fill_drain_s=fill_drain_s,
+        messages_s=messages_s + float(work["waited_s"].mean()),
+        inputs_s=last.inputs_s,
+        clipping_s=clipping_s if costs.clips_gradients else 0.0,
+        by_rank_s={
+            name: tuple(seconds.tolist())
+            for name, seconds in {**kinds, "waited_s": work["waited_s"]}.items()
+        },
     )

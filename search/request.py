@@ -279,6 +279,9 @@ class RunnerUp:
     step_s: float
     peak_bytes: float
     reason: str
+    differences: tuple[tuple[str, float], ...] = ()
+    """(part of the step, seconds that it takes longer than the best plan's), the largest loss
+    first; parts of less than a fiftieth of the difference are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

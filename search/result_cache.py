@@ -97,11 +97,15 @@ def from_json(data: dict[str, Any]) -> SearchResult:
             **data,
             **{name: data[name] and Plan.model_validate(data[name]) for name in _PLANS},
             "next_best": tuple(map(Plan.model_validate, data["next_best"])),
-            "runners_up": tuple(RunnerUp(**runner_up) for runner_up in data["runners_up"]),
+            "runners_up": tuple(map(_runner_up, data["runners_up"])),
             "reasons": tuple(data["reasons"]),
             "certificate": None if proof is None else Certificate(**proof),
         }
     )
+
+
+def _runner_up(data: dict[str, Any]) -> RunnerUp:
+    return RunnerUp(**{**data, "differences": tuple(map(tuple, data["differences"]))})
 
 
 def _read(entry: Path) -> SearchResult | None:

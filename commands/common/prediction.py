@@ -11,6 +11,7 @@ from commands.render.console import show_progress
 
 if TYPE_CHECKING:
     from costmodel import CostCache, Estimate
+    from costmodel.uncertainty import Interval
     from planner.plan import Plan
     from profiles import Profile
 
@@ -63,3 +64,14 @@ def predict(
         )
         estimated = estimate_plan(graph, machine, loaded, costs=costs)
     return Prediction(plan=loaded, profile=machine, costs=costs, estimate=estimated, note=note)
+
+
+def interval_of(predicted: Prediction) -> Interval:
+    """Return where the step lies in four of five cases."""
+    from costmodel.uncertainty import runtime_interval, step_interval
+
+    # The interval stands on what the profile's own answers, or the runtime's, were held against.
+    runtime, graph = predicted.costs.execution, predicted.costs.graph
+    if runtime.prices == "profile":
+        return step_interval(graph, predicted.profile, predicted.plan)
+    return runtime_interval(graph, runtime, predicted.estimate.step_s)

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from commands.render.plan import draw_timetable
+from commands.render.plans.plan import draw_timetable
 from planner.schedule import StageTimes, StepJobKind, step_jobs
 from planner.schedule.draw import Behind
 from planner.timeline import RankBubble, RankTimeline, bubbles

@@ -7,4 +7,7 @@ In come a finished search, or a request and its result; out come sentences and t
     infeasible  nothing fits: the plan of least memory, and the limit under which it fits
     remedies    what else would make it fit, each with the plan that a search found
     pareto      the front of time, memory, devices and cost: searches under less and less memory
+    what_if     the best plan of other devices, links, batches or sizes
+    overview    a plan at a glance: rates, stages, memory, the step by cause; `network`: its links
+    report_numbers  what a report of a plan draws
 """

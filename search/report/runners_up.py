@@ -46,6 +46,7 @@ def find_runners_up(search: SearchState, best: EvaluatedPlan) -> tuple[RunnerUp,
             step_s=done.step_s,
             peak_bytes=float(done.estimate.peak_bytes),
             reason=why_slower(done.estimate, best.estimate),
+            differences=differences_of(done.estimate, best.estimate),
         )
         for done in rest[:MOST_RUNNERS_UP]
     )
@@ -150,15 +151,21 @@ def _cut(search: SearchState, node: ConfigurationNode, ceiling: float) -> Cut | 
 def why_slower(answer: Estimate, best: Estimate) -> str:
     """Say by how much an estimate is slower, and through which parts, largest first."""
     extra = answer.step_s - best.step_s
-    mine, theirs = answer.to_dict()["time"], best.to_dict()["time"]
-    parts = sorted(((mine[name] - theirs[name], name) for name in mine), reverse=True)
     shown = [
         f"{'+' if gain > 0 else '-'}{format_seconds(abs(gain))} {name.removesuffix('_s')}"
-        for gain, name in parts
-        if abs(gain) > 0.02 * max(abs(extra), 1e-12)
+        for name, gain in differences_of(answer, best)
     ]
     percent = 100.0 * extra / best.step_s if best.step_s else 0.0
     return (
         f"{percent:.1f}% slower ({format_seconds(extra)}): {', '.join(shown)}; "
         f"peak {format_bytes(answer.peak_bytes)}"
     )
+
+
+def differences_of(answer: Estimate, best: Estimate) -> tuple[tuple[str, float], ...]:
+    """Return by how many seconds each part is longer, those that matter, the largest first."""
+    extra = answer.step_s - best.step_s
+    mine, theirs = answer.to_dict()["time"], best.to_dict()["time"]
+    parts = sorted(((mine[name] - theirs[name], name) for name in mine), reverse=True)
+    least = 0.02 * max(abs(extra), 1e-12)
+    return tuple((name, gain) for gain, name in parts if abs(gain) > least)

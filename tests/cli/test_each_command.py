@@ -251,7 +251,9 @@ def test_why_compares_the_choices_given(monkeypatch, capsys):
         "search.report.explain.compare_choices",
         lambda graph, profile, request, progress: asked.append(request),
     )
-    monkeypatch.setattr("commands.render.search.describe_comparison", lambda found: ["compared"])
+    monkeypatch.setattr(
+        "commands.render.plans.search.describe_comparison", lambda found: ["compared"]
+    )
     commands.why.why(model=MODEL, **vars(Question(gpus=2, tp=2, pin=["fc1.weight: S(0)@tp"])))
     (request,) = asked
     assert request.tp == 2

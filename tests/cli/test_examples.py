@@ -46,7 +46,7 @@ def test_hugging_face_example_is_planned_for_64_gpus(planner):
         *("--global-batch", 512, "--tp", 2, "--pp", 1),
     )
     assert done.code == 0, done.stderr
-    assert "best plan: dp=32 tp=2" in done.stdout
+    assert "Best plan: llama on 64 NVIDIA H100 80GB HBM3: dp 32 x tp 2," in done.stdout
 
 
 @pytest.mark.slow

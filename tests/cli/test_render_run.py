@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-from commands.render.plan import LINE_WIDTH, draw_timetable
+from commands.render.plans.plan import LINE_WIDTH, draw_timetable
 from commands.render.run import describe_run, describe_timeline
 from costmodel.compare import JobComparison, JobsAlike, RunComparison
 from costmodel.time.simulate import JobSeconds, simulate

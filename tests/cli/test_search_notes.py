@@ -2,15 +2,11 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from commands.render.search import describe_closeness
-from costmodel.uncertainty import Interval
 from planner.runtime.check.trials import Trial
-from search import RunnerUp, SearchResult
 
 SEARCH = ("--profile", "h100-sxm5-80gb", "--gpus", 2, "--global-batch", 8)
 
@@ -154,18 +150,3 @@ def test_plans_for_devices_that_are_not_here_are_refused_unsearched(planner, wri
     refused = planner("search", write_model(), *SEARCH, "--measure", 2, "--out", "no.json")
     assert "--measure can't run plans for h100-sxm5-80gb here" in refused.complaint
     assert not Path("no.json").exists()
-
-
-def test_runners_up_that_are_too_close_to_call_are_counted():
-    """X1: an interval of ±10% holds 1.05 s and not 1.2 s beside 1 s."""
-
-    def runner(step_s: float) -> RunnerUp:
-        return RunnerUp(label="dp2", step_s=step_s, peak_bytes=1.0, reason="slower")
-
-    interval = Interval(low_s=0.9, high_s=1.1, basis="published runs of 8 sources")
-    result = SearchResult(plan=None, runners_up=(runner(1.05), runner(1.2)))
-    assert describe_closeness(result, interval) == (
-        "1 of 2 runners-up are within what the estimate may be off by (±10% in 4 of 5 cases, from "
-        "published runs of 8 sources); `measure` 2 lets a few steps decide"
-    )
-    assert describe_closeness(replace(result, runners_up=(runner(1.2),)), interval) == ""

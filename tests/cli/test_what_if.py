@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from commands.render.what_if import Terms, answers_as_data, describe_answers
+from commands.render.plans.what_if import Terms, answers_as_data, describe_answers
 from commands.what_if import what_if
 from planner.errors import PlannerError
 from planner.plan import save_plan

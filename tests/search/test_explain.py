@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from commands.render.search import describe_comparison
+from commands.render.plans.search import describe_comparison
 from planner.errors import LayoutError
 from planner.units import format_bytes
 from profiles import load_profile

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from commands.render.search import describe_pareto
+from commands.render.plans.search import describe_pareto
 from search import SearchRequest, find_pareto
 from search.report.pareto import tokens_per_sample
 from tests.captures import capture_tiny

@@ -1,8 +1,11 @@
-"""Memory of each pp rank of a plan, at the fullest sample of its row of the job table."""
+"""Memory of each pp rank of a plan: its walk over the job table, and the fullest sample of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from costmodel.cache import CostCache
 from costmodel.memory.exact.messages import find_traffic
@@ -23,12 +26,60 @@ def plan_memory(
     """Return the memory of some pp ranks, from the job table's own order; `weights` are the
     parameters of each, of all its stages together.
     """
+    return tuple(_fullest(walked) for walked in walk_plan(plan, costs, schedule, weights))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WalkedRank:
+    """What a rank holds all the time, and its samples: one for each job of its row, in order."""
+
+    state: RankState
+    samples: Iterator[MemorySample]
+    """Made while they are read, once."""
+
+    @cached_property
+    def resident(self) -> Counter[str]:
+        """Bytes that lie there all the time, by field of `MemoryParts`."""
+        return resident_parts(self.state)
+
+    def parts(self, sample: MemorySample, *, on_host: int, update_bytes: int = 0) -> MemoryParts:
+        """Return a rank's memory at the height of a job. `on_host` are bytes of activations on the
+        host; `update_bytes` what the optimizer's step holds, where it comes beside.
+        """
+        rank = self.state
+        gradients = rank.summed_bytes if rank.ranks.has_buckets else sample.gradient_bytes
+        height = sample.peak_bytes - sample.gradient_bytes + gradients
+        inside_job = (
+            sample.peak_bytes - sample.saved_bytes - sample.gradient_bytes - sample.buffer_bytes
+        )
+        parts = Counter(self.resident)
+        parts["host_bytes"] += on_host
+        parts["gradient_bytes"] += gradients
+        parts["activation_bytes"] += sample.saved_bytes
+        parts["transient_bytes"] += inside_job + max(0, update_bytes - height)
+        parts["communication_bytes"] += sample.buffer_bytes
+        return with_overheads(MemoryParts(**parts), rank.costs.profile)
+
+    def update_parts(self) -> MemoryParts:
+        """Return a rank's memory in the optimizer's step, when all activations are gone."""
+        rank = self.state
+        parts = Counter(self.resident)
+        gradients = min(rank.summed_bytes, rank.update_bytes)
+        parts["gradient_bytes"] += gradients
+        parts["transient_bytes"] += rank.update_bytes - gradients
+        return with_overheads(MemoryParts(**parts), rank.costs.profile)
+
+
+def walk_plan(
+    plan: Plan, costs: CostCache, schedule: Schedule, weights: Mapping[int, StageLoad]
+) -> Iterator[WalkedRank]:
+    """Yield some pp ranks, each with its walk over its row of the job table; see `plan_memory`."""
     edges = build_edges(costs.graph, plan)
     check_copies(plan, costs.graph)
     tied = tied_stages(plan, costs.graph)
     placed = PlacedStages(plan, costs, edges)
-    ranks = (
-        RankState(
+    for pp_rank, load in weights.items():
+        rank = RankState(
             plan=plan,
             costs=costs.of_group(plan.device_groups[pp_rank]),
             pp_rank=pp_rank,
@@ -38,32 +89,11 @@ def plan_memory(
             weights=load,
             tied=tied,
         )
-        for pp_rank, load in weights.items()
-    )
-    return tuple(_rank_memory(rank, schedule, edges) for rank in ranks)
+        yield WalkedRank(state=rank, samples=_samples(rank, schedule, edges))
 
 
-def _rank_memory(rank: RankState, schedule: Schedule, edges: Sequence[Edge]) -> MemoryParts:
-    """Return the memory of a rank: what is resident, and the fullest sample of its walk."""
-    worst, activations_on_host = _fullest(rank, schedule, edges)
-    gradients = rank.summed_bytes if rank.ranks.has_buckets else worst.gradient_bytes
-    # The optimizer's step comes when all activations are gone; it may be higher all the same.
-    height = worst.peak_bytes - worst.gradient_bytes + gradients
-    inside_job = worst.peak_bytes - worst.saved_bytes - worst.gradient_bytes - worst.buffer_bytes
-    parts = resident_parts(rank)
-    parts["host_bytes"] += activations_on_host
-    parts["gradient_bytes"] += gradients
-    parts["activation_bytes"] += worst.saved_bytes
-    parts["transient_bytes"] += inside_job + max(0, rank.update_bytes - height)
-    parts["communication_bytes"] += worst.buffer_bytes
-    return with_overheads(MemoryParts(**parts), rank.costs.profile)
-
-
-def _fullest(
-    rank: RankState, schedule: Schedule, edges: Sequence[Edge]
-) -> tuple[MemorySample, int]:
-    """Return a rank's fullest sample, and the most bytes of activations on its host."""
-    plan, stages = rank.plan, rank.stages
+def _samples(rank: RankState, schedule: Schedule, edges: Sequence[Edge]) -> Iterator[MemorySample]:
+    plan = rank.plan
     row, home = schedule.jobs[rank.pp_rank], schedule.stage_to_pp_rank.__getitem__
     traffic = find_traffic(
         schedule.jobs,
@@ -74,10 +104,18 @@ def _fullest(
         keeps_sent=rank.costs.profile.cluster.device_type == "cpu",
         tp=lambda stage: plan.stage_degrees(stage)["tp"],
     )
+    return walk_rank(row, rank.stages, home, receive_ahead=plan.receive_ahead, traffic=traffic)
+
+
+def _fullest(walked: WalkedRank) -> MemoryParts:
+    """Return a rank's memory at its fullest sample, with the most bytes of activations that lie on
+    its host.
+    """
     worst, on_host = None, 0
-    for sample in walk_rank(row, stages, home, receive_ahead=plan.receive_ahead, traffic=traffic):
+    for sample in walked.samples:
         on_host = max(on_host, sample.host_bytes)
         if worst is None or sample.peak_bytes > worst.peak_bytes:
             worst = sample
     assert worst is not None, "every rank has jobs"
-    return worst, on_host
+    # The optimizer's step comes when all activations are gone; it may be higher all the same.
+    return walked.parts(worst, on_host=on_host, update_bytes=walked.state.update_bytes)

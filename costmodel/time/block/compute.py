@@ -33,10 +33,7 @@ def op_seconds(
     forward, backward = works or op_works(op, tensor)
     if forward.num_bytes == 0:
         return 0.0, 0.0
-    dtype = next(
-        (tensor[n].dtype for n in op.inputs if "float" in tensor[n].dtype),
-        tensor[op.outputs[0]].dtype,
-    )
+    dtype = op_dtype(op, tensor)
     shapes = tuple(tensor[name].shape_at(1) for name in op.inputs)
 
     def seconds(direction: Direction, work: Work) -> float:
@@ -52,6 +49,14 @@ def op_seconds(
 
     forward_s = seconds("forward", forward)
     return forward_s, seconds("backward", backward) if backward.num_bytes else 0.0
+
+
+def op_dtype(op: Op, tensor: Mapping[str, TensorMeta]) -> str:
+    """Return the dtype an op computes in: its first floating-point input's, else its output's."""
+    return next(
+        (tensor[n].dtype for n in op.inputs if "float" in tensor[n].dtype),
+        tensor[op.outputs[0]].dtype,
+    )
 
 
 def redistribute_seconds(

@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from commands.render.flags import with_flags
-from costmodel.uncertainty import Interval
 from planner.layout.axes import own_axes
 from planner.plan import OURS, Plan
 from planner.runtime.check.trials import Trial
@@ -19,19 +18,10 @@ from search.measured import turns_spread
 from search.report.explain import Comparison, differences, explain_saving, explain_shortfall
 from search.report.pareto import Point
 from search.report.remedies import Advice
-from search.request import RunnerUp, SearchResult
+from search.request import SearchResult
 
-
-def describe_result(result: SearchResult) -> list[RenderableType]:
-    """Return the chosen plan, its certificate and the runners-up, or why there is no plan."""
-    if result.plan is None:
-        return [Text(with_flags(reason)) for reason in result.reasons]
-    parts: list[RenderableType] = [_chosen(result.plan)]
-    if result.certificate is not None:
-        parts.append(_certificate(result))
-    if result.runners_up:
-        parts.append(_runners_up(result.runners_up))
-    return parts
+MOST_POINTS = 12
+"""Plans of a front that are shown."""
 
 
 def describe_pareto(points: Sequence[Point]) -> Table:
@@ -43,24 +33,19 @@ def describe_pareto(points: Sequence[Point]) -> Table:
     table = Table(title=title[0].upper() + title[1:], title_justify="left")
     for name in ("step", "memory", *["GPUs"] * counts, *["cost"] * priced, "plan"):
         table.add_column(name)
-    for point in points:
+    shown = points
+    if len(points) > MOST_POINTS:  # evenly along the front
+        last = len(points) - 1
+        shown = [points[round(n * last / (MOST_POINTS - 1))] for n in range(MOST_POINTS)]
+        table.caption = f"{MOST_POINTS} of {len(points)} plans; the file of `pareto` has all"
+        table.caption = with_flags(table.caption)
+        table.caption_justify = "left"
+    for point in shown:
         row = [format_seconds(point.step_s), format_bytes(point.peak_bytes)]
         row += [str(point.num_devices)] * counts
         row += [_cost(point)] * priced
         table.add_row(*row, choices_of(point.plan))
     return table
-
-
-def describe_closeness(result: SearchResult, interval: Interval) -> str:
-    """Say which runners-up are no slower than the estimate is unsure; empty if none is."""
-    close = [runner.label for runner in result.runners_up if interval.holds(runner.step_s)]
-    if not close:
-        return ""
-    return (
-        f"{len(close)} of {len(result.runners_up)} runners-up are within what the estimate may be "
-        f"off by (±{interval.relative:.0%} in 4 of 5 cases, from {interval.basis}); "
-        f"`measure` {len(close) + 1} lets a few steps decide"
-    )
 
 
 def describe_trials(plans: Sequence[Plan], trials: Sequence[Trial]) -> Table:
@@ -177,42 +162,3 @@ def choices_of(plan: Plan) -> str:
         f"{plan.schedule}, ZeRO {plan.zero_stage}, recompute {' or '.join(sorted(recompute))}"
         + (f", {' and '.join(away)} on the host" if away else "")
     )
-
-
-def _certificate(result: SearchResult) -> Text:
-    certificate = result.certificate
-    assert certificate is not None, "a plan comes with its certificate"
-    pruned = ", ".join(f"{count} by {rule}" for rule, count in certificate.pruned if count)
-    verdict = (
-        "proved best under the cost model"
-        if certificate.gap == 0
-        else f"within {certificate.gap:.2%} of the best possible under the cost model"
-    )
-    if certificate.placements_gap:
-        verdict += (
-            " with the placements found inside blocks (too wide to be solved exactly: others may "
-            f"save up to {certificate.placements_gap:.2g} of a block's seconds)"
-        )
-    text = (
-        f"{verdict}: {certificate.considered} configurations considered in "
-        f"{format_seconds(result.search_s)}, {certificate.evaluated} priced"
-    )
-    if result.was_kept:
-        text += " (kept from an earlier search; --no-cache searches again)"
-    if pruned:
-        text += f"; ruled out: {pruned}"
-    if certificate.stopped_early:
-        text += f"; stopped early: {with_flags(certificate.stopped_early)}"
-    return Text(text)
-
-
-def _runners_up(runners_up: tuple[RunnerUp, ...]) -> Table:
-    table = Table("runner-up", "step", "memory", "why not", title_justify="left")
-    for runner in runners_up:
-        table.add_row(
-            Text(runner.label),
-            format_seconds(runner.step_s),
-            format_bytes(runner.peak_bytes),
-            Text(runner.reason),
-        )
-    return table

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from commands.render.flags import with_flags
-from commands.render.search import choices_of
+from commands.render.plans.search import choices_of
 from planner.plan import Plan
 from planner.units import format_bytes, format_seconds
 from search.report.what_if import DAY_S, Answer, Case

@@ -1,0 +1,369 @@
+"""A search's answer on one screen: the plan, what it costs and why, what lost to it, what is next.
+
+The same as data is `as_data`, which `--json` prints.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from commands.render.flags import with_flags
+from commands.render.plans.pipeline import draw_step
+from commands.render.plans.words import compact, labelled, loses, plan_sentence
+from planner.plan import OURS, Plan
+from planner.timeline import RankTimeline
+from planner.units import GIB, TFLOP, format_bytes, format_seconds
+from search.report.overview import Overview, StageView
+from search.request import RunnerUp, SearchResult
+
+MOST_ALTERNATIVES = 2
+"""Runners-up that are shown; --json has all."""
+MOST_ROWS = 12
+"""Pipeline ranks in the table of stages; those between are counted."""
+WIDE = 100
+"""Columns from which on there is room for explanations."""
+NEARLY_FULL = 0.97
+"""Part of a device's memory above which a plan is told to be near the limit."""
+
+_MEMORY_COLUMNS = (
+    ("weights", ("parameter_bytes",)),
+    ("grads", ("gradient_bytes",)),
+    ("optim.", ("optimizer_bytes",)),
+    ("activ.", ("activation_bytes", "transient_bytes")),
+    ("other", ("communication_bytes", "batch_bytes", "allocator_bytes", "context_bytes")),
+    ("total", ("total_bytes",)),
+)
+"""Columns of memory, GiB, with the parts that each adds up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a search answers with, and what the screen shows of it."""
+
+    result: SearchResult
+    """The plan as it is written, its certificate and what lost to it."""
+    plan: Plan
+    """The plan."""
+    overview: Overview
+    """Its price at a glance."""
+    predicted: tuple[RankTimeline, ...]
+    """Its simulated step."""
+    model_file: Path
+    """The model, as it was given."""
+    out: Path
+    """Where the plan is written."""
+
+    @property
+    def warnings(self) -> list[str]:
+        """What to know before the plan is used, most important first."""
+        return _warnings(self)
+
+    @property
+    def next_commands(self) -> list[tuple[str, str]]:
+        """(command, what it does) that come next."""
+        plan, model = self.out, self.model_file
+        return [
+            (f"planner show {plan} {model} --html report.html", "see it drawn"),
+            (f"planner verify {plan} {model}", "prove that it trains as one device would"),
+            (f"planner launch {plan} train.py", "train")
+            if self.plan.execution == OURS
+            else (f"planner emit {plan} {model} --to SYSTEM", "write it for what trains it"),
+        ]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
+        """Yield the screen, as wide as it is."""
+        width = options.max_width
+        yield _heading(self)
+        yield ""
+        if self.plan.pp > 1:
+            yield draw_step(self.predicted, self.overview.step_s, width=width)
+            yield ""
+        yield _stages(self.overview, width)
+        yield ""
+        yield _parts(self.overview, width)
+        yield from _bottleneck(self.overview)
+        yield ""
+        yield _certificate(self.result)
+        yield from _alternatives(self.result.runners_up, self.overview)
+        for warning in self.warnings:
+            yield Text("! ", style="yellow") + Text(with_flags(warning))
+        yield ""
+        yield _next(self.next_commands)
+
+
+def as_data(answer: Answer) -> dict[str, Any]:
+    """Return all of an answer as JSON data."""
+    certificate = answer.result.certificate
+    return {
+        "sentence": plan_sentence(answer.plan, answer.overview),
+        "plan_file": str(answer.out),
+        **answer.overview.to_dict(),
+        "certificate": None if certificate is None else certificate.to_dict(),
+        "runners_up": [asdict(runner) for runner in answer.result.runners_up],
+        "measured": answer.plan.estimate.get("measured"),
+        "search_s": answer.result.search_s,
+        "was_kept": answer.result.was_kept,
+        "warnings": [with_flags(warning) for warning in answer.warnings],
+        "next": [command for command, _ in answer.next_commands],
+        "plan": answer.plan.model_dump(mode="json", exclude={"estimate"}),
+    }
+
+
+def _heading(answer: Answer) -> Text:
+    overview = answer.overview
+    interval = overview.interval
+    lines = Text("Best plan: ", style="bold") + Text(plan_sentence(answer.plan, overview) + "\n")
+    rate = (
+        f"{compact(overview.tokens_per_s)} tokens/s"
+        if overview.tokens_per_s
+        else f"{compact(overview.samples_per_s)} samples/s"
+    )
+    figures = [f"{format_seconds(overview.step_s)} a step", rate]
+    if overview.mfu is not None:
+        figures.append(f"MFU {overview.mfu:.1%} of {overview.dtype}")
+    lines += Text("  ".join(figures), style="bold")
+    lines += Text(
+        f"\n±{interval.relative:.0%}: {format_seconds(interval.low_s)} to "
+        f"{format_seconds(interval.high_s)} in 4 of 5 cases, from {interval.basis}\n"
+    )
+    measured = answer.plan.estimate.get("measured")
+    if measured is not None:
+        lines += Text(f"measured: {format_seconds(measured['step_s'])} a step\n")
+    fullest = max(range(len(overview.memory)), key=lambda r: overview.memory[r]["total_bytes"])
+    parts, limit = overview.memory[fullest], overview.limit_bytes[fullest]
+    assumed = parts["allocator_bytes"] + parts["context_bytes"]
+    return (
+        lines
+        + Text(f"{format_bytes(overview.peak_bytes)} of {format_bytes(limit)}", style="bold")
+        + Text(
+            f" on the fullest device: {format_bytes(overview.peak_bytes - assumed)} of tensors "
+            f"(within 1% of dry runs) and {format_bytes(assumed)} for allocator and context"
+        )
+    )
+
+
+def _stages(overview: Overview, width: int) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    is_wide = width >= WIDE
+    has_groups = any(stage.device_group for stage in overview.stages)
+    recomputes = is_wide and any(stage.recompute != "none" for stage in overview.stages)
+    table.add_column("rank", justify="right")
+    table.add_column("devices", no_wrap=True)
+    if is_wide:
+        table.add_column("mesh", no_wrap=True)
+    table.add_column("blocks", ratio=1, overflow="fold")
+    if recomputes:
+        table.add_column("recomputes")
+    table.add_column("works", justify="right", no_wrap=True)
+    for name, _ in _MEMORY_COLUMNS:
+        table.add_column(name, justify="right", no_wrap=True)
+    prefix = _common_prefix([stage.blocks for stage in overview.stages])
+    ranks = sorted({stage.pp_rank for stage in overview.stages})
+    shown = ranks
+    if len(ranks) > MOST_ROWS:
+        shown = sorted({*ranks[:4], overview.path.bottleneck, *ranks[-4:]})
+    last = -1
+    for rank in shown:
+        if rank > last + 1:
+            table.add_row("⋮", f"{rank - last - 1} more")
+        last = rank
+        mine = [stage for stage in overview.stages if stage.pp_rank == rank]
+        devices = f"{mine[0].first_rank}-{mine[0].last_rank}"
+        if mine[0].first_rank == mine[0].last_rank:
+            devices = str(mine[0].first_rank)
+        if has_groups:
+            devices += f" {mine[0].device_group}"
+        parts = overview.memory[rank]
+        memory = [
+            f"{sum(parts[part] for part in names) / GIB:.{_digits(overview)}f}"
+            for _, names in _MEMORY_COLUMNS
+        ]
+        for stage in mine:  # the rank's own figures stand beside its first stage
+            is_first = stage is mine[0]
+            row = [str(rank), devices] if is_first else ["", ""]
+            if is_wide:
+                mesh = " x ".join(f"{axis} {size}" for axis, size in stage.mesh) or "alone"
+                row.append(mesh if is_first else "")
+            row.append(stage.blocks.replace(prefix, ""))
+            if recomputes:
+                row.append(_shortened(stage.recompute))
+            row.append(format_seconds(overview.path.rank_work_s[rank]) if is_first else "")
+            row += memory if is_first else [""] * len(memory)
+            is_slowest = len(ranks) > 1 and rank == overview.path.bottleneck
+            table.add_row(*map(Text, row), style="bold" if is_slowest else "")
+    table.caption = Text(f"memory in GiB of a device{_without(prefix)}")
+    table.caption_justify = "left"
+    return table
+
+
+def _without(prefix: str) -> str:
+    return f"; names of blocks without {prefix!r}" if prefix else ""
+
+
+def _shortened(recompute: str) -> str:
+    """Return ``selective 8/9`` of ``selective in 8 of 9 blocks``."""
+    return recompute.replace(" in ", " ").replace(" of ", "/").removesuffix(" blocks")
+
+
+def _digits(overview: Overview) -> int:
+    return 1 if overview.peak_bytes > 4 * GIB else 3
+
+
+def _common_prefix(blocks: Sequence[str]) -> str:
+    """Return what all names of blocks begin with, up to a dot: ``model.``."""
+    names = [name for text in blocks for name in text.split(", ")]
+    first = names[0].split(".")
+    for count in range(len(first) - 1, 0, -1):
+        prefix = ".".join(first[:count]) + "."
+        if all(name.startswith(prefix) for name in names):
+            return prefix
+    return ""
+
+
+def _parts(overview: Overview, width: int) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("part of a step", no_wrap=True)
+    table.add_column("time", justify="right", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    if width >= WIDE:
+        table.add_column("which is", ratio=1)
+    step_s, rest_s, rest = overview.step_s, 0.0, []
+    for label, meaning, seconds in labelled(overview.path.parts):
+        share = seconds / step_s
+        if share < 0.0005:
+            rest_s += seconds
+            rest.append(label)
+            continue
+        row = [label, format_seconds(seconds), f"{share:.1%}", _bar(share)]
+        table.add_row(*map(Text, [*row, *[meaning] * (width >= WIDE)]))
+    if rest:
+        listed = ", ".join(rest)
+        row = ["the rest", format_seconds(rest_s), f"{rest_s / step_s:.1%}", ""]
+        table.add_row(*map(Text, [*row, *[listed] * (width >= WIDE)]))
+    return table
+
+
+def _bar(share: float) -> str:
+    """Return a bar of up to twenty characters, in eighths of one."""
+    eighths = max(1, round(160 * share))
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
+def _bottleneck(overview: Overview) -> Iterator[Text]:
+    ranks = {stage.pp_rank for stage in overview.stages}
+    if len(ranks) == 1:
+        return
+    path = overview.path
+    named = "; ".join(_stage_name(stage) for stage in overview.bottleneck)
+    busy = path.rank_work_s[path.bottleneck] / path.step_s
+    even = path.imbalance_s / path.step_s
+    yield Text("Bottleneck: ", style="bold") + Text(
+        f"rank {path.bottleneck} ({named}) works {busy:.1%} of the step; "
+        + (
+            "the others work as long"
+            if even < 0.005
+            else f"with even stages it would work {format_seconds(path.imbalance_s)} ({even:.1%}) "
+            "less"
+        )
+    )
+
+
+def _stage_name(stage: StageView) -> str:
+    first, last = stage.first_block, stage.last_block
+    return f"stage {stage.stage}, blocks {first}..{last}"
+
+
+_FATES = {"memory": "do not fit", "layout": "can't be laid out"}
+"""What became of configurations, by the first word of the rule that removed them."""
+
+
+def _certificate(result: SearchResult) -> Text:
+    certificate = result.certificate
+    assert certificate is not None, "a plan comes with its certificate"
+    verdict = (
+        "the fastest there is under the cost model"
+        if certificate.gap == 0
+        else f"within {certificate.gap:.2%} of the fastest there is under the cost model"
+    )
+    fates: Counter[str] = Counter()
+    for rule, count in certificate.pruned:
+        fates[_FATES.get(rule.partition(":")[0], "can't be faster")] += count
+    told = [f"{count:,} {fate}" for fate, count in fates.most_common() if count]
+    told.append(f"{certificate.evaluated:,} priced in full")
+    if certificate.unexplored:
+        told.append(f"{certificate.unexplored:,} not looked at")
+    text = f"{verdict}: of {certificate.considered:,} configurations {', '.join(told)}"
+    text += f"; it took {format_seconds(result.search_s)}"
+    if result.was_kept:
+        text += ", kept from an earlier search (--no-cache searches again)"
+    if certificate.stopped_early:
+        text += f"; stopped early: {with_flags(certificate.stopped_early)}"
+    if certificate.placements_gap:
+        text += (
+            "; placements inside blocks were too many to solve exactly, others may save up to "
+            f"{certificate.placements_gap:.2g} of a block's seconds"
+        )
+    return Text("Proof: ", style="bold") + Text(text)
+
+
+def _alternatives(runners_up: Sequence[RunnerUp], overview: Overview) -> Iterator[RenderableType]:
+    for number, runner in enumerate(runners_up[:MOST_ALTERNATIVES]):
+        slower = runner.step_s / overview.step_s - 1
+        unsure = " (too close to call)" if overview.interval.holds(runner.step_s) else ""
+        yield Text("Second: " if not number else "Third: ", style="bold") + Text(
+            f"{runner.label}, {slower:+.1%}{unsure}, {format_bytes(runner.peak_bytes)}: "
+            f"{loses(runner.differences)}"
+        )
+
+
+def _warnings(answer: Answer) -> list[str]:
+    overview, plan = answer.overview, answer.plan
+    found = []
+    peaks = dict(overview.peak_flop_per_s)
+    own, half = peaks.get(overview.dtype, 0.0), peaks.get("bfloat16", 0.0)
+    if overview.device_type != "cpu" and overview.dtype == "float32" and half > own > 0:
+        found.append(
+            f"the model multiplies in float32, {own / TFLOP:.0f} of the {half / TFLOP:.0f} TFLOP/s "
+            "that this device has in bfloat16; `precision` bf16 searches with bf16 and fp32 master "
+            "weights"
+        )
+    fullest = max(
+        parts["total_bytes"] / limit
+        for parts, limit in zip(overview.memory, overview.limit_bytes, strict=True)
+    )
+    if fullest > NEARLY_FULL:
+        found.append(
+            f"the fullest device is {fullest:.1%} full; if it runs out of memory, search with a "
+            f"lower `memory_limit_bytes`, such as {0.95 * min(overview.limit_bytes) / GIB:.0f}"
+        )
+    if overview.source == "shipped":
+        found.append(
+            f"times are of a shipped description ({plan.cluster.name}); `planner profile` on the "
+            "machine itself narrows the interval"
+        )
+    close = [r for r in answer.result.runners_up if overview.interval.holds(r.step_s)]
+    if close and answer.plan.estimate.get("measured") is None:
+        others = "runners-up are" if len(close) > 1 else "runner-up is"
+        found.append(
+            f"{len(close)} {others} within what the estimate may be off by; on the machine, "
+            f"`measure` {len(close) + 1} lets a few steps decide"
+        )
+    return found
+
+
+def _next(commands: Sequence[tuple[str, str]]) -> Text:
+    longest = max(len(command) for command, _ in commands)
+    text = Text("Next:", style="bold")
+    for command, does in commands:
+        text += Text("\n  " + command.ljust(longest), style="cyan") + Text(f"  # {does}")
+    return text

@@ -1,0 +1,138 @@
+"""A plan in words: sentences, names of parts, for the screen and for the report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from planner.layout.axes import Degrees
+from planner.plan import OURS, Plan
+from planner.units import format_seconds
+from search.report.overview import Overview, recompute_spelled
+
+PART_WORDS = {
+    "compute_s": "compute",
+    "recompute_s": "recomputation",
+    "host_s": "kernel launches",
+    "tp_comm_s": "tensor parallel messages",
+    "dp_comm_s": "data parallel messages",
+    "optimizer_s": "optimizer",
+    "offload_s": "offload to the host",
+    "waited_s": "messages between stages",
+    "imbalance_s": "imbalance",
+    "fill_drain_s": "fill and drain",
+    "messages_s": "waiting for messages",
+    "inputs_s": "inputs",
+    "clipping_s": "gradient clipping",
+    "bubble_s": "waiting for other stages",
+    "pp_comm_s": "messages between stages",
+}
+
+PART_MEANING = {
+    "compute_s": "forward and backward, mean over pipeline ranks",
+    "recompute_s": "forward work that runs again in the backward",
+    "host_s": "the device waits for the host to launch kernels",
+    "tp_comm_s": "collectives inside blocks, over tp and cp",
+    "dp_comm_s": "gradients and weights between replicas, what compute does not hide",
+    "optimizer_s": "the update of the weights",
+    "offload_s": "copies to and from host memory that outlast the jobs beside them",
+    "imbalance_s": "the busiest pipeline rank works longer than the mean",
+    "fill_drain_s": "that rank has no microbatch to work on: start and end of the step",
+    "messages_s": "messages between stages that no job hides",
+    "inputs_s": "the batch is copied to the first stage",
+    "clipping_s": "the norm of all gradients, and waiting for the last rank",
+}
+
+MEMORY_WORDS = {
+    "parameter_bytes": "weights",
+    "gradient_bytes": "gradients",
+    "optimizer_bytes": "optimizer",
+    "activation_bytes": "activations",
+    "transient_bytes": "running job",
+    "communication_bytes": "receive buffers",
+    "batch_bytes": "batch",
+    "allocator_bytes": "allocator",
+    "context_bytes": "context",
+}
+"""Parts of a device's memory; they add up to its total."""
+
+AXIS_WORDS = {
+    "dp": "data parallel",
+    "tp": "tensor parallel",
+    "cp": "context parallel",
+    "pp": "pipeline",
+    "rp": "copies of ZeRO's shards",
+    "ep": "expert parallel",
+}
+
+
+def degrees_spelled(plan: Plan) -> str:
+    """Return the degrees above 1: ``dp 4 x pp 2``."""
+    return " x ".join([*_axes(plan.degrees), *[f"pp {plan.pp}"] * (plan.pp > 1)]) or "one device"
+
+
+def _axes(degrees: Degrees) -> list[str]:
+    return [f"{axis} {size}" for axis, size in degrees.items() if size > 1]
+
+
+def plan_sentence(plan: Plan, overview: Overview) -> str:
+    """Return what a plan decides as a sentence."""
+    count = f"{overview.num_devices} {overview.device}"
+    parts = [f"{overview.model} on {count}: {degrees_spelled(plan)}"]
+    if plan.pp > 1:
+        stages = f", {plan.vpp} stages a rank" if plan.vpp > 1 else ""
+        parts.append(f"schedule {plan.schedule}{stages}")
+    samples = "sample" if plan.microbatch_size == 1 else "samples"
+    of_replica = "" if plan.degrees.along("batch") == 1 else " a replica"
+    parts.append(
+        f"{counted(plan.num_microbatches, 'microbatch', 'microbatches')} of "
+        f"{plan.microbatch_size} {samples}{of_replica}"
+    )
+    if plan.degrees.along("data") > 1:
+        parts.append(f"ZeRO {plan.zero_stage}" if plan.zero_stage else "no ZeRO")
+    recompute = recompute_spelled(Counter(plan.recompute_by_block))
+    parts.append("no recomputation" if recompute == "none" else f"recomputation {recompute}")
+    away = ["optimizer"] * plan.optimizer_on_host
+    away += ["activations"] * any(stage.activations_on_host for stage in plan.stages)
+    if away:
+        parts.append(f"{' and '.join(away)} on the host")
+    runtime = "" if plan.execution == OURS else f", as {plan.execution} runs it"
+    return ", ".join(parts) + runtime + "."
+
+
+def counted(number: int, single: str, plural: str) -> str:
+    """Return a number with its noun."""
+    return f"{number} {single if number == 1 else plural}"
+
+
+def compact(number: float) -> str:
+    """Return a rate or count in a short form: ``66.2 k``, ``8.03 B``."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.3g} {letter}"
+    return f"{number:.3g}"
+
+
+def labelled(parts: Mapping[str, float]) -> list[tuple[str, str, float]]:
+    """Return (label, meaning, seconds) of parts that take time, in order."""
+    return [
+        (PART_WORDS.get(name, name), PART_MEANING.get(name, ""), seconds)
+        for name, seconds in parts.items()
+        if seconds > 0
+    ]
+
+
+def loses(differences: Sequence[tuple[str, float]]) -> str:
+    """Return by which parts a plan is slower and faster than the best, the two largest of each;
+    `differences` are seconds that its parts take longer.
+    """
+    told = []
+    for verb, sign in (("loses", 1), ("gains", -1)):
+        parts = [(sign * seconds, name) for name, seconds in differences if sign * seconds > 0]
+        if parts:
+            listed = ", ".join(
+                f"{format_seconds(seconds)} in {PART_WORDS.get(name, name)}"
+                for seconds, name in sorted(parts, reverse=True)[:2]
+            )
+            told.append(f"{verb} {listed}")
+    return ", ".join(told) or "the same time"
