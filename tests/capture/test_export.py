@@ -10,6 +10,7 @@ from torch import nn
 from torch.fx.proxy import TracerBase
 
 from planner.capture.export import export_batch, meta_copy, rehearse_batch
+from planner.capture.opaque import OpaqueModules
 from planner.errors import CaptureError
 from planner.graph.batch import flatten_batch
 
@@ -45,10 +46,10 @@ def test_a_copy_keeps_ties_and_has_no_values():
 def test_what_is_read_of_an_export():
     """P: parameters once, gradients, constants by name, a buffer assigned in forward put back."""
     module = Tied()
-    rehearsal = rehearse_batch(lambda: meta_copy(module), *BATCH, None)
+    rehearsal = rehearse_batch(lambda: meta_copy(module), *BATCH, None, OpaqueModules())
     assert rehearsal.reached == {"first.weight"}
     setattr_before, frames_before = nn.Module.__setattr__, TracerBase._filter_traceback_frames
-    found = export_batch(meta_copy(module), *BATCH, None, rehearsal)
+    found = export_batch(meta_copy(module), *BATCH, None, rehearsal, OpaqueModules(), 2)
     assert nn.Module.__setattr__ is setattr_before
     assert TracerBase._filter_traceback_frames is frames_before
     assert logging.root.manager.disable == 0
@@ -69,5 +70,5 @@ def test_a_failing_forward_is_one_line():
             return super().forward(x[:, :3]).sum()
 
     with pytest.raises(CaptureError, match=r"test_export\.py:\d+: `return super") as told:
-        rehearse_batch(lambda: meta_copy(Fails(4, 4)), *BATCH, None)
+        rehearse_batch(lambda: meta_copy(Fails(4, 4)), *BATCH, None, OpaqueModules())
     assert "\n" not in str(told.value)

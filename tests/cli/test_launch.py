@@ -17,7 +17,7 @@ from commands import launch as launch_command
 from planner.graph.capture_cache import load_graph
 from planner.plan import save_plan
 from planner.plan.defaults import default_plan
-from planner.runtime.preflight import SIZES
+from planner.runtime.preflight import BETWEEN_NODES, Exchange
 from profiles import Group, load_profile
 from tests.spawn import is_running
 
@@ -138,16 +138,17 @@ def test_verify_by_block_needs_no_ranks(planner, folder):
 
 
 def test_preflight_compares_with_the_exchanges_that_the_plan_was_priced_with(folder):
-    """By shape and bytes of the whole tensor: what the profile answers of each."""
-    planned, note = launch_command._planned_rates(folder / "plan.json", "h100-sxm5-80gb")
+    """By ranks and bytes of the whole tensor: what the profile answers of each."""
+    planned, note = launch_command._planned_rates(folder / "plan.json", "h100-sxm5-80gb", None)
     assert (planned.source, note) == ("h100-sxm5-80gb", "")
-    assert {kind for kind, _, _ in planned.seconds} == {"send_recv"}
-    for (kind, per_node, nodes), by_bytes in planned.seconds.items():
-        group = Group(ranks_per_node=per_node, num_nodes=nodes)
-        assert by_bytes == {
-            size: load_profile(planned.source).collective_seconds(kind, size, group).seconds
-            for size in SIZES
-        }
+    for axis, group in (
+        ("pp", Group(ranks_per_node=2)),
+        (BETWEEN_NODES, Group(ranks_per_node=1, num_nodes=2)),
+    ):
+        exchange = Exchange(axis=axis, kind="send_recv", ranks=(0, 1))
+        for num_bytes in (2**16, 2**24):
+            answer = load_profile(planned.source).collective_seconds("send_recv", num_bytes, group)
+            assert planned.seconds(exchange, num_bytes) == answer.seconds
 
 
 def test_preflight_checks_and_trains_nothing(folder):

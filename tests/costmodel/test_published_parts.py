@@ -63,7 +63,7 @@ def test_sizes_follow_from_megabytes():
 RUN = {
     "model": "OPT-350", "gpu_types": "GH-96|GH-96", "gpus": "16", "pp": "2", "dp": "2|2",
     "tp": "4", "layers_per_stage": "12|14", "micro_batch": "8", "global_batch": "64",
-    "iteration_s": "1.4", "grad_allreduce_s": "0.02",
+    "iteration_s": "1.4", "grad_allreduce_s": "0.02", "cluster": "clariden", "nodes": "4",
 }  # fmt: skip
 
 
@@ -71,20 +71,20 @@ RUN = {
     ("changed", "why"),
     [
         ({}, None),
-        ({"gpu_types": "RTX-3090|Titan-RTX"}, "several kinds of devices"),
-        ({"gpu_types": "GH-96+RTX-3090|GH-96"}, "several kinds of devices"),
+        ({"gpu_types": "RTX-3090|Titan-RTX"}, "no data sheet of its devices"),
+        ({"gpu_types": "GH-96+RTX-3090|GH-96"}, "no data sheet of its devices"),
         ({"iteration_s": "0.02"}, "its step time is that of its all-reduce"),
         ({"layers_per_stage": "12|13"}, "its stages are not the model's layers"),
     ],
     ids=str,
 )
 def test_runs_that_an_estimate_cannot_say_are_left_out(changed, why):
-    found = importlib.import_module("mixed_runs").refusal({**RUN, **changed})
+    found = importlib.import_module("mixed_runs").refusal({**RUN, **changed}, None)
     assert found is None if why is None else found.startswith(why)
 
 
 def test_a_run_has_the_stages_it_names():
     """The slower of two stages sets the step: with the head, 14 blocks take longer than 12."""
     step_seconds = importlib.import_module("mixed_runs").step_seconds
-    even, uneven = step_seconds(RUN), step_seconds({**RUN, "layers_per_stage": "4|22"})
+    even, uneven = step_seconds(RUN, None), step_seconds({**RUN, "layers_per_stage": "4|22"}, None)
     assert uneven > 1.3 * even
