@@ -1,9 +1,9 @@
 """The `planner` command: its subcommands in the order help lists them, and their errors.
 
 Results go to stdout; progress, notes and errors to stderr. Exit codes: 0 done, 1 a check failed
-(`verify`, `profile --check`, `launch --preflight`), 2 bad input, in one line; 3 an error of planner
-itself, in one line that names the file of its traceback; 130 interrupted, 141 when nobody reads the
-output any more.
+(`verify`, `doctor`, `profile --check`, `launch --preflight`), 2 bad input, in one line; 3 an error
+of planner itself, in one line that names the file of its traceback; 130 interrupted, 141 when
+nobody reads the output any more.
 `python -m cli` is the command in a source tree that is not installed.
 """
 
@@ -13,16 +13,18 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from commands.check import check
+from commands.common.help import GroupedCommands, GroupedOptions
 from commands.compare import compare
 from commands.convert import convert
 from commands.diff import diff
+from commands.doctor import doctor
 from commands.dryrun import dryrun
 from commands.emit import emit
 from commands.estimate import estimate
@@ -35,6 +37,7 @@ from commands.show import show
 from commands.simulate import simulate
 from commands.timeline import timeline
 from commands.verify import verify
+from commands.what_if import what_if
 from commands.why import why
 from planner.errors import PlannerError
 from planner.plugins import load_plugins, name_files
@@ -45,7 +48,7 @@ _BRIEF = 300
 app = typer.Typer(
     name="planner",
     help="Find, prove and run the fastest way to train a PyTorch model on a cluster.",
-    add_completion=False,
+    cls=GroupedCommands,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -65,23 +68,26 @@ def load(
     load_plugins()
 
 
-app.command()(profile)
-app.command()(search)
-app.command()(show)
-app.command()(diff)
-app.command()(why)
-app.command()(estimate)
-app.command()(simulate)
-app.command()(dryrun)
-app.command()(verify)
-app.command(
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-)(launch)
-app.command()(emit)
-app.command(context_settings={"ignore_unknown_options": True})(check)  # FLAGS begin with --
-app.command()(timeline)
-app.command()(compare)
-app.command()(convert)
+_SECTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
+    "Plan and train": (profile, search, show, launch),
+    "Understand": (why, what_if, diff, estimate, simulate, timeline, compare),
+    "Prove and check": (verify, dryrun, check, doctor),
+    "Other systems": (emit, convert),
+}
+"""Commands in the order help lists them, the common ones first."""
+
+_SETTINGS: dict[Callable[..., Any], dict[str, bool]] = {
+    launch: {"ignore_unknown_options": True, "allow_interspersed_args": False},
+    check: {"ignore_unknown_options": True},  # FLAGS begin with --
+}
+
+for _section, _commands in _SECTIONS.items():
+    for _command in _commands:
+        app.command(
+            cls=GroupedOptions,
+            rich_help_panel=_section,
+            context_settings=_SETTINGS.get(_command),
+        )(_command)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
     python benchmarks/accuracy.py [rows.csv] [--json] [--experts] [--held-out] [--fit PROFILE]
     python benchmarks/accuracy.py ... [--fits] [--stalled] [--groups] [--plot FILE]
+    python benchmarks/accuracy.py --page docs/accuracy.md [--held-out]
 
 Each row becomes a template's graph, a plan and an execution, and is priced by the `estimate` that
 picks plans. Rows are those of dense pre-training with a full layout; with `--experts` those of
@@ -14,7 +15,8 @@ fitted on and the error that is left.
 
 `--fits` adds whether what is said to fit is what ran. Sources with stalled runs (`stalls`) get a
 second line without these, and `--stalled` lists them. `--groups` ranks the layouts of each model,
-machine and batch; `--plot` draws predicted against measured steps.
+machine and batch; `--plot` draws predicted against measured steps. `--page` prices all tables
+beside `rows.csv` and writes what they show.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from accuracy_configured import as_configured
 from accuracy_groups import Ranking, plot, print_rankings, rankings
-from accuracy_mlperf import as_submitted
+from accuracy_page import TITLES, Section, cells_of, write_page
 
 from costmodel.table.fit_rates import (
     RANGES,
@@ -39,7 +42,7 @@ from costmodel.table.fit_rates import (
 )
 from costmodel.table.rows.named_models import named_model
 from costmodel.table.rows.row_files import read_rows
-from costmodel.table.rows.row_plan import RowPrices
+from costmodel.table.rows.row_plan import RowPrices, is_nearly_full
 from costmodel.table.rows.rows import device_bytes, run_of
 from costmodel.table.rows.run_row import RunRow
 from planner.errors import PlannerError
@@ -57,6 +60,11 @@ FULL_LAYOUT = ("layers", "hidden", "heads", "seq_len", "global_batch", "tp", "pp
 MODEL_SIZES = ("layers", "hidden", "heads")
 """Those of them that the name of a well-known model states."""
 
+COUNT_CAUSAL = ("moecp_Megatron-LM", "moecp_Megatron-MoE-ModelZoo")
+"""Sources that print TFLOP/s alone, of attention between positions that see each other
+(Megatron-LM's num_floating_point_operations since core_v0.12.0; Megatron-Bridge's rows, which print
+tokens/s too, agree with it to 0.3%)."""
+
 STALLING = "ultrascale_playbook"
 STALL_S = 0.3
 """A run of that source stalls where each microbatch's turn takes this much longer than estimated.
@@ -68,20 +76,11 @@ of a 1B model as of an 8B, with tp 1 as with tp 8, on one node as on 64. All tha
 all on 64 nodes. Nothing that a row says tells the rest apart.
 """
 
+FAR_FROM_FULL = 0.4
+"""A run that needs less of its device, as the walk has it, crashed for something else: 2 of the
+1,027 runs of the Ultra-Scale Playbook that ran print more than 2.5 times the walk."""
+
 FOLDS = 5
-TITLES = {
-    "rows": "rows",
-    "mape_pct": "MAPE",
-    "median_ape_pct": "median",
-    "bias_pct": "bias",
-    "kendall_tau": "tau",
-    "regret_pct": "regret",
-    "median_regret_pct": "median",
-    "memory_mape_pct": "memory",
-    "without_source_mape_pct": "-source",
-    "without_fifth_mape_pct": "-fifth",
-}
-"""Columns printed; the last two are of rates fitted without the row's source or fifth."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +113,7 @@ def measured_seconds(row: dict[str, str], run: RunRow) -> float | None:
     if samples := value("samples_per_s"):
         return run.global_batch / samples
     if tflops := value("tflops_per_gpu"):
-        flop = run.shape.model_flop()
+        flop = run.shape.model_flop(causal=row["source_id"] in COUNT_CAUSAL)
         if "hardware" in row["notes"].lower():  # full recompute counted: one more forward
             flop += run.shape.layers * run.shape.layer_flop() / 3
         return flop * run.global_batch / (tflops * 1e12 * run.gpus)
@@ -127,7 +126,7 @@ def load_cases(path: Path, *, experts: bool = False) -> tuple[list[Case], dict[s
     Rows of mixtures of experts leave columns to the model's name, and need not be complete.
     """
     cases, refused = [], defaultdict(int)
-    for row in map(as_submitted, read_rows(path)):
+    for row in map(as_configured, read_rows(path)):
         notes = f"{row['notes']} {row['model']}".lower()
         try:
             run, profile, rates = run_of(row)
@@ -180,7 +179,9 @@ def estimated_errors(cases: list[Case]) -> tuple[list[Case], np.ndarray]:
     prices, kept, errors = RowPrices(), [], []
     for case in cases:
         try:
-            step_s = prices.time(case.run, case.profile, case.rates).step_s
+            step_s = prices.step_seconds(
+                case.run, case.profile, case.rates, room_bytes=case.room_bytes
+            )
         except PlannerError as error:
             print(f"not a plan: {case.source}: {error}", file=sys.stderr)
             continue
@@ -203,17 +204,25 @@ def estimated_memory_bytes(case: Case) -> float:
     return max(float(parts.tensor_bytes) for parts in found.memory)
 
 
-def fit_table(cases: list[Case]) -> dict[str, int]:
-    """Return how many runs that ran, and that crashed, are said to fit and not to."""
-    prices, counts = RowPrices(), defaultdict(int)
+def fit_table(cases: list[Case]) -> dict[str, dict[str, int]]:
+    """Return, by source, how many runs that ran, and that crashed, are said to fit, nearly to fill
+    the device, and not to fit.
+    """
+    prices = RowPrices()
+    found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for case in cases:
         try:
-            peak = prices.estimate(case.run, case.profile, case.rates).peak_bytes
+            estimate = prices.estimate(case.run, case.profile, case.rates)
         except PlannerError:
             continue
-        said = "fits" if peak <= case.room_bytes else "does not fit"
-        counts[f"{'ran' if case.ran else 'crashed'}, said: {said}"] += 1
-    return dict(counts)
+        part = estimate.peak_bytes / case.room_bytes
+        said = "does not fit" if part > 1 else "fits"
+        if part <= 1 and is_nearly_full(estimate, case.run, case.room_bytes):
+            said = "nearly full"
+        if not case.ran and part < FAR_FROM_FULL:
+            said = "far from full"
+        found[case.source][f"{'ran' if case.ran else 'crashed'}, said: {said}"] += 1
+    return {source: dict(counts) for source, counts in found.items()}
 
 
 def report(
@@ -312,8 +321,35 @@ def fit(name: str, cases: list[Case]) -> TrainingRates:
     )
 
 
+TABLES = (
+    ("Dense models", "measured.csv", False),
+    ("Mixtures of experts", "measured.csv", True),
+    ("Mixtures of experts, collected by hand", "moe_cp.csv", True),
+    ("Dense models, collected by hand", "moe_cp.csv", False),
+    ("MLPerf", "mlperf.csv", False),
+    ("nanotron's Ultra-Scale Playbook", "ultrascale_playbook.csv", False),
+)
+"""Tables of published runs, and whether their rows with experts are meant."""
+
+
+def sections_of(folder: Path, *, with_held_out: bool) -> list[Section]:
+    """Return what all tables in a folder show; rates are fitted to dense models alone."""
+    sections = []
+    for title, file, experts in TABLES:
+        cases, _ = load_cases(folder / file, experts=experts)
+        fits = fit_table(cases)
+        cases, errors = estimated_errors([case for case in cases if case.ran])
+        stalled = stalls(cases, errors)
+        unseen = None
+        if with_held_out and file == DEFAULT_ROWS.name and not experts:
+            unseen = held_out(cases)
+        lines = report(cases, errors, unseen, stalled)
+        sections.append(Section(title=title, file=file, lines=tuple(lines), fits=fits))
+    return sections
+
+
 def main() -> int:
-    """Print the table, or fit a device."""
+    """Print the table, write the page, or fit a device."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rows", nargs="?", type=Path, default=DEFAULT_ROWS)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -328,7 +364,16 @@ def main() -> int:
     parser.add_argument(
         "--fits", action="store_true", help="whether what is said to fit is what ran"
     )
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write what all tables show")
     options = parser.parse_args()
+    if options.page:
+        try:
+            found = sections_of(options.rows.parent, with_held_out=options.held_out)
+        except PlannerError as error:
+            print(error, file=sys.stderr)
+            return 2
+        write_page(options.page, found)
+        return 0
     try:
         cases, refused = load_cases(options.rows, experts=options.experts)
     except PlannerError as error:
@@ -353,8 +398,9 @@ def main() -> int:
         print(json.dumps(record.residuals, indent=1))
         return 0
     if options.fits:
-        for what, count in sorted(fit_table(cases).items()):
-            print(f"{count:5}  {what}")
+        for source, counts in fit_table(cases).items():
+            for what, count in sorted(counts.items()):
+                print(f"{source:32}{count:5}  {what}")
     cases, errors = estimated_errors([case for case in cases if case.ran])
     stalled = stalls(cases, errors)
     if options.stalled:
@@ -373,8 +419,7 @@ def main() -> int:
         return 0
     print(f"{'source':32}" + "".join(f"{title:>9}" for title in TITLES.values()))
     for line in lines:
-        cells = [line.get(key) for key in TITLES]
-        texts = ["-" if v is None else str(v) if isinstance(v, int) else f"{v:.2f}" for v in cells]
+        texts = cells_of(line, digits=2)
         print(f"{line['source']:32}" + "".join(f"{text:>9}" for text in texts))
     for reason, count in sorted(refused.items()):
         print(f"not used: {count:4}  {reason}")

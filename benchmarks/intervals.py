@@ -59,7 +59,7 @@ def priced_groups(folder: Path) -> dict[Group, np.ndarray]:
     """Return relative errors of the estimates by source, runtime and kind."""
     found: dict[Group, list[float]] = defaultdict(list)
     for name, experts in FILES:
-        cases, _ = load_cases(folder / name, experts=experts, adapters=True)
+        cases, _ = load_cases(folder / name, experts=experts)
         kept, errors = estimated_errors([case for case in cases if case.ran])
         stalled = stalls(kept, errors)
         for case, error, stops in zip(kept, errors, stalled, strict=True):

@@ -39,7 +39,10 @@ def check(
     ] = "",
     gpu: Annotated[str, typer.Option(help="The device that is priced.")] = "H100",
 ) -> int:
-    """Check Megatron-style flags against every rule, and price them."""
+    """Check Megatron-style flags by every rule; price them.
+
+    Example: planner check '--num-layers 30 --pipeline-model-parallel-size 2' --gpus 16
+    """
     from planner.emit.megatron_options import parse_flags
     from planner.emit.megatron_rules import Run, broken_rules
 

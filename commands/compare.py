@@ -51,7 +51,10 @@ def compare(
         ),
     ] = None,
 ) -> None:
-    """Set the prediction beside a recorded run."""
+    """Set the prediction beside a recorded run.
+
+    Example: planner compare plan.json model.py run --calibrate
+    """
     from commands.render.run import describe_run
     from costmodel.compare import as_rank_timelines, compare_run
     from planner.plan import OURS

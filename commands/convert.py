@@ -43,12 +43,14 @@ def convert(
         float, typer.Option(min=0.001, help="Largest shard of safetensors, in GB.")
     ] = 5.0,
 ) -> None:
-    """Convert a checkpoint to or from safetensors or a single-device state_dict.
+    """Convert a checkpoint to or from safetensors and others.
 
     Works offline and tensor by tensor. From checkpoint to checkpoint all of the training is
     carried, a plain script's {"model": ..., "optimizer": ...} goes both ways; other kinds hold the
     model's weights. Any checkpoint can be loaded under any plan: no
     conversion is needed for that.
+
+    Example: planner convert run weights
     """
     from planner.plan import load_plan
     from planner.runtime.checkpoint.convert import convert as convert_files

@@ -25,7 +25,7 @@ def diff(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not tables.")] = False,
 ) -> None:
-    """Say what two plans of one model decide differently, and what it costs.
+    """Say what two plans decide differently, and its cost.
 
     Example: planner diff plan.json other.json examples/gpt.py
     """

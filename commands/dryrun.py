@@ -16,7 +16,10 @@ def dryrun(
     model: ModelFile,
     rank: Annotated[int, typer.Option(help="The rank to look at.")] = 0,
 ) -> None:
-    """Run one rank on fake tensors: its memory, job by job."""
+    """Run one rank on fake tensors: its memory, job by job.
+
+    Example: planner dryrun plan.json model.py --rank 3
+    """
     from commands.render.checks import describe_dry_run
     from planner.graph.model_file import load_model_file
     from planner.plan import load_plan

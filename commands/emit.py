@@ -35,7 +35,13 @@ def emit(
         str | None, typer.Option(help="cpu or cuda. Default: as the plan's cluster.")
     ] = None,
 ) -> int:
-    """Write a plan for Megatron-LM, torchtitan, Slurm, Kubernetes and others."""
+    """Write a plan for other systems, or as a launch script.
+
+    Systems: Megatron-LM, Megatron-Bridge, torchtitan, DeepSpeed, nanotron, accelerate; scripts:
+    torchrun, Slurm, Kubernetes, Ray. `--to list` names them all.
+
+    Example: planner emit plan.json model.py --to megatron-lm
+    """
     from planner.emit import EMITTERS, Launch, PlanView, find_emitter, refusals
     from planner.emit import emit as emit_plan
     from planner.errors import PlanError

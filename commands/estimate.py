@@ -7,15 +7,18 @@ from typing import Annotated
 
 import typer
 
-from commands.common.options import RUNTIMES, ClipOption, ClusterOption, ProfileOption
+from commands.common.long_run import LongRun
+from commands.common.options import RUNTIMES, ClipOption, ClusterOption, ProfileOption, spread
 from commands.common.prediction import interval_of, predict
 from commands.render.console import check_writable, show_note, show_progress, show_results
 from planner.errors import PlannerError
 
 
+@spread(LongRun)
 def estimate(
     plan: Annotated[Path | None, typer.Argument(help="A plan made by `planner search`.")] = None,
     model: Annotated[Path | None, typer.Argument(help="The model file of the plan.")] = None,
+    *,
     profile: ProfileOption = None,
     cluster: ClusterOption = None,
     execution: Annotated[
@@ -23,6 +26,7 @@ def estimate(
         typer.Option(help=f"The runtime that trains: {RUNTIMES} Default: the plan's."),
     ] = None,
     clip_gradients: ClipOption = False,
+    long_run: LongRun,
     batch: Annotated[
         Path | None, typer.Option(help="Instead of PLAN MODEL: a CSV of runs, one a row.")
     ] = None,
@@ -30,7 +34,10 @@ def estimate(
         Path | None, typer.Option(help="With --batch: the CSV to write, with predictions added.")
     ] = None,
 ) -> None:
-    """Predict a plan's step time and memory, in parts."""
+    """Predict a plan's step time and memory, in parts.
+
+    Example: planner estimate plan.json model.py --execution megatron-core
+    """
     if batch is not None or out is not None:
         if batch is None or out is None:
             raise PlannerError("--batch and --out go together: --batch IN.csv --out OUT.csv")
@@ -43,10 +50,14 @@ def estimate(
             raise PlannerError(
                 "rows say their software by `stack`; leave --execution and --clip-gradients out"
             )
+        if long_run != LongRun():
+            raise PlannerError("failures are of one run: give PLAN and MODEL, not --batch")
         _estimate_rows(batch, out)
         return
     if plan is None or model is None:
         raise PlannerError("give PLAN and MODEL, or --batch IN.csv --out OUT.csv")
+    failures = long_run.failures()
+    from commands.render.goodput import describe_goodput
     from commands.render.plan import describe_estimate
 
     predicted = predict(
@@ -58,7 +69,15 @@ def estimate(
     told = predicted.estimate.to_dict()
     told["relative_error"] = interval_of(predicted).relative
     runtime = predicted.costs.execution.name
-    show_results(*describe_estimate(told, cluster=machine, execution=runtime))
+    parts = describe_estimate(told, cluster=machine, execution=runtime)
+    if failures is not None:
+        from costmodel.failures import goodput
+
+        num_nodes = -(-predicted.plan.world_size // predicted.plan.cluster.devices_per_node)
+        parts += describe_goodput(
+            goodput(failures, num_nodes), num_nodes=num_nodes, step_s=told["step_s"]
+        )
+    show_results(*parts)
 
 
 def _estimate_rows(source: Path, target: Path) -> None:

@@ -58,6 +58,10 @@ def launch(
         str, typer.Option(help="With --keep, where memory is too small: stop, or replan.")
     ] = "stop",
     profile: ProfileOption = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(help="With --preflight: the cluster file that the plan was searched for."),
+    ] = None,
     preflight: Annotated[
         bool,
         typer.Option(
@@ -69,17 +73,22 @@ def launch(
         bool, typer.Option("--json", help="With --preflight: print JSON, not a table.")
     ] = False,
 ) -> int:
-    """Train: run a script on every rank of a plan, and keep it running.
+    """Train: run a script on every rank of a plan.
 
-    Options of `launch` itself come before PLAN; what follows SCRIPT is the script's own.
+    Options of `launch` itself come before PLAN; what follows SCRIPT is the script's own. With
+    --keep the run starts again after failures, from its newest checkpoint.
+
+    Example: planner launch --keep ckpts plan.json train.py
     """
     if as_json and not preflight:
         raise PlanError("`as_json` prints what `preflight` finds; give both")
+    if cluster is not None and not preflight:
+        raise PlanError("`cluster` says what links `preflight` compares with; give both")
     if preflight:
         return _preflight(
             plan, script, device, num_nodes=num_nodes, rendezvous=rendezvous,
             devices=None if devices is None else _numbers(devices), profile=profile,
-            as_json=as_json,
+            cluster=cluster, as_json=as_json,
         )  # fmt: skip
     from planner.plan import OURS, load_plan
     from planner.runtime.start.course import Keeping
@@ -130,12 +139,13 @@ def _preflight(
     rendezvous: str | None,
     devices: Sequence[int] | None,
     profile: str | None,
+    cluster: Path | None,
     as_json: bool,
 ) -> int:
     from commands.render.preflight import describe_preflight, problem_lines
     from planner.runtime.preflight import preflight
 
-    planned, note = _planned_rates(plan, profile)
+    planned, note = _planned_rates(plan, profile, cluster)
     report = preflight(
         plan, script, device, num_nodes=num_nodes, rendezvous=rendezvous, devices=devices,
         planned=planned,
@@ -152,27 +162,35 @@ def _preflight(
     return 1 if report.problems else 0
 
 
-def _planned_rates(path: Path, name: str | None) -> tuple[PlannedRates | None, str]:
+def _planned_rates(
+    path: Path, name: str | None, cluster: Path | None
+) -> tuple[PlannedRates | None, str]:
     """Return the rates that a plan was priced with, and what to tell where they are not here."""
-    import profiles
-    from costmodel.planned_rates import planned_exchange_seconds
+    from commands.common.inputs import profile_named
+    from costmodel.planned_rates import between_nodes_seconds, planned_seconds
     from planner.plan import load_plan
-    from planner.runtime.preflight import SIZES, PlannedRates, shapes
+    from planner.runtime.preflight import BETWEEN_NODES, Exchange, PlannedRates
 
     try:
         plan = load_plan(path)
     except PlanError:  # told with the other problems of all nodes
         return None, ""
     try:
-        machine = profiles.load_profile(name or plan.cluster.name)
+        machine, _ = profile_named(name or (None if cluster else plan.cluster.name), cluster)
     except ProfileError as error:
-        if name is not None:
+        if name is not None or cluster is not None:
             raise
         return None, (
             f"links are not compared with planned rates: the plan was priced with "
-            f"{plan.cluster.name!r} ({error}); `profile` names another"
+            f"{plan.cluster.name!r} ({error}); `profile` or `cluster` names another"
         )
-    seconds = planned_exchange_seconds(machine, shapes(plan), SIZES)
+    of_ranks = planned_seconds(plan, machine)
+
+    def seconds(exchange: Exchange, num_bytes: int) -> float:
+        if exchange.axis == BETWEEN_NODES:  # of nodes as they are
+            return between_nodes_seconds(machine, num_bytes)
+        return of_ranks(exchange.kind, exchange.ranks, num_bytes)
+
     return PlannedRates(source=machine.name, seconds=seconds), ""
 
 

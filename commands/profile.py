@@ -61,6 +61,8 @@ def profile(
 
     The same command goes on where it was stopped. `planner profile show DIR` prints what a
     profile holds.
+
+    Example: planner profile --budget 5m model.py
     """
     if check is not None:
         return _check(check)

@@ -80,6 +80,7 @@ def search(
     """
     from commands.render.answer import as_data
     from commands.render.search import describe_advice, describe_pareto
+    from planner.ops.called_modules import called_modules_messages
     from planner.ops.held_pairs import held_pairs_messages
     from planner.plan import OURS, save_plan
     from planner.plan.batch_statistics import cut_batch_messages
@@ -142,7 +143,11 @@ def search(
     answer = _answer(model, out, graph, profile, request, result, points)
     chosen = with_buckets(answer.plan, graph, buckets)
     save_plan(chosen, out)
-    for message in (*cut_batch_messages(graph, chosen), *held_pairs_messages(graph)):
+    for message in (
+        *cut_batch_messages(graph, chosen),
+        *called_modules_messages(graph),
+        *held_pairs_messages(graph),
+    ):
         show_note(message)
     if as_json:
         front = [point.to_dict() for point in points]

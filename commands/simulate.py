@@ -14,7 +14,10 @@ def simulate(
     cluster: ClusterOption = None,
     trace: TraceOption = None,
 ) -> None:
-    """Play a plan's timetable: who works and waits when."""
+    """Play a plan's timetable: who works and waits when.
+
+    Example: planner simulate plan.json model.py --trace step.json
+    """
     from commands.render.run import describe_timeline
     from costmodel.compare import as_rank_timelines
     from costmodel.estimate import plan_job_seconds

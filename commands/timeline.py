@@ -7,7 +7,10 @@ from commands.render.console import check_writable, show_results, write_trace
 
 
 def timeline(folder: RunFolder, trace: TraceOption = None) -> None:
-    """Report a recorded run, and make one trace of it."""
+    """Report a recorded run, and make one trace of it.
+
+    Example: planner timeline run --trace run.json
+    """
     from commands.render.run import describe_recording
     from planner.timeline import load_timeline
 

@@ -35,6 +35,8 @@ def verify(
     Trains a few steps both ways in fp64 and exits with 1 if they differ by more than rounding does.
     With --by-block nothing is trained: all parts of the plan are proven one by one, in this
     process, and what that does not show is said.
+
+    Example: planner verify plan.json model.py
     """
     from planner.plan import load_plan
 

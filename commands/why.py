@@ -12,7 +12,10 @@ from commands.render.console import show_note, show_progress, show_results
 
 @spread(Question)
 def why(model: ModelFile, question: Question) -> None:
-    """Say why your choices are refused, or slower."""
+    """Say why your choices are refused, or slower.
+
+    Example: planner why model.py --gpus 8 --global-batch 64 --tp 8
+    """
     from commands.render.search import describe_comparison
     from search.report.explain import compare_choices
 

@@ -1,18 +1,15 @@
 """What a training step takes, predicted: pure functions of a graph, a profile and a plan.
 
 `estimate` is the front door: time and memory in named parts. Below it, each usable alone:
-`price_program` prices a block on one rank, `StageCosts` any run of blocks, `simulate` runs a
-job table, `plan_memory` and `RankBound` count bytes. All of it is free of torch, and `CostCache`
-computes each expensive answer once: a search calls it thousands of times a second.
+`time.block.program` prices a block on one rank, `StageCosts` any run of blocks, `time.simulate`
+runs a job table, `memory.exact` and `memory.bound` count bytes. All of it is free of torch, and
+`CostCache` computes each expensive answer once: a search calls it thousands of times a second.
 """
 
 from costmodel.cache import CostCache
-from costmodel.estimate import Estimate, TimeParts, estimate
-from costmodel.memory.parts import MemoryParts
-from costmodel.time.block.compute import op_seconds, redistribute_seconds
-from costmodel.time.block.program import ProgramCost, price_program
-from costmodel.time.plan_price import PlanPrice, price_plan
-from costmodel.time.simulate import JobSeconds, Timeline, build_job_table, simulate
+from costmodel.estimate import Estimate, estimate
+from costmodel.time.plan_price import PlanPrice
+from costmodel.time.simulate import JobSeconds, build_job_table
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.stage_costs.stage_costs import StageCosts
 
@@ -20,18 +17,9 @@ __all__ = [
     "CostCache",
     "Estimate",
     "JobSeconds",
-    "MemoryParts",
     "PlanPrice",
-    "ProgramCost",
     "StageCosts",
     "StageLoad",
-    "TimeParts",
-    "Timeline",
     "build_job_table",
     "estimate",
-    "op_seconds",
-    "price_plan",
-    "price_program",
-    "redistribute_seconds",
-    "simulate",
 ]

@@ -6,20 +6,19 @@ blocks are lowered on with the sizes of these, never on where in the model it st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple, TypeVar
 
 from costmodel.execution import Execution, find_execution
-from costmodel.execution.narrow_saves import as_saved
 from costmodel.execution.own_modules import with_own_modules
 from costmodel.execution.rings import with_rings
-from costmodel.execution.saves import saved_instead, with_sized_losses
-from costmodel.links import Links, find_links
-from costmodel.memory.block.block_bytes import BlockBytes, block_bytes
-from costmodel.memory.exact.stage.jobs import StageJobs
-from costmodel.side_values import SideValues, find_side_values
-from costmodel.time.block.program import ProgramCost, price_program
+from costmodel.execution.saves import as_saved, saved_instead, with_sized_losses
+from costmodel.links import Links, SideValues, find_links, find_side_values
+from costmodel.memory.block.block_bytes import BlockBytes, block_bytes, block_load
+from costmodel.time.block.program import price_program
+from costmodel.time.stage_costs.load import StageLoad
+from costmodel.time.stage_costs.times import RunTimes
 from costmodel.topology import lowered_groups
 from planner.errors import PlanError
 from planner.graph import ModelGraph, Program
@@ -28,12 +27,22 @@ from planner.layout.experts import spread_experts
 from planner.layout.lowering import lower
 from planner.ops.recompute_choice import ops_made_again
 from planner.plan import OURS, ClassLayout, Recompute
-from planner.plan.replication import Replication
 from profiles import Profile
 
-if TYPE_CHECKING:
-    from costmodel.time.stage_costs.chain import ChainCosts, Split
-    from costmodel.time.stage_costs.replicas import ReplicaPrices
+T = TypeVar("T")
+
+
+class BlockPrice(NamedTuple):
+    """One forward and one backward of a block on one rank."""
+
+    times: RunTimes
+    """Its seconds."""
+    load: StageLoad
+    """Its bytes."""
+    has_backward: bool
+    """Whether a gradient arrives at all: before a model's first trained parameter none does."""
+    side_positions: tuple[int, ...]
+    """Inputs that it keeps and that need no gradient (rotary tables, masks), by position."""
 
 
 class CostCache:
@@ -41,7 +50,8 @@ class CostCache:
 
     Says also what kind of step is priced: the runtime's whose `execution` it is (if not given,
     ours), and whether it `clips_gradients`. In a cluster of several groups of devices, `groups` has
-    the prices on each of them, and this one those on the first.
+    the prices on each of them, of as many devices as `group_sizes` says, and this one those on the
+    first.
     """
 
     def __init__(
@@ -53,19 +63,18 @@ class CostCache:
         clips_gradients: bool = False,
     ) -> None:
         self.groups: Mapping[str, CostCache] = {}
+        self.group_sizes: Mapping[str, int] = {}
         self.graph, self.profile = graph, profile
         self.execution = execution or find_execution(OURS)
         self.clips_gradients = clips_gradients
         self._batch_inputs: dict[int, frozenset[str]] = {}
         self._bound: dict[tuple[int, int], Program] = {}
         self._local: dict[tuple, Program] = {}
-        self._blocks: dict[tuple, ProgramCost] = {}
+        self._blocks: dict[tuple, BlockPrice] = {}
+        self._loads: dict[tuple, StageLoad] = {}
         self._bytes: dict[tuple, BlockBytes] = {}
         self._side_values: dict[int, SideValues] = {}
-        self.stage_jobs: dict[tuple, dict[tuple, StageJobs]] = {}
-        self.chains: dict[Split, ChainCosts] = {}
-        self.replica_prices: dict[tuple[Replication, Degrees], ReplicaPrices] = {}
-        self._alike: CostCache | None = None
+        self._made: dict[Hashable, Any] = {}
 
     def on(self, profile: Profile) -> CostCache:
         """Return prices of the same step on another profile of the same machine.
@@ -78,11 +87,21 @@ class CostCache:
             execution=self.execution,
             clips_gradients=self.clips_gradients,
         )
-        other._alike, other.links = self, self.links
-        other._batch_inputs = self._batch_inputs
+        other.links, other._batch_inputs = self.links, self._batch_inputs
         other._bound, other._local = self._bound, self._local
-        other._bytes, other._side_values = self._bytes, self._side_values
+        other._bytes, other._loads = self._bytes, self._loads
+        other._side_values = self._side_values
         return other
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what `make` makes, the first time it is asked for under a key.
+
+        What rooms above price with these answers is kept so for as long as the answers are.
+        """
+        if key not in self._made:
+            self._made[key] = make()
+        made: T = self._made[key]
+        return made
 
     def of_group(self, name: str) -> CostCache:
         """Return the prices on a group of devices of the cluster; "" where all devices are equal.
@@ -174,7 +193,7 @@ class CostCache:
         *,
         recomputed: tuple[str, ...] | None = None,
         polls: bool = False,
-    ) -> ProgramCost:
+    ) -> BlockPrice:
         """Return the price of one block of a class.
 
         `recomputed` names the ops that selective recomputation runs again (None: the
@@ -184,17 +203,38 @@ class CostCache:
         key = *_key(class_index, microbatch_size, degrees, layouts), recomputed, polls
         if key not in self._blocks:
             local = self.local(class_index, microbatch_size, degrees, layouts)
-            whole = self.bound(class_index, microbatch_size)
-            self._blocks[key] = price_program(
-                local,
-                self.profile,
-                axes=lowered_groups(self.profile.cluster, degrees),
-                execution=self.execution,
-                recomputed=ops_made_again(whole, as_saved(local, self.profile), recomputed),
-                polls=polls,
-                alike=None if self._alike is None else self._alike._blocks.get(key),
+            held = self.block_bytes(class_index, microbatch_size, degrees, layouts)
+            again = self._made_again(class_index, microbatch_size, held.saved.program, recomputed)
+            if key not in self._loads:
+                self._loads[key] = block_load(held, again)
+            self._blocks[key] = BlockPrice(
+                times=price_program(
+                    local,
+                    self.profile,
+                    axes=lowered_groups(self.profile.cluster, degrees),
+                    execution=self.execution,
+                    recomputed=again,
+                    polls=polls,
+                ),
+                load=self._loads[key],
+                has_backward=any(edge.requires_grad for edge in held.outputs),
+                side_positions=tuple(
+                    position
+                    for position, edge in enumerate(held.inputs)
+                    if edge.is_kept and not edge.requires_grad
+                ),
             )
         return self._blocks[key]
+
+    def _made_again(
+        self,
+        class_index: int,
+        microbatch_size: int,
+        held: Program,
+        recomputed: tuple[str, ...] | None,
+    ) -> frozenset[str]:
+        """Return the ops of a rank's program that selective recomputation runs again."""
+        return ops_made_again(self.bound(class_index, microbatch_size), held, recomputed)
 
     def block_bytes(
         self,
@@ -206,18 +246,24 @@ class CostCache:
         recompute: Recompute = "none",
         recomputed: tuple[str, ...] | None = None,
     ) -> BlockBytes:
-        """Return what one block of a class holds while it runs, storage by storage."""
+        """Return what one block of a class holds while it runs, storage by storage; `recomputed`
+        as in `block`.
+        """
         degrees = degrees or Degrees()
-        key = *_key(class_index, microbatch_size, degrees, layouts), recompute, recomputed
+        key = *_key(class_index, microbatch_size, degrees, layouts), recompute
+        if recompute == "selective":
+            key = *key, recomputed
         if key not in self._bytes:
             local = self.local(class_index, microbatch_size, degrees, layouts)
-            whole = self.bound(class_index, microbatch_size)
             held = as_saved(local, self.profile)
+            again = frozenset[str]()
+            if recompute == "selective":
+                again = self._made_again(class_index, microbatch_size, held, recomputed)
             self._bytes[key] = block_bytes(
                 held,
                 device_type=self.profile.cluster.device_type,
                 recompute=recompute,
-                recomputed=ops_made_again(whole, held, recomputed),
+                recomputed=again,
                 instead=saved_instead(held, self.execution),
             )
         return self._bytes[key]
@@ -232,14 +278,6 @@ class CostCache:
             self._batch_inputs[block_index] = (taken - made) | frozenset(through)
         return self._batch_inputs[block_index]
 
-    def side_bytes(self, names: frozenset[str], microbatch_size: int) -> tuple[int, int]:
-        """Return bytes of preamble values: per microbatch, and of those that are always the same.
-
-        A value that depends on no batch input (positions, a causal mask) is computed once.
-        """
-        values = self.side_values(microbatch_size)
-        return values.num_bytes(names, fixed=False), values.num_bytes(names, fixed=True)
-
     def side_values(self, microbatch_size: int) -> SideValues:
         """Return the preamble's values for microbatches of a size."""
         if microbatch_size not in self._side_values:
@@ -253,6 +291,7 @@ def costs_of_groups(profile: Profile, on: Callable[[Profile], CostCache]) -> Cos
         return on(profile)
     costs = on(profile.groups[0].profile)
     costs.groups = {group.name: on(group.profile) for group in profile.groups}
+    costs.group_sizes = {group.name: group.num_devices for group in profile.groups}
     return costs
 
 

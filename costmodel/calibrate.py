@@ -23,7 +23,7 @@ from costmodel.compare import (
     step_seconds,
 )
 from costmodel.estimate import estimate
-from costmodel.in_training import in_training
+from costmodel.execution.executed import in_training
 from costmodel.time.plan_price import price_plan, stages_of_rank
 from planner.graph import ModelGraph
 from planner.plan import Plan

@@ -35,6 +35,7 @@ from costmodel.time.clipping import ClipSeconds, last_rank, norm_sum_seconds, up
 from costmodel.time.inputs import input_seconds
 from costmodel.time.offload import least_job_seconds
 from costmodel.time.plan_price import PlanPrice, price_plan, stages_of_rank
+from costmodel.time.replica_views import ReplicaView, replica_views
 from costmodel.time.simulate import JobSeconds, JobTable, Timeline, build_job_table, simulate
 from costmodel.time.step_path import StepPath, rank_work
 from planner.graph import ModelGraph
@@ -142,13 +143,22 @@ def estimate(
     if costs is None:
         execution = execution or find_execution(plan.execution)
         costs = cost_cache(graph, profile, plan.world_size, execution=execution)
-    price, timeline, time = _timed(plan, costs)
-    # All stages have meshes of as many ranks.
-    flop_of_ranks = (price.times.forward_flop + price.times.backward_flop).sum()
-    flop = float(flop_of_ranks) * plan.degrees.num_ranks
+    views = replica_views(plan, costs)
+    num_replicas = sum(view.replicas for view in views)
+    found = [_timed(view, costs) for view in views]
+    flop, memory = 0.0, []
+    for view, (price, timeline, _) in zip(views, found, strict=True):
+        # All stages have meshes of as many ranks.
+        flop_of_ranks = (price.times.forward_flop + price.times.backward_flop).sum()
+        flop += float(flop_of_ranks) * plan.degrees.num_ranks * view.replicas / num_replicas
+        weights = price.weights(range(plan.pp))
+        memory.append(plan_memory(view.plan, costs, timeline.schedule, weights))
+    _, timeline, time = max(found, key=lambda each: each[2].step_s)
     return Estimate(
         time=time,
-        memory=plan_memory(price, costs, timeline.schedule),
+        memory=tuple(
+            max(of_rank, key=lambda parts: parts.total) for of_rank in zip(*memory, strict=True)
+        ),
         timeline=timeline,
         flop=flop * plan.num_microbatches,
         samples=plan.global_batch,
@@ -158,30 +168,52 @@ def estimate(
 
 def estimate_time(plan: Plan, costs: CostCache) -> TimeParts:
     """Return the seconds of a step alone, for which no memory is walked."""
-    return _timed(plan, costs)[2]
+    times = (_timed(view, costs)[2] for view in replica_views(plan, costs))
+    return max(times, key=lambda time: time.step_s)
 
 
 def step_seconds(plan: Plan, costs: CostCache) -> float:
     """Return the seconds of a step, not in parts."""
-    price = price_plan(plan, costs)
     table = _table_of(plan)
-    at_least = _copies_beside_jobs(price, table)
-    last = _last_rank(price, costs, simulate(table, price.job_seconds, at_least=at_least))
-    return last.end_s + last.after_s + last.clipping_s + last.optimizer_s + last.inputs_s
+    found = []
+    for view in replica_views(plan, costs):
+        price = price_plan(view.plan, costs, view.neighbours)
+        at_least = _copies_beside_jobs(price, costs, table)
+        last = _last_rank(price, costs, simulate(table, price.job_seconds, at_least=at_least))
+        after_s = last.after_s + last.clipping_s + last.optimizer_s
+        found.append(last.end_s + after_s + last.inputs_s)
+    return max(found)
 
 
 def rank_bytes(plan: Plan, costs: CostCache, pp_ranks: Sequence[int]) -> tuple[int, ...]:
     """Return the peak memory of these pp ranks alone."""
+    return tuple(
+        max(of_groups.values()) for of_groups in rank_bytes_by_group(plan, costs, pp_ranks)
+    )
+
+
+def rank_bytes_by_group(
+    plan: Plan, costs: CostCache, pp_ranks: Sequence[int]
+) -> tuple[dict[str, int], ...]:
+    """Return the peak memory of these pp ranks on each group of devices that their replicas lie
+    on.
+    """
     schedule = _table_of(plan).schedule
-    memory = plan_memory(price_plan(plan, costs), costs, schedule, pp_ranks)
-    return tuple(int(parts.total) for parts in memory)
+    found: tuple[dict[str, int], ...] = tuple({} for _ in pp_ranks)
+    for view in replica_views(plan, costs):
+        weights = price_plan(view.plan, costs, view.neighbours).weights(pp_ranks)
+        memory = plan_memory(view.plan, costs, schedule, weights)
+        for rank, parts, most in zip(pp_ranks, memory, found, strict=True):
+            group = view.plan.device_groups[rank]
+            most[group] = max(most.get(group, 0), int(parts.total))
+    return found
 
 
-def _timed(plan: Plan, costs: CostCache) -> tuple[PlanPrice, Timeline, TimeParts]:
-    """The prices of a plan, when its jobs run, and its step in parts."""
-    price = price_plan(plan, costs)
-    table = _table_of(plan)
-    at_least = _copies_beside_jobs(price, table)
+def _timed(view: ReplicaView, costs: CostCache) -> tuple[PlanPrice, Timeline, TimeParts]:
+    """The prices of some replicas, when their jobs run, and their step in parts."""
+    price = price_plan(view.plan, costs, view.neighbours)
+    table = _table_of(view.plan)
+    at_least = _copies_beside_jobs(price, costs, table)
     played = simulate(table, price.job_seconds, at_least=at_least)
     timeline = replace(played, step_jobs_s=_step_jobs_s(price, costs, played))
     return price, timeline, _time_parts(price, costs, timeline, table, at_least)
@@ -228,14 +260,26 @@ def _table_of(plan: Plan) -> JobTable:
 
 
 def plan_job_seconds(plan: Plan, costs: CostCache) -> JobSeconds:
-    """Return what the jobs and transfers of a plan take, whatever their order."""
-    return price_plan(plan, costs).job_seconds
+    """Return what the jobs and transfers of a plan take, whatever their order: those of the
+    slowest replicas.
+    """
+    return slowest_price(plan, costs).job_seconds
 
 
 def plan_kept_bytes(plan: Plan, costs: CostCache) -> tuple[float, ...]:
-    """Return what one microbatch in flight keeps on each stage of a plan."""
-    price = price_plan(plan, costs)
+    """Return what one microbatch in flight keeps on each stage of a plan, of the slowest
+    replicas.
+    """
+    price = slowest_price(plan, costs)
     return tuple(saved + price.side_bytes(s) for s, saved in enumerate(_saved_bytes(price)))
+
+
+def slowest_price(plan: Plan, costs: CostCache) -> PlanPrice:
+    """Return the prices of the replicas whose step is longest; its plan has their devices."""
+    views = replica_views(plan, costs)
+    if len(views) == 1:
+        return price_plan(views[0].plan, costs, views[0].neighbours)
+    return max((_timed(view, costs) for view in views), key=lambda each: each[2].step_s)[0]
 
 
 def _saved_bytes(price: PlanPrice) -> tuple[float, ...]:
@@ -248,7 +292,9 @@ def _saved_bytes(price: PlanPrice) -> tuple[float, ...]:
     return tuple(kept)
 
 
-def _copies_beside_jobs(price: PlanPrice, table: JobTable) -> tuple[np.ndarray, ...] | None:
+def _copies_beside_jobs(
+    price: PlanPrice, costs: CostCache, table: JobTable
+) -> tuple[np.ndarray, ...] | None:
     """Return what the copies of activations take beside each job of each rank, if there are any."""
     on_host = [s for s, stage in enumerate(price.plan.stages) if stage.activations_on_host]
     if not on_host:
@@ -257,8 +303,8 @@ def _copies_beside_jobs(price: PlanPrice, table: JobTable) -> tuple[np.ndarray, 
     moved = {s: saved[s] for s in on_host}
     rows = table.schedule.jobs
     return tuple(
-        least_job_seconds(price.rank_costs(rank).profile, len(row), offloads_of(row, moved), moved)
-        for rank, row in enumerate(rows)
+        least_job_seconds(costs.of_group(group).profile, len(row), offloads_of(row, moved), moved)
+        for group, row in zip(price.plan.device_groups, rows, strict=True)
     )
 
 
@@ -332,7 +378,7 @@ def _last_rank(price: PlanPrice, costs: CostCache, timeline: Timeline) -> _LastR
         clipping_s=clipping_s,
         optimizer_s=price.updates[rank].optimizer_s,
         inputs_s=input_seconds(
-            price.rank_costs(plan.stages[0].pp_rank),
+            costs.of_group(plan.stages[0].device_group),
             [block for s in first_stages for block in plan.stages[s].blocks],
             microbatch_size=plan.stage_microbatch_size(0),
             num_microbatches=plan.num_microbatches,
@@ -382,9 +428,11 @@ def _instant(price: PlanPrice) -> JobSeconds:
 
 
 def step_path(plan: Plan, costs: CostCache) -> StepPath:
-    """Return a step's seconds by cause, over all ranks (`costmodel.time.step_path`)."""
-    price, table = price_plan(plan, costs), _table_of(plan)
-    at_least = _copies_beside_jobs(price, table)
+    """Return a step's seconds by cause, over all ranks (`costmodel.time.step_path`): those of the
+    slowest replicas.
+    """
+    price, table = slowest_price(plan, costs), _table_of(plan)
+    at_least = _copies_beside_jobs(price, costs, table)
     timeline = simulate(table, price.job_seconds, at_least=at_least)
     last = _last_rank(price, costs, timeline)
     without = _last_rank(price, costs, simulate(table, _instant(price), at_least=at_least))

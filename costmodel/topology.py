@@ -14,7 +14,7 @@ of 16 devices the dp group above stays in one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from planner.cluster import ClusterSpec
@@ -87,6 +87,17 @@ def pair_group(cluster: ClusterSpec, *, apart: int) -> Group:
     )
 
 
+def with_neighbours(cluster: ClusterSpec, ranks: int) -> ClusterSpec:
+    """Return a group of devices as replicas see it of which so many ranks lie on it: what goes to
+    the other ranks leaves it. 0: all lie on it.
+    """
+    if not ranks:
+        return cluster
+    *inside, outermost = cluster.tiers
+    inside = [tier for tier in inside if tier.devices < ranks]
+    return replace(cluster, tiers=(*inside, replace(outermost, devices=ranks)))
+
+
 def way_out(cluster: ClusterSpec) -> Group:
     """Return the pair of a rank of the cluster and one outside it, over its outermost tier."""
     return Group(ranks_per_node=1, num_nodes=2, domains=(*[1] * (len(cluster.tiers) - 1), 2))
@@ -125,11 +136,6 @@ def lowered_groups(cluster: ClusterSpec, degrees: Degrees) -> dict[str, Axis]:
     return own | {"ep": Axis(size=degrees["ep"], group=experts)}
 
 
-def expert_group(cluster: ClusterSpec, degrees: Degrees, *, replicas: int) -> Group:
-    """Return the group of so many ranks with the same experts."""
-    return axis_group(cluster, size=replicas, stride=degrees.expert_parts)
-
-
 def replica_mesh(degrees: Degrees) -> Degrees:
     """Return the mesh of one replica: sizes on the axes that cut the batch are 1."""
     return degrees.with_sizes(**{axis.name: 1 for axis in batch_axes()})
@@ -151,10 +157,14 @@ def copies_group(cluster: ClusterSpec, replica: Degrees, *, shards: int, copies:
     return axis_group(cluster, size=copies, stride=stride)
 
 
-def pipeline_group(cluster: ClusterSpec, degrees: Degrees, *, pp: int) -> Group:
+def pipeline_group(
+    cluster: ClusterSpec, degrees: Degrees, *, pp: int, neighbours: int = 0
+) -> Group:
     """Return the pair of ranks of neighbouring stages; the slowest pair stands for all.
+
+    Of each stage `neighbours` ranks lie on this cluster, 0: all.
 
     With several stages in a node most transfers stay inside, but a pipeline moves at the pace of
     its slowest link, so a transfer is between nodes as soon as the pipeline spans nodes.
     """
-    return pair_group(cluster, apart=(pp - 1) * degrees.num_ranks)
+    return pair_group(cluster, apart=(pp - 1) * (neighbours or degrees.num_ranks))

@@ -20,16 +20,16 @@ r has the common errors of answers in it, so the larger of both counts and not t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import exp, hypot, sqrt
 from typing import Literal
 
 from costmodel.cache import CostCache, costs_of_groups
 from costmodel.estimate import estimate
+from costmodel.execution.executed import in_training
 from costmodel.execution.execution import Execution, RunKind, residuals_of_runs
-from costmodel.in_training import in_training
-from costmodel.table.rates import residuals_of
+from costmodel.table.kernels import residuals_of
 from planner.graph import ModelGraph
 from planner.layout.experts import grouped_products
 from planner.plan import Plan
@@ -77,25 +77,28 @@ def step_interval(graph: ModelGraph, profile: Profile, plan: Plan) -> Interval:
     `profile` as it was loaded; raises as `estimate` does.
     """
 
-    def typical(profile: Profile) -> CostCache:
-        return CostCache(graph, in_training(profile, plan.world_size))
+    def step_s_of(answers: Callable[[Profile], Profile]) -> float:
+        """Return the step with these answers of the profile in training."""
 
-    def one_sigma_later(profile: Profile) -> CostCache:
-        return CostCache(graph, _OneSigmaLater(in_training(profile, plan.world_size)))
+        def on(profile: Profile) -> CostCache:
+            return CostCache(graph, answers(in_training(profile, plan.world_size)))
 
-    step_s = estimate(graph, profile, plan, costs=costs_of_groups(profile, typical)).step_s
-    late = costs_of_groups(profile, one_sigma_later)
-    of_answers = estimate(graph, profile, plan, costs=late).step_s / step_s - 1.0
+        return estimate(graph, profile, plan, costs=costs_of_groups(profile, on)).step_s
+
+    step_s = step_s_of(lambda profile: profile)
+    of_answers = step_s_of(_OneSigmaLater) / step_s - 1.0
     of_steps, basis = step_sigma(profile)
     if of_answers > of_steps:
         basis = "errors of the profile's own answers"
-    width = exp(Z * max(of_answers, of_steps))
-    return Interval(low_s=step_s / width, high_s=step_s * width, basis=basis)
+    return _interval(step_s, max(of_answers, of_steps), basis)
 
 
 def row_interval(step_s: float, profile: Profile) -> Interval:
     """Return where the step of a run described by a row lies, from what its device's rates miss."""
-    sigma, basis = step_sigma(profile)
+    return _interval(step_s, *step_sigma(profile))
+
+
+def _interval(step_s: float, sigma: float, basis: str) -> Interval:
     width = exp(Z * sigma)
     return Interval(low_s=step_s / width, high_s=step_s * width, basis=basis)
 
@@ -123,12 +126,9 @@ def _of_sources(residuals: Mapping[str, float]) -> float:
 
 def runtime_interval(graph: ModelGraph, execution: Execution, step_s: float) -> Interval:
     """Return where a step lies that was estimated for a runtime priced with rates."""
-    kind = run_kind(graph)
-    found = residuals_of_runs(execution.name, kind)
-    sigma = sigma_of(found)
+    found = residuals_of_runs(execution.name, run_kind(graph))
     basis = f"published runs of {len(found)} sources" if found else "no published runs of its kind"
-    width = exp(Z * sigma)
-    return Interval(low_s=step_s / width, high_s=step_s * width, basis=basis)
+    return _interval(step_s, sigma_of(found), basis)
 
 
 def run_kind(graph: ModelGraph) -> RunKind:

@@ -11,6 +11,7 @@ from pathlib import Path
 from planner.cache_folder import cache_dir
 from planner.errors import ProfileError
 from profiles.devices import shipped_for_gpu, shipped_names, shipped_profile
+from profiles.link_rates import with_inter_node
 from profiles.profile import Profile
 from profiles.records import ProfileFile
 from profiles.store import (
@@ -88,25 +89,7 @@ def _with_link(file: ProfileFile, suffix: str) -> ProfileFile:
             f"profile {file.name} has no inter-node link {suffix!r}; use one of: "
             f"{', '.join(sorted(links)) or '(none)'}"
         )
-    link = links[suffix]
-    slower = link.beta_s_per_byte.value / file.cluster.inter_node.beta_s_per_byte.value
-    later = link.alpha_s.value / file.cluster.inter_node.alpha_s.value
-    fits = tuple(
-        fit
-        if fit.num_nodes == 1
-        else fit.model_copy(
-            update={
-                "pieces": tuple(p.scaled(steps=later, share=slower) for p in fit.pieces),
-                "relative_error": fit.relative_error + 0.1,
-                "detail": f"{fit.detail}; scaled to {link.name}",
-            }
-        )
-        for fit in file.collective_fits
-    )
-    cluster = file.cluster.model_copy(update={"inter_node": link})
-    return file.model_copy(
-        update={"name": f"{file.name}@{suffix}", "cluster": cluster, "collective_fits": fits}
-    )
+    return with_inter_node(file, links[suffix], name=f"{file.name}@{suffix}")
 
 
 def own_profile_dir(device: str | None = None) -> Path:

@@ -112,6 +112,12 @@ def load_cluster(path: str | os.PathLike[str]) -> Profile:
             f"{path} has several groups called {next(n for n in names if names.count(n) > 1)!r}; "
             "give each a `name` of its own"
         )
+    joined = next((name for name in names if "+" in name), None)
+    if joined is not None:
+        raise ProfileError(
+            f"{path} has a group called {joined!r}; plans join names of groups by +, so give it a "
+            "`name` without one"
+        )
     for tier in file.tier:
         if tier.group is not None and tier.group not in names:
             raise ProfileError(

@@ -3,17 +3,19 @@
 In come a `ModelGraph`, a `Profile` and a `SearchRequest`; out comes a `SearchResult`: the plan, its
 certificate, runners-up. Torch-free. Read in this order:
 
-    request            what is asked and answered, as data (`request_checks`: what cannot be asked)
-    find_plan          the search on one page
-    branch_and_bound   the queue of nodes; `search_state`: what the nodes of one request share
-    nodes/             the nodes: shapes, configurations, partitions, mixes of meshes
-    space/             the configurations there are, and their job tables
-    candidates         prices of configurations: stage tables, chain problems, plans, estimates
-    bounds/            lower bounds of step time and memory
-    op_layout/         placements inside a block; `stages/` what runs of blocks cost with them
-    partition/         stage boundaries; `ilp/` integer and linear programs
-    report/            what people read
-    result_cache       answers kept on disk
+    request                what is asked and answered, as data
+    find_plan              the search on one page
+    branch_and_bound       the queue of nodes; `search_state`: what the nodes of one request share
+    space/                 the configurations there are, and their job tables
+    nodes/                 sets of plans: degrees, shapes, configurations, partitions
+    meshes/                the same where stages have meshes or devices of their own
+    candidates             what configurations share: layouts, tables, estimates
+    priced_configuration   what each can be asked: chain problem, cuts, plan
+    bounds/                lower bounds of step time and memory
+    op_layout/             placements inside a block; `stages/` what runs of blocks cost with them
+    partition/             stage boundaries; `ilp/` integer and linear programs
+    report/                what people read
+    result_cache           answers kept on disk
 """
 
 from search.find_plan import find_plan

@@ -30,7 +30,7 @@ from typing import Any, Generic, TypeVar
 
 from costmodel import Estimate
 from planner.plan import Plan
-from search.space.shapes import Configuration
+from search.space.configuration import Configuration
 
 BEATEN = "bound: cannot beat the best"
 

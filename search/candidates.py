@@ -1,13 +1,11 @@
-"""Configurations made concrete: tables, chain problems, plans and their estimates."""
+"""What all configurations of one model on one machine share: layouts, tables, estimates."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, pairwise, product
-
-import numpy as np
+from itertools import accumulate
 
 from costmodel import CostCache, Estimate, estimate
 from costmodel.estimate import cost_cache
@@ -16,38 +14,24 @@ from costmodel.memory.bound import NOTHING, OnHost
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
-from planner.graph.encoder_decoder import first_decoder_block
 from planner.layout.axes import Degrees
+from planner.layout.placement import parse_placement
 from planner.plan import (
     OURS,
     ClusterRef,
     ModelRef,
     Plan,
     Precision,
-    Recompute,
-    StagePlan,
-    recompute_fields,
 )
 from planner.plan.defaults import model_ref
-from planner.schedule import find_schedule, stage_to_pp_rank
 from profiles import Profile
-from search.bounds.copied_jobs import CopiedRow
 from search.on_host import offload_fallbacks
-from search.op_layout.layouts import LayoutSolver, parse_pins_of
+from search.op_layout.layouts import LayoutSolver
 from search.partition.balance import balanced_cut
-from search.partition.chain_problem import ChainProblem, Cut, Floats, InfeasibleStage
-from search.partition.interleaved_stages.interleaved import InterleavedStages
-from search.partition.least_recompute import with_recompute
-from search.partition.quick_step import quick_step_s
+from search.partition.interleaved import InterleavedStages
 from search.request import SearchRequest
-from search.space.job_tables import (
-    copied_rows,
-    in_flight_of,
-    job_table,
-    live_microbatches,
-    live_stages_of,
-)
-from search.space.shapes import Configuration, Shape, list_shapes, recompute_choices
+from search.space.configuration import Configuration, Shape
+from search.space.shapes import list_shapes
 from search.stages.layout_candidates import LayoutCandidates
 from search.stages.stage_table import StageTable, TableKey
 
@@ -115,7 +99,7 @@ class Candidates:
             execution=find_execution(request.execution),
             clips_gradients=request.clip_gradients,
         )
-        pins = parse_pins_of(request)
+        pins = {(index, name): parse_placement(text) for index, name, text in request.pins}
         return cls(
             graph=graph,
             profile=profile if profile.groups else costs.profile,
@@ -150,6 +134,17 @@ class Candidates:
             return self.profile.cluster
         smallest = min(clusters, key=lambda cluster: cluster.devices_per_node)
         return replace(smallest, max_devices=None)
+
+    @property
+    def _unequal_nodes(self) -> tuple[tuple[str, int, int], ...]:
+        """Of groups whose nodes differ in size: each one's name, devices of a node, nodes."""
+        found = [
+            (name, costs.profile.cluster.devices_per_node, self.costs.group_sizes[name])
+            for name, costs in self.costs.groups.items()
+        ]
+        if len({per_node for _, per_node, _ in found}) < 2:
+            return ()
+        return tuple((name, per_node, devices // per_node) for name, per_node, devices in found)
 
     def limits(self, request: SearchRequest) -> Mapping[str, float]:
         """Return the bytes of a device of each group; by "" where all devices are equal."""
@@ -222,102 +217,6 @@ class Candidates:
         """Return one table per layout worth trying at these degrees and microbatch size."""
         return self.layouts.tables(tp, microbatch_size, cp)
 
-    def problem(
-        self,
-        configuration: Configuration,
-        table: StageTable,
-        memory_limit_bytes: float,
-        *,
-        infeasible: tuple[InfeasibleStage, ...] = (),
-        is_conservative: bool = False,
-        is_mixed: bool = False,
-    ) -> ChainProblem:
-        """Return the chain problem of a configuration with one stage a rank.
-
-        Without the stages that are known to be infeasible, and with those only that pass the
-        conservative memory check, if that is set. Transfers that do not overlap are part of the
-        jobs that wait for them, and on the way between stages each counts as the cheapest; where
-        neighbours may have other meshes (`is_mixed`), they are on the way alone.
-        """
-        choices = recompute_choices(configuration.recompute)
-        forward_s, backward_s, weight_s = block_seconds(configuration, table)
-        order = find_schedule(configuration.schedule).job_order(
-            pp=configuration.pp, num_microbatches=configuration.num_microbatches
-        )
-        splits = order.splits_backward
-        degrees, pp = configuration.degrees, configuration.pp
-        stages = table.with_replicas(
-            degrees=degrees,
-            zero=configuration.zero,
-            choices=choices,
-            is_by_block=not is_mixed and not self.on_host.activations,
-            num_microbatches=configuration.num_microbatches,
-            splits_backward=splits,
-            pp_group=None if is_mixed else table.waited_transfer(degrees, pp=pp),
-            polls=table.polls(degrees, pp=pp),
-        )
-        transfer_s, back_transfer_s = (
-            table.transfer_s(degrees, pp=pp),
-            table.back_transfer_s(degrees, pp=pp),
-        )
-        if stages.pp_group is not None:
-            transfer_s, back_transfer_s = _cheapest(transfer_s), _cheapest(back_transfer_s)
-        return ChainProblem(
-            stages=stages,
-            block_forward_s=forward_s,
-            block_backward_s=backward_s,
-            block_weight_s=weight_s,
-            transfer_s=transfer_s,
-            back_transfer_s=back_transfer_s,
-            in_flight=in_flight_of(configuration),
-            num_microbatches=configuration.num_microbatches,
-            memory_limit_bytes=memory_limit_bytes,
-            order=order,
-            start_s=table.least_inputs_s(
-                pp=configuration.pp, num_microbatches=configuration.num_microbatches
-            ),
-            choices=(*choices, *("partial",) * len(stages.partial)),
-            needs=stages.least_needs(memory_limit_bytes),
-            cuts=self.cuts,
-            infeasible=(*self._kept_apart(configuration.pp, stages.num_choices), *infeasible),
-            copied=self._copied(configuration),
-            is_conservative=is_conservative,
-        )
-
-    def _kept_apart(self, num_stages: int, num_choices: int) -> Iterator[InfeasibleStage]:
-        """Yield that no stage holds blocks of both an encoder and a decoder, if that is asked for:
-        those before `split_rank` no first block of the decoder, others no last one of the encoder.
-        """
-        decoder = first_decoder_block(self.graph) if self.split_rank else None
-        if decoder is None or self.split_rank is None:
-            return
-        for stage, choice in product(range(num_stages), range(num_choices)):
-            block = decoder if stage < self.split_rank else decoder - 1
-            yield InfeasibleStage(
-                stage=stage, first=block, end=block + 1, choice=choice, and_longer=True
-            )
-
-    def _copied(self, configuration: Configuration) -> tuple[CopiedRow, ...]:
-        """Return each rank's jobs beside copies of activations; none where none are made."""
-        if not self.on_host.activations:
-            return ()
-        return copied_rows(*configuration.pipeline)
-
-    def one_stage(
-        self,
-        configuration: Configuration,
-        table: StageTable,
-        memory_limit_bytes: float,
-        infeasible: tuple[InfeasibleStage, ...] = (),
-    ) -> Cut | None:
-        """Return the whole chain as one stage, recomputed only if it must be; None if too big."""
-        problem = self.problem(configuration, table, memory_limit_bytes, infeasible=infeasible)
-        cuts = (0, table.num_blocks)
-        cut = with_recompute(problem, Cut(cuts=cuts, choices=(0,), value=0.0))
-        if cut is None:
-            return None
-        return replace(cut, value=self.quick_step_s(configuration, table, cut))
-
     def interleaved(self, configuration: Configuration, table: StageTable) -> InterleavedStages:
         """Return a configuration's interleaved stages, as even as blocks allow."""
         key = (table.key, configuration.schedule, configuration.pp, configuration.vpp)
@@ -328,106 +227,21 @@ class Candidates:
                 cuts = self.cuts or balanced_cut(seconds.tolist(), stages)
                 self._even_cuts[table.key, stages] = cuts
             cuts = self._even_cuts[table.key, stages]
-            self._interleaved[key] = InterleavedStages.of(configuration, table, cuts)
+            self._interleaved[key] = InterleavedStages(
+                configuration=configuration, table=table, cuts=cuts
+            )
         return self._interleaved[key]
 
-    def even_cut(
-        self,
-        configuration: Configuration,
-        table: StageTable,
-        memory_limit_bytes: float,
-        infeasible: Sequence[InfeasibleStage] = (),
-        *,
-        ceiling: float = float("inf"),
-    ) -> Cut | None:
-        """Return the cut of interleaved stages, or None when some rank cannot hold its stages.
-
-        Its value is a bound of the step time of this very cut, the first found at the ceiling or
-        above.
-        """
-        stages = self.interleaved(configuration, table)
-        levels = stages.least_levels(
-            configuration, live_stages_of(configuration), memory_limit_bytes, infeasible
-        )
-        if levels is None:
-            return None
-        choices, until = stages.levels(configuration).of_stages(levels)
-        cut = Cut(cuts=stages.cuts, choices=choices, until=until, value=0.0)
-        recomputed = recompute_by_block(configuration, table, cut)
-        bound = stages.least_step_s(configuration, recomputed)
-        if bound < ceiling:
-            bound = stages.step_bound(configuration, recomputed)
-        if bound < ceiling and self.on_host.activations:
-            bound = stages.step_bound(configuration, recomputed, self._copied(configuration))
-        return replace(cut, value=bound)
-
-    def infeasible_ranks(
-        self,
-        configuration: Configuration,
-        table: StageTable,
-        cut: Cut,
-        memory_limit_bytes: float,
-    ) -> tuple[InfeasibleStage, ...]:
-        """Return stages of an even cut whose ranks cannot hold what their job table has alive."""
-        live = live_microbatches(*configuration.pipeline)
-        stages = self.interleaved(configuration, table)
-        levels = stages.levels(configuration).of_cut(cut.choices, cut.until)
-        return stages.levels_too_low(configuration, levels, live, memory_limit_bytes)
-
-    def seems_to_fit(
-        self, configuration: Configuration, table: StageTable, cut: Cut, memory_limit_bytes: float
-    ) -> bool:
-        """Whether an even cut fits as far as can be guessed without an estimate."""
-        schedule = job_table(*configuration.pipeline).schedule
-        guess = self.interleaved(configuration, table).guess_bytes(
-            configuration, recompute_by_block(configuration, table, cut), schedule
-        )
-        return bool((guess <= memory_limit_bytes).all())
-
-    def quick_step_s(self, configuration: Configuration, table: StageTable, cut: Cut) -> float:
-        """Return the simulated step time without making a plan."""
-        return quick_step_s(
-            configuration, table, cut, recompute_by_block(configuration, table, cut)
-        )
-
-    def plan(self, configuration: Configuration, table: StageTable, cut: Cut) -> Plan:
-        """Return the plan, without its estimate."""
-        by_block = recompute_by_block(configuration, table, cut)
-        homes = stage_to_pp_rank(configuration.schedule, configuration.pp, configuration.vpp)
-        return Plan(
-            model=self.model,
-            cluster=ClusterRef(
-                name=self.profile.name,
-                device=", ".join(
-                    dict.fromkeys(
-                        costs.profile.cluster.device
-                        for costs in self.costs.groups.values() or (self.costs,)
-                    )
-                ),
-                devices_per_node=self.smallest_nodes.devices_per_node,
-            ),
-            degrees=configuration.degrees,
-            pp=configuration.pp,
-            vpp=configuration.vpp,
-            microbatch_size=configuration.microbatch_size,
-            num_microbatches=configuration.num_microbatches,
-            schedule=configuration.schedule,
-            precision=self.precision,
-            execution=self.execution,
-            receive_ahead=self.receive_ahead,
-            optimizer_on_host=self.on_host.optimizer,
-            zero_stage=configuration.zero,  # type: ignore[arg-type]
-            stages=tuple(
-                StagePlan(
-                    pp_rank=homes[stage],
-                    first_block=first,
-                    last_block=end - 1,
-                    activations_on_host=self.on_host.activations,
-                    **recompute_fields(by_block[first:end], first_block=first),
-                )
-                for stage, (first, end) in enumerate(pairwise(cut.cuts))
-            ),
-            layouts=table.layouts,
+    @cached_property
+    def cluster_ref(self) -> ClusterRef:
+        """How plans name the machine."""
+        costs = self.costs.groups.values() or (self.costs,)
+        devices = dict.fromkeys(own.profile.cluster.device for own in costs)
+        return ClusterRef(
+            name=self.profile.name,
+            device=", ".join(devices),
+            devices_per_node=self.smallest_nodes.devices_per_node,
+            nodes=self._unequal_nodes,
         )
 
     @cached_property
@@ -440,23 +254,6 @@ class Candidates:
         return estimate(self.graph, self.profile, plan, costs=self.costs)
 
 
-def recompute_by_block(
-    configuration: Configuration, table: StageTable, cut: Cut
-) -> tuple[Recompute, ...]:
-    """Return what each block recomputes under a cut."""
-    choices = recompute_choices(configuration.recompute)
-    by_block: list[Recompute] = []
-    for stage, (choice, (first, end)) in enumerate(
-        zip(cut.choices, pairwise(cut.cuts), strict=True)
-    ):
-        if choice < len(choices):
-            by_block += [choices[choice]] * (end - first)
-        else:
-            partial = table.partial(choices)[choice - len(choices)]
-            by_block += partial.by_block(first, end, cut.until[stage])
-    return tuple(by_block)
-
-
 def _check_groups(profile: Profile, request: SearchRequest) -> None:
     """Raise LayoutError for a request that a cluster of several groups of devices cannot meet."""
     counts = [group.num_devices for group in profile.groups]
@@ -466,30 +263,6 @@ def _check_groups(profile: Profile, request: SearchRequest) -> None:
             f"{profile.name!r} have {' + '.join(map(str, counts))}, and plans use all of them: "
             f"give {sum(counts)}, or write a file of fewer nodes"
         )
-
-
-def _cheapest(transfer_s: Floats) -> Floats:
-    """Return the cheapest transfer inside a chain for each place in it (n + 1)."""
-    inside = transfer_s[1:-1]
-    return np.minimum(transfer_s, inside.min()) if len(inside) else transfer_s
-
-
-def block_seconds(configuration: Configuration, table: StageTable) -> tuple[Floats, Floats, Floats]:
-    """Return the least seconds of each block's forward and backward, and the most of the backward
-    that may come after its gradient is sent on (`ChainProblem`).
-    """
-    choices = recompute_choices(configuration.recompute)
-    is_sharded = configuration.replication.is_sharded
-    if find_schedule(configuration.schedule).splits_backward:
-        weight_s = table.weight_s * (not is_sharded)
-    else:
-        weight_s = table.ahead_s(is_sharded=is_sharded, choices=choices)
-    return table.forward_s, table.backward_s + least_again_s(table, choices), weight_s
-
-
-def least_again_s(table: StageTable, choices: Sequence[Recompute]) -> Floats:
-    """Return the least that any of the choices adds to each block's backward."""
-    return np.min([table.recompute_s(choice) for choice in choices], axis=0)
 
 
 def with_estimate(plan: Plan, answer: Estimate) -> Plan:

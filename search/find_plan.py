@@ -3,8 +3,8 @@
     find_plan          for each choice of what is on the host, the fewest first:
       search_among       run the queue of nodes; then certificate and runners-up
 
-The queue is generic (`branch_and_bound`). Its nodes, in `nodes/`, are sets of plans, each split
-into smaller ones, down to a plan that the cost model estimates:
+The queue is generic (`branch_and_bound`). Its nodes (`nodes/`, `meshes/`) are sets of plans, each
+split into smaller ones, down to a plan that the cost model estimates:
 
     degrees -> microbatch sizes -> shapes with a layout -> configurations -> partitions -> plans
 
@@ -12,10 +12,8 @@ into smaller ones, down to a plan that the cost model estimates:
     partition phase   dynamic program over stage boundaries              (`partition/`)
     estimate phase    the cost model, simulated job by job               (`costmodel`)
 
-The search ends when no bound is under the best estimate. The other partitions of an estimated
-configuration may be as fast as its bound; they are nodes too (`nodes/partitions`), and so are plans
-whose stages have meshes of their own (`nodes/meshes`). The certificate's lower bound is the least
-bound that was left open.
+The search ends when no bound is under the best estimate; the certificate's lower bound is the least
+bound that was left open. docs/search.md has the mathematics and a picture of the nodes.
 """
 
 from __future__ import annotations
@@ -28,18 +26,18 @@ from planner.collector import no_gc
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
 from profiles import Profile
-from search.branch_and_bound import Progress
+from search.branch_and_bound import Node, Progress
 from search.candidates import Candidates, with_estimate
+from search.meshes.roots import device_groups_nodes, meshes_node, why_on_no_groups
 from search.nodes.configurations import evaluated_plan
-from search.nodes.device_groups import device_groups_node
-from search.nodes.meshes import meshes_node
+from search.nodes.replicas_on_groups import replicas_nodes
 from search.nodes.sizes import NO_FASTER, TOO_LARGE, degrees_nodes
 from search.on_host import host_holds, offload_fallbacks, too_large_for_host
 from search.report.infeasible import explain_infeasible, explain_infeasible_groups, find_leanest
 from search.report.runners_up import find_runners_up
 from search.request import SearchRequest, SearchResult
 from search.search_state import SearchState, WarmStart
-from search.space.shapes import Shape
+from search.space.configuration import Shape
 from search.synthesis import SYNTHESISED, with_synthesised_table
 
 _MOST_OWN_TABLES = 4
@@ -157,14 +155,22 @@ def search_among(
 def _explore(search: SearchState, shapes: Sequence[Shape]) -> None:
     """Run the queue over all shapes, from the fastest known plan that fits, if any."""
     if groups := search.candidates.profile.groups:
-        search.push(device_groups_node(shapes, groups))
+        own_meshes = search.request.meshes == "own"
+        roots: list[Node[SearchState]] = [
+            *device_groups_nodes(shapes, groups, own_meshes=own_meshes),
+            *replicas_nodes(shapes, groups),
+        ]
+        if not roots:
+            raise LayoutError(why_on_no_groups(groups))
+        for root in roots:
+            search.push(root)
         search.run()
         return
     known = search.warm_start.fastest(search.memory_limit_bytes)
     if known is not None:
         search.take(evaluated_plan(*known))
-    for root in degrees_nodes(shapes):
-        search.push(root)
+    for degrees in degrees_nodes(shapes):
+        search.push(degrees)
     search.run()
 
 

@@ -9,11 +9,11 @@ from typing import Any, Literal, TypeVar, cast, get_args
 from costmodel.execution import find_execution
 from planner.errors import LayoutError
 from planner.layout.axes import find_axis
-from planner.plan import OURS, Plan, Precision, Recompute
+from planner.plan import OURS, Plan, Precision
 from planner.schedule import find_schedule
+from search.space.configuration import RECOMPUTE_CHOICES
 
 SOLVERS = ("dp", "recursive", "ilp")
-RECOMPUTE_CHOICES: tuple[Recompute, ...] = ("none", "selective", "full")
 _NAMED = ("schedule", "recompute")
 CHOICES = ("dp", "tp", "pp", "vpp", "cp", "rp", "microbatch_size", "zero", *_NAMED)
 """What can be fixed, allowed or forbidden by value."""

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 from costmodel.execution import find_execution
-from costmodel.table.rates import has_rates, load_rates
+from costmodel.table.kernels import has_rates, load_rates
 from planner.cache_folder import cache_dir, write_entry
 from planner.graph import ModelGraph
 from planner.plan import Plan
 from planner.plugins import plugin_digests
 from profiles import Profile
+from search.branch_and_bound import Progress
 from search.find_plan import find_plan
 from search.request import Certificate, RunnerUp, SearchRequest, SearchResult
 
@@ -33,7 +33,7 @@ def find_plan_once(
     profile: Profile,
     request: SearchRequest,
     *,
-    progress: Callable[[float, str], None] | None = None,
+    progress: Progress | None = None,
     use_cache: bool = True,
 ) -> SearchResult:
     """Return `find_plan`'s answer, searched now or kept from an equal earlier question.

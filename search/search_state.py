@@ -12,7 +12,7 @@ from search.branch_and_bound import BranchAndBound, EvaluatedPlan, Node, Wave
 from search.candidates import Candidates
 from search.partition.chain_problem import InfeasibleStage
 from search.request import Certificate, SearchRequest
-from search.space.shapes import Configuration
+from search.space.configuration import Configuration
 from search.stages.stage_table import StageTable, TableKey
 
 _BOUNDARIES_PROOF = {
@@ -82,8 +82,6 @@ class SearchState(BranchAndBound):
         per_sample_s: least seconds of one sample through all blocks, by (cp, tp).
         least_per_sample_s: the same, with layouts that were pruned before they were priced.
         skipped_sizes: (cp, tp, microbatch size) that a rule left out.
-        infeasible_in_flight: microbatches in flight of each stage with which no partition fits,
-            by all else that memory depends on.
     """
 
     candidates: Candidates
@@ -96,7 +94,6 @@ class SearchState(BranchAndBound):
     per_sample_s: dict[tuple[int, int], float] = field(default_factory=dict)
     least_per_sample_s: dict[tuple[int, int], float] = field(default_factory=dict)
     skipped_sizes: set[tuple[int, int, int]] = field(default_factory=set)
-    infeasible_in_flight: dict[tuple, list[tuple[int, ...]]] = field(default_factory=dict)
     _bounds: dict[TableKey, TableBounds] = field(default_factory=dict)
 
     def fits(self, done: EvaluatedPlan) -> bool:

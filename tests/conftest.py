@@ -1,12 +1,24 @@
-"""The folder of `tests.captures`, made once for all worker processes of a session."""
+"""What all tests share: the folder of `tests.captures`, and a thread for each test process."""
 
 import atexit
 import os
 import shutil
 import tempfile
 
+import pytest
+
 # Workers and the ranks they start inherit the environment of the first process, which imports
 # this file before it starts them.
 if "PLANNER_TEST_CAPTURES" not in os.environ:
     os.environ["PLANNER_TEST_CAPTURES"] = tempfile.mkdtemp(prefix="planner-captures-")
     atexit.register(shutil.rmtree, os.environ["PLANNER_TEST_CAPTURES"], ignore_errors=True)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _single_thread():
+    """Tensors of tests are tiny, and there are as many test processes as cores: more threads only
+    wait for each other, busily. Processes that tests start have their own number.
+    """
+    import torch
+
+    torch.set_num_threads(1)

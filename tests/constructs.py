@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
 from torch.nn import utils
 from torch.nn.utils import parametrizations, prune
@@ -796,10 +797,207 @@ _construct(
     note="give the sizes",
 )
 
+_sine = torch.compile(lambda x: torch.sin(x) * x, backend="eager")
+
+# -- values that decide -------------------------------------------------------------------
+
+_VALUES = "what depends on values"
+
+
+class Picks(nn.Module):
+    """Rows that a condition picks; with `leave` they leave the module, however many they are."""
+
+    def __init__(self, leave: bool = False) -> None:
+        super().__init__()
+        self.layer, self.leave = nn.Linear(WIDTH, WIDTH), leave
+
+    def forward(self, x: Tensor) -> Tensor:
+        picked = x[:, 0] > 0
+        if self.leave:
+            return x[picked]
+        made = x.clone()
+        made[picked] = self.layer(x[picked])
+        return made
+
+
+class PutsBack(nn.Module):
+    """Around a module whose result's shape depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.picks = Picks(leave=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.zeros_like(x).masked_scatter(x[:, :1] > 0, self.picks(x) / 2)
+
+
+class Experts(nn.Module):
+    """A loop over those that were chosen, `inner` done with each one's rows."""
+
+    def __init__(self, inner: Inner = lambda self, x, index: x) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self._inner = inner
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[:, :3].argmax(-1)
+        made = torch.zeros_like(x)
+        for index, layer in enumerate(self.layers):
+            rows = (chosen == index).nonzero().flatten()
+            if rows.numel():
+                made = made.index_add(0, rows, self._inner(self, layer(x[rows]), index))
+        return made
+
+
+class Counted:
+    """No tensor, and no number."""
+
+
+class GivenObject(Experts):
+    def forward(self, x: Tensor, given: Counted) -> Tensor:
+        return super().forward(x)
+
+
+def _part(make: Callable[[], nn.Module]) -> Callable[[Chain], None]:
+    return lambda self: setattr(self, "part", make())
+
+
+def _through_part(self: Chain, x: Tensor, index: int) -> Tensor:
+    return x + self.part(x) if index == 1 else x
+
+
+def _kept_result(self: Any, x: Tensor, index: int) -> Tensor:
+    self.latest = x
+    return x
+
+
+def _counts_in_buffer(self: Any, x: Tensor, index: int) -> Tensor:
+    self.count += 1
+    return x
+
+
+def _counts_in_python(self: Any, x: Tensor, index: int) -> Tensor:
+    self.number = getattr(self, "number", 0) + 1
+    return x
+
+
+def _doubling_hook(make: Callable[[], nn.Module]) -> nn.Module:
+    part = make()
+    part.register_forward_hook(lambda module, args, made: 2 * made)
+    return part
+
+
+_construct(
+    _VALUES,
+    "a loop over chosen experts, in a module of its own",
+    extra=_part(Experts),
+    inner=_through_part,
+    note="the smallest module that depends on values runs as it is, whole on every rank",
+)
+_construct(
+    _VALUES,
+    "boolean indexing, `.item()`, `nonzero()`, `if` of a value, in a module of its own",
+    extra=_part(Picks),
+    inner=_through_part,
+    note="the same",
+)
+_construct(
+    _VALUES,
+    "a result whose shape depends on values, used up in the module around",
+    extra=_part(PutsBack),
+    inner=_through_part,
+    note="the module around runs as it is",
+)
+_construct(
+    _VALUES,
+    "inside it: `torch.autograd.Function`",
+    extra=_part(lambda: Experts(lambda self, x, index: RoundedThrough.apply(x, 4))),
+    inner=_through_part,
+    note="runs as in one process",
+)
+_construct(
+    _VALUES,
+    "inside it: `torch.utils.checkpoint`",
+    extra=_part(
+        lambda: Experts(lambda self, x, index: checkpoint(torch.sin, x, use_reentrant=False))
+    ),
+    inner=_through_part,
+    note="the same",
+)
+_construct(
+    _VALUES,
+    "inside it: `torch.compile`",
+    extra=_part(lambda: Experts(lambda self, x, index: _sine(x))),
+    inner=_through_part,
+    note="the same",
+)
+_construct(
+    _VALUES,
+    "forward hook on it, and inside it",
+    extra=_part(lambda: _doubling_hook(lambda: Experts(lambda self, x, index: 2 * x))),
+    inner=_through_part,
+    note="an op after the module",
+)
+_construct(
+    _VALUES,
+    "in the model's own forward, or in the loss",
+    inner=lambda self, x, index: 2 * x if x.mean() > 0 else x,
+    refused=r"constructs.py:\d+: .*depends on a tensor's values.*module of its own",
+    note="put it into a module of its own",
+)
+_construct(
+    _VALUES,
+    "a result whose shape depends on values, used in the model's own forward",
+    extra=_part(lambda: Picks(leave=True)),
+    inner=lambda self, x, index: self.part(x).mean(0) + x,
+    refused="Picks at .* returns a tensor whose shape, or a number, depends on values",
+    note="a module around all that uses it",
+)
+_construct(
+    _VALUES,
+    "inside it: random draws (dropout)",
+    extra=_part(lambda: Experts(lambda self, x, index: F.dropout(x, 0.1))),
+    inner=_through_part,
+    refused=r"Experts at .*constructs.py:\d+: .* draws random numbers",
+    note="draw outside",
+)
+_construct(
+    _VALUES,
+    "inside it: a buffer written",
+    extra=_part(lambda: Experts(_counts_in_buffer)),
+    inner=_through_part,
+    refused="Experts .* writes into an input, a parameter or a buffer",
+    note="return what is to be written",
+)
+_construct(
+    _VALUES,
+    "inside it: a result stored in an attribute",
+    extra=_part(lambda: Experts(_kept_result)),
+    inner=_through_part,
+    refused="Experts .* stores a tensor in latest; return it",
+    note="return it",
+)
+_construct(
+    _VALUES,
+    "inside it: a Python number that changes",
+    extra=_part(lambda: Experts(_counts_in_python)),
+    inner=_through_part,
+    refused="Experts .* changes number",
+    note="the same",
+)
+_construct(
+    _VALUES,
+    "it is given an object that is no tensor, number or list of them",
+    extra=_part(GivenObject),
+    inner=lambda self, x, index: x + self.part(x, Counted()),
+    refused="GivenObject .* is given a Counted",
+    note="pass tensors and numbers",
+)
+
 # -- compilers and precision --------------------------------------------------------------
 
 _OTHER = "compilers, checkpointing, precision"
-_sine = torch.compile(lambda x: torch.sin(x) * x, backend="eager")
 
 
 def _autocast(enabled: bool) -> Inner:
@@ -832,6 +1030,12 @@ _construct(
     "`torch.utils.checkpoint`, reentrant or not",
     inner=lambda self, x, index: checkpoint(torch.sin, x, use_reentrant=index == 1),
     note="captured through; recomputation is the plan's choice",
+)
+_construct(
+    _OTHER,
+    "a function of `torch.utils.checkpoint` around a layer of the model (`checkpoint_wrapper`)",
+    extra=lambda self: self.layers.__setitem__(1, checkpoint_wrapper(self.layers[1])),
+    note="the same",
 )
 _construct(
     _OTHER,

@@ -15,8 +15,8 @@ from tests.builders import PlainGPT, TinyModel, build_hf, gpt_batch, text_batch
 class TiedGPT(PlainGPT):
     """The head multiplies by the token embedding."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__(layers)
         self.head.weight = self.token.weight
 
 

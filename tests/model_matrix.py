@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
+from tests import opaque_models
 from tests.builders import (
     HEADS,
     HIDDEN,
@@ -32,6 +33,7 @@ from tests.builders import (
     text_batch,
     tiny_models,
 )
+from tests.opaque_models import LoopedExperts
 
 REFUSED: dict[str, str] = {
     "hf-gemma3n": "forward writes in place into parameter model.layers.0.altup.",
@@ -722,6 +724,7 @@ _HAND_WRITTEN: dict[str, tuple[Any, ...]] = {
     "unrolled-recurrence": (UnrolledRecurrence, gpt_batch),
     "batchnorm-resnet": (BatchNormResNet, label_batch),
     "mixture-of-experts": (MixtureOfExperts, gpt_batch),
+    "looped-experts": (functools.partial(opaque_models.Chain, LoopedExperts), opaque_models.batch),
     "complex-rotary": (lambda: TokenModel(ComplexRotary), gpt_batch),
     "weight-norm": (WeightNormed, mlp_batch),
     "parametrized": (Parametrized, mlp_batch),

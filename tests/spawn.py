@@ -76,6 +76,15 @@ def _run(queue: Any, function: Any, rank: int, world_size: int, store: Path, arg
         os._exit(1)
 
 
+def is_running(pid: int) -> bool:
+    """Whether there is a process of this number."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def free_port() -> int:
     """Return a TCP port nobody listens on."""
     with socket.socket() as probe:

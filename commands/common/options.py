@@ -11,12 +11,29 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+CHOICES = "Choices to fix (searched if not given)"
+TRAINING = "How it trains"
+SEARCHING = "How it is searched"
+"""Panels of the help of `search` and `why`."""
+
 ModelFile = Annotated[Path, typer.Argument(help="A .py file with model() and batch(size).")]
 PlanFile = Annotated[Path, typer.Argument(help="A plan made by `planner search`.")]
 RunFolder = Annotated[Path, typer.Argument(help="Made by `planner launch --timeline FOLDER`.")]
+
+
+def _profile_names(incomplete: str) -> list[str]:
+    """What a shell completes: names of shipped profiles."""
+    from profiles import shipped_names
+
+    return [name for name in shipped_names() if name.startswith(incomplete)]
+
+
 ProfileOption = Annotated[
     str | None,
-    typer.Option(help="Shipped profile name or profile directory. Default: this machine's own."),
+    typer.Option(
+        help="Shipped profile name or profile directory. Default: this machine's own.",
+        autocompletion=_profile_names,
+    ),
 ]
 ClusterOption = Annotated[
     Path | None,
@@ -27,7 +44,10 @@ DeviceOption = Annotated[
 ]
 ClipOption = Annotated[
     bool,
-    typer.Option(help="Count the clipping of gradients by their norm (apply's max_grad_norm)."),
+    typer.Option(
+        help="Count the clipping of gradients by their norm (apply's max_grad_norm).",
+        rich_help_panel=TRAINING,
+    ),
 ]
 RUNTIMES = (
     "ours-eager is `planner launch`, ours-compiled the same with compiled blocks; others are "
@@ -67,7 +87,7 @@ def spread(group: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any
 
         @wraps(command)
         def with_options(**values: Any) -> Any:
-            given = group(**{option: values.pop(option) for option in options})
+            given = group(**{name: values.pop(name) for name in options if name in values})
             return command(**values, **{name: given})
 
         with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.common.options import RUNTIMES, ClipOption, ClusterOption, ProfileOption
+from commands.common.options import (
+    CHOICES,
+    RUNTIMES,
+    TRAINING,
+    ClipOption,
+    ClusterOption,
+    ProfileOption,
+)
 from planner.errors import PlannerError
 
 if TYPE_CHECKING:
@@ -31,51 +38,89 @@ class Question:
     memory_limit: Annotated[
         float | None, typer.Option(help="GiB per device. Default: what the profile allows.")
     ] = None
-    dp: Annotated[int | None, typer.Option(help="Fix the data-parallel degree.")] = None
-    tp: Annotated[int | None, typer.Option(help="Fix the tensor-parallel degree.")] = None
-    pp: Annotated[int | None, typer.Option(help="Fix the number of pipeline ranks.")] = None
-    vpp: Annotated[int | None, typer.Option(help="Fix the stages per pipeline rank.")] = None
-    cp: Annotated[int | None, typer.Option(help="Fix the context-parallel degree.")] = None
-    rp: Annotated[
-        int | None, typer.Option(help="Fix the copies of ZeRO's shards (HSDP), dp replicas each.")
+    dp: Annotated[
+        int | None, typer.Option(help="Fix the data-parallel degree.", rich_help_panel=CHOICES)
     ] = None
-    microbatch_size: Annotated[int | None, typer.Option(help="Fix samples per microbatch.")] = None
-    schedule: Annotated[str | None, typer.Option(help="Fix the pipeline schedule.")] = None
-    zero: Annotated[int | None, typer.Option(help="Fix the ZeRO stage: 0, 1, 2 or 3.")] = None
+    tp: Annotated[
+        int | None, typer.Option(help="Fix the tensor-parallel degree.", rich_help_panel=CHOICES)
+    ] = None
+    pp: Annotated[
+        int | None, typer.Option(help="Fix the number of pipeline ranks.", rich_help_panel=CHOICES)
+    ] = None
+    vpp: Annotated[
+        int | None, typer.Option(help="Fix the stages per pipeline rank.", rich_help_panel=CHOICES)
+    ] = None
+    cp: Annotated[
+        int | None, typer.Option(help="Fix the context-parallel degree.", rich_help_panel=CHOICES)
+    ] = None
+    rp: Annotated[
+        int | None,
+        typer.Option(
+            help="Fix the copies of ZeRO's shards (HSDP), dp replicas each.",
+            rich_help_panel=CHOICES,
+        ),
+    ] = None
+    microbatch_size: Annotated[
+        int | None, typer.Option(help="Fix samples per microbatch.", rich_help_panel=CHOICES)
+    ] = None
+    schedule: Annotated[
+        str | None, typer.Option(help="Fix the pipeline schedule.", rich_help_panel=CHOICES)
+    ] = None
+    zero: Annotated[
+        int | None, typer.Option(help="Fix the ZeRO stage: 0, 1, 2 or 3.", rich_help_panel=CHOICES)
+    ] = None
     recompute: Annotated[
-        str | None, typer.Option(help="Fix recompute of all blocks: none, selective or full.")
+        str | None,
+        typer.Option(
+            help="Fix recompute of all blocks: none, selective or full.", rich_help_panel=CHOICES
+        ),
     ] = None
     balance: Annotated[
-        str | None, typer.Option(help="Fix the blocks of each stage, such as 1,3.")
+        str | None,
+        typer.Option(help="Fix the blocks of each stage, such as 1,3.", rich_help_panel=CHOICES),
     ] = None
     split_rank: Annotated[
-        int | None, typer.Option(help="The pipeline rank that the decoder begins at.")
+        int | None,
+        typer.Option(help="The pipeline rank that the decoder begins at.", rich_help_panel=CHOICES),
     ] = None
     precision: Annotated[
-        str, typer.Option(help="model: the model's own dtypes; bf16: with fp32 master weights.")
+        str,
+        typer.Option(
+            help="model: the model's own dtypes; bf16: with fp32 master weights.",
+            rich_help_panel=TRAINING,
+        ),
     ] = "model"
-    execution: Annotated[str, typer.Option(help=f"The runtime that trains: {RUNTIMES}")] = (
-        "ours-eager"
-    )
+    execution: Annotated[
+        str, typer.Option(help=f"The runtime that trains: {RUNTIMES}", rich_help_panel=TRAINING)
+    ] = "ours-eager"
     receive_ahead: Annotated[
         int,
         typer.Option(
-            help="Jobs ahead of which receives are posted: each costs a buffer; 0 hides none."
+            help="Jobs ahead of which receives are posted: each costs a buffer; 0 hides none.",
+            rich_help_panel=TRAINING,
         ),
     ] = 2
     clip_gradients: ClipOption = False
     offload: Annotated[
         str,
         typer.Option(
-            help="On the host: none, optimizer, activations, both; auto: what it takes to fit."
+            help="On the host: none, optimizer, activations, both; auto: what it takes to fit.",
+            rich_help_panel=CHOICES,
         ),
     ] = "auto"
     meshes: Annotated[
-        str, typer.Option(help="same: one dp and tp for all stages; own: each stage's may differ.")
+        str,
+        typer.Option(
+            help="same: one dp and tp for all stages; own: each stage's may differ.",
+            rich_help_panel=CHOICES,
+        ),
     ] = "same"
     pin: Annotated[
         list[str] | None,
-        typer.Option(help="Fix where parameters lie, such as 'layers.*.up: S(0)@tp'. Repeatable."),
+        typer.Option(
+            help="Fix where parameters lie, such as 'layers.*.up: S(0)@tp'. Repeatable.",
+            rich_help_panel=CHOICES,
+        ),
     ] = None
 
     def request(self, model: Path, **more: Any) -> SearchRequest:
@@ -88,7 +133,7 @@ class Question:
         return SearchRequest(
             num_devices=self.gpus,
             global_batch=8 * self.gpus if self.global_batch is None else self.global_batch,
-            memory_limit_bytes=_bytes_of_gib(self.memory_limit),
+            memory_limit_bytes=bytes_of_gib(self.memory_limit),
             model_file=str(model),
             dp=self.dp,
             tp=self.tp,
@@ -151,7 +196,8 @@ def parse_counts(flag: str, text: str | None, what: str) -> tuple[int, ...]:
     return tuple(map(int, counts))
 
 
-def _bytes_of_gib(gib: float | None) -> int | None:
+def bytes_of_gib(gib: float | None) -> int | None:
+    """Return bytes of GiB per device; None where none is given."""
     from planner.units import GIB
 
     if gib is None:

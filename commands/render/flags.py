@@ -38,6 +38,10 @@ SPELLINGS = {
     "offload": "--offload",
     "meshes": "--meshes",
     "num_best": "--measure",
+    # Choices of a what-if
+    "link_rate": "--link-rate",
+    "deadline": "--deadline",
+    "tokens": "--tokens",
     # Other arguments of functions that commands call
     "profile": "--profile",
     "measure": "--measure",

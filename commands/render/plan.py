@@ -12,6 +12,7 @@ from rich.text import Text
 
 from planner.graph import ModelGraph
 from planner.layout.axes import Degrees, batch_axes, own_axes, rest_axis
+from planner.ops.called_modules import called_modules_messages
 from planner.ops.held_pairs import held_pairs_messages
 from planner.ops.registry import ops_without_rule
 from planner.plan import OURS, ClassLayout, Plan, StagePlan, validate_model
@@ -39,7 +40,7 @@ def describe_plan(plan: Plan, graph: ModelGraph | None = None) -> list[Renderabl
         if graph is not None:
             parts.append(_without_rule(graph))
     if graph is not None:
-        parts += map(Text, held_pairs_messages(graph))
+        parts += map(Text, (*called_modules_messages(graph), *held_pairs_messages(graph)))
     schedule = schedule_of(plan)
     if plan.pp > 1:
         parts.append(draw_timetable(schedule))
@@ -68,6 +69,7 @@ def _summary(plan: Plan) -> Table:
             f"{plan.global_batch} samples = {replicas} x {plan.num_microbatches} microbatches "
             f"of {plan.microbatch_size}",
         ),
+        *([("replicas", f"{plan.shares_spelled} samples")] if plan.shares else []),
         *(("also takes", shapes_of(bucket.inputs)) for bucket in plan.model.buckets),
         ("schedule", plan.schedule),
         ("ZeRO stage", str(plan.zero_stage)),

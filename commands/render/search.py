@@ -44,7 +44,7 @@ def describe_pareto(points: Sequence[Point]) -> Table:
         row = [format_seconds(point.step_s), format_bytes(point.peak_bytes)]
         row += [str(point.num_devices)] * counts
         row += [_cost(point)] * priced
-        table.add_row(*row, _choices(point.plan))
+        table.add_row(*row, choices_of(point.plan))
     return table
 
 
@@ -62,7 +62,7 @@ def describe_trials(plans: Sequence[Plan], trials: Sequence[Trial]) -> Table:
         else:
             found = format_seconds(trial.step_s), f"{turns_spread(trial):.0%}"
         is_fastest = not trial.failure and trial.step_s == min(ran)
-        row = Text(_choices(plan)), predicted, Text(found[0]), found[1]
+        row = Text(choices_of(plan)), predicted, Text(found[0]), found[1]
         table.add_row(*row, style="bold" if is_fastest else "")
     return table
 
@@ -120,8 +120,8 @@ def describe_comparison(comparison: Comparison) -> list[RenderableType]:
     table.add_row("step", *_difference(mine, theirs), style="bold")
     return [
         Text(f"{mine / theirs - 1:.1%} slower than the best plan"),
-        Text("given, at its best: ") + Text(_choices(given)),
-        Text("best of all: ") + Text(_choices(best)),
+        Text("given, at its best: ") + Text(choices_of(given)),
+        Text("best of all: ") + Text(choices_of(best)),
         table,
     ]
 
@@ -137,13 +137,14 @@ def _chosen(plan: Plan) -> Text:
     found = "" if measured is None else f"measured: {format_seconds(measured['step_s'])} a step\n"
     runtime = "" if plan.execution == OURS else f" for {plan.execution}"
     return Text(
-        f"best plan{runtime}: {_choices(plan)}\n{found}"
+        f"best plan{runtime}: {choices_of(plan)}\n{found}"
         f"expected: {format_seconds(plan.estimate['step_s'])} a step, "
         f"{format_bytes(plan.estimate['peak_bytes'])} at most on one device"
     )
 
 
-def _choices(plan: Plan) -> str:
+def choices_of(plan: Plan) -> str:
+    """Return what a plan decides, in a line."""
     axes = (*plan.degrees.items(), ("pp", plan.pp), ("vpp", plan.vpp))
     degrees = " ".join(f"{axis}={degree}" for axis, degree in axes if degree > 1) or "one device"
     if any(stage.own_sizes for stage in plan.stages):
@@ -155,8 +156,9 @@ def _choices(plan: Plan) -> str:
     recompute = set(plan.recompute_by_block)
     away = ["optimizer"] * plan.optimizer_on_host
     away += ["activations"] * any(stage.activations_on_host for stage in plan.stages)
+    shares = f" (replicas of {plan.shares_spelled})" if plan.shares else ""
     return (
-        f"{degrees}, microbatches {plan.num_microbatches} of {plan.microbatch_size}, "
+        f"{degrees}, microbatches {plan.num_microbatches} of {plan.microbatch_size}{shares}, "
         f"{plan.schedule}, ZeRO {plan.zero_stage}, recompute {' or '.join(sorted(recompute))}"
         + (f", {' and '.join(away)} on the host" if away else "")
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 
 from costmodel.execution.executed import ExecutedProfile
 from costmodel.execution.execution import Execution
@@ -19,7 +19,7 @@ from costmodel.memory.saved import SavedTensors
 from costmodel.table.fusion import fused_groups, module_groups
 from costmodel.time.block.compute import op_works
 from planner.graph import Op, Program
-from planner.layout.redistribution.redistribute import REDISTRIBUTE
+from planner.layout.redistribution.redistribute import EXCHANGE_ROWS, REDISTRIBUTE
 from planner.ops.flops import needing_gradient
 from planner.ops.record import family_of, packet_of
 from planner.units import DTYPE_BYTES
@@ -32,6 +32,17 @@ LOSSES = (
     "cross_entropy_sum",
 )
 HALVES = ("bfloat16", "float16")
+NORMS = ("rms_norm", "layer_norm", "native_layer_norm")
+CAST_BYTES = 4.0
+"""Bytes of casting an element for products in 8 bits: read in 16, written twice."""
+
+PRODUCT_STREAMS = 4
+"""Streams on which runs of rows are multiplied side by side (Transformer Engine 2.8:
+common/gemm/cublaslt_gemm.cu, nvte_multi_tensor_gemm)."""
+
+ROW_ORDERS = ("sort_rows", "unsort_rows")
+"""Ops of ours that put tokens' rows in the order of their experts, and back."""
+
 LOSS_KERNELS = 5
 """Launches of a loss, forward and as many backward."""
 
@@ -107,6 +118,11 @@ def is_product(op: Op) -> bool:
     return family_of(op.target).arithmetic == MATMUL
 
 
+def is_attention(op: Op) -> bool:
+    """Whether an op is attention as one kernel."""
+    return family_of(op.target).arithmetic == ATTENTION
+
+
 def is_layer_product(op: Op, local: Program) -> bool:
     """Whether a product is of weights in 16 bits, which a runtime may multiply in fewer: one of a
     layer, or of the head.
@@ -145,8 +161,13 @@ def kernel_seconds(
     op = ops[0]
     if is_product(op):
         return _product_seconds(ops, local, profile, is_head=op.name in in_head)
+    if op.target == EXCHANGE_ROWS:
+        return _arrival_seconds(op, local, profile)
+    if profile.execution.sends_tokens and any(packet_of(o.target) in ROW_ORDERS for o in ops):
+        # Rows are made of tokens where these arrive.
+        return Seconds(forward_s=0.0, backward_s=0.0, kernels=0)
     if len(ops) == 1:
-        if family_of(op.target).arithmetic == ATTENTION:
+        if is_attention(op):
             return _attention_seconds(op, local, profile)
         if packet_of(op.target) in LOSSES:
             logits = _numel(local, op.inputs[0])
@@ -175,26 +196,50 @@ def _product_seconds(
         dtype = "bfloat16"
     # Rows of logits start on 16-byte boundaries if tp pads the vocabulary or it divides.
     aligned = n % 8 == 0 or not is_head
-    forward_s = rates.matmul_seconds(m, n, k, batch=batch, dtype=dtype, aligned=aligned)
+    # Runs of rows are multiplied one by one, on a few streams: a kernel each.
+    is_grouped = family_of(op.target).deals_rows
+    more_s = (ceil(batch / PRODUCT_STREAMS) - 1) * rates.kernel_s * is_grouped
+    forward_s = rates.matmul_seconds(m, n, k, batch=batch, dtype=dtype, aligned=aligned) + more_s
     backward_s = weight_s = 0.0
     factors = op.inputs[family_of(op.target).first_factor :][:2]
     needing = set(needing_gradient(op, tensor))
     if factors[0] in needing:
-        backward_s += rates.matmul_seconds(m, k, n, batch=batch, dtype=dtype, aligned=aligned)
+        seconds = rates.matmul_seconds(m, k, n, batch=batch, dtype=dtype, aligned=aligned)
+        backward_s += seconds + more_s
     if factors[1] in needing:
         rows, columns = (n, k) if of_weights else (k, n)
         seconds = rates.matmul_seconds(rows, columns, m, batch=batch, dtype=dtype, aligned=aligned)
+        seconds += more_s
         backward_s += seconds
         weight_s = seconds if _is_weight(factors[1], local) else 0.0
-    casts = 0.0
+    cast_s = cast_back_s = 0.0
     if dtype.startswith(("float8", "float4")):
-        # Operands are read in 16 bits and written in 8, as they are and transposed.
-        casts = profile.rates.pass_seconds(4.0 * batch * m * k, 0)
+        # Read in 16 bits and written in 8, as it is and transposed; of runs a kernel each.
+        kernels = batch * is_grouped
+        if not _is_normed(factors[0], local):
+            cast_s = rates.pass_seconds(CAST_BYTES * batch * m * k, kernels)
+        cast_back_s = rates.pass_seconds(CAST_BYTES * batch * m * n, kernels) * bool(backward_s)
     return Seconds(
-        forward_s=(forward_s + casts) * profile.waited,
-        backward_s=(backward_s + casts * bool(backward_s)) * profile.waited,
+        forward_s=(forward_s + cast_s) * profile.waited,
+        backward_s=(backward_s + cast_back_s) * profile.waited,
         weight_s=weight_s * profile.waited,
     )
+
+
+def _is_normed(name: str, local: Program) -> bool:
+    """Whether a tensor comes straight from a norm, whose kernel writes it in 8 bits (Transformer
+    Engine: module/layernorm_linear.py). Where others take it too, it is also made in 16.
+    """
+    makers = {made: op for op in local.ops for made in op.outputs}
+    users = Counter(taken for op in local.ops for taken in op.inputs)
+    while users[name] == 1 and name in makers:
+        maker = makers[name]
+        if packet_of(maker.target) in NORMS:
+            return True
+        if maker.target != REDISTRIBUTE:
+            return False
+        name = maker.inputs[0]
+    return False
 
 
 def _attention_seconds(op: Op, local: Program, profile: ExecutedProfile) -> Seconds:
@@ -207,6 +252,20 @@ def _attention_seconds(op: Op, local: Program, profile: ExecutedProfile) -> Seco
         * profile.waited
         * bool(needing_gradient(op, local.tensor)),
     )
+
+
+def _arrival_seconds(op: Op, local: Program, profile: ExecutedProfile) -> Seconds:
+    """Rows that arrived by their senders are put in the order of their experts, and those that
+    leave in the order of theirs: a pass each; in 8 bits another that pads each expert's rows.
+    """
+    grouped = [each for each in local.ops if family_of(each.target).deals_rows]
+    experts = local.tensor[grouped[0].inputs[1]].shape_at(1)[0] if grouped else 1
+    passes = int(experts > 1 or profile.execution.sends_tokens)
+    passes += profile.execution.pads_rows and profile.multiplies_narrow
+    num_bytes = bytes_of(local, (*op.inputs, *op.outputs))
+    seconds = profile.pass_seconds(passes * num_bytes, passes)
+    is_trained = local.tensor[op.outputs[0]].requires_grad
+    return Seconds(forward_s=seconds, backward_s=seconds * is_trained, kernels=passes)
 
 
 ADDITIONS = ("add", "sub", "neg", "to", "expand", "sum")

@@ -7,33 +7,33 @@ host     = what issuing the kernels adds where the device does not keep it busy
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from costmodel.execution.executed import ExecutedProfile
+from costmodel.execution.executed_comm import exposed_comm
 from costmodel.execution.executed_kernels import (
     LOSSES,
     UNFUSED_SOFTMAX,
     Seconds,
-    bytes_of,
     forked_bytes,
+    is_attention,
     is_product,
     kernel_seconds,
     kernels_of,
     products_of_head,
 )
 from costmodel.execution.execution import Execution
-from costmodel.execution.host import host_seconds
 from costmodel.memory.saved import saved_tensors
-from costmodel.time.block.compute import inner_seconds, op_works, redistribute_seconds
-from costmodel.time.block.program_times import ProgramTimes, Spent
+from costmodel.time.block.compute import ProgramTimes, Spent, op_works
 from costmodel.topology import Axis
 from planner.graph import Program
 from planner.layout.experts import grouped_products
-from planner.layout.redistribution.redistribute import EXCHANGE_ROWS, REDISTRIBUTE
-from planner.ops.families.products.attention import RING
+from planner.layout.redistribution.redistribute import REDISTRIBUTE
 from planner.ops.flops import needing_gradient
 from planner.ops.record import family_of, packet_of
-from profiles.lookup.families import ATTENTION
+
+HOST_SHARPNESS = 4
+"""How sharply a phase turns from waiting for the device to waiting for the host: where both are
+as slow, it takes 2 ** (1/4) times as long as either."""
 
 
 def executed_times(
@@ -67,9 +67,9 @@ def executed_times(
         kernels += seconds.kernels
         unfused += seconds.kernels - 1 if seconds.kernels == UNFUSED_SOFTMAX.kernels else 0
         first = ops[0]
-        if first.name in recomputed and not (is_flash and not is_whole):
+        if first.name in recomputed and not (is_flash and is_attention(first) and not is_whole):
             recomputed_s += seconds.forward_s
-        if family_of(first.target).arithmetic == ATTENTION:
+        if is_attention(first):
             attention = Seconds(
                 forward_s=attention.forward_s + seconds.forward_s,
                 backward_s=attention.backward_s + seconds.backward_s,
@@ -81,10 +81,11 @@ def executed_times(
             forward_flop += work.flop
             backward_flop += back.flop
     backward_s += profile.pass_seconds(forked_bytes(local, kernel_ops), 0)
-    comm = _exposed(local, profile, axes, forward_s, attention)
+    compute = Seconds(forward_s=forward_s, backward_s=backward_s)
+    comm = exposed_comm(local, profile, axes, compute, attention)
     wait = rates.launch_wait_s if execution.launches_block else 0.0
     issued = _host_ops(local, execution, kernels) + comm.kernels + unfused
-    if recomputed and not is_whole and execution.selective_skips_layers:
+    if recomputed and not is_whole and execution.selective_by_op:
         recomputed_s = forward_s / 2
     # Every host of a group reaches a collective late at times, and all wait for the last.
     polled_s = polls * execution.polled_late_s * comm.kernels * comm.size
@@ -136,75 +137,16 @@ def _without_gradient(local: Program) -> int:
     return count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Comm:
-    forward_s: float
-    backward_s: float
-    skew_s: float
-    rows_s: float
-    """Part of both that sends rows to their experts and back."""
-    kernels: int
-    size: int
+def host_seconds(execution: Execution, busy_s: float, needed_s: float) -> float:
+    """Return what the host adds to a phase in which the device is busy and the host is needed.
 
-
-def _exposed(
-    local: Program,
-    profile: ExecutedProfile,
-    axes: Mapping[str, Axis],
-    forward_s: float,
-    attention: Seconds,
-) -> _Comm:
-    """Collectives of a block as far as compute does not hide them, and waits at them."""
-    execution = profile.execution
-    there_s = back_s = 0.0
-    ring_s = ring_back_s = rows_s = 0.0
-    cp = axes["cp"].size
-    count = 0
-    sums = 0
-    size = 1
-    for op in local.ops:
-        if op.target == RING:
-            num_bytes = cp * bytes_of(local, op.inputs[1:3])
-            group = axes["cp"].group
-            round_s = profile.collective_seconds("all_gather", num_bytes, group).seconds
-            ring_s += round_s
-            # The backward sees the keys and values of all ranks again, and sends gradients.
-            back = profile.collective_seconds("reduce_scatter", num_bytes, group).seconds
-            ring_back_s += round_s + back
-            continue
-        if op.target != REDISTRIBUTE:
-            if op.target.startswith("planner."):
-                inner_s = sum(inner_seconds(op, local.tensor, profile, axes))
-                if op.target == EXCHANGE_ROWS:
-                    rows_s += inner_s
-                else:
-                    there_s += inner_s
-            continue
-        if local.tensor[op.inputs[0]].kind == "param":
-            # Gradients of parameters that all ranks have are summed once a step, with the others.
-            continue
-        forward, backward = redistribute_seconds(op, local.tensor, profile, axes)
-        there_s += forward
-        back_s += backward
-        count += forward > 0
-        sums += forward > 0 and op.args[2:4] == ("P", "R")
-        size = max(size, axes[str(op.args[1])].size)
-    if execution.overlaps_tp and count > 1:
-        behind = 0.5 * forward_s
-        there_s = profile.rates.exposed_seconds(there_s, behind_s=behind)
-        back_s = profile.rates.exposed_seconds(back_s, behind_s=behind)
-    # Keys and values go round a ring beside the attention to those at hand: all but the last part
-    # of each round may be hidden.
-    there_s += max(ring_s / cp, ring_s - attention.forward_s)
-    back_s += max(ring_back_s / cp, ring_back_s - attention.backward_s)
-    # Experts have nothing to do before their rows are there; gradients go the same ways, back.
-    there_s += rows_s
-    back_s += rows_s
-    return _Comm(
-        forward_s=there_s,
-        backward_s=back_s,
-        skew_s=sums * profile.skew_seconds(size),
-        rows_s=rows_s,
-        kernels=count,
-        size=size,
-    )
+    Some kernels last longer than the launch of the next, others do not, and only so much can be
+    queued: near the point where both take as long, device and host wait for each other in turn.
+    """
+    if execution.launches_block:
+        return needed_s
+    slower = max(busy_s, needed_s)
+    if not slower:
+        return 0.0
+    parts = (busy_s / slower) ** HOST_SHARPNESS + (needed_s / slower) ** HOST_SHARPNESS
+    return slower * parts ** (1 / HOST_SHARPNESS) - busy_s

@@ -57,6 +57,17 @@ class Execution:
     dropless: bool
     """Experts take all rows that are sent to them, and the host reads how many before it sends
     them; else they take a fixed number, and the others are dropped."""
+    sends_tokens: bool
+    """A token's row goes once to each node, and there to each rank, that has an expert for it, and
+    is copied for its experts on arrival (DeepEP, HybridEP); else it goes once for each expert."""
+    wide_exchange_part: float
+    """Part of its links' rate that an exchange of rows reaches among more ranks of a node than
+    eight, of which collectives were measured."""
+    overlaps_rows: bool
+    """Rows go to their experts and back beside the compute of another microbatch."""
+    pads_rows: bool
+    """With products in 8 bits, rows are copied to a whole number of tiles for each expert, and
+    back after the last product."""
     fullest_experts: float
     """Rows of the rank whose experts are picked most, over the mean of all ranks that share a
     layer's experts; 1 where routing is forced to be even."""
@@ -111,10 +122,20 @@ class Execution:
     """Seconds that the hosts of two tp ranks wait for each other at a collective, and again for
     each doubling of their number, while messages between stages cross nodes: the threads that poll
     for these take their cores."""
+    crossing_late_s: float
+    """Seconds that a collective of tp takes longer than alone for each node but one that its ranks
+    lie on: the threads that serve the network, of all collectives of a block in turn, share cores
+    with the hosts."""
+    reserved_factor: float
+    """Memory that the allocator reserves, over that of live tensors; 0 where no run tells."""
+    retry_s: float
+    """Seconds that a message between stages waits where that is more than a device has: its buffer
+    is allocated only when cached memory is freed, which waits for the device."""
     launches_block: bool
     """The host waits for the end of each kernel that it starts."""
-    selective_skips_layers: bool
-    """Selective recomputation runs every second layer again, not each one's attention."""
+    selective_by_op: bool
+    """Selective recomputation saves attention and every second product of a layer, and runs all
+    else again, which takes half a forward; else it runs each layer's attention again."""
     sequence_parallel: bool
     """With tp, what goes from layer to layer is split by positions where a row does not say."""
     zero_stage: int

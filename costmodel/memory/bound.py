@@ -37,10 +37,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from costmodel.memory.parts import ADAMW_STATES
-from costmodel.time.stage_costs.load import Held, StageLoad
+from costmodel.memory.parts import Ranks
+from costmodel.time.stage_costs.load import SAVED_AND_PEAK, Held, StageLoad
 from planner.plan import Precision, Recompute
-from planner.plan.replication import Replication, gradient_factor
+from planner.plan.replication import gradient_factor
 from profiles import Profile
 from profiles.profile import Amount
 
@@ -49,26 +49,19 @@ def kept_bytes(load: StageLoad, *, recompute: Recompute | Held) -> Amount:
     """Return the bytes a stage keeps for each microbatch in flight: its blocks recompute alike, or
     hold this.
     """
-    if isinstance(recompute, Held):
-        return recompute.kept_bytes + load.side_bytes
-    kept = {
-        "none": load.saved_bytes,
-        "selective": load.selective_bytes,
-        "full": load.input_bytes,
-    }
-    return kept[recompute] + load.side_bytes
+    return _held(load, recompute).kept_bytes + load.side_bytes
 
 
 def job_peak_bytes(load: StageLoad, *, recompute: Recompute | Held) -> Amount:
     """Return the peak inside one microbatch's forward or backward, what it keeps included."""
+    return _held(load, recompute).peak_bytes + load.side_bytes
+
+
+def _held(load: StageLoad, recompute: Recompute | Held) -> Held:
     if isinstance(recompute, Held):
-        return recompute.peak_bytes + load.side_bytes
-    peak = {
-        "none": load.saved_peak_bytes,
-        "selective": load.selective_peak_bytes,
-        "full": load.recompute_peak_bytes,
-    }
-    return peak[recompute] + load.side_bytes
+        return recompute
+    kept, peak = SAVED_AND_PEAK[recompute]
+    return Held(kept_bytes=getattr(load, kept), peak_bytes=getattr(load, peak))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,23 +105,6 @@ class Resident(NamedTuple):
     per_frozen_byte: float = 0.0
     per_frozen_param_byte: float = 0.0
     per_batch_byte: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks(Replication):
-    """How the ranks of a stage keep and update its state: all that resident bytes depend on beside
-    sizes.
-    """
-
-    copies_update: bool
-    """Whether a step of the optimizer on the device copies what it steps on."""
-    sum_factor: int
-    """Bytes of a gradient's sum over those of its parameter."""
-
-    @property
-    def has_buckets(self) -> bool:
-        """Whether gradients are summed in buckets that exist through the whole step."""
-        return not self.is_sharded and self.replicas > 1
 
 
 class Line(NamedTuple):
@@ -250,17 +226,16 @@ class RankBound:
     @cached_property
     def ranks(self) -> Ranks:
         """How the ranks keep parameters, gradients and optimizer state."""
-        stepped = gradient_factor(self.precision)
-        summed = stepped if self.sum_factor is None else self.sum_factor
-        copies = self.copies_update or summed < stepped
+        summed = self.sum_factor
         return Ranks(
             replicas=self.replicas,
             copies=self.copies,
             zero_stage=self.zero,
             precision=self.precision,
             optimizer_on_host=self.on_host.optimizer,
-            copies_update=self.profile.cluster.device_type != "cpu" and copies,
-            sum_factor=summed,
+            on_gpu=self.profile.cluster.device_type != "cpu",
+            runtime_copies=self.copies_update,
+            sum_factor=gradient_factor(self.precision) if summed is None else summed,
         )
 
     def _samples(self, in_flight: int, *, splits: bool) -> tuple[tuple[Any, Phase], ...]:
@@ -326,16 +301,13 @@ Part = Callable[[Ranks, Phase], Resident]
 
 
 def weights(ranks: Ranks, phase: Phase) -> Resident:
-    """Return the weights a rank holds.
-
-    Under ZeRO it holds its shard; in bf16 the shard is that of the fp32 masters (`optimizer`),
-    and with the optimizer on the host the shard is there. ZeRO 1 and 2 gather all weights in the
-    first forward and keep them to the last backward; ZeRO 3 frees each block's again.
+    """Return the weights a rank holds: under ZeRO its shard, if that is here. ZeRO 1 and 2 gather
+    all weights in the first forward and keep them to the last backward; ZeRO 3 frees each block's
+    again.
     """
     if not ranks.is_sharded:
         return Resident(1.0)
-    is_elsewhere = ranks.precision == "bf16" or ranks.optimizer_on_host
-    resting = 0.0 if is_elsewhere else 1 / ranks.shards
+    resting = 0.0 if ranks.rests_elsewhere else 1 / ranks.shards
     return Resident(resting + float(ranks.zero_stage < 3 and phase is not Phase.UPDATE))
 
 
@@ -353,15 +325,12 @@ def gradients(ranks: Ranks, phase: Phase) -> Resident:
 
 def optimizer(ranks: Ranks, phase: Phase) -> Resident:
     """Return AdamW's two moments, and in bf16 the fp32 masters; step counts are left out."""
-    if ranks.optimizer_on_host:
-        return Resident()
-    states = ADAMW_STATES + int(ranks.precision == "bf16")
-    return Resident(states * ranks.gradient_factor / ranks.shards)
+    return Resident(ranks.optimizer_states * ranks.gradient_factor / ranks.shards)
 
 
 def update_scratch(ranks: Ranks, phase: Phase) -> Resident:
     """Return the copy of what it updates that a fused or foreach step makes on a GPU."""
-    if phase is not Phase.UPDATE or ranks.optimizer_on_host or not ranks.copies_update:
+    if phase is not Phase.UPDATE or not ranks.copies_update:
         return Resident()
     return Resident(ranks.gradient_factor / ranks.shards)
 

@@ -1,14 +1,59 @@
-"""The parts that a rank's memory is reported in, and what the allocator adds to them."""
+"""The words of both fidelities: the parts that a rank's memory is reported in, what the allocator
+adds to them, and how the ranks of a stage keep and update its state.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+from planner.plan.replication import Replication
 from profiles import Profile
 from profiles.profile import Amount
 
 ADAMW_STATES, COUNTER_BYTES = 2, 4
 """AdamW keeps two moments in the dtype of what it steps, and counts the steps of each tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks(Replication):
+    """How the ranks of a stage keep and update its state: all that resident bytes depend on beside
+    sizes.
+    """
+
+    on_gpu: bool
+    """Whether they have devices apart from their host."""
+    runtime_copies: bool
+    """Whether the runtime's step of the optimizer copies what it steps on
+    (`Execution.copies_update`)."""
+    sum_factor: int
+    """Bytes of a gradient's sum over those of its parameter (`Execution.sum_factor`)."""
+
+    @property
+    def has_buckets(self) -> bool:
+        """Whether gradients are summed in buckets that exist through the whole step."""
+        return not self.is_sharded and self.replicas > 1
+
+    @property
+    def rests_elsewhere(self) -> bool:
+        """Whether no weights are at rest on the device: FSDP2 shards the fp32 masters in bf16,
+        which are optimizer state here, and with the optimizer on the host the shards are there.
+        """
+        return self.is_sharded and (self.precision == "bf16" or self.optimizer_on_host)
+
+    @property
+    def optimizer_states(self) -> int:
+        """Tensors of optimizer state on the device, as large as what is stepped: AdamW's two
+        moments, and in bf16 the fp32 masters.
+        """
+        return 0 if self.optimizer_on_host else ADAMW_STATES + (self.precision == "bf16")
+
+    @property
+    def copies_update(self) -> bool:
+        """Whether the optimizer's step copies what it steps on: fused and foreach steps of a GPU,
+        and sums that are widened for it. A CPU's loop over parameters makes no copy worth counting.
+        """
+        copies = self.runtime_copies or self.sum_factor < self.gradient_factor
+        return self.on_gpu and copies and not self.optimizer_on_host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,6 +105,11 @@ class SavedTensors:
     """Where tensors lie."""
 
     @property
+    def program(self) -> Program:
+        """The program."""
+        return self.storages.program
+
+    @property
     def num_bytes(self) -> int:
         """Bytes saved in all, inputs and outputs included."""
         return sum(sum(s.num_bytes for s in first) + extra for first, extra in self.by_op.values())

@@ -7,8 +7,8 @@ The whole cut is priced under each mesh, and each stage takes its own mesh's ent
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -61,29 +61,31 @@ class PlanPrice:
         at = self.plan.stages[stage]
         return self.meshes[stage].runs.chain.side_bytes(at.first_block, at.last_block + 1)
 
-    def rank_costs(self, pp_rank: int) -> CostCache:
-        """Return the prices on the devices of a rank."""
-        return self.meshes[stages_of_rank(self.plan, pp_rank)[0]].runs.chain.costs
+    def weights(self, pp_ranks: Iterable[int]) -> dict[int, StageLoad]:
+        """Return the parameters of these ranks, of all stages of each together."""
+        found, load = {}, self.load
+        for pp_rank in pp_ranks:
+            own = stages_of_rank(self.plan, pp_rank)
+            found[pp_rank] = StageLoad(
+                param_bytes=int(load.param_bytes[own].sum()),
+                num_params=int(load.num_params[own].sum()),
+                largest_param_bytes=int(load.largest_param_bytes[own].max()),
+                spread_bytes=int(load.spread_bytes[own].sum()),
+            )
+        return found
 
-    def weights(self, pp_rank: int) -> StageLoad:
-        """Return the parameters of a rank, of all its stages together."""
-        own = stages_of_rank(self.plan, pp_rank)
-        return StageLoad(
-            param_bytes=int(self.load.param_bytes[own].sum()),
-            num_params=int(self.load.num_params[own].sum()),
-            largest_param_bytes=int(self.load.largest_param_bytes[own].max()),
-            spread_bytes=int(self.load.spread_bytes[own].sum()),
-        )
 
-
-def price_plan(plan: Plan, costs: CostCache) -> PlanPrice:
-    """Return the prices of a plan's stages. Raises LayoutError where experts do not divide."""
+def price_plan(plan: Plan, costs: CostCache, neighbours: Sequence[int] | None = None) -> PlanPrice:
+    """Return the prices of a plan's stages, each on one group of devices; `neighbours` are those
+    of a `ReplicaView`. Raises LayoutError where experts do not divide.
+    """
     check_experts(costs.graph, plan.degrees)
     stages = range(len(plan.stages))
-    by_mesh = _costs_by_mesh(plan, costs)
-    meshes = [_mesh(plan, s) for s in stages]
+    here = neighbours or [0] * len(plan.stages)
+    meshes = [(*_placed(plan, s), here[s]) for s in stages]
+    by_mesh = _costs_by_mesh(plan, costs, meshes)
     own = [by_mesh[mesh] for mesh in meshes]
-    receive_s = _receive_seconds(plan, by_mesh)
+    receive_s = _receive_seconds(plan, meshes, by_mesh)
     jobs = {
         mesh: costs_of_mesh.job_seconds(
             plan.recompute_by_block,
@@ -117,20 +119,22 @@ def price_plan(plan: Plan, costs: CostCache) -> PlanPrice:
     )
 
 
-Mesh = tuple[str, int]
-"""What stages of a plan may differ in: the group of devices, and the tp degree."""
+Mesh = tuple[str, int, int]
+"""What stages of a plan may differ in: the group of devices, the tp degree, and how many of their
+ranks lie on that group (0: all).
+"""
 
 
-def _mesh(plan: Plan, stage: int) -> Mesh:
+def _placed(plan: Plan, stage: int) -> tuple[str, int]:
     return plan.stages[stage].device_group, plan.stage_degrees(stage)["tp"]
 
 
-def _costs_by_mesh(plan: Plan, costs: CostCache) -> dict[Mesh, StageCosts]:
+def _costs_by_mesh(plan: Plan, costs: CostCache, meshes: Sequence[Mesh]) -> dict[Mesh, StageCosts]:
     """Return the costs of all stages under each mesh that the plan has."""
     by_mesh: dict[Mesh, StageCosts] = {}
     cuts = [*(stage.first_block for stage in plan.stages), plan.stages[-1].last_block + 1]
-    for s in range(len(plan.stages)):
-        mesh = group, tp = _mesh(plan, s)
+    for s, mesh in enumerate(meshes):
+        group, tp, neighbours = mesh
         if mesh not in by_mesh:
             of_group = costs.of_group(group)
             degrees = replica_mesh(plan.stage_degrees(s))
@@ -148,22 +152,26 @@ def _costs_by_mesh(plan: Plan, costs: CostCache) -> dict[Mesh, StageCosts]:
             )
             by_mesh[mesh] = StageCosts(
                 runs=cut_runs(chain_costs(of_group, split), cuts),
-                replication=Replication.of(plan, s),
+                replication=replace(Replication.of(plan, s), neighbours=neighbours),
             )
     return by_mesh
 
 
-def _receive_seconds(plan: Plan, by_mesh: Mapping[Mesh, StageCosts]) -> tuple[Floats, Floats]:
+def _receive_seconds(
+    plan: Plan, meshes: Sequence[Mesh], by_mesh: Mapping[Mesh, StageCosts]
+) -> tuple[Floats, Floats]:
     """Return the transfers into each stage, and of its gradient back to the stage before.
 
     Ranks of a node gather what they were sent in pieces: those of the stage's own tp, on the way
     back those of the stage before.
     """
-    meshes, groups = [_mesh(plan, s) for s in range(len(plan.stages))], plan.device_groups
+    groups = plan.device_groups
     inside, outside = {}, {}
     for mesh, costs_of_mesh in by_mesh.items():
         cluster = costs_of_mesh.runs.chain.costs.profile.cluster
-        inside[mesh] = pipeline_group(cluster, plan.degrees, pp=groups.count(mesh[0]))
+        inside[mesh] = pipeline_group(
+            cluster, plan.degrees, pp=groups.count(mesh[0]), neighbours=mesh[2]
+        )
         outside[mesh] = way_out(cluster)
     found: dict[tuple[Mesh, Group, int], tuple[Floats, Floats]] = {}
     there, back = [], []

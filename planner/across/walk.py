@@ -186,9 +186,9 @@ class _Model:
 
 
 def _called(op: Op) -> str:
-    """What a user calls an op: ATen's name, or that of an autograd function of their own."""
+    """What a user calls an op: ATen's name, or that of a function or module of their own."""
     name = op.target.split(".")[1]
-    if name == "autograd_function" and isinstance(op.args[0], str):
+    if name in ("autograd_function", "opaque_module") and isinstance(op.args[0], str):
         return op.args[0].partition("@")[0]
     return name
 

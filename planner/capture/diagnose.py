@@ -14,15 +14,16 @@ from planner.errors import ModelError
 
 def explain(error: BaseException) -> str:
     """One line for an export failure: the user's line, what is wrong with it, what to do."""
-    for cause in _chain(error):
+    for cause in causes(error):
         if isinstance(cause, ModelError):
             return str(cause)
     line = user_line(error)
-    text = " ".join(f"{type(e).__name__} {e}" for e in _chain(error))
-    if "data-dependent" in text or "DataDependent" in text or "item()" in text:
+    text = _text(error)
+    if depends_on_values(error):
         advice = (
             "a Python value depends on a tensor's values, which are unknown when the model is "
-            "captured; use torch.where or a mask instead of if, int(), .item() or boolean indexing"
+            "captured; use torch.where or a mask instead of if, int(), .item() or boolean "
+            "indexing, or put it into a module of its own, which then runs as it is"
         )
     elif "meta tensor" in text.lower() or "Meta" in type(error).__name__:
         advice = "it needs a tensor's values while the model is captured; compute with tensors"
@@ -42,7 +43,22 @@ def explain(error: BaseException) -> str:
     return f"the model can't be captured{line}: {advice}"
 
 
-def _chain(error: BaseException | None) -> Iterable[BaseException]:
+_SIGNS_OF_VALUES = ("data-dependent", "DataDependent", "DynamicOutputShape", "item()")
+"""In the words of PyTorch's messages."""
+
+
+def depends_on_values(error: BaseException) -> bool:
+    """Whether a capture failed because what runs depends on a tensor's values."""
+    text = _text(error)
+    return any(sign in text for sign in _SIGNS_OF_VALUES)
+
+
+def _text(error: BaseException) -> str:
+    return " ".join(f"{type(e).__name__} {e}" for e in causes(error))
+
+
+def causes(error: BaseException | None) -> Iterable[BaseException]:
+    """Yield an error and what it was raised for, the first of all last."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -60,7 +76,7 @@ def _is_users(file: str) -> bool:
 
 def user_line(error: BaseException) -> str:
     """Return `` at file:line: `code``` of the innermost frame of user code, or nothing."""
-    for cause in _chain(error):
+    for cause in causes(error):
         frames = traceback.extract_tb(cause.__traceback__)
         for frame in reversed(frames):
             if _is_users(frame.filename):

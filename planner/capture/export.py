@@ -23,6 +23,7 @@ from planner.capture.checks.hooks import saved_tensors_untouched
 from planner.capture.checks.on_meta import OnMeta
 from planner.capture.checks.rehearsal import Rehearsal, rehearse
 from planner.capture.diagnose import explain
+from planner.capture.opaque import OpaqueModules
 from planner.capture.precision import MixedDtypes
 from planner.capture.read import Reader
 from planner.capture.record import Exported
@@ -102,18 +103,18 @@ def rehearse_batch(
     tensors: Mapping[str, Any],
     tree: Tree,
     loss: Any,
-    precision: Precision = "model",
+    opaque: OpaqueModules,
 ) -> Rehearsal:
     """Run a module on meta tensors shaped like `tensors`, twice; see `rehearse`.
 
-    `fresh` returns a copy of the module. Raises CaptureError in one line, or ModelError when
-    batch and forward do not fit.
+    `fresh` returns a copy of the module; calls of modules that are `opaque` are ops. Raises
+    CaptureError in one line, or ModelError when batch and forward do not fit.
     """
     for faked in (False, True):
         module = fresh()
-        wrapped = _LossModule(module, tree, tuple(tensors), loss, precision)
+        wrapped = _LossModule(module, tree, tuple(tensors), loss, opaque.precision)
         try:
-            with _as_captured(), saved_tensors_untouched():
+            with _as_captured(), saved_tensors_untouched(), opaque.as_ops():
                 return rehearse(wrapped, module, _empty(tensors), wrapped.made, faked=faked)
         except ModelError:
             raise
@@ -130,15 +131,20 @@ def trace_batch(
     tree: Tree,
     loss: Any,
     paths: tuple[str, ...],
-    precision: Precision = "model",
+    opaque: OpaqueModules,
 ) -> Trace | None:
     """Return what a forward does on meta tensors shaped like `tensors`; None where it fails.
 
     `paths` are the lists of layers that are told apart. The module is spent afterwards.
     """
-    wrapped = _LossModule(module, tree, tuple(tensors), loss, precision)
+    wrapped = _LossModule(module, tree, tuple(tensors), loss, opaque.precision)
     try:
-        with _as_captured(), saved_tensors_untouched(), _compiling_state_context():
+        with (
+            _as_captured(),
+            saved_tensors_untouched(),
+            _compiling_state_context(),
+            opaque.as_ops(),
+        ):
             return trace_forward(module, wrapped, _empty(tensors), wrapped.made, paths)
     except Exception:  # of a module with layers left out, or that takes fake tensors alone
         return None
@@ -154,19 +160,25 @@ def export_batch(
     tree: Tree,
     loss: Any,
     rehearsal: Rehearsal,
-    precision: Precision = "model",
+    opaque: OpaqueModules,
+    num_samples: int,
 ) -> Exported:
     """Export a module on meta tensors shaped like `tensors` and read the result.
 
-    `rehearsal` is what its forward showed. For precision "bf16" the module's parameters are
-    bfloat16 already. Raises CaptureError in one line, or ModelError when batch and forward do
-    not fit.
+    These hold so many samples. `rehearsal` is what its forward showed. For precision "bf16" the
+    module's parameters are bfloat16 already. Calls of modules that are `opaque` become ops. Raises
+    CaptureError in one line, or ModelError when batch and forward do not fit.
     """
     args = _empty(tensors)
-    wrapped = _LossModule(module, tree, tuple(tensors), loss, precision)
+    wrapped = _LossModule(module, tree, tuple(tensors), loss, opaque.precision)
     functions = FunctionCalls()
     try:
-        with _as_captured(), functions.recorded(), _whole_stack_traces():
+        with (
+            _as_captured(),
+            functions.recorded(),
+            _whole_stack_traces(),
+            opaque.as_ops(num_samples),
+        ):
             program = torch.export.export(wrapped, args, strict=False)
     except ModelError:
         raise
@@ -185,6 +197,7 @@ def export_batch(
         tuple(tensors),
         made=wrapped.made,
         calls=functions.calls,
+        modules=opaque,
         reached=rehearsal.reached,
     )
     return reader.read()

@@ -14,6 +14,7 @@ from planner.capture.checks.on_meta import StaysOnMeta
 from planner.capture.diagnose import first_line, user_line
 from planner.capture.export import export_batch, meta_copy, rehearse_batch, trace_batch
 from planner.capture.masks import with_told_masks
+from planner.capture.opaque import OpaqueModules
 from planner.capture.precision import cast_parameters
 from planner.capture.repeats.in_part import capture_in_part
 from planner.errors import CaptureError, ModelError
@@ -21,6 +22,7 @@ from planner.graph import ModelGraph
 from planner.graph.batch import Tree, flatten_batch, unflatten_batch
 from planner.graph.blocks import RawGraph, build_graph
 from planner.graph.model_file import ModelSource
+from planner.graph.users_modules import users_modules
 from planner.plan import Precision
 
 
@@ -53,7 +55,10 @@ def capture_source(
             raise ModelError(
                 f"{source.path.name}: {called} failed{where}: {first_line(error)}"
             ) from error
-    return capture_module(module, *batches, loss=source.loss, name=source.name, precision=precision)
+    with users_modules(source.path.parent):  # a forward may import what it needs
+        return capture_module(
+            module, *batches, loss=source.loss, name=source.name, precision=precision
+        )
 
 
 def build_without_values(build: Callable[[], Any]) -> Any:
@@ -120,24 +125,35 @@ def capture_module(
             ) from error
         return cast_parameters(meta) if precision == "bf16" else meta
 
-    try:
-        rehearsal = rehearse_batch(fresh, *leaves[0], loss, precision)
+    opaque = OpaqueModules(precision=precision)
+
+    def captured() -> RawGraph:
+        rehearsal = rehearse_batch(fresh, *leaves[0], loss, opaque)
         kept_calls.find()  # a forward may import what it needs
 
         def export(make: Callable[[], torch.nn.Module]) -> RawGraph:
             return align(
                 *(
-                    export_batch(make(), tensors, tree, loss, rehearsal, precision)
-                    for tensors, tree in leaves
+                    export_batch(make(), tensors, tree, loss, rehearsal, opaque, size)
+                    for (tensors, tree), size in zip(leaves, BATCH_SIZES, strict=True)
                 )
             )
 
-        merged = capture_in_part(
+        return capture_in_part(
             fresh,
-            trace=lambda module, paths: trace_batch(module, *leaves[0], loss, paths, precision),
+            trace=lambda module, paths: trace_batch(module, *leaves[0], loss, paths, opaque),
             export=export,
             reached=rehearsal.reached,
         ) or export(fresh)
+
+    try:
+        while True:
+            try:
+                merged = captured()
+                break
+            except CaptureError as error:
+                if not opaque.add_from(error, module):
+                    raise
     finally:
         kept_calls.forget()
     return build_graph(with_told_masks(merged), name=name, batch_tree=leaves[0][1])

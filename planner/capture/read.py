@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from planner.capture.checks.functions import FunctionCall
 from planner.capture.checks.on_meta import OnMeta
 from planner.capture.diagnose import node_line
+from planner.capture.opaque import ModuleCall, OpaqueModules, Place
 from planner.capture.record import Exported, Recorder
 from planner.capture.writes import (
     Env,
@@ -26,6 +27,7 @@ from planner.capture.writes import (
 from planner.errors import CaptureError
 from planner.graph import Ref, Symbol, TensorMeta, map_refs
 from planner.graph.function_keys import AUTOGRAD_FUNCTION
+from planner.graph.module_keys import OPAQUE_MODULE
 
 # Values of small constants made inside forward are kept in the graph; larger ones are
 # almost always weights that were not registered.
@@ -58,13 +60,15 @@ class Reader:
         *,
         made: OnMeta,
         calls: Sequence[FunctionCall],
+        modules: OpaqueModules,
         reached: Collection[str],
     ):
-        """`calls` are those of autograd functions, in the order in which ops number them;
-        `reached` names the parameters that a gradient reaches.
+        """`calls` are those of autograd functions, in the order in which ops number them, and
+        `modules` has those of opaque modules; `reached` names the parameters that a gradient
+        reaches.
         """
         self.program, self.module, self.paths, self.made = program, module, paths, made
-        self.calls, self.reached = calls, reached
+        self.calls, self.modules, self.reached = calls, modules, reached
         self._written: set[str] = set()
 
     def read(self) -> Exported:
@@ -296,6 +300,8 @@ class Reader:
             return detached
         if packet == "autograd_function":
             return self._function(node, self.calls[args[1]], args[0])
+        if packet == "opaque_module":
+            return self._module(node, self.modules.calls[args[1]], args[0])
         if packet == "to":
             # A move between devices means nothing here; only the dtype matters.
             dtype = next(
@@ -425,28 +431,61 @@ class Reader:
             next(given) if isinstance(arg, torch.Tensor) else self._arg(arg, {})
             for arg in call.args
         )
+        values = node.meta["val"]
+        differentiable = [
+            (value.is_floating_point() or value.is_complex())
+            and index not in call.not_differentiable
+            for index, value in enumerate(values)
+        ]
+        return self._users_code(node, AUTOGRAD_FUNCTION, (call.key, *args), tensors, differentiable)
+
+    def _module(
+        self, node: torch.fx.Node, call: ModuleCall, tensors: tuple[Ref, ...]
+    ) -> tuple[Ref, ...]:
+        """Note a call of an opaque module as an op of its own key and arguments."""
+
+        def placed(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(placed(item) for item in value)
+            return tensors[value.index] if isinstance(value, Place) else value
+
+        results = tuple(
+            (r.shape, Symbol("dtype", str(r.dtype).removeprefix("torch.")), r.is_differentiable)
+            for r in call.results
+        )
+        args = (
+            call.key,
+            self.modules.precision,
+            call.holds_samples,
+            (call.cost.forward, call.cost.backward),
+            results,
+            placed(call.args),
+            placed(call.kwargs),
+            tensors[call.num_given :],
+        )
+        differentiable = [result.is_differentiable for result in call.results]
+        return self._users_code(node, OPAQUE_MODULE, args, tensors, differentiable)
+
+    def _users_code(
+        self,
+        node: torch.fx.Node,
+        target: str,
+        args: tuple[Any, ...],
+        tensors: tuple[Ref, ...],
+        differentiable: Sequence[bool],
+    ) -> tuple[Ref, ...]:
+        """Note an op that runs code of the user's, and its results."""
         needs_grad = any(self.record.tensors[ref.name].requires_grad for ref in tensors)
         outputs = []
-        for index, value in enumerate(node.meta["val"]):
+        for index, (value, has_grad) in enumerate(
+            zip(node.meta["val"], differentiable, strict=True)
+        ):
             name = self.record.fresh(f"{node.name}.{index}")
-            differentiable = value.is_floating_point() or value.is_complex()
             self.record.tensor(
-                name,
-                value,
-                kind="activation",
-                requires_grad=needs_grad
-                and differentiable
-                and index not in call.not_differentiable,
+                name, value, kind="activation", requires_grad=needs_grad and has_grad
             )
             outputs.append(name)
-        self.record.emit(
-            node,
-            AUTOGRAD_FUNCTION,
-            outputs[0],
-            (call.key, *args),
-            (),
-            tuple(outputs),
-        )
+        self.record.emit(node, target, outputs[0], args, (), tuple(outputs))
         return tuple(map(Ref, outputs))
 
     def _arg(self, arg: Any, env: Env) -> Any:
@@ -495,7 +534,7 @@ def _returned_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
     """The tensors that an op returns themselves: neither a copy of them nor a view."""
     inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), FakeTensor)]
     schema = node.target._schema  # type: ignore[union-attr]
-    if not inputs or schema.is_mutable or schema.name == "planner::autograd_function":
+    if not inputs or schema.is_mutable or schema.name.startswith("planner::"):
         return []
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     with inputs[0].meta["val"].fake_mode, torch.no_grad():

@@ -100,6 +100,10 @@ def _device_groups(plan: Plan) -> str:
     return f"pp ranks on devices of {_joined(groups)}" if any(groups) else ""
 
 
+def _shares(plan: Plan) -> str:
+    return f"replicas of {plan.shares_spelled} samples of a microbatch" if plan.shares else ""
+
+
 def _layouts(plan: Plan) -> str:
     axes = sorted({layout.axis for layout in plan.layouts if plan.degrees[layout.axis] > 1})
     return f"placements of ops on {_joined(axes)}" if axes else ""
@@ -151,6 +155,7 @@ _OTHERS = (
         used=lambda plan: "the optimizer on the host" if plan.optimizer_on_host else "",
     ),
     Feature(name="activations-on-host", fields=("activations_on_host",), used=_on_host),
+    Feature(name="shares", fields=("shares",), used=_shares),
     Feature(name="device-groups", fields=("device_group",), used=_device_groups),
     Feature(name="own-meshes", fields=("own_sizes",), used=_own_meshes),
     Feature(name="layouts", fields=("layouts",), used=_layouts),

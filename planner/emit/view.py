@@ -89,6 +89,7 @@ class PlanView:
         A plan is priced for full nodes that follow each other: dealt evenly over nodes that are
         not full, the ranks of one tp group could lie on two of them.
         """
+        self.plan.cluster.check_equal_nodes()
         if self.num_nodes == 1:
             return self.plan.world_size
         if self.plan.world_size % self.plan.cluster.devices_per_node:

@@ -7,6 +7,7 @@ all cuts are coarser than the *finest*, so they see the same microbatch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -24,12 +25,34 @@ class BatchSplit:
 
         Bounds are rounded down, so a cut in any divisor of `parts` is that of as many alone.
         """
-        return cls(sizes=tuple(_even(size, parts) for size in _even(num_samples, num_microbatches)))
+        return cls.by_shares(num_samples, num_microbatches=num_microbatches, shares=(1,) * parts)
+
+    @classmethod
+    def by_shares(
+        cls, num_samples: int, *, num_microbatches: int, shares: tuple[int, ...]
+    ) -> BatchSplit:
+        """Return a split of samples that lie together into microbatches that differ by at most one,
+        of each of which part p has ``shares[p]`` of ``sum(shares)``, rounded by less than one.
+        """
+        bounds = list(accumulate(shares, initial=0))
+        return cls(
+            sizes=tuple(_between(size, bounds) for size in _even(num_samples, num_microbatches))
+        )
 
     @classmethod
     def of_parts(cls, samples: tuple[int, ...], *, num_microbatches: int) -> BatchSplit:
         """Return the split of parts that lie apart, of which part p has ``samples[p]``."""
         return cls(sizes=tuple(zip(*(_even(n, num_microbatches) for n in samples), strict=True)))
+
+    def resized(self, num_samples: int) -> BatchSplit:
+        """Return a split of another number of samples, each microbatch by the shares that the first
+        one of this has.
+        """
+        if num_samples == self.num_samples:
+            return self
+        return self.by_shares(
+            num_samples, num_microbatches=self.num_microbatches, shares=self.sizes[0]
+        )
 
     @cached_property
     def num_samples(self) -> int:
@@ -81,8 +104,13 @@ def part_bounds(sizes: tuple[int, ...], parts: int, number: int) -> tuple[int, i
 
 
 def _even(num_samples: int, count: int) -> tuple[int, ...]:
-    bounds = [num_samples * index // count for index in range(count + 1)]
-    return tuple(b - a for a, b in pairwise(bounds))
+    return _between(num_samples, range(count + 1))
+
+
+def _between(num_samples: int, bounds: Sequence[int]) -> tuple[int, ...]:
+    """Return the samples between bounds, of which the last is where the samples end."""
+    scaled = [num_samples * bound // bounds[-1] for bound in bounds]
+    return tuple(b - a for a, b in pairwise(scaled))
 
 
 def _runs(sizes: list[int]) -> tuple[range, ...]:

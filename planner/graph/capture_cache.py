@@ -36,18 +36,23 @@ def load_graph(
     *,
     precision: Precision = "model",
     length: int | None = None,
+    arguments: Mapping[str, Any] | None = None,
     use_cache: bool = True,
 ) -> ModelGraph:
     """Return the graph of a model file, captured now or kept from an equal earlier capture.
 
-    With a `length` its batches are ``batch(size, length)``. Raises ModelError or CaptureError as
-    `planner.capture` does. A cache that can't be read or written is only slower, never an error.
+    With a `length` its batches are ``batch(size, length)``, with `arguments` (plain values) its
+    model is ``model(**arguments)``. Raises ModelError or CaptureError as `planner.capture` does. A
+    cache that can't be read or written is only slower, never an error.
     """
     file = Path(path)
     if not file.is_file():
         kind = "is a directory" if file.is_dir() else "does not exist"
         raise ModelError(f"model file {path} {kind}; give a .py file that defines model()")
-    key = _digest(f"{file.resolve()} {precision}{f' {length}' if length else ''}".encode())
+    told = f"{file.resolve()} {precision}{f' {length}' if length else ''}"
+    if arguments:
+        told += f" {sorted(arguments.items())!r}"
+    key = _digest(told.encode())
     entry = cache_dir() / "captures" / f"{key[:32]}.json"
     if use_cache and (graph := _read(entry)) is not None:
         return graph
@@ -55,7 +60,7 @@ def load_graph(
     from planner.graph.model_file import local_modules, recorded_reads
 
     with recorded_reads() as reads:
-        source = load_model_file(path)
+        source = load_model_file(path).with_arguments(arguments or {})
         graph = capture_source(source, precision=precision, length=length)
     if use_cache:
         files = {*source.dependencies, *reads.files, *local_modules()}

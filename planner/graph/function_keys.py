@@ -19,10 +19,14 @@ AUTOGRAD_FUNCTION = "planner.autograd_function.default"
 
 def function_key(function: Any) -> str:
     """Return the key of a `torch.autograd.Function`."""
+    code = source_of(function, (function.forward, function.backward))
+    return f"{function.__qualname__}@{hashlib.sha256(code).hexdigest()[:8]}"
+
+
+def source_of(kind: Any, methods: tuple[Any, ...]) -> bytes:
+    """Return the code of a class; where its source can't be read, that of these methods."""
     try:
         # Parsed and printed again: comments, spaces and line numbers do not count.
-        code = ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(function)))).encode()
+        return ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(kind)))).encode()
     except (OSError, TypeError, SyntaxError):  # no source: written at a prompt, or generated
-        methods = (function.forward, function.backward)
-        code = b"".join(inspect.unwrap(method).__code__.co_code for method in methods)
-    return f"{function.__qualname__}@{hashlib.sha256(code).hexdigest()[:8]}"
+        return b"".join(inspect.unwrap(method).__code__.co_code for method in methods)

@@ -6,17 +6,19 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import inspect
 import os
 import site
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from planner.errors import ModelError
+from planner.graph.users_modules import among_users_modules, kept_modules, users_modules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,24 @@ class ModelSource:
     def name(self) -> str:
         """The file's stem."""
         return self.path.stem
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> ModelSource:
+        """Return the source whose model is built by ``model(**arguments)``.
+
+        Raises ModelError, in one line, where model() does not take them.
+        """
+        if not arguments:
+            return self
+        try:
+            inspect.signature(self.build).bind(**arguments)
+        except TypeError as error:
+            taken = ", ".join(inspect.signature(self.build).parameters) or "none"
+            given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+            raise ModelError(
+                f"model() of {self.path.name} was given {given}: {error}; the arguments it takes: "
+                f"{taken}"
+            ) from None
+        return replace(self, build=functools.partial(self.build, **arguments))
 
 
 def load_model_file(path: str | os.PathLike[str]) -> ModelSource:
@@ -53,18 +73,19 @@ def load_model_file(path: str | os.PathLike[str]) -> ModelSource:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     try:
-        with _import_from(file.parent), recorded_reads() as reads:
+        with _import_from(file.parent), users_modules(file.parent), recorded_reads() as reads:
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise ModelError(f"{path} failed to load: {_where(error, file)}{_brief(error)}") from error
     for name, use in (("model", "returns an nn.Module"), ("batch", "takes a number of samples")):
         if not callable(getattr(module, name, None)):
             raise ModelError(f"{path} defines no {name}(); add a function {name} that {use}")
+    loss = getattr(module, "loss", None)
     return ModelSource(
         path=file,
-        build=module.model,
-        batch=module.batch,
-        loss=getattr(module, "loss", None),
+        build=among_users_modules(file.parent, module.model),
+        batch=among_users_modules(file.parent, module.batch),
+        loss=None if loss is None else among_users_modules(file.parent, loss),
         dependencies=tuple(sorted({file} | reads.files | local_modules())),
     )
 
@@ -203,7 +224,8 @@ def _is_local(name: str) -> bool:
 
 def local_modules() -> set[Path]:
     """Source files of imported modules that are neither installed nor part of Python."""
-    files = {getattr(m, "__file__", None) for m in list(sys.modules.values())}
+    modules = [*sys.modules.values(), *kept_modules()]
+    files = {getattr(module, "__file__", None) for module in modules}
     return {file for f in files if f and (file := _users_module(f)) is not None}
 
 

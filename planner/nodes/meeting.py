@@ -109,6 +109,16 @@ def _who_came(store: Store, keys: Sequence[str]) -> str:
     return f"{len(came)} of {len(keys)} have come ({names}; not number {missing})"
 
 
+def port_of(store: Store) -> int:
+    """Return the port of a store, which a launcher's may hold inside another."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    assert isinstance(store, TCPStore)
+    return store.port
+
+
 def _store(host: str, port: int, *, is_master: bool, timeout: timedelta) -> Store:
     from torch.distributed import TCPStore
 

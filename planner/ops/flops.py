@@ -72,6 +72,12 @@ def backward_work(op: Op, tensor: Mapping[str, TensorMeta], forward: Work | None
     )
 
 
+def op_kernels(op: Op, tensor: Mapping[str, TensorMeta]) -> tuple[int, int]:
+    """Return how many kernels the forward and the backward of an op of a bound program launch."""
+    kernels = family_of(op.target).kernels
+    return (1, 1) if kernels is None else kernels(Call(op, tensor, 1))
+
+
 def forward_flop(family: OpFamily, call: Call) -> float:
     """Return the flop of a forward."""
     if family.flop is not None:

@@ -110,6 +110,9 @@ class OpFamily:
     reads: Callable[[Call], float] | None = None
     """Bytes the forward reads, where it does not read its inputs whole. Such an op is not fused."""
 
+    kernels: Callable[[Call], tuple[int, int]] | None = None
+    """Kernels that the forward and the backward launch; None: one each."""
+
     moves_nothing: bool | Callable[[Call], bool] = False
     """No work at all: a view, or a collective, which is priced apart."""
 

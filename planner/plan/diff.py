@@ -149,6 +149,7 @@ def _decided(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "samples of a step", str(plan.global_batch)
     yield "microbatches", str(plan.num_microbatches)
     yield "samples of a microbatch on a replica", str(plan.microbatch_size)
+    yield "samples of each replica", plan.shares_spelled
     yield "schedule", plan.schedule
     yield "its job table", " | ".join(plan.table)
     yield "ZeRO stage", str(plan.zero_stage)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from itertools import groupby
+from math import gcd
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, field_validator, model_validator
 
+from planner.errors import PlanError
 from planner.graph.batch import tensor_paths
 from planner.layout.class_layout import MOST, OwnSizesField, Record, WithOwnSizes
 
@@ -66,11 +68,31 @@ class ModelRef(Record):
 
 
 class ClusterRef(Record):
-    """The cluster a plan was searched for. `name` is a shipped profile or a directory."""
+    """The cluster a plan was searched for. `name` is a shipped profile, a directory, or that of a
+    cluster file.
+
+    `devices_per_node` are those of the smallest nodes; where groups of devices have nodes of other
+    sizes, `nodes` lists (group, devices of a node, nodes).
+    """
 
     name: str
     device: str
     devices_per_node: int = Field(ge=1, le=MOST)
+    nodes: tuple[tuple[str, int, int], ...] = ()
+
+    def check_equal_nodes(self) -> None:
+        """Raise PlanError where nodes have different numbers of devices: a launcher starts as many
+        ranks on each node.
+        """
+        if not self.nodes:
+            return
+        told = ", ".join(f"{nodes} x {size} on {name}" for name, size, nodes in self.nodes)
+        least = gcd(*(size for _, size, _ in self.nodes))
+        raise PlanError(
+            f"the plan is for nodes of different numbers of devices ({told}), and launchers start "
+            f"as many ranks on each; give all groups of the cluster file a `devices_per_node` of "
+            f"{least}, search again, and start a launcher for each {least} devices of a node"
+        )
 
 
 class BlocksRecompute(Record):
@@ -95,7 +117,8 @@ class StagePlan(WithOwnSizes):
         activations_on_host: what a microbatch saves for its backward is offloaded to the host
             where the wait is long enough (`planner.schedule.timing.offloads`).
         device_group: the group of devices that its ranks lie on, by its name in the cluster's file;
-            empty in a cluster of equal devices. Prices follow from it; running ignores it.
+            empty in a cluster of equal devices. Of several, joined by +, the first holds the first
+            replicas. Prices follow from it; running ignores it.
         own_sizes: sizes of its mesh that differ from the plan's, as (axis, size). The mesh has as
             many ranks as the others: one axis takes the rest (`Degrees.with_own`).
     """
@@ -109,6 +132,11 @@ class StagePlan(WithOwnSizes):
     activations_on_host: bool = False
     device_group: str = ""
     own_sizes: OwnSizesField = ()
+
+    @property
+    def device_groups(self) -> tuple[str, ...]:
+        """The groups of devices that its replicas lie on, in order."""
+        return tuple(self.device_group.split("+"))
 
     @property
     def blocks(self) -> range:

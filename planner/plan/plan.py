@@ -10,12 +10,14 @@ then numbers its ranks by these.
 from __future__ import annotations
 
 from collections import Counter
+from itertools import groupby
 from math import lcm
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_serializer, model_validator
 
 from planner.errors import LayoutError
+from planner.graph.batch_split import BatchSplit
 from planner.layout import axes
 from planner.layout.axes import Degrees, degree_names
 from planner.layout.class_layout import MOST, ClassLayout, DegreesField, Record, gathered
@@ -50,7 +52,10 @@ class Plan(Record):
         degrees: size of each axis of a stage's mesh; a stage may have sizes of its own.
         pp: pipeline ranks.
         vpp: stages of each pipeline rank.
-        microbatch_size: samples of a microbatch in each part that the batch axes cut.
+        microbatch_size: samples of a microbatch in each part that the batch axes cut; with `shares`
+            their mean.
+        shares: samples of a microbatch in each of these parts, in the order of ranks, where they
+            differ: as much as the devices of each are fast. Empty: equal parts.
         num_microbatches: microbatches of a step.
         schedule: name of the pipeline schedule.
         table: the jobs of each pp rank where the schedule was synthesised
@@ -80,6 +85,7 @@ class Plan(Record):
     vpp: int = Field(ge=1, le=MOST)
     microbatch_size: int = Field(ge=1, le=MOST)
     num_microbatches: int = Field(ge=1, le=MOST)
+    shares: tuple[Annotated[int, Field(ge=1, le=MOST)], ...] = ()
     schedule: str
     table: tuple[str, ...] = ()
     zero_stage: ZeroStage
@@ -154,8 +160,24 @@ class Plan(Record):
     @property
     def least_batch(self) -> int:
         """Samples of the smallest batch of a step: one for each microbatch and part of it."""
+        if self.shares:  # of so many the smallest share is a sample
+            return self.num_microbatches * -(-self.microbatch_samples // min(self.shares))
         parts = (self.stage_degrees(index).along("batch") for index in range(len(self.stages)))
         return self.num_microbatches * max(parts)
+
+    @property
+    def shares_spelled(self) -> str:
+        """Shares of a microbatch, equal neighbours together: "3 x 5, 1 x 1"."""
+        runs = [(share, len(list(equal))) for share, equal in groupby(self.shares)]
+        return ", ".join(f"{count} x {share}" for share, count in runs)
+
+    @property
+    def split(self) -> BatchSplit:
+        """Which samples of a full batch are in which microbatch and part."""
+        shares = self.shares or (1,) * self.batch_parts
+        return BatchSplit.by_shares(
+            self.global_batch, num_microbatches=self.num_microbatches, shares=shares
+        )
 
     @property
     def stage_to_pp_rank(self) -> tuple[int, ...]:
@@ -235,6 +257,23 @@ class Plan(Record):
                     f"stage {index} has {shape} and another stage of pp rank {stage.pp_rank} has "
                     f"{shape_of_rank[stage.pp_rank]}; stages of one pp rank share its mesh"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _shares_add_up(self) -> Plan:
+        if not self.shares:
+            return self
+        cuts = {self.stage_degrees(index).along("batch") for index in range(len(self.stages))}
+        if cuts != {len(self.shares)}:
+            raise ValueError(
+                f"{len(self.shares)} shares given; its stages cut a microbatch in "
+                f"{' and '.join(map(str, sorted(cuts)))} parts, and each part has a share"
+            )
+        if sum(self.shares) != self.microbatch_samples:
+            raise ValueError(
+                f"shares add up to {sum(self.shares)} samples; a microbatch has "
+                f"{self.microbatch_samples}"
+            )
         return self
 
     @model_validator(mode="after")

@@ -66,7 +66,8 @@ def template_of(model: Transformer) -> Template:
     side = values.outputs
     # Where the embedding is frozen, nothing that the first layer takes needs a gradient.
     kinds_of_layers = [
-        (index < dense_first, index > 0 or model.adapters is None) for index in range(model.layers)
+        (index < dense_first, index > 0 or model.adapters is None)
+        for index in range(model.layers + model.ahead)
     ]
     for dense, differentiable in dict.fromkeys(kinds_of_layers):
 
@@ -100,6 +101,8 @@ def _check_written(model: Transformer) -> None:
         raise PlannerError("latent attention turns its keys; give positions='rotary'")
     if model.code != "huggingface":
         return
+    if model.ahead:
+        raise PlannerError(f"ahead={model.ahead} is of code='modules'; leave it out")
     if model.norm == "rms" and not (model.gated and model.positions == "rotary"):
         raise PlannerError(
             "code='huggingface' with norm='rms' is Llama's: give gated=True and "

@@ -54,12 +54,41 @@ def layer(tape: Tape, model: Transformer, *, dense: bool, differentiable: bool =
 
 
 def head(tape: Tape, model: Transformer) -> Value:
-    """Write the last norm, the product with the vocabulary and the loss."""
+    """Write the last norm, the product with the vocabulary and the loss, of each token that is
+    predicted.
+    """
     x = tape.input(BATCH, model.seq_len, model.hidden, place=STREAM)
     labels = tape.input(BATCH, model.seq_len, dtype="int64", differentiable=False, is_of_batch=True)
+    # What predicts further ahead joins the stream with a token's embedding, both normed.
+    later = []
+    for depth in range(model.ahead):
+        parts = [_norm(tape, x, model, f"ahead.{depth}.{part}") for part in ("stream", "token")]
+        tape.module = f"ahead.{depth}.proj"
+        later.append(
+            _norm(
+                tape, tape.linear(tape.cat((*parts,)), model.hidden), model, f"ahead.{depth}.norm"
+            )
+        )
     x = _norm(tape, x, model, "final_layernorm")
     tape.module = "output_layer"
     logits = tape.linear(x, model.vocab, split="columns")
+    weight = tape.params[-1]
+    loss = _loss(tape, model, logits, labels)
+    for each in later:
+        tape.module = "output_layer"
+        logits = tape.call(
+            "aten.linear.default",
+            each,
+            weight,
+            shapes=(logits.shape,),
+            takes=("R", weight.place),
+            places=(logits.place,),
+        )[0]
+        loss = tape.pointwise("aten.add.Tensor", loss, _loss(tape, model, logits, labels))
+    return loss
+
+
+def _loss(tape: Tape, model: Transformer, logits: Value, labels: Value) -> Value:
     tape.module = "loss"
     rows = Affine(model.seq_len)
     logits = tape.view(logits, (rows, model.vocab), said=(-1, model.vocab), place="S(1)")

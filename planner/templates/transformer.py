@@ -100,6 +100,9 @@ class Transformer:
     """What each half of a layer adds is dropped out first, and the attention's weights."""
     tied: bool = False
     """The head's matrix is the embedding's."""
+    ahead: int = 0
+    """Tokens after the next that are predicted too (DeepSeek-AI 2024, arXiv 2412.19437, section
+    2.2): each by a layer more, and by the head again (of `modules` code)."""
     fused_attention: bool = True
     """Attention is one kernel; else its scores are written out (until about 2022)."""
     latent: Latent | None = None

@@ -14,12 +14,17 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import IO, Any
 
+from planner.errors import ProfileError
 from profiles.measure.nodes.launchers import Launcher, new_token
 
 START_TIMEOUT_S = 120.0
 FAILURE_GRACE_S = 5.0
 END_TIMEOUT_S = 30.0
 """How long a rank that hung up may take to end; on a busy machine unloading torch takes seconds."""
+
+
+_LOOK_S = 1.0
+"""How often the nodes are looked at while answers are awaited."""
 
 
 class ProbeFailed(Exception):
@@ -124,6 +129,7 @@ class WorkerGroup:
                 raise TimeoutError("a worker ended")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no connection within {START_TIMEOUT_S:.0f} s")
+            self._check_nodes()
             try:
                 connection, _ = server.accept()
             except TimeoutError:
@@ -142,8 +148,12 @@ class WorkerGroup:
             for rank, peer in enumerate(self._peers):
                 selector.register(peer.connection, selectors.EVENT_READ, rank)
             while len(answers) < self._num_ranks:
-                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                left_s = max(0.0, deadline - time.monotonic())
+                ready = selector.select(min(left_s, _LOOK_S))
                 if not ready:
+                    self._check_nodes()
+                    if left_s > _LOOK_S:
+                        continue
                     failed = [answer["error"] for answer in answers.values() if "error" in answer]
                     raise TimeoutError(failed[0] if failed else "time limit reached")
                 for key, _ in ready:
@@ -160,6 +170,14 @@ class WorkerGroup:
                         deadline = min(deadline, time.monotonic() + FAILURE_GRACE_S)
                     selector.unregister(key.fileobj)
         return [answers[rank] for rank in range(self._num_ranks)]
+
+    def _check_nodes(self) -> None:
+        """Raise ProfileError where a node is gone: without it there is nothing to go on with."""
+        if lost := self._launcher.lost():
+            raise ProfileError(
+                f"{lost}: the measurement ends; what was measured is kept, and the same command "
+                "on all nodes goes on from it"
+            )
 
     def _obituary(self, error: BaseException) -> str:
         """Say what happened: exit codes and the last line the workers wrote."""

@@ -13,7 +13,6 @@ n blocks, S stages; "prunes" names the phase that leaves configurations out by i
     split_round_trips      step      the same, W jobs fill the waits    O(n)       configurations
     share_of_parameters    memory    some rank holds its share          O(1)       ZeRO stages
     largest_block          memory    a block lies on one rank           O(n)       ZeRO stages
-    kept_in_flight         memory    what the schedule keeps alive      O(S)       configurations
 
 Those are the catalogue; the next need stage boundaries, or more than one table, and stand there:
 
@@ -26,7 +25,7 @@ Those are the catalogue; the next need stage boundaries, or more than one table,
     `least_end_s`          step      interleaved stages, cut evenly     O(S)       configurations
 
 Read in this order: `catalogue` (what a bound is, how one is added, all of them), `least_costs`
-(what they are made of), then the mathematics: `pipeline_line` and `zero_bubble` (linear programs
-solved by hand), `exchange` (what replicas exchange at least), `copied_jobs` (jobs beside copies to
+(what they are made of), then the mathematics: `round_trips` (linear programs solved by hand),
+`exchange` (what replicas exchange at least), `copied_jobs` (jobs beside copies to
 the host), `costmodel.memory.bound`.
 """

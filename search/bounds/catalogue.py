@@ -22,16 +22,14 @@ What the first stage loads of the batch before its first job comes to each (`Tab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from costmodel.time.stage_costs.load import StageLoad
 from planner.schedule import RoundTrips, find_schedule
 from search.bounds.least_costs import LeastCosts
-from search.bounds.pipeline_line import pipeline_line
-from search.space.shapes import Configuration, Shape, recompute_choices
-from search.stages.stage_table import StageTable
+from search.bounds.round_trips import pipeline_line
+from search.space.configuration import Configuration, Shape, recompute_choices
 
 Formula = Callable[[LeastCosts, Configuration], float]
 """From a table's least costs and a configuration to seconds or bytes; 0 where it says nothing."""
@@ -146,58 +144,26 @@ def largest_block(costs: LeastCosts, config: Configuration) -> float:
     return float(costs.rank_bytes(costs.table.blocks, config, choices).max())
 
 
-def kept_in_flight(costs: LeastCosts, config: Configuration, in_flight: Sequence[int]) -> float:
-    """Context + a / sum_s (1 / k_s): activations in flight take that on some rank.
-
-    a is what the whole chain keeps of a microbatch, a_s stage s's part, and k_s the most
-    microbatches that stage s holds. If no rank takes more than L, a_s <= L / k_s, and the sum over
-    stages is a <= L sum_s (1 / k_s). Not in the catalogue, as k_s may have to be read from a table.
-    """
-    kept = costs.chain_kept_bytes(config.recompute)
-    live = map(costs.table.on_host.live, in_flight)
-    return float(costs.table.profile.context_bytes) + kept / sum(1.0 / k for k in live)
-
-
-@dataclass(kw_only=True, eq=False)
-class TableBounds:
-    """Bounds of all configurations that share a table."""
-
-    table: StageTable
-    _peaks: dict[tuple, float] = field(default_factory=dict)
-
-    @cached_property
-    def costs(self) -> LeastCosts:
-        """What the table's blocks take at least."""
-        return LeastCosts(table=self.table)
+class TableBounds(LeastCosts):
+    """The highest bounds of the configurations that share a table."""
 
     def least_step_of_shape(self, shape: Shape) -> float:
         """Return a step time that no schedule and no stage boundaries of a shape can beat."""
         of_all = [bound.formula for bound in STEP_BOUNDS if not bound.reads_schedule]
         any_option = replace(shape, options=shape.options[:1])
         least_s = min(
-            max(formula(self.costs, config) for formula in of_all)
+            max(formula(self, config) for formula in of_all)
             for config in any_option.configurations()
         )
-        return least_s + self._inputs_s(shape.pp, shape.num_microbatches)
+        return least_s + self.table.least_inputs_s(shape)
 
     def least_step_s(self, config: Configuration) -> float:
         """Return a step time that no stage boundaries can beat, for `vpp` 1."""
-        least_s = max(bound.formula(self.costs, config) for bound in STEP_BOUNDS)
-        return least_s + self._inputs_s(config.pp, config.num_microbatches)
+        least_s = max(bound.formula(self, config) for bound in STEP_BOUNDS)
+        return least_s + self.table.least_inputs_s(config)
 
     def least_peak_bytes(self, config: Configuration) -> float:
         """Return bytes that the fullest rank of any stage boundaries needs at least."""
-        return max(self._peak(bound.name, bound.formula, config) for bound in MEMORY_BOUNDS)
-
-    def _peak(self, name: str, formula: Formula, config: Configuration) -> float:
         # All configurations of a shape with the same ZeRO stage share it.
-        key = name, config.degrees, config.pp, config.zero, config.recompute
-        if key not in self._peaks:
-            self._peaks[key] = formula(self.costs, config)
-        return self._peaks[key]
-
-    def _inputs_s(self, pp: int, num_microbatches: int) -> float:
-        """What the first stage loads of the batch before its first job, which every step begins
-        with.
-        """
-        return self.table.least_inputs_s(pp=pp, num_microbatches=num_microbatches)
+        key = "peak", config.degrees, config.pp, config.zero, config.recompute
+        return self.once(key, lambda: max(each.formula(self, config) for each in MEMORY_BOUNDS))

@@ -24,9 +24,9 @@ from functools import cached_property
 import numpy as np
 
 from costmodel.time.communication import DataParallelSeconds, exposed_seconds, message_pieces
-from planner.layout.axes import Degrees
 from profiles.profile import Amount
 from search.partition.chain_problem import Floats
+from search.space.configuration import Configuration
 from search.stages.rank_stages import RankStages
 from search.stages.stage_table import StageTable
 
@@ -36,8 +36,8 @@ class LeastExchange:
     """Least seconds of a table's stages under a mesh and ZeRO; remembers answers by pp."""
 
     table: StageTable
-    degrees: Degrees
-    zero: int
+    configuration: Configuration
+    """Any of this mesh and ZeRO stage."""
     _each: dict[int, float] = field(default_factory=dict)
     _once: dict[int, float] = field(default_factory=dict)
 
@@ -108,7 +108,7 @@ class LeastExchange:
 
     @cached_property
     def _ranks(self) -> RankStages:
-        return self.table.with_replicas(degrees=self.degrees, zero=self.zero, choices=("none",))
+        return RankStages(table=self.table, configuration=self.configuration)
 
     @cached_property
     def _s_per_byte(self) -> DataParallelSeconds:
@@ -121,4 +121,4 @@ class LeastExchange:
         """Seconds of the optimizer, each parameter once."""
         held = float(self._param_bytes.sum()) - self._shared_bytes
         num_tensors = 0.0 if self._shared_bytes else float(self.table.blocks.num_params.sum())
-        return self._ranks.optimizer_s(held, num_tensors)
+        return self._ranks.prices.update_s(held, num_tensors)

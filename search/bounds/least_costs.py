@@ -15,10 +15,10 @@ import numpy as np
 from costmodel.time.stage_costs.load import StageLoad
 from planner.plan import Recompute
 from search.bounds.exchange import LeastExchange
-from search.bounds.rank_bytes import rank_bound
-from search.bounds.zero_bubble import ZeroBubbleBound
+from search.bounds.round_trips import ZeroBubbleBound
 from search.partition.chain_problem import Floats
-from search.space.shapes import Configuration, recompute_choices
+from search.space.configuration import Configuration, recompute_choices
+from search.stages.rank_stages import rank_bound
 from search.stages.stage_table import StageTable
 
 Answer = TypeVar("Answer")
@@ -43,7 +43,7 @@ class LeastCosts:
     table: StageTable
     _answers: dict[Hashable, Any] = field(default_factory=dict)
 
-    def _once(self, key: Hashable, compute: Callable[[], Answer]) -> Answer:
+    def once(self, key: Hashable, compute: Callable[[], Answer]) -> Answer:
         """Return the answer of a key, computed when it is needed first."""
         if key not in self._answers:
             self._answers[key] = compute()
@@ -54,16 +54,14 @@ class LeastCosts:
         """Return each block's seconds of a microbatch, forward and backward, nothing exchanged."""
 
         def seconds() -> Floats:
-            # Of the recompute choices that stages have, the cheapest for each block.
-            again = [self.table.recompute_s(choice) for choice in recompute_choices(recompute)]
-            least: Floats = np.min(again, axis=0)
-            return self.table.forward_s + self.table.backward_s + least
+            again_s = self.table.least_recompute_s(recompute_choices(recompute))
+            return self.table.forward_s + self.table.backward_s + again_s
 
-        return self._once(("block", recompute), seconds)
+        return self.once(("block", recompute), seconds)
 
     def chain_s(self, recompute: str) -> float:
         """Return the seconds of a microbatch through all blocks, nothing exchanged."""
-        return self._once(("chain", recompute), lambda: float(self.block_s(recompute).sum()))
+        return self.once(("chain", recompute), lambda: float(self.block_s(recompute).sum()))
 
     def microbatch_s(self, config: Configuration) -> float:
         """Return T: the seconds of a microbatch through all blocks, with what replicas exchange."""
@@ -71,10 +69,9 @@ class LeastCosts:
 
     def exchange(self, config: Configuration) -> LeastExchange:
         """Return what stages exchange with their replicas at least."""
-        degrees, zero = config.degrees, config.zero
-        return self._once(
-            ("exchange", degrees, zero),
-            lambda: LeastExchange(table=self.table, degrees=degrees, zero=zero),
+        return self.once(
+            ("exchange", config.degrees, config.zero),
+            lambda: LeastExchange(table=self.table, configuration=config),
         )
 
     def early_sends(self, config: Configuration) -> EarlySends:
@@ -91,7 +88,7 @@ class LeastCosts:
                 part=float((seconds / np.where(seconds > 0, whole, 1.0)).max()),
             )
 
-        return self._once(("early sends", config.recompute, is_sharded), sends)
+        return self.once(("early sends", config.recompute, is_sharded), sends)
 
     def zero_bubble(self, config: Configuration) -> ZeroBubbleBound:
         """Return the blocks' F, I and W jobs, nothing exchanged. ZeRO reduces a block's gradients
@@ -105,17 +102,7 @@ class LeastCosts:
             input_s = self.block_s(config.recompute) - forward_s - weight_s
             return ZeroBubbleBound(seconds=np.stack([forward_s, input_s, weight_s], axis=1))
 
-        return self._once(("zero bubble", config.recompute, is_sharded), jobs)
-
-    def chain_kept_bytes(self, recompute: str) -> float:
-        """Return the bytes that all blocks keep of a microbatch for its backward."""
-
-        def kept_bytes() -> float:
-            choices = recompute_choices(recompute)
-            kept = [np.diff(self.table.runs.kept_sums(choice)) for choice in choices]
-            return float(np.min(kept, axis=0).sum())
-
-        return self._once(("kept", recompute), kept_bytes)
+        return self.once(("zero bubble", config.recompute, is_sharded), jobs)
 
     def rank_bytes(
         self, load: StageLoad, config: Configuration, choices: Sequence[Recompute]

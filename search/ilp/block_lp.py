@@ -19,11 +19,10 @@ with S[t, p] the sum of x over the producer's values that produce p and A[t, u, 
 the values of u that require q. What does not exist (infinite seconds) is held at 0.
 
 Pairs with marginals (the local polytope of a sum of pairwise costs; Werner, A Linear Programming
-Approach to Max-Sum Problem, PAMI 2007) make the relaxation tight where `block_ilp`'s
-y >= S + A - 1 is not: of the wide blocks met so far (mixtures of experts with latent attention,
-unrolled state spaces) each had a whole optimum. Where one has not, SCIP branches on x, for so long
-as it may. GLOP and SCIP are OR-tools'. GLOP takes one or two seconds for 20,000 z, and more than
-ten for 60,000.
+Approach to Max-Sum Problem, PAMI 2007) make the relaxation tight where y >= S + A - 1 is not: of
+the wide blocks met so far (mixtures of experts with latent attention, unrolled state spaces) each
+had a whole optimum. Where one has not, SCIP branches on x, for so long as it may. GLOP takes one or
+two seconds for 20,000 z, and more than ten for 60,000.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from search.op_layout.block_tables.block_problem import BlockProblem, Choice, ReshardEdge
+from search.op_layout.block_problem import BlockProblem, Choice, ReshardEdge
 
 # A variable of a linear program's answer is whole, and an answer optimal, to about this.
 _NEARLY = 1e-6

@@ -21,11 +21,15 @@ charged for each first cut in turn: one solve per first cut that is not ruled ou
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from search.ilp.cpsat import solve_proven
 from search.partition.chain_paths import Paths
 from search.partition.chain_problem import ChainProblem, Cut
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
 
 _STEPS = 10**9
 MOST_VARIABLES = 200_000
@@ -105,3 +109,22 @@ def _solve(problem: ChainProblem, paths: Paths, first_cut: int, time_limit_s: fl
         choices=tuple(c for _, _, _, c in chosen),
         value=value,
     )
+
+
+def solve_proven(model: cp_model.CpModel, time_limit_s: float) -> cp_model.CpSolver | None:
+    """Return the solver with an optimum, None when nothing satisfies the model.
+
+    One worker, so that the same model gives the same answer. Raises RuntimeError when time
+    runs out before a proof.
+    """
+    from ortools.sat.python import cp_model
+
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.max_time_in_seconds = time_limit_s
+    status = solver.solve(model)
+    if status == cp_model.INFEASIBLE:
+        return None
+    if status != cp_model.OPTIMAL:
+        raise RuntimeError(f"CP-SAT stopped after {time_limit_s} s without a proved optimum")
+    return solver

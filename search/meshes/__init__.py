@@ -1,7 +1,6 @@
-"""Stages whose pp ranks have meshes of their own (``meshes="own"``), as problems.
+"""Plans whose stages have meshes, or lie on groups of devices, of their own.
 
-In come configurations of equal cp, pp and microbatches with their stage tables (`Member`); out come
-a chain problem in which each stage chooses a mesh (`own_meshes`; `Mix`: the meshes, and the plan of
-a solution) and a list of the choices of ranks with several stages, best first
-(`interleaved_mixes`). The nodes that use them are in `nodes/meshes` and `nodes/interleaved_meshes`.
+Read `mix` (which meshes stages choose from), `mixed_stages` (the chain problem of such stages),
+`mix_node` and `interleaved_mixes` (their nodes, with one stage a rank and with several), `roots`
+(which mixes there are).
 """

@@ -9,12 +9,14 @@ and a recompute choice. `Assignments` lists all choices by the bound of their st
 
 f is exact for a complete list of choices and a lower bound for a part of it. A step costs
 O(choices * stages); there are choices^pp steps at worst, in practice those that may beat the best.
+The node of a mix counts as one configuration until a plan of it was evaluated; what it lists
+afterwards closes the gap.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import count
@@ -22,13 +24,17 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
+from search.branch_and_bound import EvaluatedPlan, Node
 from search.candidates import Candidates
-from search.meshes.own_meshes import Mix
+from search.meshes.mix import Mix
+from search.nodes.partitions import APART, JOBS_PER_ESTIMATE, infeasible_stages
 from search.partition.chain_problem import Cut, InfeasibleStage
-from search.partition.interleaved_stages.interleaved import InterleavedStages
-from search.partition.interleaved_stages.interleaved_bound import StageSeconds, least_end_s
-from search.space.job_tables import job_table, live_stages_of
-from search.space.shapes import recompute_choices
+from search.partition.interleaved import InterleavedStages, StageSeconds, least_end_s
+from search.search_state import Outcomes, SearchState
+from search.space.configuration import recompute_choices
+
+EVEN_BEATEN = "own meshes: the even cut cannot beat the best"
+EVEN_TOO_LARGE = "own meshes, memory: the even cut does not fit"
 
 _COLUMNS = tuple(field.name for field in fields(StageSeconds))
 
@@ -38,7 +44,7 @@ class EvenMix:
     """Meshes that pp ranks may choose from for their stages between fixed cuts.
 
     A choice is a recompute choice of the first member, then of the second, and so on, counted as in
-    `own_meshes.MixedCostWindow`.
+    `MixedCostWindow`.
 
     Attributes:
         mix: the meshes.
@@ -58,7 +64,9 @@ class EvenMix:
     def _stages(self) -> tuple[InterleavedStages, ...]:
         """The stages under each member's mesh."""
         return tuple(
-            InterleavedStages.of(member.configuration, member.table, self.cuts)
+            InterleavedStages(
+                configuration=member.configuration, table=member.table, cuts=self.cuts
+            )
             for member in self.mix.members
         )
 
@@ -91,29 +99,18 @@ class EvenMix:
     def step_bound(self, seconds: StageSeconds) -> float:
         """Return a step time that stages which take so long cannot beat."""
         configuration = self.mix.configuration
-        start_s = min(
-            member.table.least_inputs_s(
-                pp=configuration.pp, num_microbatches=configuration.num_microbatches
-            )
-            for member in self.mix.members
-        )
+        start_s = min(member.table.least_inputs_s(configuration) for member in self.mix.members)
         return start_s + least_end_s(configuration, self.homes, seconds)
 
     @cached_property
     def fits(self) -> NDArray[np.bool_]:
         """Whether each rank may hold its stages (choice, rank), as far as its least bytes say."""
-        configuration = self.mix.configuration
-        live = live_stages_of(configuration)
-        schedule = job_table(*configuration.pipeline).schedule
-        rows = []
-        for member, stages in zip(self.mix.members, self._stages, strict=True):
-            held = member.as_held
-            for kind, fits in enumerate(stages.least_bytes(held, live) <= self.limit_bytes):
-                every = (kind,) * len(self.homes)
-                for one_stage in stages.too_large(held, every, schedule, self.limit_bytes):
-                    fits[self.homes[one_stage.stage]] = False
-                rows.append(fits)
-        found = np.stack(rows)
+        found = np.concatenate(
+            [
+                stages.least_bytes(member.as_held) <= self.limit_bytes
+                for member, stages in zip(self.mix.members, self._stages, strict=True)
+            ]
+        )
         for stage in self.infeasible:
             found[stage.choice, self.homes[stage.stage]] = False
         return found
@@ -198,3 +195,79 @@ class Assignments:
                 values[known] = by_choice[made[self.mix.homes[known]], known]
             columns[name] = values
         return StageSeconds(**columns)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class InterleavedMixNode(Node[SearchState]):
+    """A mix of interleaved stages.
+
+    Attributes:
+        mix: the meshes, and the even cut of the stages.
+        assignments: the choices that are left; None before they are listed.
+        evaluated: choices that were evaluated, by stage.
+    """
+
+    mix: EvenMix
+    assignments: Assignments | None = None
+    evaluated: frozenset[tuple[int, ...]] = frozenset()
+
+    @property
+    def num_configurations(self) -> int:
+        """A single configuration, until a plan of it was evaluated."""
+        return int(not self.evaluated)
+
+    @property
+    def label(self) -> str:
+        """What is mixed."""
+        return self.mix.mix.label
+
+    def refine(self, search: SearchState) -> Outcomes:
+        """Take one step in the list of choices; evaluate a choice that is complete."""
+        node, assignments = self, self.assignments
+        if assignments is None:
+            assignments = Assignments(self.mix, search.to_beat_s)
+            if not assignments.fits:
+                search.prune(EVEN_TOO_LARGE, self.num_configurations)
+                return
+        else:
+            cut = assignments.advance()
+            if cut is not None and not self._is_evaluated(cut):
+                done = self._evaluate(search, cut)
+                if done is not None and not search.fits(done):
+                    yield self._without_infeasible(search.limits, cut, done)
+                    return
+                if not self.evaluated:
+                    if done is None:
+                        search.prune(APART)
+                    else:
+                        search.num_evaluated += 1
+                if done is not None:
+                    yield done
+                node = replace(self, evaluated=self.evaluated | {cut.choices})
+        if assignments.bound == float("inf"):
+            search.prune(EVEN_BEATEN, node.num_configurations)
+        else:
+            bound = max(self.bound, assignments.bound)
+            yield replace(node, assignments=assignments, bound=bound)
+
+    def _is_evaluated(self, cut: Cut) -> bool:
+        """Whether a choice was evaluated here, or as a configuration of one mesh."""
+        return cut.choices in self.evaluated or self.mix.is_known(cut)
+
+    def _evaluate(self, search: SearchState, cut: Cut) -> EvaluatedPlan | None:
+        mix, configuration = self.mix.mix, self.mix.mix.configuration
+        if self.evaluated:
+            search.extra_work += (
+                JOBS_PER_ESTIMATE
+                + 2 * configuration.pp * configuration.vpp * configuration.num_microbatches
+            )
+            search.num_other_partitions += 1
+        return mix.evaluate(search.candidates, cut)
+
+    def _without_infeasible(
+        self, limits: Mapping[str, float], cut: Cut, done: EvaluatedPlan
+    ) -> InterleavedMixNode:
+        """Return the mix, to be listed again without the choices of ranks that are too large."""
+        mix = self.mix
+        infeasible = infeasible_stages(done, cut, (), limits, mix.mix.tables(cut))
+        return replace(self, mix=mix.without(tuple(infeasible)), assignments=None)

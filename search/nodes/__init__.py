@@ -2,9 +2,10 @@
 
 In comes a request's shapes; out come nodes, and evaluated plans. Read in this order:
 
-    sizes               degrees, microbatch sizes and their layouts         bound phase
-    configurations      a shape, a configuration, a partitioned one         the three phases
-    partitions          the k best partitions of an evaluated configuration
-    meshes              mixes of meshes: stages with a dp and tp of their own
-    interleaved_meshes  the same with several stages a rank
+    sizes            degrees, microbatch sizes and their layouts         bound phase
+    configurations   a shape, a configuration                            the three phases
+    partitions       the best partition, then the k best; `exact_recompute`: how much a stage
+                     recomputes where the bound let too little pass
+
+Those of stages with meshes of their own are in `search.meshes`.
 """

@@ -13,36 +13,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import ge
 
 from costmodel import Estimate
 from planner.plan import Plan
-from planner.schedule import find_schedule
-from search.bounds.catalogue import kept_in_flight
 from search.branch_and_bound import EvaluatedPlan, Node
-from search.ilp.joint import solve_by_joint_program
 from search.nodes.exact_recompute import ExactRecompute
 from search.nodes.partitions import PartitionableNode
-from search.partition.bisect import solve_by_bisection
-from search.partition.chain_dp import solve_chain
 from search.partition.chain_problem import ChainProblem, Cut, InfeasibleStage
 from search.partition.least_recompute import with_recompute
+from search.partition.solvers import INEXACT, solve
+from search.priced_configuration import PricedConfiguration
 from search.search_state import NodeKey, Outcomes, SearchState
-from search.space.job_tables import in_flight_of
-from search.space.shapes import Configuration, Shape
+from search.space.configuration import Configuration, Shape
 from search.stages.stage_table import StageTable
 
 EVEN_CUT_TOO_LARGE = "memory: the even cut or the whole chain does not fit"
-IN_FLIGHT_TOO_LARGE = "memory: activations in flight"
-FEWER_IN_FLIGHT_TOO_LARGE = "memory: a schedule that holds less does not fit either"
 NO_BOUNDARIES_FIT = "memory: no stage boundaries fit"
 BOUNDARIES_BEATEN = "stage boundaries: the best cut cannot beat the best"
-
-SOLVERS: dict[str, Callable[[ChainProblem], Cut | None]] = {
-    "recursive": solve_by_bisection,
-    "ilp": solve_by_joint_program,
-}
-"""Solvers of stage boundaries beside the dynamic program; a recursive cut proves nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,67 +88,39 @@ class ConfigurationNode(PartitionableNode):
         """Yield the configuration with its best stage boundaries, if any fit and may win."""
         if self.configuration.vpp > 1 or self.configuration.pp == 1:
             yield from self._only_partition(search)
-        elif search.request.solver == "dp":
-            yield from self._best_partition(search)
         else:
-            yield from self._partition_of_other_solver(search)
+            yield from self._best_partition(search)
+
+    def priced(self, search: SearchState) -> PricedConfiguration:
+        """Return the configuration with its layout."""
+        return PricedConfiguration(search.candidates, self.configuration, self.table)
 
     def _only_partition(self, search: SearchState) -> Outcomes:
-        configuration, table, candidates = self.configuration, self.table, search.candidates
-        if configuration.vpp > 1:
-            least = candidates.interleaved(configuration, table).least_step_s(configuration)
-            if least >= search.to_beat_s:
+        priced, ceiling = self.priced(search), search.to_beat_s
+        if self.configuration.vpp > 1:
+            least = priced.interleaved.least_step_s(self.configuration)
+            if least >= ceiling:
                 yield replace(self, bound=least)
                 return
-        cut = self.only_cut(search)
+        cut = priced.only_cut(search.memory_limit_bytes, self.infeasible, ceiling=ceiling)
         if cut is None:
             self._exclude(search, EVEN_CUT_TOO_LARGE)
         else:
             yield self.partitioned(cut, cut.value)
 
-    def only_cut(self, search: SearchState) -> Cut | None:
-        """Return the one partition there is to try, None if it does not fit.
-
-        That is a single stage, or interleaved stages as even as blocks allow.
-        """
-        configuration, table, limit = self.configuration, self.table, search.memory_limit_bytes
-        if configuration.vpp == 1:
-            return search.candidates.one_stage(configuration, table, limit, self.infeasible)
-        return search.candidates.even_cut(
-            configuration, table, limit, self.infeasible, ceiling=search.to_beat_s
-        )
-
     def _best_partition(self, search: SearchState) -> Outcomes:
-        in_flight = in_flight_of(self.configuration)
-        if self._is_too_large(search, in_flight):
-            return
-        solved = solve_chain(self.problems(search)[0], ceiling=search.to_beat_s)
-        if not solved.fits:
-            if not self.infeasible:
-                known = search.infeasible_in_flight.setdefault(self._memory_key, [])
-                known.append(in_flight)
-            self._exclude(search, NO_BOUNDARIES_FIT)
-        elif solved.cut is None:
+        solver = search.request.solver
+        solved = solve(self.problems(search)[0], solver=solver, ceiling=search.to_beat_s)
+        if solved.cut is not None:
+            chosen = self.with_recompute(search, solved.cut)
+            assert chosen is not None, "a solver leaves out what does not fit"
+            yield self.partitioned(chosen, self.bound if solver == INEXACT else solved.cut.value)
+        elif solver != "dp":
+            search.prune(f"memory: {solver} found no stage boundaries")
+        elif solved.fits:
             self._exclude(search, BOUNDARIES_BEATEN, search.to_beat_s)
         else:
-            yield self.partitioned(self._chosen(search, solved.cut), solved.cut.value)
-
-    def _partition_of_other_solver(self, search: SearchState) -> Outcomes:
-        solver = search.request.solver
-        if self._is_too_large(search, in_flight_of(self.configuration)):
-            return
-        cut = SOLVERS[solver](self.problems(search)[0])
-        if cut is None:
-            search.prune(f"memory: {solver} found no stage boundaries")
-        else:
-            chosen = self._chosen(search, cut)
-            yield self.partitioned(chosen, self.bound if solver == "recursive" else cut.value)
-
-    def _chosen(self, search: SearchState, cut: Cut) -> Cut:
-        """Return a partition of a solver with its recomputation."""
-        chosen = self.with_recompute(search, cut)
-        assert chosen is not None, "a solver leaves out what does not fit"
-        return chosen
+            self._exclude(search, NO_BOUNDARIES_FIT)
 
     def with_recompute(
         self, search: SearchState, cut: Cut, infeasible: Sequence[InfeasibleStage] = ()
@@ -170,32 +129,6 @@ class ConfigurationNode(PartitionableNode):
         if self.configuration.vpp > 1:
             return super().with_recompute(search, cut, infeasible)
         return with_recompute(self._problem(search, tuple(infeasible)), cut)
-
-    def _is_too_large(self, search: SearchState, in_flight: tuple[int, ...]) -> bool:
-        """Whether activations alone are over the limit; then the configuration is excluded."""
-        costs = search.bounds(self.table).costs
-        if kept_in_flight(costs, self.configuration, in_flight) > search.memory_limit_bytes:
-            self._exclude(search, IN_FLIGHT_TOO_LARGE)
-            return True
-        known = search.infeasible_in_flight.get(self._memory_key, ())
-        if any(all(map(ge, in_flight, fewer)) for fewer in known):
-            self._exclude(search, FEWER_IN_FLIGHT_TOO_LARGE)
-            return True
-        return False
-
-    @property
-    def _memory_key(self) -> tuple:
-        """All that a stage's memory depends on, beside the microbatches in flight."""
-        configuration = self.configuration
-        splits = find_schedule(configuration.schedule).splits_backward
-        return (
-            self.table.key,
-            configuration.degrees,
-            configuration.zero,
-            configuration.pp,
-            configuration.recompute,
-            splits,
-        )
 
     def problems(self, search: SearchState) -> list[ChainProblem]:
         """Return the chain problem under the memory limit."""
@@ -208,12 +141,8 @@ class ConfigurationNode(PartitionableNode):
         known = (*self.infeasible, *infeasible)
         if known not in self._made:
             self._made.clear()
-            self._made[known] = search.candidates.problem(
-                self.configuration,
-                self.table,
-                search.memory_limit_bytes,
-                infeasible=known,
-                is_conservative=self.is_conservative,
+            self._made[known] = self.priced(search).problem(
+                search.memory_limit_bytes, infeasible=known, is_conservative=self.is_conservative
             )
         return self._made[known]
 
@@ -229,12 +158,7 @@ class ConfigurationNode(PartitionableNode):
         found = super().infeasible_stages(search, cut, done)
         if self.is_conservative and self.configuration.vpp == 1:
             return found
-        exact = ExactRecompute(
-            candidates=search.candidates,
-            configuration=self.configuration,
-            table=self.table,
-            limit_bytes=search.memory_limit_bytes,
-        )
+        exact = ExactRecompute(priced=self.priced(search), limit_bytes=search.memory_limit_bytes)
         if self.configuration.vpp > 1:
             ranks = sorted({done.plan.stages[known.stage].pp_rank for known in found})
             return tuple(exact.too_low(cut, ranks))
@@ -243,13 +167,13 @@ class ConfigurationNode(PartitionableNode):
 
     def simulate(self, search: SearchState, cut: Cut) -> float:
         """Return the step time of a partition's job table."""
-        return search.candidates.quick_step_s(self.configuration, self.table, cut)
+        return self.priced(search).quick_step_s(cut)
 
     def evaluate(self, search: SearchState, cut: Cut) -> EvaluatedPlan:
         """Return the plan of a partition with the cost model's estimate."""
         plans, key = search.warm_start.plans, (*self.key, cut.cuts, cut.choices, cut.until)
         if key not in plans:
-            plan = search.candidates.plan(self.configuration, self.table, cut)
+            plan = self.priced(search).plan(cut)
             plans[key] = plan, search.candidates.estimate(plan)
         return evaluated_plan(self.configuration, *plans[key])
 
@@ -259,10 +183,9 @@ class ConfigurationNode(PartitionableNode):
 
     def infeasible_ranks(self, search: SearchState, cut: Cut) -> tuple[InfeasibleStage, ...]:
         """Return interleaved stages of ranks that are too large by their job table."""
-        configuration, limit = self.configuration, search.memory_limit_bytes
-        if configuration.vpp == 1:
+        if self.configuration.vpp == 1:
             return ()
-        return search.candidates.infeasible_ranks(configuration, self.table, cut, limit)
+        return self.priced(search).infeasible_ranks(cut, search.memory_limit_bytes)
 
     def _exclude(self, search: SearchState, rule: str, bound: float = float("inf")) -> None:
         """Prune the configuration: nothing that fits is faster than the bound."""

@@ -8,21 +8,18 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from costmodel.estimate import rank_bytes
-from search.candidates import Candidates
 from search.partition.chain_problem import ChainProblem, Cut, InfeasibleStage
 from search.partition.least_recompute import with_recompute
+from search.priced_configuration import PricedConfiguration
+from search.space.configuration import recompute_choices
 from search.space.job_tables import in_flight_of
-from search.space.shapes import Configuration, recompute_choices
-from search.stages.stage_table import StageTable
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExactRecompute:
     """The memory of single ranks of a configuration's partitions, walked job by job."""
 
-    candidates: Candidates
-    configuration: Configuration
-    table: StageTable
+    priced: PricedConfiguration
     limit_bytes: float
     _walked: dict[tuple, int] = field(default_factory=dict)
 
@@ -46,8 +43,8 @@ class ExactRecompute:
         """Yield the highest level of recomputation at which ranks with several stages do not fit,
         given that they do not at that of a cut.
         """
-        stages = self.candidates.interleaved(self.configuration, self.table)
-        of_ranks = stages.levels(self.configuration)
+        stages = self.priced.interleaved
+        of_ranks = stages.levels(self.priced.configuration)
         low = of_ranks.of_cut(cut.choices, cut.until)
         high, reach = of_ranks.most + 1, 1
         while open_ranks := [rank for rank in ranks if high[rank] - low[rank] > 1]:
@@ -55,10 +52,8 @@ class ExactRecompute:
             middle = np.minimum((low + high) // 2, low + reach)
             reach *= 2
             choices, until = of_ranks.of_stages(np.minimum(middle, of_ranks.most))
-            plan = self.candidates.plan(
-                self.configuration, self.table, replace(cut, choices=choices, until=until)
-            )
-            found = rank_bytes(plan, self.candidates.costs, open_ranks)
+            plan = self.priced.plan(replace(cut, choices=choices, until=until))
+            found = rank_bytes(plan, self.priced.candidates.costs, open_ranks)
             for rank, num_bytes in zip(open_ranks, found, strict=True):
                 (low if num_bytes > self.limit_bytes else high)[rank] = middle[rank]
         yield from (stages.too_low(rank, int(low[rank])) for rank in ranks)
@@ -68,12 +63,12 @@ class ExactRecompute:
         to.
         """
         over = self._over(cut, known.stage)
-        in_flight = in_flight_of(self.configuration)[known.stage]
-        edges = self.table.most_edge_bytes(known.first, known.end, in_flight=in_flight)
-        choices = recompute_choices(self.configuration.recompute)
+        in_flight = in_flight_of(self.priced.configuration)[known.stage]
+        edges = self.priced.table.most_edge_bytes(known.first, known.end, in_flight=in_flight)
+        choices = recompute_choices(self.priced.configuration.recompute)
         if known.choice < len(choices):
             return replace(known, and_longer=over > edges)
-        partial = self.table.partial(choices)[known.choice - len(choices)]
+        partial = self.priced.table.partial(choices)[known.choice - len(choices)]
         steps = partial.steps(known.first, known.end, cut.until[known.stage])
         # The first step that fits, which is seldom far: more recomputation never needs more memory.
         low, high, reach = 0, len(steps), 1
@@ -92,9 +87,9 @@ class ExactRecompute:
         """By how many bytes a stage's rank is over the limit."""
         key = stage, cut.cuts[stage : stage + 2], cut.choices[stage], cut.until[stage]
         if key not in self._walked:
-            plan = self.candidates.plan(self.configuration, self.table, cut)
+            plan = self.priced.plan(cut)
             rank = plan.stages[stage].pp_rank
-            (self._walked[key],) = rank_bytes(plan, self.candidates.costs, [rank])
+            (self._walked[key],) = rank_bytes(plan, self.priced.candidates.costs, [rank])
         return self._walked[key] - self.limit_bytes
 
 

@@ -24,14 +24,16 @@ from search.branch_and_bound import EvaluatedPlan, Node, Wave
 from search.partition.chain_problem import ChainProblem, Cut, InfeasibleStage
 from search.partition.k_best import FirstStages, KBestPartitions
 from search.search_state import PARTITIONS, Outcomes, SearchState
+from search.space.configuration import Configuration
 from search.space.job_tables import in_flight_of
-from search.space.shapes import Configuration
 from search.stages.stage_table import StageTable
 
 _MOST_ATTEMPTS = 48
 """How often a node is partitioned again when its estimate is over the memory limit."""
 _MOST_CONSERVATIVE_ATTEMPTS = 8
 
+JOBS_PER_ESTIMATE = 2000
+"""What an estimate costs beside its simulation, in simulated jobs."""
 _LEAST_WORK = 200
 """What the shortest simulation costs, in simulated jobs."""
 _RUNS_PER_JOB = 200

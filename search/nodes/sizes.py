@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from search.branch_and_bound import BEATEN, Node
 from search.nodes.configurations import ShapeNode
 from search.search_state import Outcomes, SearchState, degrees_wave, shapes_wave, sizes_wave
-from search.space.shapes import Shape
+from search.space.configuration import Shape
 from search.stages.layout_candidates import LayoutCandidate, worth_trying
 from search.stages.stage_table import StageTable
 
@@ -117,7 +117,7 @@ def _shape_nodes(search: SearchState, shapes: Sequence[Shape]) -> Generator[Shap
             yield ShapeNode(bound=bound, wave=wave, shape=shape, find_table=layout.find_table)
     fits, seconds = bool(beaten), float("inf")
     for table in tables:
-        blocks_s = search.bounds(table).costs.chain_s(shapes[0].recompute)
+        blocks_s = search.bounds(table).chain_s(shapes[0].recompute)
         seconds = min(seconds, blocks_s / size)
         for shape in shapes:
             node = _shape_node(search, shape, table)

@@ -1,10 +1,13 @@
 """Placements of ops inside one block class on one mesh axis.
 
-Comes in: a bound program of a block class and prices of its ops and redistributions. Goes out:
-layouts that are fastest, or leanest, with what is proved of them. Read in this order:
+Comes in: a program of a block class, and prices of its ops and redistributions. Goes out: layouts
+that are fastest, or leanest, with what is proved of them. Read in this order:
 
-- `block_tables`: the choice as numbers, and how a program becomes one;
-- `elimination` solves it exactly, `search.ilp` by integer and linear programs;
-- `solve` takes the first that suits; `front` finds the corners between fast and lean;
-- `boundaries` has what ties blocks to each other, `layouts` does all of it for a model.
+    block_problem    the choice as numbers; `reshard_edges`: what meets at a tensor
+    block_prices     what ops and redistributions cost; `block_build` states the problem with them,
+                     `segments` without strategies that lead nowhere
+    eliminate        solves it exactly, in the order of `ordering`; wide ones `search.ilp.block_lp`
+                     or, with a bound, `decompose`
+    layouts          all of it for a model: `boundaries` has what ties blocks to each other, `front`
+                     finds the corners between fast and lean
 """

@@ -18,33 +18,24 @@ is the better trade.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
-
-class Point(Protocol):
-    """What a price leads to."""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of all blocks."""
-        ...
-
-    @property
-    def num_bytes(self) -> float:
-        """Bytes of all blocks."""
-        ...
-
-
-P = TypeVar("P", bound=Point)
+from planner.plan import ClassLayout
+from search.op_layout.block_problem import BlockProblem, Choice, read_layouts
 
 # Corners found twice differ by rounding.
 _SAME = 1e-9
 
 
 def find_front(
-    fast: P, solve: Callable[[float], P], last_price: float, *, least_saving: float
-) -> Sequence[P]:
+    fast: LayoutPoint,
+    solve: Callable[[float], LayoutPoint],
+    last_price: float,
+    *,
+    least_saving: float,
+) -> Sequence[LayoutPoint]:
     """Return the corners from the fastest to that of the last price, fastest first.
 
     `solve(price)` is the best point where a byte is worth `price` seconds. Corners are not looked
@@ -54,7 +45,9 @@ def find_front(
     return [fast, *_between(fast, last, solve, least_saving), last]
 
 
-def _between(fast: P, lean: P, solve: Callable[[float], P], least_saving: float) -> Sequence[P]:
+def _between(
+    fast: LayoutPoint, lean: LayoutPoint, solve: Callable[[float], LayoutPoint], least_saving: float
+) -> Sequence[LayoutPoint]:
     saving, extra = fast.num_bytes - lean.num_bytes, lean.seconds - fast.seconds
     if saving <= least_saving * fast.num_bytes or extra <= 0:
         return []
@@ -68,3 +61,55 @@ def _between(fast: P, lean: P, solve: Callable[[float], P], least_saving: float)
         found,
         *_between(found, lean, solve, least_saving),
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layouts:
+    """One layout per class, by class index; seconds and bytes are of all blocks, as solved."""
+
+    by_class: tuple[ClassLayout, ...]
+    seconds: float
+    num_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayoutPoint:
+    """Choices for all classes between the same block boundaries; `uses` are the blocks of each."""
+
+    uses: Mapping[int, int]
+    problems: tuple[BlockProblem, ...]
+    choices: tuple[Choice, ...]
+
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds of all blocks."""
+        return sum(
+            count * problem.value(choice.values) for count, problem, choice in self._counted()
+        )
+
+    @cached_property
+    def num_bytes(self) -> float:
+        """Bytes of all blocks."""
+        return sum(
+            count * problem.num_bytes(choice.values) for count, problem, choice in self._counted()
+        )
+
+    @property
+    def fair_price(self) -> float:
+        """Seconds of a byte at which a percent of the bytes is worth a percent of the seconds."""
+        return self.seconds / max(1.0, self.num_bytes)
+
+    def layouts(self) -> Layouts:
+        """Return the layouts that the choices mean."""
+        by_class: dict[int, ClassLayout] = {}
+        for _, problem, choice in self._counted():
+            by_class.update(read_layouts(problem, choice.values))
+        return Layouts(
+            by_class=tuple(by_class[index] for index in sorted(by_class)),
+            seconds=self.seconds,
+            num_bytes=self.num_bytes,
+        )
+
+    def _counted(self) -> Iterator[tuple[int, BlockProblem, Choice]]:
+        for problem, choice in zip(self.problems, self.choices, strict=True):
+            yield max(self.uses[index] for index, _ in problem.programs), problem, choice

@@ -16,25 +16,30 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
+
 from costmodel.topology import group_along
+from planner.errors import ProfileError
 from planner.graph import ModelGraph, Program
 from planner.layout.axes import Degrees
-from planner.layout.placement import Placement, parse_placement
+from planner.layout.placement import Placement
 from planner.ops.registry import segment_counts, strategies
-from planner.plan import ClassLayout
 from profiles import Profile
-from search.op_layout.block_tables.block_build import build_block_problems
-from search.op_layout.block_tables.block_prices import Prices
-from search.op_layout.block_tables.block_problem import BlockProblem, Boundary, Choice, read_layouts
-from search.op_layout.block_tables.op_signatures import BoundClass, OpSeconds, OpSignature
+from search.op_layout.block_build import build_block_problems
+from search.op_layout.block_prices import BoundClass, OpSeconds, OpSignature, Prices
+from search.op_layout.block_problem import BlockProblem, Boundary, Choice
 from search.op_layout.boundaries import boundary_options, class_groups, shared_params
-from search.op_layout.front import find_front
-from search.op_layout.solve import ELIMINATION, solve_block
-from search.request import SearchRequest
+from search.op_layout.eliminate import TooWide, solve_by_elimination
+from search.op_layout.front import LayoutPoint, Layouts, find_front
+
+ELIMINATION = "variable elimination"
+"""The solver that takes no time to speak of."""
+_MOST_PAIRS = 25_000
+"""How large a linear program is tried."""
 
 # Between equally fast strategies take the smaller one: a byte is worth far less than any
 # time a strategy could save (links move one in 1e-12 s or more).
@@ -46,15 +51,6 @@ _LEAST_SAVING = 0.02
 # What a search may spend on block problems too wide for elimination, and the part of what is left
 # of it that one problem may take: the first are solved best, and hundreds end all the same.
 _WIDE_S, _PART = 40.0, 0.125
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layouts:
-    """One layout per class, by class index; seconds and bytes are of all blocks, as solved."""
-
-    by_class: tuple[ClassLayout, ...]
-    seconds: float
-    num_bytes: float
 
 
 @dataclass(kw_only=True)
@@ -71,7 +67,7 @@ class LayoutSolver:
     _memo: dict[tuple[int, int], tuple[Layouts, ...]] = field(default_factory=dict)
     _fastest: dict[tuple[int, int], Layouts] = field(default_factory=dict)
     _leanest: dict[tuple[int, int], tuple[Layouts, ...]] = field(default_factory=dict)
-    _solved: dict[tuple[int, int], tuple[_Point, ...]] = field(default_factory=dict)
+    _solved: dict[tuple[int, int], tuple[LayoutPoint, ...]] = field(default_factory=dict)
     _prices: dict[int, Prices] = field(default_factory=dict)
     _segments_of: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _counts: dict[int, Mapping[OpSignature, int]] = field(default_factory=dict)
@@ -154,7 +150,7 @@ class LayoutSolver:
         if key not in self._memo:
             solved = self._solved.get(key) or self._solve_fast(tp, microbatch_size)
             found = [point for fast in solved for point in self._front(fast)]
-            kept: list[_Point] = []
+            kept: list[LayoutPoint] = []
             for point in sorted(found, key=lambda point: point.seconds):
                 if all(point.num_bytes < (1 - _LEAST_SAVING) * other.num_bytes for other in kept):
                     kept.append(point)
@@ -171,7 +167,7 @@ class LayoutSolver:
             )
         return self._leanest[key]
 
-    def _front(self, fast: _Point) -> Sequence[_Point]:
+    def _front(self, fast: LayoutPoint) -> Sequence[LayoutPoint]:
         """Return the front between the same block boundaries, from their fastest point on."""
         return find_front(
             fast,
@@ -181,7 +177,7 @@ class LayoutSolver:
             least_saving=5 * _LEAST_SAVING,
         )
 
-    def _at_price(self, fast: _Point, price: float) -> _Point:
+    def _at_price(self, fast: LayoutPoint, price: float) -> LayoutPoint:
         """Return the best point of a price between the same block boundaries."""
         return replace(fast, choices=self._choose(fast.problems, price))
 
@@ -225,7 +221,7 @@ class LayoutSolver:
             self._segments_of[microbatch_size] = tuple(sorted(counts))
         return self._segments_of[microbatch_size]
 
-    def _solve_fast(self, tp: int, microbatch_size: int) -> tuple[_Point, ...]:
+    def _solve_fast(self, tp: int, microbatch_size: int) -> tuple[LayoutPoint, ...]:
         """Solve the block problems for the least seconds, between each kind of boundaries."""
         boundaries = boundary_options(self.graph, tp)
         groups = [
@@ -233,7 +229,7 @@ class LayoutSolver:
             for classes in class_groups(self.graph, self.shared)
         ]
         return tuple(
-            _Point(uses=self._uses, problems=problems, choices=self._choose(problems))
+            LayoutPoint(uses=self._uses, problems=problems, choices=self._choose(problems))
             for problems in zip(*groups, strict=True)
         )
 
@@ -262,49 +258,38 @@ class LayoutSolver:
         return Counter(block.class_index for block in self.graph.blocks)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Point:
-    """Choices for all classes between the same block boundaries; `uses` are the blocks of each."""
+def solve_block(
+    problem: BlockProblem, bytes_price: float, *, time_limit_s: float = 5.0
+) -> tuple[Choice, str]:
+    """Return the optimum of a block problem, or the best found in time, and who found it.
 
-    uses: Mapping[int, int]
-    problems: tuple[BlockProblem, ...]
-    choices: tuple[Choice, ...]
-
-    @cached_property
-    def seconds(self) -> float:
-        """Seconds of all blocks."""
-        return sum(
-            count * problem.value(choice.values) for count, problem, choice in self._counted()
+    A problem too wide for elimination may take the limit, twice where a linear program is tried.
+    Raises ProfileError where every choice takes infinitely long.
+    """
+    choice, solver = _solve(problem, bytes_price, time_limit_s)
+    if choice is None or not np.isfinite(choice.cost):
+        names = " and ".join(repr(program.name) for _, program in problem.programs)
+        raise ProfileError(
+            f"no placement of block class {names} on tp={problem.axis_size} takes a finite time "
+            "under this profile; see what is wrong with `check_profile`"
         )
+    return choice, solver
 
-    @cached_property
-    def num_bytes(self) -> float:
-        """Bytes of all blocks."""
-        return sum(
-            count * problem.num_bytes(choice.values) for count, problem, choice in self._counted()
+
+def _solve(
+    problem: BlockProblem, bytes_price: float, time_limit_s: float
+) -> tuple[Choice | None, str]:
+    """Return a choice by the first solver that has one: the exact ones first."""
+    try:
+        return solve_by_elimination(problem, bytes_price=bytes_price), ELIMINATION
+    except TooWide:
+        from search.ilp.block_lp import num_pairs, solve_by_linear_program
+        from search.op_layout.decompose import solve_by_decomposition
+    if num_pairs(problem) <= _MOST_PAIRS:
+        choice = solve_by_linear_program(
+            problem, bytes_price=bytes_price, time_limit_s=time_limit_s
         )
-
-    @property
-    def fair_price(self) -> float:
-        """Seconds of a byte at which a percent of the bytes is worth a percent of the seconds."""
-        return self.seconds / max(1.0, self.num_bytes)
-
-    def layouts(self) -> Layouts:
-        """Return the layouts that the choices mean."""
-        by_class: dict[int, ClassLayout] = {}
-        for _, problem, choice in self._counted():
-            by_class.update(read_layouts(problem, choice.values))
-        return Layouts(
-            by_class=tuple(by_class[index] for index in sorted(by_class)),
-            seconds=self.seconds,
-            num_bytes=self.num_bytes,
-        )
-
-    def _counted(self) -> Iterator[tuple[int, BlockProblem, Choice]]:
-        for problem, choice in zip(self.problems, self.choices, strict=True):
-            yield max(self.uses[index] for index, _ in problem.programs), problem, choice
-
-
-def parse_pins_of(request: SearchRequest) -> dict[tuple[int, str], Placement]:
-    """Return a request's pins as placements; raise LayoutError on a malformed one."""
-    return {(index, name): parse_placement(text) for index, name, text in request.pins}
+        if choice is not None:
+            return choice, "linear programs"
+    choice = solve_by_decomposition(problem, bytes_price=bytes_price, time_limit_s=time_limit_s)
+    return choice, "Lagrangian decomposition"

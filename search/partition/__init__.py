@@ -3,10 +3,12 @@
 Comes in: a `ChainProblem` (least seconds and bytes of blocks, what the schedule states of its order
 of jobs). Goes out: the cut of least bound. Read in this order:
 
-- `chain_problem`: the problem and its answer; `chain_windows`: which runs a stage may hold;
-- `chain_paths`: the path, a chain of jobs that no run of the schedule is shorter than;
-- `chain_dp` minimises the longest path exactly; `chain_reach` narrows where stages may start, by
-  the same formula; `quick_step` simulates a cut without making a plan;
-- `bisect` is fast and not exact, `k_best` lists the next best cuts, `balance` and
-  `interleaved_stages` cut for ranks of several stages.
+    chain_problem   the problem and its answer; `chain_windows`: which runs a stage may hold
+    chain_paths     the path, a chain of jobs that no run of the schedule is shorter than
+    chain_dp        minimises the longest path exactly; `chain_reach` narrows where stages may start
+    solvers         `chain_dp`, `bisect` (fast, not exact) or `ilp.joint` by name
+    k_best          lists the next best cuts; `least_recompute`: what their stages recompute
+    interleaved     cuts for ranks of several stages, evenly (`balance`), with what they recompute
+                    (`interleaved_levels`) and a bound of their step
+    quick_step      simulates a cut without making a plan
 """

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from planner.schedule import JobOrder
 from search.bounds.copied_jobs import CopiedRow
-from search.partition.chain_windows import Part, Window
+from search.partition.chain_windows import Indices, Part, Window
+from search.stages.partial_recompute import PartialRecompute
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
-Indices = NDArray[np.intp]
 
 
 class CostWindow(Protocol):
@@ -126,16 +126,6 @@ class InfeasibleStage:
         return not is_more and bool(self.holds(cut.cuts[self.stage], cut.cuts[self.stage + 1]))
 
 
-class Relaxation(Protocol):
-    """Recomputation that depends on what fits (`search.stages.partial_recompute`)."""
-
-    def least_again_s(self, start: Any, end: Any, most_bytes: Floats) -> Floats:
-        """Return what it adds at least to the backward of runs that may keep so many bytes of a
-        microbatch; infinite where that is too few.
-        """
-        ...
-
-
 Line = tuple[float, float, float]
 """(live, slope, room): a run fits only if live * kept bytes + slope * param bytes <= room."""
 
@@ -154,7 +144,7 @@ class LeastNeeds:
     param_bytes: list[float]
     lines: Callable[[int], tuple[Line, ...]]
     bare_backward_s: list[float] = field(default_factory=list)
-    partial: tuple[Relaxation, ...] = ()
+    partial: tuple[PartialRecompute, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

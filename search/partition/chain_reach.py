@@ -18,15 +18,13 @@ from dataclasses import replace
 from functools import reduce
 
 import numpy as np
-from numpy.typing import NDArray
 
 from search.partition.chain_paths import path_parts
-from search.partition.chain_problem import ChainProblem, Flags
+from search.partition.chain_problem import ChainProblem, Flags, Indices
 
 _SLACK = 1e-9
 """Relative, for sums taken in another order than paths take them."""
 
-Indices = NDArray[np.intp]
 Starts = tuple[tuple[int, int], ...]
 """(earliest, latest) start of each stage, and of what comes after the last."""
 

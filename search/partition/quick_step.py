@@ -19,8 +19,9 @@ from costmodel.topology import pipeline_group
 from planner.plan import Recompute
 from planner.schedule import stage_to_pp_rank
 from search.partition.chain_problem import Cut
+from search.space.configuration import Configuration
 from search.space.job_tables import copies_of, job_table
-from search.space.shapes import Configuration
+from search.stages.rank_stages import RankStages
 from search.stages.stage_table import StageTable
 
 
@@ -28,12 +29,7 @@ def quick_step_s(
     config: Configuration, table: StageTable, cut: Cut, recomputed: tuple[Recompute, ...]
 ) -> float:
     """Return the simulated step time of a configuration cut this way, whose blocks recompute so."""
-    ranks = table.with_replicas(
-        degrees=config.degrees,
-        zero=config.zero,
-        choices=("none",),
-        polls=table.polls(config.degrees, pp=config.pp),
-    )
+    ranks = RankStages(table=table, configuration=config)
     stages = ranks.cut(cut.cuts)
     key = (
         config.schedule,

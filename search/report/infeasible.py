@@ -11,8 +11,9 @@ from planner.units import GIB, format_bytes
 from search.bounds.catalogue import TableBounds
 from search.candidates import Candidates, with_estimate
 from search.partition.chain_dp import smallest_peak
+from search.priced_configuration import PricedConfiguration
 from search.request import SearchRequest
-from search.space.shapes import Configuration, Shape
+from search.space.configuration import Configuration, Shape
 from search.stages.stage_table import StageTable, TableKey
 
 
@@ -70,14 +71,15 @@ def find_leanest(
     for bound, _, configuration, table in tries:
         if best is not None and bound >= best.peak_bytes:
             break
+        priced = PricedConfiguration(candidates, configuration, table)
         cut = (
-            smallest_peak(candidates.problem(configuration, table, math.inf))
+            smallest_peak(priced.problem(math.inf))
             if configuration.vpp == 1
-            else candidates.even_cut(configuration, table, math.inf)
+            else priced.even_cut(math.inf)
         )
         if cut is None:
             continue
-        plan = candidates.plan(configuration, table, cut)
+        plan = priced.plan(cut)
         answer = candidates.estimate(plan)
         if best is None or answer.peak_bytes < best.peak_bytes:
             best = Leanest(

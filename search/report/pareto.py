@@ -19,13 +19,12 @@ from planner.errors import LayoutError
 from planner.graph import Affine, ModelGraph
 from planner.plan import Plan
 from profiles import Profile
+from search.branch_and_bound import Progress
 from search.candidates import Candidates
 from search.find_plan import search_among
 from search.on_host import host_holds, offload_fallbacks
 from search.request import SearchRequest
 from search.search_state import WarmStart
-
-Progress = Callable[[float, str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from planner.graph import ModelGraph
 from planner.plan import Plan, Precision
 from planner.units import GIB
 from profiles import Profile
+from search.branch_and_bound import Progress
 from search.candidates import Candidates
 from search.find_plan import find_plan, search_among
 from search.on_host import offload_fallbacks
@@ -24,7 +25,6 @@ from search.report.infeasible import can_fit, round_up
 from search.request import SearchRequest, SearchResult
 from search.space.request_checks import divisors
 
-Progress = Callable[[float, str], None]
 Recapture = Callable[[Precision], ModelGraph]
 """Returns the model captured in another precision."""
 

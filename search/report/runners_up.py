@@ -16,7 +16,7 @@ from search.partition.chain_problem import Cut
 from search.partition.least_recompute import with_recompute
 from search.request import RunnerUp
 from search.search_state import SearchState
-from search.space.shapes import Configuration, Shape
+from search.space.configuration import Configuration, Shape
 
 MOST_RUNNERS_UP = 5
 _NEAR = 1.5
@@ -137,17 +137,13 @@ def _cut(search: SearchState, node: ConfigurationNode, ceiling: float) -> Cut | 
 
     None where it is known without an estimate that none fits, or that it is slower than a ceiling.
     """
-    configuration, table, limit = node.configuration, node.table, search.memory_limit_bytes
-    if configuration.vpp == 1 and configuration.pp > 1:
-        problem = search.candidates.problem(configuration, table, limit, is_conservative=True)
+    priced, limit = node.priced(search), search.memory_limit_bytes
+    if node.configuration.vpp == 1 and node.configuration.pp > 1:
+        problem = priced.problem(limit, is_conservative=True)
         found = solve_chain(problem, ceiling=ceiling).cut
         return found and with_recompute(problem, found)
-    cut = node.only_cut(search)
-    if (
-        cut
-        and configuration.vpp > 1
-        and not search.candidates.seems_to_fit(configuration, table, cut, limit)
-    ):
+    cut = priced.only_cut(limit, node.infeasible, ceiling=search.to_beat_s)
+    if cut and node.configuration.vpp > 1 and not priced.seems_to_fit(cut, limit):
         return None
     return cut
 

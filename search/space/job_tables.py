@@ -17,7 +17,7 @@ from planner.schedule import build_schedule, find_schedule, in_flight, in_flight
 from planner.schedule.jobs import JobKind
 from planner.schedule.timing.offloads import Offload, offloads_of
 from search.bounds.copied_jobs import CopiedRow
-from search.space.shapes import Configuration
+from search.space.configuration import Configuration
 
 
 @lru_cache(maxsize=128)

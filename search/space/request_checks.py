@@ -13,7 +13,6 @@ from planner.layout.axes import AXES, axis_names, batch_axes, lowered_axes
 from planner.plan.defaults import check_balance
 from planner.schedule import find_schedule
 from search.request import SearchRequest
-from search.space.mesh_sizes import divisors
 
 
 def validate_request(request: SearchRequest, graph: ModelGraph, cluster: ClusterSpec) -> None:
@@ -122,3 +121,9 @@ def listed(numbers: Sequence[int]) -> str:
     """Return numbers as text, the first 16 of them."""
     shown = [str(n) for n in numbers[:16]]
     return ", ".join(shown) + (", ..." if len(numbers) > 16 else "")
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors in ascending order."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]

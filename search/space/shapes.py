@@ -1,172 +1,114 @@
 """The space of configurations: every (mesh, pp, vpp, microbatch size, ...) that divides.
 
-A configuration fixes everything but the stage boundaries and the placements inside blocks.
-Degrees are any divisors, not only powers of two, and what the user fixed is honoured
-exactly (`mesh_sizes` has the meshes). Ranks hold at most `MOST_VPP` stages unless asked otherwise
-by `vpp`.
+    devices = pp * product of the sizes of all axes
 
-A `Shape` is a set of configurations that differ in schedule, vpp and ZeRO stage alone; they
-share most bounds, so a search opens a shape only when it may hold the best.
+Degrees are any divisors, not only powers of two. What a request fixed or allowed is honoured
+exactly; of an axis that it does not name, sizes are tried as the table of axes says
+(`Axis.searched`, `Axis.within_node`, `Axis.most`). Axes that blocks are lowered on come first,
+innermost first, then those that cut the batch. One axis is not chosen: it gets the ranks that the
+others leave (`axes.rest_axis`). Ranks hold at most `MOST_VPP` stages unless asked otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import cast
+from math import prod
 
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
-from planner.layout.axes import AXES, Degrees, batch_axes, copy_axes, split_axes
-from planner.plan import Recompute
-from planner.plan.replication import Replication
+from planner.layout.axes import (
+    Axis,
+    Degrees,
+    batch_axes,
+    copy_axes,
+    lowered_axes,
+    rest_axis,
+    split_axes,
+)
 from planner.schedule import DEFAULT_SCHEDULE, find_schedule, searched_schedules
-from search.request import RECOMPUTE_CHOICES, SearchRequest
-from search.space.mesh_sizes import MeshSizes, Reasons, divisors
-from search.space.request_checks import listed, validate_request
+from search.request import SearchRequest
+from search.space.configuration import RECOMPUTE_CHOICES, Shape
+from search.space.request_checks import divisors, listed, validate_request
 
 MOST_VPP = 8
 SEARCHED_ZERO = (0, 1, 3)
 
-
-class _OnMesh:
-    """Names for sizes of a stage's mesh."""
-
-    __slots__ = ()
-    degrees: Degrees
-
-    @property
-    def batch_parts(self) -> int:
-        """Parts of a microbatch: ranks of all axes that cut the batch, dp among them."""
-        return self.degrees.along("batch")
-
-    @property
-    def cp(self) -> int:
-        """Parts of every sequence."""
-        return self.degrees["cp"]
-
-    @property
-    def tp(self) -> int:
-        """Parts of parameters and heads."""
-        return self.degrees["tp"]
+Reasons = dict[str, str]
+"""Rules that left out meshes or schedules, each with its first example; grows in place."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Configuration(_OnMesh):
-    """One point of the space.
+@dataclass(frozen=True, kw_only=True)
+class MeshSizes:
+    """The meshes of a request.
 
     Attributes:
-        degrees: sizes of the mesh of a stage.
-        pp: pipeline ranks.
-        vpp: stages of each pipeline rank.
-        microbatch_size: samples of a microbatch in each part that the batch axes cut.
-        num_microbatches: microbatches of a step.
-        schedule: name of the pipeline schedule.
-        zero: stage of ZeRO.
-        recompute: a choice for all stages, ``mixed`` (any by stage), or those that stages choose
-            between, joined by ``|``.
-        stage_tps: empty where all stages have this mesh, else each stage's tp.
-        device_groups: of a cluster of several groups of devices, that of each stage.
+        request: what is fixed, allowed and forbidden.
+        graph: the model, which some axes can't divide.
+        cluster: whose nodes some axes stay in.
+        can_split: whether any op of the model can be split in so many pieces.
+        reasons: what was left out, and why.
     """
 
-    degrees: Degrees
-    pp: int
-    vpp: int
-    microbatch_size: int
-    num_microbatches: int
-    schedule: str
-    zero: int
-    recompute: str
-    stage_tps: tuple[int, ...] = ()
-    device_groups: tuple[str, ...] = ()
+    request: SearchRequest
+    graph: ModelGraph
+    cluster: ClusterSpec
+    can_split: Callable[[int], bool]
+    reasons: Reasons
 
-    @property
-    def pipeline(self) -> tuple[str, int, int, int]:
-        """What its job table follows from: schedule, pp, vpp and number of microbatches."""
-        return self.schedule, self.pp, self.vpp, self.num_microbatches
+    def all(self) -> Iterator[tuple[Degrees, int]]:
+        """Yield (sizes of the axes, pipeline ranks)."""
+        rest = rest_axis()
+        chosen = [axis for axis in (*lowered_axes(), *reversed(batch_axes())) if axis is not rest]
+        for sizes in self._of(chosen, {}):
+            left = self.request.num_devices // prod(sizes.values())
+            for pp in self.request.values("pp", divisors(left)):
+                others = left // pp
+                fits = left % pp == 0 and others in self.request.values(rest.name, (others,))
+                if fits:
+                    yield Degrees(**sizes, **{rest.name: others}), pp
 
-    @property
-    def replication(self) -> Replication:
-        """How ranks that hold the same parameters share them."""
-        return Replication(
-            replicas=self.degrees.along("data"),
-            copies=self.degrees.along("copies"),
-            zero_stage=self.zero,
-        )
+    def _of(self, axes: list[Axis], before: dict[str, int]) -> Iterator[dict[str, int]]:
+        """Yield the sizes of `axes` in all ways, with those chosen `before` them."""
+        if not axes:
+            yield before
+            return
+        axis, *others = axes
+        left = self.request.num_devices // prod(before.values())
+        for size in self.request.values(axis.name, self._searched(axis)):
+            if left % size == 0 and (size == 1 or self._can_have(axis, size)):
+                yield from self._of(others, {**before, axis.name: size})
 
-    @property
-    def splits_backward(self) -> bool:
-        """Whether weight gradients have jobs of their own with something to do: ZeRO's are made
-        with the input's, since FSDP2 reduces them when a block's backward ends.
-        """
-        return find_schedule(self.schedule).splits_backward and not self.replication.is_sharded
+    def _searched(self, axis: Axis) -> list[int]:
+        """Return the sizes to try of an axis that the request does not name."""
+        spans_nodes = self.request.num_devices > self.cluster.devices_per_node
+        if not axis.searched or (axis.between_nodes and not spans_nodes):
+            return [1]
+        most = self.request.num_devices if axis.most is None else axis.most(self.graph)
+        return [n for n in divisors(self.request.num_devices) if n == 1 or n <= most]
 
-    @property
-    def label(self) -> str:
-        """Short name such as ``dp2 tp4 pp8 mbs1x16 1f1b zero1 recompute-none``."""
-        sizes: dict[str, object] = dict(self.degrees)
-        if self.stage_tps:
-            sizes["tp"] = "/".join(map(str, self.stage_tps))
-        always = [axis.name for axis in AXES if axis.in_every_file]
-        others = [name for name in sizes if name not in always and self.degrees[name] > 1]
-        parts = [f"{name}{sizes[name]}" for name in always]
-        parts.append(f"pp{self.pp}")
-        if self.device_groups:
-            parts[-1] += f"@{'/'.join(self.device_groups)}"
-        parts += [f"{name}{sizes[name]}" for name in others]
-        if self.vpp > 1:
-            parts.append(f"vpp{self.vpp}")
-        parts.append(f"mbs{self.microbatch_size}x{self.num_microbatches}")
-        if self.pp > 1:
-            parts.append(self.schedule)
-        return " ".join([*parts, f"zero{self.zero}", f"recompute-{self.recompute}"])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape(_OnMesh):
-    """Configurations of equal degrees and microbatches: one for each option and ZeRO stage.
-
-    Attributes:
-        degrees: sizes of the mesh of a stage.
-        pp: pipeline ranks.
-        microbatch_size: samples of a microbatch in each part that the batch axes cut.
-        num_microbatches: microbatches of a step.
-        options: (schedule, stages of each pipeline rank) to choose from.
-        zeros: stages of ZeRO to choose from.
-        recompute: as in `Configuration`.
-    """
-
-    degrees: Degrees
-    pp: int
-    microbatch_size: int
-    num_microbatches: int
-    options: tuple[tuple[str, int], ...]
-    zeros: tuple[int, ...]
-    recompute: str
-
-    @property
-    def num_configurations(self) -> int:
-        """How many configurations the shape holds."""
-        return len(self.options) * len(self.zeros)
-
-    def configurations(self) -> Iterator[Configuration]:
-        """Yield each of them."""
-        for schedule, vpp in self.options:
-            for zero in self.zeros:
-                yield Configuration(
-                    degrees=self.degrees, pp=self.pp, vpp=vpp,
-                    microbatch_size=self.microbatch_size,
-                    num_microbatches=self.num_microbatches,
-                    schedule=schedule, zero=zero, recompute=self.recompute,
-                )  # fmt: skip
-
-
-def recompute_choices(recompute: str) -> tuple[Recompute, ...]:
-    """Return what each stage may choose between."""
-    if recompute == "mixed":
-        return RECOMPUTE_CHOICES
-    return tuple(cast("Recompute", choice) for choice in recompute.split("|"))
+    def _can_have(self, axis: Axis, size: int) -> bool:
+        """Whether the axis can have a size; if not, why is recorded."""
+        given = f"{axis.name}={size}"
+        if not self.request.names(axis.name, size):
+            if axis.within_node and size > self.cluster.devices_per_node:
+                self.reasons.setdefault(
+                    f"{axis.name} stays in a node",
+                    f"{given} spans nodes, which only a fixed `{axis.name}` may",
+                )
+                return False
+            if not axis.whole_params and not self.can_split(size):
+                self.reasons.setdefault(
+                    f"{axis.name} splits an op", f"{given} divides no dimension of the model"
+                )
+                return False
+        try:
+            axis.check(self.graph, axis.name, size)
+        except LayoutError as error:
+            self.reasons.setdefault(f"{axis.name} divides {axis.divides}", str(error))
+            return False
+        return True
 
 
 def list_shapes(
@@ -249,7 +191,7 @@ def _shapes(
             # Without ZeRO there are no shards to copy: dp has those meshes.
             copied = [axis.name for axis in copy_axes() if degrees[axis.name] > 1]
             if not all(request.names(name, degrees[name]) for name in copied):
-                zeros = [zero for zero in zeros if zero]
+                zeros = [zero for zero in zeros if zero and degrees.along("shards") > 1]
             if options_of[key] and zeros:
                 yield Shape(
                     degrees=degrees, pp=pp, microbatch_size=size, num_microbatches=key[1],

@@ -28,8 +28,9 @@ from planner.errors import LayoutError
 from planner.layout.axes import Degrees, lowered_axes, split_axes
 from planner.layout.propagate import propagate_on
 from planner.plan import ClassLayout, Precision
-from search.op_layout.layouts import Layouts, LayoutSolver
-from search.space.shapes import Shape
+from search.op_layout.front import Layouts
+from search.op_layout.layouts import LayoutSolver
+from search.space.configuration import Shape
 from search.stages.stage_table import StageTable
 
 Key = tuple[int, int, int]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,17 +18,15 @@ from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.stage_costs.replicas import ReplicaPrices, replica_prices
 from costmodel.time.stage_costs.runs import Flags, Floats, Indices
 from costmodel.time.stage_costs.stage_costs import BlockRuns, StageCosts, cut_runs
-from planner.layout.axes import Degrees
 from planner.plan import Recompute
 from planner.plan.replication import Replication
+from planner.schedule import find_schedule
 from profiles import Group
 from search.partition.chain_problem import LeastNeeds, Line, RankLimit
-from search.partition.chain_windows import Part, Window
+from search.partition.chain_windows import Part, RunKinds, Window
+from search.space.configuration import Configuration, recompute_choices
 from search.stages.partial_recompute import PartialRecompute
-from search.stages.run_kinds import RunKinds
-
-if TYPE_CHECKING:
-    from search.stages.stage_table import StageTable
+from search.stages.stage_table import StageTable
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -99,7 +97,7 @@ class RankCostWindow:
         """
         if choice >= len(self.stages.choices):
             return np.full(self.kinds.of.shape, np.inf)
-        return self._spread(self._bytes[choice].conservative(in_flight))
+        return self._spread(self.bounds[choice].conservative(in_flight))
 
     def on_rank(self, rank: RankLimit, part: Part) -> tuple[Floats, Flags]:
         """Return the backward seconds of the runs of a part on a rank, by choice, and whether each
@@ -145,71 +143,52 @@ class RankCostWindow:
     def _within(self, rank: RankLimit, choice: int, part: Part) -> Flags:
         if rank.is_conservative:
             return self.peak_bytes(rank.in_flight, choice)[part] <= rank.limit_bytes
-        return self.fits(rank.in_flight, choice, rank.limit_bytes, part)
+        flags: Flags = self.bounds[choice].may_fit(rank.in_flight, rank.limit_bytes)
+        return flags[self.kinds.of[part]]
 
     def _most_kept(self, rank: RankLimit) -> Floats:
         """Return what a microbatch may keep of a run of each kind."""
         more = 0.0
         if rank.is_conservative:
-            more = np.max([bound.beside_bytes for bound in self._bytes], axis=0)
-        most: Floats = self._bytes[0].most_kept(
+            more = np.max([bound.beside_bytes for bound in self.bounds], axis=0)
+        most: Floats = self.bounds[0].most_kept(
             rank.in_flight, rank.limit_bytes, more=more, is_conservative=rank.is_conservative
         )
         return most
 
-    def least_bytes(self, in_flight: int, choice: int) -> Floats:
-        """What a rank holding each run needs at least."""
-        return self._spread(self._bytes[choice].least(in_flight))
-
-    def fits(self, in_flight: int, choice: int, limit_bytes: float, part: Part = ...) -> Flags:
-        """Whether `least_bytes` are within a limit, of a part of the window."""
-        flags: Flags = self._bytes[choice].may_fit(in_flight, limit_bytes)[self.kinds.of[part]]
-        return flags
-
     @cached_property
-    def _bytes(self) -> tuple[RankBound, ...]:
-        """By recompute choice."""
+    def bounds(self) -> tuple[RankBound, ...]:
+        """Bytes of a rank that holds a run of each kind, by choice of a whole stage."""
         table, load = self.stages.table, self.costs.runs.load
         once = table.once_bytes.max(initial=0.0)
         load = replace(load, frozen_bytes=load.frozen_bytes + once)
+        receive_bytes = table.receive_bytes(self.kinds.start, self.kinds.end)
         return tuple(
-            RankBound(
-                load=load,
-                recompute=choice,
-                receive_bytes=table.receive_bytes(self.kinds.start, self.kinds.end),
-                **self.stages.byte_options,
-            )
-            for choice in self.stages.choices
+            self.stages.bound(load, choice, receive_bytes) for choice in self.stages.choices
         )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankStages:
-    """`chain_dp.Stages` of a table under a mesh and ZeRO."""
+    """The stages of a table as ranks of a configuration hold them, a `chain_problem.Stages`; where
+    neighbours may have other meshes (`is_mixed`), jobs do not wait for what is on the way.
+    """
 
     table: StageTable
-    """Costs of all runs of blocks."""
-    degrees: Degrees
-    """Sizes of the mesh of a stage."""
-    zero: int
-    """ZeRO stage."""
-    choices: tuple[Recompute, ...]
-    """Recompute choices that a whole stage has."""
-    is_by_block: bool = False
-    """Whether the first blocks of a stage may recompute more than the others."""
-    num_microbatches: int
-    """Microbatches of a step."""
-    splits_backward: bool = False
-    """Whether the schedule has jobs of weight gradients alone."""
-    pp_group: Group | None = None
-    """The ranks between which transfers go that jobs wait for; None: they overlap."""
-    polls: bool = False
-    """Whether hosts poll for messages between stages."""
+    configuration: Configuration
+    is_mixed: bool = False
 
-    @property
+    @cached_property
+    def choices(self) -> tuple[Recompute, ...]:
+        """Recompute choices that a whole stage has."""
+        return recompute_choices(self.configuration.recompute)
+
+    @cached_property
     def partial(self) -> tuple[PartialRecompute, ...]:
         """The pairs of choices of which the first blocks of a stage take the second."""
-        return self.table.partial(self.choices, polls=self.polls) if self.is_by_block else ()
+        if self.is_mixed or self.table.on_host.activations:
+            return ()
+        return self.table.partial(self.choices, polls=self.polls)
 
     @property
     def num_choices(self) -> int:
@@ -217,12 +196,20 @@ class RankStages:
         return len(self.choices) + len(self.partial)
 
     @cached_property
+    def polls(self) -> bool:
+        """Whether hosts poll for messages between stages."""
+        return self.table.costs.polls(self.configuration.degrees, pp=self.configuration.pp)
+
+    @cached_property
+    def pp_group(self) -> Group | None:
+        """The ranks between which transfers go that jobs wait for; None: they overlap."""
+        return None if self.is_mixed else self.table.waited_transfer(self.configuration)
+
+    @cached_property
     def replication(self) -> Replication:
         """How ranks of a stage share its weights."""
-        return Replication(
-            replicas=self.degrees.along("data"),
-            copies=self.degrees.along("copies"),
-            zero_stage=self.zero,
+        return replace(
+            self.configuration.replication,
             precision=self.table.precision,
             optimizer_on_host=self.table.on_host.optimizer,
         )
@@ -232,24 +219,31 @@ class RankStages:
         """Prices of exchange and update."""
         return replica_prices(self.table.costs, self.replication, self.table.degrees)
 
-    def optimizer_s(self, param_bytes: float, num_params: float) -> float:
-        """Return the update of a rank that holds so many bytes in so many tensors, with what it
-        does itself about clipping if gradients are clipped.
-        """
-        return self.prices.update_s(param_bytes, num_params)
-
     @property
     def num_blocks(self) -> int:
         """Number of blocks in the chain."""
         return self.table.num_blocks
 
     @cached_property
-    def batch_bytes(self) -> int:
+    def _batch_bytes(self) -> int:
         """Bytes of the global batch, which every rank is given whole."""
-        parts = self.degrees.along("batch")
-        samples = parts * self.table.microbatch_size * self.num_microbatches
-        graph = self.table.graph
+        configuration, graph = self.configuration, self.table.graph
+        parts = configuration.batch_parts * configuration.num_microbatches
+        samples = parts * configuration.microbatch_size
         return sum(graph.tensor[name].bytes_at(samples) for name in graph.batch_inputs)
+
+    @cached_property
+    def least_block_s(self) -> tuple[Floats, Floats, Floats]:
+        """The least seconds of each block's forward and backward, and the most of the backward that
+        may come after its gradient is sent on (`ChainProblem`).
+        """
+        table, is_sharded = self.table, self.replication.is_sharded
+        if find_schedule(self.configuration.schedule).splits_backward:
+            weight_s = table.weight_s * (not is_sharded)
+        else:
+            weight_s = table.ahead_s(is_sharded=is_sharded, choices=self.choices)
+        again_s = table.least_recompute_s(self.choices)
+        return table.forward_s, table.backward_s + again_s, weight_s
 
     def cost_window(self, window: Window) -> RankCostWindow:
         """Return the costs of every run of a window."""
@@ -274,29 +268,24 @@ class RankStages:
         chain = self.table.chain_where(polls=self.polls)
         return StageCosts(runs=cut_runs(chain, cuts), replication=self.replication)
 
-    @property
-    def byte_options(self) -> dict[str, Any]:
-        """What bounds of bytes need beside a run and its recompute choice."""
-        return {
-            "num_microbatches": self.num_microbatches,
-            "replicas": self.replication.replicas,
-            "copies": self.replication.copies,
-            "zero": self.zero,
-            "profile": self.table.profile,
-            "precision": self.table.precision,
-            "on_host": self.table.on_host,
-            "copies_update": self.table.costs.execution.copies_update,
-            "sum_factor": self.table.costs.execution.sum_factor(self.table.precision),
-            "batch_bytes": self.batch_bytes,
-            "splits_backward": self.splits_backward,
-        }
+    def bound(self, load: StageLoad, recompute: Recompute, receive_bytes: Any = 0) -> RankBound:
+        """Return the bytes of ranks that have a load, each a stage of its own."""
+        return rank_bound(
+            self.table,
+            self.configuration,
+            load,
+            recompute,
+            receive_bytes=receive_bytes,
+            batch_bytes=self._batch_bytes,
+            splits_backward=find_schedule(self.configuration.schedule).splits_backward,
+        )
 
     def least_needs(self, limit_bytes: float) -> LeastNeeds:
         """Return what any run of blocks takes at least, and what fits a limit."""
         table = self.table
         backward_s, kept_bytes = zip(*map(table.least_sums, self.choices), strict=True)
         held_twice = sum(size for _, _, size in table.ties)
-        ranks = RankBound(load=StageLoad(), recompute="none", **self.byte_options)
+        ranks = self.bound(StageLoad(), "none")
 
         @cache
         def lines(in_flight: int) -> tuple[Line, ...]:
@@ -312,5 +301,31 @@ class RankStages:
             param_bytes=table.runs.sums["param_bytes"].tolist(),
             lines=lines,
             bare_backward_s=np.append(0.0, np.cumsum(table.backward_s)).tolist(),
-            partial=self.table.partial(self.choices) if self.is_by_block else (),
+            partial=table.partial(self.choices) if self.partial else (),
         )
+
+
+def rank_bound(
+    table: StageTable,
+    config: Configuration,
+    load: StageLoad,
+    recompute: Recompute = "none",
+    **more: Any,
+) -> RankBound:
+    """Return the bytes of a configuration's rank (or ranks, of arrays) that has a load; `more` are
+    fields of the bound that depend on how many stages a rank has.
+    """
+    return RankBound(
+        load=load,
+        num_microbatches=config.num_microbatches,
+        recompute=recompute,
+        replicas=config.replication.replicas,
+        copies=config.replication.copies,
+        zero=config.zero,
+        profile=table.profile,
+        precision=table.precision,
+        on_host=table.on_host,
+        copies_update=table.costs.execution.copies_update,
+        sum_factor=table.costs.execution.sum_factor(table.precision),
+        **more,
+    )

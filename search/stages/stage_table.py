@@ -2,7 +2,7 @@
 layout.
 
 What runs of blocks cost is the cost model's (`costmodel.time.stage_costs`); here is what a search
-adds: the runs of a window, of which equal ones are priced once (`run_kinds`), and caches.
+adds: the runs of a window, of which equal ones are priced once (`Repetition`), and caches.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from planner.layout.axes import Degrees
 from planner.plan import ClassLayout, Precision, Recompute
 from planner.plan.replication import Replication, gradient_factor
 from profiles import Group, Profile
-from search.partition.chain_windows import Window
+from search.partition.chain_windows import Repetition, RunKinds, Window
+from search.space.configuration import Configuration, Shape
 from search.stages.partial_recompute import PartialRecompute, partial_recomputes
-from search.stages.rank_stages import RankStages
-from search.stages.run_kinds import Repetition, RunKinds
 
 _MOST_KEPT_RUNS = 100_000
 """Runs of windows and their kinds that a table keeps: a few MB."""
@@ -111,10 +110,6 @@ class StageTable:
             self._chains[polls] = chain_costs(self.costs, split)
         return self._chains[polls]
 
-    def polls(self, degrees: Degrees, *, pp: int) -> bool:
-        """Whether hosts of a pipeline of stages of this mesh poll for their messages."""
-        return self.costs.polls(degrees, pp=pp)
-
     @property
     def blocks(self) -> StageLoad:
         """Bytes of each block, as arrays along the chain."""
@@ -153,6 +148,11 @@ class StageTable:
     def recompute_s(self, choice: Recompute) -> Floats:
         """Return what a recompute choice adds to each block's backward."""
         return self.chain.times.recompute_s(choice)
+
+    def least_recompute_s(self, choices: Sequence[Recompute]) -> Floats:
+        """Return the least that any of the choices adds to each block's backward."""
+        least: Floats = np.min([self.recompute_s(choice) for choice in choices], axis=0)
+        return least
 
     def partial(
         self, choices: tuple[Recompute, ...], *, polls: bool = False
@@ -195,12 +195,12 @@ class StageTable:
             num_microbatches=num_microbatches,
         )
 
-    def least_inputs_s(self, *, pp: int, num_microbatches: int) -> float:
+    def least_inputs_s(self, mine: Configuration | Shape) -> float:
         """Return what is loaded of a batch ahead of everything else, whatever the stages."""
-        blocks = range(self.num_blocks if pp == 1 else 1)
-        key = pp == 1, num_microbatches
+        blocks = range(self.num_blocks if mine.pp == 1 else 1)
+        key = mine.pp == 1, mine.num_microbatches
         if key not in self._least_inputs:
-            self._least_inputs[key] = self.inputs_s(blocks, num_microbatches)
+            self._least_inputs[key] = self.inputs_s(blocks, mine.num_microbatches)
         return self._least_inputs[key]
 
     def window(
@@ -247,23 +247,22 @@ class StageTable:
         labels[tied] = -1 - np.arange(len(tied))
         return Repetition(labels)
 
-    def transfer_s(self, degrees: Degrees, *, pp: int) -> Floats:
-        """Seconds of one transfer into a stage that starts at block i (n + 1)."""
-        pp_group = pipeline_group(self.profile.cluster, degrees, pp=pp)
-        return self.chain.messages.transfer_s(pp_group)[0]
+    def transfers_s(self, configuration: Configuration) -> tuple[Floats, Floats]:
+        """Seconds of one transfer into a stage that starts at block i (n + 1), and of the
+        gradient's way back from it, which takes no more.
+        """
+        return self.chain.messages.transfer_s(self._pp_group(configuration))
 
-    def back_transfer_s(self, degrees: Degrees, *, pp: int) -> Floats:
-        """Seconds of the gradient's transfer back from it (n + 1), no more than `transfer_s`."""
-        pp_group = pipeline_group(self.profile.cluster, degrees, pp=pp)
-        return self.chain.messages.transfer_s(pp_group)[1]
-
-    def waited_transfer(self, degrees: Degrees, *, pp: int) -> Group | None:
+    def waited_transfer(self, configuration: Configuration) -> Group | None:
         """Return the ranks of a transfer between stages that the runtime does not overlap; None
         where it does, or there is none.
         """
-        if pp == 1 or self.costs.execution.overlaps_pp:
+        if configuration.pp == 1 or self.costs.execution.overlaps_pp:
             return None
-        return pipeline_group(self.profile.cluster, degrees, pp=pp)
+        return self._pp_group(configuration)
+
+    def _pp_group(self, configuration: Configuration) -> Group:
+        return pipeline_group(self.profile.cluster, configuration.degrees, pp=configuration.pp)
 
     def copies_s(self, saved_bytes: Floats) -> tuple[Floats, Floats]:
         """Return the seconds in which one microbatch's activations, so many bytes of each run, side
@@ -291,31 +290,3 @@ class StageTable:
         edges = float(arrivals[:, first].sum() + arrivals[:, end].sum())
         copies = sum(size for _, _, size in self.ties) * gradient_factor(self.precision)
         return 2 * ((in_flight + 2) * edges + copies)
-
-    def with_replicas(
-        self,
-        *,
-        degrees: Degrees,
-        zero: int,
-        choices: tuple[Recompute, ...],
-        is_by_block: bool = False,
-        num_microbatches: int = 1,
-        splits_backward: bool = False,
-        pp_group: Group | None = None,
-        polls: bool = False,
-    ) -> RankStages:
-        """Return the stages as ranks hold them under these degrees; jobs of stages that send over
-        `pp_group` have transfers in them that do not overlap, and hosts may poll for these
-        (`polls`).
-        """
-        return RankStages(
-            table=self,
-            degrees=degrees,
-            zero=zero,
-            choices=choices,
-            is_by_block=is_by_block,
-            num_microbatches=num_microbatches,
-            splits_backward=splits_backward,
-            pp_group=pp_group,
-            polls=polls,
-        )

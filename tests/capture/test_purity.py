@@ -26,7 +26,7 @@ from tests.capture.fingerprints import MODEL_FILE
 from tests.model_matrix import REFUSED, model_matrix
 
 ROOT = Path(__file__).parents[2]
-TELLING = ["loss-apart", "tied-embedding"]
+TELLING = ["loss-apart", "tied-embedding", "looped-experts"]
 
 
 def capturable():

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from planner.capture.checks.on_meta import OnMeta
+from planner.capture.opaque import OpaqueModules
 from planner.capture.read import Reader, portable_histc
 from planner.capture.record import Recorder
 from planner.errors import CaptureError
@@ -25,7 +26,9 @@ class Body(nn.Module):
 def read(body, *, reached=("weight",)):
     module = Body(body).to("meta")
     program = torch.export.export(module, (torch.ones(2, 4, device="meta"),), strict=False)
-    return Reader(program, module, ("x",), made=OnMeta(), calls=(), reached=reached).read()
+    return Reader(
+        program, module, ("x",), made=OnMeta(), calls=(), modules=OpaqueModules(), reached=reached
+    ).read()
 
 
 def targets(found) -> list[str]:

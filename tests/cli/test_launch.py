@@ -6,7 +6,6 @@ What happens when ranks fail or are interrupted is tested beside the launcher.
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,9 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from commands import launch as launch_command
 from planner.graph.capture_cache import load_graph
 from planner.plan import save_plan
 from planner.plan.defaults import default_plan
+from planner.runtime.preflight import SIZES
+from profiles import Group, load_profile
+from tests.spawn import is_running
 
 TRAIN = """
 import json, os, sys
@@ -47,10 +50,10 @@ def folder(planner, write_model, tmp_path) -> Path:
     return tmp_path
 
 
-def launch(folder, script):
+def launch(folder, script, *options, words=()):
     """Run `planner launch` as a shell would, its output caught."""
     (folder / "train.py").write_text(script)
-    command = ["launch", "--timeline", "run", "plan.json", "train.py", "x"]
+    command = ["launch", *options, "plan.json", "train.py", *words]
     return subprocess.run(
         [sys.executable, "-c", "import cli; cli.main()", *command],
         cwd=folder,
@@ -58,14 +61,6 @@ def launch(folder, script):
         text=True,
         timeout=250,
     )
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def test_trains_with_equal_losses_on_all_ranks(folder, planner):
@@ -76,7 +71,7 @@ def test_trains_with_equal_losses_on_all_ranks(folder, planner):
     What it recorded makes one trace with a process for each rank, and stands beside the
     prediction.
     """
-    run = launch(folder, TRAIN)
+    run = launch(folder, TRAIN, "--timeline", "run", words=["x"])
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
     assert not [rank for rank in (0, 1) if is_running(int((folder / f"pid-{rank}").read_text()))]
@@ -103,8 +98,24 @@ def test_trains_with_equal_losses_on_all_ranks(folder, planner):
     assert len({event["pid"] for event in both}) == 4  # two predicted, two measured
 
 
-def test_a_mistake_found_by_all_ranks_is_told_once(folder):
-    run = launch(folder, TRAIN.replace("model.batch(4)", "model.batch(5)"))
+MISTAKEN = """
+from planner.errors import PlannerError
+raise PlannerError("the batch has 5 samples; the plan's microbatches take 2 to 4; give as many")
+"""
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        MISTAKEN,
+        pytest.param(TRAIN.replace("model.batch(4)", "model.batch(5)"), marks=pytest.mark.slow),
+    ],
+    ids=["raised", "by the engine"],
+)
+def test_a_mistake_found_by_all_ranks_is_told_once(folder, script):
+    """What the engine says of a batch is shown in `tests/runtime`; a script without torch starts
+    in a tenth of the time."""
+    run = launch(folder, script)
     assert run.returncode == 2
     assert len(run.stderr.strip().splitlines()) == 1
     assert re.search(r"the batch has 5 samples; .* take 2 to 4; give", run.stderr)
@@ -126,17 +137,22 @@ def test_verify_by_block_needs_no_ranks(planner, folder):
     assert "not proven: the whole step in numbers" in done.stdout
 
 
+def test_preflight_compares_with_the_exchanges_that_the_plan_was_priced_with(folder):
+    """By shape and bytes of the whole tensor: what the profile answers of each."""
+    planned, note = launch_command._planned_rates(folder / "plan.json", "h100-sxm5-80gb")
+    assert (planned.source, note) == ("h100-sxm5-80gb", "")
+    assert {kind for kind, _, _ in planned.seconds} == {"send_recv"}
+    for (kind, per_node, nodes), by_bytes in planned.seconds.items():
+        group = Group(ranks_per_node=per_node, num_nodes=nodes)
+        assert by_bytes == {
+            size: load_profile(planned.source).collective_seconds(kind, size, group).seconds
+            for size in SIZES
+        }
+
+
 def test_preflight_checks_and_trains_nothing(folder):
     """Issue 19, 7: on this machine's two ranks; --json has what the table shows, and the rates."""
-    (folder / "train.py").write_text("open('trained', 'w')")
-    command = ["launch", "--preflight", "--json", "plan.json", "train.py"]
-    run = subprocess.run(
-        [sys.executable, "-c", "import cli; cli.main()", *command],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    run = launch(folder, "open('trained', 'w')", "--preflight", "--json")
     assert run.returncode == 0, run.stdout + run.stderr
     told = json.loads(run.stdout)
     assert told["is_good"]
@@ -154,15 +170,7 @@ def test_preflight_checks_and_trains_nothing(folder):
 
 def test_preflight_of_what_can_not_run_tells_it(folder):
     """Bad input of a lone node: in one line, with code 2; no rank is started."""
-    (folder / "train.py").write_text("def broken(:")
-    command = ["launch", "--preflight", "plan.json", "train.py"]
-    run = subprocess.run(
-        [sys.executable, "-c", "import cli; cli.main()", *command],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    run = launch(folder, "def broken(:", "--preflight")
     assert (run.returncode, run.stdout) == (2, "")
     (line,) = run.stderr.strip().splitlines()
     assert line.startswith("planner: script train.py is not Python in line 1")

@@ -57,6 +57,16 @@ def test_adapters_of_a_frozen_model(accuracy):
     assert np.median(abs(errors)) < 0.12
 
 
+def test_mixtures_of_experts(accuracy):
+    """Rows with experts, to whose steps no rate is fitted."""
+    errors = []
+    for file in ("measured.csv", "moe_cp.csv"):
+        cases, _ = accuracy.load_cases(ROWS.parent / file, experts=True)
+        errors.extend(accuracy.estimated_errors(cases)[1])
+    assert len(errors) == 90
+    assert np.abs(errors).mean() < 0.12
+
+
 def test_ranking_and_memory(lines):
     """M16: little is lost by trusting the ranking; max-allocated memory within 5%."""
     assert lines["vtrain_single"]["regret_pct"] < 2.0

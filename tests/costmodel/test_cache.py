@@ -33,7 +33,7 @@ def test_a_layout_on_an_axis_of_one_rank_says_nothing(graph, costs):
     index = layer.class_index
     assert costs.block(index, 2, Degrees(), (layer,)) is costs.block(index, 2)
     cut = costs.block(index, 2, Degrees(tp=2), (layer,))
-    assert cut.param_bytes < costs.block(index, 2).param_bytes
+    assert cut.load.param_bytes < costs.block(index, 2).load.param_bytes
 
 
 def test_axes_are_lowered_one_after_the_other(graph, costs):
@@ -43,8 +43,8 @@ def test_axes_are_lowered_one_after_the_other(graph, costs):
     layouts = tuple(layout for layout in plan.layouts if layout.class_index == index)
     both = costs.block(index, 2, plan.degrees, layouts)
     on_tp = costs.block(index, 2, Degrees(tp=2), layouts)
-    assert both.param_bytes == on_tp.param_bytes
-    assert both.forward_flop < on_tp.forward_flop
+    assert both.load.param_bytes == on_tp.load.param_bytes
+    assert both.times.forward_flop < on_tp.times.forward_flop
 
 
 def test_a_block_takes_the_batch_itself_or_through_the_preamble(graph, costs):

@@ -7,7 +7,7 @@ import pytest
 from costmodel import CostCache, estimate
 from costmodel.calibrate import calibrated, observe
 from costmodel.compare import WARM_UP_STEPS, as_rank_timelines
-from costmodel.in_training import in_training
+from costmodel.execution.executed import in_training
 from costmodel.time.plan_price import price_plan
 from planner.errors import PlannerError
 from planner.plan.defaults import default_plan

@@ -11,7 +11,6 @@ from costmodel.memory.exact.rank_walk import walk_rank
 from costmodel.memory.exact.stage.jobs import StageJobs
 from costmodel.memory.parts import COUNTER_BYTES
 from costmodel.time.communication import data_parallel_seconds
-from costmodel.time.stage_costs.load import block_load
 from planner.layout.propagate import propagate_graph
 from planner.plan import ClassRecompute, ClusterRef, ModelRef, Plan, StagePlan
 from planner.plan.replication import Replication
@@ -184,7 +183,7 @@ def test_weight_gradients_take_their_products(graph, profile):
     tokens = graph.tensor[graph.batch_inputs[0]].numel_at(2)
     (input_s,), (weight_s,) = seconds.backward_input_s, seconds.backward_weight_s
     assert weight_s == pytest.approx(2 * tokens * elements)
-    whole = sum(costs.block(b.class_index, 2).backward_s for b in graph.blocks)
+    whole = sum(costs.block(b.class_index, 2).times.backward_s for b in graph.blocks)
     assert input_s + weight_s == pytest.approx(whole)
     # The other product of each matrix, attention and everything pointwise are I's.
     assert input_s > weight_s
@@ -219,7 +218,7 @@ def test_a_stage_sends_its_gradient_ahead_of_weight_gradients(graph, profile):
 def test_recompute_keeps_block_inputs_only(graph, profile):
     costs = CostCache(graph, profile)
     layer = max(graph.blocks, key=lambda b: len(graph.classes[b.class_index].ops))
-    load = block_load(costs.block(layer.class_index, 2))
+    load = costs.block(layer.class_index, 2).load
     activation = graph.tensor[layer.inputs[0]].bytes_at(2)
     assert kept_bytes(load, recompute="full") == activation
     assert job_peak_bytes(load, recompute="full") >= kept_bytes(load, recompute="none")

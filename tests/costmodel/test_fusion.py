@@ -78,4 +78,4 @@ def test_measured_compiled_blocks_say_it_all():
     compiled = CostCache(graph, halved, execution=find_execution("ours-compiled")).block(
         0, 1, Degrees(tp=2)
     )
-    assert compiled.forward_s == pytest.approx(0.5 * block.forward_s)
+    assert compiled.times.forward_s == pytest.approx(0.5 * block.times.forward_s)

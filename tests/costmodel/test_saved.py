@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from costmodel.memory.block.backward_facts import passes_on
-from costmodel.memory.block.block_bytes import peak_bytes
+from costmodel.memory.block.block_bytes import block_bytes, block_load
 from costmodel.memory.saved import saved_tensors
 from planner.graph import Op, Program, Ref, TensorMeta
 from planner.layout.lowering import ONCE
-from planner.ops.weight_products import deferrable_products
 from planner.runtime.stage.program_fx import to_graph_module
 from tests.builders import tiny_models
 from tests.captures import capture_module
@@ -83,11 +82,13 @@ def test_backward_peak_holds_everything_saved_and_the_arriving_gradient():
     model = tiny_models()["gpt"]
     graph = capture_module(model.build(), model.batch(2), model.batch(3), name="gpt")
     layer = max(graph.classes, key=lambda c: len(c.ops)).bind(2)
-    saved = saved_tensors(layer, device_type="cpu")
-    forward, backward = peak_bytes(saved, deferrable_products(layer))
+    block = block_bytes(layer, device_type="cpu", recompute="none", recomputed=frozenset())
+    saved, load = block.saved, block_load(block, ())
     gradient = layer.tensor[layer.outputs[0]].bytes_at(1)
-    assert backward >= saved.num_bytes + gradient
-    assert forward >= saved.num_bytes - sum(layer.tensor[name].bytes_at(1) for name in saved.inputs)
+    assert load.saved_peak_bytes >= load.saved_bytes + gradient
+    assert saved.num_bytes == load.saved_bytes + load.side_bytes
+    inputs_bytes = sum(layer.tensor[name].bytes_at(1) for name in saved.inputs)
+    assert block.forward_rise_bytes >= saved.num_bytes - inputs_bytes
 
 
 def test_a_gradient_counted_once_copies_nothing_forward():

@@ -24,6 +24,7 @@ from profiles.measure.workers import ProbeFailed, WorkerGroup
 from tests.builders import tiny_models
 from tests.captures import capture_module
 from tests.profiles.probes import a_few_probes, few_collectives
+from tests.spawn import is_running
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +122,7 @@ def test_a_worker_that_dies_is_named_and_replaced():
         with pytest.raises(ProbeFailed, match="signal 9"):
             workers.call({"task": "memory"}, timeout_s=60)
         assert len(workers.call({"task": "describe"}, timeout_s=60)) == 2
-        assert all(not _alive(pid) for pid in victims)
+        assert all(not is_running(pid) for pid in victims)
 
 
 def test_a_probe_that_hangs_is_given_up():
@@ -131,15 +132,7 @@ def test_a_probe_that_hangs_is_given_up():
         os.kill(stopped, signal.SIGSTOP)
         with pytest.raises(ProbeFailed, match="time limit"):
             workers.call({"task": "memory"}, timeout_s=0.5)
-        assert not _alive(stopped)
-
-
-def _alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+        assert not is_running(stopped)
 
 
 RUN = """
@@ -188,13 +181,13 @@ def test_workers_end_when_the_measuring_process_is_killed(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     (pid,) = json.loads(process.stdout.readline())
     process.stdout.close()
-    assert _alive(pid)
+    assert is_running(pid)
     process.kill()
     process.wait()
     deadline = time.monotonic() + 20
-    while _alive(pid) and time.monotonic() < deadline:
+    while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not _alive(pid)
+    assert not is_running(pid)
 
 
 def test_a_short_budget_spans_every_target_first():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from search.op_layout.block_tables.block_problem import BlockProblem
+from search.op_layout.block_problem import BlockProblem
 
 
 def best_by_brute_force(problem: BlockProblem, bytes_price: float = 0.0) -> tuple[float, list[int]]:

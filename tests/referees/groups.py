@@ -8,12 +8,14 @@ from itertools import permutations, product
 
 from costmodel import Estimate
 from costmodel.estimate import estimate
+from planner.errors import LayoutError
 from planner.graph import ModelGraph
 from planner.plan import Plan
 from search import SearchRequest
 from search.candidates import Candidates
 from search.partition.chain_problem import Cut
-from search.space.shapes import Configuration, recompute_choices
+from search.priced_configuration import PricedConfiguration
+from search.space.configuration import Configuration, recompute_choices
 from tests.referees.plans import stage_boundaries
 
 
@@ -39,6 +41,39 @@ def every_placed_plan(
                     yield from _plans(candidates, configurations, some, on, own)
 
 
+def every_shared_plan(
+    graph: ModelGraph, machine, request: SearchRequest
+) -> Iterator[tuple[Plan, Estimate]]:
+    """Yield all plans without a pipeline whose replicas lie on all groups, the groups in order,
+    with all ways to share a microbatch between the groups, and all recompute choices.
+    """
+    candidates = Candidates.of(graph, machine, request)
+    sizes = [group.num_devices for group in machine.groups]
+    for shape in candidates.shapes(request):
+        ranks = shape.degrees.num_ranks // shape.batch_parts
+        if shape.pp > 1 or any(size % ranks for size in sizes):
+            continue
+        replicas = [size // ranks for size in sizes]
+        whole = shape.microbatch_size * shape.batch_parts
+        for c in shape.configurations():
+            for tables in candidates.tables_of_groups(c.tp, c.microbatch_size, c.cp):
+                table = next(iter(tables.values()))
+                for shares in product(range(1, whole), repeat=len(sizes)):
+                    dealt = [b for b, n in zip(shares, replicas, strict=True) for _ in range(n)]
+                    if sum(dealt) != whole:
+                        continue
+                    for choice in range(len(recompute_choices(c.recompute))):
+                        cut = Cut(cuts=(0, table.num_blocks), choices=(choice,), value=0.0)
+                        plan = PricedConfiguration(candidates, c, table).plan(cut)
+                        names = "+".join(group.name for group in machine.groups)
+                        stage = plan.stages[0].model_copy(update={"device_group": names})
+                        plan = plan.model_copy(update={"stages": (stage,), "shares": tuple(dealt)})
+                        try:
+                            yield plan, estimate(graph, machine, plan, costs=candidates.costs)
+                        except LayoutError:
+                            continue  # a share that the layout does not divide
+
+
 def _mixable(candidates: Candidates, request: SearchRequest) -> list[list[Configuration]]:
     found: dict[tuple, list[Configuration]] = {}
     for shape in candidates.shapes(request):
@@ -62,7 +97,8 @@ def _plans(
     choices = range(len(recompute_choices(base.recompute)))
     for cuts in stage_boundaries(base_table.num_blocks, base.pp):
         for chosen in product(choices, repeat=base.pp):
-            plan = candidates.plan(base, base_table, Cut(cuts=cuts, choices=chosen, value=0.0))
+            priced = PricedConfiguration(candidates, base, base_table)
+            plan = priced.plan(Cut(cuts=cuts, choices=chosen, value=0.0))
             own_tp = [
                 () if configurations[at].tp == base.tp else (("tp", configurations[at].tp),)
                 for at in own

@@ -15,7 +15,8 @@ from planner.plan import Recompute
 from search import SearchRequest, SearchResult
 from search.candidates import Candidates
 from search.partition.chain_problem import Cut
-from search.space.shapes import Configuration, recompute_choices
+from search.priced_configuration import PricedConfiguration
+from search.space.configuration import Configuration, recompute_choices
 from search.stages.stage_table import StageTable
 
 
@@ -121,5 +122,6 @@ def every_answer(graph: ModelGraph, machine, request: SearchRequest) -> Iterator
                 for cuts, stages in tries:
                     chosen, until = zip(*stages, strict=True)
                     cut = Cut(cuts=cuts, choices=chosen, until=until, value=0.0)
-                    answer = candidates.estimate(candidates.plan(configuration, table, cut))
+                    priced = PricedConfiguration(candidates, configuration, table)
+                    answer = candidates.estimate(priced.plan(cut))
                     yield Answer(configuration=configuration, cut=cut, estimate=answer)

@@ -22,9 +22,15 @@ STEPS = 2
 
 
 def models() -> dict[str, TinyModel]:
-    deep = TinyModel("deep-gpt", lambda: PlainGPT(layers=8), gpt_batch)
-    tied = TinyModel("tied-gpt", TiedGPT, gpt_batch)
-    return tiny_models() | frozen_models() | {model.name: model for model in (deep, tied)}
+    """Tiny models by name; "small" GPTs have two layers: a step takes as long as it has ops."""
+    more = {
+        "deep-gpt": lambda: PlainGPT(layers=8),
+        "small-gpt": lambda: PlainGPT(layers=2),
+        "tied-gpt": TiedGPT,
+        "small-tied-gpt": lambda: TiedGPT(layers=2),
+    }
+    gpts = {name: TinyModel(name, build, gpt_batch) for name, build in more.items()}
+    return tiny_models() | frozen_models() | gpts
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,14 @@ def _gap(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> f
         (found[n] - t).abs().max().item() / max(t.abs().max().item(), 1e-6 * largest)
         for n, t in expected.items()
     )
+
+
+def gap_to_largest(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest difference, relative to the largest of all values; 0 on ranks with nothing."""
+    if not found:
+        return 0.0
+    largest = max(t.abs().max().item() for t in expected.values())
+    return max((found[n] - t).abs().max().item() for n, t in expected.items()) / largest
 
 
 def clip_many(cases: list[tuple[str, Plan]], max_norm: float) -> list[tuple[float, float, float]]:

@@ -18,6 +18,7 @@ from planner.plan.buckets import check_bucket, with_buckets
 from planner.plan.defaults import default_plan
 from tests.builders import SEQUENCE, PlainGPT, build_hf, gpt_batch
 from tests.captures import capture_module
+from tests.runtime.scenarios import gap_to_largest
 from tests.spawn import run_ranks
 
 RTOL = {"gpt": 1e-10, "llama": 3e-6}
@@ -103,9 +104,9 @@ def _gap_of(case: Case) -> float:
         assert engine.evaluate(given).item() == pytest.approx(expected.item(), rel=RTOL[case.model])
         worst = max(worst, abs(engine.step(given).item() / expected.item() - 1))
         grads = {n: p.grad for n, p in alone.named_parameters()}
-        worst = max(worst, _gap(engine.full_gradients(), grads))
+        worst = max(worst, gap_to_largest(engine.full_gradients(), grads))
         optimizer.step()
-    return max(worst, _gap(engine.full_state_dict(), dict(alone.named_parameters())))
+    return max(worst, gap_to_largest(engine.full_state_dict(), dict(alone.named_parameters())))
 
 
 def _together(parts: list[dict[str, torch.Tensor]], pad: dict[str, int]) -> dict[str, torch.Tensor]:
@@ -120,13 +121,6 @@ def _together(parts: list[dict[str, torch.Tensor]], pad: dict[str, int]) -> dict
         )
         for k in parts[0]
     }
-
-
-def _gap(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    largest = max(t.abs().max().item() for t in expected.values())
-    return max(
-        [0.0, *((found[n] - t).abs().max().item() / largest for n, t in expected.items() if found)]
-    )
 
 
 def test_lengths_equal_one_process():

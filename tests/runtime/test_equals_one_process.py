@@ -42,7 +42,7 @@ def _run(world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> list[list[
 def test_one_rank_takes_the_same_path():
     """P26, P4: one stage, with 1, 2, 4 and 8 microbatches of one global batch, any model."""
     cases = [
-        ("gpt", {"num_microbatches": m, "microbatch_size": 8 // m, "recompute": r})
+        ("small-gpt", {"num_microbatches": m, "microbatch_size": 8 // m, "recompute": r})
         for m, r in [(1, "none"), (2, "full"), (4, "none"), (8, "none")]
     ]
     cases += [("unet", {"recompute": "full"}), ("encoder-decoder", {}), ("resnet", {})]
@@ -55,18 +55,20 @@ def test_data_parallel():
     _run(
         2,
         [
-            ("gpt", {"dp": 2}),
+            ("small-gpt", {"dp": 2}),
             ("unet", {"dp": 2, "microbatch_size": 2}),
-            ("gpt", {"dp": 2, "zero_stage": 1}),
-            ("gpt", {"dp": 2, "zero_stage": 2, "recompute": "full"}),
-            ("gpt", {"dp": 2, "zero_stage": 3, "recompute": "full"}),
+            ("small-gpt", {"dp": 2, "zero_stage": 1}),
+            ("small-gpt", {"dp": 2, "zero_stage": 2, "recompute": "full"}),
+            ("small-gpt", {"dp": 2, "zero_stage": 3, "recompute": "full"}),
         ],
     )
 
 
 def test_tensor_parallel():
     """P2: one layer's weights on two ranks, attention and MLP."""
-    for outcomes in _run(2, [("gpt", {"tp": 2}), ("gpt", {"tp": 2, "recompute": "full"})]):
+    for outcomes in _run(
+        2, [("small-gpt", {"tp": 2}), ("small-gpt", {"tp": 2, "recompute": "full"})]
+    ):
         # Both ranks hold a piece of every parameter.
         assert outcomes[0].params_held == outcomes[1].params_held
 
@@ -74,9 +76,9 @@ def test_tensor_parallel():
 def test_pipeline():
     """P3, P6, P7: each rank holds its own layers' params only."""
     cases = [
-        ("gpt", {"pp": 2, "schedule": "1f1b"}),
-        ("gpt", {"pp": 2, "schedule": "fthenb", "recompute": "full"}),
-        ("gpt", {"pp": 2, "schedule": "naive"}),
+        ("small-gpt", {"pp": 2, "schedule": "1f1b"}),
+        ("small-gpt", {"pp": 2, "schedule": "fthenb", "recompute": "full"}),
+        ("small-gpt", {"pp": 2, "schedule": "naive"}),
         ("gpt", {"pp": 2, "recompute": BY_BLOCK}),
         ("gpt", {"pp": 2, "schedule": "zb_h1", "recompute": BY_BLOCK[::-1]}),
         ("gpt", {"pp": 2, "vpp": 2, "schedule": "interleaved_1f1b", "recompute": BY_BLOCK}),
@@ -125,20 +127,20 @@ def test_pairs_of_axes_on_four_ranks():
     _run(
         4,
         [
-            ("gpt", {"tp": 2, "pp": 2}),
-            ("gpt", {"dp": 2, "pp": 2, "zero_stage": 3}),
-            ("gpt", {"dp": 2, "tp": 2, "zero_stage": 1}),
+            ("small-gpt", {"tp": 2, "pp": 2}),
+            ("small-gpt", {"dp": 2, "pp": 2, "zero_stage": 3}),
+            ("small-gpt", {"dp": 2, "tp": 2, "zero_stage": 1}),
             # A split backward, which ZeRO makes as one: the last of them reduces.
-            ("gpt", {"dp": 2, "pp": 2, "zero_stage": 1, "schedule": "zb_h1"}),
+            ("small-gpt", {"dp": 2, "pp": 2, "zero_stage": 1, "schedule": "zb_h1"}),
             ("deep-gpt", {"dp": 2, "pp": 2, "vpp": 2, "zero_stage": 3, "schedule": "zb_v"}),
-            ("gpt", {"pp": 4}),
+            ("small-gpt", {"pp": 4}),
         ],
     )
 
 
 def test_all_three_axes_on_eight_ranks():
     """P5: 2 x 2 x 2."""
-    _run(8, [("gpt", {"dp": 2, "tp": 2, "pp": 2})])
+    _run(8, [("small-gpt", {"dp": 2, "tp": 2, "pp": 2})])
 
 
 def test_virtual_stages_and_split_backwards():
@@ -151,8 +153,11 @@ def test_virtual_stages_and_split_backwards():
 
 def test_gradients_are_clipped_by_the_norm_over_all_ranks():
     """Shards, replicas, ZeRO shards and tied copies: every element counts once."""
-    cases = [("gpt", c) for c in ({"dp": 2}, {"tp": 2}, {"dp": 2, "zero_stage": 3})]
-    cases += [("tied-gpt", {"pp": 2}), ("tied-gpt", {"pp": 2, "vpp": 2, "schedule": "zb_v"})]
+    cases = [("small-gpt", c) for c in ({"dp": 2}, {"tp": 2}, {"dp": 2, "zero_stage": 3})]
+    cases += [
+        ("small-tied-gpt", {"pp": 2}),
+        ("small-tied-gpt", {"pp": 2, "vpp": 2, "schedule": "zb_v"}),
+    ]
     plans = [(name, default_plan(capture(name, torch.float64), **c)) for name, c in cases]
     for by_rank in zip(*run_ranks(clip_many, 2, plans, 0.1), strict=True):
         assert by_rank[0][0] == by_rank[1][0]

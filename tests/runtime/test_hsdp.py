@@ -31,14 +31,14 @@ def check(world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> None:
 def test_two_by_two_equals_one_process():
     """Several microbatches: copies sum their shards in the last backward alone."""
     both = {"rp": 2, "dp": 2, "microbatch_size": 2, "num_microbatches": 2}
-    cases = [("gpt", {**both, "zero_stage": zero}) for zero in (1, 2, 3)]
+    cases = [("small-gpt", {**both, "zero_stage": zero}) for zero in (1, 2, 3)]
     cases += [
         ("unet", {**both, "zero_stage": 3, "recompute": "full", "microbatch_size": 1}),
-        ("gpt", {"rp": 2, "cp": 2, "zero_stage": 3}),
-        ("gpt", {**both, "zero_stage": 0}),
+        ("small-gpt", {"rp": 2, "cp": 2, "zero_stage": 3}),
+        ("small-gpt", {**both, "zero_stage": 0}),
         # Nothing to share: rp alone is data parallelism.
-        ("gpt", {"rp": 2, "tp": 2, "zero_stage": 1}),
-        ("tied-gpt", {"rp": 2, "pp": 2, "zero_stage": 3}),
+        ("small-gpt", {"rp": 2, "tp": 2, "zero_stage": 1}),
+        ("small-tied-gpt", {"rp": 2, "pp": 2, "zero_stage": 3}),
     ]
     check(4, cases)
 
@@ -49,16 +49,16 @@ def test_it_goes_with_pieces_and_pipelines():
     check(
         8,
         [
-            ("gpt", {**both, "tp": 2, "zero_stage": 3}),
-            ("tied-gpt", {**both, "pp": 2, "zero_stage": 1}),
-            ("tied-gpt", {**both, "pp": 2, "zero_stage": 3, "schedule": "fthenb"}),
+            ("small-gpt", {**both, "tp": 2, "zero_stage": 3}),
+            ("small-tied-gpt", {**both, "pp": 2, "zero_stage": 1}),
+            ("small-tied-gpt", {**both, "pp": 2, "zero_stage": 3, "schedule": "fthenb"}),
         ],
     )
 
 
 def test_the_norm_counts_each_shard_once():
-    graph = capture("gpt", torch.float64)
-    plans = [("gpt", default_plan(graph, rp=2, dp=2, zero_stage=zero)) for zero in (0, 1, 3)]
+    graph = capture("small-gpt", torch.float64)
+    plans = [("small-gpt", default_plan(graph, rp=2, dp=2, zero_stage=zero)) for zero in (0, 1, 3)]
     for norm, alone, gap in run_ranks(clip_many, 4, plans, 0.1)[0]:
         assert norm == pytest.approx(alone, rel=RTOL)
         assert gap < RTOL
@@ -78,7 +78,7 @@ def sizes(plan: Any) -> dict[str, tuple[int, ...]]:
 
 
 def test_shards_are_neighbours_and_copies_far_apart():
-    plan = default_plan(capture("gpt", torch.float64), rp=2, dp=2, zero_stage=3)
+    plan = default_plan(capture("small-gpt", torch.float64), rp=2, dp=2, zero_stage=3)
     assert run_ranks(sizes, 4, plan)[1] == {
         "data": (0, 1, 2, 3),
         "shards": (0, 1),

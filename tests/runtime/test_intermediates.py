@@ -37,14 +37,14 @@ def look(name: str, plans: list[Plan]) -> list[dict[str, Any]]:
 
 def test_every_value_equals_that_of_one_process():
     """D10: heads, columns, positions, replicas and microbatches put together again."""
-    graph = capture("gpt", torch.float64)
-    (dense,) = look("gpt", [_plan(graph, microbatch_size=SAMPLES)])
+    graph = capture("small-gpt", torch.float64)
+    (dense,) = look("small-gpt", [_plan(graph, microbatch_size=SAMPLES)])
     choices = [
         {"tp": 2, "dp": 2},
         {"cp": 2, "tp": 2},
         {"pp": 2, "tp": 2, "by_stage": {"tp": (2, 1)}, "microbatch_size": 2, "zero_stage": 3},
     ]
-    by_rank = run_ranks(look, 4, "gpt", [_plan(graph, **c) for c in choices])
+    by_rank = run_ranks(look, 4, "small-gpt", [_plan(graph, **c) for c in choices])
     assert all(found == {} for rank in by_rank[1:] for found in rank)
     for choice, found in zip(choices, by_rank[0], strict=True):
         assert found.keys() == dense.keys()
@@ -87,14 +87,14 @@ def fetch(name: str, plans: list[Plan]) -> list[tuple[dict[str, Any], dict[str, 
 
 def test_values_of_any_stage_are_fetched_in_a_training_step():
     """P22: of stage 0 and of the last with its loss, whether activations are kept or made again."""
-    graph = capture("gpt", torch.float64)
+    graph = capture("small-gpt", torch.float64)
     choices = [
         {"pp": 2, "dp": 2, "recompute": "selective"},
         {"pp": 2, "tp": 2, "recompute": "full"},
         {"pp": 2, "dp": 2, "zero_stage": 3},
         {"pp": 2, "dp": 2, "schedule": "zb_h1"},
     ]
-    by_rank = run_ranks(fetch, 4, "gpt", [_plan(graph, **choice) for choice in choices])
+    by_rank = run_ranks(fetch, 4, "small-gpt", [_plan(graph, **choice) for choice in choices])
     assert all(fetched == {} for rank in by_rank[1:] for _, fetched, _ in rank)
     for choice, (looked, fetched, loss) in zip(choices, by_rank[0], strict=True):
         assert fetched.keys() == looked.keys()
@@ -116,8 +116,8 @@ def _plan(graph: Any, **choices: Any) -> Plan:
 
 def test_an_unknown_name_is_answered_with_a_known_one():
     """D10."""
-    tiny, module = build("gpt")
-    engine = planner.apply(default_plan(capture("gpt")), module)
+    tiny, module = build("small-gpt")
+    engine = planner.apply(default_plan(capture("small-gpt")), module)
     with pytest.raises(
         PlanError, match=r"no op or module makes 'layers.0/linaer'; .* layers\.0/linear"
     ):

@@ -153,8 +153,8 @@ def test_stages_with_different_dp_and_tp():
         4,
         [
             ("encoder-decoder", {**two, "by_stage": {"tp": (1, 2)}}),
-            ("tied-gpt", {**two, "by_stage": {"tp": (2, 1)}, "zero_stage": 1}),
-            ("tied-gpt", {"pp": 2, "dp": 2, "by_stage": {"tp": (1, 2)}, "schedule": "zb_h1"}),
+            ("small-tied-gpt", {**two, "by_stage": {"tp": (2, 1)}, "zero_stage": 1}),
+            ("small-tied-gpt", {"pp": 2, "dp": 2, "by_stage": {"tp": (1, 2)}, "schedule": "zb_h1"}),
             ("deep-gpt", {**two, **vpp, "num_microbatches": 4}),
         ],
     )
@@ -170,8 +170,8 @@ def test_four_ways_to_cut_on_eight_ranks():
 
 def test_gradients_are_clipped_over_different_meshes():
     """D12: every element of the model counts once in the norm."""
-    plan = plan_for("tied-gpt", pp=2, tp=2, by_stage={"tp": (2, 1)}, zero_stage=1)
-    plans = [("tied-gpt", plan)]
+    plan = plan_for("small-tied-gpt", pp=2, tp=2, by_stage={"tp": (2, 1)}, zero_stage=1)
+    plans = [("small-tied-gpt", plan)]
     for by_rank in zip(*run_ranks(clip_many, 4, plans, 0.1), strict=True):
         assert len({rank[0] for rank in by_rank}) == 1
         assert by_rank[0][0] == pytest.approx(by_rank[0][1], rel=1e-10)
@@ -396,9 +396,9 @@ def test_context_parallelism():
     check(
         4,
         [
-            ("gpt", {"cp": 2, "tp": 2}),
-            ("gpt", {"cp": 2, "dp": 2, "zero_stage": 2}),
-            ("tied-gpt", {"cp": 2, "pp": 2, "schedule": "zb_h1", "recompute": "full"}),
+            ("small-gpt", {"cp": 2, "tp": 2}),
+            ("small-gpt", {"cp": 2, "dp": 2, "zero_stage": 2}),
+            ("small-tied-gpt", {"cp": 2, "pp": 2, "schedule": "zb_h1", "recompute": "full"}),
         ],
     )
 

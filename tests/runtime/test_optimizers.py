@@ -122,16 +122,16 @@ def test_whole_matrices_on_two_ranks(tmp_path):
     held = check(
         2,
         [
-            ("gpt", "muon", {"tp": 2}),
-            ("gpt", "muon", {"dp": 2, "zero_stage": 3}),
-            ("gpt", "adafactor", {"tp": 2}),
-            ("gpt", "shampoo", {"dp": 2, "zero_stage": 2}),
-            ("gpt", "adagrad", {"dp": 2, "zero_stage": 3}),
+            ("small-gpt", "muon", {"tp": 2}),
+            ("small-gpt", "muon", {"dp": 2, "zero_stage": 3}),
+            ("small-gpt", "adafactor", {"tp": 2}),
+            ("small-gpt", "shampoo", {"dp": 2, "zero_stage": 2}),
+            ("small-gpt", "adagrad", {"dp": 2, "zero_stage": 3}),
         ],
         str(tmp_path),
     )
     # Momentum of whole matrices is dealt: a rank has about half of what one process has.
-    matrices = [p.numel() for p in build("gpt")[1].parameters() if p.dim() == 2]
+    matrices = [p.numel() for p in build("small-gpt")[1].parameters() if p.dim() == 2]
     first, second = held[1]
     assert first + second == sum(matrices)
     assert max(first, second) < 0.6 * sum(matrices)
@@ -140,7 +140,7 @@ def test_whole_matrices_on_two_ranks(tmp_path):
 @pytest.mark.slow
 def test_whole_matrices_cut_by_two_axes(tmp_path):
     cases = [
-        ("gpt", "muon", {"tp": 2, "dp": 2, "zero_stage": 2}),
-        ("tied-gpt", "muon", {"pp": 2, "tp": 2}),
+        ("small-gpt", "muon", {"tp": 2, "dp": 2, "zero_stage": 2}),
+        ("small-tied-gpt", "muon", {"pp": 2, "tp": 2}),
     ]
     check(4, cases, str(tmp_path))

@@ -15,7 +15,7 @@ from planner.graph.batch_split import BatchSplit
 from planner.plan import Plan
 from planner.plan.defaults import default_plan
 from tests.builders import PlainGPT, gpt_batch
-from tests.runtime.scenarios import capture, models
+from tests.runtime.scenarios import capture, gap_to_largest, models
 from tests.spawn import run_ranks
 
 RTOL = 1e-10
@@ -72,11 +72,14 @@ def _gap_of(case: Case) -> tuple[float, int]:
         assert engine.evaluate(part).item() == pytest.approx(expected.item(), rel=RTOL)
         worst = max(worst, abs(engine.step(part).item() / expected.item() - 1))
         worst = max(
-            worst, _gap(engine.full_gradients(), {n: p.grad for n, p in alone.named_parameters()})
+            worst,
+            gap_to_largest(
+                engine.full_gradients(), {n: p.grad for n, p in alone.named_parameters()}
+            ),
         )
         optimizer.step()
     return max(
-        worst, _gap(engine.full_state_dict(), dict(alone.named_parameters()))
+        worst, gap_to_largest(engine.full_state_dict(), dict(alone.named_parameters()))
     ), engine.samples
 
 
@@ -84,11 +87,6 @@ def _what_is_read(engine: Any, own: dict[str, torch.Tensor]) -> dict[str, Any] |
     """Without what this rank's stages do not read."""
     reads = engine.reads
     return {k: v if k in reads else None for k, v in own.items()} if reads else None
-
-
-def _gap(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    largest = max(t.abs().max().item() for t in expected.values())
-    return max([0.0, *((found[n] - expected[n]).abs().max().item() / largest for n in found)])
 
 
 def test_own_parts_equal_one_process():

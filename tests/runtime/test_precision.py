@@ -25,6 +25,7 @@ from planner.runtime.start.groups.mesh import build_mesh
 from planner.runtime.step.engine import Engine
 from tests.builders import VOCABULARY, PlainGPT, gpt_batch, telling_first, tiny_models
 from tests.captures import capture_module
+from tests.runtime.scenarios import gap_to_largest
 from tests.spawn import run_ranks
 
 ADAMW = {"lr": 1e-3, "eps": 1e-6}
@@ -124,19 +125,15 @@ def _train_beside(kind: type[GPT], plan: Plan) -> Gap:
         expected = alone.step(batch)
         loss = max(loss, abs(engine.step(batch).item() / expected - 1))
         grads = {n: p.grad for n, p in alone.masters.named_parameters()}
-        gradient = max(gradient, _gap(engine.full_gradients(), grads))
+        gradient = max(gradient, gap_to_largest(engine.full_gradients(), grads))
     state = engine.full_state_dict()
     dtypes = {t.dtype for t in state.values()}
     return Gap(
-        loss, gradient, _gap(state, dict(alone.masters.named_parameters())), frozenset(dtypes)
+        loss,
+        gradient,
+        gap_to_largest(state, dict(alone.masters.named_parameters())),
+        frozenset(dtypes),
     )
-
-
-def _gap(found, expected) -> float:
-    if not found:
-        return 0.0
-    largest = max(t.abs().max().item() for t in expected.values())
-    return max((found[n] - t).abs().max().item() for n, t in expected.items()) / largest
 
 
 def test_bf16_plans_compute_what_one_process_computes():

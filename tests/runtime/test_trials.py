@@ -13,6 +13,7 @@ from planner.graph.capture_cache import load_graph
 from planner.plan.defaults import default_plan
 from planner.runtime.check import trials
 from planner.runtime.check.trials import TrialSettings, run_trials
+from tests.spawn import is_running
 
 MODEL = """
 import os, signal, time
@@ -48,14 +49,6 @@ def batch(size):
         time.sleep(1000)
     return (torch.randn(size, 8),)
 """
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 @pytest.fixture

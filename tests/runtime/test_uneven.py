@@ -23,7 +23,7 @@ from planner.plan import Plan
 from planner.plan.defaults import default_plan
 from tests.builders import PlainGPT, gpt_batch
 from tests.captures import capture_module
-from tests.runtime.scenarios import capture, models
+from tests.runtime.scenarios import capture, gap_to_largest, models
 from tests.spawn import run_ranks
 
 RTOL = 1e-10
@@ -76,15 +76,9 @@ def _gap_of(case: Case) -> float:
         assert engine.evaluate(batch).item() == pytest.approx(expected.item(), rel=RTOL)
         worst = max(worst, abs(engine.step(batch).item() / expected.item() - 1))
         grads = {n: p.grad for n, p in alone.named_parameters()}
-        worst = max(worst, _gap(engine.full_gradients(), grads))
+        worst = max(worst, gap_to_largest(engine.full_gradients(), grads))
         optimizer.step()
-    return max(worst, _gap(engine.full_state_dict(), dict(alone.named_parameters())))
-
-
-def _gap(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    largest = max(t.abs().max().item() for t in expected.values())
-    gaps = [(found[n] - t).abs().max().item() for n, t in expected.items()] if found else [0.0]
-    return max(gaps) / largest
+    return max(worst, gap_to_largest(engine.full_state_dict(), dict(alone.named_parameters())))
 
 
 def _plan(model: str, **choices: Any) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from planner.templates import Transformer, build_transformer
 from search import SearchRequest
 from search.candidates import Candidates
-from search.space.shapes import Configuration
+from search.space.configuration import Configuration
 from search.stages.stage_table import StageTable
 from tests.search.machine import Machine
 

@@ -13,13 +13,12 @@ from planner.layout.axes import Degrees
 from planner.layout.lowering import lower
 from planner.layout.placement import Replicate, Shard
 from planner.plan import OURS
-from search.op_layout.block_tables.block_prices import Prices
-from search.op_layout.block_tables.block_problem import BlockProblem, read_layouts
-from search.op_layout.block_tables.op_signatures import OpSeconds
-from search.op_layout.block_tables.reshard_edges import MOVES
+from search.op_layout.block_prices import OpSeconds, Prices
+from search.op_layout.block_problem import BlockProblem, read_layouts
 from search.op_layout.boundaries import boundary_options, class_groups
-from search.op_layout.elimination.eliminate import solve_by_elimination
+from search.op_layout.eliminate import solve_by_elimination
 from search.op_layout.layouts import LayoutSolver
+from search.op_layout.reshard_edges import MOVES
 from tests.captures import capture_tiny
 from tests.search.machine import Machine
 
@@ -35,7 +34,7 @@ def lowered_seconds(problem: BlockProblem, choice: list[int]) -> float:
     for index, program in problem.programs:
         local = lower(program, layouts[index], axis_size=TP)
         price = price_program(local, MACHINE, axes=axes, execution=find_execution(OURS))
-        total += price.forward_s + price.forward_comm_s + price.backward_s + price.backward_comm_s
+        total += price.forward_s + price.comm_forward_s + price.backward_s + price.comm_backward_s
     return total
 
 

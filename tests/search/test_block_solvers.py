@@ -7,18 +7,20 @@ import numpy as np
 import pytest
 
 from planner.errors import ProfileError
-from planner.layout.placement import Replicate
 from profiles import load_profile
-from search.ilp.block_ilp import solve_by_cpsat
 from search.ilp.block_lp import solve_by_linear_program
-from search.op_layout import layouts, solve
-from search.op_layout.block_tables.block_problem import BlockProblem, ReshardEdge, Variable
-from search.op_layout.elimination import decompose
-from search.op_layout.elimination.decompose import solve_by_decomposition
-from search.op_layout.elimination.eliminate import TooWide, minimise_tables, solve_by_elimination
-from search.op_layout.elimination.tables import problem_tables
-from search.op_layout.solve import solve_block
+from search.op_layout import decompose, layouts
+from search.op_layout.block_problem import BlockProblem, ReshardEdge, Variable
+from search.op_layout.decompose import solve_by_decomposition
+from search.op_layout.eliminate import (
+    TooWide,
+    minimise_tables,
+    problem_tables,
+    solve_by_elimination,
+)
+from search.op_layout.layouts import solve_block
 from tests.captures import capture_tiny
+from tests.referees.block_ilp import solve_by_cpsat
 from tests.referees.blocks import best_by_brute_force
 
 
@@ -55,8 +57,6 @@ def random_problem(rng: np.random.Generator) -> BlockProblem:
                 source=tuple(rng.integers(0, rows, made).tolist()),
                 uses=tuple(uses),
                 seconds=seconds,
-                sources=(Replicate(),) * rows,
-                requirements=((Replicate(), False),) * columns,
             )
         )
     return BlockProblem(axis_size=2, variables=variables, edges=tuple(edges), programs=())
@@ -117,8 +117,6 @@ def test_a_fractional_relaxation_is_branched_on():
             source=(0, 1),
             uses=((b, (0, 1)),),
             seconds=np.eye(2),
-            sources=(Replicate(),) * 2,
-            requirements=((Replicate(), False),) * 2,
         )
         for a, b in ((0, 1), (0, 2), (1, 2))
     )
@@ -166,8 +164,6 @@ def test_a_hundred_uses_of_one_tensor_are_eliminated():
             source=(0,) * len(maker.values),
             uses=tuple((i, (0, 1)) for i in range(1, 101)),
             seconds=np.array([[0.0, 3.0]]),
-            sources=(Replicate(),),
-            requirements=((Replicate(), False), (Replicate(), True)),
         )
         variables = (maker, *(user,) * 100)
         problem = BlockProblem(axis_size=2, variables=variables, edges=(edge,), programs=())
@@ -211,8 +207,6 @@ def wide_problem(rng: np.random.Generator, count: int) -> BlockProblem:
                     for i in sorted(uses)
                 ),
                 seconds=rng.uniform(0, 1, (rows, columns)) * rng.integers(0, 2, (rows, columns)),
-                sources=(Replicate(),) * rows,
-                requirements=((Replicate(), False),) * columns,
             )
         )
     return BlockProblem(axis_size=2, variables=tuple(variables), edges=tuple(edges), programs=())
@@ -297,9 +291,9 @@ def test_the_exact_solver_that_suits_a_problem_is_the_first(monkeypatch):
     def too_wide(*_args, **_options):
         raise TooWide
 
-    monkeypatch.setattr(solve, "solve_by_elimination", too_wide)
+    monkeypatch.setattr(layouts, "solve_by_elimination", too_wide)
     assert solved(1.5) == ((1,), pytest.approx(3.0), "linear programs")
-    monkeypatch.setattr(solve, "_MOST_PAIRS", -1)
+    monkeypatch.setattr(layouts, "_MOST_PAIRS", -1)
     assert solved(1.5) == ((1,), pytest.approx(3.0), "Lagrangian decomposition")
 
 
@@ -315,7 +309,7 @@ def test_a_block_too_wide_for_elimination_is_a_linear_program(monkeypatch):
     def too_wide(*_args, **_options):
         raise TooWide
 
-    monkeypatch.setattr(solve, "solve_by_elimination", too_wide)
+    monkeypatch.setattr(layouts, "solve_by_elimination", too_wide)
     best, solver = solve_block(problem, 0.0)
     assert (best.gap, solver) == (0.0, "linear programs")
     solver = layouts.LayoutSolver(graph=None, profile=None)

@@ -14,6 +14,7 @@ from search.bounds.catalogue import TableBounds
 from search.candidates import Candidates
 from search.op_layout.layouts import LayoutSolver
 from search.partition.chain_dp import solve_chain
+from search.priced_configuration import PricedConfiguration
 from search.request import SearchRequest
 from tests.captures import capture_module
 from tests.search.machine import Machine
@@ -58,15 +59,13 @@ def bound_and_step(candidates, schedule):
     config = next(candidates.shapes(request)[0].configurations())
     table = candidates.tables(config.tp, config.microbatch_size)[0]
     limit = float("inf")
-    cut = (
-        candidates.even_cut(config, table, limit)
-        if vpp > 1
-        else solve_chain(candidates.problem(config, table, limit)).cut
-    )
+    priced = PricedConfiguration(candidates, config, table)
+    cut = priced.even_cut(limit) if vpp > 1 else solve_chain(priced.problem(limit)).cut
     assert cut is not None
-    step_s = candidates.quick_step_s(config, table, cut)
+    step_s = priced.quick_step_s(cut)
     assert step_s == pytest.approx(
-        candidates.estimate(candidates.plan(config, table, cut)).step_s, rel=1e-9
+        candidates.estimate(priced.plan(cut)).step_s,
+        rel=1e-9,
     )
     if vpp == 1:
         assert TableBounds(table=table).least_step_s(config) <= step_s * (1 + 1e-9)

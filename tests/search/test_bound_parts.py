@@ -13,12 +13,13 @@ from planner.plan.replication import Replication
 from planner.schedule import JobKind, build_schedule
 from planner.schedule.timing.offloads import offloads_of
 from search import SearchRequest
-from search.bounds.catalogue import kept_in_flight, one_microbatch, share_of_work
+from search.bounds.catalogue import one_microbatch, share_of_work
 from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind
 from search.bounds.exchange import LeastExchange
-from search.bounds.rank_bytes import rank_bound
 from search.candidates import Candidates
+from search.space.configuration import Configuration
 from search.space.job_tables import copied_rows
+from search.stages.rank_stages import RankStages, rank_bound
 from tests.search.machine import Machine
 from tests.search.test_bounds import captured
 
@@ -50,16 +51,6 @@ def test_some_rank_does_its_share():
     assert one_microbatch(costs, SimpleNamespace(num_microbatches=2, pp=1)) == 3.0
 
 
-def test_activations_in_flight_are_spread_at_best():
-    """12 bytes of a microbatch over stages that hold 1 and 2: 8 and 4 bytes kept, 8 on either rank;
-    and 1 byte of context."""
-    table = SimpleNamespace(
-        profile=SimpleNamespace(context_bytes=1.0), on_host=SimpleNamespace(live=float)
-    )
-    costs = SimpleNamespace(table=table, chain_kept_bytes=lambda recompute: 12.0)
-    assert kept_in_flight(costs, SimpleNamespace(recompute="none"), (1, 2)) == 9.0
-
-
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("pp", [1, 2, 4])
 def test_no_stages_exchange_less(zero, pp):
@@ -67,15 +58,19 @@ def test_no_stages_exchange_less(zero, pp):
     request = SearchRequest(num_devices=8, global_batch=16)
     candidates = Candidates.of(captured("gpt"), Machine(devices_per_node=4), request)
     table = candidates.tables(1, 1)[0]
-    least = LeastExchange(table=table, degrees=Degrees(dp=8 // pp), zero=zero)
-    ranks = table.with_replicas(degrees=least.degrees, zero=zero, choices=("none",))
+    config = Configuration(
+        degrees=Degrees(dp=8 // pp), pp=pp, vpp=1, microbatch_size=1, num_microbatches=2 * pp,
+        schedule="1f1b", zero=zero, recompute="none",
+    )  # fmt: skip
+    least = LeastExchange(table=table, configuration=config)
+    ranks = RankStages(table=table, configuration=config)
     rng = np.random.default_rng(zero)
     for _ in range(20):
         inner = np.sort(rng.choice(np.arange(1, table.num_blocks), pp - 1, replace=False))
         cut = ranks.cut((0, *inner.tolist(), table.num_blocks))
         each = float((cut.exposed.forward_s + cut.exposed.backward_s).sum())
         sizes = zip(*(figures.tolist() for figures in cut.runs.params), strict=True)
-        once = float(cut.after_s.sum()) + sum(ranks.optimizer_s(*size) for size in sizes)
+        once = float(cut.after_s.sum()) + sum(ranks.prices.update_s(*size) for size in sizes)
         if zero == 3:
             assert 0 < least.each_s(pp) <= each * (1 + 1e-9)
         else:

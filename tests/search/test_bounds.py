@@ -18,10 +18,11 @@ from search.bounds.catalogue import (
     step_bound,
 )
 from search.bounds.least_costs import LeastCosts
-from search.bounds.pipeline_line import pipeline_line
+from search.bounds.round_trips import pipeline_line
 from search.candidates import Candidates
 from search.partition.chain_problem import Cut
-from search.space.shapes import Configuration, recompute_choices
+from search.priced_configuration import PricedConfiguration
+from search.space.configuration import Configuration, recompute_choices
 from tests.builders import tiny_models
 from tests.captures import capture_module
 from tests.search.machine import Machine, Overlapping
@@ -75,11 +76,12 @@ def random_samples(graph, profile, asked: SearchRequest, most: int) -> tuple[Sam
             config = options[at]
             table = candidates.tables(config.tp, config.microbatch_size)[0]
             cut = random_cut(config, table.num_blocks, rng)
-            plan = candidates.plan(config, table, cut)
+            priced = PricedConfiguration(candidates, config, table)
+            plan = priced.plan(cut)
             answer = candidates.estimate(plan)
-            inputs_s = table.least_inputs_s(pp=config.pp, num_microbatches=config.num_microbatches)
-            costs = TableBounds(table=table).costs
-            quick_s = candidates.quick_step_s(config, table, cut) - inputs_s
+            inputs_s = table.least_inputs_s(config)
+            costs = TableBounds(table=table)
+            quick_s = priced.quick_step_s(cut) - inputs_s
             of_plan = answer.step_s - inputs_s, answer.peak_bytes, quick_s
             found.append(Sample(costs, config, *of_plan))
     return tuple(found)
@@ -142,7 +144,7 @@ def test_the_highest_bound_counts():
     sample = next(s for s in samples("plain", "gpt") if s.config.pp > 1 and s.config.vpp == 1)
     table, config = sample.costs.table, sample.config
     bounds = TableBounds(table=table)
-    inputs_s = table.least_inputs_s(pp=config.pp, num_microbatches=config.num_microbatches)
+    inputs_s = table.least_inputs_s(config)
     highest = max(bound.formula(sample.costs, config) for bound in STEP_BOUNDS)
     assert bounds.least_step_s(config) == highest + inputs_s
     assert bounds.least_peak_bytes(config) == max(

@@ -6,6 +6,7 @@ from planner.errors import LayoutError
 from search import SearchRequest, find_plan
 from search.candidates import Candidates
 from search.partition.chain_dp import solve_chain
+from search.priced_configuration import PricedConfiguration
 from tests.captures import capture_tiny, capture_wide_llama
 from tests.search.machine import Machine
 
@@ -74,12 +75,11 @@ def test_the_quick_price_of_cp_is_the_estimate(gpt, choices):
     for table in candidates.tables(
         configuration.tp, configuration.microbatch_size, configuration.cp
     ):
-        problem = candidates.problem(configuration, table, float("inf"))
+        priced = PricedConfiguration(candidates, configuration, table)
+        problem = priced.problem(float("inf"))
         cut = solve_chain(problem).cut
-        answer = candidates.estimate(candidates.plan(configuration, table, cut))
-        assert candidates.quick_step_s(configuration, table, cut) == pytest.approx(
-            answer.step_s, rel=1e-9
-        )
+        answer = candidates.estimate(priced.plan(cut))
+        assert priced.quick_step_s(cut) == pytest.approx(answer.step_s, rel=1e-9)
         assert cut.value <= answer.step_s * (1 + 1e-9)
 
 

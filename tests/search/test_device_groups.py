@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from planner.cluster import Link, Tier
-from planner.errors import LayoutError
+from planner.emit.view import PlanView
+from planner.errors import LayoutError, PlanError
 from planner.plan import Plan
+from planner.runtime.start.launch import check_runnable
 from profiles.groups import DeviceGroup
 from search import SearchRequest, SearchResult, find_plan
 from tests.referees.groups import every_placed_plan, fits, with_memory
@@ -66,6 +68,7 @@ def random_request(rng: np.random.Generator, machine: Machine) -> SearchRequest:
         allow=tuple(allow),
         offload="none",
         meshes=str(rng.choice(["same", "own"])),  # type: ignore[arg-type]
+        forbid=(("pp", "1"),),  # replicas on both groups: test_replicas_on_groups
     )
 
 
@@ -153,15 +156,28 @@ def test_faster_devices_get_more_blocks():
     assert blocks["fast"] > blocks["slow"]
 
 
+def test_a_plan_says_where_nodes_differ_in_size():
+    """So that no launcher starts as many ranks on each."""
+    fast, slow = two_speeds().groups
+    slow = replace(slow, profile=replace(slow.profile, devices_per_node=1))
+    machine = replace(two_speeds(), groups=(fast, slow))
+    asked = SearchRequest(num_devices=4, global_batch=4, pp=2, tp=1, offload="none")
+    plan = find_plan(graph_of("equal"), machine, asked).plan
+    assert plan is not None
+    assert plan.cluster.devices_per_node == 1
+    assert plan.cluster.nodes == (("fast", 2, 1), ("slow", 1, 2))
+    with pytest.raises(PlanError, match=r"1 x 2 on fast, 2 x 1 on slow.*a `devices_per_node` of 1"):
+        check_runnable(plan, "cpu", num_nodes=2)
+    with pytest.raises(PlanError, match="launchers start as many ranks on each"):
+        _ = PlanView(plan=plan).ranks_per_node
+    same = find_plan(graph_of("equal"), two_speeds(), asked).plan
+    assert same is not None
+    assert same.cluster.nodes == ()
+
+
 def test_plans_use_all_devices():
     with pytest.raises(LayoutError, match=r"have 2 \+ 2, and plans use all of them: give 4"):
         find_plan(graph_of("equal"), two_speeds(), SearchRequest(num_devices=3, global_batch=4))
-
-
-def test_stages_lie_on_one_group_each():
-    request = SearchRequest(num_devices=4, global_batch=4, pp=1)
-    with pytest.raises(LayoutError, match="no pipeline has each stage on one group of devices"):
-        find_plan(graph_of("equal"), two_speeds(), request)
 
 
 def test_where_nothing_fits_the_groups_are_named():

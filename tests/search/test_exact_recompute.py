@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from costmodel.estimate import rank_bytes
-from search.candidates import recompute_by_block
 from search.nodes.exact_recompute import ExactRecompute
 from search.partition.chain_problem import Cut, InfeasibleStage
 from search.partition.least_recompute import with_recompute
+from search.priced_configuration import PricedConfiguration
 from tests.search.recomputed import candidates_of, only_configuration
 
 CUTS = (0, 4, 8)
@@ -55,10 +55,13 @@ def test_what_is_infeasible_is_and_the_fastest_of_the_rest_is_left(made, stage, 
     walked, seconds = {}, {}
     for choice in every_choice(table, stage):
         cut = cut_of(stage, *choice)
+        priced = PricedConfiguration(candidates, configuration, table)
         (walked[choice],) = rank_bytes(
-            candidates.plan(configuration, table, cut), candidates.costs, [stage]
+            priced.plan(cut),
+            candidates.costs,
+            [stage],
         )
-        recomputed = recompute_by_block(configuration, table, cut)
+        recomputed = priced.recompute_by_block(cut)
         seconds[choice] = sum(
             table.recompute_s(recomputed[at])[at] for at in range(*CUTS[stage : stage + 2])
         )
@@ -66,11 +69,9 @@ def test_what_is_infeasible_is_and_the_fastest_of_the_rest_is_left(made, stage, 
     limit = least + part * (most - least) - (part == 1.0)  # (there the lightest is over by a byte)
     fitting = {choice for choice, found in walked.items() if found <= limit}
     # Without a bound every choice seems to fit, and the walk alone says which do.
-    problem = candidates.problem(configuration, table, limit if bounded else float("inf"))
+    problem = priced.problem(limit if bounded else float("inf"))
     known = InfeasibleStage(stage=stage, first=CUTS[stage], end=CUTS[stage + 1], choice=0)
-    exact = ExactRecompute(
-        candidates=candidates, configuration=configuration, table=table, limit_bytes=limit
-    )
+    exact = ExactRecompute(priced=priced, limit_bytes=limit)
     found = list(exact.infeasible(problem, cut_of(stage, 0, 0), known))
     told = {c for c in walked if any(each.is_in(cut_of(stage, *c)) for each in found)}
     assert not told & fitting
@@ -88,14 +89,17 @@ def test_what_is_infeasible_is_and_the_fastest_of_the_rest_is_left(made, stage, 
 
 def test_where_nothing_fits_every_choice_is_infeasible(made):
     candidates, configuration, table = made
+    priced = PricedConfiguration(candidates, configuration, table)
     limit = 0.5 * min(
-        rank_bytes(candidates.plan(configuration, table, cut_of(0, 2, 0)), candidates.costs, [0])
+        rank_bytes(
+            priced.plan(cut_of(0, 2, 0)),
+            candidates.costs,
+            [0],
+        )
     )
     # A problem that lets everything pass: what fits is settled by the walk alone.
-    free = candidates.problem(configuration, table, float("inf"))
-    exact = ExactRecompute(
-        candidates=candidates, configuration=configuration, table=table, limit_bytes=limit
-    )
+    free = priced.problem(float("inf"))
+    exact = ExactRecompute(priced=priced, limit_bytes=limit)
     known = InfeasibleStage(stage=0, first=CUTS[0], end=CUTS[1], choice=0)
     found = tuple(exact.infeasible(free, cut_of(0, 0, 0), known))
     assert all(each.until is None and each.and_longer for each in found)
@@ -113,10 +117,13 @@ def test_of_ranks_with_several_stages_the_highest_level_that_does_not_fit_is_tol
         choices, until = levels.of_stages(np.minimum(level, levels.most))
         return Cut(cuts=stages.cuts, choices=choices, until=until, value=0.0)
 
+    priced = PricedConfiguration(candidates, configuration, table)
     walked = np.array(
         [
             rank_bytes(
-                candidates.plan(configuration, table, cut_at(level)), candidates.costs, [0, 1]
+                priced.plan(cut_at(level)),
+                candidates.costs,
+                [0, 1],
             )
             for level in range(int(levels.most.max()) + 1)
         ]
@@ -125,9 +132,7 @@ def test_of_ranks_with_several_stages_the_highest_level_that_does_not_fit_is_tol
         own = walked[:, rank]
         limit = own.min() + part * (own.max() - own.min())
         highest = int(np.flatnonzero(own > limit).max())
-        exact = ExactRecompute(
-            candidates=candidates, configuration=configuration, table=table, limit_bytes=limit
-        )
+        exact = ExactRecompute(priced=priced, limit_bytes=limit)
         (found,) = exact.too_low(cut_at(0), [rank])
         assert (found.choice, stages.homes[found.stage]) == (highest, rank)
         # From a level in between the same is found.

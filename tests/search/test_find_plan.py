@@ -16,6 +16,7 @@ from search.candidates import Candidates
 from search.op_layout.layouts import LayoutSolver
 from search.partition.chain_dp import solve_chain
 from search.partition.chain_paths import Paths
+from search.priced_configuration import PricedConfiguration
 from tests.builders import tiny_models
 from tests.captures import capture_module
 from tests.referees.cuts import cut_peak
@@ -236,18 +237,19 @@ def test_the_quick_price_is_the_estimate(name):
         candidates = Candidates(graph=graph, profile=MACHINE, solver=solver, costs=costs)
         configuration = next(candidates.shapes(request)[0].configurations())
         table = candidates.tables(configuration.tp, configuration.microbatch_size)[0]
+        priced = PricedConfiguration(candidates, configuration, table)
         cut = (
-            candidates.even_cut(configuration, table, float("inf"))
+            priced.even_cut(float("inf"))
             if configuration.vpp > 1
-            else solve_chain(candidates.problem(configuration, table, float("inf"))).cut
+            else solve_chain(priced.problem(float("inf"))).cut
         )
         assert cut is not None
-        answer = candidates.estimate(candidates.plan(configuration, table, cut))
-        quick = candidates.quick_step_s(configuration, table, cut)
+        answer = candidates.estimate(priced.plan(cut))
+        quick = priced.quick_step_s(cut)
         assert quick == pytest.approx(answer.step_s, rel=1e-9)
         assert cut.value <= answer.step_s * (1 + 1e-9)
         if configuration.vpp == 1:
-            problem = candidates.problem(configuration, table, float("inf"))
+            problem = priced.problem(float("inf"))
             peak = cut_peak(Paths.of_all(problem), cut.cuts, cut.choices)
             # Tables with W jobs free activations earlier than the search supposes, and what
             # FSDP holds is walked block by block only in the estimate.

@@ -9,11 +9,11 @@ from random import Random
 import pytest
 
 from profiles import load_profile
-from search.ilp.block_ilp import solve_by_cpsat
 from search.op_layout.boundaries import class_groups
-from search.op_layout.elimination.eliminate import solve_by_elimination
+from search.op_layout.eliminate import solve_by_elimination
 from search.op_layout.front import find_front
 from search.op_layout.layouts import LayoutSolver
+from tests.referees.block_ilp import solve_by_cpsat
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from planner.layout.axes import Degrees
-from search.partition.interleaved_stages.interleaved_bound import StageSeconds, least_end_s
+from search.partition.interleaved import StageSeconds, least_end_s
+from search.space.configuration import Configuration
 from search.space.job_tables import in_flight_of, live_stages_of
 from search.space.request_checks import divisors, listed
-from search.space.shapes import Configuration
 
 
 def configuration(schedule: str, *, pp: int, vpp: int, num_microbatches: int) -> Configuration:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from costmodel.memory.bound import OnHost
-from search.partition.interleaved_stages.interleaved_levels import RecomputeLevels
+from search.partition.interleaved_levels import RecomputeLevels
 from tests.search.recomputed import candidates_of, only_configuration
 
 CHOICES = ("none", "selective", "full")

@@ -8,7 +8,7 @@ import pytest
 from search import SearchRequest
 from search.candidates import Candidates
 from search.meshes.interleaved_mixes import Assignments, EvenMix, even_mixes
-from search.meshes.own_meshes import Member, Mix
+from search.meshes.mix import Member, Mix
 from tests.captures import capture_tiny
 from tests.search.machine import Machine
 

@@ -7,9 +7,9 @@ from itertools import product
 
 import numpy as np
 
-from search.candidates import recompute_by_block
 from search.partition.chain_problem import ChainProblem, Cut, InfeasibleStage
 from search.partition.least_recompute import with_recompute
+from search.priced_configuration import PricedConfiguration
 from tests.search.chains import random_chain
 from tests.search.recomputed import candidates_of, only_configuration
 
@@ -95,19 +95,20 @@ def test_of_a_model_the_first_blocks_recompute_more_where_that_is_enough():
     candidates = candidates_of(6)
     configuration, table = only_configuration(candidates)
     cut = Cut(cuts=(0, 4, 8), choices=(0, 0), value=0.0)
-    free = candidates.problem(configuration, table, float("inf"))
+    priced = PricedConfiguration(candidates, configuration, table)
+    free = priced.problem(float("inf"))
     most = free.stages.costs_of(np.array([0]), np.array([4])).peak_bytes(2, 0).item()
     added, untils = [], set()
     for part in np.linspace(1.0, 0.2, 40):
-        problem = candidates.problem(configuration, table, part * most)
+        problem = priced.problem(part * most)
         found = with_recompute(problem, cut)
         if found is None:
             break
-        recomputed = recompute_by_block(configuration, table, found)
+        recomputed = priced.recompute_by_block(found)
         own = [table.recompute_s(name)[at] for at, name in enumerate(recomputed)]
         added.append([sum(own[:4]), sum(own[4:])])
         untils.add(found.until[0])
     assert added[0] == [0.0, 0.0]
     assert (np.diff(added, axis=0) >= -1e-15).all()
     assert {0, 2, 3} <= untils
-    assert with_recompute(candidates.problem(configuration, table, 0.01 * most), cut) is None
+    assert with_recompute(priced.problem(0.01 * most), cut) is None

@@ -9,14 +9,12 @@ from costmodel.time.stage_costs.load import StageLoad
 from planner.schedule import build_schedule, find_schedule
 from planner.units import GIB
 from search import SearchRequest
-from search.bounds.catalogue import kept_in_flight
-from search.bounds.least_costs import LeastCosts
-from search.bounds.zero_bubble import ZeroBubbleBound
+from search.bounds.round_trips import ZeroBubbleBound
 from search.candidates import Candidates
-from search.partition.chain_problem import Cut
+from search.partition.chain_problem import Cut, RankLimit
 from search.partition.chain_windows import fixed_windows
-from search.space.job_tables import live_stages_of
-from search.space.shapes import recompute_choices
+from search.priced_configuration import PricedConfiguration
+from search.space.configuration import recompute_choices
 from tests.builders import tiny_models
 from tests.captures import capture_module
 from tests.search.machine import Machine
@@ -120,11 +118,11 @@ def _parts_of_estimate(candidates, configuration, table, rng):
     inner = np.sort(rng.choice(np.arange(1, table.num_blocks), configuration.pp - 1, replace=False))
     cuts = (0, *inner.tolist(), table.num_blocks)
     choices = tuple(rng.integers(len(kinds), size=configuration.pp).tolist())
-    plan = candidates.plan(configuration, table, Cut(cuts=cuts, choices=choices, value=0))
+    priced = PricedConfiguration(candidates, configuration, table)
+    plan = priced.plan(Cut(cuts=cuts, choices=choices, value=0))
     memory = candidates.estimate(plan).memory
-    problem = candidates.problem(configuration, table, np.inf)
+    problem = priced.problem(np.inf)
     highest = max(float(parts.total) for parts in memory)
-    assert kept_in_flight(LeastCosts(table=table), configuration, problem.in_flight) <= highest
     least = problem.stages.least_needs(highest)
     for stage, choice in enumerate(choices):
         kept = least.kept_bytes[choice][cuts[stage + 1]] - least.kept_bytes[choice][cuts[stage]]
@@ -135,23 +133,25 @@ def _parts_of_estimate(candidates, configuration, table, rng):
         costs = problem.stages.cost_window(window)
         total = float(memory[stage].total)
         live = problem.in_flight[stage]
-        assert costs.fits(live, choice, total * (1 + 1e-9)).all()
-        yield costs.least_bytes(live, choice).item() / total
+        rank = RankLimit(in_flight=live, limit_bytes=total * (1 + 1e-9))
+        assert costs.on_rank(rank, ...)[1][choice].all()
+        yield costs.bounds[choice].least(live)[costs.kinds.of].item() / total
 
 
 def _parts_of_even(candidates, configuration, table, cut):
     """Virtual stages: what is refused under a limit just at each rank's estimate is no rank."""
-    memory = candidates.estimate(candidates.plan(configuration, table, cut)).memory
+    priced = PricedConfiguration(candidates, configuration, table)
+    memory = candidates.estimate(priced.plan(cut)).memory
     stages = candidates.interleaved(configuration, table)
     highest = max(float(parts.total) for parts in memory)
-    assert not candidates.infeasible_ranks(configuration, table, cut, highest * (1 + 1e-9))
+    assert not priced.infeasible_ranks(cut, highest * (1 + 1e-9))
     for rank, parts in enumerate(memory):
         total = float(parts.total)
         # At a limit just above the estimate the rank's own level may fit.
         level = stages.levels(configuration).of_cut(cut.choices, cut.until)[rank]
-        limit, live = total * (1 + 1e-9), live_stages_of(configuration)
-        assert stages.least_levels(configuration, live, max(limit, highest))[rank] <= level
-        whole = stages.least_bytes(configuration, live)[-1, rank]
+        limit = total * (1 + 1e-9)
+        assert stages.least_levels(configuration, max(limit, highest))[rank] <= level
+        whole = stages.least_bytes(configuration)[-1, rank]
         yield float(whole) / total
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from planner.layout.axes import Degrees
 from search import SearchRequest
-from search.space.mesh_sizes import MeshSizes, divisors
+from search.space.request_checks import divisors
+from search.space.shapes import MeshSizes
 from tests.search.machine import Machine
 from tests.sharding.models import captured
 

@@ -9,9 +9,10 @@ import pytest
 from search import SearchRequest
 from search.branch_and_bound import EvaluatedPlan
 from search.candidates import Candidates
+from search.meshes.interleaved_mixes import InterleavedMixNode
+from search.meshes.mix_node import MixNode
+from search.meshes.roots import MixesNode, meshes_node
 from search.nodes.configurations import ConfigurationNode, ShapeNode
-from search.nodes.interleaved_meshes import InterleavedMixNode
-from search.nodes.meshes import MixNode, meshes_node
 from search.nodes.partitions import FirstStagesNode, PartitionedNode, PartitionsNode
 from search.nodes.sizes import DegreesNode, SizesNode, degrees_nodes
 from search.report.runners_up import MOST_RUNNERS_UP, find_runners_up, why_slower
@@ -30,6 +31,7 @@ KINDS = (
     PartitionedNode,
     PartitionsNode,
     FirstStagesNode,
+    MixesNode,
     MixNode,
     InterleavedMixNode,
 )

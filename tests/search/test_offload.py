@@ -15,14 +15,15 @@ from planner.plan import Plan
 from profiles import Profile, load_profile
 from search import SearchRequest, SearchResult, find_plan
 from search.bounds.catalogue import TableBounds
-from search.candidates import Candidates, recompute_by_block
+from search.candidates import Candidates
 from search.on_host import offload_fallbacks
 from search.partition.chain_dp import solve_chain
 from search.partition.chain_paths import Paths
 from search.partition.chain_problem import Cut
+from search.priced_configuration import PricedConfiguration
 from search.report.explain import explain_saving, fullest_rank, memory_parts
+from search.space.configuration import recompute_choices
 from search.space.job_tables import copied_rows
-from search.space.shapes import recompute_choices
 from tests.builders import PlainGPT, gpt_batch
 from tests.captures import capture_module
 from tests.referees.cuts import all_cuts, cut_value
@@ -99,15 +100,14 @@ def test_bounds_and_the_quick_price_know_what_offload_takes(way):
         configuration = next(candidates.shapes(request)[0].configurations())
         table = candidates.tables(configuration.tp, configuration.microbatch_size)[0]
         limit = float("inf")
+        priced = PricedConfiguration(candidates, configuration, table)
         cut = (
-            solve_chain(candidates.problem(configuration, table, limit)).cut
+            solve_chain(priced.problem(limit)).cut
             if configuration.vpp == 1
-            else candidates.even_cut(configuration, table, limit)
+            else priced.even_cut(limit)
         )
-        answer = candidates.estimate(candidates.plan(configuration, table, cut))
-        assert candidates.quick_step_s(configuration, table, cut) == pytest.approx(
-            answer.step_s, rel=1e-9
-        )
+        answer = candidates.estimate(priced.plan(cut))
+        assert priced.quick_step_s(cut) == pytest.approx(answer.step_s, rel=1e-9)
         assert cut.value <= answer.step_s * (1 + 1e-9)
         assert TableBounds(table=table).least_step_s(configuration) <= answer.step_s * (1 + 1e-9)
     assert asked(offload=way).certificate.gap == 0
@@ -134,15 +134,14 @@ def test_no_cut_is_faster_than_its_path_with_copies(schedule):
         candidates = Candidates.of(graph, machine, request)
         configuration = next(candidates.shapes(request)[0].configurations())
         table = candidates.tables(configuration.tp, configuration.microbatch_size)[0]
-        problem = candidates.problem(configuration, table, float("inf"))
+        priced = PricedConfiguration(candidates, configuration, table)
+        problem = priced.problem(float("inf"))
         paths = Paths.of_all(problem)
         every = list(all_cuts(problem))
         for index in rng.choice(len(every), min(20, len(every)), replace=False):
             cuts, choices = every[index]
             value = cut_value(paths, cuts, choices)
-            step_s = candidates.quick_step_s(
-                configuration, table, Cut(cuts=cuts, choices=choices, value=value)
-            )
+            step_s = priced.quick_step_s(Cut(cuts=cuts, choices=choices, value=value))
             assert value <= step_s * (1 + 1e-9)
             closest = max(closest, value / step_s)
     assert closest > 0.97
@@ -168,9 +167,10 @@ def test_no_virtual_stages_are_faster_than_their_bound_with_copies(schedule, zer
     for by_rank in product(range(len(kinds)), repeat=configuration.pp):
         choices = tuple(by_rank[home] for home in stages.homes)
         cut = Cut(cuts=stages.cuts, choices=choices, value=0.0)
-        recomputed = recompute_by_block(configuration, table, cut)
+        priced = PricedConfiguration(candidates, configuration, table)
+        recomputed = priced.recompute_by_block(cut)
         bound = stages.step_bound(configuration, recomputed, copied)
-        step_s = candidates.quick_step_s(configuration, table, cut)
+        step_s = priced.quick_step_s(cut)
         assert stages.step_bound(configuration, recomputed) < bound <= step_s * (1 + 1e-9)
 
 

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from search.op_layout.elimination.ordering import Ordering, elimination_order
+from search.op_layout.ordering import Ordering, elimination_order
 
 
 def chain(length: int) -> tuple[tuple[int, ...], ...]:

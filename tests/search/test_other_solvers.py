@@ -8,6 +8,8 @@ import pytest
 from search.ilp.joint import solve_by_joint_program
 from search.partition.bisect import solve_by_bisection
 from search.partition.chain_dp import solve_chain
+from search.partition.solvers import INEXACT, solve
+from search.request import SOLVERS
 from tests.search.chains import random_chain, uniform_chain
 
 
@@ -56,3 +58,27 @@ def test_the_joint_program_agrees_with_the_chain_dp():
 def test_a_joint_program_too_large_to_solve_says_so():
     with pytest.raises(ValueError, match=r"1000 blocks on 8 stages .* use `solver` dp"):
         solve_by_joint_program(uniform_chain(1000, 8, 16))
+
+
+def test_every_solver_that_a_request_may_name_solves_and_only_one_is_inexact():
+    """A ceiling under the best cut leaves the dynamic program none, though one fits."""
+    rng = np.random.default_rng(23)
+    proved = 0
+    for _ in range(12):
+        problem = random_chain(rng)
+        best = solve_chain(problem).cut
+        for name in SOLVERS:
+            found = solve(problem, solver=name, ceiling=np.inf)
+            if name != INEXACT:
+                assert found.fits == (best is not None)
+            if best is None or found.cut is None:
+                assert found.cut is None
+                continue
+            if name != INEXACT:
+                assert found.cut.value == pytest.approx(best.value, rel=1e-6)
+                proved += 1
+            assert found.cut.value >= best.value * (1 - 1e-6)
+        if best is not None:
+            under = solve(problem, solver="dp", ceiling=0.99 * best.value)
+            assert under.cut is None
+    assert proved > 8

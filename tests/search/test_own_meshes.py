@@ -18,9 +18,10 @@ from planner.graph import ModelGraph
 from planner.schedule import stage_to_pp_rank
 from search import SearchRequest, find_plan
 from search.candidates import Candidates
-from search.meshes.own_meshes import Member, Mix, mixed_problem
+from search.meshes.mix import Member, Mix
+from search.meshes.mixed_stages import mixed_problem
 from search.partition.chain_problem import Cut
-from search.space.shapes import recompute_choices
+from search.space.configuration import recompute_choices
 from tests.builders import tiny_models
 from tests.captures import capture_module
 from tests.referees.cuts import all_cuts

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from search import SearchRequest, find_plan
-from search.report.adding_up import listed_parts, rounded_parts
-from search.report.explain import explain_saving, fullest_rank
+from search.report.explain import explain_saving, fullest_rank, listed_parts, rounded_parts
 from search.report.remedies import find_advice, more_counts
 from tests.builders import tiny_models
 from tests.captures import capture_module

@@ -6,9 +6,9 @@ from ortools.sat.python import cp_model
 
 from planner.layout.placement import Partial, Replicate, Shard
 from planner.layout.redistribution.redistribute import collectives
-from search.ilp.cpsat import solve_proven
-from search.op_layout.block_tables.op_signatures import BoundClass
-from search.op_layout.block_tables.reshard_edges import MOVES, moves_between, produced, requirements
+from search.ilp.joint import solve_proven
+from search.op_layout.block_prices import BoundClass
+from search.op_layout.reshard_edges import MOVES, moves_between, produced, requirements
 from tests.search.test_bounds import captured
 
 PLACES = (Replicate(), Partial(), Shard(0), Shard(1), Shard(0, 2), Shard(1, 3))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from planner.layout.placement import OpSharding, Shard
-from search.op_layout.block_tables import block_build
-from search.op_layout.block_tables.reshard_edges import Strategies, shared_strategies
-from search.op_layout.block_tables.segments import kept_segments, without
+from search.op_layout import block_build
 from search.op_layout.boundaries import boundary_options, class_groups
-from search.op_layout.elimination.eliminate import solve_by_elimination
+from search.op_layout.eliminate import solve_by_elimination
 from search.op_layout.layouts import LayoutSolver
+from search.op_layout.reshard_edges import Strategies, shared_strategies
+from search.op_layout.segments import kept_segments, without
 from tests.captures import capture_tiny
 from tests.search.machine import Machine
 

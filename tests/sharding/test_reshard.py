@@ -100,7 +100,7 @@ def test_local_shapes_and_offsets_tile_the_tensor(data):
     assert torch.all(counts == copies)
 
 
-def test_uneven_splits_are_refused_with_the_sizes_that_work():
+def test_unwhole_splits_are_refused_with_the_sizes_that_work():
     """M8: dim 6 on 4 ranks."""
     with pytest.raises(LayoutError, match=r"size 6 can't be sharded 4 ways.*use 1, 2, 3, 6"):
         layout(mesh(4), "S(0)").local_shape((6,))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from planner.graph import Affine
-from planner.templates import modules
+from planner.templates import build_transformer, modules
 from planner.templates.transformer import Adapters
 from tests.templates.written import (
     EXPERTS,
@@ -94,3 +94,14 @@ def test_the_loss_is_of_all_tokens_in_fp32():
 def test_blocks_are_called_the_same_in_all_models():
     assert modules.block_names(GPT) == modules.block_names(LLAMA)
     assert modules.block_names(GPT)[1].format(3) != modules.block_names(GPT)[1].format(4)
+
+
+def test_a_token_ahead_takes_a_layer_and_the_head_again():
+    """A product that joins stream and token, the head's matrix twice, three norms more."""
+    next_only, ahead = (written(modules.head, replace(LLAMA, ahead=n)) for n in (0, 1))
+    assert num_params(ahead) - num_params(next_only) == 2 * H * H + 3 * H
+    assert len([op for op in ahead.ops if "cross_entropy" in op.target]) == 2
+    products = [op for op in ahead.ops if "linear" in op.target]
+    assert products[1].inputs[1] == products[2].inputs[1] != products[0].inputs[1]
+    layers = [len(build_transformer(replace(LLAMA, ahead=n)).blocks) for n in (0, 1)]
+    assert layers[1] == layers[0] + 1

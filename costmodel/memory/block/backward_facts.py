@@ -130,7 +130,7 @@ def backward_facts(
 
 
 def _op_facts(op: Op, args: ProductArgs | None, saved: SavedTensors) -> OpFacts:
-    storages, tensor = saved.storages, saved.storages.program.tensor
+    storages, tensor = saved.storages, saved.program.tensor
     first, extra = saved.by_op.get(op.name, ((), 0))
     gradients: tuple[InputGradient, ...] = ()
     product = None

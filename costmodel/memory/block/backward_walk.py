@@ -114,17 +114,21 @@ def backward_walk(
                     else:
                         grads.allocate(name, size)
                     laid.setdefault(name, through or strides)
-                elif name in waiting or first:
+                    continue
+                adds = is_weight and adds_products and gradient_factor == 1
+                in_place = adds and size >= LARGE_BYTES
+                if name in waiting or first:
                     # A gradient that waits for the end of the program is not summed in fp32 yet.
                     factor = 1 if name in waiting else gradient_factor
-                    stay_bytes += factor * size - param_grads.get(name, 0)
+                    before = param_grads.get(name, 0)
+                    stay_bytes += factor * size - before
                     param_grads[name] = factor * size
-                    # The product's own result lives until it is cast to the dtype of the sum.
-                    scratch += size if factor > 1 and not is_same else 0
+                    # The product's own result lives until it is cast to the dtype of the sum, or
+                    # added to that of another op of the block (a table that is read twice).
+                    apart = factor > 1 or (before > 0 and not in_place)
+                    scratch += size if apart and not is_same else 0
                 else:
                     # Added to the sum of earlier microbatches at once, it lives as long as its op.
-                    adds = is_weight and adds_products and gradient_factor == 1
-                    in_place = adds and size >= LARGE_BYTES
                     scratch += 0 if is_same or in_place else size
             peak = max(peak, live_saved + grads.live + stay_bytes + scratch)
             if product is not None:

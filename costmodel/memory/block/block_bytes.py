@@ -2,17 +2,22 @@
 
 Values at a block's edges depend on its neighbours and are counted by the stage (`exact.stage`).
 Here they only count where this block makes, keeps or frees them. All amounts are local bytes.
+
+Both fidelities of memory read the same walks: the exact one places the block in its stage, by
+names and with copies of what it takes in another placement (`PlacedBlock`); the bound adds up what
+`block_load` takes from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from costmodel.memory.block.backward_facts import backward_facts
 from costmodel.memory.block.backward_walk import BackwardWalk, backward_walk
+from costmodel.memory.block.copies import Copy
 from costmodel.memory.block.forward_walk import forward_walk
 from costmodel.memory.block.recomputed import kept_storages
 from costmodel.memory.saved import (
@@ -22,6 +27,7 @@ from costmodel.memory.saved import (
     SavedTensors,
     saved_tensors,
 )
+from costmodel.time.stage_costs.load import StageLoad
 from planner.graph import Program
 from planner.layout.experts import spread_params
 from planner.ops.weight_products import ProductArgs, deferrable_products
@@ -69,10 +75,71 @@ class BlockBytes:
     """Height of the recomputation."""
     backward: Callable[..., BackwardWalk]
     """`backward_walk` of the block; it remembers its results."""
+    saved: SavedTensors
+    """What autograd saves of its program."""
     spread: frozenset[str] = frozenset()
     """Those of its parameters that lie on the experts' mesh."""
-    deferred: BlockBytes | None = None
+    deferred: Callable[[], BlockBytes | None] = lambda: None
     """The block with its weight gradients deferred, if it keeps other things then."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BlockKind:
+    """What blocks hold that differ in names only. Inputs and outputs go by position and local
+    name.
+    """
+
+    bytes: BlockBytes
+    """What the block holds itself."""
+    copies: tuple[Copy | None, ...]
+    """For each input, its copy if it is brought to another placement for the block."""
+
+    @cached_property
+    def kept_bytes(self) -> int:
+        """Bytes kept beside what lies at the edges, copies of inputs counted."""
+        edges = zip(self.bytes.inputs, self.copies, strict=True)
+        copied = sum(c.num_bytes for edge, c in edges if edge.is_kept and c is not None)
+        return self.bytes.kept_bytes + copied
+
+    @cached_property
+    def copied(self) -> frozenset[str]:
+        """Inputs that the block has in copies of its own."""
+        edges = zip(self.bytes.inputs, self.copies, strict=True)
+        return frozenset(edge.name for edge, c in edges if c is not None and not c.is_view)
+
+    @cached_property
+    def uncopied(self) -> tuple[tuple[int, str], ...]:
+        """Inputs that the block takes as they lie."""
+        edges = enumerate(self.bytes.inputs)
+        return tuple((at, edge.name) for at, edge in edges if self.copies[at] is None)
+
+    @cached_property
+    def kept_inputs(self) -> tuple[int, ...]:
+        """Inputs that the block keeps for its backward, where they are no copies."""
+        edges = enumerate(self.bytes.inputs)
+        return tuple(at for at, edge in edges if edge.is_kept and edge.name not in self.copied)
+
+    @cached_property
+    def viewed(self) -> tuple[int | None, ...]:
+        """For each output, the input in whose memory it lies, if any: a copy is the block's own."""
+        own = {at for at, edge in enumerate(self.bytes.inputs) if edge.name in self.copied}
+        return tuple(None if e.viewed in own else e.viewed for e in self.bytes.outputs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedBlock:
+    """A block of a stage."""
+
+    kind: BlockKind
+    """All of it but names."""
+    inputs: tuple[str, ...]
+    """What it takes, by name in the stage."""
+    outputs: tuple[str, ...]
+    """What it makes, by name in the stage."""
+    params: Mapping[str, str]
+    """Its trained parameters: local name to name in the model."""
+    frozen: Mapping[str, str]
+    """Its frozen parameters, in the same way."""
 
 
 def block_bytes(
@@ -92,21 +159,24 @@ def block_bytes(
     again = {"none": none, "selective": recomputed, "full": every}[recompute]
     held_anyway = HELD_ANYWAY if recompute == "none" else HELD_ANYWAY - _COPIED
     products = deferrable_products(program)
-    saved, deferred = (
-        saved_tensors(
+
+    def holds(names: frozenset[str]) -> BlockBytes:
+        """Return what it holds where the weight gradients of these products are deferred."""
+        saved = saved_tensors(
             program,
             device_type=device_type,
             deferred=names,
             held_anyway=held_anyway,
             instead=instead,
         )
-        for names in (none, frozenset(products))
-    )
-    block = _block_bytes(saved, products, again, is_recomputed=recompute != "none")
-    if deferred.by_op == saved.by_op:
-        return block
-    other = _block_bytes(deferred, products, again, is_recomputed=recompute != "none")
-    return replace(block, deferred=other)
+        return _block_bytes(saved, products, again, is_recomputed=recompute != "none")
+
+    def deferred() -> BlockBytes | None:
+        other = holds(frozenset(products))
+        return None if other.saved.by_op == block.saved.by_op else other
+
+    block = replace(holds(none), deferred=cache(deferred))
+    return block
 
 
 def _block_bytes(
@@ -117,7 +187,7 @@ def _block_bytes(
     is_recomputed: bool,
 ) -> BlockBytes:
     """Return what a block holds of which the ops named in `again` run twice."""
-    program, storage = saved.storages.program, saved.storages.storage
+    program, storage = saved.program, saved.storages.storage
     tensor, all_roots, all_extra = program.tensor, saved.roots, saved.extra
     kept = kept_storages(saved, again)
     recomputed_bytes = recompute_rise = 0
@@ -153,6 +223,7 @@ def _block_bytes(
         frozen={name: size for name, size in sizes.items() if not tensor[name].requires_grad},
         param_rows={name: (*tensor[name].shape_at(1), 1)[0] for name in params},
         spread=spread_params(program),
+        saved=saved,
         kept_bytes=kept.num_bytes - sum(kept.roots.get(root, 0) for root in edges),
         recomputed_bytes=recomputed_bytes,
         forward_rise_bytes=forward_walk(saved, roots=kept.roots, extra=kept.extra),
@@ -162,7 +233,7 @@ def _block_bytes(
 
 
 def _edge(saved: SavedTensors, name: str, *, is_kept: bool) -> Edge:
-    program, storage = saved.storages.program, saved.storages.storage[name]
+    program, storage = saved.program, saved.storages.storage[name]
     is_view = storage.root in program.inputs and storage.root != name
     return Edge(
         name=name,
@@ -173,17 +244,47 @@ def _edge(saved: SavedTensors, name: str, *, is_kept: bool) -> Edge:
     )
 
 
-def peak_bytes(saved: SavedTensors, products: Mapping[str, ProductArgs]) -> tuple[int, int]:
-    """Return the highest bytes alive in a forward and in a backward of a program alone, which has
-    those `deferrable_products`.
+def block_load(block: BlockBytes, recomputed: Collection[str]) -> StageLoad:
+    """Return the bytes of a block as a run of blocks sums them up: what the bound of memory reads.
 
-    The forward starts from nothing of this program alive; its inputs are not counted. The backward
-    starts with everything saved, and with the gradients of the outputs, and counts both. It counts
-    a parameter's gradient as long as its op runs.
+    `block` is without recomputation; `recomputed` names the ops that run again where it is
+    selective. The activation inputs stay resident until the block's backward, saved by autograd or
+    not: their gradients are left where they are. A peak starts from nothing of the block alive but
+    its inputs, and a backward's from all that is saved and the gradients of the outputs; both
+    count these. A later microbatch's gradient of a parameter lives as long as its op.
     """
-    facts = backward_facts(saved, products)
-    rise = backward_walk(facts, first=False).rise_bytes
-    return (
-        forward_walk(saved, roots=saved.roots, extra=saved.extra),
-        facts.saved_bytes + sum(facts.outputs.values()) + rise,
+    saved, tensor = block.saved, block.saved.program.tensor
+    activations = [edge for edge in block.inputs if edge.requires_grad]
+    side = sum(edge.num_bytes for edge in block.inputs if edge.is_kept and not edge.requires_grad)
+    input_bytes = sum(edge.num_bytes for edge in activations)
+    unsaved_input = sum(edge.num_bytes for edge in activations if not edge.is_kept)
+    arriving = {edge.name for edge in block.outputs if edge.requires_grad}
+    forward_peak = block.forward_rise_bytes + input_bytes
+    backward_peak = saved.num_bytes - side + block.backward(first=False).rise_bytes
+    backward_peak += sum(tensor[name].bytes_at(1) for name in arriving)
+    recompute_peak = max(forward_peak, backward_peak + unsaved_input)
+    # Blocks without a backward are not recomputed.
+    kept, needed = kept_storages(saved, recomputed if arriving else ()), saved.roots
+    unsaved = sum(size for root, size in kept.roots.items() if root not in needed)
+    params = saved.program.params
+    frozen_param_bytes = sum(block.frozen.values())
+    spread = [size for name, size in block.params.items() if name in block.spread]
+    return StageLoad(
+        saved_bytes=saved.num_bytes - side,
+        saved_peak_bytes=max(forward_peak, backward_peak),
+        input_bytes=input_bytes,
+        recompute_peak_bytes=recompute_peak,
+        selective_bytes=input_bytes + kept.num_bytes,
+        selective_peak_bytes=recompute_peak + unsaved,
+        side_bytes=side,
+        tail_bytes=sum(tensor[name].bytes_at(1) for name in saved.outputs),
+        param_bytes=sum(block.params.values()),
+        frozen_bytes=sum(tensor[name].bytes_at(1) for name in params if name not in block.params),
+        frozen_param_bytes=frozen_param_bytes,
+        frozen_backward_bytes=frozen_param_bytes * bool(arriving),
+        largest_param_bytes=sum(block.params.values()),
+        largest_frozen_bytes=frozen_param_bytes,
+        num_params=len(block.params),
+        spread_bytes=sum(spread),
+        num_spread=len(spread),
     )

@@ -25,7 +25,7 @@ def forward_walk(
         free what nobody reads later.
     stops: the run ends once all that stays is made, as checkpointing stops early.
     """
-    program, storage = saved.storages.program, saved.storages.storage
+    program, storage = saved.program, saved.storages.storage
     outside = {storage[name].root for name in (*program.inputs, *program.params)}.union(exist)
     last_use: dict[str, int] = {}
     end = 0

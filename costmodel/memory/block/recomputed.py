@@ -37,7 +37,7 @@ class Kept(NamedTuple):
 
 def kept_storages(saved: SavedTensors, recomputed: Collection[str]) -> Kept:
     """Return what a bound local program keeps when the ops named in `recomputed` run again."""
-    program, storage = saved.storages.program, saved.storages.storage
+    program, storage = saved.program, saved.storages.storage
     maker = {output: op.name for op in program.ops for output in op.outputs}
     read_again = {
         name for op in program.ops if op.name in recomputed for name in op.inputs if name in maker
@@ -62,12 +62,3 @@ def kept_storages(saved: SavedTensors, recomputed: Collection[str]) -> Kept:
     roots = {s.root: s.num_bytes for s in kept.values() if s.root not in program.inputs}
     results = (storage[name].root for name in read_again if maker[name] not in recomputed)
     return Kept(roots, extra, frozenset(results) & roots.keys())
-
-
-def selective_bytes(saved: SavedTensors, recomputed: Collection[str]) -> tuple[int, int]:
-    """Return the bytes that a program keeps when the ops named in `recomputed` run again, inputs
-    left out, and how many of them a backward without recomputation does not need.
-    """
-    kept, needed = kept_storages(saved, recomputed), saved.roots
-    unsaved = sum(size for root, size in kept.roots.items() if root not in needed)
-    return kept.num_bytes, unsaved

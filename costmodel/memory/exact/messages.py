@@ -56,18 +56,16 @@ def find_traffic(
     taken: dict[int, dict[tuple[int, bool], list[Edge]]] = {}
     spread: set[tuple[int, bool]] = set()
     for edge in edges:
-        ends = home(edge.producer), home(edge.consumer)
-        if ends[0] == ends[1] or here not in ends:
-            continue
-        mine, there = edge.producer, edge.consumer
-        if ends[1] == here:
-            mine, there = there, mine
         for is_grad in (False, True) if edge.requires_grad else (False,):
-            # A value comes here if it is made there, its gradient if the value is taken there.
-            comes = (there == edge.consumer) is is_grad
+            ends = (edge.consumer, edge.producer) if is_grad else (edge.producer, edge.consumer)
+            source, target = map(home, ends)
+            if source == target or here not in (source, target):
+                continue
+            comes = target == here
+            there = ends[0] if comes else ends[1]
             by_other = made if comes else taken
             by_other.setdefault(home(there), {}).setdefault((there, is_grad), []).append(edge)
-            if keeps_sent and not comes and tp(there) > tp(mine):
+            if keeps_sent and not comes and tp(ends[1]) > tp(ends[0]):
                 spread.add((edge.index, is_grad))
     orders: dict[int, list[Arrival]] = {}
     made_at: dict[Arrival, int] = {}

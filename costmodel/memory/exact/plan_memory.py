@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,17 +13,20 @@ from costmodel.memory.exact.rank_walk import MemorySample, walk_rank
 from costmodel.memory.exact.resident import RankState, resident_parts
 from costmodel.memory.exact.stage.placed_stage import PlacedStages
 from costmodel.memory.parts import MemoryParts, with_overheads
-from costmodel.time.plan_price import PlanPrice, stages_of_rank
+from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.tied import check_copies, tied_stages
+from planner.plan import Plan
 from planner.runtime.step.messages.wiring import Edge, build_edges
 from planner.schedule.jobs import Schedule
 
 
 def plan_memory(
-    price: PlanPrice, costs: CostCache, schedule: Schedule, pp_ranks: Sequence[int] | None = None
+    plan: Plan, costs: CostCache, schedule: Schedule, weights: Mapping[int, StageLoad]
 ) -> tuple[MemoryParts, ...]:
-    """Return the memory of each pp rank, or of these, from the job table's own order."""
-    return tuple(_fullest(walked) for walked in walk_plan(price, costs, schedule, pp_ranks))
+    """Return the memory of some pp ranks, from the job table's own order; `weights` are the
+    parameters of each, of all its stages together.
+    """
+    return tuple(_fullest(walked) for walked in walk_plan(plan, costs, schedule, weights))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +47,7 @@ class WalkedRank:
         host; `update_bytes` what the optimizer's step holds, where it comes beside.
         """
         rank = self.state
-        gradients = rank.summed_bytes if rank.has_buckets else sample.gradient_bytes
+        gradients = rank.summed_bytes if rank.ranks.has_buckets else sample.gradient_bytes
         height = sample.peak_bytes - sample.gradient_bytes + gradients
         inside_job = (
             sample.peak_bytes - sample.saved_bytes - sample.gradient_bytes - sample.buffer_bytes
@@ -68,21 +71,24 @@ class WalkedRank:
 
 
 def walk_plan(
-    price: PlanPrice, costs: CostCache, schedule: Schedule, pp_ranks: Sequence[int] | None = None
+    plan: Plan, costs: CostCache, schedule: Schedule, weights: Mapping[int, StageLoad]
 ) -> Iterator[WalkedRank]:
-    """Yield each pp rank, or these, with its walk over its row of the job table."""
-    plan = price.plan
+    """Yield some pp ranks, each with its walk over its row of the job table; `weights` as in
+    `plan_memory`.
+    """
     edges = build_edges(costs.graph, plan)
     check_copies(plan, costs.graph)
     tied = tied_stages(plan, costs.graph)
     placed = PlacedStages(plan, costs, edges)
-    for pp_rank in range(plan.pp) if pp_ranks is None else pp_ranks:
+    for pp_rank, load in weights.items():
         rank = RankState(
             plan=plan,
-            costs=price.rank_costs(pp_rank),
+            costs=costs.of_group(plan.device_groups[pp_rank]),
             pp_rank=pp_rank,
-            stages={s: placed.jobs(s) for s in stages_of_rank(plan, pp_rank)},
-            weights=price.weights(pp_rank),
+            stages={
+                s: placed.jobs(s) for s, home in enumerate(plan.stage_to_pp_rank) if home == pp_rank
+            },
+            weights=load,
             tied=tied,
         )
         yield WalkedRank(state=rank, samples=_samples(rank, schedule, edges))

@@ -153,14 +153,20 @@ class _RankTally:
         self._saved = self._buffers = self._gradients = 0
         self._sharded_bytes = self._sharded_gradients = 0
 
+    def _wanted(self, job: Job) -> list[tuple[int, Arrival]]:
+        """Return what a job gets from other ranks, each with the rank that sends it."""
+        if job.kind is JobKind.BACKWARD_WEIGHT:
+            return []
+        is_grad = job.kind is not JobKind.FORWARD
+        return [
+            (self._home(message.other_stage), Arrival(message.edge, is_grad, job.microbatch_index))
+            for message in self._arriving[job.stage_index, is_grad]
+        ]
+
     def post(self, job: Job) -> None:
         """Allocate the receive buffers of a job."""
-        if job.kind is JobKind.BACKWARD_WEIGHT:
-            return
-        is_grad = job.kind is not JobKind.FORWARD
-        for message in self._arriving[job.stage_index, is_grad]:
-            wanted = Arrival(message.edge, is_grad, job.microbatch_index)
-            for posted in self._receives.expect(self._home(message.other_stage), wanted):
+        for source, wanted in self._wanted(job):
+            for posted in self._receives.expect(source, wanted):
                 self._buffers += self._bytes_of[posted.edge, posted.is_grad]
 
     def run(self, job: Job, variant: JobVariant, host_bytes: int) -> MemorySample:
@@ -221,12 +227,7 @@ class _RankTally:
         """Free what others received before they sent what this job gets: on gloo a message's
         arrival is the first proof that earlier ones have left.
         """
-        if job.kind is JobKind.BACKWARD_WEIGHT:
-            return
-        is_grad = job.kind is not JobKind.FORWARD
-        for message in self._arriving[job.stage_index, is_grad]:
-            source = self._home(message.other_stage)
-            arrival = Arrival(message.edge, is_grad, job.microbatch_index)
+        for source, arrival in self._wanted(job):
             made_at = self._traffic.made_at[arrival]
             for sent in [*self._under_way]:
                 if sent.target == source and self._traffic.taken_at[sent.arrival] <= made_at:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import NamedTuple
 
@@ -25,13 +25,13 @@ import numpy as np
 
 from costmodel.cache import CostCache
 from costmodel.memory.exact.stage.jobs import StageJobs
-from costmodel.memory.parts import ADAMW_STATES, COUNTER_BYTES
+from costmodel.memory.parts import ADAMW_STATES, COUNTER_BYTES, Ranks
 from costmodel.time.offload import HOST_BUCKET_BYTES
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.tied import tied_sum_bytes
 from planner.layout.placements import Placements
 from planner.plan import Plan
-from planner.plan.replication import Replication, gradient_factor
+from planner.plan.replication import Replication
 from planner.runtime.step.messages.wiring import block_placements
 from profiles.profile import Amount
 
@@ -53,45 +53,22 @@ class RankState:
     tied: Mapping[str, Sequence[int]]
     """Stages of each parameter that stages of several ranks share."""
 
-    @property
-    def replicas(self) -> int:
-        """Ranks with the same parameters."""
-        return self.plan.stage_degrees(min(self.stages)).along("data")
-
-    @property
-    def shards(self) -> int:
-        """Ranks that ZeRO shards over."""
-        return Replication.of(self.plan, min(self.stages)).shards
-
-    @property
-    def expert_shards(self) -> int:
-        """Ranks that it shards experts over, which may lie on a mesh of their own."""
-        return Replication.of(self.plan, min(self.stages)).of_experts.shards
-
-    @property
-    def factor(self) -> int:
-        """Bytes of what the optimizer steps on per byte of its parameter."""
-        return gradient_factor(self.plan.precision)
-
-    @property
-    def sum_factor(self) -> int:
-        """Bytes of a gradient's sum per byte of its parameter."""
-        return self.costs.execution.sum_factor(self.plan.precision)
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether ZeRO cuts anything."""
-        return any(stage.sharded is not None for stage in self.stages.values())
-
-    @property
-    def has_buckets(self) -> bool:
-        """Whether gradients are summed in buckets that exist through the whole step."""
-        return not self.is_sharded and self.replicas > 1
+    @cached_property
+    def ranks(self) -> Ranks:
+        """How its ranks keep parameters, gradients and optimizer state."""
+        of = Replication.of(self.plan, min(self.stages))
+        execution = self.costs.execution
+        return Ranks(
+            **{field.name: getattr(of, field.name) for field in fields(of)},
+            on_gpu=self.costs.profile.cluster.device_type != "cpu",
+            runtime_copies=execution.copies_update,
+            sum_factor=execution.sum_factor(self.plan.precision),
+        )
 
     @cached_property
     def own_bytes(self) -> int:
         """Bytes of the trained parameters, or shards of them, that the rank updates."""
-        if not self.is_sharded:
+        if not self.ranks.is_sharded:
             return int(self.weights.param_bytes)
         shards = (stage.sharded for stage in self.stages.values())
         return sum(shard.own_bytes for shard in shards if shard is not None)
@@ -99,17 +76,12 @@ class RankState:
     @property
     def stepped_bytes(self) -> int:
         """Bytes of what the optimizer steps on."""
-        return self.factor * self.own_bytes
+        return self.ranks.gradient_factor * self.own_bytes
 
     @property
     def summed_bytes(self) -> int:
         """Bytes of the sums of its gradients."""
-        return self.sum_factor * self.own_bytes
-
-    @property
-    def shards_frozen(self) -> bool:
-        """Whether frozen parameters are sharded, too."""
-        return self.is_sharded and self.plan.zero_stage == 3
+        return self.ranks.sum_factor * self.own_bytes
 
     @cached_property
     def frozen_shard_bytes(self) -> int:
@@ -120,28 +92,19 @@ class RankState:
     @cached_property
     def update_bytes(self) -> int:
         """The optimizer's step: gradients, and what is allocated beside them."""
-        plan, costs = self.plan, self.costs
-        # Fused and foreach steps of a GPU make one more copy of what is stepped. A CPU's loop over
-        # parameters makes no copy worth counting.
-        copies = costs.profile.cluster.device_type != "cpu" and not plan.optimizer_on_host
-        copies &= costs.execution.copies_update or self.sum_factor < self.factor
-        scratch = self.stepped_bytes if copies else 0
+        plan, ranks = self.plan, self.ranks
+        scratch = self.stepped_bytes if ranks.copies_update else 0
         # Before it, ranks that share parameters sum the gradients of these.
-        sums = tied_sum_bytes(plan, costs.graph, self.tied, self.pp_rank) * self.sum_factor
-        sums //= self.shards if self.is_sharded else 1
+        sums = tied_sum_bytes(plan, self.costs.graph, self.tied, self.pp_rank) * ranks.sum_factor
+        sums //= ranks.shards
         # Shards that are stepped on the host have left the device by then.
-        has_left = self.is_sharded and plan.optimizer_on_host
+        has_left = ranks.is_sharded and plan.optimizer_on_host
         return max(scratch, sums) + (0 if has_left else self.summed_bytes)
 
 
 def weights(rank: RankState) -> Amount:
-    """Return weights at rest: under ZeRO shards. In bf16 FSDP2 shards the fp32 masters, which are
-    optimizer state here, and gathers the bf16 weights from them. What jobs gather is `fsdp_walk`'s.
-    """
-    plan = rank.plan
-    if rank.is_sharded and (plan.precision == "bf16" or plan.optimizer_on_host):
-        return 0
-    return rank.own_bytes
+    """Return weights at rest: under ZeRO shards. What jobs gather is `fsdp_walk`'s."""
+    return 0 if rank.ranks.rests_elsewhere else rank.own_bytes
 
 
 def frozen(rank: RankState) -> Amount:
@@ -151,6 +114,7 @@ def frozen(rank: RankState) -> Amount:
     are there. ZeRO 1 and 2 leave them whole.
     """
     plan, costs, first = rank.plan, rank.costs, min(rank.stages)
+    shards_frozen = rank.ranks.is_sharded and plan.zero_stage == 3
     given: set[frozenset[str]] = set()
     placed: dict[str, Placements] = {}
     for s in rank.stages:
@@ -160,7 +124,7 @@ def frozen(rank: RankState) -> Amount:
                 names = costs.graph.blocks[index].params
                 _, params, _ = block_placements(costs.graph, plan, index, s)
                 for at in untrained:
-                    if not (rank.shards_frozen and costs.graph.tensor[names[at]].kind == "param"):
+                    if not (shards_frozen and costs.graph.tensor[names[at]].kind == "param"):
                         placed.setdefault(names[at], params[at])
     degrees = plan.stage_degrees(first)
     total = sum(
@@ -176,8 +140,9 @@ def optimizer(rank: RankState) -> Amount:
     """Return AdamW's two moments and step counts, and in bf16 the fp32 masters."""
     if rank.plan.optimizer_on_host:
         return 0
-    states = ADAMW_STATES + int(rank.plan.precision == "bf16")
-    return states * rank.stepped_bytes + COUNTER_BYTES * int(rank.weights.num_params)
+    return rank.ranks.optimizer_states * rank.stepped_bytes + COUNTER_BYTES * int(
+        rank.weights.num_params
+    )
 
 
 def batch(rank: RankState) -> Amount:
@@ -196,11 +161,11 @@ def on_host(rank: RankState) -> Amount:
     """
     if not rank.plan.optimizer_on_host:
         return 0
-    load, factor = rank.weights, rank.factor
+    load, ranks, factor = rank.weights, rank.ranks, rank.ranks.gradient_factor
     counters = COUNTER_BYTES * load.num_params
-    if rank.is_sharded:
+    if ranks.is_sharded:
         experts = load.spread_bytes
-        shard = (load.param_bytes - experts) / rank.shards + experts / rank.expert_shards
+        shard = (load.param_bytes - experts) / ranks.shards + experts / ranks.of_experts.shards
         trained = (ADAMW_STATES + 2) * (factor * shard) + counters
         return trained + rank.frozen_shard_bytes
     stepped = factor * load.param_bytes

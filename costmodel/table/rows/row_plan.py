@@ -5,14 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from functools import lru_cache
+from itertools import accumulate
 from math import ceil
 from typing import Literal
 
 from costmodel.cache import CostCache
 from costmodel.estimate import Estimate, TimeParts, estimate, estimate_time
 from costmodel.execution.executed import ExecutedProfile
+from costmodel.execution.executed_kernels import is_attention, is_product
 from costmodel.table.kernels import DeviceRates
+from costmodel.table.rows.row_words import modules_recomputed
 from costmodel.table.rows.run_row import RowError, RunRow
+from planner.graph import Op
 from planner.layout.axes import Degrees
 from planner.plan import (
     ClassLayout,
@@ -81,6 +85,7 @@ def transformer_of(run: RunRow) -> Transformer:
         fused_attention=stack.flash_attention,
         latent=latent,
         experts=experts,
+        ahead=shape.ahead,
         adapters=Adapters(rank=run.lora_rank) if run.lora_rank else None,
     )
 
@@ -100,10 +105,12 @@ def plan_of(run: RunRow, model: Transformer, *, devices_per_node: int) -> Plan:
         # With so few, the order of 1F1B is that of all forwards first.
         schedule, table = "fthenb", _all_forwards_first(run.pp, microbatches)
     num_stages = run.pp * vpp
-    if run.stack.balances_stages and num_stages > 1:
+    if run.stage_blocks and schedule == SCHEDULES[run.schedule]:
+        bounds = [0, *accumulate(run.stage_blocks)]
+    elif run.stack.balances_stages and num_stages > 1:
         bounds = _balanced_bounds(model, num_stages)
     else:
-        bounds = _bounds(model.layers, num_stages)
+        bounds = _bounds(model.layers + model.ahead, num_stages)
     on_tp: tuple[ClassLayout, ...] = ()
     on_cp: tuple[ClassLayout, ...] = ()
     if run.tp > 1:
@@ -149,7 +156,7 @@ def plan_of(run: RunRow, model: Transformer, *, devices_per_node: int) -> Plan:
             )
             for s in range(run.pp * vpp)
         ),
-        recomputed=_recomputed(model, run.recompute),
+        recomputed=_recomputed(model, run.recompute, run.stack.selective_by_op),
         layouts=(*on_tp, *on_cp),
     )
 
@@ -169,25 +176,29 @@ def _zero_stage(stage: int) -> Literal[0, 1, 2, 3]:
     raise RowError(f"zero_stage={stage} is not 0 to 3")
 
 
-CORE_ATTENTION = ("core_attention", "softmax", "attention_dropout")
-"""Modules that trainers' selective recomputation runs again (Korthikanti et al. 2022)."""
-
-
 @lru_cache(maxsize=1024)
-def _recomputed(model: Transformer, recompute: str) -> tuple[ClassRecompute, ...]:
-    """Return the ops of each class that a row's recomputation runs again: of layers only."""
+def _recomputed(model: Transformer, recompute: str, by_op: bool) -> tuple[ClassRecompute, ...]:
+    """Return the ops of each class that a row's recomputation runs again: of layers only.
+
+    `by_op`: as in `Execution.selective_by_op`, where the row names no modules.
+    """
     if recompute == "none":
         return ()
     classes = build_transformer(model).classes
+    again = tuple(f".{part}" for part in modules_recomputed(recompute))
     chosen = []
     for index, program in enumerate(classes):
-        is_layer = 0 < index < len(classes) - 1
-        ops = tuple(
-            op.name
-            for op in program.ops
-            if is_layer and (recompute == "full" or op.module.rpartition(".")[2] in CORE_ATTENTION)
-        )
-        chosen.append(ClassRecompute(class_index=index, ops=ops))
+        if not 0 < index < len(classes) - 1:
+            ops: tuple[Op, ...] = ()
+        elif recompute == "full":
+            ops = program.ops
+        elif by_op and recompute == "selective":
+            products = [op.name for op in program.ops if is_product(op)]
+            saved = {op.name for op in program.ops if is_attention(op)} | set(products[::2])
+            ops = tuple(op for op in program.ops if op.name not in saved)
+        else:
+            ops = tuple(op for op in program.ops if f".{op.module}".endswith(again))
+        chosen.append(ClassRecompute(class_index=index, ops=tuple(op.name for op in ops)))
     return tuple(chosen)
 
 
@@ -233,10 +244,7 @@ def _bounds(layers: int, stages: int) -> list[int]:
     sizes[-1] += 1
     if min(sizes) < 1:
         raise RowError(f"{layers} layers do not make {stages} stages")
-    bounds = [0]
-    for size in sizes:
-        bounds.append(bounds[-1] + size)
-    return bounds
+    return [0, *accumulate(sizes)]
 
 
 @lru_cache(maxsize=512)
@@ -250,6 +258,26 @@ def _model_ref(model: Transformer) -> ModelRef:
         inputs=batch_spec(graph),
         batch_tree=graph.batch_tree,
     )
+
+
+def is_nearly_full(found: Estimate, run: RunRow, room_bytes: float) -> bool:
+    """Whether an allocator would reserve more for a row than a device has (`reserved_factor`)."""
+    reserved = max(
+        run.stack.reserved_factor * m.tensor_bytes + m.context_bytes for m in found.memory
+    )
+    return bool(run.stack.reserved_factor and reserved > room_bytes)
+
+
+def retry_seconds(found: Estimate, run: RunRow, room_bytes: float) -> float:
+    """Return what a step takes longer where memory is nearly full.
+
+    (m + p - 1) turns of as many messages as a rank takes part in: there and back on each side that
+    has a neighbour, `retry_s` each.
+    """
+    if run.pp == 1 or not is_nearly_full(found, run, room_bytes):
+        return 0.0
+    messages = 2 if run.pp == 2 else 4
+    return run.stack.retry_s * messages * (run.num_microbatches + run.pp - 1)
 
 
 class RowPrices:
@@ -270,6 +298,15 @@ class RowPrices:
     def time(self, run: RunRow, profile: Profile, rates: DeviceRates) -> TimeParts:
         """Return the step of a row on a machine, in time alone."""
         return estimate_time(*self.plan(run, profile, rates))
+
+    def step_seconds(
+        self, run: RunRow, profile: Profile, rates: DeviceRates, *, room_bytes: float
+    ) -> float:
+        """Return the step of a row on a device with so much memory."""
+        if not run.stack.retry_s:
+            return self.time(run, profile, rates).step_s
+        found = self.estimate(run, profile, rates)
+        return found.step_s + retry_seconds(found, run, room_bytes)
 
     def plan(self, run: RunRow, profile: Profile, rates: DeviceRates) -> tuple[Plan, CostCache]:
         """Return the plan of a row, and the prices of its model's blocks."""

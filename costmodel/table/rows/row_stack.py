@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from costmodel.execution import Execution, find_execution
 from costmodel.table.rows.named_models import named_model
-from costmodel.table.rows.row_cells import Cells
-from costmodel.table.rows.row_words import gated_of, stack_of, zero_of
+from costmodel.table.rows.row_words import Cells, gated_of, stack_of, zero_of
 
 MEGATRON_CLASSIC = find_execution("megatron-classic")
 MEGATRON_DEEPSPEED = find_execution("megatron-deepspeed")
@@ -29,8 +28,22 @@ DROPS_ROWS = re.compile(r"(?i)token.?drop")
 EVEN_ROUTING = re.compile(r"(?i)forced?.balance")
 """Words for routers that are made to give all experts as many rows."""
 
-CUDA_GRAPHS = re.compile(r"(?i)cuda.?graph")
-"""Words for layers whose kernels the host starts together, as one graph."""
+CUDA_GRAPHS = re.compile(r"(?i)cuda.?graphs?(?: of (?P<parts>[\w ,]+))?")
+"""Words for layers, or parts of them, whose kernels the host starts together, as one graph."""
+
+SENDS_TOKENS = re.compile(r"(?i)deep.?ep|(?P<hybrid>hybrid.?ep)")
+"""Dispatchers that send a token once to each place, and not once for each expert; HybridEP among
+all ranks of a domain at its links' rate."""
+
+OVERLAPS_ROWS = re.compile(r"(?i)(a2a|all.?to.?all|dispatch\w*) (is )?overlap")
+"""Words for rows of experts that travel beside another microbatch's compute."""
+
+LEFT_OF_ATTENTION = 10
+"""Launches left of a layer whose attention is a graph: the graph, what is beside the router and the
+experts, and sums."""
+
+LEFT_OF_ROUTER = 6
+"""Launches left of routing where the router is a graph: the graph, dispatch and combine."""
 
 COMPILED = re.compile(r"(?i)(?<!without )(torch\.)?compile")
 """Words for layers that a compiler fuses."""
@@ -73,9 +86,24 @@ def stack_of_row(cells: Cells) -> Execution:
         stack = replace(stack, fullest_experts=1.0)
     if stack.name in COMPILED_AS and COMPILED.search(said):
         stack = find_execution(COMPILED_AS[stack.name])
-    if CUDA_GRAPHS.search(said):
+    if sends := SENDS_TOKENS.search(cells.text("dispatcher") or said):
+        reached = 1.0 if sends["hybrid"] else stack.wide_exchange_part
+        stack = replace(stack, sends_tokens=True, wide_exchange_part=reached)
+    if OVERLAPS_ROWS.search(said):
+        stack = replace(stack, overlaps_rows=True)
+    graphs = CUDA_GRAPHS.search(said)
+    return _graphed(stack, (graphs["parts"] or "").lower()) if graphs else stack
+
+
+def _graphed(stack: Execution, parts: str) -> Execution:
+    """Return a stack whose layers' named parts are graphs; all of a layer where none is named."""
+    if "attention" not in parts and "router" not in parts:
         # A graph is one launch, whatever a layer's router and experts add.
-        stack = replace(stack, forward_kernels=1, router_kernels=0, expert_kernels=0)
+        return replace(stack, forward_kernels=1, router_kernels=0, expert_kernels=0)
+    if "attention" in parts:
+        stack = replace(stack, forward_kernels=min(stack.forward_kernels, LEFT_OF_ATTENTION))
+    if "router" in parts:
+        stack = replace(stack, router_kernels=min(stack.router_kernels, LEFT_OF_ROUTER))
     return stack
 
 

@@ -8,11 +8,10 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from costmodel.table.kernels import DeviceRates
-from costmodel.table.rates import load_rates
+from costmodel.table.kernels import DeviceRates, load_rates
 from costmodel.table.rows.devices import device_of, is_scaled, scaled_rates
-from costmodel.table.rows.row_cells import RowError, real
-from costmodel.table.rows.row_plan import RowPrices
+from costmodel.table.rows.row_plan import RowPrices, is_nearly_full, retry_seconds
+from costmodel.table.rows.row_words import RowError, real
 from costmodel.table.rows.run_row import RunRow, parse_row
 from planner.errors import PlannerError
 from planner.units import GIB, TFLOP
@@ -72,12 +71,14 @@ def predict_row(row: Mapping[str, Any], prices: RowPrices | None = None) -> dict
     prices = prices or RowPrices()
     run, profile, rates = run_of(row, prices)
     found = prices.estimate(run, profile, rates)
-    fits = "yes"
-    if found.peak_bytes > device_bytes(row, profile):
+    room = device_bytes(row, profile)
+    fits = "nearly full" if is_nearly_full(found, run, room) else "yes"
+    if found.peak_bytes > room:
         fits = _remedy(row, run, profile, rates, prices)
-    samples_per_gpu_s = run.global_batch / found.step_s / run.gpus
+    step_s = found.step_s + retry_seconds(found, run, room)
+    samples_per_gpu_s = run.global_batch / step_s / run.gpus
     return {
-        "predicted_step_time_s": found.step_s,
+        "predicted_step_time_s": step_s,
         "predicted_tflops_per_gpu": samples_per_gpu_s * run.shape.model_flop() / TFLOP,
         "predicted_tokens_per_s_per_gpu": samples_per_gpu_s * run.shape.seq_len,
         "predicted_peak_mem_gib": max(float(parts.tensor_bytes) for parts in found.memory) / GIB,

@@ -9,11 +9,17 @@ from math import ceil, log2
 from typing import Any
 
 from costmodel.execution import Execution
-from costmodel.table.rows.model_shape import TransformerShape
-from costmodel.table.rows.row_cells import Cells, RowError, real
-from costmodel.table.rows.row_shape import check_divides, shape_of_row
+from costmodel.table.rows.row_shape import TransformerShape, check_divides, shape_of_row
 from costmodel.table.rows.row_stack import stack_of_row
-from costmodel.table.rows.row_words import dtype_of, recompute_of, schedule_of, zero_of
+from costmodel.table.rows.row_words import (
+    Cells,
+    RowError,
+    dtype_of,
+    real,
+    recompute_of,
+    schedule_of,
+    zero_of,
+)
 
 MODEL_BYTES_PER_DEVICE = 40e9
 """What weights and optimizer state may take of a device where a row leaves its layout open."""
@@ -59,6 +65,9 @@ class RunRow:
     """tp ranks that share each expert's matrices; 1: whole experts lie on tp ranks, too."""
     lora_rank: int = 0
     """Rank of the adapters that alone are trained, beside the attention's products; 0: all is."""
+    stage_blocks: tuple[int, ...] = ()
+    """Blocks of each stage, the embedding and the head among them; empty: as its stack deals
+    them."""
     assumed: tuple[str, ...] = field(default=())
 
     @property
@@ -125,6 +134,7 @@ def parse_row(row: Mapping[str, Any]) -> RunRow:
         schedule=schedule,
         recompute=_recompute(cells, stack),
         lora_rank=_lora_rank(cells),
+        stage_blocks=_stage_blocks(cells, shape.layers + shape.ahead + 2, pp * vpp),
         assumed=tuple(cells.assumed),
     )
 
@@ -249,6 +259,26 @@ def _schedule(cells: Cells, *, layers: int, pp: int, interleaves: bool) -> tuple
     if schedule in (None, "1f1b") and vpp > 1:
         schedule = "interleaved-1f1b"
     return schedule or "1f1b", max(1, vpp)
+
+
+def _stage_blocks(cells: Cells, blocks: int, stages: int) -> tuple[int, ...]:
+    """Return the blocks of each stage as Megatron-LM's `--pipeline-model-parallel-layout` has them
+    (``Et*4|(t*4|)*14tmL``): E the embedding, t a layer, m one that predicts ahead, L the head.
+    """
+    text = re.sub(r"[\s,]", "", cells.text("pp_layout"))
+    if not text:
+        return ()
+    repeated = re.compile(r"\(([EtmL|]*)\)\*(\d{1,4})|([EtmL])\*(\d{1,4})")
+    while found := repeated.search(text):
+        part = (found[1] or found[3] or "") * int(found[2] or found[4])
+        text = text[: found.start()] + part + text[found.end() :]
+    sizes = tuple(map(len, text.split("|")))
+    if re.search(r"[^EtmL|]", text) or (sum(sizes), len(sizes)) != (blocks, stages):
+        raise RowError(
+            f"pp_layout={cells.text('pp_layout')} makes {len(sizes)} stages of {sum(sizes)} "
+            f"blocks; the row has {stages} stages and {blocks} blocks"
+        )
+    return sizes
 
 
 def _dtype(cells: Cells) -> str:

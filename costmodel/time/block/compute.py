@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from costmodel.topology import Axis
 from planner.graph import Op, TensorMeta
@@ -89,3 +90,23 @@ def _collective(profile: Profile, kind: str | None, num_bytes: float, group: Gro
     if kind is None:
         return 0.0
     return profile.collective_seconds(kind, num_bytes, group).seconds
+
+
+class Spent(NamedTuple):
+    """Seconds a device computes, and those it waits for the host on top."""
+
+    device_s: float
+    host_s: float
+
+
+class ProgramTimes(NamedTuple):
+    """What a block takes on one rank, gradient sums apart; fields as in `RunTimes`."""
+
+    forward: Spent
+    backward: Spent
+    recomputed: Spent
+    weight_s: float
+    forward_comm_s: float
+    backward_comm_s: float
+    forward_flop: float
+    backward_flop: float

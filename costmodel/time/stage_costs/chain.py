@@ -8,6 +8,7 @@ messages of a stage that starts at a block. No replicas yet (`stage_costs`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,13 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.cache import CostCache
+from costmodel.cache import BlockPrice, CostCache
 from costmodel.time.block.boundary import block_entry_seconds
-from costmodel.time.block.program import ProgramCost
-from costmodel.time.stage_costs.load import LOAD_FIELDS, StageLoad, block_load
+from costmodel.time.stage_costs.load import LOAD_FIELDS, StageLoad
 from costmodel.time.stage_costs.messages import Messages
-from costmodel.time.stage_costs.runs import Floats, Indices, RunLoads
-from costmodel.time.stage_costs.times import TIME_FIELDS, RunTimes, block_times
+from costmodel.time.stage_costs.runs import Floats, Indices, RunLoads, Tie
+from costmodel.time.stage_costs.times import TIME_FIELDS, RunTimes
 from costmodel.topology import lowered_groups
 from planner.graph import ModelGraph, TensorMeta
 from planner.layout.axes import Degrees, lowered_axes
@@ -73,7 +73,7 @@ class ChainCosts:
         return found
 
     @cached_property
-    def _prices(self) -> Mapping[int, ProgramCost]:
+    def _prices(self) -> Mapping[int, BlockPrice]:
         """Price of each block class that the chain has."""
         split, recomputed = self.split, dict(self.split.recomputed)
         return {
@@ -100,7 +100,7 @@ class ChainCosts:
     @cached_property
     def times(self) -> RunTimes:
         """Seconds of each block (n), with collectives that bring its inputs to their placement."""
-        of_class = {index: block_times(price) for index, price in self._prices.items()}
+        of_class = {index: price.times for index, price in self._prices.items()}
         columns = self._along(of_class, TIME_FIELDS)
         has_backward = self._along(self._prices, ("has_backward",))["has_backward"]
         for there, back in self._entries():
@@ -113,7 +113,7 @@ class ChainCosts:
     @cached_property
     def blocks(self) -> StageLoad:
         """Bytes of each block (n)."""
-        of_class = {index: block_load(price) for index, price in self._prices.items()}
+        of_class = {index: price.load for index, price in self._prices.items()}
         columns = self._along(of_class, LOAD_FIELDS)
         columns["side_bytes"] = self._side_bytes[0]
         return StageLoad(**columns)
@@ -126,7 +126,11 @@ class ChainCosts:
     @cached_property
     def _side_bytes(self) -> tuple[Floats, Floats]:
         """Side inputs of each block: resident for each microbatch, and once."""
-        of_side = {names: self._bytes_of_side(names) for names in set(self._sides)}
+        values = self.costs.side_values(self.split.microbatch_size)
+        of_side = {
+            names: [values.num_bytes(names, fixed=fixed) for fixed in (False, True)]
+            for names in set(self._sides)
+        }
         each, once = zip(*(of_side[names] for names in self._sides), strict=True)
         return np.array(each, dtype=float), np.array(once, dtype=float)
 
@@ -138,23 +142,16 @@ class ChainCosts:
             for block in self.graph.blocks
         )
 
-    def _bytes_of_side(self, names: frozenset[str]) -> tuple[int, int]:
-        return self.costs.side_bytes(names, self.split.microbatch_size)
-
     def side_bytes(self, first: int, end: int) -> int:
         """Return the side inputs of a run for each microbatch: of all its blocks, each once."""
-        return self._bytes_of_side(frozenset().union(*self._sides[first:end]))[0]
+        values = self.costs.side_values(self.split.microbatch_size)
+        return values.num_bytes(frozenset().union(*self._sides[first:end]), fixed=False)
 
     def _entries(self) -> Iterator[tuple[Floats, Floats]]:
         """Yield, for each axis, the seconds of bringing each block's inputs to their place."""
         degrees, entries = self.split.degrees, self.costs.links.entries
         groups = lowered_groups(self.costs.profile.cluster, degrees)
         for axis, own in self.layouts.items():
-            # Where all boundaries lie alike nothing has to move.
-            placements = {p for layout in own.values() for p in (*layout.inputs, *layout.outputs)}
-            replicates_some = any(b.class_index not in own for b in self.graph.blocks)
-            if len(placements | ({"R"} if replicates_some else set())) <= 1:
-                continue
             others = [
                 (other, degrees[name]) for name, other in self.layouts.items() if name != axis
             ]
@@ -170,16 +167,21 @@ class ChainCosts:
             yield there, back
 
     @cached_property
-    def _tied(self) -> Mapping[tuple[int, int], tuple[float, int]]:
-        """Bytes and number of trainable parameters that block j shares with i, their user before
-        it, by (i, j).
-        """
-        shared: dict[tuple[int, int], tuple[float, int]] = {}
+    def _ties(self) -> tuple[Tie, ...]:
+        """What blocks of the chain share."""
+        has_backward = [self._prices[block.class_index].has_backward for block in self.graph.blocks]
+        shared: dict[tuple[int, int], Counter[str]] = {}
         for i, j, meta, size in self._shared_tensors():
-            if meta.kind == "param" and meta.requires_grad:
-                num_bytes, count = shared.get((i, j), (0.0, 0))
-                shared[i, j] = num_bytes + size, count + 1
-        return shared
+            is_param = meta.kind == "param"
+            if is_param and meta.requires_grad:
+                held = {"param_bytes": size, "num_params": 1}
+            else:
+                # Gathered for a backward if any of both has one: blocks with one come last.
+                again = size * (is_param and has_backward[i] and has_backward[j])
+                held = {"frozen_bytes": size, "frozen_param_bytes": size * is_param}
+                held["frozen_backward_bytes"] = again
+            shared.setdefault((i, j), Counter()).update(held)
+        return tuple((i, j, held) for (i, j), held in shared.items())
 
     def _shared_tensors(self) -> Iterator[tuple[int, int, TensorMeta, int]]:
         """Yield (i, j, tensor, local bytes): blocks i < j share it, j being the next user."""
@@ -196,30 +198,15 @@ class ChainCosts:
                 yield i, j, meta, size
 
     @cached_property
-    def _frozen_ties(self) -> tuple[tuple[int, int, tuple[float, float, float]], ...]:
-        """`RunLoads.frozen_ties`: buffers and frozen parameters that blocks share."""
-        has_backward = [self._prices[block.class_index].has_backward for block in self.graph.blocks]
-        ties = []
-        for i, j, meta, size in self._shared_tensors():
-            is_param = meta.kind == "param"
-            if not (is_param and meta.requires_grad):
-                # Gathered for a backward if any of both has one: blocks with one come last.
-                again = size * (is_param and has_backward[i] and has_backward[j])
-                ties.append((i, j, (float(size), float(size * is_param), float(again))))
-        return tuple(ties)
-
-    @cached_property
     def ties(self) -> tuple[tuple[int, int, float], ...]:
         """(i, j, local bytes): blocks i < j share trainable parameters, j being the next user."""
-        return tuple((i, j, num_bytes) for (i, j), (num_bytes, _) in self._tied.items())
+        tied = ((i, j, float(held["param_bytes"])) for i, j, held in self._ties)
+        return tuple(tie for tie in tied if tie[2])
 
     @cached_property
     def loads(self) -> RunLoads:
         """Bytes of any runs of blocks."""
-        counts = tuple(count for _, count in self._tied.values())
-        return RunLoads(
-            blocks=self.blocks, ties=self.ties, tied_tensors=counts, frozen_ties=self._frozen_ties
-        )
+        return RunLoads(blocks=self.blocks, ties=self._ties)
 
     @cached_property
     def _time_sums(self) -> Floats:
@@ -236,7 +223,9 @@ class ChainCosts:
     def messages(self) -> Messages:
         """What a stage receives, wherever it starts."""
         return Messages(
-            costs=self.costs,
+            graph=self.graph,
+            links=self.costs.links,
+            profile=self.costs.profile,
             degrees=self.split.degrees,
             microbatch_size=self.split.microbatch_size,
             layouts=self.layouts,
@@ -245,6 +234,4 @@ class ChainCosts:
 
 def chain_costs(costs: CostCache, split: Split) -> ChainCosts:
     """Return the chain of a model under a split; `costs` keeps it."""
-    if split not in costs.chains:
-        costs.chains[split] = ChainCosts(costs=costs, split=split)
-    return costs.chains[split]
+    return costs.once(split, lambda: ChainCosts(costs=costs, split=split))

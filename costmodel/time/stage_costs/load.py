@@ -12,9 +12,10 @@ first saved:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from costmodel.time.block.program import ProgramCost
+from planner.plan import Recompute
 from profiles.profile import Amount
 
 
@@ -51,8 +52,6 @@ class StageLoad:
     """Most trainable parameters of any block: ZeRO gathers and reduces a block at a time."""
     largest_frozen_bytes: Amount = 0
     """Most frozen parameters of any block."""
-    num_blocks: Amount = 0
-    """Blocks of the run."""
     num_params: Amount = 0
     """Trainable parameter tensors; those that blocks of the run share count once."""
     spread_bytes: Amount = 0
@@ -74,35 +73,9 @@ class Held:
 
 
 LOAD_FIELDS = tuple(f.name for f in fields(StageLoad))
-
-
-def block_load(cost: ProgramCost) -> StageLoad:
-    """Return the bytes of one block.
-
-    Its activation inputs stay resident until its backward, saved by autograd or not: their
-    gradients are left where they are.
-    """
-    unsaved_input = cost.input_bytes - cost.saved_input_bytes
-    recompute_peak = max(
-        cost.forward_peak_bytes + cost.input_bytes, cost.backward_peak_bytes + unsaved_input
-    )
-    return StageLoad(
-        saved_bytes=cost.saved_bytes,
-        saved_peak_bytes=max(cost.forward_peak_bytes + cost.input_bytes, cost.backward_peak_bytes),
-        input_bytes=cost.input_bytes,
-        recompute_peak_bytes=recompute_peak,
-        selective_bytes=cost.input_bytes + cost.selective_bytes,
-        selective_peak_bytes=recompute_peak + cost.selective_unsaved_bytes,
-        side_bytes=cost.side_bytes,
-        tail_bytes=cost.saved_output_bytes,
-        param_bytes=cost.param_bytes,
-        frozen_bytes=cost.frozen_bytes,
-        frozen_param_bytes=cost.frozen_param_bytes,
-        frozen_backward_bytes=cost.has_backward * cost.frozen_param_bytes,
-        largest_param_bytes=cost.param_bytes,
-        largest_frozen_bytes=cost.frozen_param_bytes,
-        num_blocks=1,
-        num_params=cost.num_params,
-        spread_bytes=cost.spread_bytes,
-        num_spread=cost.num_spread,
-    )
+SAVED_AND_PEAK: Mapping[Recompute, tuple[str, str]] = {
+    "none": ("saved_bytes", "saved_peak_bytes"),
+    "selective": ("selective_bytes", "selective_peak_bytes"),
+    "full": ("input_bytes", "recompute_peak_bytes"),
+}
+"""Fields of what a microbatch saves and of its highest point, by what all blocks recompute."""

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from costmodel.cache import CostCache
+from costmodel.links import Links
 from costmodel.time.block.boundary import Layouts, placement_of
 from costmodel.time.communication import boundary_seconds
 from costmodel.time.stage_costs.runs import Floats, Indices
@@ -22,15 +22,19 @@ from costmodel.topology import axis_group
 from planner.graph import ModelGraph
 from planner.layout.axes import Degrees, lowered_axes
 from planner.layout.placement import Shard
-from profiles import Group
+from profiles import Group, Profile
 
 
 @dataclass(kw_only=True, eq=False)
 class Messages:
     """What stages receive under one split. Mutable: it remembers seconds."""
 
-    costs: CostCache
-    """The model, the machine, and how blocks hang together."""
+    graph: ModelGraph
+    """The model."""
+    links: Links
+    """How its blocks hang together."""
+    profile: Profile
+    """The machine."""
     degrees: Degrees
     """Sizes of the mesh of one replica."""
     microbatch_size: int
@@ -47,9 +51,9 @@ class Messages:
         holds whole. 0 at the ends. What block i itself takes from earlier blocks: all that such a
         stage receives in a chain, the least of it where skips reach further (`_skips`).
         """
-        entries, makers = self.costs.links.entries, self.costs.links.makers
+        entries, makers = self.links.entries, self.links.makers
         found: dict[int, Floats] = {}
-        for block, entry in zip(self._graph.blocks, entries, strict=True):
+        for block, entry in zip(self.graph.blocks, entries, strict=True):
             if entry not in found:
                 sent = [name for name in dict.fromkeys(block.inputs) if name in makers]
                 found[entry] = sum(map(self._message_bytes, sent), start=np.zeros((2, 2)))
@@ -58,18 +62,14 @@ class Messages:
 
     def _message_bytes(self, name: str) -> Floats:
         """Return bytes of a tensor in `arrivals`' order: (forward and back; all and whole)."""
-        meta = self._graph.tensor[name]
+        meta = self.graph.tensor[name]
         size, is_whole = meta.bytes_at(self.microbatch_size), True
         for axis in lowered_axes():
-            if isinstance(placement_of(self._graph, name, self.layouts[axis.name]), Shard):
+            if isinstance(placement_of(self.graph, name, self.layouts[axis.name]), Shard):
                 size //= self.degrees[axis.name]
                 is_whole = is_whole and axis.name != self._inner
         whole, back = size * is_whole, meta.requires_grad
         return np.array([[size, whole], [size * back, whole * back]], dtype=float)
-
-    @property
-    def _graph(self) -> ModelGraph:
-        return self.costs.graph
 
     @cached_property
     def _inner(self) -> str:
@@ -80,8 +80,8 @@ class Messages:
     def _skips(self) -> tuple[tuple[int, Indices, Floats], ...]:
         """(maker, users, bytes) of the tensors that reach past the next block."""
         users: dict[str, list[int]] = {}
-        makers = self.costs.links.makers
-        for block in self._graph.blocks:
+        makers = self.links.makers
+        for block in self.graph.blocks:
             for name in dict.fromkeys(block.inputs):
                 if name in makers:
                     users.setdefault(name, []).append(block.index)
@@ -98,7 +98,7 @@ class Messages:
         sizes = self.arrivals[:, :, start]
         for maker, users, num_bytes in self._skips:
             at = np.searchsorted(users, start)
-            first_use = np.append(users, len(self._graph.blocks))[at]
+            first_use = np.append(users, len(self.graph.blocks))[at]
             # Used in the run, made before it, and not already counted at its first block.
             is_more = (maker < start) & (start < first_use) & (first_use < end)
             sizes = sizes + num_bytes[:, :, None] * is_more
@@ -127,13 +127,12 @@ class Messages:
         )
 
     def _message_seconds(self, sizes: Floats, pp_group: Group, tp: int) -> tuple[Floats, Floats]:
-        profile = self.costs.profile
-        group = axis_group(profile.cluster, size=tp, stride=1)
+        group = axis_group(self.profile.cluster, size=tp, stride=1)
         kinds, of_kind = np.unique(
             np.moveaxis(sizes, 1, 2).reshape(-1, 2), axis=0, return_inverse=True
         )
         seconds = [
-            boundary_seconds(profile, pp_group, group, num_bytes=size, whole_bytes=whole)
+            boundary_seconds(self.profile, pp_group, group, num_bytes=size, whole_bytes=whole)
             for size, whole in kinds.tolist()
         ]
         there, back = np.array(seconds)[of_kind.reshape(-1)].reshape(2, -1)

@@ -20,7 +20,7 @@ from costmodel.cache import CostCache
 from costmodel.execution.executed_exchange import executed_exchange
 from costmodel.time.communication import BUCKET_BYTES, DataParallelSeconds, data_parallel_seconds
 from costmodel.time.update import RankUpdate, rank_update
-from costmodel.topology import axis_group, copies_group, data_group, expert_group
+from costmodel.topology import axis_group, copies_group, data_group, with_neighbours
 from planner.layout.axes import Degrees
 from planner.plan.replication import Replication
 from profiles import Group, Lookup, Profile
@@ -48,7 +48,7 @@ class ReplicaPrices:
 
     def __init__(self, costs: CostCache, replication: Replication, replica: Degrees) -> None:
         self._costs, self._replication = costs, replication
-        cluster = costs.profile.cluster
+        cluster = with_neighbours(costs.profile.cluster, replication.neighbours)
         of_experts = replication.of_experts
         sharing = replication.shards if replication.is_sharded else replication.replicas
         spread = of_experts.shards if of_experts.is_sharded else of_experts.replicas
@@ -61,7 +61,7 @@ class ReplicaPrices:
         )
         self._experts = _Sharing(
             of_experts,
-            group=expert_group(cluster, replica, replicas=spread),
+            group=axis_group(cluster, size=spread, stride=replica.expert_parts),
             copies=axis_group(
                 cluster,
                 size=of_experts.replicas // spread,
@@ -83,27 +83,21 @@ class ReplicaPrices:
         """
         key = float(param_bytes), float(num_params), float(spread_bytes), float(num_spread)
         if key not in self._updates:
-            whole_bytes, whole = key[0] - key[2], key[1] - key[3]
-            self._updates[key] = self._update(self._replication, whole_bytes, whole)
+            parts = [(self._dense, key[0] - key[2], key[1] - key[3])]
             if spread_bytes:
-                self._updates[key] += self._update(self._experts.replication, key[2], key[3])
+                parts.append((self._experts, key[2], key[3]))
+            updates = [
+                rank_update(
+                    self._costs.profile, of.replication, param_bytes=num_bytes, num_tensors=tensors
+                )
+                for of, num_bytes, tensors in parts
+            ]
+            self._updates[key] = sum(updates[1:], start=updates[0])
         return self._updates[key]
 
-    def _update(self, replication: Replication, num_bytes: float, tensors: float) -> RankUpdate:
-        return rank_update(
-            self._costs.profile, replication, param_bytes=num_bytes, num_tensors=tensors
-        )
-
-    def update_s(
-        self,
-        param_bytes: float,
-        num_params: float,
-        spread_bytes: float = 0.0,
-        num_spread: float = 0.0,
-    ) -> float:
+    def update_s(self, *params: float) -> float:
         """Return the seconds of that update, with what the rank does itself about clipping."""
-        update = self.update(param_bytes, num_params, spread_bytes, num_spread)
-        return update.seconds(clips_gradients=self._costs.clips_gradients)
+        return self.update(*params).seconds(clips_gradients=self._costs.clips_gradients)
 
     def of_stages(
         self,
@@ -224,10 +218,7 @@ class _LeastMessages:
 
 def replica_prices(costs: CostCache, replication: Replication, replica: Degrees) -> ReplicaPrices:
     """Return the prices under a replication and a replica's mesh; `costs` keeps them."""
-    key = replication, replica
-    if key not in costs.replica_prices:
-        costs.replica_prices[key] = ReplicaPrices(costs, replication, replica)
-    return costs.replica_prices[key]
+    return costs.once((replication, replica), lambda: ReplicaPrices(costs, replication, replica))
 
 
 def distinct(*columns: Floats) -> tuple[Floats, NDArray[np.intp]]:

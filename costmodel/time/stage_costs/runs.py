@@ -14,35 +14,30 @@ O(n log n).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodel.time.stage_costs.load import LOAD_FIELDS, Held, StageLoad
+from costmodel.time.stage_costs.load import LOAD_FIELDS, SAVED_AND_PEAK, Held, StageLoad
 from planner.plan import Recompute
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 Flags = NDArray[np.bool_]
+Tie = tuple[int, int, Mapping[str, float]]
+"""(i, j, amounts by field of `StageLoad`): what blocks i < j share is resident once in a run of
+both; j is the next user."""
 
-_SAVED: dict[Recompute, str] = {
-    "none": "saved_bytes", "selective": "selective_bytes", "full": "input_bytes",
-}  # fmt: skip
-_SAVED_WITH_PEAK = (
-    ("saved_bytes", "saved_peak_bytes"),
-    ("selective_bytes", "selective_peak_bytes"),
-    ("input_bytes", "recompute_peak_bytes"),
-)
-"""In the order of `_SAVED`."""
 _LARGEST = ("side_bytes", "largest_param_bytes", "largest_frozen_bytes")
 _LAST = "tail_bytes"
 _FROZEN = ("frozen_bytes", "frozen_param_bytes", "frozen_backward_bytes")
 _SPREAD = ("spread_bytes", "num_spread")
-_SUMS = ("param_bytes", "num_params", *_FROZEN, *_SPREAD, "num_blocks")
-assert {name for pair in _SAVED_WITH_PEAK for name in pair} | {*_LARGEST, _LAST, *_SUMS} == {
+_PARAMS = ("param_bytes", "num_params")
+_SUMS = (*_PARAMS, *_FROZEN, *_SPREAD)
+assert {name for pair in SAVED_AND_PEAK.values() for name in pair} | {*_LARGEST, _LAST, *_SUMS} == {
     *LOAD_FIELDS
 }, "every field has a rule"
 
@@ -53,12 +48,8 @@ class RunLoads:
 
     blocks: StageLoad
     """Bytes of each block, as arrays along the chain (n)."""
-    ties: tuple[tuple[int, int, float], ...]
-    """(i, j, bytes): parameters that blocks i < j share, resident once in a run of both."""
-    tied_tensors: tuple[int, ...]
-    """Number of parameters of each tie."""
-    frozen_ties: tuple[tuple[int, int, tuple[float, float, float]], ...] = ()
-    """(i, j, bytes): the same of tensors that no gradient reaches, in each field of `frozen`."""
+    ties: tuple[Tie, ...] = ()
+    """What blocks share."""
 
     def loads(self, start: Indices, end: Indices) -> StageLoad:
         """Return the bytes of runs start .. end-1, in the shape the two broadcast to."""
@@ -69,12 +60,8 @@ class RunLoads:
             table = self._maxima[name]
             return np.maximum(table[level, start], table[level, right])
 
-        param_bytes, num_params = self.params(start, end)
-        columns = {"param_bytes": param_bytes, "num_params": num_params}
-        columns["num_blocks"] = self.sums["num_blocks"][end] - self.sums["num_blocks"][start]
-        columns |= dict(zip(_FROZEN, self.frozen(start, end), strict=True))
-        columns |= dict(zip(_SPREAD, self.spread(start, end), strict=True))
-        for saved, peak in _SAVED_WITH_PEAK:
+        columns = dict(zip(_SUMS, self._added(_SUMS, start, end), strict=True))
+        for saved, peak in SAVED_AND_PEAK.values():
             before = self._before[saved]
             columns[saved] = before[end - 1] - before[start] + getattr(self.blocks, saved)[end - 1]
             columns[peak] = largest(peak) - before[start]
@@ -85,31 +72,32 @@ class RunLoads:
 
     def params(self, start: Indices, end: Indices) -> tuple[Floats, Floats]:
         """Return the trainable bytes of runs, and the number of their tensors."""
-        param_bytes = self.sums["param_bytes"][end] - self.sums["param_bytes"][start]
-        num_params = self.sums["num_params"][end] - self.sums["num_params"][start]
-        for (i, j, size), count in zip(self.ties, self.tied_tensors, strict=True):
-            has_both = (start <= i) & (end > j)
-            param_bytes = param_bytes - size * has_both
-            num_params = num_params - count * has_both
+        param_bytes, num_params = self._added(_PARAMS, start, end)
         return param_bytes, num_params
 
     def spread(self, start: Indices, end: Indices) -> list[Floats]:
         """Return the bytes of runs' parameters on the experts' mesh, and the number of these."""
-        return [self.sums[name][end] - self.sums[name][start] for name in _SPREAD]
+        return self._added(_SPREAD, start, end)
 
     def frozen(self, start: Indices, end: Indices) -> list[Floats]:
         """Return what runs hold and do not train: all, parameters, those gathered in a backward."""
-        found = [self.sums[name][end] - self.sums[name][start] for name in _FROZEN]
-        for i, j, sizes in self.frozen_ties:
+        return self._added(_FROZEN, start, end)
+
+    def _added(self, names: Sequence[str], start: Indices, end: Indices) -> list[Floats]:
+        """Return fields of runs that simply add, what blocks share counted once."""
+        found = [self.sums[name][end] - self.sums[name][start] for name in names]
+        for i, j, held in self.ties:
             has_both = (start <= i) & (end > j)
-            found = [total - size * has_both for total, size in zip(found, sizes, strict=True)]
+            for at, name in enumerate(names):
+                if name in held:
+                    found[at] = found[at] - held[name] * has_both
         return found
 
     def kept_sums(self, recompute: Recompute) -> Floats:
         """Return running sums (n + 1) of what blocks save of a microbatch, side inputs apart: a run
         saves the difference of two at least.
         """
-        name = _SAVED[recompute]
+        name, _ = SAVED_AND_PEAK[recompute]
         before = self._before[name]
         return np.append(before, before[-1] + getattr(self.blocks, name)[-1])
 
@@ -136,8 +124,8 @@ class RunLoads:
         """Return what each block saves under its choice (at 0), or its peak (1)."""
         names = np.array(by_block)
         return np.select(
-            [names == choice for choice in _SAVED],
-            [getattr(self.blocks, pair[at]) for pair in _SAVED_WITH_PEAK],
+            [names == choice for choice in SAVED_AND_PEAK],
+            [getattr(self.blocks, pair[at]) for pair in SAVED_AND_PEAK.values()],
         )
 
     @cached_property
@@ -153,7 +141,7 @@ class RunLoads:
                 getattr(self.blocks, name),
                 keeps_all=np.full(len(self.blocks.saved_bytes), name == "saved_bytes"),
             )
-            for name, _ in _SAVED_WITH_PEAK
+            for name, _ in SAVED_AND_PEAK.values()
         }
 
     def _before_each(self, saved: Floats, *, keeps_all: Flags) -> Floats:
@@ -169,7 +157,7 @@ class RunLoads:
         """Sparse tables by (level, start): the maximum of 2 ** level blocks from a start on."""
         tables = {
             peak: sparse_table(self._before[saved] + getattr(self.blocks, peak))
-            for saved, peak in _SAVED_WITH_PEAK
+            for saved, peak in SAVED_AND_PEAK.values()
         }
         return tables | {name: sparse_table(getattr(self.blocks, name)) for name in _LARGEST}
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from costmodel.time.block.program import ProgramCost
 from planner.plan import Recompute
 from profiles.profile import Amount
 
@@ -65,13 +64,6 @@ class RunTimes:
         those ops that the plan names, or by default compute only. Neither adds anything to a block
         without a backward.
         """
-        choices = {recompute} if isinstance(recompute, str) else {*recompute}
-        if choices == {"none"}:
-            return 0.0 * self.recomputed_s
-        if choices == {"selective"}:
-            return self.recomputed_s
-        if choices == {"full"}:
-            return self.rerun_s
         names = np.array(recompute)
         selective = np.where(names == "selective", self.recomputed_s, 0.0)
         return np.where(names == "full", self.rerun_s, selective)
@@ -102,22 +94,3 @@ class RecomputeTimes:
 
 
 TIME_FIELDS = tuple(f.name for f in fields(RunTimes))
-
-
-def block_times(cost: ProgramCost) -> RunTimes:
-    """Return the seconds of one block."""
-    return RunTimes(
-        forward_s=cost.forward_s,
-        backward_s=cost.backward_s,
-        weight_s=cost.weight_s,
-        recomputed_s=cost.recomputed_s,
-        rerun_s=cost.has_backward * (cost.forward_s + cost.forward_comm_s),
-        rerun_host_s=cost.has_backward * cost.host_forward_s,
-        rerun_comm_s=cost.has_backward * cost.forward_comm_s,
-        comm_forward_s=cost.forward_comm_s,
-        comm_backward_s=cost.backward_comm_s,
-        host_forward_s=cost.host_forward_s,
-        host_backward_s=cost.host_backward_s,
-        forward_flop=cost.forward_flop,
-        backward_flop=cost.backward_flop,
-    )

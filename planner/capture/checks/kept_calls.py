@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import SUPPORTED_NODES, tree_leaves
+
+_LRU_CACHE = functools._lru_cache_wrapper
 
 
 class KeptCalls:
@@ -24,27 +27,43 @@ class KeptCalls:
     """
 
     def __init__(self) -> None:
+        self._references = 0
         self.find()
 
     def find(self) -> None:
-        """Look for all caches there are: some 50 ms, as every object is looked at."""
-        wrapper = functools._lru_cache_wrapper
-        referrers = gc.get_referrers(wrapper)  # instances refer to their type
-        self._found = [
-            kept
-            for kept in referrers
-            if type(kept) is wrapper and str(kept.__module__).split(".")[0] != "torch"
-        ]
+        """Look for all caches there are, if there are more: 50 ms, as every object is looked at."""
+        if sys.getrefcount(_LRU_CACHE) == self._references:  # each cache holds its type once
+            return
+        # All are held, PyTorch's too: none can end and hide from the count that another began.
+        self._all = [kept for kept in gc.get_referrers(_LRU_CACHE) if type(kept) is _LRU_CACHE]
+        self._references = sys.getrefcount(_LRU_CACHE)
+        self._found = [k for k in self._all if str(k.__module__).split(".")[0] != "torch"]
 
     def forget(self) -> None:
         """Empty the caches that hold tensors."""
         for kept in self._found:
-            if _holds_tensors(kept):
+            if kept.cache_info().currsize and _holds_tensors(kept):
                 kept.cache_clear()
 
 
 def _holds_tensors(kept: Any) -> bool:
-    if not kept.cache_info().currsize:
-        return False
-    tensors = [t for t in tree_leaves(gc.get_referents(kept)) if isinstance(t, torch.Tensor)]
+    tensors = _tensors(gc.get_referents(kept))
     return bool(tensors) and not any(isinstance(t, torch.nn.Parameter) for t in tensors)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    """Return the tensors that are values, or leaves of them. Few of a process' caches have any."""
+    found = []
+    rest = [values]
+    while rest:
+        for value in rest.pop():
+            kind = type(value)
+            if kind is dict:
+                rest.append(value.values())
+            elif kind is list or kind is tuple:
+                rest.append(value)
+            elif isinstance(value, torch.Tensor):
+                found.append(value)
+            elif kind in SUPPORTED_NODES or isinstance(value, tuple):  # tuples with names
+                found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return found

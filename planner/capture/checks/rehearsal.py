@@ -70,12 +70,12 @@ def rehearse(
     passes through.
     """
     numbers = _Numbers(module, made)
-    before, draws = _state_of(module), _python_draws()
+    before, draws = state_of(module), _python_draws()
     fakes = FakeTensorMode(allow_non_fake_inputs=True) if faked else nullcontext()
     try:
         with _compiling_state_context(), fakes:
             loss, first = numbers.of_loss(run, _like(inputs))
-            after_first = _state_of(module)
+            after_first = state_of(module)
             found = _walk_back(loss, module)
             numbers.forget_batch()
             loss, second = numbers.of_loss(run, _like(inputs))
@@ -89,7 +89,7 @@ def rehearse(
         )
     # Equal numbers are not enough: a loss may read what an earlier forward kept of its batch.
     is_same = first.number == second.number and not second.reads_old_batch
-    _refuse_evolving(before, after_first, _state_of(module), is_same=is_same)
+    _refuse_evolving(before, after_first, state_of(module), is_same=is_same)
     return found
 
 
@@ -151,7 +151,8 @@ _State = Mapping[str, Any]
 """What a module holds beside weights, by path: numbers and text as they are, the rest `_Same`."""
 
 
-def _state_of(module: nn.Module) -> _State:
+def state_of(module: nn.Module) -> _State:
+    """Return what two forwards of a module are compared by."""
     state: dict[str, Any] = {}
     seen: set[int] = set()
     for name, part in module.named_modules():

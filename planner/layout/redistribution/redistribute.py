@@ -33,6 +33,13 @@ EXCHANGE_ROWS = "planner.exchange_rows"
 """Target of the op that sends rows to the ranks of their experts, or back; args (Ref, axis). Only
 priced: no plan of ours runs it yet."""
 
+EXCHANGED_EMBEDDING = "planner.exchanged_embedding"
+"""Target of the lookup in a table that is cut by rows, each rank for its own samples; args (Ref of
+the table, Ref of indices, padding, axis, ranks)."""
+
+THERE_AND_BACK = (EXCHANGE_ROWS, EXCHANGED_EMBEDDING)
+"""Ops whose gradients go the same way, back."""
+
 
 def collectives(
     src: Placement, dst: Placement, grad_partial: bool = False
@@ -105,6 +112,13 @@ def inner_collectives(
     if op.target == EXCHANGE_ROWS:
         # What a rank gets is never less than what it sends where it waits for the fullest.
         return (("all_to_all", max(tensor[n].bytes_at(1) for n in (*op.inputs, *op.outputs))),)
+    if op.target == EXCHANGED_EMBEDDING:
+        # Numbers there, rows back; as if ranks held equally many of those asked for.
+        parts = int(op.args[4])  # type: ignore[arg-type]
+        return tuple(
+            ("all_to_all", parts * tensor[name].bytes_at(1))
+            for name in (op.inputs[1], op.outputs[0])
+        )
     if op.target == "planner.vocab_log_softmax":
         meta = tensor[op.outputs[0]]
         size = meta.bytes_at(1) // max(1, meta.shape_at(1)[int(op.args[1])])  # type: ignore[arg-type]

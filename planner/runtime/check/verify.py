@@ -33,6 +33,7 @@ from planner.graph.batch import flatten_batch, unflatten_batch
 from planner.graph.batch_split import BatchSplit
 from planner.graph.function_keys import AUTOGRAD_FUNCTION
 from planner.graph.model_file import ModelSource, load_model_file
+from planner.graph.module_keys import OPAQUE_MODULE
 from planner.layout.axes import own_axes, rest_axis
 from planner.plan import Plan, load_plan
 from planner.runtime.check.fixed_draws import FixedDraws
@@ -253,9 +254,13 @@ def compare_with_one_process(
             OneProcess(source, module, **settings, moved=1, backwards=True),
             OneProcess(source, module, **settings, moved=2),
         ]
-    # A graph has been promoted; the user's own autograd functions that it calls have not.
+    # A graph has been promoted; the user's own code that it calls has not.
     functions: Callable[[], AbstractContextManager[Any]] = nullcontext
-    if any(op.target == AUTOGRAD_FUNCTION for program in graph.classes for op in program.ops):
+    if any(
+        op.target in (AUTOGRAD_FUNCTION, OPAQUE_MODULE)
+        for program in graph.classes
+        for op in program.ops
+    ):
         functions = partial(ReferenceMode, own, torch.get_default_dtype())
     report = VerifyReport(num_ranks=plan.world_size, tolerance=tolerance, notes=notes)
     before = torch.get_default_dtype()

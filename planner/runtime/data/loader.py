@@ -16,7 +16,6 @@ from torch.utils.data import (
 
 from planner.data import OwnPart
 from planner.errors import ModelError, PlanError, PlannerError
-from planner.graph.batch_split import BatchSplit
 from planner.runtime.data.order import AtEnd, Order, seed_of
 from planner.runtime.data.samples import Collate, Loaded, MapParts, PartKey, as_it_is
 from planner.runtime.data.streams import ShardedStream, WholeStream, places_of
@@ -63,9 +62,7 @@ class Loader:
         self._collate = Collate(
             make=collate_fn or _collate_of(given), reads=engine.reads, pad=engine._feeder.pad
         )
-        self._split = BatchSplit.even(
-            plan.global_batch, num_microbatches=plan.num_microbatches, parts=plan.batch_parts
-        )
+        self._split = plan.split
         cuts = {plan.stage_degrees(s).along("batch") for s in range(len(plan.stages))}
         self._least = plan.least_batch
         self._replicas = mesh.size("batch"), mesh.rank("batch")
@@ -184,7 +181,7 @@ class Loader:
                 self._data,
                 collate=self._collate,
                 num_shards=self._num_shards,
-                samples=self._split.num_samples // self._replicas[0],
+                samples=sum(map(len, self._split.own(*self._replicas))),
                 least=self._plan.num_microbatches,
                 replicas=self._replicas,
                 at_end=self._at_end,
@@ -196,15 +193,8 @@ class Loader:
 
     def _keys(self) -> Iterator[PartKey]:
         assert self._order is not None
-        split = self._split
         for first, samples in self._order.batches(self.epoch, self.samples):
-            if len(samples) != split.num_samples:
-                split = BatchSplit.even(
-                    len(samples),
-                    num_microbatches=split.num_microbatches,
-                    parts=len(split.sizes[0]),
-                )
-            own = places_of(split, *self._replicas)
+            own = places_of(self._split.resized(len(samples)), *self._replicas)
             yield PartKey(
                 epoch=self.epoch,
                 whole=len(samples),

@@ -56,7 +56,7 @@ class WholeStream(IterableDataset[Loaded]):
         for number, (first, samples) in enumerate(self._batches()):
             if number % turns != turn:
                 continue
-            split = _resized(self._split, len(samples))
+            split = self._split.resized(len(samples))
             own = places_of(split, *self._replicas)
             draw_from(self._seed, self._epoch, first, len(own))
             part = self._collate([samples[place] for place in own])
@@ -210,13 +210,6 @@ def _own_turn() -> tuple[int, int]:
         return 0, 1
     worker._worker_info = None
     return info.id, info.num_workers
-
-
-def _resized(split: BatchSplit, num_samples: int) -> BatchSplit:
-    if num_samples == split.num_samples:
-        return split
-    parts = len(split.sizes[0])
-    return BatchSplit.even(num_samples, num_microbatches=split.num_microbatches, parts=parts)
 
 
 def places_of(split: BatchSplit, parts: int, number: int) -> list[int]:

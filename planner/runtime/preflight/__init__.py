@@ -15,8 +15,8 @@ Every wait has a limit, and what is told at its end names who did not come. The 
 grows with the number of nodes, and of ranks for the shortest messages; never with its square.
 """
 
-from planner.runtime.preflight.exchanges import SIZES, PlannedRates, shapes
+from planner.runtime.preflight.exchanges import BETWEEN_NODES, Exchange, PlannedRates
 from planner.runtime.preflight.preflight import preflight
 from planner.runtime.preflight.report import Report
 
-__all__ = ["SIZES", "PlannedRates", "Report", "preflight", "shapes"]
+__all__ = ["BETWEEN_NODES", "Exchange", "PlannedRates", "Report", "preflight"]

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +32,8 @@ LATE_S = 3 * STEP_S
 
 END_S = 5.0
 """Seconds that others get for theirs after a rank has ended without one: they wait for it."""
+
+OUT_OF_REACH = "is not heard of: the store is out of reach"
 
 _POLL_S = 0.1
 
@@ -95,12 +97,16 @@ def children(
 
 
 def await_findings(
-    store: Store, room: str, world_size: int, own: Sequence[Child]
+    store: Store,
+    room: str,
+    world_size: int,
+    own: Sequence[Child],
+    lost: Callable[[], str] = lambda: "",
 ) -> tuple[dict[int, Finding], dict[int, str]]:
     """Return what all ranks found, by rank, and what became of those that left nothing.
 
     All nodes call this, and return the same where none is cut off: of its own ranks' ends each
-    tells the others.
+    tells the others. It waits no longer when `lost` says that a node is gone.
     """
     from torch.distributed import PrefixStore
 
@@ -111,7 +117,7 @@ def await_findings(
     seen: set[int] = set()
     told: dict[int, str] = {}
     with suppress(RuntimeError):  # the store does not answer: what is known is told
-        while not of_ranks.check(keys) and time.monotonic() - began < limit_s:
+        while not (lost() or of_ranks.check(keys)) and time.monotonic() - began < limit_s:
             for child in own:
                 if child.rank not in seen and (ended := child.end()):
                     seen.add(child.rank)
@@ -133,6 +139,6 @@ def await_findings(
             elif of_ranks.check([f"phase/{rank}"]):
                 told[rank] = f"came no further than {of_ranks.get(f'phase/{rank}').decode()}"
             else:
-                told[rank] = f"did not come up in {ALL_S:.0f} s"
+                told[rank] = lost() or f"did not come up in {ALL_S:.0f} s"
         return found, told
-    return {}, dict.fromkeys(range(world_size), "is not heard of: the store is out of reach")
+    return {}, dict.fromkeys(range(world_size), OUT_OF_REACH)

@@ -11,7 +11,7 @@ Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -51,12 +51,11 @@ Round = tuple[Exchange, ...]
 class PlannedRates:
     """What exchanges take by the profile that a plan was priced with.
 
-    `seconds` are of one exchange, by shape and by bytes of the whole tensor. `source` names the
-    profile.
+    `seconds` are of an exchange, given the bytes of the whole tensor. `source` names the profile.
     """
 
     source: str
-    seconds: Mapping[Shape, Mapping[int, float]]
+    seconds: Callable[[Exchange, int], float]
 
 
 def planned_rounds(plan: Plan) -> tuple[Round, ...]:
@@ -99,13 +98,6 @@ def node_rounds(nodes: Sequence[Sequence[int]]) -> tuple[Round, ...]:
         )
         for pairs in rounds_of_pairs(len(nodes))
     )
-
-
-def shapes(plan: Plan) -> frozenset[Shape]:
-    """Return the shapes whose planned seconds preflight compares with, for each of `SIZES`."""
-    per_node = plan.cluster.devices_per_node
-    planned = {each.shape(per_node) for exchanges in planned_rounds(plan) for each in exchanges}
-    return frozenset(planned | {("send_recv", 1, 2)})
 
 
 def _without_shared_ends(edges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:

@@ -14,19 +14,25 @@ from typing import TYPE_CHECKING
 
 from planner.errors import PlanError, PlannerError
 from planner.nodes.launchers import Started, started
-from planner.nodes.meeting import host_and_port, meet_as_nodes, meet_as_started, tell_all
-from planner.nodes.waiting import waiting_at
+from planner.nodes.meeting import (
+    host_and_port,
+    meet_as_nodes,
+    meet_as_started,
+    port_of,
+    tell_all,
+)
+from planner.nodes.waiting import described, waiting_at
 from planner.plan import Plan, load_plan
-from planner.runtime.preflight.children import await_findings, children
+from planner.runtime.preflight.children import OUT_OF_REACH, await_findings, children
 from planner.runtime.preflight.exchanges import PlannedRates
 from planner.runtime.preflight.facts import Facts, facts_of_this_node, same_plan
 from planner.runtime.preflight.judge import judge_nodes, judge_ranks
 from planner.runtime.preflight.rank import STEP_S, Finding, Request
 from planner.runtime.preflight.rates import judge_rates, rates_of
-from planner.runtime.preflight.report import Rate, Report
+from planner.runtime.preflight.report import Rate, Report, check_of
 from planner.runtime.start.device import device_types
 from planner.runtime.start.launch import check_node
-from planner.runtime.start.node_watch import end_dead_connections
+from planner.runtime.start.node_watch import NodeWatch, end_dead_connections
 from planner.runtime.start.workers import rank_environment
 
 if TYPE_CHECKING:
@@ -63,7 +69,7 @@ def preflight(
     if count == 1 and facts.refusal:
         raise PlanError(facts.refusal)  # of several nodes each is told, with its name
     store, number, host = _meet(place, count, rendezvous)
-    end_dead_connections(_port(store), STEP_S)
+    end_dead_connections(port_of(store), STEP_S)
     room = f"preflight-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     told = tell_all(
         store, room, json.dumps(asdict(facts)), number=number, count=count, name=facts.node,
@@ -79,16 +85,25 @@ def preflight(
         request = Request(
             plan=os.path.abspath(plan_path),
             host=host,
-            port=_port(store),
+            port=port_of(store),
             room=room,
             nodes=_ranks_of_nodes(hosts),
         )
         first = sum(each.ranks_here for each in nodes[: nodes.index(facts)])
         own = range(first, first + facts.ranks_here)
+        watch = _watch(store, host, room, number=number, count=count)
         with children(request, own, len(hosts), variables) as ranks:
-            found, ended = await_findings(store, room, len(hosts), ranks)
-            _leave_together(store, room, number=number, count=count)
-        rates = rates_of(plan, hosts, found, planned)
+            found, ended = await_findings(store, room, len(hosts), ranks, lambda: watch.lost)
+            if not watch.lost:
+                _leave_together(store, room, number=number, count=count)
+        lost = watch.lost
+        if not lost and OUT_OF_REACH in ended.values():
+            meeting = described(f"{host}:{port_of(store)}")
+            lost = f"the node that all meet at, {meeting}, does not answer"
+        if lost:
+            checks.append(check_of("all nodes to the end", "", [lost]))
+        watch.stop()
+        rates = rates_of(hosts, found, planned)
         checks += judge_ranks(plan, hosts, found, ended) + judge_rates(plan, hosts, rates)
     else:
         _leave_together(store, room, number=number, count=count)
@@ -162,6 +177,15 @@ def _meet(place: Started | None, count: int, rendezvous: str | None) -> tuple[St
     return store, 0 if is_first else store.add("planner/nodes", 1), host
 
 
+def _watch(store: Store, host: str, room: str, *, number: int, count: int) -> NodeWatch:
+    """Return what says which node is gone; of a lone node it says nothing."""
+    meeting = f"{host}:{port_of(store)}"
+    watch = NodeWatch(meeting, f"{room}/there", number=number, count=count)
+    if count > 1:
+        watch.start()
+    return watch
+
+
 def _leave_together(store: Store, room: str, *, number: int, count: int) -> None:
     """Return when all have what they need of the store, which ends with its process."""
     keys = [f"{room}/left/{each}" for each in range(count)]
@@ -169,16 +193,6 @@ def _leave_together(store: Store, room: str, *, number: int, count: int) -> None
         store.set(keys[number], "")
         if number == 0:
             store.wait(keys, timedelta(seconds=_LEAVE_S))
-
-
-def _port(store: Store) -> int:
-    """The port of a store, which a launcher's may hold inside another."""
-    from torch.distributed import PrefixStore, TCPStore
-
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    assert isinstance(store, TCPStore)
-    return store.port
 
 
 def _ranks_of_nodes(hosts: Sequence[str]) -> tuple[tuple[int, ...], ...]:

@@ -14,7 +14,6 @@ from planner.units import GB
 
 
 def rates_of(
-    plan: Plan,
     hosts: Sequence[str],
     found: Mapping[int, Finding],
     planned: PlannedRates | None,
@@ -27,10 +26,6 @@ def rates_of(
     }
     rates = []
     for exchange, (num_bytes, seconds) in timed.items():
-        crosses = exchange.axis == BETWEEN_NODES
-        per_node = plan.cluster.devices_per_node
-        shape = (exchange.kind, 1, 2) if crosses else exchange.shape(per_node)
-        by_bytes = {} if planned is None else planned.seconds.get(shape, {})
         rates.append(
             Rate(
                 axis=exchange.axis,
@@ -39,7 +34,7 @@ def rates_of(
                 nodes=tuple(dict.fromkeys(hosts[rank] for rank in exchange.ranks)),
                 num_bytes=num_bytes,
                 seconds=seconds,
-                planned_s=by_bytes.get(num_bytes),
+                planned_s=None if planned is None else planned.seconds(exchange, num_bytes),
             )
         )
     return tuple(rates)

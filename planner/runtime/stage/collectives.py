@@ -219,3 +219,16 @@ def _all_to_all(x: Tensor, group: str, *, gather_dim: int, split_dim: int) -> Te
     ones = [1] * parts
     received = run("all_to_all", lambda: _funcol.all_to_all_single(stacked, ones, ones, group))
     return torch.cat(received.unbind(0), gather_dim)
+
+
+def all_to_all_parts(x: Tensor, group: str, parts: int) -> Tensor:
+    """Give each rank its part of dim 0; return the parts that ranks gave this one, in order."""
+    stacked = x.unflatten(0, (parts, -1)).contiguous()
+    ones = [1] * parts
+    received = run("all_to_all", lambda: _funcol.all_to_all_single(stacked, ones, ones, group))
+    return received.flatten(0, 1)
+
+
+def all_reduce_max(x: Tensor, group: str) -> Tensor:
+    """Return the largest of the ranks' numbers."""
+    return run("all_reduce", lambda: _funcol.all_reduce(x.reshape(1), "max", group))

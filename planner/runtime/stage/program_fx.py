@@ -21,11 +21,14 @@ from torch.utils._pytree import tree_leaves
 from planner.errors import LayoutError
 from planner.graph import Affine, Op, Program, Ref, Symbol
 from planner.graph.function_keys import AUTOGRAD_FUNCTION
+from planner.graph.module_keys import OPAQUE_MODULE
 from planner.ops.record import is_random
 from planner.ops.weight_products import deferrable_products
 from planner.runtime.stage import collectives, local_ops
 from planner.runtime.stage.autograd_functions import autograd_function
 from planner.runtime.stage.bindings import BINDINGS
+from planner.runtime.stage.exchanged_rows import exchanged_embedding
+from planner.runtime.stage.opaque_modules import find_module, opaque_module, own_params
 from planner.runtime.stage.recompute import Keeper, KeptOp
 from planner.runtime.stage.weight_grads import WeightProduct, WeightQueue
 
@@ -67,7 +70,7 @@ def to_graph_module(
             )
             env[op.outputs[0]] = node
         elif op.target.startswith("planner."):
-            node = _emit_own(graph, op, env, groups, device)
+            node = _emit_own(graph, program, op, env, groups, device)
         else:
             node = _emit_aten(graph, op, env, device)
         calls[op.name] = node
@@ -130,6 +133,7 @@ def _emit_aten(graph: fx.Graph, op: Op, env: dict[str, fx.Node], device: torch.d
 
 def _emit_own(
     graph: fx.Graph,
+    program: Program,
     op: Op,
     env: dict[str, fx.Node],
     groups: Mapping[str, ProcessGroup | None],
@@ -144,6 +148,9 @@ def _emit_own(
         *(_fx_arg(arg, env, device) for arg in op.args),
         **{key: _fx_arg(arg, env, device) for key, arg in op.kwargs},
     )
+    if op.target == OPAQUE_MODULE:
+        find_module(str(op.args[0]))  # in time, not in the first step
+        bound.arguments["own_names"] = own_params(program, op)
     for argument in ("group", "outer_group"):
         axis = bound.arguments.get(argument)
         if axis is None:
@@ -158,8 +165,10 @@ def _emit_own(
 
 
 _OWN: dict[str, Callable[..., Any]] = {
+    "exchanged_embedding": exchanged_embedding,
     "redistribute": collectives.redistribute,
     AUTOGRAD_FUNCTION.removeprefix("planner."): autograd_function,
+    OPAQUE_MODULE.removeprefix("planner."): opaque_module,
 }
 
 

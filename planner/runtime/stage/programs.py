@@ -45,6 +45,8 @@ class Programs:
         self._keeper = keeper if selective else None
         self._weight_queue = weight_queue
         self._full_size = plan.microbatch_samples // mesh.size("batch")
+        # A replica's share may differ from the mean, in which layouts were found.
+        self._own_size = plan.shares[mesh.rank("batch")] if plan.shares else self._full_size
         self._chosen = {entry.class_index: entry.ops for entry in plan.recomputed}
         self._of_class: dict[int, Callable[[int], Run]] = {}
 
@@ -57,7 +59,7 @@ class Programs:
         if class_index not in self._of_class:
             made = cache(lambda bucket, num_samples: self._make(class_index, bucket, num_samples))
             for bucket in range(len(self._graphs)):
-                made(bucket, self._full_size)
+                made(bucket, self._own_size)
             self._of_class[class_index] = lambda num_samples: made(self.bucket, num_samples)
         return self._of_class[class_index]
 
@@ -84,9 +86,12 @@ class Programs:
         except LayoutError as error:
             if num_samples == self._full_size:
                 raise
+            remedy = f"give batches of {self._plan.global_batch}"
+            if num_samples == self._own_size:
+                remedy = f"give replicas shares whose sizes divide as {self._full_size} does"
             raise LayoutError(
                 f"a microbatch of {num_samples} instead of {self._full_size} samples a rank "
-                f"can't be run as planned ({error}); give batches of {self._plan.global_batch}"
+                f"can't be run as planned ({error}); {remedy}"
             ) from error
         whole = graph.classes[class_index]
         module = to_graph_module(

@@ -10,7 +10,7 @@ taken, and autograd carries the gradient back with the parameter's own placement
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,6 +25,7 @@ from planner.ops.record import is_random
 from planner.plan import StagePlan
 from planner.runtime.stage.collectives import redistribute
 from planner.runtime.stage.host_activations import ActivationsOnHost
+from planner.runtime.stage.opaque_modules import noting_reached, only_opaque_params
 from planner.runtime.stage.programs import Programs, Run
 from planner.runtime.stage.recompute import Keeper, Recomputed
 from planner.runtime.step.messages.wiring import BlockPlacements, StageWiring
@@ -43,6 +44,8 @@ class BlockModule(nn.Module):
     passes (a shared parameter, a buffer, a constant); `written` are the positions of buffers
     that the program reads and writes. `recomputed` makes a run one that
     keeps little; `away` takes activations to the host, and no parameters.
+    `unreached` gives, by the program's names, the user's names of parameters that a backward may
+    not reach; `reached` has those that it did, by the program's.
     `params_are_dtensors` is set by the code that makes them so (`planner.runtime.state.zero`).
     """
 
@@ -54,10 +57,12 @@ class BlockModule(nn.Module):
         written: frozenset[int] = frozenset(),
         recomputed: Callable[[Run], Recomputed] | None = None,
         away: ActivationsOnHost | None = None,
+        unreached: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
         self._program, self._slots, self._away = program, slots, away
         self._written = written
+        self.unreached, self.reached = unreached or {}, set[str]()
         self.params_are_dtensors = False
         self.recomputed = None if recomputed is None else recomputed(self._with_params)
 
@@ -96,7 +101,11 @@ class BlockModule(nn.Module):
             params = [_local(param) for param in params]
         if self._away is not None:
             self._away.hold(params)
-        return self._program(num_samples)(*inputs, *params)
+        program = self._program(num_samples)
+        if not self.unreached:
+            return program(*inputs, *params)
+        with noting_reached(self.reached):
+            return program(*inputs, *params)
 
 
 def _local(tensor: Tensor | None) -> Tensor | None:
@@ -190,7 +199,19 @@ class StageModule(nn.Module):
                 passed.index(names[name])
                 for name in written_buffers(graph.classes[block.class_index])
             )
-            module = BlockModule(program, slots, written=written, recomputed=recomputed, away=away)
+            optional = only_opaque_params(graph.classes[block.class_index])
+            module = BlockModule(
+                program,
+                slots,
+                written=written,
+                recomputed=recomputed,
+                away=away,
+                unreached={
+                    inner: graph.tensor[name].fqn
+                    for inner, name in names.items()
+                    if inner in optional and name in own
+                },
+            )
             for n in dict.fromkeys(own):
                 meta = graph.tensor[n]
                 self._register(
@@ -269,6 +290,26 @@ class StageModule(nn.Module):
             if block.recomputed is None or _is_sharded(block)
             else (block.recomputed.take_latest())
         )
+
+    def may_be_unreached(self) -> Iterator[str]:
+        """Yield the user's names of parameters that a backward may not reach."""
+        for block in self._blocks():
+            yield from block.unreached.values()
+
+    def reached(self) -> Iterator[str]:
+        """Yield those of them that one did since `forget_reached`."""
+        for block in self._blocks():
+            yield from (fqn for name, fqn in block.unreached.items() if name in block.reached)
+
+    def forget_reached(self) -> None:
+        """Forget what backwards have reached."""
+        for block in self._blocks():
+            block.reached.clear()
+
+    def _blocks(self) -> Iterator[BlockModule]:
+        for block in self.blocks:
+            assert isinstance(block, BlockModule)
+            yield block
 
     def named_params(self) -> dict[str, nn.Parameter]:
         """Return the stage's parameters by the user's own names."""

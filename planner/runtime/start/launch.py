@@ -181,6 +181,8 @@ def check_runnable(plan: Plan, device: str | None, num_nodes: int = 1) -> str:
             f"num_nodes={num_nodes} does not divide the plan's {plan.world_size} ranks; each node "
             "runs equally many"
         )
+    if num_nodes > 1:
+        plan.cluster.check_equal_nodes()
     return check_ranks(plan.world_size // num_nodes, device)
 
 

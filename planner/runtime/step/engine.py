@@ -34,6 +34,7 @@ from planner.runtime.checkpoint.pieces import Piece
 from planner.runtime.initial.values import FirstValues, ModuleValues, Place
 from planner.runtime.stage import collectives
 from planner.runtime.stage.host_activations import ActivationsOnHost
+from planner.runtime.stage.opaque_modules import keep_modules
 from planner.runtime.stage.programs import Programs
 from planner.runtime.stage.recompute import Keeper
 from planner.runtime.stage.stage import StageModule
@@ -72,6 +73,7 @@ from planner.runtime.step.messages.wiring import (
     wire_stage,
 )
 from planner.runtime.step.randomness import RandomStream
+from planner.runtime.step.reached import Reached
 from planner.runtime.step.trained import Owner, TrainedParams
 from planner.schedule import Job, StepJobKind, schedule_of, step_jobs
 from planner.timeline import CHECK
@@ -145,6 +147,8 @@ class Engine:
         self.after_step: list[Callable[[Tensor], None]] = []
         self.after_load: list[Callable[[], None]] = []
         self.average: WeightAverage | None = None
+        for each in (graph, *buckets):
+            keep_modules(each, model)
         self._empty = empty_tensors(model) if may_be_empty else frozenset()
         if values is not None:
             # What files need not have is made as at a start without files.
@@ -189,6 +193,10 @@ class Engine:
             self._param_placements,
             sharded=self._zero_stage > 0,
             host=self._host if plan.optimizer_on_host else None,
+        )
+        by_stage = stage_params(graph, plan)
+        self._reached = Reached(
+            self.stages, mesh, [[graph.tensor[n].fqn for n in names] for names in by_stage]
         )
         self._take_first_values(values or ModuleValues(model, mesh), preambles)
         self.optimizer = self._trained.build_optimizer(optimizer, model)
@@ -462,6 +470,7 @@ class Engine:
         feed = self._feed(batch)
         if not self._accumulation.is_open:
             self._trained.zero_gradients()
+            self._reached.begin()
             if self._statistics is not None:
                 self._statistics.begin()
         with self._drawn(), watching(self, fetch) as seen:
@@ -502,7 +511,7 @@ class Engine:
         with self._executor.phase("its optimizer's step"), optimizer_job:
             if self._checkpoints is not None:
                 self._checkpoints.hold()
-            self._trained.step(self.optimizer)
+            self._trained.step(self.optimizer, unreached=self._reached.missing())
         self.steps += 1
 
     def _stop_if_wrong(

@@ -8,7 +8,7 @@ whole model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from planner.runtime.state.optimizers.whole_params import WholeParams, stepped_o
 from planner.runtime.state.tied import tied_copies
 from planner.runtime.step.clip import clip_gradients
 from planner.runtime.step.messages.wiring import stage_params
+from planner.runtime.step.reached import without_gradients
 from planner.runtime.step.reduce import GradBuckets
 
 Owner = StageModule | MasterParams | HostMasters
@@ -192,8 +193,19 @@ class TrainedParams:
         if self._whole is not None:
             self._whole.refresh()
 
-    def step(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Let the optimizer step, and bring the parameters of the stages to what was trained."""
+    def step(
+        self, optimizer: torch.optim.Optimizer | None, *, unreached: Collection[str] = ()
+    ) -> None:
+        """Let the optimizer step, and bring the parameters of the stages to what was trained.
+
+        The `unreached`, by the user's names, have no gradient; zeros for an optimizer that takes
+        whole parameters, whose pieces are gathered.
+        """
+        named = self.by_name() if unreached and self._whole is None else {}
+        with without_gradients(param for fqn in unreached for param in named.get(fqn, ())):
+            self._step(optimizer)
+
+    def _step(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self._whole is not None:
             self._whole.gather_gradients()
         if self._updates is not None:

@@ -24,8 +24,15 @@ from typing import IO, TYPE_CHECKING, Protocol
 
 from planner.errors import ProfileError
 from planner.nodes.launchers import started
-from planner.nodes.meeting import host_and_port, meet_as_nodes, meet_as_started, tell_all
-from planner.nodes.waiting import waiting_at
+from planner.nodes.meeting import (
+    host_and_port,
+    meet_as_nodes,
+    meet_as_started,
+    port_of,
+    tell_all,
+)
+from planner.nodes.waiting import described, waiting_at
+from planner.runtime.start.node_watch import NodeWatch
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -64,6 +71,13 @@ class Member:
     local_number: int
     store: Store
     host: str
+
+    def watch(self) -> NodeWatch:
+        """Return what tells the others that this one is there, and which of them is gone."""
+        meeting = f"{self.host}:{port_of(self.store)}"
+        watch = NodeWatch(meeting, "planner/there", number=self.number, count=self.count)
+        watch.start()
+        return watch
 
     def ranks(self) -> list[ClusterRank]:
         """Return the places of the ranks that this process starts."""
@@ -132,6 +146,9 @@ class Launcher(Protocol):
     def start(self, port: int, token: str, log: IO[bytes]) -> list[subprocess.Popen[bytes]]:
         """Start workers and return those that are children of this process."""
 
+    def lost(self) -> str:
+        """Return which node is gone; nothing while all are there."""
+
     def close(self) -> None:
         """Tell whoever else starts workers that no more will be needed."""
 
@@ -161,6 +178,10 @@ class LocalLauncher:
             for rank in range(self.num_ranks)
         ]
 
+    def lost(self) -> str:
+        """Nobody else to lose."""
+        return ""
+
     def close(self) -> None:
         """Nobody else to tell."""
 
@@ -176,6 +197,11 @@ class ClusterLauncher:
         self._device = device
         self._threads = threads
         self._generation = 0
+        self._watch = member.watch()
+
+    def lost(self) -> str:
+        """Return which node gave no sign."""
+        return self._watch.lost
 
     def start(self, port: int, token: str, log: IO[bytes]) -> list[subprocess.Popen[bytes]]:
         """Announce a generation and start this process's workers of it."""
@@ -194,21 +220,31 @@ class ClusterLauncher:
 
     def close(self) -> None:
         """End the other ranks."""
+        self._watch.stop()
         self._member.store.set(_key(self._generation), json.dumps(_DONE))
 
 
 def serve(member: Member) -> None:
-    """Start workers for every generation that rank 0 announces, until it is done."""
-    store = member.store
+    """Start workers for every generation that rank 0 announces, until it is done.
+
+    Raises ProfileError, with its name, where a node is gone.
+    """
+    store, watch = member.store, member.watch()
     generation = 0
     workers: list[subprocess.Popen[bytes]] = []
     try:
         while True:
             try:
                 while not store.check([_key(generation)]):
+                    if watch.lost:
+                        raise ProfileError(f"{watch.lost}: this node ends its ranks")
                     time.sleep(_POLL_S)
             except RuntimeError as error:
-                raise ProfileError(f"rank 0 is gone: {error}".splitlines()[0]) from None
+                meeting = described(f"{member.host}:{port_of(store)}")
+                why = str(error).splitlines()[0]
+                raise ProfileError(
+                    f"{socket.gethostname()} has lost the node that measures, {meeting}: {why}"
+                ) from None
             call = json.loads(store.get(_key(generation)))
             _end(workers)
             if call == _DONE:
@@ -217,6 +253,7 @@ def serve(member: Member) -> None:
             generation += 1
     finally:
         _end(workers)
+        watch.stop()
 
 
 def _end(workers: list[subprocess.Popen[bytes]]) -> None:

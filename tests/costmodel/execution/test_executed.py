@@ -8,7 +8,8 @@ from costmodel.estimate import Estimate, cost_cache, estimate
 from costmodel.execution import Execution, execution_names, find_execution
 from costmodel.execution.executed import ExecutedProfile
 from costmodel.memory.parts import MemoryParts
-from costmodel.time.block.program import ProgramCost, price_program
+from costmodel.time.block.program import price_program
+from costmodel.time.stage_costs.times import RunTimes
 from costmodel.topology import lowered_groups
 from planner.errors import PlannerError
 from planner.layout.axes import Degrees
@@ -63,7 +64,7 @@ def test_a_backward_makes_what_needs_a_gradient(h100: Profile) -> None:
     profile = cost_cache(GRAPH, h100, 8, execution=core).profile
     layer = GRAPH.classes[1].bind(1)
 
-    def priced_with(needs) -> ProgramCost:
+    def priced_with(needs) -> RunTimes:
         tensors = tuple(
             replace(meta, requires_grad=meta.requires_grad and needs(meta))
             for meta in layer.tensors
@@ -79,7 +80,7 @@ def test_a_backward_makes_what_needs_a_gradient(h100: Profile) -> None:
     assert frozen.weight_s == 0
     # Half of the products' backward, which is most of a layer's; attention's stays whole.
     assert 0.45 < frozen.backward_s / trained.backward_s < 0.65
-    assert (nothing.backward_s, nothing.host_backward_s, nothing.backward_comm_s) == (0, 0, 0)
+    assert (nothing.backward_s, nothing.host_backward_s, nothing.comm_backward_s) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("name", ["dp", "pp"])
@@ -157,9 +158,9 @@ def test_eight_bits_multiply_faster_in_layers_alone(h100: Profile) -> None:
         h100, costs.profile.rates, num_nodes=1, execution=core, product_dtype="float8_e4m3fn"
     )
     eight = type(costs)(GRAPH, narrow, execution=core)
-    layer, head = (costs.block(i, 1).forward_s for i in (1, 2))
-    assert eight.block(1, 1).forward_s < 0.8 * layer
-    assert eight.block(2, 1).forward_s == head
+    layer, head = (costs.block(i, 1).times.forward_s for i in (1, 2))
+    assert eight.block(1, 1).times.forward_s < 0.8 * layer
+    assert eight.block(2, 1).times.forward_s == head
 
 
 def test_a_measured_profile_has_no_rates(h100: Profile) -> None:
@@ -181,9 +182,9 @@ def test_keys_and_values_of_a_ring_are_never_whole(h100: Profile) -> None:
     )
     (ring,) = (op for op in layer.ops if op.target == "planner.ring_attention")
     assert layer.tensor[ring.inputs[1]].shape == (1, 8, 1024, 128)
-    whole = cost_cache(GRAPH, h100, 8, execution=core).block(1, 1).forward_flop
+    whole = cost_cache(GRAPH, h100, 8, execution=core).block(1, 1).times.forward_flop
     shared = cost_cache(GRAPH, h100, 8, execution=core).block(1, 1, plan.degrees, plan.layouts[1:2])
-    assert shared.forward_flop == pytest.approx(whole / 4, rel=1e-3)
+    assert shared.times.forward_flop == pytest.approx(whole / 4, rel=1e-3)
 
 
 def test_an_update_in_place_needs_no_copy(h100: Profile) -> None:

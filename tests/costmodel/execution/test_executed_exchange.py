@@ -7,7 +7,7 @@ import pytest
 from costmodel.execution import Execution, find_execution
 from costmodel.execution.executed import ExecutedProfile
 from costmodel.execution.executed_exchange import executed_exchange
-from costmodel.table.rates import load_rates
+from costmodel.table.kernels import load_rates
 from costmodel.time.communication import DataParallelSeconds
 from planner.plan.replication import Replication
 from profiles import Group, load_profile

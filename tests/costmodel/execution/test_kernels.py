@@ -14,10 +14,9 @@ from costmodel.execution.executed_kernels import (
     kernels_of,
     products_of_head,
 )
-from costmodel.execution.executed_program import executed_times
-from costmodel.execution.host import host_seconds
+from costmodel.execution.executed_program import executed_times, host_seconds
 from costmodel.memory.saved import saved_tensors
-from costmodel.table.rates import load_rates
+from costmodel.table.kernels import load_rates
 from costmodel.topology import lowered_groups
 from planner.graph import Op, Ref
 from planner.layout.axes import Degrees

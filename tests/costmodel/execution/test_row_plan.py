@@ -1,9 +1,19 @@
 """Rows as plans: a plan has what its row says, and its step has the time that it should."""
 
+from dataclasses import replace
+
 import pytest
 
-from costmodel.table.rows.row_plan import RowPrices, plan_of, transformer_of
+from costmodel.table.rows.row_plan import (
+    RowPrices,
+    is_nearly_full,
+    plan_of,
+    retry_seconds,
+    transformer_of,
+)
 from costmodel.table.rows.rows import predict_row, run_of
+from planner.errors import PlannerError
+from planner.templates import build_transformer
 
 GPT = {
     "stack": "megatron-classic", "gpu": "A100-SXM", "gpus": "8", "layers": "24", "hidden": "2048",
@@ -195,3 +205,105 @@ def test_layers_as_cuda_graphs_leave_the_host_little_to_do() -> None:
     )
     assert graphs.host_s < 0.1 * eager.host_s
     assert graphs.compute_s == pytest.approx(eager.compute_s)
+
+
+def test_parts_of_layers_as_cuda_graphs_leave_the_host_the_rest() -> None:
+    row = {**MIXTRAL, "gpu": "GB200"}
+    kernels = [
+        (stack.forward_kernels, stack.router_kernels, stack.expert_kernels)
+        for notes in ("", "CUDA graphs of router", "CUDA graphs of attention and router")
+        for stack in (run_of({**row, "notes": notes})[0].stack,)
+    ]
+    whole, router, both = kernels
+    assert whole[0] == router[0] > both[0] > 1
+    assert whole[1] > router[1] == both[1] > 1
+    assert whole[2] == router[2] == both[2]
+
+
+@pytest.mark.parametrize(
+    ("said", "sends_tokens", "is_fast"),
+    [("dispatcher alltoall", False, False), ("dispatcher DeepEP", True, False),
+     ("dispatcher HybridEP", True, True)],
+)  # fmt: skip
+def test_a_row_names_its_dispatcher(said: str, sends_tokens: bool, is_fast: bool) -> None:
+    for row in ({**MIXTRAL, "notes": said}, {**MIXTRAL, "dispatcher": said.split()[1]}):
+        stack = run_of(row)[0].stack
+        assert stack.sends_tokens is sends_tokens
+        assert (stack.wide_exchange_part == 1) is is_fast
+    assert run_of({**MIXTRAL, "notes": "all-to-all overlap"})[0].stack.overlaps_rows
+
+
+def test_rows_in_eight_bits_are_padded_and_multiplied_one_by_one() -> None:
+    """A layer's 65,536 rows of 4096, of 8 experts: one more pass each way, forward and backward."""
+    times = {}
+    for pads in (True, False):
+        run, profile, rates = run_of({**MIXTRAL, "dtype": "fp8"})
+        changed = replace(run, stack=replace(run.stack, pads_rows=pads))
+        times[pads] = RowPrices().time(changed, profile, rates).compute_s
+    rows = 2 * 4096 * run.micro_batch * run.stack.fullest_experts
+    moved = 2 * 2 * 2 * (rows + 2 * 4096 * run.micro_batch) * 4096
+    layers = 8 * run.num_microbatches
+    assert times[True] - times[False] == pytest.approx(
+        layers * rates.pass_seconds(moved, 4), rel=0.1
+    )
+
+
+def test_modules_named_by_a_row_run_again() -> None:
+    """Up-projections of latent attention and experts' activations, and nothing else."""
+    row = {**MIXTRAL, "model": "DeepSeek-V3", "recompute": "selective: mla_up_proj, moe_act"}
+    run, _, _ = run_of(row)
+    plan = plan_of(run, transformer_of(run), devices_per_node=8)
+    graph = build_transformer(transformer_of(run))
+    again = {
+        op.module
+        for chosen in plan.recomputed
+        for op in graph.classes[chosen.class_index].ops
+        if op.name in chosen.ops
+    }
+    parts = ("q_up", "kv_up", "rotary")
+    assert again == {f"self_attention.{part}" for part in parts} | {"mlp.experts.act"}
+
+
+def test_selective_recomputation_by_op_keeps_every_second_product() -> None:
+    run, _, _ = run_of({**ROWS["fsdp"], "recompute": "selective"})
+    plan = plan_of(run, transformer_of(run), devices_per_node=8)
+    layer = build_transformer(transformer_of(run)).classes[1]
+    (again,) = (chosen.ops for chosen in plan.recomputed if chosen.class_index == 1)
+    kept = [op.module for op in layer.ops if op.name not in again]
+    assert kept == ["self_attention.qkv", "self_attention.core_attention", "mlp.fc1"]
+
+
+def test_a_row_says_how_stages_are_dealt() -> None:
+    row = {**MIXTRAL, "model": "DeepSeek-V3", "mtp_layers": "1", "pp": "16", "dp": "4", "ep": "4"}
+    run, _, _ = run_of({**row, "pp_layout": "Et*4|(t*4|)*14tmL"})
+    plan = plan_of(run, transformer_of(run), devices_per_node=8)
+    assert [len(stage.blocks) for stage in plan.stages] == [5, *[4] * 14, 3]
+    with pytest.raises(PlannerError, match="makes 2 stages of 64 blocks; the row has 16 stages"):
+        run_of({**row, "pp_layout": "Et*30|t*31mL"})
+
+
+NEARLY_FULL = {
+    "stack": "nanotron", "gpu": "H100-SXM", "gpu_mem_gb": "80", "gpus": "16", "layers": "32",
+    "hidden": "4096", "heads": "32", "kv_heads": "32", "ffn_hidden": "14336", "gated_ffn": "1",
+    "vocab": "131072", "seq_len": "4096", "global_batch": "256", "micro_batch": "1", "tp": "1",
+    "pp": "2", "dp": "8", "zero_stage": "1", "dtype": "bf16",
+}  # fmt: skip
+
+
+def test_messages_wait_for_an_allocator_that_is_nearly_full() -> None:
+    """Live tensors times 1.3 and the context are more than 79 GiB; without that factor they fit.
+    33 turns of 2 messages, a quarter second each."""
+    run, profile, rates = run_of(NEARLY_FULL)
+    prices = RowPrices()
+    found = prices.estimate(run, profile, rates)
+    room = 79 * 2**30
+    assert found.peak_bytes < room
+    assert is_nearly_full(found, run, room)
+    assert retry_seconds(found, run, room) == pytest.approx(0.25 * 2 * 33)
+    assert retry_seconds(found, run, 2 * room) == 0.0
+    assert prices.step_seconds(run, profile, rates, room_bytes=room) == pytest.approx(
+        found.step_s + 0.25 * 2 * 33
+    )
+    predicted = predict_row(NEARLY_FULL, prices)
+    assert predicted["predicted_fits"] == "nearly full"
+    assert predicted["predicted_step_time_s"] == pytest.approx(found.step_s + 0.25 * 2 * 33)

@@ -10,7 +10,7 @@ from costmodel.execution import find_execution
 from costmodel.execution.executed import ExecutedProfile
 from costmodel.execution.rings import GATHERED, with_rings
 from costmodel.execution.saves import saved_instead, with_sized_losses
-from costmodel.table.rates import load_rates
+from costmodel.table.kernels import load_rates
 from planner.graph import Op, Program, Ref
 from planner.layout.axes import Degrees
 from planner.layout.redistribution.redistribute import REDISTRIBUTE

@@ -4,14 +4,14 @@ import pytest
 
 from costmodel.memory.block.backward_facts import backward_facts
 from costmodel.memory.block.backward_walk import backward_walk
-from costmodel.memory.block.block_bytes import block_bytes
+from costmodel.memory.block.block_bytes import block_bytes, block_load
 from costmodel.memory.block.deferred_weights import (
     DeferredWeight,
     deferred_storages,
     weight_job,
 )
 from costmodel.memory.block.forward_walk import forward_walk
-from costmodel.memory.block.recomputed import kept_storages, selective_bytes
+from costmodel.memory.block.recomputed import kept_storages
 from costmodel.memory.saved import saved_tensors
 from planner.ops.recompute_choice import ops_made_again
 from planner.ops.weight_products import deferrable_products
@@ -40,9 +40,10 @@ def test_recomputation_keeps_less_and_runs_again(layer):
     assert all(edge.is_kept for edge in full.inputs if edge.requires_grad)
     saved = saved_tensors(layer, device_type="cpu")
     kept = kept_storages(saved, recomputed)
-    kept_bytes, unsaved_bytes = selective_bytes(saved, recomputed)
-    assert kept_bytes == sum(kept.roots.values()) + sum(kept.extra.values())
-    assert 0 <= unsaved_bytes < kept_bytes
+    load = block_load(none, recomputed)
+    kept_bytes = sum(kept.roots.values()) + sum(kept.extra.values())
+    assert load.selective_bytes == load.input_bytes + kept_bytes < load.saved_bytes
+    assert 0 <= load.selective_peak_bytes - load.recompute_peak_bytes < kept_bytes
     assert kept.results <= kept.roots.keys()
 
 

@@ -40,7 +40,7 @@ def test_parts_of_a_rank_sum_to_its_memory():
     costs = CostCache(graph, H100)
     plan = plan_of(graph)
     price = price_plan(plan, costs)
-    (parts,) = plan_memory(price, costs, schedule_of(plan))
+    (parts,) = plan_memory(plan, costs, schedule_of(plan), price.weights([0]))
     assert {part.field for part in PARTS.values()} <= set(MemoryParts.__dataclass_fields__)
     (load,) = stage_loads(price)
     params = load.param_bytes

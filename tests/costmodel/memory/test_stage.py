@@ -6,15 +6,18 @@ from fractions import Fraction
 import pytest
 
 from costmodel.memory.block.backward_walk import BackwardWalk, Given
-from costmodel.memory.block.block_bytes import BlockBytes, Edge
+from costmodel.memory.block.block_bytes import BlockBytes, BlockKind, Edge, PlacedBlock
+from costmodel.memory.block.copies import Copy
 from costmodel.memory.exact.stage.backward import backward_job
 from costmodel.memory.exact.stage.fsdp_units import Unit, sharded_stage
 from costmodel.memory.exact.stage.jobs import StageJobs, job_variants
-from costmodel.memory.exact.stage.placed_block import BlockKind, Copy, PlacedBlock
 from costmodel.memory.exact.stage.stage_walk import BackwardVariant, BlockSample, StageWalk
+from costmodel.memory.saved import saved_tensors
+from planner.graph import Program
 from planner.plan.replication import Replication
 from planner.schedule import build_schedule
 
+NO_OPS = Program(name="none", inputs=(), params=(), outputs=(), ops=(), tensors=())
 VALUE, KEPT, RISE = 10, 50, 80
 """Bytes of each value between blocks, kept inside a block, and of a block's height."""
 
@@ -34,6 +37,7 @@ def block_of(index, copies=(None,), params=()):
         backward=lambda **how: BackwardWalk(
             30, frozenset(params), (), {"x": Given(VALUE, None, False)}
         ),
+        saved=saved_tensors(NO_OPS),
     )
     return PlacedBlock(
         kind=BlockKind(bytes=sizes, copies=copies),
@@ -82,10 +86,20 @@ def test_a_backward_frees_what_the_forward_kept(first):
     assert backward.samples[-1].end_bytes == gradients + VALUE - 2 * KEPT - VALUE
 
 
+def units_of(stage, replication):
+    return sharded_stage(
+        stage.blocks,
+        stage.shared,
+        replication,
+        gradient_factor=stage.gradient_factor,
+        device_type="cuda",
+    )
+
+
 def test_units_are_padded_to_equal_shards():
     """3 rows of 100 bytes over 2 ranks: 4 rows of 33 bytes; sums are fp32 in bf16."""
     stage = stage_of(block_of(0, params=("w",)), block_of(1), gradient_factor=2)
-    found = sharded_stage(stage, Replication(replicas=2, zero_stage=3), "cuda")
+    found = units_of(stage, Replication(replicas=2, zero_stage=3))
     assert found.units == {
         0: Unit(
             gathered_bytes=132, gradient_bytes=100, sum_bytes=200, message_bytes=264,
@@ -93,7 +107,6 @@ def test_units_are_padded_to_equal_shards():
             has_input_gradient=True, last_part=Fraction(1),
         ),
     }  # fmt: skip
-    assert found.shard_bytes == 132
 
 
 def test_experts_are_sharded_over_the_ranks_that_have_the_same():
@@ -102,7 +115,7 @@ def test_experts_are_sharded_over_the_ranks_that_have_the_same():
     kind = replace(block.kind, bytes=replace(block.kind.bytes, spread=frozenset({"experts"})))
     stage = stage_of(replace(block, kind=kind), block_of(1))
     replication = Replication(replicas=4, expert_replicas=2, zero_stage=1)
-    (unit,) = sharded_stage(stage, replication, "cuda").units.values()
+    (unit,) = units_of(stage, replication).units.values()
     assert unit.shard_bytes == 33 + 2 * 33
     assert unit.gathered_bytes == 4 * 33 + 2 * 2 * 33
 

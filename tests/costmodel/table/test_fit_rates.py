@@ -11,7 +11,7 @@ from costmodel.table.fit_rates import (
     fit_rates,
     held_out_errors,
 )
-from costmodel.table.rates import FITTED, load_rates
+from costmodel.table.kernels import FITTED, load_rates
 from costmodel.table.rows.row_plan import RowPrices
 from costmodel.table.rows.run_row import parse_row
 from planner.errors import ProfileError

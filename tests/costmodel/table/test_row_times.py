@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from costmodel.estimate import TimeParts
-from costmodel.table.kernels import DeviceRates
-from costmodel.table.rates import load_rates
+from costmodel.table.kernels import DeviceRates, load_rates
 from costmodel.table.rows.row_plan import RowPrices
 from costmodel.table.rows.row_stack import FSDP_FLASH, MEGATRON_CORE
 from costmodel.table.rows.run_row import RunRow, parse_row

@@ -3,7 +3,6 @@
 import pytest
 
 from costmodel.execution import find_execution
-from costmodel.table.rows.row_cells import RowError
 from costmodel.table.rows.row_stack import (
     EAGER_FLASH,
     FSDP_FLASH,
@@ -11,6 +10,7 @@ from costmodel.table.rows.row_stack import (
     MEGATRON_CORE,
     MEGATRON_DEEPSPEED,
 )
+from costmodel.table.rows.row_words import RowError
 from costmodel.table.rows.rows import estimate_rows
 from costmodel.table.rows.run_row import parse_row
 from tests.costmodel.table.rows_of_runs import ROW

@@ -10,9 +10,10 @@ from costmodel.table.rows.named_models import (
     named_model,
     params_in_name,
 )
-from costmodel.table.rows.row_cells import Cells, RowError
 from costmodel.table.rows.row_shape import check_divides, shape_of_row
 from costmodel.table.rows.row_words import (
+    Cells,
+    RowError,
     dtype_of,
     gated_of,
     is_blank,
@@ -31,6 +32,7 @@ CORE = find_execution("megatron-core")
         ("None", "none"), ("0.0", "none"), ("no recompute", "none"),
         ("no activation checkpointing", "none"), ("without AC", "none"),
         ("selective (core attn)", "selective"), ("SAC", "selective"),
+        ("selective: moe_act, layernorm", "selective: moe_act, layernorm"),
         ("full", "full"), ("block, 1 layer", "full"), ("1", "full"), ("AC", "full"),
         ("non-uniform", "full"), ("sometimes", None),
     ],

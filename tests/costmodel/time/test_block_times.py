@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from costmodel.table.fusion import num_kernels
-from costmodel.time.block.compute import op_seconds
-from costmodel.time.block.profiled_times import profiled_times
-from costmodel.time.block.program_times import ProgramTimes, Spent
+from costmodel.time.block.compute import ProgramTimes, Spent, op_seconds
+from costmodel.time.block.program import profiled_times
 from costmodel.topology import lowered_groups
 from planner.layout.axes import Degrees
 from planner.layout.placement import Partial, Replicate

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from costmodel import CostCache
-from costmodel.links import find_links
-from costmodel.side_values import find_side_values
+from costmodel.links import find_links, find_side_values
 from costmodel.time.block.boundary import block_entry_seconds, placement_of
 from planner.layout.axes import Degrees
 from planner.layout.placement import Replicate, Shard
 from planner.plan import ClassLayout
 from profiles import Group
 from search.partition.chain_windows import Window
+from search.space.configuration import Configuration
 from search.stages.rank_stages import RankCostWindow, RankStages
 from search.stages.stage_table import StageTable
 from tests.captures import capture_tiny
@@ -72,17 +72,18 @@ def test_a_value_of_no_batch_input_is_made_once():
     assert two.num_bytes(names, fixed=False) <= four.num_bytes(names, fixed=False)
     costs = CostCache(graph, MACHINE)
     assert costs.side_values(2) is costs.side_values(2)
-    assert costs.side_bytes(frozenset(names), 2)[1] == two.num_bytes(names, fixed=True)
+    assert costs.side_values(2) == two
 
 
 def test_a_band_has_an_entry_for_each_run_and_choice(graph):
     """Longer runs take longer; full recomputation adds the forward to the backward."""
     costs = CostCache(graph, MACHINE)
     table = StageTable(costs=costs, layouts=(), degrees=Degrees(), microbatch_size=2)
-    stages = table.with_replicas(
-        degrees=Degrees(dp=2), zero=3, choices=("none", "full"), num_microbatches=4
-    )
-    assert isinstance(stages, RankStages)
+    configuration = Configuration(
+        degrees=Degrees(dp=2), pp=2, vpp=1, microbatch_size=2, num_microbatches=4,
+        schedule="1f1b", zero=3, recompute="none|full",
+    )  # fmt: skip
+    stages = RankStages(table=table, configuration=configuration, is_mixed=True)
     n = table.num_blocks
     band = stages.cost_window(Window.all_runs(n, n))
     assert isinstance(band, RankCostWindow)

@@ -14,7 +14,7 @@ SAVED_AND_PEAK = (
     ("selective_bytes", "selective_peak_bytes"),
 )
 FROZEN = ("frozen_bytes", "frozen_param_bytes", "frozen_backward_bytes")
-SUMS = ("param_bytes", "num_params", *FROZEN, "spread_bytes", "num_spread", "num_blocks")
+SUMS = ("param_bytes", "num_params", *FROZEN, "spread_bytes", "num_spread")
 
 
 def joined(first: StageLoad, second: StageLoad) -> StageLoad:
@@ -41,13 +41,13 @@ def test_runs_are_what_joining_their_blocks_gives(num_blocks):
     rng = np.random.default_rng(3)
     columns = {name: rng.integers(1, 100, n).astype(float) for name in LOAD_FIELDS}
     blocks = [StageLoad(**{k: float(v[i]) for k, v in columns.items()}) for i in range(n)]
+    trained = {"param_bytes": 3.0, "num_params": 2.0}
+    frozen = dict(zip(FROZEN, (5.0, 4.0, 1.0), strict=True))
     runs = RunLoads(
         blocks=StageLoad(**columns),
-        ties=((0, n - 1, 3.0),) if n > 1 else (),
-        tied_tensors=(2,) if n > 1 else (),
-        frozen_ties=((0, n - 1, (5.0, 4.0, 1.0)),) if n > 1 else (),
+        ties=((0, n - 1, trained), (0, n - 1, frozen)) if n > 1 else (),
     )
-    tied = {"param_bytes": 3.0, "num_params": 2.0} | dict(zip(FROZEN, (5.0, 4.0, 1.0), strict=True))
+    tied = trained | frozen
     starts, ends = np.array([(i, j + 1) for i in range(n) for j in range(i, n)]).T
     loads = runs.loads(starts, ends)
     for at, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):

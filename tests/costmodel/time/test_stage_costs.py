@@ -23,7 +23,8 @@ from profiles import load_profile
 from search.partition.chain_problem import Cut
 from search.partition.chain_windows import Window, fixed_windows
 from search.partition.quick_step import quick_step_s
-from search.space.shapes import Configuration
+from search.space.configuration import Configuration
+from search.stages.rank_stages import RankStages
 from search.stages.stage_table import StageTable
 from tests.builders import tiny_models
 from tests.captures import capture_module
@@ -101,6 +102,14 @@ def table_of(plan, costs) -> StageTable:
     )
 
 
+def configuration_of(plan) -> Configuration:
+    return Configuration(
+        degrees=plan.degrees, pp=plan.pp, vpp=1,
+        microbatch_size=plan.microbatch_size, num_microbatches=plan.num_microbatches,
+        schedule=plan.schedule, zero=plan.zero_stage, recompute="mixed",
+    )  # fmt: skip
+
+
 def cuts_of(plan) -> tuple[int, ...]:
     return (*(stage.first_block for stage in plan.stages), plan.stages[-1].last_block + 1)
 
@@ -112,7 +121,7 @@ def test_a_cut_costs_the_search_what_it_costs_the_estimate(graph, costs, seed):
     plan, choices = random_plan(graph, seed), CHOICES
     price = price_plan(plan, costs)
     table = table_of(plan, costs)
-    ranks = table.with_replicas(degrees=plan.degrees, zero=plan.zero_stage, choices=choices)
+    ranks = RankStages(table=table, configuration=configuration_of(plan), is_mixed=True)
     cut = ranks.cut(cuts_of(plan))
     pp_group = pipeline_group(costs.profile.cluster, plan.degrees, pp=plan.pp)
     assert price.job_seconds == cut.job_seconds(
@@ -143,11 +152,7 @@ def test_a_cut_costs_the_search_what_it_costs_the_estimate(graph, costs, seed):
 def test_a_quick_price_is_the_estimate(graph, costs, seed):
     """M17: also where skips reach past a stage, and where a parameter is tied."""
     plan = random_plan(graph, seed)
-    configuration = Configuration(
-        degrees=plan.degrees, pp=plan.pp, vpp=1,
-        microbatch_size=plan.microbatch_size, num_microbatches=plan.num_microbatches,
-        schedule=plan.schedule, zero=plan.zero_stage, recompute="mixed",
-    )  # fmt: skip
+    configuration = configuration_of(plan)
     cut = Cut(cuts=cuts_of(plan), choices=(0,) * plan.pp, value=0.0)
     quick = quick_step_s(configuration, table_of(plan, costs), cut, plan.recompute_by_block)
     assert quick == pytest.approx(

@@ -77,22 +77,24 @@ def assert_close(found: Moment, expected: Moment, rtol: float, told: str) -> Non
 def test_between_plans(tmp_path, is_whole):
     """dp, tp, pp, cp, meshes by stage, ZeRO 1 and 3 and the host, on one, two and four ranks."""
     batch: dict[str, Any] = {"num_microbatches": 2}
-    single = plan_for("tied-gpt", **batch, microbatch_size=4)
-    zero3 = plan_for("tied-gpt", **batch, dp=2, tp=2, zero_stage=3, microbatch_size=2)
-    own = plan_for("tied-gpt", **batch, pp=2, tp=2, by_stage={"tp": (2, 1)}, microbatch_size=4)
-    host = plan_for("tied-gpt", **batch, cp=2, zero_stage=1, microbatch_size=4, on_host=True)
+    single = plan_for("small-tied-gpt", **batch, microbatch_size=4)
+    zero3 = plan_for("small-tied-gpt", **batch, dp=2, tp=2, zero_stage=3, microbatch_size=2)
+    own = plan_for(
+        "small-tied-gpt", **batch, pp=2, tp=2, by_stage={"tp": (2, 1)}, microbatch_size=4
+    )
+    host = plan_for("small-tied-gpt", **batch, cp=2, zero_stage=1, microbatch_size=4, on_host=True)
     pair = (zero3, own) if is_whole else (host, single)
-    check([Case("tied-gpt", *pair, str(tmp_path))])
+    check([Case("small-tied-gpt", *pair, str(tmp_path))])
 
 
 def test_copies_of_shards_are_written_once(tmp_path):
     """HSDP: of the ranks with the same shards one writes each; any plan reads them, and back."""
-    copied = plan_for("gpt", rp=2, dp=2, zero_stage=3, num_microbatches=1, microbatch_size=2)
-    other = plan_for("gpt", dp=2, pp=2, num_microbatches=2, microbatch_size=2)
+    copied = plan_for("small-gpt", rp=2, dp=2, zero_stage=3, num_microbatches=1, microbatch_size=2)
+    other = plan_for("small-gpt", dp=2, pp=2, num_microbatches=2, microbatch_size=2)
     check(
         [
-            Case("gpt", copied, other, str(tmp_path / "from")),
-            Case("gpt", other, copied, str(tmp_path / "to")),
+            Case("small-gpt", copied, other, str(tmp_path / "from")),
+            Case("small-gpt", other, copied, str(tmp_path / "to")),
         ]
     )
 
@@ -100,13 +102,13 @@ def test_copies_of_shards_are_written_once(tmp_path):
 def test_the_same_plan_goes_on_to_the_last_bit(tmp_path):
     """Running statistics that each replica moves for itself, momentum, state that is no tensor."""
     bn = plan_for("batchnorm-mlp", dp=2, microbatch_size=2)
-    tp = plan_for("gpt", tp=2, microbatch_size=2)
-    zero = plan_for("gpt", dp=2, zero_stage=2)
+    tp = plan_for("small-gpt", tp=2, microbatch_size=2)
+    zero = plan_for("small-gpt", dp=2, zero_stage=2)
     cases = [
         Case("batchnorm-mlp", bn, bn, str(tmp_path / "bn"), optimizer="sgd"),
-        Case("gpt", tp, tp, str(tmp_path / "tp"), optimizer="rmsprop"),
-        Case("gpt", zero, zero, str(tmp_path / "zero"), optimizer="nadam"),
-        Case("gpt", tp, zero, str(tmp_path / "plain"), optimizer="plain-sgd"),
+        Case("small-gpt", tp, tp, str(tmp_path / "tp"), optimizer="rmsprop"),
+        Case("small-gpt", zero, zero, str(tmp_path / "zero"), optimizer="nadam"),
+        Case("small-gpt", tp, zero, str(tmp_path / "plain"), optimizer="plain-sgd"),
     ]
     check(cases)
 

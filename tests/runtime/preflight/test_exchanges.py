@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from planner.plan.defaults import default_plan
-from planner.runtime.preflight.exchanges import node_rounds, planned_rounds, shapes
+from planner.runtime.preflight.exchanges import node_rounds, planned_rounds
 from tests.runtime.scenarios import capture
 
 
@@ -40,14 +40,6 @@ def test_groups_of_an_axis_run_at_once(sizes, axes):
         assert len({exchange.axis for exchange in exchanges}) == 1
         found[exchanges[0].axis] = found.get(exchanges[0].axis, 0) + 1
     assert found == axes
-
-
-def test_shapes_are_those_of_the_planned_nodes():
-    """tp 2 and dp 2 of two stages on nodes of 4: only the pipeline leaves a node."""
-    plan = default_plan(capture("gpt"), dp=2, tp=2, pp=2)
-    cluster = plan.cluster.model_copy(update={"devices_per_node": 4})
-    found = shapes(plan.model_copy(update={"cluster": cluster}))
-    assert found == {("all_reduce", 2, 1), ("send_recv", 1, 2)}
 
 
 def assert_no_rank_is_shared(rounds):

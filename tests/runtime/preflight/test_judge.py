@@ -128,15 +128,15 @@ def timed(rates):
 def test_a_node_whose_links_are_all_slow_is_named(plan):
     hosts = ["a", "b", "c", "d"]
     slow = timed({(0, 1): 1e9, (0, 2): 1e8, (1, 2): 1.1e8, (0, 3): 9e8, (1, 3): 1e9, (2, 3): 1e8})
-    planned = PlannedRates(source="p", seconds={("send_recv", 1, 2): {MIB: MIB / 8e8}})
+    planned = PlannedRates(source="p", seconds=lambda _, num_bytes: num_bytes / 8e8)
     for rates in (planned, None):
-        told = judge_rates(plan, hosts, rates_of(plan, hosts, slow, rates))
+        told = judge_rates(plan, hosts, rates_of(hosts, slow, rates))
         lines = [line for line in problems(told) if "links" in line]
         assert len(lines) == 1
         assert lines[0].startswith("all links of c to other nodes are slow: send_recv of 1 MiB")
         assert ("0.8 GB/s planned, 8.0 times less" in lines[0]) == (rates is planned)
     two = timed({(0, 1): 1e8})
-    (line,) = problems(judge_rates(plan, hosts, rates_of(plan, hosts, two, planned)))[:1]
+    (line,) = problems(judge_rates(plan, hosts, rates_of(hosts, two, planned)))[:1]
     assert line.startswith("slow link between nodes, ranks 0, 1 on a, b: ")
 
 
@@ -145,8 +145,8 @@ def test_a_group_slower_than_planned_is_named_with_ranks_and_nodes(plan):
         ranks[0]: finding(timed=[(Exchange(axis="data", kind="all_reduce", ranks=ranks), MIB, s)])
         for ranks, s in (((0, 1), 0.001), ((2, 3), 0.25))
     }
-    planned = PlannedRates(source="p", seconds={("all_reduce", 2, 1): {MIB: 0.001}})
-    told = judge_rates(plan, HOSTS, rates_of(plan, HOSTS, found, planned))
+    planned = PlannedRates(source="p", seconds=lambda exchange, num_bytes: 0.001)
+    told = judge_rates(plan, HOSTS, rates_of(HOSTS, found, planned))
     (line,) = problems(told)
     assert line.startswith("slow data group, ranks 2, 3 on b: all_reduce of 1 MiB at 0.00419 GB/s")
     assert line.endswith("1.05 GB/s planned, 250.0 times less")

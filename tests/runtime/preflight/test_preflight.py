@@ -62,7 +62,7 @@ class Nodes:
             self.started[self._number.value] = list(ranks), world_size, request
             yield []
 
-        def await_findings(store, room, world_size, own):
+        def await_findings(store, room, world_size, own, lost):
             pair = Exchange(axis="data", kind="all_reduce", ranks=(0, 1))
             found = {
                 rank: Finding(

@@ -27,6 +27,7 @@ from planner.plan.defaults import default_plan
 from planner.runtime.start.course import Course, Keeping
 from tests.builders import VOCABULARY, gpt_batch
 from tests.runtime.scenarios import build, capture
+from tests.spawn import is_running
 
 ROOT = Path(__file__).parents[3]
 
@@ -154,14 +155,6 @@ def losses_alone(plan: Plan, steps: int) -> list[float]:
         ]
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def assert_nothing_left(folder: Path) -> None:

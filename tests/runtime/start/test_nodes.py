@@ -13,6 +13,7 @@ from costmodel import estimate
 from planner.plan import save_plan
 from planner.plan.defaults import default_plan
 from profiles import load_profile
+from profiles.store import OPS_FILE
 from search import SearchRequest, find_plan_once
 from tests.nodes import Nodes, why_no_delay, why_not
 from tests.runtime.scenarios import capture
@@ -24,12 +25,10 @@ PORT = "29511"
 PREFLIGHT = """
 import json, sys
 from pathlib import Path
-from planner.runtime.preflight import SIZES, PlannedRates, preflight
+from planner.runtime.preflight import PlannedRates, preflight
 
 rate = float(sys.argv[2])  # bytes per second that every exchange is planned to have
-kinds = ("all_reduce", "all_gather", "send_recv")
-shapes = [(kind, n, m) for kind in kinds for n in (1, 2) for m in (1, 2, 3, 4)]
-planned = PlannedRates(source="here", seconds={s: {b: b / rate for b in SIZES} for s in shapes})
+planned = PlannedRates(source="here", seconds=lambda exchange, num_bytes: num_bytes / rate)
 report = preflight(
     Path("plan.json"), Path("train.py"), "cpu", num_nodes=int(sys.argv[1]),
     rendezvous="node-a:29511", planned=planned, meet_s=float(sys.argv[3]),
@@ -264,3 +263,74 @@ def test_a_search_lays_no_tp_over_a_slow_link(tmp_path):
     assert best.tp * best.cp <= 2
     over = default_plan(graph, tp=4, microbatch_size=8, num_microbatches=1)
     assert estimate(graph, measured, over).step_s > 2 * best.estimate["step_s"]
+
+
+@pytest.mark.timeout(500)
+def test_a_node_cut_off_while_it_is_measured_ends_the_profile_by_name(tmp_path):
+    """Both nodes end within a minute; what was measured is kept."""
+    command = [
+        sys.executable, "-m", "cli", "profile", "--device", "cpu", "--nproc", "1", "--num-nodes",
+        "2", "--rendezvous", f"node-a:{PORT}", "--budget", "5m", "--out", "profile",
+    ]  # fmt: skip
+    with Nodes(2) as nodes:
+        started = {name: nodes.start(name, command, folder=tmp_path) for name in nodes.names}
+        # All ranks have come and said what they are; the first measurements run.
+        await_that((tmp_path / "profile" / OPS_FILE).exists, "the measurement did not begin")
+        time.sleep(3)
+        nodes.cut("node-b")
+        cut = time.monotonic()
+        told = {name: process.communicate(timeout=90)[1] for name, process in started.items()}
+        took_s = time.monotonic() - cut
+    assert took_s < 60
+    assert {name: process.returncode for name, process in started.items()} == {
+        "node-a": 2, "node-b": 2
+    }  # fmt: skip
+    assert "node-b gave no sign for 30 s: the measurement ends" in told["node-a"]
+    assert "node-b has lost the node that measures, node-a:" in told["node-b"]
+    assert (tmp_path / "profile" / OPS_FILE).exists()
+
+
+@pytest.mark.timeout(500)
+def test_a_node_cut_off_in_preflight_is_named(tmp_path):
+    """While ranks check: both nodes end within a minute."""
+    write_run(tmp_path, dp=2, per_node=1)
+    command = [sys.executable, "-c", TOLD_WHEN_WAITING + PREFLIGHT, "2", "1e3", "60"]
+    with Nodes(2) as nodes:
+        # 128 MiB take a quarter of an hour there and back: the checks last.
+        nodes.limit_rate("node-b", "2mbit")
+        started = {name: nodes.start(name, command, folder=tmp_path) for name in nodes.names}
+        await_that(lambda: len(list(tmp_path.glob("waits-*"))) == 2, "no node waits for its ranks")
+        nodes.cut("node-b")
+        cut = time.monotonic()
+        told = {name: process.communicate(timeout=90)[0] for name, process in started.items()}
+        took_s = time.monotonic() - cut
+    assert took_s < 60
+    assert {name: process.returncode for name, process in started.items()} == {
+        "node-a": 2, "node-b": 2
+    }  # fmt: skip
+    assert "node-b gave no sign for 30 s" in json.loads(told["node-a"])["problems"]
+    problems = json.loads(told["node-b"])["problems"]
+    assert any("the node that all meet at, node-a:" in line for line in problems), problems
+
+
+TOLD_WHEN_WAITING = """
+import socket
+from pathlib import Path
+import importlib
+module = importlib.import_module("planner.runtime.preflight.preflight")
+
+awaited = module.await_findings
+
+def await_findings(*args):
+    Path(f"waits-{socket.gethostname()}").touch()
+    return awaited(*args)
+
+module.await_findings = await_findings
+"""
+
+
+def await_that(happens, otherwise):
+    until = time.monotonic() + 300
+    while not happens():
+        assert time.monotonic() < until, otherwise
+        time.sleep(0.2)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from costmodel.memory.exact.stage.placed_block import BlockKind
-from costmodel.memory.exact.stage.stage_walk import StageWalk
+from costmodel.memory.block.block_bytes import PlacedBlock
 from planner.plan.replication import Replication
 
 
@@ -57,11 +56,6 @@ class ShardedStage:
     """Whether a reduce-scatter sums in a copy of its message, as gloo does."""
 
     @property
-    def shard_bytes(self) -> int:
-        """A rank's shards of gradients, in the dtype that these are summed in."""
-        return sum(unit.shard_bytes for unit in self.units.values())
-
-    @property
     def own_bytes(self) -> int:
         """A rank's shards of trained parameters, in their own dtype."""
         return sum(unit.own_bytes for unit in self.units.values())
@@ -89,19 +83,24 @@ class ShardedStage:
         return self.zero_stage == 1 and all(u.sum_bytes == u.gradient_bytes for u in units)
 
 
-def sharded_stage(walk: StageWalk, replication: Replication, device_type: str) -> ShardedStage:
-    """Return the units of a stage; parameters that several of its blocks use are in one of their
-    own. Frozen ones are in units under ZeRO 3 only.
+def sharded_stage(
+    blocks: Sequence[PlacedBlock],
+    shared_by_block: Sequence[Collection[str]],
+    replication: Replication,
+    *,
+    gradient_factor: int,
+    device_type: str,
+) -> ShardedStage:
+    """Return the units of a stage; parameters that several of its blocks use (`shared_by_block`)
+    are in one of their own. Frozen ones are in units under ZeRO 3 only.
     """
     parts, of_experts = replication.shards, replication.of_experts.shards
     shared: dict[str, Size] = {}
     shared_frozen: dict[str, Size] = {}
-    users = Counter(name for block in walk.blocks for name in block.frozen.values())
+    users = Counter(name for block in blocks for name in block.frozen.values())
     units: dict[int, Unit] = {}
-    # Blocks that differ in names only have equal units, where nobody uses parameters of theirs.
-    known: dict[BlockKind, Unit] = {}
-    for index, block in enumerate(walk.blocks):
-        kind, of_others = block.kind, walk.shared[index]
+    for index, (block, of_others) in enumerate(zip(blocks, shared_by_block, strict=True)):
+        kind = block.kind
         shards = {n: of_experts if n in kind.bytes.spread else parts for n in block.params}
         sizes = {
             n: (kind.bytes.params[n], kind.bytes.param_rows[n], shards[n]) for n in block.params
@@ -109,38 +108,32 @@ def sharded_stage(walk: StageWalk, replication: Replication, device_type: str) -
         shared |= {block.params[local]: sizes[local] for local in sizes if local in of_others}
         own = [size for local, size in sizes.items() if local not in of_others]
         own_frozen: list[Size] = []
-        has_others = bool(of_others)
         for local, name in block.frozen.items() if replication.zero_stage == 3 else ():
             size = kind.bytes.frozen[local], kind.bytes.param_rows[local], parts
             if users[name] > 1:
-                shared_frozen[name], has_others = size, True
+                shared_frozen[name] = size
             else:
                 own_frozen.append(size)
-        if kind in known and not has_others:
-            units[index] = known[kind]
-        elif own or own_frozen:
-            unit = _unit(
+        if own or own_frozen:
+            units[index] = _unit(
                 own,
                 own_frozen,
-                walk.gradient_factor,
+                gradient_factor,
                 has_backward=any(edge.requires_grad for edge in kind.bytes.outputs),
                 has_input_gradient=bool(of_others)
                 or any(edge.requires_grad for edge in kind.bytes.inputs),
             )
-            units[index] = unit
-            if not has_others:
-                known[kind] = unit
     if shared or shared_frozen:
-        units[len(walk.blocks)] = _unit(
+        units[len(blocks)] = _unit(
             list(shared.values()),
             list(shared_frozen.values()),
-            walk.gradient_factor,
+            gradient_factor,
             has_backward=True,
             has_input_gradient=True,
         )
     return ShardedStage(
         units=units,
-        shared=len(walk.blocks),
+        shared=len(blocks),
         zero_stage=replication.zero_stage,
         shards_on_host=replication.optimizer_on_host,
         copies_to_reduce=device_type == "cpu",

@@ -7,12 +7,12 @@ from dataclasses import replace
 from math import prod
 
 from costmodel.cache import CostCache
+from costmodel.memory.block.block_bytes import BlockKind, PlacedBlock
+from costmodel.memory.block.copies import copy_between
 from costmodel.memory.exact.stage.fsdp_units import sharded_stage
 from costmodel.memory.exact.stage.jobs import Message, StageJobs
-from costmodel.memory.exact.stage.placed_block import BlockKind, PlacedBlock
 from costmodel.memory.exact.stage.stage_walk import StageWalk
 from costmodel.memory.saved import HELD_ANYWAY, Storage
-from costmodel.time.copies import copy_between
 from costmodel.topology import replica_mesh
 from planner.graph import size_at
 from planner.layout.axes import lowered_axes, split_axes
@@ -45,7 +45,7 @@ class PlacedStages:
             plan.recomputed,
             plan.layouts,
         )
-        self._known = costs.stage_jobs.setdefault(options, {})
+        self.known = costs.once(options, dict[tuple, StageJobs])
 
     def kind(self, stage_index: int) -> tuple:
         """Return what tells a stage from others of such plans, but for names."""
@@ -77,9 +77,9 @@ class PlacedStages:
     def jobs(self, stage_index: int) -> StageJobs:
         """Return the jobs of a stage."""
         kind = self.kind(stage_index)
-        if kind not in self._known:
-            self._known[kind] = self._stage_jobs(stage_index)
-        like = self._known[kind]
+        if kind not in self.known:
+            self.known[kind] = self._stage_jobs(stage_index)
+        like = self.known[kind]
         # Walks have the names of the first stage of the kind; edges are each stage's own.
         incoming = zip(like.incoming, self._incoming[stage_index], strict=True)
         outgoing = zip(like.outgoing, self._outgoing[stage_index], strict=True)
@@ -109,7 +109,13 @@ class PlacedStages:
         )
         sharded = None
         if is_sharded:
-            sharded = sharded_stage(walk, replication, costs.profile.cluster.device_type)
+            sharded = sharded_stage(
+                walk.blocks,
+                walk.shared,
+                replication,
+                gradient_factor=walk.gradient_factor,
+                device_type=costs.profile.cluster.device_type,
+            )
         loss = costs.graph.tensor[costs.graph.loss]
         return StageJobs(
             walk=walk,
@@ -242,7 +248,7 @@ def _deferred(walk: StageWalk, num_blocks: int) -> StageWalk:
     """Return a stage whose first blocks have their weight gradients deferred."""
     kinds: dict[BlockKind, BlockKind] = {}
     for block in walk.blocks[:num_blocks]:
-        found = block.kind.bytes.deferred
+        found = block.kind.bytes.deferred()
         if found is not None and block.kind not in kinds:
             kinds[block.kind] = replace(block.kind, bytes=found)
     if not kinds:

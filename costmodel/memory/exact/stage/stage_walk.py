@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from costmodel.memory.block.block_bytes import PlacedBlock
+from costmodel.memory.block.copies import Copy
 from costmodel.memory.block.deferred_weights import DeferredWeight
-from costmodel.memory.exact.stage.placed_block import Copy, PlacedBlock
 
 
 class BlockSample(NamedTuple):

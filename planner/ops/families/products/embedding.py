@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.layout.placement import OpSharding, Shard
+from planner.layout.redistribution.redistribute import EXCHANGED_EMBEDDING
 from planner.ops.call import Call, LocalForm, P, Placed, R
 from planner.ops.flops import Work, arriving_bytes, made_bytes
 from planner.ops.kernel import KernelCall, Saved, saves_inputs
@@ -25,16 +26,33 @@ def embedding(call: Call) -> Iterator[OpSharding]:
         yield from by_letters([[None, "h"], indices], [[*indices, "h"]])
 
 
+def embedding_by_exchange(call: Call) -> Iterator[OpSharding]:
+    """Each rank has a range of rows and its own samples: they exchange the rows asked for."""
+    if not _depends_on_the_batch(call):
+        for dim in range(len(call.inputs[1])):
+            yield OpSharding(inputs=(Shard(0), Shard(dim)), outputs=(Shard(dim),))
+
+
 def _depends_on_the_batch(call: Call) -> bool:
     """Whether gradients are scaled by how often a row is used, or sparse."""
     return bool(call.arg(3, "scale_grad_by_freq", False) or call.arg(4, "sparse", False))
 
 
 def embedding_on_shard(placed: Placed) -> LocalForm:
-    """With the vocabulary divided, a rank looks up its own rows and has zeros elsewhere."""
+    """With the vocabulary divided, a rank looks up its own rows and has zeros elsewhere, or gets
+    those of its samples from the ranks that hold them.
+    """
     if placed.sharding.inputs[0] != Shard(0):
         return LocalForm((placed.op,))
     padding = placed.call.arg(2, "padding_idx", -1)
+    if placed.sharding.inputs[1] != R:
+        return placed.with_args(
+            *placed.op.args[:2],
+            padding,
+            placed.axis,
+            placed.call.axis_size,
+            target=EXCHANGED_EMBEDDING,
+        )
     return placed.with_args(
         *placed.op.args[:2], padding, placed.axis, target="planner.vocab_embedding"
     )
@@ -62,12 +80,25 @@ def _local_rows(call: KernelCall) -> Saved:
     return Saved(extra_bytes=9 * call.numel(call.op.inputs[1]))
 
 
+def _numbers(call: KernelCall) -> Saved:
+    """Where each index's row came from, in which place it was, and what others asked (int64)."""
+    return Saved(extra_bytes=24 * call.numel(call.op.inputs[1]))
+
+
+def _rows_on_the_way(call: KernelCall, *, forward: bool) -> int:
+    """The rows that a rank sends and those that it gets."""
+    width = call.shape(call.op.inputs[0])[1]
+    rows = call.numel(call.op.inputs[1])
+    return 2 * rows * width * call.element_bytes(call.op.inputs[0])
+
+
 register(
     OpFamily(
         name="embedding",
         targets=aten("embedding"),
         shard=(
             ShardRule(embedding_by_vocabulary, contiguous=True, together=True),
+            ShardRule(embedding_by_exchange, contiguous=True, together=True),
             ShardRule(embedding),
         ),
         local_form=embedding_on_shard,
@@ -83,5 +114,17 @@ register(
         targets=("planner.vocab_embedding",),
         shard=(ShardRule(vocab_embedding),),
         saved=_local_rows,
+    )
+)
+register(
+    OpFamily(
+        name="embedding whose ranks exchange rows",
+        targets=(EXCHANGED_EMBEDDING,),
+        shard=(ShardRule(vocab_embedding),),
+        reads=_gathered_bytes,
+        backward=_backward,
+        saved=_numbers,
+        scratch=_rows_on_the_way,
+        recomputed=False,  # other ranks would have to take part
     )
 )

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from planner.capture import build_without_values
 from planner.errors import LayoutError, PlannerError
 from planner.graph import ModelGraph, Program
 from planner.graph.model_file import ModelSource
@@ -32,7 +34,9 @@ from planner.runtime.check.by_block.tables import (
     queues_of,
 )
 from planner.runtime.check.by_block.wires import check_routes, check_wires
+from planner.runtime.check.promote import ReferenceMode
 from planner.runtime.checkpoint.pieces import Holdings
+from planner.runtime.stage.opaque_modules import calling_inside, keep_modules, opaque_calls
 from planner.runtime.start.groups.mesh import check_runs
 from planner.runtime.step.messages.routes import Routes
 from planner.runtime.step.messages.wiring import (
@@ -118,7 +122,8 @@ def prove(
     parts.append(_timed("values between blocks and stages", lambda: _handovers(plan, derived, cut)))
     checked: dict[tuple[int, Degrees], Checked] = {}
     start = time.perf_counter()
-    parts.append(_blocks(plan, graph, source, derived, cut, checked, tell))
+    with _called_modules(cut, source):
+        parts.append(_blocks(plan, graph, source, derived, cut, checked, tell))
     parts[-1] = replace(parts[-1], seconds=time.perf_counter() - start)
     tell(0.98, "comparing the order of collectives")
     parts.append(
@@ -134,6 +139,17 @@ def prove(
         cuts=tuple(cuts(plan, graph, cut)),
         unproven=tuple(unproven(plan, graph, cut)),
     )
+
+
+@contextmanager
+def _called_modules(cut: Cut, source: ModelSource) -> Iterator[None]:
+    """Inside, modules that run as they are can be called, in the dtype that blocks are run in."""
+    if not any(map(opaque_calls, cut.graph.classes)):
+        yield
+        return
+    keep_modules(cut.graph, build_without_values(source.build))
+    with calling_inside(ReferenceMode if cut.dtype == "float64" else nullcontext):
+        yield
 
 
 Shown = tuple[str, Iterable[str]]

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from planner.graph import ModelGraph
-from planner.graph.batch_split import BatchSplit
 from planner.layout.layout import Box, box_numel, intersection, sizes
 from planner.layout.placement import Shard
 from planner.plan import Plan
@@ -85,9 +84,7 @@ def _check_edge(graph: ModelGraph, edge: Edge, wirings: Sequence[StageWiring]) -
 
 def check_routes(plan: Plan, edges: Sequence[Edge], routes: Routes) -> Iterator[str]:
     """Yield what is wrong with who sends which part of a message to whom, in both directions."""
-    (cut,) = BatchSplit.even(
-        plan.microbatch_samples, num_microbatches=1, parts=plan.batch_parts
-    ).sizes
+    cut = plan.split.sizes[0]
     for edge in edges:
         for is_grad in (False, True) if edge.requires_grad else (False,):
             ends = (edge.producer, edge.consumer)[:: -1 if is_grad else 1]

@@ -19,7 +19,7 @@ from planner.graph.batch_split import BatchSplit
 from planner.plan import Plan
 from planner.runtime.start.groups.mesh import Mesh
 from planner.runtime.start.groups.together import together
-from planner.runtime.step.inputs.feed import even_split
+from planner.runtime.step.inputs.feed import whole_split
 
 _CHECKED_ELEMENTS = 512
 """Of a tensor: enough to tell samples apart, in some microseconds."""
@@ -90,7 +90,7 @@ def agree(mesh: Mesh, plan: Plan, say: Callable[[], Said]) -> Agreed | None:
             f"ranks read global batches of {' and '.join(map(str, sorted(wholes)))} samples; every "
             "rank must read the same data"
         )
-    split = even_split(wholes.pop(), plan) if wholes else _split_of_parts(said, plan)
+    split = whole_split(wholes.pop(), plan) if wholes else _split_of_parts(said, plan)
     counts = [each.counted for each in said if each.counted is not None]
     if counts and not sum(counts) > 0:
         raise ModelError(
@@ -152,12 +152,13 @@ def _split_of_parts(said: Sequence[Said], plan: Plan) -> BatchSplit:
             "rank, with a batch where its stages read one"
         )
     samples = tuple(by_replica[number] for number in range(plan.batch_parts))
-    most = plan.microbatch_size * plan.num_microbatches
     for number, count in enumerate(samples):
+        size = plan.shares[number] if plan.shares else plan.microbatch_size
+        most = size * plan.num_microbatches
         if not plan.num_microbatches <= count <= most:
             raise ModelError(
                 f"replica {number} has {count} samples; {plan.num_microbatches} microbatches of at "
-                f"most {plan.microbatch_size} take {plan.num_microbatches} to {most}"
+                f"most {size} take {plan.num_microbatches} to {most}"
             )
     return BatchSplit.of_parts(samples, num_microbatches=plan.num_microbatches)
 

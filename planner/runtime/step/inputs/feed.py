@@ -78,7 +78,7 @@ def cut_batch(batch: Any, graph: ModelGraph, plan: Plan) -> CutBatch:
     metas = batch_metas(graph)
     check_structure(tree, leaves, graph, needed=metas)
     num_samples = count_samples(leaves, metas)
-    return CutBatch(split=even_split(num_samples, plan), tree=tree, leaves=leaves, metas=metas)
+    return CutBatch(split=whole_split(num_samples, plan), tree=tree, leaves=leaves, metas=metas)
 
 
 def batch_metas(graph: ModelGraph) -> dict[str, TensorMeta]:
@@ -86,7 +86,7 @@ def batch_metas(graph: ModelGraph) -> dict[str, TensorMeta]:
     return {graph.tensor[name].fqn: graph.tensor[name] for name in graph.batch_inputs}
 
 
-def even_split(num_samples: int, plan: Plan) -> BatchSplit:
+def whole_split(num_samples: int, plan: Plan) -> BatchSplit:
     """Return the split of a global batch whose samples lie together.
 
     Raises ModelError for more samples than the plan's, or fewer than one for each microbatch and
@@ -95,17 +95,16 @@ def even_split(num_samples: int, plan: Plan) -> BatchSplit:
     most_replicas = max(
         plan.stage_degrees(index).along("batch") for index in range(len(plan.stages))
     )
-    least = plan.num_microbatches * most_replicas
+    least = plan.least_batch
     if not least <= num_samples <= plan.global_batch:
+        most = max(plan.shares, default=plan.microbatch_size)
         fitting = "" if least == plan.global_batch else f"{least} to "
         raise ModelError(
             f"the batch has {num_samples} samples; {plan.num_microbatches} microbatches on "
-            f"{most_replicas} replicas of at most {plan.microbatch_size} samples take "
+            f"{most_replicas} replicas of at most {most} samples take "
             f"{fitting}{plan.global_batch}; give batches of that size"
         )
-    return BatchSplit.even(
-        num_samples, num_microbatches=plan.num_microbatches, parts=plan.batch_parts
-    )
+    return plan.split.resized(num_samples)
 
 
 def check_structure(

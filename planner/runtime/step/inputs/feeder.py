@@ -25,8 +25,8 @@ from planner.runtime.step.inputs.feed import (
     batch_metas,
     check_structure,
     count_samples,
-    even_split,
     filled,
+    whole_split,
 )
 from planner.runtime.step.inputs.loss_weights import LossWeights
 
@@ -105,7 +105,7 @@ class Feeder:
         check_structure(tree, leaves, self._graph, needed=self._metas[0])
         (bucket, *_), num_samples = self._fitting(leaves)
         cut = CutBatch(
-            split=even_split(num_samples, self._plan),
+            split=whole_split(num_samples, self._plan),
             tree=tree,
             leaves=leaves,
             metas=self._metas[bucket],
@@ -179,7 +179,7 @@ class Feeder:
             # Where others have no say in it, the replica's part is all there is.
             split, parts, place = self._split(samples), 1, 0
             if whole is not None:
-                split, parts, place = even_split(whole, self._plan), count, number
+                split, parts, place = whole_split(whole, self._plan), count, number
             runs = split.own(parts, place)
             if samples != runs[-1].stop:
                 raise ModelError(

@@ -145,9 +145,7 @@ class Post:
         self._here, self._rank = mesh.rank("pp"), dist.get_rank()
         self._home = schedule.stage_to_pp_rank
         self._all_routes = tuple(Routes(plan=plan) for _ in self._by_bucket)
-        self._full = BatchSplit.even(
-            plan.global_batch, num_microbatches=plan.num_microbatches, parts=plan.batch_parts
-        )
+        self._full = plan.split
         self._cuts: tuple[tuple[int, ...], ...] = ()
         self._groups = _p2p_groups(mesh, edges, self._home, self._all_routes[0])
         self._taken_at: dict[Message, int] = {}

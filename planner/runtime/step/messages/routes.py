@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from planner.errors import LayoutError
 from planner.graph import Affine, size_at
-from planner.graph.batch_split import BatchSplit, part_bounds
+from planner.graph.batch_split import part_bounds
 from planner.layout.axes import members
 from planner.layout.layout import Box, ProcessMesh
 from planner.layout.placement import Shard
@@ -84,9 +84,7 @@ class Routes:
 
     def pairs(self, edge: Edge) -> set[tuple[int, int]]:
         """Return the ranks that ever send to each other over an edge, with direction."""
-        (cut,) = BatchSplit.even(
-            self.plan.microbatch_samples, num_microbatches=1, parts=self.plan.batch_parts
-        ).sizes
+        cut = self.plan.split.sizes[0]
         ways = [False, True] if edge.requires_grad else [False]
         return {
             (part.source, part.target)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from planner.graph import Op, TensorMeta
+from planner.layout.redistribution.redistribute import EXCHANGED_EMBEDDING, inner_collectives
 from planner.ops.families.products import embedding
 from tests.ops.calls import offered, on_shard, saved
 from tests.sharding.programs import one_op
@@ -13,11 +15,30 @@ TABLE, INDICES = torch.ones(8, 4), torch.zeros(2, 6, dtype=torch.long)
 
 def test_a_rank_looks_up_its_own_rows():
     lookup = one_op("aten.embedding.default", TABLE, INDICES)
-    assert offered(lookup) == {"S(0),R->P", "R,S(0)->S(0)", "R,S(1)->S(1)", "S(1),R->S(2)"}
+    by_rows = {"S(0),R->P", "S(0),S(0)->S(0)", "S(0),S(1)->S(1)"}
+    assert offered(lookup) == by_rows | {"R,S(0)->S(0)", "R,S(1)->S(1)", "S(1),R->S(2)"}
     ((target, args),) = on_shard(lookup, "S(0),R->P")
     assert (target, args[-2:]) == ("planner.vocab_embedding", (-1, "tp"))
     ((target, _),) = on_shard(lookup, "S(1),R->S(2)")
     assert target == "aten.embedding.default"
+
+
+def test_ranks_with_samples_of_their_own_exchange_rows():
+    lookup = one_op("aten.embedding.default", TABLE, INDICES)
+    ((target, args),) = on_shard(lookup, "S(0),S(1)->S(1)")
+    assert (target, args[2:]) == (EXCHANGED_EMBEDDING, (-1, "tp", 2))
+    op = Op(name="rows", target=target, args=(*args,), outputs=("y",))
+    metas = [
+        TensorMeta(name=name, shape=shape, dtype=dtype, kind="activation")
+        for name, shape, dtype in (
+            (op.inputs[0], (4, 4), "float32"),
+            (op.inputs[1], (2, 3), "int64"),
+            ("y", (2, 3, 4), "float32"),
+        )
+    ]
+    # Numbers of both ranks there, rows of both back.
+    found = inner_collectives(op, {meta.name: meta for meta in metas})
+    assert found == (("all_to_all", 2 * 6 * 8), ("all_to_all", 2 * 24 * 4))
 
 
 def test_gradients_that_depend_on_how_often_a_row_is_used_are_not_cut():

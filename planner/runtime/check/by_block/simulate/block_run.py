@@ -18,9 +18,10 @@ from torch import Tensor, fx
 
 from planner.graph import Program
 from planner.runtime.stage import collectives, local_ops
+from planner.runtime.stage.exchanged_rows import exchanged_embedding
 
 _TALKS_IN_BACKWARD: frozenset[Callable[..., Any]] = frozenset(
-    [collectives.redistribute, local_ops.vocab_log_softmax]
+    [collectives.redistribute, exchanged_embedding, local_ops.vocab_log_softmax]
 )
 """Ops whose gradients ranks make together, so when the backward comes to them."""
 

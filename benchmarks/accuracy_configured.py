@@ -1,0 +1,169 @@
+"""What configuration files that were published with runs say beyond the rows of their tables.
+
+- MLPerf's LoRA submissions: config_*.sh and config_common.sh of each submitter's llama2_70b_lora in
+  mlcommons/training_results_v4.0, v4.1 and v5.0.
+- Megatron-Bridge's tables of mixtures of experts: the recipes of each release, scripts/performance
+  of NVIDIA-NeMo/Megatron-Bridge at v0.1.0rc4 (25.09), v0.2.0 (25.11) and v0.3.0 (26.02).
+- Megatron-LM's DeepSeek-V3, whose rows are one run after the other: each adds to those before it.
+
+Nothing here is measured: which dispatcher, which CUDA graphs, what is recomputed, what overlaps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+BENCHMARK = "Llama2-70B-LoRA"
+
+BLACKWELL = ("B200", "GB200")
+
+ALL = "CUDA graphs"
+PARTS = "CUDA graphs of attention and router"
+ROUTER = "CUDA graphs of router"
+DEEP = "dispatcher DeepEP"
+HYBRID = "dispatcher HybridEP"
+OVERLAP = "all-to-all overlap"
+
+STAGES_16 = {"pp_layout": "Et*4|(t*4|)*14tmL"}
+STAGES_16_NEXT_ONLY = {"pp_layout": "Et*4|(t*4|)*14tL"}
+STAGES_32 = {"pp_layout": "Et|(tt|)*30mL"}
+OWN_STAGES = {"pp_layout": "Et*3|(tt|)*29m|L"}
+"""Megatron-LM's own for as many (docs/user-guide/features/pipeline_parallel_layout.md)."""
+
+# Notes to add, what is recomputed, and cells that the table leaves blank or has otherwise than the
+# recipe. By release, model and device.
+# fmt: off
+BRIDGE: Mapping[tuple[str, str, str], tuple[str, str, Mapping[str, str]]] = {
+    ("26.02", "deepseek", "GB300"): (HYBRID, "selective: mla_up_proj", STAGES_16),
+    ("26.02", "deepseek", "GB200"): (f"{HYBRID}, {PARTS}", "selective: mla_up_proj", STAGES_16),
+    ("26.02", "deepseek", "B300"): (HYBRID, "selective: mla_up_proj", {"vpp": "1", **STAGES_16}),
+    ("26.02", "deepseek", "B200"): (HYBRID, "selective: mla_up_proj", {"vpp": "1", **STAGES_16}),
+    ("26.02", "gpt oss", "GB300"): (PARTS, "none", {}),
+    ("26.02", "gpt oss", "B300"): (PARTS, "none", {}),
+    ("26.02", "gpt oss", "GB200"): ("", "selective: layernorm, moe_act", {}),
+    ("26.02", "gpt oss", "B200"): ("", "selective: layernorm, moe_act", {}),
+    ("26.02", "gpt oss", "H100"): ("", "selective: layernorm, moe_act", {"vpp": "1"}),
+    ("26.02", "30b", "GB300"): (f"{HYBRID}, {ROUTER}", "none", {}),
+    ("26.02", "30b", "GB200"): (f"{HYBRID}, {ROUTER}", "none", {}),
+    ("26.02", "30b", "B300"): (f"{HYBRID}, {ROUTER}", "none", {}),
+    ("26.02", "30b", "B200"): (ROUTER, "none", {}),
+    ("26.02", "30b", "H100"): (f"{DEEP}, {OVERLAP}", "none", {}),
+    ("26.02", "235b", "GB300"): (f"{HYBRID}, {PARTS}", "none", {"vpp": "1"}),
+    ("26.02", "235b", "GB200"): (f"{HYBRID}, {PARTS}", "none", {"vpp": "1"}),
+    ("26.02", "235b", "B300"): (OVERLAP, "none", {}),
+    ("26.02", "235b", "B200"): ("", "none", {"vpp": "1"}),
+    ("26.02", "235b", "H100"): (OVERLAP, "none", {}),
+    ("25.11", "deepseek", "GB300"): (f"{HYBRID}, {PARTS}", "selective: moe_act", {}),
+    ("25.11", "deepseek", "GB200"): (f"{HYBRID}, {ROUTER}", "selective: mla_up_proj", {}),
+    ("25.11", "deepseek", "B200"): ("", "selective: mla_up_proj", STAGES_16),
+    ("25.11", "gpt oss", "GB300"): (PARTS, "none", {}),
+    ("25.11", "gpt oss", "GB200"): ("", "selective: layernorm, moe_act", {}),
+    # The table's ep is 8, its rate that of the next release's with 64.
+    ("25.11", "gpt oss", "B200"): ("", "selective: layernorm, moe_act", {"ep": "64"}),
+    # The table's micro batch and accumulation are those of the B200's row; 4 samples and 16 ranks
+    # would make 8 microbatches of 512, and it says 2.
+    ("25.11", "gpt oss", "H100"): ("", "selective: layernorm, moe_act", {"micro_batch": "1"}),
+    ("25.11", "30b", "GB300"): (f"{HYBRID}, {ROUTER}", "none", {}),
+    ("25.11", "30b", "GB200"): (f"{HYBRID}, {ROUTER}", "none", {}),
+    ("25.11", "30b", "B200"): (ROUTER, "none", {}),
+    # The table repeats the layout of 25.09.
+    ("25.11", "30b", "H100"): (OVERLAP, "none", {"micro_batch": "1", "vpp": "12"}),
+    ("25.11", "235b", "GB300"): (f"{HYBRID}, {ROUTER}", "none", {}),
+    ("25.11", "235b", "GB200"): (f"{HYBRID}, {PARTS}", "none", {}),
+    ("25.11", "235b", "B200"): (OVERLAP, "none", {}),
+    ("25.11", "235b", "H100"): (OVERLAP, "none", {}),
+    ("25.09", "deepseek", "GB200"): ("", "selective: mla_up_proj", STAGES_16),
+    ("25.09", "deepseek", "B200"): ("", "selective: mla_up_proj", STAGES_16),
+    ("25.09", "deepseek", "H100"): (f"{DEEP}, {OVERLAP}", "selective: mla_up_proj, mlp", STAGES_32),
+    ("25.09", "30b", "GB200"): (ALL, "none", {}),
+    ("25.09", "30b", "B200"): (ALL, "none", {}),
+    ("25.09", "30b", "H100"): ("", "none", {"vpp": "12"}),
+    ("25.09", "235b", "GB200"): (ALL, "none", {}),
+    ("25.09", "235b", "B200"): ("", "none", {}),
+    ("25.09", "235b", "H100"): ("", "none", {}),
+}
+# fmt: on
+
+CUMULATIVE = "cumulative optimisation: "
+FIRST_GRAPHS = 5
+"""Rows of Megatron-LM's DeepSeek-V3 ahead of the first with CUDA graphs; the one before it is the
+first without recomputed up-projections."""
+STEPS = (
+    "baseline",
+    "permute kernel + zeros fusion",
+    "router fusion",
+    "DeepEP",
+    "no MLA up-proj recompute",
+    "CUDA graphs",
+    "DeepEP tuned",
+    "CPU-side (bindpcie)",
+    "PDL + MXFP8 swizzle fusion",
+    "CUDA graph captures shared expert",
+    "HybridEP",
+    "CPU-side 2",
+    "quantize fused into norm",
+)
+
+
+def as_configured(row: Mapping[str, str]) -> dict[str, str]:
+    """Return a row with what its run's configuration says where the row does not."""
+    row = dict(row)
+    if BENCHMARK in row["source_id"]:
+        return _adapters(row)
+    if row["source_id"].startswith("mbridge_"):
+        return _bridge(row)
+    if CUMULATIVE in row["notes"]:
+        return _cumulative(row)
+    return row
+
+
+def _adapters(row: dict[str, str]) -> dict[str, str]:
+    """MLPerf's LoRA.
+
+    All multiply in eight bits (FP8=True in config_common.sh, which a row's own file need not
+    repeat). AMD's are NeMo on Transformer Engine for ROCm. From v4.1 on,
+    layers are CUDA graphs (LAYER_CUDA_GRAPH or MCORE_CUDA_GRAPH) wherever cp
+    is above 1, but on H200s without tp and in HPE's files. Not expressed: on MI300X 21 of the 80
+    layers are recomputed (ACL=21), and attention is in eight bits on some (FP8_DPA).
+    """
+    row["dtype"] = "fp8"
+    if row["stack"] == "mlperf-amd":
+        row["stack"] = "primus"
+    is_graphed = (
+        row["stack"] == "nemo"
+        and "v4.0" not in row["source_id"]
+        and int(row["cp"]) > 1
+        and (int(row["tp"]) > 1 or row["gpu"] in BLACKWELL)
+        and "HPE" not in row["notes"]
+    )
+    if is_graphed:
+        row["notes"] += "; CUDA graphs"
+    return row
+
+
+def _bridge(row: dict[str, str]) -> dict[str, str]:
+    """Megatron-Bridge's mixtures of experts.
+
+    DeepSeek-V3 predicts a token ahead where its row does not say otherwise: printed TFLOP/s over
+    tokens/s are 1.041 times the flop without, as the layer and the head more make them.
+    """
+    model, gpu = row["model"].lower(), row["gpu"].partition("-")[0]
+    for (release, name, device), (notes, recompute, cells) in BRIDGE.items():
+        if row["source_id"].endswith(release) and re.search(name, model) and gpu == device:
+            predicts = {
+                "mtp_layers": str(int(name == "deepseek" and "w/o MTP" not in row["model"]))
+            }
+            said = {"recompute": recompute, "notes": f"{row['notes']}; {notes}"}
+            return {**row, **predicts, **cells, **said}
+    return row
+
+
+def _cumulative(row: dict[str, str]) -> dict[str, str]:
+    """Megatron-LM's DeepSeek-V3: what earlier rows added holds for later ones."""
+    step = STEPS.index(row["notes"].partition(CUMULATIVE)[2].partition(" dispatcher")[0])
+    row |= {"mtp_layers": "1", **OWN_STAGES}
+    row["recompute"] = "selective: mlp" + ", mla_up_proj" * (step < FIRST_GRAPHS - 1)
+    dispatcher = row["notes"].rpartition("dispatcher ")[2]
+    row["notes"] = f"dispatcher {dispatcher}" + f"; {PARTS}" * (step >= FIRST_GRAPHS)
+    return row

@@ -1,0 +1,57 @@
+"""`planner doctor`: whether this machine can train, and what to fix."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from commands.render.console import show_progress, show_results
+
+if TYPE_CHECKING:
+    from planner.doctor import Finding
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+) -> int:
+    """Check this machine, and say what to fix.
+
+    Libraries, GPUs, memory, limits, disk, network, and two ranks that exchange.
+
+    Several nodes are checked against each other by `planner launch --preflight`.
+
+    Example: planner doctor
+    """
+    from commands.render.doctor import describe_findings
+    from planner.doctor import diagnose
+
+    with show_progress("checking") as progress:
+        findings = [*diagnose(progress), *_profile_here()]
+    if as_json:
+        print(json.dumps([finding.to_dict() for finding in findings], indent=1))
+    else:
+        show_results(*describe_findings(findings))
+    return 1 if any(finding.state == "problem" for finding in findings) else 0
+
+
+def _profile_here() -> list[Finding]:
+    """Whether this machine was measured: plans stand on it."""
+    from planner.doctor.finding import judged
+    from planner.errors import PlannerError
+    from profiles import default_profile
+
+    try:
+        profile, note = default_profile()
+    except PlannerError as error:
+        return [judged("profile", str(error), warning="measure it again: `measure_profile`")]
+    if not note:
+        return [judged("profile", f"measured: {profile.name}")]
+    return [
+        judged(
+            "profile",
+            f"not measured; plans assume {profile.name}",
+            warning="`measure_profile` measures this machine, or name its kind with `profile`",
+        )
+    ]

@@ -1,0 +1,156 @@
+"""Collectives of a block as a runtime runs it: what of them compute hides, and waits at them.
+
+Rows of experts (`planner.layout.experts`) go to their ranks and back, in the forward and in the
+backward. A runtime sends a row for each expert of a token, or a token once to each place that has
+any of its experts. Of n places that experts lie on in equal parts, and k experts a token that are
+picked as if by chance, so many are reached, the token's own among them:
+
+    places = n (1 - (1 - 1/n)^k)                rows = k
+
+Inside a node the places are its ranks, between nodes the nodes: a token that arrives is handed on
+inside (DeepEP, deepseek-ai/DeepEP README, "normal kernels").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from costmodel.execution.executed import ExecutedProfile
+from costmodel.execution.executed_kernels import Seconds, bytes_of
+from costmodel.time.block.compute import inner_seconds, redistribute_seconds
+from costmodel.topology import Axis
+from planner.graph import Op, Program
+from planner.layout.redistribution.redistribute import (
+    EXCHANGE_ROWS,
+    REDISTRIBUTE,
+    THERE_AND_BACK,
+    inner_collectives,
+)
+from planner.ops.families.products.attention import RING
+from planner.ops.record import packet_of
+from profiles import Group
+
+MEASURED_RANKS = 8
+"""Most ranks of a node of which shipped profiles have an all-to-all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExposedComm:
+    """What shows of a block's collectives; seconds."""
+
+    forward_s: float
+    """Of the forward."""
+    backward_s: float
+    """Of the backward."""
+    skew_s: float
+    """Waits for the last rank and for the network's threads, in each of both."""
+    rows_s: float
+    """Part of each of both that sends rows to their experts and back."""
+    kernels: int
+    """Collectives of the forward."""
+    size: int
+    """Ranks of the largest group."""
+
+
+def exposed_comm(
+    local: Program,
+    profile: ExecutedProfile,
+    axes: Mapping[str, Axis],
+    compute: Seconds,
+    attention: Seconds,
+) -> ExposedComm:
+    """Return the collectives of a bound program as far as compute does not hide them.
+
+    `compute` is of all its kernels, `attention` of those of attention.
+    """
+    execution = profile.execution
+    there_s = back_s = 0.0
+    ring_s = ring_back_s = rows_s = 0.0
+    cp = axes["cp"].size
+    count = 0
+    sums = 0
+    size = nodes = 1
+    for op in local.ops:
+        if op.target == RING:
+            num_bytes = cp * bytes_of(local, op.inputs[1:3])
+            group = axes["cp"].group
+            round_s = profile.collective_seconds("all_gather", num_bytes, group).seconds
+            ring_s += round_s
+            # The backward sees the keys and values of all ranks again, and sends gradients.
+            back = profile.collective_seconds("reduce_scatter", num_bytes, group).seconds
+            ring_back_s += round_s + back
+            continue
+        if op.target == EXCHANGE_ROWS:
+            rows_s += _rows_seconds(op, local, profile, axes["ep"])
+            continue
+        if op.target != REDISTRIBUTE:
+            if op.target.startswith("planner."):
+                inner_s = sum(inner_seconds(op, local.tensor, profile, axes))
+                if op.target in THERE_AND_BACK:
+                    rows_s += inner_s
+                else:
+                    there_s += inner_s
+            continue
+        if local.tensor[op.inputs[0]].kind == "param":
+            # Gradients of parameters that all ranks have are summed once a step, with the others.
+            continue
+        forward, backward = redistribute_seconds(op, local.tensor, profile, axes)
+        there_s += forward
+        back_s += backward
+        count += forward > 0
+        sums += forward > 0 and op.args[2:4] == ("P", "R")
+        axis = axes[str(op.args[1])]
+        size = max(size, axis.size)
+        nodes = max(nodes, axis.group.num_nodes)
+    rates = profile.rates
+    if execution.overlaps_tp and count > 1:
+        behind = 0.5 * compute.forward_s
+        there_s = rates.exposed_seconds(there_s, behind_s=behind)
+        back_s = rates.exposed_seconds(back_s, behind_s=behind)
+    # Keys and values go round a ring beside the attention to those at hand: all but the last part
+    # of each round may be hidden.
+    there_s += max(ring_s / cp, ring_s - attention.forward_s)
+    back_s += max(ring_back_s / cp, ring_back_s - attention.backward_s)
+    if execution.overlaps_rows:
+        # A forward's rows go beside another microbatch's backward, and the other way round.
+        behind = (compute.forward_s + compute.backward_s) / 2
+        rows_s = rates.exposed_seconds(rows_s, behind_s=behind)
+    # Experts have nothing to do before their rows are there; gradients go the same ways, back.
+    there_s += rows_s
+    back_s += rows_s
+    return ExposedComm(
+        forward_s=there_s,
+        backward_s=back_s,
+        skew_s=sums * profile.skew_seconds(size) + count * execution.crossing_late_s * (nodes - 1),
+        rows_s=rows_s,
+        kernels=count,
+        size=size,
+    )
+
+
+def _rows_seconds(op: Op, local: Program, profile: ExecutedProfile, axis: Axis) -> float:
+    """Return the seconds of one exchange of experts' rows."""
+    if axis.size == 1:
+        return 0.0
+    group, part = axis.group, 1.0
+    if profile.execution.sends_tokens:
+        part = sent_part(experts_per_token(local), group)
+    is_wide = group.num_nodes == 1 and group.size > MEASURED_RANKS
+    reached = profile.execution.wide_exchange_part if is_wide else 1.0
+    return sum(
+        profile.collective_seconds(kind, part * num_bytes, group).seconds / reached
+        for kind, num_bytes in inner_collectives(op, dict(local.tensor))
+    )
+
+
+def sent_part(per_token: int, group: Group) -> float:
+    """Return the part of a token's rows that is sent where it goes to each place once."""
+    places = group.num_nodes if group.num_nodes > 1 else group.size
+    return places * (1 - (1 - 1 / places) ** per_token) / per_token
+
+
+def experts_per_token(local: Program) -> int:
+    """Return how many experts a block's router picks for each token; 1 where it has none."""
+    picks = [op for op in local.ops if packet_of(op.target) == "topk"]
+    return int(local.tensor[picks[-1].outputs[0]].shape_at(1)[-1]) if picks else 1

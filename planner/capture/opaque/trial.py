@@ -1,0 +1,342 @@
+"""One call of a module, tried on random values on the CPU: what it makes, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from planner.capture.checks.functions import as_written
+from planner.capture.checks.rehearsal import state_of
+from planner.capture.diagnose import first_line
+from planner.capture.opaque.cost import Cost, counted
+from planner.capture.opaque.samples import (
+    DRAWS,
+    WHOLE_NUMBERS,
+    Draw,
+    are_apart,
+    input_like,
+    own_like,
+    splits,
+)
+from planner.capture.precision import MixedDtypes
+from planner.errors import CaptureError
+from planner.graph.module_keys import attributes
+from planner.plan import Precision
+from planner.runtime.stage.opaque_modules import called, tensors_of
+
+SCALARS = (type(None), bool, int, float, str)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Stands for a tensor in the arguments of a call."""
+
+    index: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One tensor that a module returns."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_differentiable: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleCall:
+    """One call of an opaque module.
+
+    Attributes:
+        key: names the module, see `module_key`.
+        args: of its forward, `Place(i)` for the i-th tensor of the call; tuples for lists.
+        kwargs: likewise.
+        num_given: tensors in the arguments; the module's own follow them.
+        results: the tensors that it returns.
+        structure: what it returns, `Tensor` for each of them, and its tree.
+        holds_samples: of each tensor in the arguments, whether its first dim runs over samples as
+            that of each result does; empty where samples are not computed apart.
+        cost: of forward and backward.
+    """
+
+    key: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    num_given: int
+    results: tuple[Result, ...]
+    structure: tuple[list[Any], Any]
+    holds_samples: tuple[bool, ...]
+    cost: Cost
+
+
+class NotHeld(CaptureError):
+    """What a module is given or returns is nothing that a graph can hold: one around it may do."""
+
+
+@dataclass(kw_only=True)
+class Trial:
+    """A call that is to be tried. `who` names the module and the user's line, in messages.
+
+    `places` are its args and kwargs, in which a `Place` stands for a tensor of `given`.
+    `first` is the same call on fewer samples, where that was tried: only shapes differ.
+    """
+
+    module: nn.Module
+    precision: Precision
+    who: str
+    key: str
+    places: tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
+    given: Sequence[Tensor]
+    num_samples: int
+    first: ModuleCall | None
+
+    def run(self) -> ModuleCall:
+        """Try it. Raises CaptureError for what a plan can't repeat, in one line."""
+        self._refuse_loose_tensors("keeps")
+        before = state_of(self.module)
+        random_state = torch.random.get_rng_state()
+        torch.manual_seed(0)
+        try:
+            with _plainly():
+                call = self._tried()
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"{self.who}, whose forward depends on values, fails on random ones"
+                f"{' in bf16' if self.precision == 'bf16' else ''} ({first_line(error)}); let it "
+                "run on any, or use torch.where or a mask instead of what depends on values"
+            ) from error
+        finally:
+            torch.random.set_rng_state(random_state)
+        self._refuse_loose_tensors("stores")
+        after = state_of(self.module)
+        changed = [name for name, value in after.items() if value != before.get(name)]
+        if changed:
+            raise CaptureError(
+                f"{self.who}, whose forward depends on values, changes {changed[0]}; return what "
+                "it computes, as a plan repeats one forward in every step"
+            )
+        return call
+
+    def _refuse_loose_tensors(self, verb: str) -> None:
+        parts = set(self.module.modules())
+        for name, part in self.module.named_modules():
+            for attribute, value in attributes(part):
+                for leaf in tree_leaves(value):
+                    is_other = isinstance(leaf, nn.Module) and leaf not in parts
+                    if isinstance(leaf, Tensor) or is_other:
+                        what = "a module" if is_other else "a tensor"
+                        raise CaptureError(
+                            f"{self.who}, whose forward depends on values, {verb} {what} in "
+                            f"{f'{name}.{attribute}'.lstrip('.')}; "
+                            + (
+                                "return it from forward"
+                                if verb == "stores"
+                                else "register it, as a buffer or a part"
+                            )
+                        )
+
+    def _tried(self) -> ModuleCall:
+        own = [own_like(tensor) for tensor in tensors_of(self.module)]
+        whole = self._whole_numbers(own)
+        values = self._values(DRAWS[0], whole)
+        result = self._untouched(values, own)
+        leaves, spec = tree_flatten(result)
+        made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if not made or any(not isinstance(leaf, (*SCALARS, Tensor)) for leaf in leaves):
+            raise NotHeld(
+                f"{self.who}, whose forward depends on values, returns "
+                f"{self._strange(leaves) or 'no tensor'}; return tensors and numbers"
+            )
+        structure = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        results = tuple(
+            Result(
+                shape=tuple(tensor.shape),
+                dtype=tensor.dtype,
+                is_differentiable=tensor.requires_grad,
+            )
+            for tensor in made
+        )
+        if self.first is None:
+            holds = self._compare_draws(own, whole, leaves)
+            cost = self._cost(values, own, made)
+        else:
+            holds, cost = self.first.holds_samples, self.first.cost
+        return ModuleCall(
+            key=self.key,
+            args=self.places[0],
+            kwargs=self.places[1],
+            num_given=len(self.given),
+            results=results,
+            structure=(structure, spec),
+            holds_samples=holds,
+            cost=cost,
+        )
+
+    def _strange(self, leaves: Sequence[Any]) -> str:
+        return next(
+            (f"a {type(leaf).__name__}" for leaf in leaves if not isinstance(leaf, Tensor)), ""
+        )
+
+    def _values(self, draw: Draw, whole: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        return [input_like(tensor, draw, self.num_samples, whole) for tensor in self.given]
+
+    def _whole_numbers(self, own: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
+        """Return the first maker of integers that the forward takes."""
+        *others, last = WHOLE_NUMBERS
+        for whole in others:
+            try:
+                self._result(self._values(DRAWS[0], whole), own)
+            except Exception:
+                continue
+            return whole
+        return last
+
+    def _compare_draws(
+        self, own: Sequence[Tensor], whole: Callable[[Tensor], Tensor], leaves: Sequence[Any]
+    ) -> tuple[bool, ...]:
+        """See that shapes and numbers hold for other values; return which inputs hold samples."""
+        fixed = _fixed(leaves)
+        possible: list[tuple[bool, ...]] | None = None
+        for draw in DRAWS:
+            values = self._values(draw, whole)
+            again = tree_leaves(self._result(values, own))
+            if _fixed(again) != fixed:
+                raise NotHeld(
+                    f"{self.who} returns a tensor whose shape, or a number, depends on values; "
+                    "put it, and all that uses that, into one module"
+                )
+            made = [leaf for leaf in again if isinstance(leaf, Tensor)]
+            self._compare_twice(values, own, made)
+            possible = [
+                split
+                for split in (splits(values, self.num_samples) if possible is None else possible)
+                if are_apart(self._tensors_of(own), values, made, split, self.num_samples)
+            ]
+            if not possible:
+                return ()
+        assert possible is not None
+        return possible[0]
+
+    def _compare_twice(
+        self, values: Sequence[Tensor], own: Sequence[Tensor], made: Sequence[Tensor]
+    ) -> None:
+        again = self._tensors_of(own)(values)
+        if any(not torch.equal(_whole(a), _whole(b)) for a, b in zip(made, again, strict=True)):
+            raise CaptureError(
+                f"{self.who}, whose forward depends on values, gives something else the second "
+                "time; a plan repeats one forward in every step"
+            )
+
+    def _cost(
+        self, values: Sequence[Tensor], own: Sequence[Tensor], made: Sequence[Tensor]
+    ) -> Cost:
+        def forward() -> list[Tensor]:
+            with torch.no_grad():
+                return self._tensors_of(own)(values)
+
+        def backward() -> list[Tensor]:
+            given = [*values, *own]
+            again = [t.detach().requires_grad_(t.requires_grad) for t in given]
+            made = self._tensors_of(again[len(values) :])(again[: len(values)])
+            ends = [t for t in made if t.requires_grad]
+            asked = [t for t in again if t.requires_grad]
+            if not ends or not asked:
+                return []
+            found = torch.autograd.grad(ends, asked, ends, allow_unused=True)
+            return [t for t in found if t is not None]
+
+        def num_bytes(tensors: Sequence[Tensor]) -> int:
+            return sum(t.numel() * t.element_size() for t in tensors)
+
+        return Cost(
+            forward=counted(forward, self.num_samples, num_bytes),
+            backward=counted(backward, self.num_samples, num_bytes),
+        )
+
+    def _tensors_of(self, own: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+        def run(values: Sequence[Tensor]) -> list[Tensor]:
+            leaves = tree_leaves(self._result(values, own))
+            return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+        return run
+
+    def _result(self, values: Sequence[Tensor], own: Sequence[Tensor]) -> Any:
+        """Return what the forward returns for these values."""
+        args, kwargs = (_filled(place, values) for place in self.places)
+        with ExitStack() as modes:
+            if self.precision == "bf16":
+                modes.enter_context(MixedDtypes())
+            return called(self.module, own, args, dict(kwargs))
+
+    def _untouched(self, values: Sequence[Tensor], own: Sequence[Tensor]) -> Any:
+        """Return the result; refuse draws, and writes into what the module is given."""
+        before = [tensor.detach().clone() for tensor in (*values, *own)]
+        with _NoDraws(self.who):
+            result = self._result(values, own)
+        for tensor, old in zip((*values, *own), before, strict=True):
+            if not torch.equal(_whole(tensor), _whole(old)):
+                raise CaptureError(
+                    f"{self.who}, whose forward depends on values, writes into an input, a "
+                    "parameter or a buffer; return a new tensor"
+                )
+        return result
+
+
+def _filled(place: Any, values: Sequence[Tensor]) -> Any:
+    """Return an argument with values in their places."""
+    if isinstance(place, tuple):
+        return tuple(_filled(item, values) for item in place)
+    return values[place.index] if isinstance(place, Place) else place
+
+
+def _fixed(leaves: Sequence[Any]) -> list[Any]:
+    """What of a result must not depend on values."""
+    return [
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+        for leaf in leaves
+    ]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return a tensor in which nothing is NaN, which is unlike itself."""
+    tensor = tensor.detach()
+    return tensor.nan_to_num() if tensor.is_floating_point() or tensor.is_complex() else tensor
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """Run ops as they are: neither faked, nor traced, nor on the meta device."""
+    with (
+        _disable_current_modes(),
+        unset_fake_temporarily(),
+        torch._C.DisableTorchFunction(),
+        torch.enable_grad(),
+        as_written(),
+    ):
+        yield
+
+
+class _NoDraws(TorchDispatchMode):
+    """Refuses random draws, which ranks that hold replicas could not be made to repeat."""
+
+    def __init__(self, who: str) -> None:
+        super().__init__()
+        self._who = who
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise CaptureError(
+                f"{self._who}, whose forward depends on values, draws random numbers ({func}); "
+                "draw them outside (a dropout around it, not in it), or pass them as an argument"
+            )
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,96 @@
+"""Looking up rows of a table that is cut over ranks, each rank for its own samples.
+
+A rank sends each row's number, once, to the rank that holds the row, and gets the row back:
+
+    numbers   ->  all-to-all  ->  rows of the own range  ->  all-to-all  ->  rows asked for
+
+Both exchanges give each pair of ranks as many places as the fullest pair needs: the rank with the
+most rows to send is waited for anyway, and equal parts need no lists of sizes. The backward sends
+the gradients of rows, summed over the samples of a rank that share one, the same way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from planner.runtime.stage import collectives
+
+
+def exchanged_embedding(
+    weight: Tensor, indices: Tensor, padding_idx: int, group: str, parts: int
+) -> Tensor:
+    """Return rows of a table of which each rank of a group of `parts` holds an equal range.
+
+    `weight` is [rows / parts, width], in rank order; `indices` are this rank's own and count over
+    the whole table; the result is [*indices, width]. Raises IndexError for a number beyond it.
+    """
+    return _ExchangedEmbedding.apply(weight, indices, padding_idx, group, parts)
+
+
+class _ExchangedEmbedding(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, indices: Tensor, padding_idx: int, group: str, parts: int
+    ) -> Tensor:
+        flat = indices.reshape(-1)
+        ctx.group, ctx.parts, ctx.rows, ctx.width = group, parts, len(weight), weight.shape[1]
+        ctx.padding_idx = padding_idx
+        if isinstance(weight, FakeTensor):
+            # In a dry run, as if all numbers differed and ranks held equally many of them.
+            slots, inverse, wanted = (torch.empty_like(flat) for _ in range(3))
+            scratch = weight.new_empty((2 * len(flat), weight.shape[1]))
+            made = weight.new_empty((*indices.shape, weight.shape[1]))
+            del scratch
+            ctx.save_for_backward(slots, inverse, wanted)
+            return made
+        ids, inverse = torch.unique(flat, return_inverse=True)  # sorted: so in order of owners
+        if len(ids) and (ids[0] < 0 or ids[-1] >= parts * len(weight)):
+            raise IndexError(
+                f"an index of an embedding is {int(ids[-1] if ids[0] >= 0 else ids[0])}, and it "
+                f"has rows 0 to {parts * len(weight) - 1}"
+            )
+        owners = ids // len(weight)
+        counts = torch.bincount(owners, minlength=parts)
+        places = int(_largest(counts.max(), group))
+        starts = counts.cumsum(0) - counts
+        slots = owners * places + torch.arange(len(ids), device=ids.device) - starts[owners]
+        first_rows = torch.arange(parts, device=ids.device) * len(weight)
+        asked = first_rows.repeat_interleave(places)  # any row of its owner in an empty place
+        asked[slots] = ids
+        wanted = _swapped(asked, group, parts) - collectives.rank(group) * len(weight)
+        back = _swapped(weight.detach()[wanted], group, parts)
+        ctx.save_for_backward(slots, inverse, wanted)
+        return back[slots][inverse].view(*indices.shape, weight.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        slots, inverse, wanted = ctx.saved_tensors
+        shape = ctx.rows, ctx.width
+        rows = grad.reshape(-1, ctx.width)
+        if isinstance(grad, FakeTensor):
+            scratch = grad.new_empty((2 * len(rows), ctx.width))
+            made = grad.new_empty(shape)
+            del scratch
+            return made, None, None, None, None
+        sent = rows.new_zeros((len(wanted), ctx.width)).index_add_(0, slots[inverse], rows)
+        arrived = _swapped(sent, ctx.group, ctx.parts)
+        made = rows.new_zeros(shape).index_add_(0, wanted, arrived)
+        own = ctx.padding_idx - collectives.rank(ctx.group) * ctx.rows
+        if ctx.padding_idx >= 0 and 0 <= own < ctx.rows:
+            made[own] = 0
+        return made, None, None, None, None
+
+
+def _swapped(x: Tensor, group: str, parts: int) -> Tensor:
+    """Give part r of dim 0 to rank r; return what ranks gave this one, in their order."""
+    if not group:
+        return x
+    return collectives.all_to_all_parts(x, group, parts)
+
+
+def _largest(count: Tensor, group: str) -> Tensor:
+    return collectives.all_reduce_max(count, group) if group else count

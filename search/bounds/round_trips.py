@@ -1,0 +1,141 @@
+"""How much longer than its work a step is as ranks wait for round trips: linear programs by hand.
+
+A step is no shorter than any path (`search.partition.chain_paths`), nor than any mean of them, of
+weights y >= 0 and sum 1. The y taken here make all stages alike, so that their boundaries do not
+matter. S stages, m microbatches.
+
+Whole backwards (`pipeline_line`). Stage s's path is at least sum_i A[s, i] t_i less what first
+blocks send early, t_i being stage i's seconds of a microbatch. With a the part of a block's seconds
+that comes after its gradient is sent on, at most:
+
+    A[s, i] = 1 - a        i < s    the way to stage s and back
+    A[s, i] = m - a - w_s  i = s    its own jobs, less the w_s that fit into its waits
+    A[s, i] = above        i > s    the round trips it waits for:
+              1                     one, with nothing else to do (after the last forward)
+              2 - a                 two, with w_s = S - s - 1 jobs beside (first and last)
+
+Early sends of first blocks are those of stages i > s, once. The y that make y A a constant vector c
+prove a step of c sum(t), whatever the cut; with equal stages and a = 0, c = (m + S - 1) / S.
+
+Split backwards (`ZeroBubbleBound`), of schedules that wait for the first and the last round trip
+and state how many weight gradients come last (ZB-H1). f, i, w: the seconds of a stage's F, I and W
+job; k_s = min(m, warmup of stage s) - 1 the forwards that fit into its first round trip; l_s its
+late weight gradients. Each stage s has two paths, to its own end and back to stage 0:
+
+    sum over j < s of f_j  +  m (f + i + w)_s - k_s f_s  +  sum over j > s of (f + i)_j
+    the same  +  sum over j < s of i_j  -  l_s w_s  +  w_0
+
+The first backward returns when the microbatch has passed the later stages and back, meanwhile k_s
+more forwards are done; l_s weight gradients come after the last gradient is sent on. A mean of
+these paths is sum over j of (A f + B i + C w)_j, A, B, C >= 0 being y's means of the coefficients.
+Wherever a block lies, it adds the least of (A f + B i + C w) over j at least; the first block lies
+on stage 0 and the last on stage S - 1. y makes all stages alike for blocks of the chain's mean
+f : i : w.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from planner.schedule import JobOrder, RoundTrips, find_schedule
+from search.partition.chain_problem import Floats
+
+
+def pipeline_line(schedule: str, pp: int, m: int, early: float = 0.0) -> tuple[float, float]:
+    """Return (c, d) such that no stages of total t take less than c t - d times the longest part
+    of a block that comes after its gradient is sent on; `early` is a of the header.
+    """
+    order = find_schedule(schedule).job_order(pp=pp, num_microbatches=m)
+    return _line(order, pp, m, early)
+
+
+@lru_cache(maxsize=4096)
+def _line(order: JobOrder, pp: int, m: int, early: float) -> tuple[float, float]:
+    keeps = 1.0 - early
+    # Rows without any wait: what holds for all orders of jobs.
+    without_waits = keeps / (1.0 - (1.0 - keeps / (m - early)) ** pp), 0.0
+    later = np.arange(pp - 1, -1, -1)
+    if m == 1:
+        return without_waits
+    if order.round_trips is RoundTrips.AFTER_LAST_FORWARD:
+        above, beside = 1.0, 0 * later
+    elif _waits_twice(order, later.tolist(), m):
+        above, beside = 2.0 - early, later
+    else:
+        return without_waits
+    matrix = keeps * np.tril(np.ones((pp, pp)), -1) + above * np.triu(np.ones((pp, pp)), 1)
+    matrix += np.diag(m - early - beside)
+    # The dual: y with y A = constant; only y >= 0 proves a bound.
+    weights = np.linalg.solve(matrix.T, np.ones(pp))
+    if weights.min() < 0:
+        return without_waits
+    total = weights.sum()
+    return float(1.0 / total), float(weights @ later / total) if early else 0.0
+
+
+def _waits_twice(order: JobOrder, later: list[int], m: int) -> bool:
+    """Whether each rank's two round trips lie apart, and just one job for each later stage fits
+    into either: with more jobs, as in a longer warmup, nothing of the wait may be left.
+    """
+    if order.round_trips is not RoundTrips.FIRST_AND_LAST:
+        return False
+    return m > max(order.warmup) and [count - 1 for count in order.warmup] == later
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ZeroBubbleBound:
+    """The bound for blocks whose jobs take `seconds` (n, 3): forward, backward's input gradients
+    and weight gradients.
+    """
+
+    seconds: Floats
+
+    def least_step_s(self, order: JobOrder, num_microbatches: int, more_s: float = 0.0) -> float:
+        """Return a step time that no boundaries can beat under an order of jobs; `more_s` is what
+        all stages' forwards and backwards of a microbatch take beside their blocks.
+        """
+        return max(
+            self._mean_of(coefficients, more_s)
+            for coefficients in _means(order, num_microbatches, self._mean_block)
+        )
+
+    def _mean_of(self, coefficients: Floats, more_s: float) -> float:
+        first, last = self.seconds[0] @ coefficients[:, 0], self.seconds[-1] @ coefficients[:, -1]
+        kinds, counts = self._inner_kinds
+        inner = counts @ (kinds @ coefficients).min(axis=1)
+        return float(first + inner + last + more_s * coefficients[:2].min())
+
+    @cached_property
+    def _mean_block(self) -> tuple[float, ...]:
+        """The parts of f, i and w in the chain's seconds, roughly."""
+        total = self.seconds.sum(axis=0)
+        return tuple(np.round(total / total.sum(), 3).tolist())
+
+    @cached_property
+    def _inner_kinds(self) -> tuple[Floats, Floats]:
+        kinds, counts = np.unique(self.seconds[1:-1], axis=0, return_counts=True)
+        return kinds.reshape(-1, 3), counts.astype(float)
+
+
+@lru_cache(maxsize=4096)
+def _means(order: JobOrder, m: int, mean_block: tuple[float, ...]) -> tuple[Floats, Floats]:
+    """Return (A, B, C) of the header, by stage, for either kind of paths."""
+    pp = len(order.warmup)
+    stage, other = np.arange(pp)[:, None], np.arange(pp)[None, :]
+    before, own, after = (1.0 * (other < stage), 1.0 * (other == stage), 1.0 * (other > stage))
+    fitting = np.minimum(m, order.warmup)[:, None] - 1
+    ends = np.stack([before + after + (m - fitting) * own, after + m * own, m * own])
+    returns = ends.copy()
+    returns[1] += before
+    returns[2] -= np.array(order.late_weights)[:, None] * own
+    returns[2, :, 0] += 1.0
+    means = []
+    for paths in (ends, returns):
+        matrix = np.tensordot(np.array(mean_block), paths, axes=1)
+        # The dual: weights of the paths with which every stage's mean seconds are equal.
+        weights = np.maximum(0.0, np.linalg.solve(matrix.T, np.ones(pp)))
+        means.append(np.tensordot(weights / weights.sum(), paths, axes=(0, 1)).reshape(3, pp))
+    return means[0], means[1]

@@ -1,0 +1,268 @@
+"""Nodes of plans without a pipeline whose replicas lie on several groups of devices.
+
+Each group holds whole replicas, in the order of the cluster's file, and a replica takes the share
+of a microbatch that its devices can do in the time of the others:
+
+    ReplicasNode      the meshes without a pipeline                 one for each shape and layout
+      SharesNode      the shares of the replicas on each group
+        (plans)       each choice of what is recomputed, in full
+
+A microbatch of M samples on r_g replicas of group g is cut in shares b_g, sum_g r_g b_g = M. Few
+ways to do so are all tried, of many those nearest the proportion to speed.
+
+Pipelines whose stages lie on several groups each are priced (`costmodel.time.replica_views`) and
+not searched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, product, repeat
+
+from costmodel.estimate import rank_bytes_by_group
+from planner.errors import LayoutError
+from planner.plan import Plan
+from profiles.groups import DeviceGroup
+from search.branch_and_bound import EvaluatedPlan, Node
+from search.partition.chain_problem import Cut
+from search.priced_configuration import PricedConfiguration
+from search.search_state import PLACEMENTS, Outcomes, SearchState
+from search.space.configuration import Configuration, Shape, recompute_choices
+from search.stages.stage_table import StageTable
+
+MOST_SHARES = 64
+"""So many ways to share a microbatch are all tried; of more, the nearest to the speeds are."""
+APART = "replicas on groups: the layout does not divide a share"
+TOO_LARGE = "memory: a share does not fit its devices"
+
+Shares = tuple[int, ...]
+"""Samples of a microbatch that a replica takes, for each group."""
+
+
+def replicas_nodes(
+    shapes: Sequence[Shape], groups: tuple[DeviceGroup, ...]
+) -> Iterator[ReplicasOnGroupsNode]:
+    """Yield the root of all such plans, where groups hold whole replicas of any shape."""
+    fitting = [
+        shape
+        for shape in shapes
+        if shape.pp == 1 and (1 in (vpp for _, vpp in shape.options)) and _replicas(shape, groups)
+    ]
+    if fitting:
+        yield ReplicasOnGroupsNode(bound=0.0, wave=PLACEMENTS, shapes=fitting, groups=groups)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReplicasOnGroupsNode(Node[SearchState]):
+    """All shapes."""
+
+    shapes: Sequence[Shape]
+    groups: tuple[DeviceGroup, ...]
+
+    def refine(self, search: SearchState) -> Outcomes:
+        """Yield the shares of each shape under each layout."""
+        for shape in self.shapes:
+            replicas = _replicas(shape, self.groups)
+            size = shape.tp, shape.microbatch_size, shape.cp
+            for tables in search.candidates.tables_of_groups(*size):
+                node = ReplicasNode(
+                    bound=0.0, wave=self.wave, shape=shape, tables=tables, replicas=replicas
+                )
+                yield replace(node, bound=node.least_s)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReplicasNode(Node[SearchState]):
+    """A shape with a layout: all shares."""
+
+    shape: Shape
+    tables: Mapping[str, StageTable]
+    """By group, at the mean of all shares."""
+    replicas: Shares
+    """On each group."""
+
+    @property
+    def least_s(self) -> float:
+        """A step time that no shares beat: m M / sum_g (r_g / t_g), with t_g the seconds of one
+        sample on group g in the largest microbatch there may be, which takes the least a sample.
+        """
+        shape = self.shape
+        samples = shape.microbatch_size * sum(self.replicas)
+        rate = 0.0
+        for (name, table), count in zip(self.tables.items(), self.replicas, strict=True):
+            others = sum(self.replicas) - count
+            most = max((samples - others) // count, 1)
+            rate += count * most / _seconds(self.sized(name, most, otherwise=table))
+        return shape.num_microbatches * samples / rate
+
+    def sized(self, name: str, samples: int, *, otherwise: StageTable | None = None) -> StageTable:
+        """Return a group's table at another share; `otherwise` where the layout does not divide
+        it, which then raises LayoutError.
+        """
+        mean = self.tables[name]
+        table = StageTable(
+            costs=mean.costs,
+            layouts=mean.layouts,
+            degrees=mean.degrees,
+            microbatch_size=samples,
+            precision=mean.precision,
+            on_host=mean.on_host,
+        )
+        try:
+            _seconds(table)
+        except LayoutError:
+            if otherwise is None:
+                raise
+            return otherwise
+        return table
+
+    def refine(self, search: SearchState) -> Outcomes:
+        """Yield the shares worth trying."""
+        samples = self.shape.microbatch_size * sum(self.replicas)
+        every = list(_all_shares(samples, self.replicas, most=MOST_SHARES + 1))
+        if len(every) > MOST_SHARES:
+            search.leave_open(self.bound)
+            speeds = [self.shape.microbatch_size / _seconds(t) for t in self.tables.values()]
+            every = list(near_shares(samples, self.replicas, speeds))
+        for shares in every:
+            search.num_considered += len(self.shape.zeros)
+            try:
+                tables = [self.sized(*each) for each in zip(self.tables, shares, strict=True)]
+            except LayoutError:
+                search.prune(APART, len(self.shape.zeros))
+                continue
+            slowest_s = max(map(_seconds, tables)) * self.shape.num_microbatches
+            for zero in self.shape.zeros:
+                yield SharesNode(
+                    bound=max(self.bound, slowest_s),
+                    wave=self.wave,
+                    of=self,
+                    shares=shares,
+                    zero=zero,
+                )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SharesNode(Node[SearchState]):
+    """A shape with a layout, shares and a ZeRO stage: what is recomputed."""
+
+    of: ReplicasNode
+    shares: Shares
+    zero: int
+
+    @property
+    def num_configurations(self) -> int:
+        """A single configuration."""
+        return 1
+
+    @property
+    def label(self) -> str:
+        """What is estimated."""
+        return self.configuration.label
+
+    @property
+    def configuration(self) -> Configuration:
+        """The shape's, with these shares."""
+        shape, of = self.of.shape, self.of
+        schedule = next(schedule for schedule, vpp in shape.options if vpp == 1)
+        return Configuration(
+            degrees=shape.degrees,
+            pp=1,
+            vpp=1,
+            microbatch_size=shape.microbatch_size,
+            num_microbatches=shape.num_microbatches,
+            schedule=schedule,
+            zero=self.zero,
+            recompute=shape.recompute,
+            device_groups=("+".join(of.tables),),
+            shares=tuple(
+                chain.from_iterable(map(repeat, self.shares, of.replicas))
+                if len(set(self.shares)) > 1
+                else ()
+            ),
+        )
+
+    def refine(self, search: SearchState) -> Outcomes:
+        """Yield the fastest plan that fits, of each choice for all blocks."""
+        found = []
+        for choice in range(len(recompute_choices(self.of.shape.recompute))):
+            plan = self.plan(search, choice)
+            try:
+                (most,) = rank_bytes_by_group(plan, search.candidates.costs, [0])
+                if any(num_bytes > search.limits[name] for name, num_bytes in most.items()):
+                    continue
+                found.append((plan, search.candidates.estimate(plan)))
+            except LayoutError:
+                search.prune(APART)
+                return
+        if not found:
+            search.prune(TOO_LARGE)
+            return
+        search.num_evaluated += 1
+        plan, answer = min(found, key=lambda each: each[1].step_s)
+        (used,) = {stage.recompute for stage in plan.stages}
+        configuration = replace(self.configuration, recompute=used)
+        yield EvaluatedPlan(configuration=configuration, plan=plan, estimate=answer)
+
+    def plan(self, search: SearchState, choice: int) -> Plan:
+        """Return the plan in which all blocks recompute what the choice says."""
+        configuration, table = self.configuration, next(iter(self.of.tables.values()))
+        cut = Cut(cuts=(0, table.num_blocks), choices=(choice,), value=0.0)
+        plan = PricedConfiguration(search.candidates, configuration, table).plan(cut)
+        stage = plan.stages[0].model_copy(update={"device_group": configuration.device_groups[0]})
+        return plan.model_copy(update={"stages": (stage,), "shares": configuration.shares})
+
+
+def _replicas(shape: Shape, groups: Sequence[DeviceGroup]) -> Shares:
+    """Return the replicas on each group; none where a group does not hold whole ones."""
+    ranks = shape.degrees.num_ranks // shape.batch_parts
+    sizes = [group.num_devices for group in groups]
+    return () if any(size % ranks for size in sizes) else tuple(size // ranks for size in sizes)
+
+
+def _seconds(table: StageTable) -> float:
+    """Return the seconds of all blocks, forward and backward, of one microbatch."""
+    return float((table.forward_s + table.backward_s).sum())
+
+
+def _all_shares(samples: int, replicas: Shares, *, most: int) -> Iterator[Shares]:
+    """Yield up to so many ways to share samples: of a replica on each group, at least one."""
+    left = most
+
+    def of(samples: int, counts: Shares) -> Iterator[Shares]:
+        first, *others = counts
+        if not others:
+            if samples >= first and samples % first == 0:
+                yield (samples // first,)
+            return
+        for share in range(1, (samples - sum(others)) // first + 1):
+            for rest in of(samples - share * first, tuple(others)):
+                yield (share, *rest)
+
+    for shares in of(samples, replicas):
+        if not left:
+            return
+        left -= 1
+        yield shares
+
+
+def near_shares(samples: int, replicas: Shares, speeds: Sequence[float]) -> Iterator[Shares]:
+    """Yield ways to share samples near the proportion to speed (samples a second of a replica on
+    each group): all but the last group's are at most `NEAR` off it. The equal ones come first.
+    """
+    parts = sum(replicas)
+    if samples % parts == 0:
+        yield (samples // parts,) * len(replicas)
+    whole = sum(count * speed for count, speed in zip(replicas, speeds, strict=True))
+    ideal = [samples * speed / whole for speed in speeds]
+    near = [range(max(1, round(b) - NEAR), round(b) + NEAR + 1) for b in ideal[:-1]]
+    *counts, last = replicas
+    for shares in product(*near):
+        left = samples - sum(b * count for b, count in zip(shares, counts, strict=True))
+        if left >= last and left % last == 0 and {*shares, left // last} != {samples / parts}:
+            yield (*shares, left // last)
+
+
+NEAR = 3
+"""Samples: how far from the proportion shares are tried."""

@@ -1,0 +1,322 @@
+"""Block problems from bound programs: variables of ops and parameters, edges of tensors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.errors import LayoutError
+from planner.graph import Op, Program, TensorMeta
+from planner.layout.placement import OpSharding, Partial, Placement, Replicate
+from search.op_layout.block_prices import STATE_FACTOR, BoundClass, Floats, OpSignature, Prices
+from search.op_layout.block_problem import BlockProblem, Boundary, ReshardEdge, Variable, at_rest
+from search.op_layout.reshard_edges import (
+    Produced,
+    Requirements,
+    Strategies,
+    edge_pattern,
+    moves_between,
+    produced,
+    requirements,
+    shared_strategies,
+)
+from search.op_layout.segments import kept_segments, without
+
+
+def build_block_problems(
+    classes: Sequence[BoundClass],
+    *,
+    boundaries: Sequence[Boundary],
+    prices: Prices,
+    segments: tuple[int, ...] = (),
+    pins: Mapping[tuple[int, str], Placement] | None = None,
+    shared: Sequence[Sequence[tuple[int, str]]] = (),
+) -> tuple[BlockProblem, ...]:
+    """Return the choice problem of bound classes.
+
+    There is one for each of `boundaries`; they differ in the edges at the blocks' ends alone.
+    `segments` are the counts of segments to try beside plain shards. `pins` fixes tensors
+    inside; `shared` lists groups of (class, param) that are one tied parameter. Raises
+    LayoutError when a pin leaves an op no strategy.
+    """
+    builder = _Builder(prices=prices, segments=segments, pins=dict(pins or {}))
+    group_of = {member: tuple(group) for group in shared for member in group}
+    builder.add_ops(classes, {member: group[0] for member, group in group_of.items()})
+    for bound_class in classes:
+        builder.add_edges(bound_class, group_of)
+    programs = tuple((bound_class.class_index, bound_class.program) for bound_class in classes)
+    builder.add_shared_params([tuple(group) for group in shared], dict(programs))
+    return tuple(
+        BlockProblem(
+            axis_size=prices.axis_size,
+            variables=tuple(builder.variables),
+            edges=(*builder.edges, *builder.links_at_ends(boundary)),
+            programs=programs,
+            shared=tuple(builder.shared_variables),
+            boundary=boundary,
+        )
+        for boundary in boundaries
+    )
+
+
+Member = tuple[int, str]
+"""A tensor of a class: the class's index and the tensor's name."""
+
+Use = tuple[int | None, Requirements]
+"""A variable (None: another block), and what each of its values requires."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _End:
+    """A tensor that a block takes or hands on: its producer (None: another block) and uses."""
+
+    class_index: int
+    meta: TensorMeta
+    made: tuple[int, Produced] | None
+    uses: tuple[Use, ...]
+    is_output: bool
+
+    def link_ends(self, boundary: Boundary) -> tuple[int | None, Produced, tuple[Use, ...]]:
+        """Return its producer, the placements that it makes, and all its uses."""
+        place = boundary.get((self.class_index, self.meta.name), Replicate())
+        outside: tuple[Use, ...] = ((None, requirements((place, False))),)
+        producer, source = self.made or (None, produced(place))
+        return producer, source, (*self.uses, *(outside if self.is_output else ()))
+
+
+class _Builder:
+    """Collects variables and edges; a builder because ops and edges refer to each other."""
+
+    def __init__(
+        self,
+        *,
+        prices: Prices,
+        segments: tuple[int, ...],
+        pins: dict[tuple[int, str], Placement],
+    ) -> None:
+        self.prices = prices
+        self.segments = segments
+        self.pins = pins
+        self.variables: list[Variable] = []
+        self.edges: list[ReshardEdge] = []
+        self.op_variable: dict[tuple[int, str], int] = {}
+        self.strategies: dict[int, Strategies] = {}
+        self.shared_variables: list[tuple[tuple[tuple[int, str], ...], int]] = []
+        self.ends: list[_End] = []
+
+    def add_ops(self, classes: Sequence[BoundClass], tensor_of: Mapping[Member, Member]) -> None:
+        """Add a variable for each op, without strategies that only cut in more segments.
+
+        `tensor_of` says which parameter tied ones are.
+        """
+        priced = [
+            (bound_class, op, self._strategies_of(bound_class, op, signature))
+            for bound_class in classes
+            for op, signature in zip(bound_class.program.ops, bound_class.signatures, strict=True)
+        ]
+        tensors = [
+            [tensor_of.get((i, name), (i, name)) for name in (*op.inputs, *op.outputs)]
+            for i, op in ((bound_class.class_index, op) for bound_class, op, _ in priced)
+        ]
+        kept = kept_segments(
+            [
+                (mine, strategies)
+                for mine, (_, _, (strategies, _, _)) in zip(tensors, priced, strict=True)
+            ]
+        )
+        for (bound_class, op, (every, seconds, num_bytes)), mine in zip(priced, kept, strict=True):
+            strategies, left = without(every, mine)
+            self.op_variable[bound_class.class_index, op.name] = len(self.variables)
+            self.strategies[len(self.variables)] = strategies
+            self.variables.append(
+                Variable(
+                    name=f"{bound_class.class_index}:{op.name}",
+                    values=strategies.values,
+                    seconds=seconds[left],
+                    num_bytes=num_bytes[left],
+                )
+            )
+
+    def _strategies_of(
+        self, bound_class: BoundClass, op: Op, signature: OpSignature
+    ) -> tuple[Strategies, Floats, Floats]:
+        """Return what an op may take under the pins, with seconds and bytes."""
+        strategies, seconds, num_bytes = self.prices.of_op(signature, self.segments)
+        if not self.pins:
+            return strategies, seconds, num_bytes
+        keep = [
+            index
+            for index, sharding in enumerate(strategies.values)
+            if self._respects_pins(bound_class.class_index, op, sharding)
+        ]
+        if not keep:
+            index, program = bound_class.class_index, bound_class.program
+            pinned = ", ".join(
+                f"{program.tensor[name].fqn or name}={self.pins[index, name]}"
+                for name in (*op.inputs, *op.outputs)
+                if (index, name) in self.pins
+            )
+            raise LayoutError(
+                f"no sharding rule of op {op.name} ({op.target}) in block class "
+                f"{program.name!r} fits the pinned {pinned} on tp={self.prices.axis_size}; "
+                "drop a pin or choose another placement"
+            )
+        values = tuple(strategies.values[index] for index in keep)
+        return shared_strategies(values), seconds[keep], num_bytes[keep]
+
+    def _respects_pins(self, class_index: int, op: Op, sharding: OpSharding) -> bool:
+        pairs = (*zip(op.inputs, sharding.inputs, strict=True),
+                 *zip(op.outputs, sharding.outputs, strict=True))  # fmt: skip
+        return all(self.pins.get((class_index, name), place) == place for name, place in pairs)
+
+    def add_edges(
+        self,
+        bound_class: BoundClass,
+        group_of: Mapping[tuple[int, str], tuple[tuple[int, str], ...]],
+    ) -> None:
+        class_index, program = bound_class.class_index, bound_class.program
+        uses = self._uses(class_index, program)
+        at_end = {*program.inputs, *program.outputs}
+        made: dict[str, tuple[int, Produced]] = {}
+        for op in program.ops:
+            variable = self.op_variable[class_index, op.name]
+            for position, name in enumerate(op.outputs):
+                source = self.strategies[variable].produced(position)
+                if name in at_end:
+                    made[name] = variable, source
+                else:
+                    self._add_edge(program.tensor[name], variable, source, uses[name])
+        for name in dict.fromkeys((*program.inputs, *program.outputs)):
+            self.ends.append(
+                _End(
+                    class_index=class_index,
+                    meta=program.tensor[name],
+                    made=made.get(name),
+                    uses=tuple(uses[name]),
+                    is_output=name in program.outputs,
+                )
+            )
+        for name in program.params:
+            if (class_index, name) in group_of:
+                continue
+            meta = program.tensor[name]
+            if meta.kind != "param":
+                self._add_edge(meta, None, produced(Replicate()), uses[name])
+            elif name in bound_class.owned:
+                self._add_owned_param(meta, uses[name])
+            else:
+                self._add_param([(class_index, name)], meta, [uses[name]])
+
+    def _uses(self, class_index: int, program: Program) -> dict[str, list[Use]]:
+        """Return the uses of each tensor."""
+        uses: dict[str, list[Use]] = defaultdict(list)
+        for op in program.ops:
+            variable = self.op_variable[class_index, op.name]
+            for position, name in enumerate(op.inputs):
+                uses[name].append((variable, self.strategies[variable].requirements(position)))
+        return uses
+
+    def links_at_ends(self, boundary: Boundary) -> list[ReshardEdge]:
+        """Return the edges of what blocks hand to each other, placed so."""
+        before = len(self.edges)
+        for end in self.ends:
+            self._add_edge(end.meta, *end.link_ends(boundary))
+        made = self.edges[before:]
+        del self.edges[before:]
+        return made
+
+    def add_shared_params(
+        self, groups: Sequence[tuple[tuple[int, str], ...]], programs: Mapping[int, Program]
+    ) -> None:
+        for group in groups:
+            members = [(c, name) for c, name in group if c in programs]
+            if not members:
+                continue
+            used = [self._uses(c, programs[c])[name] for c, name in members]
+            first_class, first_name = members[0]
+            self._add_param(members, programs[first_class].tensor[first_name], used)
+
+    def _add_param(
+        self,
+        members: Sequence[tuple[int, str]],
+        meta: TensorMeta,
+        used: Sequence[Sequence[Use]],
+    ) -> None:
+        """A parameter with several uses, given by member, chooses its placement by a variable of
+        its own; each member's block redistributes it for itself.
+        """
+        required = [place for uses in used for _, use in uses for place, _ in use.required]
+        places = tuple(dict.fromkeys(p for p in (Replicate(), *required) if p != Partial()))
+        pinned = [self.pins[m] for m in members if m in self.pins]
+        places = tuple(p for p in places if all(p == pin for pin in pinned))
+        if not places:
+            raise LayoutError(
+                f"parameter {meta.fqn or meta.name!r} is pinned to {', '.join(map(str, pinned))}, "
+                "which no op that uses it can take; drop the pin"
+            )
+        variable = len(self.variables)
+        local = [self.prices.local_bytes(meta, place) for place in places]
+        self.variables.append(
+            Variable(
+                name=f"param:{meta.name}",
+                values=places,
+                seconds=len(members)
+                * np.array([self.prices.adding_s(meta, place) for place in places]),
+                num_bytes=STATE_FACTOR * np.array(local, dtype=np.float64),
+            )
+        )
+        self.shared_variables.append((tuple(members), variable))
+        for uses in used:
+            self._add_edge(meta, variable, produced(*places), uses)
+
+    def _add_owned_param(self, meta: TensorMeta, uses: Sequence[Use]) -> None:
+        """A parameter with one use lies as that use requires; only its gradient may need repair."""
+        ((variable, use),) = uses
+        if variable is None:
+            return
+        extra = self.prices.of_moves(meta.bytes_at(1), meta.requires_grad)[_moves_from_rest(use)]
+        if extra.any():
+            old = self.variables[variable]
+            self.variables[variable] = replace(old, seconds=old.seconds + extra)
+
+    def _add_edge(
+        self,
+        meta: TensorMeta,
+        producer: int | None,
+        source: Produced,
+        uses: Sequence[Use],
+    ) -> None:
+        if not uses:
+            return
+        pattern = edge_pattern(source, tuple(use for _, use in uses))
+        seconds = self.prices.of_edge(pattern, meta.bytes_at(1), meta.requires_grad)
+        if not seconds.any():
+            return
+        self.edges.append(
+            ReshardEdge(
+                tensor=meta.name,
+                producer=producer,
+                source=pattern.source,
+                uses=tuple(
+                    (variable, columns)
+                    for (variable, _), columns in zip(uses, pattern.columns, strict=True)
+                ),
+                seconds=seconds,
+            )
+        )
+
+
+@lru_cache(maxsize=4096)
+def _moves_from_rest(use: Requirements) -> NDArray[np.intp]:
+    """Return the moves between a parameter with one use, as it lies, and that use."""
+    return np.array(
+        [
+            moves_between((at_rest(place),), ((place, partial),))[0, 0]
+            for place, partial in use.required
+        ]
+    )

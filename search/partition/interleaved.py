@@ -1,0 +1,334 @@
+"""Interleaved stages (several a rank): their one partition, recompute choices, time and bytes.
+
+The chain is cut as evenly as blocks allow (`balance`); a rank that activations do not fit
+recomputes as many of its blocks as it must (`interleaved_levels`). What does not depend on replicas
+is computed once for all configurations of a table with so many stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from costmodel import StageCosts, StageLoad
+from costmodel.memory.bound import RankBound
+from costmodel.time.stage_costs.stage_costs import BlockRuns, cut_runs, transfers
+from planner.plan import Recompute
+from planner.schedule import most_kept, stage_to_pp_rank
+from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind
+from search.partition.chain_problem import Floats, InfeasibleStage
+from search.partition.interleaved_levels import RecomputeLevels
+from search.space.configuration import Configuration, recompute_choices
+from search.space.job_tables import job_table, live_microbatches, live_stages_of
+from search.stages.rank_stages import RankStages, rank_bound
+from search.stages.stage_table import StageTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSeconds:
+    """Seconds that bound a step, by stage (`tail_s`: by rank).
+
+    Attributes:
+        forward_s: forward of a microbatch.
+        backward_s: its backward, with what is recomputed.
+        ahead_s: the part of the backward that may run after the gradient is sent.
+        transfer_s: transfer of activations into the stage; a single 0: not counted.
+        back_transfer_s: transfer of the gradient back from the stage; a single 0: not counted.
+        tail_s: gradient exchange and optimizer after the rank's last job.
+    """
+
+    forward_s: Floats
+    backward_s: Floats
+    ahead_s: Floats
+    transfer_s: Floats
+    back_transfer_s: Floats
+    tail_s: Floats
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class InterleavedStages:
+    """The stages between `cuts`, for all configurations of a schedule, pp and vpp; remembers
+    answers.
+    """
+
+    configuration: Configuration
+    """Any of them."""
+    table: StageTable
+    cuts: tuple[int, ...]
+    _levels: dict[tuple[Recompute, ...], RecomputeLevels] = field(default_factory=dict)
+
+    @cached_property
+    def homes(self) -> NDArray[np.intp]:
+        """The pp rank of each stage."""
+        mine = self.configuration
+        return np.asarray(stage_to_pp_rank(mine.schedule, mine.pp, mine.vpp))
+
+    @cached_property
+    def polls(self) -> bool:
+        """Whether hosts poll for messages between stages."""
+        mine = self.configuration
+        return self.table.costs.polls(mine.degrees, pp=mine.pp)
+
+    @property
+    def pp(self) -> int:
+        """Number of ranks."""
+        return int(self.homes.max()) + 1
+
+    def by_rank(self, of_stages: Floats) -> Floats:
+        """Return each rank's sum over its stages."""
+        return np.bincount(self.homes, weights=of_stages).astype(np.float64)
+
+    @cached_property
+    def _first(self) -> NDArray[np.intp]:
+        return np.asarray(self.cuts[:-1])
+
+    @cached_property
+    def _runs(self) -> BlockRuns:
+        """What the stages cost, nothing exchanged with replicas."""
+        return cut_runs(self.table.chain_where(polls=self.polls), self.cuts)
+
+    @cached_property
+    def _bare_s(self) -> tuple[Floats, Floats]:
+        """Forward and backward seconds, nothing exchanged with replicas nor recomputed."""
+        return self._runs.times.whole_forward_s, self._runs.times.whole_backward_s
+
+    def ahead_s(self, configuration: Configuration) -> Floats:
+        """Most seconds of each stage's backward that may come after its gradient is sent on."""
+        choices = recompute_choices(configuration.recompute)
+        return np.add.reduceat(
+            self.table.ahead_s(is_sharded=configuration.replication.is_sharded, choices=choices),
+            self._first,
+        )
+
+    def least_step_s(
+        self, configuration: Configuration, recomputed: Sequence[Recompute] = ()
+    ) -> float:
+        """Return a step time that the stages cannot beat, whatever they exchange; when the blocks
+        recompute this, if it is given.
+        """
+        nothing = np.zeros(1)
+        forward_s, backward_s = self._bare_s
+        again: Floats | float = 0.0
+        if recomputed:
+            again = self._runs.recomputation(recomputed).whole_s
+        seconds = StageSeconds(
+            forward_s=forward_s, backward_s=backward_s + again,
+            ahead_s=self.ahead_s(configuration),
+            transfer_s=nothing, back_transfer_s=nothing, tail_s=nothing,
+        )  # fmt: skip
+        return self._start_s(configuration) + least_end_s(configuration, self.homes, seconds)
+
+    def step_bound(
+        self,
+        configuration: Configuration,
+        recomputed: Sequence[Recompute],
+        copied: Sequence[CopiedRow] = (),
+    ) -> float:
+        """Return a step time that the stages cannot beat when the blocks recompute this, with these
+        jobs of each rank beside copies.
+        """
+        seconds = self.seconds(configuration, recomputed)
+        copies_s = self._copies_s(configuration, recomputed, seconds, copied) if copied else 0.0
+        end_s = least_end_s(configuration, self.homes, seconds, copies_s)
+        return self._start_s(configuration) + end_s
+
+    def _copies_s(
+        self,
+        configuration: Configuration,
+        recomputed: Sequence[Recompute],
+        seconds: StageSeconds,
+        copied: Sequence[CopiedRow],
+    ) -> Floats:
+        """Return by how much copies lengthen each rank's jobs."""
+        held = self.table.runs.held(self._first, np.asarray(self.cuts[1:]), recomputed)
+        down_s, up_s = self.table.copies_s(held.kept_bytes)
+        weight_s = self._runs.times.weight_s
+        job_s = seconds_by_kind(
+            seconds.forward_s,
+            seconds.backward_s,
+            weight_s * (not configuration.replication.is_sharded),
+        )
+        return np.array([extra_s(row.whole, job_s, down_s, up_s) for row in copied])
+
+    def _start_s(self, configuration: Configuration) -> float:
+        return self.table.least_inputs_s(configuration)
+
+    def seconds(
+        self,
+        configuration: Configuration,
+        recomputed: Sequence[Recompute],
+        back_transfer_s: Floats | None = None,
+    ) -> StageSeconds:
+        """Return what the stages take when the blocks recompute this: with what replicas exchange,
+        transfers between stages and the optimizer. `back_transfer_s` (n + 1) are, if not the
+        table's own, those of gradients from a stage starting at each block.
+        """
+        ranks = RankStages(table=self.table, configuration=configuration)
+        costs = StageCosts(runs=self._runs, replication=ranks.replication)
+        forward_s, backward_s = costs.forward_s, costs.backward_s(recomputed)
+        param_bytes, num_params = self._runs.params
+        transfer_s, own_back_s = self.table.transfers_s(configuration)
+        if back_transfer_s is None:
+            back_transfer_s = own_back_s
+            if (pp_group := self.table.waited_transfer(configuration)) is not None:
+                # On the way, transfers that do not overlap are part of the jobs that wait for them.
+                execution, receive_s = self.table.costs.execution, self._runs.receive_s(pp_group)
+                there_s, back_s = transfers(execution, receive_s)[1]
+                forward_s, backward_s = forward_s + there_s, backward_s + back_s
+                transfer_s, back_transfer_s = 0 * transfer_s, 0 * back_transfer_s
+        # A stage on the rank of the one before receives nothing.
+        moves = np.append(True, self.homes[1:] != self.homes[:-1])
+        # Gradients are exchanged stage by stage; the optimizer updates a rank's weights at once.
+        sizes, counts = self.by_rank(param_bytes), self.by_rank(num_params)
+        update = [ranks.prices.update_s(*rank) for rank in zip(sizes, counts, strict=True)]
+        return StageSeconds(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            ahead_s=self.ahead_s(configuration),
+            transfer_s=transfer_s[self._first] * moves,
+            back_transfer_s=back_transfer_s[self._first] * moves,
+            tail_s=self.by_rank(costs.after_s) + update,
+        )
+
+    def levels(self, configuration: Configuration) -> RecomputeLevels:
+        """Return how much the ranks may recompute."""
+        choices = recompute_choices(configuration.recompute)
+        if choices not in self._levels:
+            self._levels[choices] = RecomputeLevels(
+                table=self.table,
+                cuts=self.cuts,
+                homes=self.homes,
+                choices=choices,
+                polls=self.polls,
+            )
+        return self._levels[choices]
+
+    def least_levels(
+        self,
+        configuration: Configuration,
+        memory_limit_bytes: float,
+        infeasible: Sequence[InfeasibleStage] = (),
+    ) -> NDArray[np.intp] | None:
+        """Return each rank's level of recomputation, or None when a rank cannot hold its stages.
+
+        A level may fit where a rank's parameters, and as many microbatch-stages as the schedule
+        holds, each keeping what the stage of the rank that keeps least does, are within the limit;
+        `infeasible` are levels found too large nevertheless, on the rank of their stage.
+        """
+        levels = self.levels(configuration)
+        lowest = np.zeros(self.pp, dtype=np.intp)
+        for too_large in infeasible:
+            rank = self.homes[too_large.stage]
+            lowest[rank] = max(lowest[rank], too_large.choice + 1)
+        held = self._live(configuration) * levels.least_kept
+        needed = self._rank(configuration).with_saved(held)
+        found = levels.lowest(needed <= memory_limit_bytes, lowest)
+        return None if (found > levels.most).any() else found
+
+    def levels_too_low(
+        self,
+        configuration: Configuration,
+        levels: NDArray[np.intp],
+        memory_limit_bytes: float,
+    ) -> tuple[InfeasibleStage, ...]:
+        """Return, for each rank that cannot hold its stages as the job table has them under way,
+        the highest level at which it cannot.
+        """
+        if self.table.on_host.activations:
+            return ()
+        of_ranks, live = self.levels(configuration), live_microbatches(*configuration.pipeline)
+        needed = self._rank(configuration).with_saved(live.most_kept(of_ranks.kept))
+        least = of_ranks.lowest(needed <= memory_limit_bytes, levels)
+        return tuple(
+            self.too_low(int(rank), int(least[rank]) - 1) for rank in np.flatnonzero(least > levels)
+        )
+
+    def too_low(self, rank: int, level: int) -> InfeasibleStage:
+        """Return that a rank does not fit at a level, nor below."""
+        stage = int(np.flatnonzero(self.homes == rank)[0])
+        first, end = self.cuts[stage], self.cuts[stage + 1]
+        return InfeasibleStage(stage=stage, first=first, end=end, choice=level)
+
+    def guess_bytes(self, configuration: Configuration, recomputed: Sequence[Recompute]) -> Floats:
+        """Return about what each rank needs if the blocks recompute this: at its fullest, and
+        inside the highest of its jobs there, with gradients still to come.
+        """
+        held = self.table.runs.held(self._first, np.asarray(self.cuts[1:]), recomputed)
+        # Inside a job more is alive than between jobs: recomputed activations and gradients.
+        top = np.zeros(self.pp)
+        np.maximum.at(top, self.homes, held.peak_bytes - held.kept_bytes)
+        kept = self.table.runs.kept_along(recomputed)[0][list(self.cuts)]
+        schedule = job_table(*configuration.pipeline).schedule
+        most = np.array(most_kept(schedule, np.diff(kept).tolist()))
+        needed: Floats = self._rank(configuration).with_saved(most + top)
+        return needed
+
+    def least_bytes(self, configuration: Configuration) -> Floats:
+        """Return what each rank needs at least, by (recompute choice, rank): its parameters, and
+        what each stage keeps while its microbatches are under way.
+        """
+        sums = map(self.table.runs.kept_sums, recompute_choices(configuration.recompute))
+        # Neighbours may share outputs.
+        kept = np.stack([np.diff(along[list(self.cuts)]) for along in sums])
+        rank = self._rank(configuration)
+        if not self.table.on_host.activations:
+            return rank.with_saved(live_microbatches(*configuration.pipeline).most_kept(kept))
+        least = np.stack([kept[:, self.homes == r].min(axis=1) for r in range(self.pp)], axis=1)
+        return rank.with_saved(self._live(configuration) * least)
+
+    def _live(self, configuration: Configuration) -> Floats:
+        """Return how many microbatch-stages each rank has on the device at once."""
+        return self.table.on_host.live(np.asarray(live_stages_of(configuration), dtype=float))
+
+    def _rank(self, configuration: Configuration) -> RankBound:
+        """The ranks with nothing but their parameters."""
+        return rank_bound(self.table, configuration, StageLoad(param_bytes=self._param_bytes))
+
+    @cached_property
+    def _param_bytes(self) -> Floats:
+        sizes = self.by_rank(np.add.reduceat(self.table.blocks.param_bytes, self._first))
+        for i, j, size in self.table.ties:
+            first, second = self.homes[np.searchsorted(self.cuts, (i, j), side="right") - 1]
+            sizes[first] -= size * (first == second)
+        return sizes
+
+
+def least_end_s(
+    configuration: Configuration,
+    homes: NDArray[np.intp],
+    seconds: StageSeconds,
+    copies_s: Floats | float = 0.0,
+) -> float:
+    """Return when a step ends at the earliest, whatever job table of the schedule's kind is run.
+
+    end(r) = fill(r) + m * work(r) + copies(r) + drain(r) + tail
+
+        fill    forwards and transfers of the first microbatch through the stages before rank r's
+                first one: until then rank r has nothing to run
+        work    forwards and backwards of all stages of the rank, for each of m microbatches
+        copies  by how much copies of activations to the host and back lengthen the rank's jobs
+        drain   backwards and transfers of the last gradient through those stages to rank 0, without
+                what each stage may put after it sends its gradient; then rank 0 runs its own rest.
+                0 where weight gradients are jobs of their own, which may come last
+        tail    gradient exchange and optimizer, of the rank itself or, after a drain, of rank 0
+    """
+    pp = configuration.pp
+    forward_s, backward_s, ahead_s = seconds.forward_s, seconds.backward_s, seconds.ahead_s
+    work = np.bincount(homes, weights=forward_s + backward_s)
+    # Rank r's first stage is r under loop and fold placements alike.
+    fill = forward_s.cumsum()[:pp] - forward_s[:pp] + seconds.transfer_s.cumsum()[:pp]
+    own = fill + configuration.num_microbatches * work + copies_s
+    ends = own + seconds.tail_s
+    if not configuration.splits_backward:
+        inputs = backward_s - ahead_s
+        drain = inputs.cumsum()[:pp] - inputs[:pp] + seconds.back_transfer_s.cumsum()[:pp]
+        drain += ahead_s[0]
+        # Whichever of a rank's stages its last backward is of.
+        most_ahead = np.zeros(pp)
+        np.maximum.at(most_ahead, homes, ahead_s)
+        ends = np.maximum(ends, own - most_ahead + drain + seconds.tail_s[0])
+    return float(ends.max())

@@ -1,0 +1,159 @@
+"""What a plan is but for its stage boundaries and the placements inside blocks.
+
+A `Shape` is a set of configurations that differ in schedule, stages a rank and ZeRO stage alone;
+they share most bounds, so a search opens a shape only when it may hold the best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+from planner.layout.axes import AXES, Degrees
+from planner.plan import Recompute
+from planner.plan.replication import Replication
+from planner.schedule import find_schedule
+
+RECOMPUTE_CHOICES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+class _OnMesh:
+    """Names for sizes of a stage's mesh."""
+
+    __slots__ = ()
+    degrees: Degrees
+
+    @property
+    def batch_parts(self) -> int:
+        """Parts of a microbatch: ranks of all axes that cut the batch, dp among them."""
+        return self.degrees.along("batch")
+
+    @property
+    def cp(self) -> int:
+        """Parts of every sequence."""
+        return self.degrees["cp"]
+
+    @property
+    def tp(self) -> int:
+        """Parts of parameters and heads."""
+        return self.degrees["tp"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration(_OnMesh):
+    """One point of the space.
+
+    Attributes:
+        degrees: sizes of the mesh of a stage.
+        pp: pipeline ranks.
+        vpp: stages of each pipeline rank.
+        microbatch_size: samples of a microbatch in each part that the batch axes cut.
+        num_microbatches: microbatches of a step.
+        schedule: name of the pipeline schedule.
+        zero: stage of ZeRO.
+        recompute: a choice for all stages, ``mixed`` (any by stage), or those that stages choose
+            between, joined by ``|``.
+        stage_tps: empty where all stages have this mesh, else each stage's tp.
+        device_groups: of a cluster of several groups of devices, that of each stage.
+        shares: as in `Plan`.
+    """
+
+    degrees: Degrees
+    pp: int
+    vpp: int
+    microbatch_size: int
+    num_microbatches: int
+    schedule: str
+    zero: int
+    recompute: str
+    stage_tps: tuple[int, ...] = ()
+    device_groups: tuple[str, ...] = ()
+    shares: tuple[int, ...] = ()
+
+    @property
+    def pipeline(self) -> tuple[str, int, int, int]:
+        """What its job table follows from: schedule, pp, vpp and number of microbatches."""
+        return self.schedule, self.pp, self.vpp, self.num_microbatches
+
+    @property
+    def replication(self) -> Replication:
+        """How ranks that hold the same parameters share them."""
+        return Replication(
+            replicas=self.degrees.along("data"),
+            copies=self.degrees.along("copies"),
+            zero_stage=self.zero,
+        )
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients have jobs of their own with something to do: ZeRO's are made
+        with the input's, since FSDP2 reduces them when a block's backward ends.
+        """
+        return find_schedule(self.schedule).splits_backward and not self.replication.is_sharded
+
+    @property
+    def label(self) -> str:
+        """Short name such as ``dp2 tp4 pp8 mbs1x16 1f1b zero1 recompute-none``."""
+        sizes: dict[str, object] = dict(self.degrees)
+        if self.stage_tps:
+            sizes["tp"] = "/".join(map(str, self.stage_tps))
+        always = [axis.name for axis in AXES if axis.in_every_file]
+        others = [name for name in sizes if name not in always and self.degrees[name] > 1]
+        parts = [f"{name}{sizes[name]}" for name in always]
+        parts.append(f"pp{self.pp}")
+        if self.device_groups:
+            parts[-1] += f"@{'/'.join(self.device_groups)}"
+        parts += [f"{name}{sizes[name]}" for name in others]
+        if self.vpp > 1:
+            parts.append(f"vpp{self.vpp}")
+        parts.append(f"mbs{self.microbatch_size}x{self.num_microbatches}")
+        if self.pp > 1:
+            parts.append(self.schedule)
+        return " ".join([*parts, f"zero{self.zero}", f"recompute-{self.recompute}"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape(_OnMesh):
+    """Configurations of equal degrees and microbatches: one for each option and ZeRO stage.
+
+    Attributes:
+        degrees: sizes of the mesh of a stage.
+        pp: pipeline ranks.
+        microbatch_size: samples of a microbatch in each part that the batch axes cut.
+        num_microbatches: microbatches of a step.
+        options: (schedule, stages of each pipeline rank) to choose from.
+        zeros: stages of ZeRO to choose from.
+        recompute: as in `Configuration`.
+    """
+
+    degrees: Degrees
+    pp: int
+    microbatch_size: int
+    num_microbatches: int
+    options: tuple[tuple[str, int], ...]
+    zeros: tuple[int, ...]
+    recompute: str
+
+    @property
+    def num_configurations(self) -> int:
+        """How many configurations the shape holds."""
+        return len(self.options) * len(self.zeros)
+
+    def configurations(self) -> Iterator[Configuration]:
+        """Yield each of them."""
+        for schedule, vpp in self.options:
+            for zero in self.zeros:
+                yield Configuration(
+                    degrees=self.degrees, pp=self.pp, vpp=vpp,
+                    microbatch_size=self.microbatch_size,
+                    num_microbatches=self.num_microbatches,
+                    schedule=schedule, zero=zero, recompute=self.recompute,
+                )  # fmt: skip
+
+
+def recompute_choices(recompute: str) -> tuple[Recompute, ...]:
+    """Return what each stage may choose between."""
+    if recompute == "mixed":
+        return RECOMPUTE_CHOICES
+    return tuple(cast("Recompute", choice) for choice in recompute.split("|"))

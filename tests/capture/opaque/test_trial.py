@@ -1,0 +1,84 @@
+"""What a trial refuses is in `tests.constructs`; here what it finds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.capture.opaque.trial import NotHeld, Place, Trial
+from planner.errors import CaptureError
+
+
+def tried(module: nn.Module, *args, num_samples=2, precision="model"):
+    given = [arg for arg in args if isinstance(arg, Tensor)]
+    numbers = iter(range(len(given)))
+    places = tuple(Place(next(numbers)) if isinstance(arg, Tensor) else arg for arg in args)
+    return Trial(
+        module=module,
+        precision=precision,
+        who="it",
+        key="it",
+        places=(places, ()),
+        given=given,
+        num_samples=num_samples,
+        first=None,
+    ).run()
+
+
+class Counting(nn.Module):
+    def forward(self, x, lengths, factor):
+        kept = [sample[:n] for sample, n in zip(x, lengths.tolist(), strict=True)]
+        return {"sums": torch.stack([s.sum(0) for s in kept]) * factor, "factor": factor}
+
+
+def meta(*shape, dtype=torch.float32, grad=False):
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
+
+
+def test_shapes_structure_and_samples():
+    call = tried(Counting(), meta(4, 3, 5, grad=True), meta(4, dtype=torch.int64), 2.0)
+    (result,) = call.results
+    assert (result.shape, result.dtype, result.is_differentiable) == ((4, 5), torch.float32, True)
+    leaves, spec = call.structure
+    assert leaves == [Tensor, 2.0]
+    assert torch.utils._pytree.tree_unflatten(leaves, spec) == {"sums": Tensor, "factor": 2.0}
+    assert call.args == (Place(0), Place(1), 2.0)
+    assert call.holds_samples == (True, True)
+
+
+class Rows(nn.Module):
+    def forward(self, x, by):
+        return x[by > 0]
+
+
+def test_shapes_that_follow_values_are_not_held():
+    with pytest.raises(NotHeld, match="shape, or a number, depends on values"):
+        tried(Rows(), meta(8, 3), meta(8, dtype=torch.int64))
+
+
+class Drifts(nn.Module):
+    calls = 0
+
+    def forward(self, x):
+        type(self).calls += 1
+        return x * type(self).calls
+
+
+def test_a_forward_that_differs_the_second_time():
+    with pytest.raises(CaptureError, match="gives something else the second time"):
+        tried(Drifts(), meta(4, 3))
+
+
+class Unregistered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.held = [nn.Linear(3, 3)]
+
+    def forward(self, x):
+        return self.held[0](x)
+
+
+def test_weights_that_no_part_holds():
+    with pytest.raises(CaptureError, match="keeps a module in held; register it"):
+        tried(Unregistered(), meta(4, 3))

@@ -1,0 +1,72 @@
+"""What is saved where layers multiply in 8 bits."""
+
+import pytest
+
+from costmodel.cache import CostCache
+from costmodel.estimate import estimate
+from costmodel.execution.executed import ExecutedProfile
+from costmodel.execution.executed_kernels import is_product, products_of_head
+from costmodel.execution.execution import find_execution
+from costmodel.execution.saves import NARROW, as_saved
+from costmodel.table.kernels import load_rates
+from planner.layout.redistribution.redistribute import REDISTRIBUTE
+from planner.templates.splits import tp_layouts
+from profiles import load_profile
+from tests.costmodel.execution.test_executed import GRAPH, LLAMA, plan_of
+
+CORE = find_execution("megatron-core")
+HIDDEN_BYTES, WIDE_BYTES = 2 * 4096 * 4096, 2 * 4096 * 14336
+"""Of a sample in bf16: a layer's input, and what its last product takes."""
+
+
+def costs_in(dtype: str) -> CostCache:
+    profile = load_profile("h100-sxm5-80gb")
+    executed = ExecutedProfile(
+        profile, load_rates(profile), num_nodes=1, execution=CORE, product_dtype=dtype
+    )
+    return CostCache(GRAPH, executed, execution=CORE)
+
+
+def test_products_of_layers_take_casts_and_the_head_does_not():
+    costs = costs_in("float8_e4m3fn")
+    layouts = tp_layouts(LLAMA, sequence_parallel=True, microbatch_size=1)
+    degrees = plan_of(tp=2).degrees
+    for index in range(len(costs.graph.classes)):
+        mine = tuple(layout for layout in layouts if layout.class_index == index)
+        local = costs.local(index, 1, degrees, mine)
+        held = as_saved(local, costs.profile)
+        in_head = products_of_head(held)
+        known = {*held.inputs, *held.params}
+        for op in held.ops:
+            assert known.issuperset(op.inputs), op
+            known.update(op.outputs)
+            dtypes = {held.tensor[name].dtype for name in op.inputs}
+            if is_product(op):
+                assert (NARROW in dtypes) == (op.name not in in_head)
+            if op.target == REDISTRIBUTE and op.name.endswith("8 bits"):
+                assert dtypes == {NARROW}  # ranks gather what was cast
+        assert as_saved(local, costs_in("bfloat16").profile) is local
+
+
+def test_a_layer_saves_half_of_what_its_products_take():
+    """The products of queries, keys and values take a norm, as do gate and up; down takes the
+    activation. What attention made is copied ahead of its product, and the copy is cast."""
+    saved = {
+        dtype: costs_in(dtype).block(1, 1).load.saved_bytes
+        for dtype in ("bfloat16", "float8_e4m3fn")
+    }
+    less = saved["bfloat16"] - saved["float8_e4m3fn"]
+    assert less == (3 * HIDDEN_BYTES + WIDE_BYTES) / 2
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_it_is_never_more(recompute):
+    peaks = {}
+    for dtype in ("bfloat16", "float8_e4m3fn"):
+        costs = costs_in(dtype)
+        plan = plan_of(dp=1, num_microbatches=2)
+        stages = tuple(s.model_copy(update={"recompute": recompute}) for s in plan.stages)
+        plan = plan.model_copy(update={"stages": stages})
+        peaks[dtype] = estimate(costs.graph, costs.profile, plan, costs=costs).peak_bytes
+    assert peaks["float8_e4m3fn"] <= peaks["bfloat16"]
+    assert peaks["float8_e4m3fn"] < peaks["bfloat16"] or recompute != "none"

@@ -1,0 +1,57 @@
+"""What configuration files say beyond rows of published tables."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from costmodel.table.rows.run_row import parse_row
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+BRIDGE = {
+    "source_id": "mbridge_26.02", "stack": "megatron-te", "gpu": "B300", "gpus": "256",
+    "model": "DeepSeekV3", "seq_len": "4096", "global_batch": "4096", "micro_batch": "1",
+    "tp": "1", "pp": "16", "dp": "16", "ep": "8", "vpp": "", "recompute": "", "dtype": "mxfp8",
+    "notes": "MoE force-balanced",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def configured():
+    name = "accuracy_configured"
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_recipe_fills_what_its_row_leaves_open(configured):
+    run = parse_row(configured.as_configured(BRIDGE))
+    assert run.stack.sends_tokens
+    assert (run.recompute, run.vpp, run.shape.ahead) == ("selective: mla_up_proj", 1, 1)
+    assert run.stage_blocks == (5, *[4] * 14, 3)
+    assert run.stack.fullest_experts == 1
+    other = {**BRIDGE, "source_id": "dgxc_2411"}
+    assert configured.as_configured(other) == other
+    without = configured.as_configured(
+        {**BRIDGE, "source_id": "mbridge_25.11", "model": "DeepSeekV3 (w/o MTP)", "gpu": "GB200"}
+    )
+    assert without["mtp_layers"] == "0"
+
+
+def test_what_earlier_rows_added_holds_for_later_ones(configured):
+    def said(step: str, dispatcher: str):
+        row = {**BRIDGE, "source_id": "moecp_Megatron-LM", "gpu": "GB200", "pp": "8", "vpp": "4",
+               "dp": "32", "ep": "32",
+               "notes": f"cumulative optimisation: {step} dispatcher {dispatcher}"}  # fmt: skip
+        return parse_row(configured.as_configured(row))
+
+    first, last = said("baseline", "alltoall"), said("quantize fused into norm", "HybridEP")
+    assert first.recompute == "selective: mlp, mla_up_proj"
+    assert last.recompute == "selective: mlp"
+    assert last.stack.forward_kernels < first.stack.forward_kernels
+    assert last.stack.sends_tokens
+    assert not first.stack.sends_tokens
+    # A graph of the shared expert is no graph of the whole layer.
+    assert said("CUDA graph captures shared expert", "DeepEP").stack.expert_kernels > 0

@@ -1,0 +1,149 @@
+"""Parts that run as they are train as in one process, under every kind of plan (fp64).
+
+The reference is the user's module in a plain loop. Of the experts one is never chosen: its
+parameters have no gradient there, and an optimizer with decay leaves them alone.
+"""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner.graph import ModelGraph
+from planner.graph.model_file import ModelSource
+from planner.plan import Plan
+from planner.plan.defaults import default_plan
+from planner.runtime.check.by_block.prove import prove
+from planner.runtime.check.verify import VerifyReport, compare_with_one_process
+from tests.captures import capture_module
+from tests.opaque_models import PARTS, Chain, batch
+from tests.spawn import run_ranks
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp": {"dp": 2},
+    "tp": {"tp": 2},
+    "pp": {"pp": 2},
+    "virtual stages": {"pp": 2, "vpp": 2, "schedule": "interleaved_1f1b"},
+    "split backward": {"pp": 2, "schedule": "zb_h1"},
+    "ZeRO 1": {"dp": 2, "zero_stage": 1},
+    "ZeRO 2": {"dp": 2, "zero_stage": 2},
+    "ZeRO 3": {"dp": 2, "zero_stage": 3},
+    "full": {"dp": 2, "recompute": "full"},
+    "selective": {"tp": 2, "recompute": "selective"},
+    "full on stages": {"pp": 2, "recompute": "full"},
+}
+QUICK = [("loop over experts", name) for name in LAYOUTS]
+QUICK += [(what, name) for what in list(PARTS)[1:] for name in ("dp", "tp")]
+REST = [(what, name) for what in PARTS for name in LAYOUTS if (what, name) not in QUICK]
+
+
+def build(what: str) -> nn.Module:
+    torch.manual_seed(0)
+    return Chain(PARTS[what])
+
+
+def source_of(what: str) -> ModelSource:
+    return ModelSource(
+        path=Path("chain.py"),
+        build=partial(build, what),
+        batch=batch,
+        loss=None,
+        dependencies=(),
+    )
+
+
+def graph_of(what: str, **options: Any) -> ModelGraph:
+    return capture_module(build(what), batch(2), batch(3), **options)
+
+
+def compare(cases: list[tuple[str, Plan]]) -> list[VerifyReport | None]:
+    return [compare_with_one_process(plan, source_of(what), steps=2) for what, plan in cases]
+
+
+def check(names: list[tuple[str, str]], **options: Any) -> None:
+    cases = [
+        (
+            what,
+            default_plan(
+                graph_of(what, **options),
+                **({"num_microbatches": 2, "microbatch_size": 2} | LAYOUTS[layout]),
+            ).model_copy(update=options),
+        )
+        for what, layout in names
+    ]
+    reports = run_ranks(compare, 2, cases)[0]
+    for (what, layout), report in zip(names, reports, strict=True):
+        assert report.passed, f"{what}, {layout}: {report}"
+
+
+def test_plans_of_every_kind_equal_one_process():
+    check(QUICK)
+
+
+@pytest.mark.slow
+def test_all_parts_under_all_plans():
+    check(REST)
+
+
+def test_a_plan_in_bf16_equals_one_process():
+    """`verify` runs the graph of the cast model, promoted."""
+    check([("loop over experts", "dp"), ("item in a while loop", "tp")], precision="bf16")
+
+
+def _of_rank(plan: Plan) -> tuple[list[float], list[Any]]:
+    """Losses of two steps in real bf16, and the parameters of an expert that nothing reaches."""
+    torch.manual_seed(0)
+    engine = planner.apply(plan, partial(build, "loop over experts"))
+    data = batch(4)
+    losses = [float(engine.step(data)) for _ in range(3)]
+    state = engine.full_state_dict()
+    evaluated = float(engine.evaluate(data))
+    names = [name for name in state if ".experts.3." in name]
+    return [*losses, evaluated], [state[name] for name in sorted(names)]
+
+
+def test_bf16_trains_evaluates_and_leaves_an_unreached_expert_alone():
+    graph = graph_of("loop over experts", precision="bf16")
+    plan = default_plan(graph, dp=2, microbatch_size=2, num_microbatches=1)
+    losses, experts = run_ranks(_of_rank, 2, plan.model_copy(update={"precision": "bf16"}))[0]
+    assert losses[2] < losses[0]
+    first = build("loop over experts").state_dict()
+    for name, found in zip(sorted(n for n in first if ".experts.3." in n), experts, strict=True):
+        torch.testing.assert_close(found.float(), first[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("what", PARTS)
+def test_blocks_are_proven_one_by_one(what):
+    graph = graph_of(what)
+    plan = default_plan(graph, tp=2, pp=2, microbatch_size=2)
+    proof = prove(plan, graph, source_of(what))
+    assert [fault for part in proof.parts for fault in part.faults] == []
+
+
+def _apply_once(plan: Plan) -> float:
+    """A function that builds the model starts on the meta device, and is thrown away."""
+    engine = planner.apply(plan, partial(build, "boolean indexing"))
+    gc.collect()
+    torch.manual_seed(1)
+    data = batch(4)
+    engine.step(data)
+    return float(engine.evaluate(data))
+
+
+def test_a_model_that_apply_builds_is_found_again_in_evaluation():
+    plan = default_plan(graph_of("boolean indexing"), microbatch_size=4, num_microbatches=1)
+    (found,) = run_ranks(_apply_once, 1, plan)
+    torch.manual_seed(1)
+    data = batch(4)
+    alone = build("boolean indexing")
+    optimizer = torch.optim.AdamW(alone.parameters())
+    alone(*data).backward()
+    optimizer.step()
+    assert found == pytest.approx(alone.eval()(*data).item(), rel=1e-6)
