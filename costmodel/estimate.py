@@ -263,18 +263,19 @@ def plan_job_seconds(plan: Plan, costs: CostCache) -> JobSeconds:
     """Return what the jobs and transfers of a plan take, whatever their order: those of the
     slowest replicas.
     """
-    return _slowest_price(plan, costs).job_seconds
+    return slowest_price(plan, costs).job_seconds
 
 
 def plan_kept_bytes(plan: Plan, costs: CostCache) -> tuple[float, ...]:
     """Return what one microbatch in flight keeps on each stage of a plan, of the slowest
     replicas.
     """
-    price = _slowest_price(plan, costs)
+    price = slowest_price(plan, costs)
     return tuple(saved + price.side_bytes(s) for s, saved in enumerate(_saved_bytes(price)))
 
 
-def _slowest_price(plan: Plan, costs: CostCache) -> PlanPrice:
+def slowest_price(plan: Plan, costs: CostCache) -> PlanPrice:
+    """Return the prices of the replicas whose step is longest; its plan has their devices."""
     views = replica_views(plan, costs)
     if len(views) == 1:
         return price_plan(views[0].plan, costs, views[0].neighbours)
@@ -426,19 +427,11 @@ def _instant(price: PlanPrice) -> JobSeconds:
     return replace(price.job_seconds, receive_forward_s=none, receive_backward_s=none)
 
 
-def _slowest_view(plan: Plan, costs: CostCache) -> ReplicaView:
-    views = list(replica_views(plan, costs))
-    if len(views) == 1:
-        return views[0]
-    return max(views, key=lambda view: _timed(view, costs)[2].step_s)
-
-
 def step_path(plan: Plan, costs: CostCache) -> StepPath:
-    """Return a step's seconds by cause, over all ranks (`costmodel.time.step_path`); of replicas on
-    unlike devices, those that end last.
+    """Return a step's seconds by cause, over all ranks (`costmodel.time.step_path`): those of the
+    slowest replicas.
     """
-    view = _slowest_view(plan, costs)
-    price, table = price_plan(view.plan, costs, view.neighbours), _table_of(view.plan)
+    price, table = slowest_price(plan, costs), _table_of(plan)
     at_least = _copies_beside_jobs(price, costs, table)
     timeline = simulate(table, price.job_seconds, at_least=at_least)
     last = _last_rank(price, costs, timeline)

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from costmodel.cache import CostCache
 from costmodel.time.block.compute import op_dtype, op_seconds, op_works
-from costmodel.time.plan_price import price_plan, stages_of_rank
-from planner.plan import Plan
+from costmodel.time.plan_price import PlanPrice, stages_of_rank
 from profiles.records import Direction
 
 
@@ -51,9 +50,9 @@ class RooflinePoint:
         return self.flop / self.seconds
 
 
-def roofline_points(plan: Plan, costs: CostCache, pp_rank: int) -> tuple[RooflinePoint, ...]:
+def roofline_points(price: PlanPrice, costs: CostCache, pp_rank: int) -> tuple[RooflinePoint, ...]:
     """Return the ops of a pp rank that take time, the longest first; recomputed ones once."""
-    price = price_plan(plan, costs)
+    plan = price.plan
     sums: dict[tuple[str, str, Direction, str], list[float]] = {}
     for stage in stages_of_rank(plan, pp_rank):
         chain = price.meshes[stage].runs.chain

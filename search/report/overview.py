@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from costmodel import CostCache, Estimate
-from costmodel.estimate import step_path
-from costmodel.time.plan_price import price_plan
+from costmodel.estimate import plan_job_seconds, step_path
 from costmodel.time.step_path import StepPath
 from costmodel.uncertainty import Interval
 from costmodel.utilization import model_flop_utilization, product_dtype
@@ -146,7 +145,7 @@ def find_overview(
 
 
 def _stages(plan: Plan, costs: CostCache, step_s: float) -> tuple[StageView, ...]:
-    jobs = price_plan(plan, costs).job_seconds
+    jobs = plan_job_seconds(plan, costs)
     ranks = plan.degrees.num_ranks
     views = []
     for index, stage in enumerate(plan.stages):

@@ -8,6 +8,7 @@ from typing import Any
 
 from costmodel import CostCache, Estimate
 from costmodel.compare import as_rank_timelines
+from costmodel.estimate import slowest_price
 from costmodel.memory.exact.over_time import MemoryMoment, memory_over_time
 from costmodel.time.roofline import RooflinePoint, roofline_points
 from costmodel.uncertainty import Interval
@@ -88,7 +89,7 @@ def gather_report(
     measured: Sequence[RankTimeline] = (),
 ) -> ReportNumbers:
     """Return what a report of a plan shows."""
-    told = plan.estimate
+    told, price = plan.estimate, slowest_price(plan, costs)
     overview = find_overview(
         plan, costs, estimate, interval, memory_limit_bytes=told.get("memory_limit_bytes")
     )
@@ -99,9 +100,9 @@ def gather_report(
         overview=overview,
         predicted=as_rank_timelines(estimate.timeline),
         measured=tuple(measured),
-        memory=memory_over_time(plan, costs, estimate.timeline),
+        memory=memory_over_time(price, costs, estimate.timeline),
         blocks=tuple(_blocks(plan, costs.graph, index) for index in range(len(plan.stages))),
-        roofline=roofline_points(plan, costs, slowest),
+        roofline=roofline_points(price, costs, slowest),
         memory_bytes_per_s=cluster.memory_bytes_per_s,
         peak_flop_per_s=dict(cluster.peak_flop_per_s),
         networks=tuple(

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from costmodel.cache import CostCache
 from costmodel.memory.exact.plan_memory import walk_plan
 from costmodel.memory.parts import MemoryParts
-from costmodel.time.plan_price import price_plan
+from costmodel.time.plan_price import PlanPrice
 from costmodel.time.simulate import Timeline
-from planner.plan import Plan
 from planner.schedule import StepJobKind, step_jobs
 
 
@@ -33,16 +32,17 @@ class MemoryMoment:
 
 
 def memory_over_time(
-    plan: Plan, costs: CostCache, timeline: Timeline
+    price: PlanPrice, costs: CostCache, timeline: Timeline
 ) -> tuple[tuple[MemoryMoment, ...], ...]:
     """Return the moments of each pp rank, in order; the fullest has the plan's memory.
 
-    `timeline` is an estimate's of the plan by these prices.
+    `price` is that of a plan's replicas (`costmodel.estimate.slowest_price`), `timeline` an
+    estimate's of the plan.
     """
     found = []
-    price = price_plan(plan, costs)
+    plan, schedule = price.plan, timeline.schedule
     weights = price.weights(range(plan.pp))
-    for pp_rank, walked in enumerate(walk_plan(plan, costs, timeline.schedule, weights)):
+    for pp_rank, walked in enumerate(walk_plan(plan, costs, schedule, weights)):
         starts, ends = timeline.start_s[pp_rank], timeline.end_s[pp_rank]
         moments = [
             MemoryMoment(

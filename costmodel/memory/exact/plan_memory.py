@@ -73,7 +73,9 @@ class WalkedRank:
 def walk_plan(
     plan: Plan, costs: CostCache, schedule: Schedule, weights: Mapping[int, StageLoad]
 ) -> Iterator[WalkedRank]:
-    """Yield some pp ranks, each with its walk over its row of the job table; see `plan_memory`."""
+    """Yield some pp ranks, each with its walk over its row of the job table; `weights` as in
+    `plan_memory`.
+    """
     edges = build_edges(costs.graph, plan)
     check_copies(plan, costs.graph)
     tied = tied_stages(plan, costs.graph)

@@ -6,6 +6,7 @@ import pytest
 
 from costmodel import CostCache, estimate
 from costmodel.memory.exact.over_time import memory_over_time
+from costmodel.time.plan_price import price_plan
 from profiles import load_profile
 from tests.builders import tiny_models
 from tests.captures import capture_module
@@ -31,7 +32,7 @@ def test_the_fullest_moment_is_the_plans_memory(graph, choices):
     profile = load_profile("h100-sxm5-80gb")
     plan, costs = make_plan(graph, **choices), CostCache(graph, profile)
     found = estimate(graph, profile, plan, costs=costs)
-    over_time = memory_over_time(plan, costs, found.timeline)
+    over_time = memory_over_time(price_plan(plan, costs), costs, found.timeline)
     assert len(over_time) == plan.pp
     for moments, parts, jobs in zip(
         over_time, found.memory, found.timeline.schedule.jobs, strict=True
@@ -45,6 +46,8 @@ def test_the_fullest_moment_is_the_plans_memory(graph, choices):
 def test_activations_rise_and_end_at_nothing(graph):
     profile = load_profile("h100-sxm5-80gb")
     plan, costs = make_plan(graph, m=4), CostCache(graph, profile)
-    (moments,) = memory_over_time(plan, costs, estimate(graph, profile, plan, costs=costs).timeline)
+    (moments,) = memory_over_time(
+        price_plan(plan, costs), costs, estimate(graph, profile, plan, costs=costs).timeline
+    )
     kept = {moment.job: moment.parts.activation_bytes for moment in moments}
     assert kept["0B0"] > kept["O"] == 0

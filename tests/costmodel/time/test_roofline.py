@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from costmodel import CostCache, estimate
+from costmodel.time.plan_price import price_plan
 from costmodel.time.roofline import roofline_points
 from costmodel.utilization import model_flop_utilization, product_dtype
 from profiles import load_profile
@@ -27,12 +28,15 @@ def profile():
 def test_points_have_all_flop_of_the_ranks(graph, profile):
     costs = CostCache(graph, profile)
     plan = make_plan(graph, pp=2, m=3)
-    flop = sum(p.flop for rank in range(2) for p in roofline_points(plan, costs, rank))
+    flop = sum(
+        p.flop for rank in range(2) for p in roofline_points(price_plan(plan, costs), costs, rank)
+    )
     assert flop == pytest.approx(estimate(graph, profile, plan, costs=costs).flop)
 
 
 def test_a_device_of_one_flop_a_second_reaches_that(graph, profile):
-    points = roofline_points(make_plan(graph), CostCache(graph, OneFlopASecond(profile)), 0)
+    costs = CostCache(graph, OneFlopASecond(profile))
+    points = roofline_points(price_plan(make_plan(graph), costs), costs, 0)
     assert points
     assert all(point.flop_per_s == pytest.approx(1.0) for point in points)
     assert [p.seconds for p in points] == sorted((p.seconds for p in points), reverse=True)
@@ -40,7 +44,8 @@ def test_a_device_of_one_flop_a_second_reaches_that(graph, profile):
 
 def test_no_op_is_above_the_roof(graph, profile):
     cluster = profile.cluster
-    for point in roofline_points(make_plan(graph, tp=2), CostCache(graph, profile), 0):
+    costs = CostCache(graph, profile)
+    for point in roofline_points(price_plan(make_plan(graph, tp=2), costs), costs, 0):
         peak = dict(cluster.peak_flop_per_s).get(point.dtype, float("inf"))
         roof = min(peak, point.intensity * cluster.memory_bytes_per_s)
         assert point.flop_per_s <= roof * 1.0001, point
