@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commands.common.inputs import graph_of, parse_seconds, profile_named
-from commands.common.options import ModelFile, spread
+from commands.common.options import CHOICES, COMPARED, SEARCHING, ModelFile, spread
 from commands.common.question import Question, parse_choices, parse_counts
 from commands.render.console import check_writable, show_note, show_progress, show_results
 from planner.errors import PlannerError
@@ -34,27 +34,51 @@ def search(
     out: Annotated[Path, typer.Option(help="Where to write the plan.")] = Path("plan.json"),
     allow: Annotated[
         list[str] | None,
-        typer.Option(help="Search only these, such as schedule=1f1b,zb_v or cp=1,2. Repeatable."),
+        typer.Option(
+            help="Search only these, such as schedule=1f1b,zb_v or cp=1,2. Repeatable.",
+            rich_help_panel=CHOICES,
+        ),
     ] = None,
     forbid: Annotated[
         list[str] | None,
-        typer.Option(help="Rule a choice out, such as schedule=zb_v or tp=8. Repeatable."),
+        typer.Option(
+            help="Rule a choice out, such as schedule=zb_v or tp=8. Repeatable.",
+            rich_help_panel=CHOICES,
+        ),
     ] = None,
-    solver: Annotated[str, typer.Option(help="Of stage boundaries: dp, recursive or ilp.")] = "dp",
+    solver: Annotated[
+        str,
+        typer.Option(help="Of stage boundaries: dp, recursive or ilp.", rich_help_panel=SEARCHING),
+    ] = "dp",
     pareto: Annotated[
-        Path | None, typer.Option(help="Also write plans that trade time for memory, as JSON.")
+        Path | None,
+        typer.Option(
+            help="Also write plans that trade time for memory, as JSON.", rich_help_panel=COMPARED
+        ),
     ] = None,
     pareto_gpus: Annotated[
-        str | None, typer.Option(help="Compare these numbers of devices too, such as 2,4,8.")
+        str | None,
+        typer.Option(
+            help="Compare these numbers of devices too, such as 2,4,8.", rich_help_panel=COMPARED
+        ),
     ] = None,
     price: Annotated[
-        float, typer.Option(min=0.0, help="Per device and hour: compare cost, too.")
+        float,
+        typer.Option(
+            min=0.0, help="Per device and hour: compare cost, too.", rich_help_panel=COMPARED
+        ),
     ] = 0.0,
     gap: Annotated[
-        float, typer.Option(help="Stop when proved within this fraction of the best.")
+        float,
+        typer.Option(
+            help="Stop when proved within this fraction of the best.", rich_help_panel=SEARCHING
+        ),
     ] = 0.0,
     time_limit: Annotated[
-        str | None, typer.Option(help="Stop after this time, such as 30s, and say how sure.")
+        str | None,
+        typer.Option(
+            help="Stop after this time, such as 30s, and say how sure.", rich_help_panel=SEARCHING
+        ),
     ] = None,
     lengths: Annotated[
         str | None,
@@ -65,10 +89,17 @@ def search(
     ] = None,
     measure: Annotated[
         int | None,
-        typer.Option(min=1, help="Run the best so many for a few steps here; take the fastest."),
+        typer.Option(
+            min=1,
+            help="Run the best so many for a few steps here; take the fastest.",
+            rich_help_panel=SEARCHING,
+        ),
     ] = None,
     cache: Annotated[
-        bool, typer.Option("--cache/--no-cache", help="Keep answers, and use kept ones.")
+        bool,
+        typer.Option(
+            "--cache/--no-cache", help="Keep answers, and use kept ones.", rich_help_panel=SEARCHING
+        ),
     ] = True,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print all of the answer as JSON, not a screen.")

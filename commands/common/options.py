@@ -14,6 +14,7 @@ import typer
 CHOICES = "Choices to fix (searched if not given)"
 TRAINING = "How it trains"
 SEARCHING = "How it is searched"
+COMPARED = "Other plans to compare"
 """Panels of the help of `search` and `why`."""
 
 ModelFile = Annotated[Path, typer.Argument(help="A .py file with model() and batch(size).")]
