@@ -30,6 +30,7 @@ from typing import Any, Generic, TypeVar
 
 from costmodel import Estimate
 from planner.plan import Plan
+from planner.units import format_seconds
 from search.space.configuration import Configuration
 
 BEATEN = "bound: cannot beat the best"
@@ -224,7 +225,17 @@ class BranchAndBound:
         self._refined += 1
         if self.progress:
             waiting = sum(map(len, self._queue.values()))
-            self.progress(self._refined / (self._refined + waiting + 1), node.label)
+            told = node.label + self._so_far(node)
+            self.progress(self._refined / (self._refined + waiting + 1), told)
+
+    def _so_far(self, node: Node[Any]) -> str:
+        """Say how fast the best plan is, and how far from it anything open may be."""
+        if self.best is None:
+            return ""
+        tops = (heap[0][0] for heap in self._queue.values() if heap)
+        least_s = min(node.bound, self.least_open_s, *tops)
+        best = f"; best {format_seconds(self.best_s)}"
+        return f"{best}, gap {1 - least_s / self.best_s:.1%}" if 0 < least_s < self.best_s else best
 
     def prune(self, rule: str, num_configurations: int = 1) -> None:
         """Count configurations as excluded by a rule."""

@@ -109,6 +109,19 @@ def test_an_earlier_wave_is_searched_first_and_prunes_the_later_one():
     assert sorted(bound for bound, *_ in search.set_aside) == [5.0, 7.0]
 
 
+def test_progress_tells_the_best_so_far_and_the_gap_to_what_is_open():
+    """A first wave finds 10; the second is open at 8, so a fifth may be gained."""
+    told = []
+    search = BranchAndBound(progress=lambda fraction, label: told.append(label))
+    search.push(sums(((4.0,), (6.0,)), wave=(0,)))
+    search.push(sums(((8.0, 9.0),), wave=(1,)))
+    search.run()
+    assert told[0] == "searching"  # nothing is known
+    assert told[3] == "searching; best 10 s, gap 20.0%"
+    assert search.best_s == 8.0
+    assert all("gap 0" not in label for label in told)
+
+
 def test_progress_is_a_fraction_of_what_is_known():
     told = []
     searched(
