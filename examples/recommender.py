@@ -6,8 +6,7 @@ Search a plan, prove it on as many CPU ranks, and train with it:
     planner verify plan.json examples/recommender.py
     planner launch plan.json examples/recommender.py
 
-Where the tables do not fit, each is cut by rows over ranks. A rank looks up rows for its own
-samples: it sends their numbers to the ranks that hold them and gets the rows back
+Where the tables do not fit, each is cut over ranks, by columns or by rows, whichever is faster
 (docs/training.md). ROWS is the size of a table.
 """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.plan import load_plan
+from planner.plan import Plan, load_plan, save_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "recommender.py"
@@ -24,7 +24,7 @@ def lookups_of(folder: Path) -> dict[str, str]:
     return {name: str(how) for name, how in ops if name.startswith("embedding")}
 
 
-def planner(folder: Path, *words: object, rows: int, steps: int = 60) -> str:
+def planner(folder: Path, *words: object, rows: int, width: int = 16, steps: int = 60) -> str:
     done = subprocess.run(
         [sys.executable, str(ROOT / "cli.py"), *map(str, words)],
         cwd=folder,
@@ -32,7 +32,7 @@ def planner(folder: Path, *words: object, rows: int, steps: int = 60) -> str:
             "PATH": "/usr/bin:/bin",
             "HOME": str(folder),
             "ROWS": str(rows),
-            "WIDTH": "16",
+            "WIDTH": str(width),
             "STEPS": str(steps),
             "PYTHONPATH": str(ROOT),
         },
@@ -44,21 +44,40 @@ def planner(folder: Path, *words: object, rows: int, steps: int = 60) -> str:
     return done.stdout + done.stderr
 
 
-def test_tables_that_do_not_fit_are_cut_by_rows(tmp_path):
-    """Two tables of 2.6 GB train in 20 GB with their gradients and Adam's state: over 8 GiB."""
-    search = ("search", EXAMPLE, "--gpus", 4, "--profile", "h100", "--memory-limit", 8)
-    planner(tmp_path, *search, rows=40_000_000)
-    lookups = lookups_of(tmp_path)
+@pytest.mark.parametrize(
+    ("width", "limit_gib", "dim"),
+    [(16, 8, 1), (6, 4, 0)],
+    ids=["by columns, which need no exchange", "by rows, as four do not divide the columns"],
+)
+def test_tables_that_do_not_fit_are_cut(tmp_path, width, limit_gib, dim):
+    """Two tables of 40 million rows train in four times their bytes: 20 and 8 GB."""
+    search = ("search", EXAMPLE, "--gpus", 4, "--profile", "h100", "--memory-limit", limit_gib)
+    planner(tmp_path, *search, rows=40_000_000, width=width)
     assert load_plan(tmp_path / "plan.json").tp == 4
-    assert lookups == {"embedding": BY_ROWS, "embedding_2": BY_ROWS, "embedding_3": BY_ROWS}
+    tables = {how.partition(",")[0] for how in lookups_of(tmp_path).values()}
+    assert tables == {f"S({dim})"}
 
 
 @pytest.mark.timeout(600)
 def test_a_plan_with_tables_cut_by_rows_is_proven_and_trains(tmp_path):
-    """Small tables would be whole: pins cut them."""
+    """Small tables would be whole: pins cut them, and each lookup is made an exchange of rows."""
     pins = [word for table in ("users", "items") for word in ("--pin", f"{table}.weight: S(0)@tp")]
     search = ("search", EXAMPLE, "--gpus", 4, "--tp", 4, "--profile", "h100", *pins)
     planner(tmp_path, *search, "--global-batch", 64, rows=200)
+    plan = load_plan(tmp_path / "plan.json")
+    layouts = tuple(
+        layout.model_copy(
+            update={
+                "ops": tuple(
+                    (name, BY_ROWS if name.startswith("embedding") else how)
+                    for name, how in layout.ops
+                )
+            }
+        )
+        for layout in plan.layouts
+    )
+    data = plan.model_copy(update={"layouts": layouts}).model_dump(mode="json")
+    save_plan(Plan.model_validate(data), tmp_path / "plan.json")
     assert set(lookups_of(tmp_path).values()) == {BY_ROWS}
     proof = planner(tmp_path, "verify", "plan.json", EXAMPLE, rows=200)
     assert "4 ranks compute the same as one process" in proof
