@@ -27,6 +27,7 @@ from planner.layout.axes import (
     rest_axis,
     split_axes,
 )
+from planner.layout.class_layout import MOST
 from planner.schedule import DEFAULT_SCHEDULE, find_schedule, searched_schedules
 from search.request import SearchRequest
 from search.space.configuration import RECOMPUTE_CHOICES, Shape
@@ -173,7 +174,9 @@ def _shapes(
             )
             continue
         per_part = request.global_batch // parts
-        for size in request.values("microbatch_size", divisors(per_part)):
+        # A plan counts neither samples of a microbatch nor forwards beyond MOST.
+        can_be = (size for size in divisors(per_part) if max(size, per_part // size * pp) <= MOST)
+        for size in request.values("microbatch_size", can_be):
             if per_part % size:
                 continue
             key = (pp, per_part // size)

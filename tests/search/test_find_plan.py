@@ -39,6 +39,14 @@ def ask(gpus: int = 4, batch: int = 8, **choices) -> SearchRequest:
     return SearchRequest(num_devices=gpus, global_batch=batch, **choices)
 
 
+def test_a_batch_beyond_a_plan_s_numbers_is_cut_within_them():
+    """Of 2**22 samples neither one microbatch nor four million are what a plan may say."""
+    roomy = replace(MACHINE, memory_bytes=1e6 * GIB)
+    plan = find_plan(captured("mlp"), roomy, ask(gpus=2, batch=2**22, schedule="1f1b")).plan
+    assert max(plan.microbatch_size, plan.num_microbatches) <= 2**20
+    assert plan.global_batch == 2**22
+
+
 def test_a_plain_model_gets_a_plan(gpt, tmp_path):
     """M17, D22: no annotation; the plan covers all blocks, uses all devices, says its price."""
     result = find_plan(gpt, MACHINE, ask(model_file="model.py"))
