@@ -66,7 +66,6 @@ def _draw(
     cluster: Path | None,
 ) -> None:
     from commands.render.html.page import render_report
-    from planner.plan import load_plan
     from search.report.report_numbers import gather_report
 
     if model is None:
@@ -76,9 +75,9 @@ def _draw(
         )
     check_writable(html, "the report", (plan, model))
     measured = _recorded(run)
-    if profile is None and cluster is None:
-        profile = load_plan(plan).cluster.name
-    predicted = predict(plan, model, profile, cluster=cluster, doing="estimating")
+    predicted = predict(
+        plan, model, profile, cluster=cluster, doing="estimating", on_plans_machine=True
+    )
     show_note(predicted.note)
     _check_run(predicted, measured)
     numbers = gather_report(

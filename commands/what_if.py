@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.common.inputs import graph_of_plan, parse_precision, profile_named
+from commands.common.inputs import graph_of_plan, parse_precision, profile_named, profile_of_plan
 from commands.common.options import ModelFile, PlanFile
 from commands.common.question import bytes_of_gib, parse_counts
 from commands.render.console import show_note, show_progress, show_results
-from planner.errors import PlannerError, ProfileError
+from planner.errors import PlannerError
 
 if TYPE_CHECKING:
     from planner.plan import Plan
-    from profiles import Profile
     from search.report.what_if import Case
 
 MOST_CASES = 256
@@ -96,7 +95,7 @@ def what_if(
     for name in runtimes:
         find_execution(name)
     loaded = load_plan(plan)
-    machine, note = _machine_of(loaded)
+    machine, note = profile_of_plan(loaded)
     explorer = Explorer(
         model=model,
         graph_of=lambda precision, length, arguments: load_graph(
@@ -148,22 +147,6 @@ def what_if(
         print(json.dumps(answers_as_data(today, answers, terms), indent=1))
     else:
         show_results(*describe_answers(today, answers, terms))
-
-
-def _machine_of(plan: Plan) -> tuple[Profile, str]:
-    """Return the profile that a plan was searched for, else this machine's, and a line on it."""
-    import profiles
-
-    try:
-        return profiles.load_profile(plan.cluster.name), ""
-    except ProfileError:
-        machine, note = profiles.default_profile(None)
-        if machine.name == plan.cluster.name:
-            return machine, note
-        return machine, (
-            f"the plan was searched for {plan.cluster.name!r}, of which there is no profile here; "
-            f"using {machine.name}"
-        )
 
 
 def _base(plan: Plan) -> Case:

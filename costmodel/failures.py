@@ -32,8 +32,6 @@ from math import exp, expm1, sqrt
 
 from planner.errors import PlanError
 
-DAY_S = 86_400.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failures:

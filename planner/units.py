@@ -4,6 +4,7 @@ from __future__ import annotations
 
 GB, TB = 10**9, 10**12
 KIB, MIB, GIB = 2**10, 2**20, 2**30
+HOUR_S, DAY_S = 3_600.0, 86_400.0
 TFLOP = 10**12
 
 DTYPE_BYTES: dict[str, int] = {

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from planner.errors import PlannerError
+from planner.errors import PlannerError, ProfileError
 
 if TYPE_CHECKING:
     from planner.graph import ModelGraph
@@ -58,6 +58,24 @@ def profile_named(name: str | None, cluster: Path | None = None) -> tuple[Profil
     if name is not None:
         return profiles.load_profile(name), ""
     return profiles.default_profile(None)
+
+
+def profile_of_plan(plan: Plan) -> tuple[Profile, str]:
+    """Return the profile that a plan was searched for, else this machine's, and a line on it."""
+    import profiles
+
+    try:
+        return profiles.load_profile(plan.cluster.name), ""
+    except ProfileError:
+        if any(plan.device_groups):  # which a cluster file describes
+            raise
+        machine, note = profiles.default_profile(None)
+        if machine.name == plan.cluster.name:
+            return machine, note
+        return machine, (
+            f"the plan was searched for {plan.cluster.name!r}, of which there is no profile here; "
+            f"using {machine.name}"
+        )
 
 
 def parse_seconds(text: str | None) -> float | None:

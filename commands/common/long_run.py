@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from planner.errors import PlannerError
+from planner.units import DAY_S, HOUR_S
 
 if TYPE_CHECKING:
     from costmodel.failures import Failures
-
-HOUR_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +41,7 @@ class LongRun:
 
     def failures(self) -> Failures | None:
         """Return them in seconds. Raises PlannerError where options lack each other."""
-        from costmodel.failures import DAY_S, Failures
+        from costmodel.failures import Failures
 
         rest = {
             "--checkpoint-seconds": self.checkpoint_seconds,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commands.common.inputs import graph_of_plan, profile_named
+from commands.common.inputs import graph_of_plan, profile_named, profile_of_plan
 from commands.render.console import show_progress
 
 if TYPE_CHECKING:
@@ -40,9 +40,11 @@ def predict(
     cluster: Path | None = None,
     execution: str | None = None,
     clip_gradients: bool = False,
+    on_plans_machine: bool = False,
 ) -> Prediction:
     """Price a plan file for a model file, a profile or cluster file, and a runtime (the plan's own
-    where none is given), with a progress bar.
+    where none is given), with a progress bar. Where no machine is named it is this one's profile,
+    or that which the plan was searched for.
     """
     from costmodel import estimate as estimate_plan
     from costmodel.estimate import cost_cache
@@ -52,7 +54,10 @@ def predict(
     runtime = None if execution is None else find_execution(execution)
     loaded = load_plan(plan)
     runtime = runtime or find_execution(loaded.execution)
-    machine, note = profile_named(profile, cluster)
+    if on_plans_machine and profile is None and cluster is None:
+        machine, note = profile_of_plan(loaded)
+    else:
+        machine, note = profile_named(profile, cluster)
     with show_progress(doing):
         graph = graph_of_plan(loaded, model)
         costs = cost_cache(

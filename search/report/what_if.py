@@ -23,13 +23,13 @@ from typing import Any
 from planner.errors import LayoutError, PlannerError
 from planner.graph import ModelGraph
 from planner.plan import Plan, Precision
+from planner.units import DAY_S
 from profiles import Profile
 from profiles.link_rates import with_link_rate
 from search.report.pareto import cost_of, tokens_per_sample
 from search.request import SearchRequest
 from search.result_cache import find_plan_once
 
-DAY_S = 86_400.0
 MOST_DEVICES = 2**17
 """More are not tried for a deadline."""
 

@@ -10,8 +10,9 @@ from rich.console import Console
 from commands.common.long_run import LongRun
 from commands.estimate import estimate
 from commands.render.goodput import describe_goodput
-from costmodel.failures import DAY_S, Failures, goodput
+from costmodel.failures import Failures, goodput
 from planner.errors import PlannerError
+from planner.units import DAY_S
 
 
 def test_options_become_seconds():

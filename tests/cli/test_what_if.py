@@ -123,6 +123,15 @@ def test_a_plan_of_a_machine_that_is_not_here_is_told(planner, files):
     assert "the plan was searched for 'gone', of which there is no profile here" in told.stderr
 
 
+def test_a_report_of_such_a_plan_is_drawn_too(planner, files):
+    plan = json.loads(Path("plan.json").read_text())
+    plan["cluster"]["name"] = "gone"
+    Path("plan.json").write_text(json.dumps(plan))
+    told = planner("show", *files, "--html", "report.html")
+    assert told.code == 0, told.stderr
+    assert "the plan was searched for 'gone', of which there is no profile here" in told.stderr
+
+
 CASE = Case(
     num_devices=8, profile=None, memory_limit_bytes=None, link_rate=1.0, global_batch=8,
     length=None, precision="model", execution="ours-eager",

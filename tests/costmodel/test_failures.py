@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from costmodel.failures import (
-    DAY_S,
     Failures,
     Goodput,
     best_interval_s,
@@ -17,6 +16,7 @@ from costmodel.failures import (
     young_interval_s,
 )
 from planner.errors import PlanError
+from planner.units import DAY_S
 
 
 def played(

@@ -11,10 +11,11 @@ import pytest
 
 from planner.errors import LayoutError, ModelError
 from planner.graph import ModelGraph
+from planner.units import DAY_S
 from profiles import load_profile
 from profiles.link_rates import with_link_rate
 from search import SearchRequest, find_plan
-from search.report.what_if import DAY_S, Answer, Case, Explorer, priced
+from search.report.what_if import Answer, Case, Explorer, priced
 from tests.captures import capture_tiny
 
 H100, A100 = load_profile("h100-sxm5-80gb"), load_profile("a100-sxm4-80gb")

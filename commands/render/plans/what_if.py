@@ -13,8 +13,8 @@ from rich.text import Text
 from commands.render.flags import with_flags
 from commands.render.plans.search import choices_of
 from planner.plan import Plan
-from planner.units import format_bytes, format_seconds
-from search.report.what_if import DAY_S, Answer, Case
+from planner.units import DAY_S, format_bytes, format_seconds
+from search.report.what_if import Answer, Case
 
 _BAR = 10
 """Characters of the longest bar."""
