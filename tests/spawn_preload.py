@@ -6,7 +6,8 @@ import importlib
 import torch
 
 import planner.capture
-from tests import captures
+import planner.runtime.state.optimizers.reach
+from tests import captures, reaches
 
 _NEEDED = (
     "pytest",
@@ -33,3 +34,5 @@ for _name in _WHERE_INSTALLED:
 
 torch.set_num_threads(1)
 planner.capture.capture_module = captures.capture_module  # as `planner.apply` finds it
+reaches.measure_usual()
+planner.runtime.state.optimizers.reach._reach = reaches.reach_of
