@@ -59,13 +59,13 @@ def run_workers(
 
     `num_ranks` counts over all nodes; each node runs this with the same `rendezvous`
     (host:port of the first, which is this node if `is_host`; None: by its address); `extra` is
-    added to their environment. An interrupted run
-    returns 128 plus the signal's number where the ranks run a script of the user's; another leaves
-    by KeyboardInterrupt or SystemExit, as this process would without ranks.
+    added to their environment. An interrupted run returns 128 plus the signal's number where the
+    ranks run a script of the user's; another leaves by KeyboardInterrupt or SystemExit, as this
+    process would without ranks.
 
-    With `keeping` it starts again after failures, from the newest checkpoint; `plan` is then the plan it begins with. Raises PlannerError with a rank's own
-    message when that is what a rank raised, and RankFailed when one that runs no script of the
-    user's fails.
+    With `keeping` it starts again after failures, from the newest checkpoint; `plan` is then the
+    plan it begins with. Raises PlannerError with a rank's own message when that is what a rank
+    raised, and RankFailed when one that runs no script of the user's fails.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
