@@ -78,7 +78,7 @@ class ForkedRank:
 
 
 class _Output:
-    """Where a stream of a process goes: a file, or where this process's own stream `number` goes."""
+    """Where a stream of a process goes: a file, or where this process's own stream goes."""
 
     def __init__(self, file: IO[Any] | None, number: int) -> None:
         self._file_number = number if file is None else file.fileno()

@@ -25,9 +25,9 @@ def every_placed_plan(
     request: SearchRequest,
     wanted: Callable[[Plan], bool] = lambda plan: True,
 ) -> Iterator[tuple[Plan, Estimate]]:
-    """Yield all wanted plans whose pp ranks lie on one group each, the ranks of a group in a row, in all
-    orders of the groups, with all cuts and recompute choices; with ``meshes="own"`` each stage with
-    each tp. Layouts are those that the search has for a tp.
+    """Yield all wanted plans whose pp ranks lie on one group each, the ranks of a group in a row,
+    in all orders of the groups, with all cuts and recompute choices; with ``meshes="own"`` each
+    stage with each tp. Layouts are those that the search has for a tp.
     """
     candidates = Candidates.of(graph, machine, request)
     for configurations in _mixable(candidates, request):
