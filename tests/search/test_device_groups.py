@@ -141,15 +141,13 @@ def test_what_arrives_from_another_mesh_is_priced_by_its_makers_layout():
     found = result.plan
     assert found is not None
     assert [stage.own_sizes for stage in found.stages] == [(), (("tp", 1),), ()]
-    ((_, price),) = every_placed_plan(
-        graph, machine, request, lambda plan: is_run_alike(plan, found)
-    )
-    assert found.estimate["step_s"] == pytest.approx(price.step_s, rel=1e-9)
+    alike = every_placed_plan(graph, machine, request, lambda plan: is_run_alike(plan, found))
+    least = min(price.step_s for _, price in alike)
+    assert found.estimate["step_s"] == pytest.approx(least, rel=1e-9)
 
 
 def is_run_alike(plan: Plan, found: Plan) -> bool:
-    fields = {"pp", "degrees", "schedule", "zero_stage", "microbatch_size", "num_microbatches"}
-    fields |= {"stages"}
+    fields = {"pp", "degrees", "schedule", "zero_stage", "num_microbatches", "stages"}
     return plan.model_dump(include=fields) == found.model_dump(include=fields)
 
 
