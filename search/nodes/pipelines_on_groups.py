@@ -53,15 +53,13 @@ class View:
     def problem(self, search: SearchState) -> ChainProblem:
         """Return the chain problem of these replicas."""
         configuration, table = self.configuration, self.table
-        alone = PricedConfiguration(search.candidates, configuration, table).problem(
-            search.limits[self.device_group], is_mixed=True
-        )
         group = next(g for g in search.candidates.profile.groups if g.name == self.device_group)
+        here = group.num_devices // configuration.pp
+        alone = PricedConfiguration(
+            search.candidates, configuration, table, neighbours=here
+        ).problem(search.limits[self.device_group], is_mixed=True)
         between = pipeline_group(
-            table.profile.cluster,
-            configuration.degrees,
-            pp=configuration.pp,
-            neighbours=group.num_devices // configuration.pp,
+            table.profile.cluster, configuration.degrees, pp=configuration.pp, neighbours=here
         )
         transfer_s, back_transfer_s = table.chain.messages.transfer_s(between)
         return replace(alone, transfer_s=transfer_s, back_transfer_s=back_transfer_s)
