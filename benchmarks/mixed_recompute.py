@@ -3,11 +3,11 @@
     OMP_NUM_THREADS=1 python -m benchmarks.mixed_recompute [--profile DIR] [--turns N] [--steps N]
 
 A GPT of six layers on one rank, ten mixes of none, selective and full by block. Memory: the tensor
-bytes of the estimate beside the highest of a dry run. Time: how many times as long a step is as that
-of the plan that recomputes nothing, predicted from the profile of the machine (`planner profile`)
-and measured. What is measured is the CPU time of the process, with one thread: other work on the
-machine disturbs it least. Each turn of a plan is a process that has run nothing else, and plans take
-turns; a plan's time is the median of its turns.
+bytes of the estimate beside the highest of a dry run. Time: how many times as long a step is as
+that of the plan that recomputes nothing, predicted from the profile of the machine (`planner
+profile`) and measured. What is measured is the CPU time of the process, with one thread: other work
+on the machine disturbs it least. Each turn of a plan is a process that has run nothing else, and
+plans take turns; a plan's time is the median of its turns.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Ranks of a plan follow each other along its axes, the innermost first, so node n holds the ranks
 that follow those of the nodes before it; nodes of several groups of devices may have different
-numbers (`PlanView.node_runs`), which torchrun adds up. A static rendezvous keeps that order: the dynamic one orders nodes by
-their names.
+numbers (`PlanView.node_runs`), which torchrun adds up. A static rendezvous keeps that order: the
+dynamic one orders nodes by their names.
 """
 
 from __future__ import annotations

@@ -106,9 +106,9 @@ class PlanView:
             runs.append((name, before + ranks))
         if parted := [name for name, ranks in runs if ranks % sizes[name][0]]:
             raise PlanError(
-                f"stages of the plan take parts of nodes of {parted[0]!r} in turn with other groups, "
-                "and a launcher starts ranks that follow each other on a node; search with another "
-                "`pp`"
+                f"stages of the plan take parts of nodes of {parted[0]!r} in turn with other "
+                "groups, and a launcher starts ranks that follow each other on a node; search with "
+                "another `pp`"
             )
         return tuple(
             NodeRun(group=name, ranks=sizes[name][0], nodes=ranks // sizes[name][0])

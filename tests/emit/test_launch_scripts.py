@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from planner.errors import PlanError
 from planner.emit import Launch, PlanView, emit, find_emitter, refusals
 from planner.emit.targets.kubernetes import KUBERNETES
 from planner.emit.targets.kubernetes import job_name as kubernetes_name
@@ -24,6 +23,7 @@ from planner.emit.targets.ray import RAY as RAY_EMITTER
 from planner.emit.targets.slurm import SLURM
 from planner.emit.targets.slurm import job_name as slurm_name
 from planner.emit.targets.torchrun import TORCHRUN
+from planner.errors import PlanError
 from planner.graph.capture_cache import load_graph
 from planner.plan import ClusterRef, save_plan
 from planner.plan.defaults import default_plan
@@ -438,8 +438,9 @@ def test_a_run_of_unlike_pods_is_a_job_for_each_kind():
     ]
     assert masters == [f"{jobs[0]['metadata']['name']}-0.{service['metadata']['name']}"] * 2
     # Pods of the second Job count on from the first's.
+    command = containers[1]["command"][2].replace("exec bash /planner/torchrun.sh", "env")
     told = subprocess.run(
-        ["bash", "-c", containers[1]["command"][2].replace("exec bash /planner/torchrun.sh", "env")],
+        ["bash", "-c", command],
         capture_output=True, text=True, env={**os.environ, "NODE_RANK": "1"}, check=True,
     ).stdout  # fmt: skip
     assert "NODE_RANK=2" in told.splitlines()
