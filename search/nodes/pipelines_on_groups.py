@@ -2,7 +2,8 @@
 
 A replica of the pipeline lies on one group from its first stage to its last, and meets the others
 only in what they exchange: it is a plan of its own on n_g / pp devices of group g for each stage,
-with its share of a microbatch (`costmodel.time.replica_views`). The step is that of the slowest. So whatever bounds the partitions of one group's replicas bounds those of all:
+with its share of a microbatch (`costmodel.time.replica_views`). The step is that of the slowest.
+So whatever bounds the partitions of one group's replicas bounds those of all:
 
     PipelinesNode     a shape with shares, a schedule and a ZeRO stage: the best partition of the
                       replicas whose bound is the highest
