@@ -48,7 +48,10 @@ def search(
     ] = None,
     solver: Annotated[
         str,
-        typer.Option(help="Of stage boundaries: dp, recursive or ilp.", rich_help_panel=SEARCHING),
+        typer.Option(
+            help="Of stage boundaries: dp, recursive or ilp; ilp also places ops inside blocks.",
+            rich_help_panel=SEARCHING,
+        ),
     ] = "dp",
     pareto: Annotated[
         Path | None,

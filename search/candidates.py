@@ -25,6 +25,7 @@ from planner.plan import (
 )
 from planner.plan.defaults import model_ref
 from profiles import Profile
+from search.ilp import check_ortools
 from search.on_host import offload_fallbacks
 from search.op_layout.layouts import LayoutSolver
 from search.partition.balance import balanced_cut
@@ -86,8 +87,8 @@ class Candidates:
         request: SearchRequest,
         on_host: OnHost | None = None,
     ) -> Candidates:
-        """Return what searches share that ask the same of placements, stages, precision and
-        offload; `on_host` is, if not given, what the request tries first.
+        """Return what searches share that ask the same of placements, their solver, stages,
+        precision and offload; `on_host` is, if not given, what the request tries first.
         """
         if profile.groups:
             _check_groups(profile, request)
@@ -99,15 +100,20 @@ class Candidates:
             execution=find_execution(request.execution),
             clips_gradients=request.clip_gradients,
         )
+        if request.solver == "ilp":
+            check_ortools()
         pins = {(index, name): parse_placement(text) for index, name, text in request.pins}
+
+        def layout_solver(profile: Profile) -> LayoutSolver:
+            return LayoutSolver(
+                graph=graph, profile=profile, pins=pins, prefers_ilp=request.solver == "ilp"
+            )
+
         return cls(
             graph=graph,
             profile=profile if profile.groups else costs.profile,
-            solver=LayoutSolver(graph=graph, profile=costs.profile, pins=pins),
-            group_solvers={
-                name: LayoutSolver(graph=graph, profile=own.profile, pins=pins)
-                for name, own in costs.groups.items()
-            },
+            solver=layout_solver(costs.profile),
+            group_solvers={name: layout_solver(own.profile) for name, own in costs.groups.items()},
             costs=costs,
             execution=request.execution,
             model_file=request.model_file,

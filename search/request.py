@@ -66,7 +66,8 @@ class SearchRequest:
     """Stop after this time; the certificate says so."""
     solver: str = "dp"
     """Searcher of stage boundaries: ``dp`` (exact for its recurrence), ``recursive`` (fast),
-    ``ilp`` (a joint integer program, for small models)."""
+    ``ilp`` (a joint integer program of boundaries, meshes, recompute and memory). With ``ilp``
+    integer programs place the ops of blocks, too; else variable elimination does."""
     forbid: tuple[tuple[str, str], ...] = ()
     """(choice, value) pairs that no plan may use."""
     allow: tuple[tuple[str, str], ...] = ()

@@ -115,7 +115,7 @@ class ConfigurationNode(PartitionableNode):
             chosen = self.with_recompute(search, solved.cut)
             assert chosen is not None, "a solver leaves out what does not fit"
             yield self.partitioned(chosen, self.bound if solver == INEXACT else solved.cut.value)
-        elif solver != "dp":
+        elif solver == INEXACT:
             search.prune(f"memory: {solver} found no stage boundaries")
         elif solved.fits:
             self._exclude(search, BOUNDARIES_BEATEN, search.to_beat_s)

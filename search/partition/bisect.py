@@ -29,9 +29,9 @@ def solve_by_bisection(problem: ChainProblem) -> Cut | None:
     if stages > n:
         return None
     sums = (problem.before_f + problem.before_b).tolist()
-    cuts = [0, *_split(sums, 0, n, stages), n]
+    cuts = [*problem.cuts] or [0, *_split(sums, 0, n, stages), n]
     best = _valued(problem, cuts)
-    for _ in range(_MOST_SWEEPS):
+    for _ in range(0 if problem.cuts else _MOST_SWEEPS):
         improved = False
         for index in range(1, stages):
             for step in (-1, 1):
