@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from costmodel.memory.bound import RankBound, kept_bytes
+from costmodel.memory.parts import Ranks
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.stage_costs.replicas import ReplicaPrices, replica_prices
 from costmodel.time.stage_costs.runs import Flags, Floats, Indices
@@ -208,11 +209,7 @@ class RankStages:
     @cached_property
     def replication(self) -> Replication:
         """How ranks of a stage share its weights."""
-        return replace(
-            self.configuration.replication,
-            precision=self.table.precision,
-            optimizer_on_host=self.table.on_host.optimizer,
-        )
+        return _replication(self.table, self.configuration)
 
     @property
     def prices(self) -> ReplicaPrices:
@@ -319,13 +316,17 @@ def rank_bound(
         load=load,
         num_microbatches=config.num_microbatches,
         recompute=recompute,
-        replicas=config.replication.replicas,
-        copies=config.replication.copies,
-        zero=config.zero,
+        ranks=Ranks.under(_replication(table, config), table.costs.execution, table.profile),
         profile=table.profile,
-        precision=table.precision,
-        on_host=table.on_host,
-        copies_update=table.costs.execution.copies_update,
-        sum_factor=table.costs.execution.sum_factor(table.precision),
+        activations_on_host=table.on_host.activations,
         **more,
+    )
+
+
+def _replication(table: StageTable, config: Configuration) -> Replication:
+    """Return how ranks of a stage share its weights."""
+    return replace(
+        config.replication,
+        precision=table.precision,
+        optimizer_on_host=table.on_host.optimizer,
     )
