@@ -114,7 +114,7 @@ def search(
     """
     from commands.render.plans.answer import as_data
     from commands.render.plans.search import describe_advice, describe_pareto
-    from planner.ops.called_modules import called_modules_messages
+    from planner.graph.called_modules import called_modules_messages
     from planner.ops.held_pairs import held_pairs_messages
     from planner.plan import OURS, save_plan
     from planner.plan.batch_statistics import cut_batch_messages

@@ -14,6 +14,8 @@ from planner.schedule import find_schedule
 from search.space.configuration import RECOMPUTE_CHOICES
 
 SOLVERS = ("dp", "recursive", "ilp")
+INEXACT_SOLVER = "recursive"
+"""The value of its stage boundaries proves nothing."""
 _NAMED = ("schedule", "recompute")
 CHOICES = ("dp", "tp", "pp", "vpp", "cp", "rp", "microbatch_size", "zero", *_NAMED)
 """What can be fixed, allowed or forbidden by value."""

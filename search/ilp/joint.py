@@ -17,9 +17,8 @@ Subject to
     z <= ceiling
     x = 0 where a stage does not fit the memory, or its path is over the ceiling
 
-until, back and tail of a run on a stage are those of `chain_paths.StageRuns`. Without a ceiling the
-cut that bisection finds is one. A ceiling leaves few x: that, not the size of the chain, makes the
-program small.
+until, back and tail of a run on a stage are those of `chain_paths.StageRuns`. The ceiling leaves
+few x: that, not the size of the chain, makes the program small.
 """
 
 from __future__ import annotations
@@ -31,11 +30,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from planner.errors import LayoutError
-from search.partition.bisect import solve_by_bisection
-from search.partition.chain_dp import reach_windows
 from search.partition.chain_paths import StageRuns, runs_by_stage
 from search.partition.chain_problem import ChainProblem, Cut, Floats
-from search.partition.chain_reach import possible_starts
+from search.partition.chain_reach import possible_starts, reach_windows
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
@@ -55,9 +52,6 @@ def solve_by_joint_program(
 
     Raises LayoutError when the program would be too large or time runs out.
     """
-    if not np.isfinite(ceiling):
-        quick = solve_by_bisection(problem)
-        ceiling = quick.value if quick else ceiling
     ceiling *= 1 + _SLACK
     starts = possible_starts(problem, ceiling)
     windows = reach_windows(problem, ceiling, starts) if starts else None

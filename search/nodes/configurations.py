@@ -21,8 +21,9 @@ from search.nodes.exact_recompute import ExactRecompute
 from search.nodes.partitions import PartitionableNode
 from search.partition.chain_problem import ChainProblem, Cut, InfeasibleStage
 from search.partition.least_recompute import with_recompute
-from search.partition.solvers import INEXACT, solve
+from search.partition.solvers import solve
 from search.priced_configuration import PricedConfiguration
+from search.request import INEXACT_SOLVER
 from search.search_state import NodeKey, Outcomes, SearchState
 from search.space.configuration import Configuration, Shape
 from search.stages.stage_table import StageTable
@@ -114,8 +115,10 @@ class ConfigurationNode(PartitionableNode):
         if solved.cut is not None:
             chosen = self.with_recompute(search, solved.cut)
             assert chosen is not None, "a solver leaves out what does not fit"
-            yield self.partitioned(chosen, self.bound if solver == INEXACT else solved.cut.value)
-        elif solver == INEXACT:
+            yield self.partitioned(
+                chosen, self.bound if solver == INEXACT_SOLVER else solved.cut.value
+            )
+        elif solver == INEXACT_SOLVER:
             search.prune(f"memory: {solver} found no stage boundaries")
         elif solved.fits:
             self._exclude(search, BOUNDARIES_BEATEN, search.to_beat_s)

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from search.partition.chain_paths import Paths, StageRuns, runs_by_stage
 from search.partition.chain_problem import ChainProblem, Cut, Floats
-from search.partition.chain_reach import Starts, possible_starts, reach_within
+from search.partition.chain_reach import possible_starts, reach_within
 from search.partition.chain_windows import Window, even_reach, fixed_windows, stage_windows
 
 _AT_ONCE = 1.5
@@ -92,21 +92,6 @@ def solve_chain(problem: ChainProblem, *, ceiling: float = np.inf) -> Solved:
             if needed <= width:
                 return found
         width = needed if np.isfinite(bound) else min(longest, 2 * width)
-
-
-def reach_windows(
-    problem: ChainProblem, ceiling: float, starts: Starts | None = None
-) -> tuple[Window, ...] | None:
-    """Return the runs of every cut that may have a path of at most `ceiling`, of stages that start
-    within `starts`, if given; None: no cut.
-    """
-    n, stages, longest = problem.num_blocks, problem.num_stages, problem.longest
-    if problem.cuts:
-        return fixed_windows(problem.cuts)
-    if stages > n:
-        return None
-    reach = np.minimum(even_reach(n, longest), reach_within(problem, ceiling))
-    return stage_windows(reach, stages, starts)
 
 
 def _better(first: Solved, second: Solved) -> Solved:
