@@ -56,6 +56,7 @@ class PricedConfiguration:
         stages = RankStages(table=table, configuration=configuration, is_mixed=is_mixed)
         forward_s, backward_s, weight_s = stages.least_block_s
         transfer_s, back_transfer_s = table.transfers_s(configuration)
+        # Where jobs wait for transfers, these are in the jobs; between stages the cheapest bounds.
         if stages.pp_group is not None:
             transfer_s, back_transfer_s = _cheapest(transfer_s), _cheapest(back_transfer_s)
         return ChainProblem(

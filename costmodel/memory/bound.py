@@ -190,6 +190,8 @@ class RankBound:
         """About what is alive beside what microbatches keep: inside a job (values between its ops,
         gradients on their way, kernels' scratch), FSDP messages and posted receives.
         """
+        # A job's height beyond what the microbatch keeps. FSDP's messages come at another point of
+        # the job, so the higher of the two counts.
         peak = job_peak_bytes(self.load, recompute=self.recompute)
         inside = np.maximum(peak, self._kept) - self._kept
         return np.maximum(inside, self._fsdp_message_bytes) + self.receive_bytes

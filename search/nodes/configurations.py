@@ -99,6 +99,7 @@ class ConfigurationNode(PartitionableNode):
     def _only_partition(self, search: SearchState) -> Outcomes:
         priced, ceiling = self.priced(search), search.to_beat_s
         if self.configuration.vpp > 1:
+            # Without recomputation and exchange: quick, and enough to rule most of them out.
             least = priced.interleaved.least_step_s(self.configuration)
             if least >= ceiling:
                 yield replace(self, bound=least)

@@ -64,6 +64,7 @@ class RankCostWindow:
         pp_group, (start, end) = self.stages.pp_group, (self.kinds.start, self.kinds.end)
         if pp_group is None:
             return 0.0, 0.0
+        # The runtime does not overlap transfers, so a job waits for what it receives.
         there_s, back_s = self.costs.runs.receive_s(pp_group)
         # Of the stage after, as far as it does not depend on where that ends.
         next_there_s, next_back_s = self.stages.table.chain.messages.transfer_s(pp_group)
@@ -106,6 +107,7 @@ class RankCostWindow:
         """
         of = self.kinds.of[part]
         start, end = self._ends(part)
+        # Choices of whole stages fit or not; partial ones recompute as much as must be to fit.
         seconds = [own[part] for own in self.backward_s]
         fits = [self._within(rank, choice, part) for choice in range(len(seconds))]
         for known in rank.infeasible:
@@ -161,6 +163,7 @@ class RankCostWindow:
     def bounds(self) -> tuple[RankBound, ...]:
         """Bytes of a rank that holds a run of each kind, by choice of a whole stage."""
         table, load = self.stages.table, self.costs.runs.load
+        # Side inputs that a rank holds once are shared by its blocks: the largest counts.
         once = table.once_bytes.max(initial=0.0)
         load = replace(load, frozen_bytes=load.frozen_bytes + once)
         receive_bytes = table.receive_bytes(self.kinds.start, self.kinds.end)
