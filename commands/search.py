@@ -48,7 +48,10 @@ def search(
     ] = None,
     solver: Annotated[
         str,
-        typer.Option(help="Of stage boundaries: dp, recursive or ilp.", rich_help_panel=SEARCHING),
+        typer.Option(
+            help="Of stage boundaries: dp, recursive or ilp; ilp also places ops inside blocks.",
+            rich_help_panel=SEARCHING,
+        ),
     ] = "dp",
     pareto: Annotated[
         Path | None,
@@ -111,7 +114,7 @@ def search(
     """
     from commands.render.plans.answer import as_data
     from commands.render.plans.search import describe_advice, describe_pareto
-    from planner.ops.called_modules import called_modules_messages
+    from planner.graph.called_modules import called_modules_messages
     from planner.ops.held_pairs import held_pairs_messages
     from planner.plan import OURS, save_plan
     from planner.plan.batch_statistics import cut_batch_messages

@@ -37,7 +37,7 @@ from costmodel.time.offload import least_job_seconds
 from costmodel.time.plan_price import PlanPrice, price_plan, stages_of_rank
 from costmodel.time.replica_views import ReplicaView, replica_views
 from costmodel.time.simulate import JobSeconds, JobTable, Timeline, build_job_table, simulate
-from costmodel.time.step_path import StepPath, rank_work
+from costmodel.time.step_path import StepPath
 from planner.graph import ModelGraph
 from planner.plan import OURS, Plan
 from planner.schedule import StepJobKind, build_schedule, schedule_of, step_jobs
@@ -403,7 +403,7 @@ def _time_parts(
         without = simulate(table, _instant(price), at_least=at_least).rank_end_s[rank]
         pp_comm = timeline.rank_end_s[rank] - without
     idle = timeline.rank_end_s[rank] - timeline.busy_s[rank]
-    work = {name: float(seconds[rank]) for name, seconds in rank_work(price).items()}
+    work = {name: float(seconds[rank]) for name, seconds in price.rank_work().items()}
     unlengthened = sum(work.values())
     return TimeParts(
         compute_s=work["compute_s"],
@@ -436,7 +436,7 @@ def step_path(plan: Plan, costs: CostCache) -> StepPath:
     timeline = simulate(table, price.job_seconds, at_least=at_least)
     last = _last_rank(price, costs, timeline)
     without = _last_rank(price, costs, simulate(table, _instant(price), at_least=at_least))
-    work = rank_work(price)
+    work = price.rank_work()
     busy_s, after_s = np.array(timeline.busy_s), np.array(_exchange_s(price))
     # With clipping all updates wait for each other, and their differences are counted there.
     update_s = np.array(

@@ -16,8 +16,8 @@ from costmodel.time.step_path import StepPath
 from costmodel.uncertainty import Interval
 from costmodel.utilization import model_flop_utilization, product_dtype
 from planner.graph import ModelGraph
+from planner.graph.batch import tokens_per_sample
 from planner.plan import Plan
-from search.report.pareto import tokens_per_sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

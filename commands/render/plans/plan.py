@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.graph import ModelGraph
+from planner.graph.called_modules import called_modules_messages
 from planner.layout.axes import Degrees, batch_axes, own_axes, rest_axis
-from planner.ops.called_modules import called_modules_messages
 from planner.ops.held_pairs import held_pairs_messages
 from planner.ops.registry import ops_without_rule
 from planner.plan import OURS, ClassLayout, Plan, StagePlan, validate_model
