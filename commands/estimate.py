@@ -9,7 +9,7 @@ import typer
 
 from commands.common.long_run import LongRun
 from commands.common.options import RUNTIMES, ClipOption, ClusterOption, ProfileOption, spread
-from commands.common.prediction import interval_of, predict
+from commands.common.prediction import overview_of, predict
 from commands.render.console import check_writable, show_note, show_progress, show_results
 from planner.errors import PlannerError
 
@@ -66,10 +66,10 @@ def estimate(
     )  # fmt: skip
     show_note(predicted.note)
     machine = predicted.costs.profile.name
-    told = predicted.estimate.to_dict()
-    told["relative_error"] = interval_of(predicted).relative
+    overview = overview_of(predicted)
+    told = predicted.estimate.to_dict() | overview.told()
     runtime = predicted.costs.execution.name
-    parts = describe_estimate(told, cluster=machine, execution=runtime)
+    parts = describe_estimate(told, predicted.plan.stages, cluster=machine, execution=runtime)
     if failures is not None:
         from costmodel.failures import goodput
 

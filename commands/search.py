@@ -238,8 +238,8 @@ def _answer(
     overview = find_overview(chosen, costs, priced, interval, memory_limit_bytes=limit)
     told = {
         **chosen.estimate,
-        "relative_error": interval.relative,
-        "causes": overview.path.to_dict(),
+        **priced.to_dict(),
+        **overview.told(),
         "runners_up": [asdict(runner) for runner in result.runners_up],
         "front": [
             {
