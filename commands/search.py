@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,10 +12,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commands.common.inputs import graph_of, parse_seconds, profile_named
-from commands.common.options import CHOICES, COMPARED, SEARCHING, ModelFile, spread
+from commands.common.options import CHOICES, COMPARED, SEARCHING, JsonOption, ModelFile, spread
 from commands.common.question import Question, parse_choices, parse_counts
-from commands.render.console import check_writable, show_note, show_progress, show_results
+from commands.render.console import (
+    check_writable,
+    show_json,
+    show_note,
+    show_progress,
+    show_results,
+    show_written,
+)
 from planner.errors import PlannerError
+from planner.files import write_atomically
 from planner.units import format_seconds
 
 if TYPE_CHECKING:
@@ -101,14 +109,13 @@ def search(
             "--cache/--no-cache", help="Keep answers, and use kept ones.", rich_help_panel=SEARCHING
         ),
     ] = True,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print all of the answer as JSON, not a screen.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Find the fastest plan that fits, and write it.
 
     Example: planner search model.py --gpus 8 --global-batch 64
     """
+    from commands.render.data import refused_search
     from commands.render.plans.answer import as_data
     from commands.render.plans.search import describe_advice, describe_pareto
     from planner.ops.called_modules import called_modules_messages
@@ -125,7 +132,7 @@ def search(
         forbid=parse_choices("--forbid", forbid or ()),
         solver=solver,
         max_gap=gap,
-        time_limit_s=parse_seconds(time_limit),
+        time_limit_s=parse_seconds(time_limit, "--time-limit"),
         num_best=measure or 1,
     )
     if measure is not None and request.execution != OURS:
@@ -165,12 +172,16 @@ def search(
             )  # fmt: skip
     if result.plan is None:
         limit = float(request.memory_limit_bytes or profile.memory_bytes)
-        show_results(*describe_advice(result, advice, limit))
+        if as_json:
+            show_json(refused_search(result, advice))
+        else:
+            show_results(*describe_advice(result, advice, limit))
         raise PlannerError(result.reasons[0])
     show_note(note)
     if device is not None:
         result, trials = _measured(model, graph, request, result, device)
-        show_results(trials)
+        if not as_json:
+            show_results(trials)
     answer = _answer(model, out, graph, profile, request, result, points)
     chosen = with_buckets(answer.plan, graph, buckets)
     save_plan(chosen, out)
@@ -182,12 +193,10 @@ def search(
         show_note(message)
     if as_json:
         front = [point.to_dict() for point in points]
-        print(json.dumps({**as_data(answer), "front": front}, indent=1))
+        show_json({"fits": True, **as_data(answer), "front": front})
     else:
         show_results(answer)
-    # Standard output has the answer alone where a program reads it.
-    say: Callable[[str], None] = show_note if as_json else print
-    say(f"wrote {out}")
+    show_written(f"wrote {out}", as_json)
     if request.meshes == "own" and request.tp is not None:
         show_note(
             f"--meshes own with --tp {request.tp}: every stage has this tp, so no meshes were "
@@ -198,9 +207,9 @@ def search(
     if points and not as_json:
         show_results(describe_pareto(points))
     if pareto:
-        pareto.parent.mkdir(parents=True, exist_ok=True)
-        pareto.write_text(json.dumps([point.to_dict() for point in points], indent=1) + "\n")
-        say(f"wrote {pareto}")
+        front = json.dumps([point.to_dict() for point in points], indent=1)
+        write_atomically(pareto, front + "\n")
+        show_written(f"wrote {pareto}", as_json)
 
 
 def _answer(

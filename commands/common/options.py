@@ -54,6 +54,12 @@ RUNTIMES = (
     "ours-eager is `planner launch`, ours-compiled the same with compiled blocks; others are "
     "megatron-core, torchtitan, nanotron and more."
 )
+JsonOption = Annotated[
+    bool,
+    typer.Option(
+        "--json", help="Print one JSON document on stdout, all else on stderr (docs/json.md)."
+    ),
+]
 TraceOption = Annotated[
     Path | None, typer.Option(help="Also write a trace for chrome://tracing or ui.perfetto.dev.")
 ]

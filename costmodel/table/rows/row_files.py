@@ -10,6 +10,7 @@ from typing import Any
 
 from costmodel.table.rows.rows import PREDICTED, estimate_rows
 from planner.errors import PlannerError
+from planner.files import replacing
 
 NEEDED = ("gpu", "layers", "hidden", "model", "params_b")
 """A file has the first column, and one of the others."""
@@ -75,7 +76,7 @@ def _columns(header: list[str]) -> Iterator[str]:
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     """Write rows as CSV and return how many; columns are those of the first."""
     rows = list(rows)
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with replacing(path) as scratch, scratch.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else list(PREDICTED))
         writer.writeheader()
         writer.writerows(rows)
