@@ -57,7 +57,9 @@ def estimate(
     """
     if batch is not None or out is not None:
         if batch is None or out is None:
-            raise PlannerError("--batch and --out go together: --batch IN.csv --out OUT.csv")
+            raise PlannerError(
+                "--batch and --out go together; give both: --batch IN.csv --out OUT.csv"
+            )
         if plan is not None:
             raise PlannerError("give PLAN and MODEL, or --batch IN.csv --out OUT.csv, not both")
         if profile is not None or cluster is not None:

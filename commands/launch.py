@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from commands.common.options import DeviceOption, JsonOption, PlanFile, ProfileOption
+from commands.common.options import DeviceOption, JsonOption, PlanFile, PlansProfileOption
 from commands.common.replan import replanner
 from commands.render.console import show_json, show_note, show_results
 from planner.errors import PlanError, ProfileError
@@ -60,7 +60,7 @@ def launch(
     on_oom: Annotated[
         str, typer.Option(help="With --keep, where memory is too small: stop, or replan.")
     ] = "stop",
-    profile: ProfileOption = None,
+    profile: PlansProfileOption = None,
     cluster: Annotated[
         Path | None,
         typer.Option(help="With --preflight: the cluster file that the plan was searched for."),

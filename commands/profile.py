@@ -69,7 +69,9 @@ def profile(
         return _check(check, as_json)
     if models and str(models[0]) == "show":
         if len(models) != 2:
-            raise PlannerError("profile show takes one profile directory or shipped name")
+            raise PlannerError(
+                "profile show prints one profile; give one directory or shipped name"
+            )
         return _show(str(models[1]), plots, as_json)
     import profiles
     from commands.render.data import profile_data

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,8 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from commands.common.inputs import graph_of, parse_seconds, profile_named
-from commands.common.options import CHOICES, COMPARED, SEARCHING, JsonOption, ModelFile, spread
+from commands.common.inputs import graph_of, parse_price, parse_seconds, profile_named
+from commands.common.options import (
+    CHOICES,
+    COMPARED,
+    SEARCHING,
+    JsonOption,
+    ModelFile,
+    PriceOption,
+    spread,
+)
 from commands.common.question import Question, parse_choices, parse_counts
 from commands.render.console import (
     check_writable,
@@ -70,12 +77,7 @@ def search(
             help="Compare these numbers of devices too, such as 2,4,8.", rich_help_panel=COMPARED
         ),
     ] = None,
-    price: Annotated[
-        float,
-        typer.Option(
-            min=0.0, help="Per device and hour: compare cost, too.", rich_help_panel=COMPARED
-        ),
-    ] = 0.0,
+    price: PriceOption = None,
     gap: Annotated[
         float,
         typer.Option(
@@ -144,8 +146,7 @@ def search(
     check_writable(pareto, "the Pareto set", (model, out))
     counts = parse_counts("--pareto-gpus", pareto_gpus, "numbers of devices, such as 2,4,8")
     sizes = parse_counts("--lengths", lengths, "lengths of sequences, such as 128,256,512")
-    if price == math.inf:
-        raise PlannerError("--price inf was given; it is money per device and hour, such as 2.50")
+    per_device_hour = parse_price(price)
     points: tuple[Point, ...] = ()
     left_out: list[str] = []
     profile, note = profile_named(question.profile, question.cluster)
@@ -164,9 +165,9 @@ def search(
                 graph, profile, request, result,
                 recapture=lambda precision: graph_of(model, precision), progress=progress,
             )  # fmt: skip
-        elif pareto or pareto_gpus or price:
+        elif pareto or pareto_gpus or per_device_hour:
             points = find_pareto(
-                graph, profile, request, num_devices=counts, price_per_device_hour=price,
+                graph, profile, request, num_devices=counts, price_per_device_hour=per_device_hour,
                 progress=progress,
                 leave_out=lambda count, why: left_out.append(f"--pareto-gpus {count}: {why}"),
             )  # fmt: skip

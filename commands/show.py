@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commands.common.inputs import graph_of
-from commands.common.options import ClusterOption, JsonOption, PlanFile
+from commands.common.options import ClusterOption, JsonOption, PlanFile, PlansProfileOption
 from commands.common.prediction import Prediction, interval_of, predict
 from commands.render.console import (
     check_writable,
@@ -37,12 +37,7 @@ def show(
         Path | None,
         typer.Option(help="With --html: a folder of `planner launch --timeline`, drawn beside."),
     ] = None,
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            help="With --html: shipped profile name or profile directory. Default: the plan's."
-        ),
-    ] = None,
+    profile: PlansProfileOption = None,
     cluster: ClusterOption = None,
     as_json: JsonOption = False,
 ) -> None:

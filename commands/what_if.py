@@ -12,11 +12,12 @@ import typer
 from commands.common.inputs import (
     graph_of_plan,
     parse_precision,
+    parse_price,
     parse_seconds,
     profile_named,
     profile_of_plan,
 )
-from commands.common.options import JsonOption, ModelFile, PlanFile
+from commands.common.options import JsonOption, ModelFile, PlanFile, PriceOption
 from commands.common.question import bytes_of_gib, parse_counts
 from commands.render.console import show_json, show_note, show_progress, show_results
 from planner.errors import PlannerError
@@ -62,9 +63,7 @@ def what_if(
             help="Other arguments of the file's model(): num_hidden_layers=40,80. Repeatable.",
         ),
     ] = None,
-    price: Annotated[
-        str | None, typer.Option(help="Money per device and hour: 2.5 or 2.5/gpu-hour.")
-    ] = None,
+    price: PriceOption = None,
     tokens: Annotated[
         float | None, typer.Option(help="Tokens of the whole training, such as 1e12.")
     ] = None,
@@ -92,7 +91,7 @@ def what_if(
             "answers"
         )
     terms = Terms(
-        price=_price(price),
+        price=parse_price(price),
         tokens=_tokens(tokens),
         deadline_s=parse_seconds(deadline, "--deadline"),
     )
@@ -222,21 +221,6 @@ def _value(word: str) -> Any:
         return ast.literal_eval(word)
     except (ValueError, SyntaxError):
         return word
-
-
-def _price(text: str | None) -> float:
-    if text is None:
-        return 0.0
-    number = text.removesuffix("/gpu-hour").removesuffix("/device-hour")
-    try:
-        price = float(number)
-    except ValueError:
-        price = -1.0
-    if not 0 <= price < math.inf:
-        raise PlannerError(
-            f"--price {text} is not understood; it is money per device and hour, such as 2.5"
-        )
-    return price
 
 
 def _tokens(tokens: float | None) -> float:

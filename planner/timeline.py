@@ -145,7 +145,10 @@ def _load_rank(path: Path) -> RankTimeline:
             spans=spans,
         )
     except (ValueError, KeyError, TypeError) as error:
-        raise PlannerError(f"{path} is not a timeline of version {VERSION} ({error!r})") from None
+        raise PlannerError(
+            f"{path} is not a timeline of version {VERSION} ({error!r}); update planner, or record "
+            "the run again"
+        ) from None
 
 
 def _span(line: str) -> Span:

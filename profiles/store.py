@@ -46,7 +46,9 @@ def read_profile_file(directory: Path) -> ProfileFile:
             f"{path} is not readable JSON ({error}); delete {directory} and profile again"
         ) from None
     if not isinstance(data, dict) or data.get("format") != "planner-profile":
-        raise ProfileError(f"{path} is not a profile (no format 'planner-profile')")
+        raise ProfileError(
+            f"{path} is not a profile (no format 'planner-profile'); give the directory of one"
+        )
     version = data.get("version")
     if version != SCHEMA_VERSION:
         raise ProfileError(

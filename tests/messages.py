@@ -1,14 +1,15 @@
 """Messages of refusals, read from the source: where each is raised, its text, and its tests.
 
 A message is the text of an error of `planner.errors`. Its template has `{...}` where values stand.
-A test asserts it if a string of the test, or a piece of its pattern, of at least `LEAST`
-characters stands in the template.
+A test asserts it if a string of the test has `LEAST` characters in a row of the template that no
+other template has.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -22,7 +23,7 @@ ERRORS = {
     "PlannerError", "ModelError", "CaptureError", "PlanError", "LayoutError", "ScheduleError",
     "ProfileError",
 }  # fmt: skip
-LEAST = 10
+LEAST = 12
 HOLE = "{...}"
 
 
@@ -38,11 +39,6 @@ class Message:
     """Name of its class."""
     template: str
     """Its text, as the command line prints it."""
-
-    @property
-    def pieces(self) -> list[str]:
-        """The fixed parts of its text."""
-        return [piece for piece in self.template.split(HOLE) if piece.strip()]
 
 
 @cache
@@ -85,30 +81,40 @@ def _template(node: ast.expr) -> str:
     return HOLE
 
 
+def _grams(text: str) -> set[str]:
+    """Return all runs of `LEAST` characters."""
+    return {text[at : at + LEAST] for at in range(len(text) - LEAST + 1)}
+
+
 @cache
-def asserted_pieces() -> frozenset[str]:
-    """Return the strings of tests, cut at what patterns leave open."""
-    found = set()
+def _asserted_grams() -> frozenset[str]:
+    """Return the runs of all strings of tests; of patterns, of what they do not leave open."""
+    found: set[str] = set()
     for path in sorted((ROOT / "tests").rglob("*.py")):
         if path.name in ("messages.py", "test_messages.py"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 text = re.sub(r"\\([^\w])", r"\1", node.value)
-                for piece in re.split(r"\.\*|\.\+|\\[dswS]\+?|\(\?:|\[\^?[^\]]*\]\+?", text):
-                    if len(piece.strip()) >= LEAST and len(piece) < 400:
-                        found.add(" ".join(piece.split()))
+                if len(text) < 400:
+                    found |= _grams(" ".join(with_flags(text).split()))
     return frozenset(found)
 
 
+@cache
+def _grams_of_messages() -> Counter[str]:
+    """Return in how many templates each run stands."""
+    found: Counter[str] = Counter()
+    for template in {message.template for message in all_messages()}:
+        found.update({gram for piece in template.split(HOLE) for gram in _grams(piece)})
+    return found
+
+
 def is_asserted(message: Message) -> bool:
-    """Whether a test has a piece of the message's text."""
-    pieces = [" ".join(piece.split()) for piece in message.pieces]
-    text = "\n".join(pieces)
-    return any(
-        asserted in text or any(len(piece) >= 2 * LEAST and piece in asserted for piece in pieces)
-        for asserted in asserted_pieces()
-    )
+    """Whether a test has a run of the message's text that is its alone."""
+    grams = {gram for piece in message.template.split(HOLE) for gram in _grams(piece)}
+    shared, asserted = _grams_of_messages(), _asserted_grams()
+    return any(shared[gram] == 1 and gram in asserted for gram in grams)
 
 
 @cache

@@ -79,6 +79,21 @@ def profile_of_plan(plan: Plan) -> tuple[Profile, str]:
         )
 
 
+def parse_price(text: str | None) -> float:
+    """Parse money per device and hour: 2.5 or 2.5/gpu-hour; 0 where none is given."""
+    if text is None:
+        return 0.0
+    try:
+        price = float(text.removesuffix("/gpu-hour").removesuffix("/device-hour"))
+    except ValueError:
+        price = -1.0
+    if not 0 <= price < math.inf:
+        raise PlannerError(
+            f"--price {text} is not understood; it is money per device and hour, such as 2.5"
+        )
+    return price
+
+
 def parse_seconds(text: str | None, what: str = "duration") -> float | None:
     """Parse a duration: seconds, or a number followed by s, m, h or d; `what` names its option."""
     if text is None:

@@ -40,6 +40,17 @@ ClusterOption = Annotated[
     Path | None,
     typer.Option(help="A cluster file (TOML): groups of devices and the links around them."),
 ]
+PlansProfileOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Shipped profile name or profile directory. Default: the plan's.",
+        autocompletion=_profile_names,
+    ),
+]
+PriceOption = Annotated[
+    str | None,
+    typer.Option(help="Money per device and hour: 2.5 or 2.5/gpu-hour.", rich_help_panel=COMPARED),
+]
 DeviceOption = Annotated[
     str | None, typer.Option(help="cpu or cuda. Default: cuda if there is one, else cpu.")
 ]

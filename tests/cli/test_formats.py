@@ -1,7 +1,8 @@
 """Files that earlier versions wrote are read, or refused in one line that says what to do.
 
 `tests/data/formats` has real files: each was written by the code of its time, by `planner search`,
-`planner profile` and `planner launch --timeline` with model.py there. A change of a format adds one.
+`planner profile` and `planner launch --timeline` with model.py there. A change of a format adds
+one.
 """
 
 from __future__ import annotations

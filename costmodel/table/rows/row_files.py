@@ -31,7 +31,9 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         table = csv.reader(io.StringIO(text), delimiter=_separator(text))
         lines = [line for line in table if any(cell.strip() for cell in line)]
     except csv.Error as error:
-        raise PlannerError(f"{path} is not a readable CSV ({error})") from None
+        raise PlannerError(
+            f"{path} is not a readable CSV ({error}); write it as CSV again"
+        ) from None
     columns = list(_columns(lines[0])) if lines else []
     if NEEDED[0] not in columns or not set(columns) & set(NEEDED[1:]):
         raise PlannerError(
@@ -49,7 +51,7 @@ def _text(path: Path) -> str:
     except FileNotFoundError:
         raise PlannerError(f"no file {path}; give a CSV of runs") from None
     except OSError as error:
-        raise PlannerError(f"{path} is not readable ({error})") from None
+        raise PlannerError(f"{path} is not readable ({error}); give a CSV of runs") from None
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
         text = content.decode("utf-16", errors="replace")
     else:

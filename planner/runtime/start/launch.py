@@ -163,7 +163,7 @@ def check_listed(listed: Sequence[int], ranks_here: int, device: str) -> None:
     if len(listed) != ranks_here or len(set(listed)) != len(listed):
         raise PlanError(
             f"`devices` {given} must name {ranks_here} different GPUs, one for each rank of this "
-            "node"
+            "node; give as many"
         )
     here = num_devices(device)
     if missing := [number for number in listed if not 0 <= number < here]:

@@ -84,7 +84,9 @@ def read_file(path: Path) -> dict[str, Tensor]:
                 if last - first != prod(shape) * dtype.itemsize or start + last > size:
                     raise ValueError(f"it has {size} bytes, and its header tells of others")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise PlanError(f"{path} is not safetensors, or is damaged ({error})") from None
+            raise PlanError(
+                f"{path} is not safetensors, or is damaged ({error}); copy it again"
+            ) from None
     mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     found = {}
     for name, (dtype, shape, (first, last)) in places.items():
