@@ -208,8 +208,8 @@ def search(
     if points and not as_json:
         show_results(describe_pareto(points))
     if pareto:
-        front = json.dumps([point.to_dict() for point in points], indent=1)
-        write_atomically(pareto, front + "\n")
+        text = json.dumps([point.to_dict() for point in points], indent=1)
+        write_atomically(pareto, text + "\n")
         show_written(f"wrote {pareto}", as_json)
 
 
