@@ -36,6 +36,7 @@ from commands.search import search
 from commands.show import show
 from commands.simulate import simulate
 from commands.timeline import timeline
+from commands.ui import ui
 from commands.verify import verify
 from commands.what_if import what_if
 from commands.why import why
@@ -95,7 +96,7 @@ def load(
 
 _SECTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
     "Plan and train": (profile, search, show, launch),
-    "Understand": (why, what_if, diff, estimate, simulate, timeline, compare),
+    "Understand": (ui, why, what_if, diff, estimate, simulate, timeline, compare),
     "Prove and check": (verify, dryrun, check, doctor),
     "Other systems": (emit, convert),
 }

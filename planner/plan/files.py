@@ -45,6 +45,11 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         raise PlanError(f"{path} is damaged at {where}: {first['msg']}; search again") from None
 
 
+def plan_text(plan: Plan) -> str:
+    """Return a plan as its file holds it."""
+    return json.dumps(plan.model_dump(mode="json"), indent=1) + "\n"
+
+
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write a plan atomically, so a killed run leaves the old file or the new one.
 
@@ -54,7 +59,7 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     if target.is_dir():
         raise PlanError(f"can't write the plan to {path}: it is a directory; name a file in it")
     scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    text = json.dumps(plan.model_dump(mode="json"), indent=1) + "\n"
+    text = plan_text(plan)
     try:
         if target.exists() and not target.is_file():  # a device, a pipe: not to be replaced
             target.write_text(text)

@@ -260,21 +260,23 @@ def _bar(share: float) -> str:
 
 
 def _bottleneck(overview: Overview) -> Iterator[Text]:
+    if told := bottleneck_in_words(overview):
+        yield Text("Bottleneck: ", style="bold") + Text(told)
+
+
+def bottleneck_in_words(overview: Overview) -> str:
+    """Say which pipeline rank works longest, and by how much; nothing where there is one."""
     ranks = {stage.pp_rank for stage in overview.stages}
     if len(ranks) == 1:
-        return
+        return ""
     path = overview.path
     named = "; ".join(_stage_name(stage) for stage in overview.bottleneck)
     busy = path.rank_work_s[path.bottleneck] / path.step_s
     even = path.imbalance_s / path.step_s
-    yield Text("Bottleneck: ", style="bold") + Text(
-        f"rank {path.bottleneck} ({named}) works {busy:.1%} of the step; "
-        + (
-            "the others work as long"
-            if even < 0.005
-            else f"with even stages it would work {format_seconds(path.imbalance_s)} ({even:.1%}) "
-            "less"
-        )
+    return f"rank {path.bottleneck} ({named}) works {busy:.1%} of the step; " + (
+        "the others work as long"
+        if even < 0.005
+        else f"with even stages it would work {format_seconds(path.imbalance_s)} ({even:.1%}) less"
     )
 
 
@@ -288,6 +290,11 @@ _FATES = {"memory": "do not fit", "layout": "can't be laid out"}
 
 
 def _certificate(result: SearchResult) -> Text:
+    return Text("Proof: ", style="bold") + Text(proof_in_words(result))
+
+
+def proof_in_words(result: SearchResult) -> str:
+    """Say how sure a plan is the fastest, and what became of all configurations."""
     certificate = result.certificate
     assert certificate is not None, "a plan comes with its certificate"
     verdict = (
@@ -313,7 +320,7 @@ def _certificate(result: SearchResult) -> Text:
             "; placements inside blocks were too many to solve exactly, others may save up to "
             f"{certificate.placements_gap:.2g} of a block's seconds"
         )
-    return Text("Proof: ", style="bold") + Text(text)
+    return text
 
 
 def _alternatives(runners_up: Sequence[RunnerUp], overview: Overview) -> Iterator[RenderableType]:
