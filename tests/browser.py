@@ -12,6 +12,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,15 @@ FLAGS = (
     "--hide-scrollbars", "--remote-debugging-pipe",
 )  # fmt: skip
 
+_LAUNCH = """
+import fcntl, os, sys
+theirs_in, theirs_out = (fcntl.fcntl(int(text), fcntl.F_DUPFD, 10) for text in sys.argv[1:3])
+os.dup2(theirs_in, 3)
+os.dup2(theirs_out, 4)
+os.execvp(sys.argv[3], sys.argv[3:])
+"""
+"""Gives the pipes the numbers that the browser reads and writes."""
+
 
 class Browser:
     """A browser with one page; a context manager."""
@@ -33,9 +43,8 @@ class Browser:
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
         command = [BROWSER, *FLAGS, f"--user-data-dir={folder}", f"--window-size={width},{height}"]
-        # The shell gives the pipes the numbers that the browser reads and writes.
         self._process = subprocess.Popen(
-            ["sh", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "sh", *command],
+            [sys.executable, "-c", _LAUNCH, str(theirs_in), str(theirs_out), *command],
             pass_fds=(theirs_in, theirs_out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         os.close(theirs_in)

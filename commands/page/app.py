@@ -215,7 +215,12 @@ def _form(folder: Path, token: str, start: Mapping[str, str]) -> str:
         cluster=CLUSTER,
         training=TRAINING,
         choices=choices,
-        start={"model": "", **{name: field.usual for name, field in FIELDS.items()}, **start},
+        start={
+            "model": "",
+            "profile": "",
+            **{name: field.usual for name, field in FIELDS.items()},
+            **start,
+        },
     )
 
 

@@ -112,7 +112,6 @@ class Worker:
 
     async def _next(self, pipe: Connection) -> Message | None:
         """Return the next message, None if there is none yet."""
-
         for _ in range(round(LISTENS_S / LOOKS_S)):
             try:
                 if pipe.poll():
