@@ -47,6 +47,8 @@ def make_app(
 ) -> ASGIApp:
     """Return the pages; `start` has values of the form that differ from the usual ones."""
 
+    machines = _machines(start)
+
     async def page(request: Request) -> Response:
         text = await run_in_threadpool(_form, folder, token, start)
         return Response(text, media_type="text/html")
@@ -84,7 +86,7 @@ def make_app(
 
     async def _asked(request: Request) -> Asked:
         form = {name: value for name, value in request.query_params.items() if name != "token"}
-        return await run_in_threadpool(parse_form, form, folder)
+        return await run_in_threadpool(parse_form, form, folder, machines)
 
     async def _whole(request: Request, work: Work) -> str:
         messages = worker.run(work, await _asked(request))
@@ -186,7 +188,7 @@ def _form(folder: Path, token: str, start: Mapping[str, str]) -> str:
     from costmodel.table.rows.named_models import named_model
     from planner.schedule import searched_schedules
     from planner.units import GIB
-    from profiles import load_profile, shipped_names
+    from profiles import load_profile
 
     words = {"schedule": [str(name) for name in searched_schedules()],
              "execution": list(execution_names())}  # fmt: skip
@@ -198,8 +200,7 @@ def _form(folder: Path, token: str, start: Mapping[str, str]) -> str:
         label: {field.name: getattr(named_model(name), field.name) for field in SIZES}
         for label, name in PRESETS
     }
-    names = [*dict.fromkeys([*filter(None, [start.get("profile")]), *shipped_names()])]
-    machines = [(name, load_profile(name)) for name in names]
+    machines = [(name, load_profile(name)) for name in _machines(start)]
     return fill_template(
         "form.html.j2",
         "commands.page",
@@ -222,6 +223,13 @@ def _form(folder: Path, token: str, start: Mapping[str, str]) -> str:
             **start,
         },
     )
+
+
+def _machines(start: Mapping[str, str]) -> list[str]:
+    """Return the profiles to choose from: the one that the command named, and shipped ones."""
+    from profiles import shipped_names
+
+    return [*dict.fromkeys([*filter(None, [start.get("profile")]), *shipped_names()])]
 
 
 def _with_values(field: Field, values: list[str]) -> Field:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from commands.common.question import Question
 from commands.page.fields import CHOICES, CLUSTER, FIELDS, SIZES, TRAINING, Field
 from commands.page.models import find_model
 from planner.errors import PlannerError
+from profiles import shipped_names
 
 if TYPE_CHECKING:
     from costmodel.table.rows.row_shape import TransformerShape
@@ -57,8 +58,11 @@ class Asked:
         return " ".join(words)
 
 
-def parse_form(form: Mapping[str, str], folder: Path) -> Asked:
-    """Return what a form asks; model files are those under `folder`.
+def parse_form(
+    form: Mapping[str, str], folder: Path, profiles: Collection[str] | None = None
+) -> Asked:
+    """Return what a form asks; model files are those under `folder`, machines those of `profiles`
+    (None: the shipped ones).
 
     Raises PlannerError, in one line, for what is no number or names nothing.
     """
@@ -68,6 +72,10 @@ def parse_form(form: Mapping[str, str], folder: Path) -> Asked:
             raise PlannerError(f"{name!r} was given; it is no field of the form")
     name = given.get("model", "")
     model = find_model(folder, name) if name else None
+    profile = given.get("profile", "")
+    known = shipped_names() if profiles is None else profiles
+    if profile and profile not in known:  # a name may be a folder, too
+        raise PlannerError(f"GPU {profile!r} was given; it is one of {', '.join(known)}")
     read = {field.name: _read(field, given) for field in (*CLUSTER, *TRAINING, *CHOICES)}
     link_rate, length = read.pop("link_rate"), read.pop("length")
     if read["gpus"] is None:
@@ -82,7 +90,7 @@ def parse_form(form: Mapping[str, str], folder: Path) -> Asked:
         model=model,
         model_given=name,
         shape=None if model else _shape(given),
-        profile=given.get("profile", ""),
+        profile=profile,
         link_rate=1.0 if link_rate is None else link_rate,
         length=length,
         request=question.request(model or Path()),
