@@ -37,7 +37,7 @@ def ui(
         str, typer.Option(help="Stop a search after this time and say how sure.")
     ] = "60s",
 ) -> None:
-    """Explore plans in the browser: sliders for devices, memory, batch, length and links.
+    """Explore plans in the browser, with sliders.
 
     Example: planner ui --gpus 8
     """

@@ -46,7 +46,6 @@ def make_app(
     *, folder: Path, worker: Worker, token: str, port: int, start: Mapping[str, str]
 ) -> ASGIApp:
     """Return the pages; `start` has values of the form that differ from the usual ones."""
-
     machines = _machines(start)
 
     async def page(request: Request) -> Response:

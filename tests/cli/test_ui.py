@@ -186,6 +186,7 @@ def test_only_models_below_the_working_folder_are_named(folder, tmp_path):
         ({"profile": "/root"}, "'/root' was given; it is one of a100"),
         ({"schedule": "zigzag"}, "zigzag"),
         ({"execution": "mine"}, "mine"),
+        ({"execution": "../execution/data/nanotron"}, "is unknown"),
         ({"tp": "3"}, "3"),
         ({"solver": "ilp"}, "no field of the form"),
     ],
