@@ -93,9 +93,9 @@ def _listening(port: int) -> socket.socket:
         listener.bind(("127.0.0.1", port))
     except OSError as error:
         listener.close()
+        why = (error.strerror or str(error)).lower()
         raise PlannerError(
-            f"--port {port} was given, but {error.strerror.lower()}; give another, or --port 0 for "
-            "a free one"
+            f"--port {port} was given, but {why}; give another, or --port 0 for a free one"
         ) from None
     listener.listen()
     return listener

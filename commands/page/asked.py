@@ -81,11 +81,9 @@ def parse_form(
     if read["gpus"] is None:
         raise PlannerError("no number of GPUs was given; give one, such as 8")
     precision = parse_precision(read.pop("precision") or ("model" if model else "bf16"))
-    usual = {"offload": "auto", "execution": "ours-eager"}
-    question = Question(
-        **{name: usual.get(name) if value is None else value for name, value in read.items()},
-        precision=precision,
-    )
+    # What is not searched, or not blank where it is left open, has the command's own default.
+    values: dict[str, Any] = {name: value for name, value in read.items() if value is not None}
+    question = Question(**values, precision=precision)
     return Asked(
         model=model,
         model_given=name,

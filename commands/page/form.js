@@ -169,6 +169,8 @@
     if (field && field.name === name) field.value = value;
     if (name === "length") field.dataset.own = 1;
   }
+  const preset = JSON.parse(at("preset").value || "{}");
+  if (Object.keys(preset).some((name) => at(name).value !== "" && at(name).value !== String(preset[name]))) at("preset").value = "";
   fitMemory();
   fitModel();
   sliders.forEach(follow);

@@ -16,7 +16,7 @@ import asyncio
 import multiprocessing
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -54,7 +54,7 @@ class Worker:
         self._pipe: Connection | None = None
         self._told_to_stop_s: float | None = None
 
-    async def run(self, work: Work, asked: Asked) -> AsyncIterator[Message | None]:
+    async def run(self, work: Work, asked: Asked) -> AsyncGenerator[Message | None, None]:
         """Yield what the worker says of a question, None while it says nothing.
 
         To stop it, close the iterator.
