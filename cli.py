@@ -36,6 +36,7 @@ from commands.search import search
 from commands.show import show
 from commands.simulate import simulate
 from commands.timeline import timeline
+from commands.ui import ui
 from commands.verify import verify
 from commands.what_if import what_if
 from commands.why import why
@@ -54,6 +55,22 @@ app = typer.Typer(
 )
 
 
+def _show_versions(is_asked: bool) -> None:
+    """Print the versions that an answer follows from, and leave; torch itself is not loaded."""
+    if is_asked:
+        print(f"planner {_version('planner')}, torch {_version('torch')}")
+        raise typer.Exit
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed" if package != "planner" else "of a source tree"
+
+
 @app.callback()
 def load(
     plugin: Annotated[
@@ -62,6 +79,15 @@ def load(
             metavar="FILE", help="A Python file that adds schedules of your own; repeatable."
         ),
     ] = None,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_show_versions,
+            is_eager=True,
+            help="Print the versions of planner and torch.",
+        ),
+    ] = False,
 ) -> None:
     """Load what others add, before any command."""
     name_files(plugin or ())
@@ -70,7 +96,7 @@ def load(
 
 _SECTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
     "Plan and train": (profile, search, show, launch),
-    "Understand": (why, what_if, diff, estimate, simulate, timeline, compare),
+    "Understand": (ui, why, what_if, diff, estimate, simulate, timeline, compare),
     "Prove and check": (verify, dryrun, check, doctor),
     "Other systems": (emit, convert),
 }

@@ -1,49 +1,79 @@
-"""A picture of a real report for the documentation: docs/report.png.
+"""Pictures for the documentation: of a real report, docs/report.png, and of the page, docs/ui.png.
 
-    python -m benchmarks.report_picture
+    python -m benchmarks.report_picture [report] [page]
 
-Searches for examples/llama.py on 64 H100 in a pipeline of 4, draws the report and takes its picture
-with chromium (`apt-get install chromium`).
+The report is of examples/llama.py on 64 H100 in a pipeline of 4, the page of Llama 3 8B there, in
+its dark style. Both are taken with chromium (`apt-get install chromium`).
 """
 
 from __future__ import annotations
 
-import shutil
+import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import cli
+from tests.browser import BROWSER, Browser
 
 ROOT = Path(__file__).parent.parent
 WIDTH, HEIGHT = 1200, 1560
+PAGE_WIDTH, PAGE_HEIGHT = 1366, 1500
 ASKED = (
     "--gpus", "64", "--profile", "h100-sxm5-80gb", "--global-batch", "256", "--pp", "4",
 )  # fmt: skip
 
 
 def main() -> None:
-    browser = next(filter(shutil.which, ("chromium", "chromium-browser", "google-chrome")), None)
-    if browser is None:
+    if BROWSER is None:
         sys.exit("no chromium is installed: apt-get install chromium")
+    wanted = sys.argv[1:] or ["report", "page"]
     with tempfile.TemporaryDirectory() as folder:
-        plan, report = Path(folder) / "plan.json", Path(folder) / "report.html"
-        model = str(ROOT / "examples" / "llama.py")
-        for arguments in (
-            ["search", model, *ASKED, "--out", str(plan)],
-            ["show", str(plan), model, "--html", str(report)],
-        ):
-            if code := cli.run(arguments):
-                sys.exit(code)
-        subprocess.run(
-            [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
-             "--no-first-run", "--disable-background-networking", "--hide-scrollbars",
-             "--disable-component-update", "--disable-sync", f"--user-data-dir={folder}/browser",
-             "--virtual-time-budget=20000", f"--window-size={WIDTH},{HEIGHT}",
-             f"--screenshot={ROOT / 'docs' / 'report.png'}", report.as_uri()],
-            check=True, timeout=300,
-        )  # fmt: skip
+        if "report" in wanted:
+            _report(Path(folder))
+        if "page" in wanted:
+            _page(Path(folder))
+
+
+def _report(folder: Path) -> None:
+    plan, report = folder / "plan.json", folder / "report.html"
+    model = str(ROOT / "examples" / "llama.py")
+    for arguments in (
+        ["search", model, *ASKED, "--out", str(plan)],
+        ["show", str(plan), model, "--html", str(report)],
+    ):
+        if code := cli.run(arguments):
+            sys.exit(code)
+    with Browser(folder / "browser", width=WIDTH, height=HEIGHT) as browser:
+        browser.open(report.as_uri())
+        browser.wait("document.documentElement.dataset.drawn == 5")
+        browser.picture(ROOT / "docs" / "report.png")
+
+
+def _page(folder: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cli", "ui", "--port", "0", "--no-browser", *ASKED[:4]],
+        cwd=ROOT / "examples", env=environment, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        found = re.search(r"http\S+", process.stdout.readline())
+        assert found is not None
+        size = {"width": PAGE_WIDTH, "height": PAGE_HEIGHT}
+        with Browser(folder / "page", **size, dark=True) as browser:
+            for _ in range(2):  # the second time the answer is kept, and the process warm
+                browser.open("about:blank")
+                browser.open(found[0] + "&pp=4")
+                browser.wait("document.documentElement.dataset.answers == 1", 600)
+            browser.wait("document.documentElement.dataset.drawn == 2")
+            browser.picture(ROOT / "docs" / "ui.png")
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait()
 
 
 if __name__ == "__main__":

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from commands.common.answering import answer_of, predict_result
 from commands.common.inputs import graph_of, parse_price, parse_seconds, profile_named
 from commands.common.options import (
     CHOICES,
@@ -36,9 +36,7 @@ from planner.units import format_seconds
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from commands.render.plans.answer import Answer
     from planner.graph import ModelGraph
-    from profiles import Profile
     from search import Point, SearchRequest, SearchResult
 
 
@@ -186,7 +184,9 @@ def search(
         result, trials = _measured(model, graph, request, result, device)
         if not as_json:
             show_results(trials)
-    answer = _answer(model, out, graph, profile, request, result, points)
+    assert result.plan is not None, "there is a plan, or its reasons were told"
+    predicted = predict_result(graph, profile, request, result.plan)
+    answer = answer_of(predicted, request, result, model=model, out=out, points=points)
     chosen = with_buckets(answer.plan, graph, buckets)
     save_plan(chosen, out)
     for message in (
@@ -214,65 +214,6 @@ def search(
         text = json.dumps([point.to_dict() for point in points], indent=1)
         write_atomically(pareto, text + "\n")
         show_written(f"wrote {pareto}", as_json)
-
-
-def _answer(
-    model: Path,
-    out: Path,
-    graph: ModelGraph,
-    profile: Profile,
-    request: SearchRequest,
-    result: SearchResult,
-    points: Sequence[Point],
-) -> Answer:
-    """Return the plan found with all that is told of it; its file says so, too."""
-    from commands.render.plans.answer import Answer
-    from commands.render.plans.words import degrees_spelled
-    from costmodel import estimate
-    from costmodel.compare import as_rank_timelines
-    from costmodel.estimate import cost_cache
-    from costmodel.execution import find_execution
-    from costmodel.uncertainty import runtime_interval, step_interval
-    from search.report.overview import find_overview
-
-    chosen = result.plan
-    assert chosen is not None, "there is a plan, or its reasons were told"
-    runtime = find_execution(request.execution)
-    costs = cost_cache(
-        graph, profile, chosen.world_size, execution=runtime, clips_gradients=request.clip_gradients
-    )
-    priced = estimate(graph, profile, chosen, costs=costs)
-    # The interval stands on what the profile's own answers, or the runtime's, were held against.
-    if runtime.prices == "profile":
-        interval = step_interval(graph, profile, chosen)
-    else:
-        interval = runtime_interval(graph, runtime, priced.step_s)
-    limit = request.memory_limit_bytes
-    overview = find_overview(chosen, costs, priced, interval, memory_limit_bytes=limit)
-    told = {
-        **chosen.estimate,
-        **priced.to_dict(),
-        **overview.told(),
-        "runners_up": [asdict(runner) for runner in result.runners_up],
-        "front": [
-            {
-                "label": degrees_spelled(point.plan),
-                "step_s": point.step_s,
-                "peak_bytes": point.peak_bytes,
-                "num_devices": point.num_devices,
-            }
-            for point in points
-        ],
-        **({} if limit is None else {"memory_limit_bytes": limit}),
-    }
-    return Answer(
-        result=result,
-        plan=chosen.model_copy(update={"estimate": told}),
-        overview=overview,
-        predicted=as_rank_timelines(priced.timeline),
-        model_file=model,
-        out=out,
-    )
 
 
 def _measured(

@@ -10,6 +10,7 @@ certificate, runners-up. Torch-free. Read in this order:
     nodes/                 sets of plans: degrees, shapes, configurations, partitions
     meshes/                the same where stages have meshes or devices of their own
     candidates             what configurations share: layouts, tables, estimates
+                           (`kept_candidates`: from one search to the next)
     priced_configuration   what each can be asked: chain problem, cuts, plan
     bounds/                lower bounds of step time and memory
     op_layout/             placements inside a block; `stages/` what runs of blocks cost with them
@@ -19,6 +20,7 @@ certificate, runners-up. Torch-free. Read in this order:
 """
 
 from search.find_plan import find_plan
+from search.kept_candidates import KeptCandidates
 from search.report.pareto import Point, find_pareto
 from search.report.remedies import Advice, Remedy, find_advice
 from search.request import Certificate, RunnerUp, SearchRequest, SearchResult
@@ -27,6 +29,7 @@ from search.result_cache import find_plan_once
 __all__ = [
     "Advice",
     "Certificate",
+    "KeptCandidates",
     "Point",
     "Remedy",
     "RunnerUp",

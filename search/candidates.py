@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -243,3 +243,7 @@ def _check_groups(profile: Profile, request: SearchRequest) -> None:
 def with_estimate(plan: Plan, answer: Estimate) -> Plan:
     """Return the plan with the estimate's parts written in."""
     return plan.model_copy(update={"estimate": answer.to_dict()})
+
+
+CandidatesOf = Callable[[ModelGraph, Profile, SearchRequest, OnHost], Candidates]
+"""Returns the candidates of a request, new or kept."""

@@ -27,7 +27,7 @@ from planner.errors import LayoutError
 from planner.graph import ModelGraph
 from profiles import Profile
 from search.branch_and_bound import Node, Progress
-from search.candidates import Candidates, with_estimate
+from search.candidates import Candidates, CandidatesOf, with_estimate
 from search.meshes.roots import device_groups_nodes, meshes_node, why_on_no_groups
 from search.nodes.configurations import evaluated_plan
 from search.nodes.replicas_on_groups import replicas_nodes
@@ -49,16 +49,19 @@ def find_plan(
     profile: Profile,
     request: SearchRequest,
     progress: Progress | None = None,
+    *,
+    candidates_of: CandidatesOf = Candidates.of,
 ) -> SearchResult:
     """Return the fastest plan under the cost model that fits, with its certificate.
 
     When nothing fits, `plan` is None and `reasons` say what would. Raises LayoutError when
     the request itself cannot be met: degrees that do not divide, an unknown schedule.
+    `candidates_of` may return those of an earlier search (`KeptCandidates`).
     """
     infeasible: list[SearchResult] = []
     for fallback in offload_fallbacks(request.offload, profile):
         results = [
-            search_among(Candidates.of(graph, profile, request, on_host), request, progress)
+            search_among(candidates_of(graph, profile, request, on_host), request, progress)
             for on_host in fallback
         ]
         fitting = [

@@ -2,7 +2,8 @@
 
 The key is a digest of all an answer follows from: the model's structure, the profile's
 numbers, the request, and the code that prices and searches. Any difference means a fresh
-search. What a time limit cut short is not kept: another run may get further.
+search. A time limit is no part of the key: what it cut short is not kept, as another run may get
+further, and a search that ended in time has the answer of one without a limit.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from planner.plan import Plan
 from planner.plugins import plugin_digests
 from profiles import Profile
 from search.branch_and_bound import Progress
+from search.candidates import Candidates, CandidatesOf
 from search.find_plan import find_plan
 from search.request import Certificate, RunnerUp, SearchRequest, SearchResult
 
@@ -35,15 +37,17 @@ def find_plan_once(
     *,
     progress: Progress | None = None,
     use_cache: bool = True,
+    candidates_of: CandidatesOf = Candidates.of,
 ) -> SearchResult:
     """Return `find_plan`'s answer, searched now or kept from an equal earlier question.
 
     Raises as `find_plan` does. A cache that can't be read or written is only slower.
     """
-    entry = cache_dir() / "plans" / f"{question_digest(graph, profile, request)}.json"
+    unlimited = replace(request, time_limit_s=None)
+    entry = cache_dir() / "plans" / f"{question_digest(graph, profile, unlimited)}.json"
     if use_cache and (kept := _read(entry)) is not None:
         return kept
-    result = find_plan(graph, profile, request, progress)
+    result = find_plan(graph, profile, request, progress, candidates_of=candidates_of)
     cut_short = request.time_limit_s is not None and (
         result.certificate is None or result.certificate.stopped_early
     )

@@ -205,14 +205,14 @@ def memory_residuals(name: str) -> Mapping[str, float]:
 @lru_cache(maxsize=64)
 def read_record(name: str) -> Mapping[str, Any]:
     """Return a record's file: `summary`, `extends`, `values`, residuals of steps and memory."""
-    path = DATA / f"{name}.json"
-    if not path.exists():
+    if name not in execution_names():  # which a path to another file is not
         near = get_close_matches(name, execution_names(), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise PlannerError(
             f"execution {name!r} is unknown; {hint}valid names: {', '.join(execution_names())}"
         )
-    record: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    text = (DATA / f"{name}.json").read_text(encoding="utf-8")
+    record: Mapping[str, Any] = json.loads(text)
     return record
 
 

@@ -45,6 +45,11 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         raise PlanError(f"{path} is damaged at {where}: {first['msg']}; search again") from None
 
 
+def plan_text(plan: Plan) -> str:
+    """Return a plan as its file holds it."""
+    return json.dumps(plan.model_dump(mode="json"), indent=1) + "\n"
+
+
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write a plan atomically, so a killed run leaves the old file or the new one.
 
@@ -53,7 +58,7 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     target = Path(path)
     if target.is_dir():
         raise PlanError(f"can't write the plan to {path}: it is a directory; name a file in it")
-    text = json.dumps(plan.model_dump(mode="json"), indent=1) + "\n"
+    text = plan_text(plan)
     try:
         write_atomically(target, text)
     except OSError as error:

@@ -1,5 +1,6 @@
 """The command line itself: help, usage errors, what it loads."""
 
+import re
 import resource
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 COMMANDS = (
     *("profile", "search", "show", "why", "estimate", "simulate", "dryrun", "verify"),
     *("launch", "emit", "check", "timeline", "compare", "convert", "diff", "what-if", "doctor"),
+    "ui",
 )
 
 
@@ -21,6 +23,16 @@ def test_help_names_every_command(planner):
 
 def test_no_arguments_is_help(planner):
     assert planner().stdout == planner("--help").stdout
+
+
+def test_version_names_planner_and_torch(planner):
+    import torch
+
+    done = planner("--version")
+    assert done.code == 0, done.stderr
+    told = re.fullmatch(r"planner (\S+|of a source tree), torch (\S+)\n", done.stdout)
+    assert told is not None, done.stdout
+    assert torch.__version__.startswith(told[2].partition("+")[0])
 
 
 def cpu_seconds_of_processes() -> float:

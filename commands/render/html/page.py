@@ -22,32 +22,60 @@ from planner.units import format_bytes, format_seconds
 from search.report.overview import Overview
 from search.report.report_numbers import ReportNumbers
 
-_HERE = files("commands.render.html")
-
 
 def render_report(numbers: ReportNumbers) -> str:
     """Return the report of a plan as the text of an HTML file."""
-    from jinja2 import Environment, StrictUndefined
     from plotly.offline import get_plotlyjs
 
     charts = {chart.name: chart for chart in _charts(numbers)}
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-                              lstrip_blocks=True)  # fmt: skip
-    template = environment.from_string(_HERE.joinpath("page.html.j2").read_text())
-    plan, overview = numbers.plan, numbers.overview
-    return template.render(
-        title=f"{overview.model} on {overview.num_devices} devices",
-        sentence=plan_sentence(plan, overview),
-        tiles=_tiles(numbers),
+    return fill_template(
+        "page.html.j2",
+        **words_of(numbers),
         charts=charts,
         figures=_as_script({name: chart.figure for name, chart in charts.items()}),
         choices=_as_script({c.name: c.choice.traces for c in charts.values() if c.choice}),
-        parts=_parts(numbers),
         memory_warning=_memory_warning(numbers.overview),
-        model=model_picture(numbers),
         networks=[network_picture(network) for network in numbers.networks],
-        considered=_considered(numbers),
-        runners_up=[
+        source=_source(numbers),
+        plan_file=numbers.plan.model_dump_json(indent=1, exclude={"layouts", "table", "estimate"}),
+        style=text_of("page.css"),
+        charts_script=text_of("charts.js"),
+        script=text_of("page.js"),
+        plotly=get_plotlyjs(),
+    )
+
+
+def text_of(name: str) -> str:
+    """Return a file that stands beside this one."""
+    return files(__package__).joinpath(name).read_text()
+
+
+def fill_template(name: str, *folders: str, **values: Any) -> str:
+    """Return a template filled; templates lie beside this file and in packages `folders`."""
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
+
+    def read(wanted: str) -> str | None:
+        places = (files(package).joinpath(wanted) for package in (__package__, *folders))
+        return next((place.read_text() for place in places if place.is_file()), None)
+
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        loader=FunctionLoader(read),
+    )  # fmt: skip
+    return environment.get_template(name).render(**values)
+
+
+def words_of(numbers: ReportNumbers) -> dict[str, Any]:
+    """Return what a page tells of a plan beside its charts, by the names of its templates."""
+    plan, overview = numbers.plan, numbers.overview
+    return {
+        "title": f"{overview.model} on {overview.num_devices} devices",
+        "sentence": plan_sentence(plan, overview),
+        "tiles": _tiles(numbers),
+        "parts": _parts(numbers),
+        "model": model_picture(numbers),
+        "considered": _considered(numbers),
+        "runners_up": [
             {
                 "label": runner["label"],
                 "step": format_seconds(runner["step_s"]),
@@ -57,13 +85,8 @@ def render_report(numbers: ReportNumbers) -> str:
             }
             for runner in numbers.runners_up
         ],
-        proof=numbers.certificate.get("proved_by", {}),
-        source=_source(numbers),
-        plan_file=plan.model_dump_json(indent=1, exclude={"layouts", "table", "estimate"}),
-        style=_HERE.joinpath("page.css").read_text(),
-        script=_HERE.joinpath("page.js").read_text(),
-        plotly=get_plotlyjs(),
-    )
+        "proof": numbers.certificate.get("proved_by", {}),
+    }
 
 
 def _as_script(data: Any) -> str:

@@ -21,7 +21,7 @@ from commands.render.plans.parts import (
     MEMORY_COLUMNS,
     WIDE,
     StepParts,
-    bottleneck_line,
+    bottleneck_words,
     memory_cells,
     memory_digits,
     memory_range,
@@ -86,8 +86,7 @@ class Answer:
         yield _stages(self.overview, width)
         yield ""
         yield StepParts(self.overview.path.parts)
-        if self.plan.pp > 1:
-            yield _bottleneck(self.overview)
+        yield from _bottleneck(self.overview)
         yield ""
         yield _certificate(self.result)
         yield from _alternatives(self.result.runners_up, self.overview)
@@ -218,9 +217,17 @@ def _common_prefix(blocks: Sequence[str]) -> str:
     return ""
 
 
-def _bottleneck(overview: Overview) -> Text:
+def _bottleneck(overview: Overview) -> Iterator[Text]:
+    if told := bottleneck_in_words(overview):
+        yield Text("Bottleneck: ", style="bold") + Text(told)
+
+
+def bottleneck_in_words(overview: Overview) -> str:
+    """Say which pipeline rank works longest, and by how much; nothing where there is one."""
+    if len({stage.pp_rank for stage in overview.stages}) == 1:
+        return ""
     path = overview.path
-    return bottleneck_line(
+    return bottleneck_words(
         path.parts,
         pp_rank=path.bottleneck,
         work_s=path.rank_work_s[path.bottleneck],
@@ -236,6 +243,11 @@ _FATES = {"memory": "do not fit", "layout": "can't be laid out"}
 
 
 def _certificate(result: SearchResult) -> Text:
+    return Text("Proof: ", style="bold") + Text(proof_in_words(result))
+
+
+def proof_in_words(result: SearchResult) -> str:
+    """Say how sure a plan is the fastest, and what became of all configurations."""
     certificate = result.certificate
     assert certificate is not None, "a plan comes with its certificate"
     verdict = (
@@ -261,7 +273,7 @@ def _certificate(result: SearchResult) -> Text:
             "; placements inside blocks were too many to solve exactly, others may save up to "
             f"{certificate.placements_gap:.2g} of a block's seconds"
         )
-    return Text("Proof: ", style="bold") + Text(text)
+    return text
 
 
 def _alternatives(runners_up: Sequence[RunnerUp], overview: Overview) -> Iterator[RenderableType]:

@@ -69,21 +69,18 @@ def _bar(share: float) -> str:
     return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
-def bottleneck_line(
+def bottleneck_words(
     seconds: Mapping[str, float], *, pp_rank: int, work_s: float, stages: Sequence[str]
-) -> Text:
+) -> str:
     """Return which pipeline rank sets the pace: `pp_rank`, which works `work_s` of the step, and
     the `stages` that it has, named.
     """
     step_s, imbalance_s = sum(seconds.values()), seconds["imbalance_s"]
     even = imbalance_s / step_s
-    return Text("Bottleneck: ", style="bold") + Text(
-        f"rank {pp_rank} ({'; '.join(stages)}) works {work_s / step_s:.1%} of the step; "
-        + (
-            "the others work as long"
-            if even < 0.005
-            else f"with even stages it would work {format_seconds(imbalance_s)} ({even:.1%}) less"
-        )
+    return f"rank {pp_rank} ({'; '.join(stages)}) works {work_s / step_s:.1%} of the step; " + (
+        "the others work as long"
+        if even < 0.005
+        else f"with even stages it would work {format_seconds(imbalance_s)} ({even:.1%}) less"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from math import ceil
@@ -14,6 +15,7 @@ from costmodel.estimate import Estimate, TimeParts, estimate, estimate_time
 from costmodel.execution.executed import ExecutedProfile
 from costmodel.execution.executed_kernels import is_attention, is_product
 from costmodel.table.kernels import DeviceRates
+from costmodel.table.rows.row_shape import TransformerShape
 from costmodel.table.rows.row_words import modules_recomputed
 from costmodel.table.rows.run_row import RowError, RunRow
 from planner.graph import Op
@@ -51,7 +53,28 @@ KEPT_MODELS = 64
 
 def transformer_of(run: RunRow) -> Transformer:
     """Return the model of a row, as the trainers of large models write it."""
-    shape, stack = run.shape, run.stack
+    vocab = run.shape.vocab
+    if run.tp > 1:  # A vocabulary that tp splits is padded.
+        vocab = -(-vocab // (128 * run.tp)) * 128 * run.tp
+    return transformer_of_shape(
+        replace(run.shape, vocab=vocab),
+        dropout=run.stack.dropout,
+        fused_attention=run.stack.flash_attention,
+        lora_rank=run.lora_rank,
+    )
+
+
+def transformer_of_shape(
+    shape: TransformerShape,
+    *,
+    dropout: bool = False,
+    fused_attention: bool = True,
+    lora_rank: int = 0,
+) -> Transformer:
+    """Return a model of these sizes, as the trainers of large models write it.
+
+    `lora_rank`: of adapters, which alone are trained; 0: all weights are.
+    """
     latent = None
     if shape.key_rank:
         latent = Latent(
@@ -72,8 +95,7 @@ def transformer_of(run: RunRow) -> Transformer:
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         ffn_hidden=shape.dense_ffn or shape.ffn_hidden,
-        # A vocabulary that tp splits is padded.
-        vocab=-(-shape.vocab // (128 * run.tp)) * 128 * run.tp if run.tp > 1 else shape.vocab,
+        vocab=shape.vocab,
         seq_len=shape.seq_len,
         head_dim=shape.head_width,
         gated=shape.gated,
@@ -81,12 +103,12 @@ def transformer_of(run: RunRow) -> Transformer:
         positions="rotary" if shape.gated else "learned",
         bias=not shape.gated,
         tied=not shape.gated,
-        dropout=stack.dropout,
-        fused_attention=stack.flash_attention,
+        dropout=dropout,
+        fused_attention=fused_attention,
         latent=latent,
         experts=experts,
         ahead=shape.ahead,
-        adapters=Adapters(rank=run.lora_rank) if run.lora_rank else None,
+        adapters=Adapters(rank=lora_rank) if lora_rank else None,
     )
 
 
