@@ -17,7 +17,7 @@ def test_the_command_ends_with_1_where_something_keeps_it_from_training(planner,
     lines = done.stdout.splitlines()
     assert lines.index("problem: disk: free some") < lines.index("warning: clock: set")
     assert lines[-1] == "1 problem: this machine can't train yet"
-    data = json.loads(planner("doctor", "--json").stdout)
+    data = json.loads(planner("doctor", "--json").stdout)["findings"]
     assert data[0] == {"name": "disk", "found": "full", "state": "problem", "advice": "free some"}
     assert data[-1]["name"] == "profile"
 
