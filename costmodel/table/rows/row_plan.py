@@ -80,7 +80,7 @@ def transformer_of(run: RunRow) -> Transformer:
         norm="rms" if shape.gated else "layer",
         positions="rotary" if shape.gated else "learned",
         bias=not shape.gated,
-        tied=not shape.gated,
+        tied=shape.tied,
         dropout=stack.dropout,
         fused_attention=stack.flash_attention,
         latent=latent,
@@ -216,7 +216,7 @@ def _balanced_bounds(model: Transformer, stages: int) -> list[int]:
         done += cost
         left = len(costs) - index - 1
         needed = stages - len(bounds)
-        if needed and (done > whole * len(bounds) / stages or left == needed):
+        if needed and (done >= whole * len(bounds) / stages or left == needed):
             bounds.append(index + 1)
     if len(bounds) < stages:
         # The head alone is more than its part: the stages before it are cut again.
