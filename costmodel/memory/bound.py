@@ -152,6 +152,12 @@ class RankBound:
     """Bytes of a gradient's sum over those of its parameter (`Execution.sum_factor`); None: as many
     as those of what the optimizer steps on."""
 
+    sums_stay: bool = False
+    """Sums of gradients stay from step to step (`Execution.sums_stay`)."""
+    bucket_factor: int = 0
+    """Bytes of a gradient in buckets beside the sums over those of its parameter
+    (`Execution.bucket_factor`)."""
+
     def least(self, in_flight: int) -> Any:
         """Return the bytes that the rank needs at least with so many microbatches in flight."""
         return self._worst(self._samples(in_flight, splits=self.splits_backward))
@@ -236,6 +242,8 @@ class RankBound:
             on_gpu=self.profile.cluster.device_type != "cpu",
             runtime_copies=self.copies_update,
             sum_factor=gradient_factor(self.precision) if summed is None else summed,
+            sums_stay=self.sums_stay,
+            bucket_factor=self.bucket_factor,
         )
 
     def _samples(self, in_flight: int, *, splits: bool) -> tuple[tuple[Any, Phase], ...]:
@@ -316,11 +324,18 @@ def gradients(ranks: Ranks, phase: Phase) -> Resident:
     backward. With the optimizer on the host these shards are there.
     """
     factor = ranks.sum_factor
+    if ranks.has_buckets:
+        return Resident(float(factor))
     if phase is Phase.BEFORE_BACKWARD:
-        return Resident(float(factor * ranks.has_buckets))
+        return Resident(0.0)
     if not ranks.is_sharded or (ranks.zero_stage == 1 and phase is Phase.AFTER_BACKWARD):
         return Resident(factor)
     return Resident(0.0 if ranks.optimizer_on_host else factor / ranks.shards)
+
+
+def buckets(ranks: Ranks, phase: Phase) -> Resident:
+    """Return buckets of gradients beside the sums, which replicas without ZeRO send."""
+    return Resident(float(ranks.bucket_factor * ranks.sums_in_buckets))
 
 
 def optimizer(ranks: Ranks, phase: Phase) -> Resident:
@@ -353,6 +368,7 @@ def batch(ranks: Ranks, phase: Phase) -> Resident:
 PARTS: Mapping[str, Part] = {
     "weights": weights,
     "gradients": gradients,
+    "buckets": buckets,
     "optimizer": optimizer,
     "update_scratch": update_scratch,
     "frozen": frozen,

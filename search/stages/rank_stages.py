@@ -327,5 +327,7 @@ def rank_bound(
         on_host=table.on_host,
         copies_update=table.costs.execution.copies_update,
         sum_factor=table.costs.execution.sum_factor(table.precision),
+        sums_stay=table.costs.execution.sums_stay,
+        bucket_factor=table.costs.execution.bucket_factor(table.precision),
         **more,
     )
