@@ -42,7 +42,7 @@ from costmodel.table.fit_rates import (
 )
 from costmodel.table.rows.named_models import named_model
 from costmodel.table.rows.row_files import read_rows
-from costmodel.table.rows.row_plan import RowPrices, is_nearly_full
+from costmodel.table.rows.row_plan import RowPrices, is_nearly_full, needed_bytes
 from costmodel.table.rows.rows import device_bytes, run_of
 from costmodel.table.rows.run_row import RunRow
 from planner.errors import PlannerError
@@ -215,7 +215,7 @@ def fit_table(cases: list[Case]) -> dict[str, dict[str, int]]:
             estimate = prices.estimate(case.run, case.profile, case.rates)
         except PlannerError:
             continue
-        part = estimate.peak_bytes / case.room_bytes
+        part = needed_bytes(estimate, case.run) / case.room_bytes
         said = "does not fit" if part > 1 else "fits"
         if part <= 1 and is_nearly_full(estimate, case.run, case.room_bytes):
             said = "nearly full"
