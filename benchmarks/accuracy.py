@@ -32,6 +32,7 @@ import numpy as np
 from accuracy_configured import as_configured
 from accuracy_groups import Ranking, plot, print_rankings, rankings
 from accuracy_page import TITLES, Section, cells_of, write_page
+from captured_rows import table as captured_table
 
 from costmodel.table.fit_rates import (
     RANGES,
@@ -372,7 +373,7 @@ def main() -> int:
         except PlannerError as error:
             print(error, file=sys.stderr)
             return 2
-        write_page(options.page, found)
+        write_page(options.page, found, captured_table())
         return 0
     try:
         cases, refused = load_cases(options.rows, experts=options.experts)

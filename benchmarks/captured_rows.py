@@ -124,7 +124,7 @@ def published(file: str, source: str, cells: Mapping[str, str]) -> dict[str, str
 
 def table(rows: tuple[tuple[str, str, Mapping[str, str]], ...] = ROWS) -> str:
     """Return a table in Markdown: layout, measured step, the row's and the captured price."""
-    from benchmarks.accuracy import measured_seconds
+    from accuracy import measured_seconds
 
     lines = [
         "| model | source | dp, cp, tp, pp, vpp, ep | measured | row | captured | difference |",

@@ -160,7 +160,9 @@ class Execution:
 
     def bucket_factor(self, precision: Precision) -> int:
         """Return the bytes of a gradient in buckets beside the sums over those of its parameter."""
-        return self.bucket_bytes // BF16_BYTES if precision == "bf16" else int(self.bucket_bytes > 0)
+        return (
+            self.bucket_bytes // BF16_BYTES if precision == "bf16" else int(self.bucket_bytes > 0)
+        )
 
     def sum_factor(self, precision: Precision) -> int:
         """Return the bytes of a gradient's sum over those of its parameter."""

@@ -143,7 +143,9 @@ def _mixed(
         ]
         x = tape.cast(x, model.dtype)
         # The library takes torch's kernel where that multiplies the dtype, else its own loop.
-        own = "aten._grouped_mm" if model.dtype == "bfloat16" else "transformers.grouped_mm_fallback"
+        own = (
+            "aten._grouped_mm" if model.dtype == "bfloat16" else "transformers.grouped_mm_fallback"
+        )
         return tape.call(
             f"{own}.default",
             x,

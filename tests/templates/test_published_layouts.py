@@ -75,9 +75,7 @@ def test_the_library_s_template_is_its_capture_at_the_published_width(name: str)
             "n_positions": model.seq_len,
             **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0),
         }
-        check_same(
-            build_transformer(model), capture_wide(FAMILIES[name], model.seq_len, **sizes)
-        )
+        check_same(build_transformer(model), capture_wide(FAMILIES[name], model.seq_len, **sizes))
         return
     sizes = {
         "hidden_size": model.hidden,

@@ -135,7 +135,9 @@ class PlacedStages:
             ],
             # Without ZeRO, replicas sum gradients in buckets, which are there from the start.
             accumulates=not is_sharded
-            and (replication.replicas > 1 or keeps_sums(replication, sums_stay=execution.sums_stay)),
+            and (
+                replication.replicas > 1 or keeps_sums(replication, sums_stay=execution.sums_stay)
+            ),
             sends_first=is_waited_for
             and execution.sends_ahead
             and not stage.is_recomputed
