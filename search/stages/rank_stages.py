@@ -177,6 +177,8 @@ class RankStages:
     table: StageTable
     configuration: Configuration
     is_mixed: bool = False
+    neighbours: int = 0
+    """As in `Replication`: ranks of a stage on this group of devices, 0: all."""
 
     @cached_property
     def choices(self) -> tuple[Recompute, ...]:
@@ -212,6 +214,7 @@ class RankStages:
             self.configuration.replication,
             precision=self.table.precision,
             optimizer_on_host=self.table.on_host.optimizer,
+            neighbours=self.neighbours,
         )
 
     @property

@@ -51,11 +51,13 @@ class WalkedRank:
         stay = rank.ranks.has_buckets and not rank.ranks.is_sharded
         gradients = rank.summed_bytes if stay else sample.gradient_bytes
         height = sample.peak_bytes - sample.gradient_bytes + gradients
-        inside_job = (
-            sample.peak_bytes - sample.saved_bytes - sample.gradient_bytes - sample.buffer_bytes
+        apart = (
+            sample.saved_bytes + sample.gradient_bytes + sample.weight_bytes + sample.buffer_bytes
         )
+        inside_job = sample.peak_bytes - apart
         parts = Counter(self.resident)
         parts["host_bytes"] += on_host
+        parts["parameter_bytes"] += sample.weight_bytes
         parts["gradient_bytes"] += gradients
         parts["activation_bytes"] += sample.saved_bytes
         parts["transient_bytes"] += inside_job + max(0, update_bytes - height)
