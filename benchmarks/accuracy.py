@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ from costmodel.table.fit_rates import (
 )
 from costmodel.table.rows.named_models import named_model
 from costmodel.table.rows.row_files import read_rows
-from costmodel.table.rows.row_plan import RowPrices, is_nearly_full
+from costmodel.table.rows.row_plan import RowPrices, is_nearly_full, needed_bytes
 from costmodel.table.rows.rows import device_bytes, run_of
 from costmodel.table.rows.run_row import RunRow
 from planner.errors import PlannerError
@@ -215,7 +216,7 @@ def fit_table(cases: list[Case]) -> dict[str, dict[str, int]]:
             estimate = prices.estimate(case.run, case.profile, case.rates)
         except PlannerError:
             continue
-        part = estimate.peak_bytes / case.room_bytes
+        part = needed_bytes(estimate, case.run) / case.room_bytes
         said = "does not fit" if part > 1 else "fits"
         if part <= 1 and is_nearly_full(estimate, case.run, case.room_bytes):
             said = "nearly full"
@@ -348,6 +349,16 @@ def sections_of(folder: Path, *, with_held_out: bool) -> list[Section]:
     return sections
 
 
+def captured_table() -> str:
+    """Return the table of `captured_rows`, which another process makes: where this script runs,
+    `search` is the benchmark beside it.
+    """
+    command = [sys.executable, "-m", "benchmarks.captured_rows"]
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run(command, cwd=root, check=True, stdout=subprocess.PIPE, text=True)
+    return done.stdout.rstrip()
+
+
 def main() -> int:
     """Print the table, write the page, or fit a device."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -372,7 +383,7 @@ def main() -> int:
         except PlannerError as error:
             print(error, file=sys.stderr)
             return 2
-        write_page(options.page, found)
+        write_page(options.page, found, captured_table())
         return 0
     try:
         cases, refused = load_cases(options.rows, experts=options.experts)

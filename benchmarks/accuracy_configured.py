@@ -4,6 +4,7 @@
   mlcommons/training_results_v4.0, v4.1 and v5.0.
 - Megatron-Bridge's tables of mixtures of experts: the recipes of each release, scripts/performance
   of NVIDIA-NeMo/Megatron-Bridge at v0.1.0rc4 (25.09), v0.2.0 (25.11) and v0.3.0 (26.02).
+- nanotron's Ultra-Scale Playbook: scripts/scaling_benchmarks.py of huggingface/nanotron.
 - Megatron-LM's DeepSeek-V3, whose rows are one run after the other: each adds to those before it.
 
 Nothing here is measured: which dispatcher, which CUDA graphs, what is recomputed, what overlaps.
@@ -30,6 +31,10 @@ STAGES_16_NEXT_ONLY = {"pp_layout": "Et*4|(t*4|)*14tL"}
 STAGES_32 = {"pp_layout": "Et|(tt|)*30mL"}
 OWN_STAGES = {"pp_layout": "Et*3|(tt|)*29m|L"}
 """Megatron-LM's own for as many (docs/user-guide/features/pipeline_parallel_layout.md)."""
+
+WIDEST_TIED = 10_000
+"""nanotron's benchmark ties the output matrix to the embedding where feed-forwards are narrower.
+"""
 
 # Notes to add, what is recomputed, and cells that the table leaves blank or has otherwise than the
 # recipe. By release, model and device.
@@ -113,6 +118,8 @@ def as_configured(row: Mapping[str, str]) -> dict[str, str]:
         return _adapters(row)
     if row["source_id"].startswith("mbridge_"):
         return _bridge(row)
+    if row["source_id"] == "ultrascale_playbook":
+        return row | {"tied": str(int(int(row["ffn_hidden"]) < WIDEST_TIED))}
     if CUMULATIVE in row["notes"]:
         return _cumulative(row)
     return row

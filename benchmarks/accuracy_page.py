@@ -42,12 +42,21 @@ line without them. Nothing is fitted to mixtures of experts and adapters but wha
 (`costmodel/execution/data`).
 """
 
+CAPTURED = """## Captured models under published layouts
+
+`python -m benchmarks.captured_rows`: the model as Hugging Face's library writes it, which is its
+capture op for op (`tests/templates/test_published_layouts.py`), on the row's stages and degrees. In
+brackets the error against the measurement.
+
+"""
+
 FITS = """## Whether a run fits
 
 By the exact walk of memory. *Far from full*: crashed, and needs less than 0.4 of the device, so
 for something else; the 0.4 was chosen looking at these runs. *Nearly full*: fits, and the
 allocator reserves more than the device has. Of the runs that crashed for memory, so counted,
-{caught} are said not to fit.
+{caught} are said not to fit; with those nearly full, {nearly} of all
+that crashed are not said to fit.
 
 | source | ran: fits | nearly full | not | crashed: fits | nearly full | not | far from full |
 |---|---|---|---|---|---|---|---|
@@ -76,8 +85,8 @@ def cells_of(line: Mapping[str, Any], *, digits: int) -> list[str]:
     ]
 
 
-def page_of(sections: Sequence[Section], *, date: datetime.date) -> str:
-    """Return the page's text."""
+def page_of(sections: Sequence[Section], *, date: datetime.date, captured: str = "") -> str:
+    """Return the page's text; `captured` is the table of captured models."""
     text = HEAD.format(date=date)
     for section in sections:
         used = [i for i, key in enumerate(TITLES) if any(key in line for line in section.lines)]
@@ -87,6 +96,8 @@ def page_of(sections: Sequence[Section], *, date: datetime.date) -> str:
         for line in section.lines:
             cells = cells_of(line, digits=2)
             text += f"| {line['source']} | {' | '.join(cells[i] for i in used)} |\n"
+    if captured:
+        text += f"\n{CAPTURED}{captured}\n"
     counts: dict[str, dict[str, int]] = {}
     for section in sections:
         for source, found in section.fits.items():
@@ -99,7 +110,9 @@ def page_of(sections: Sequence[Section], *, date: datetime.date) -> str:
     if whole:
         caught += f" ({100 * crashed['does not fit'] / whole:.1f}%; of all that crashed "
         caught += f"{100 * crashed['does not fit'] / sum(crashed.values()):.1f}%)"
-    text += "\n" + FITS.format(caught=caught)
+    told = crashed["does not fit"] + crashed["nearly full"]
+    nearly = f"{told} ({100 * told / max(1, sum(crashed.values())):.1f}%)"
+    text += "\n" + FITS.format(caught=caught, nearly=nearly)
     for source, of in counts.items():
         ran = [str(of.get(f"ran, said: {v}", 0)) for v in VERDICTS[:3]]
         out = [str(of.get(f"crashed, said: {v}", 0)) for v in VERDICTS]
@@ -107,6 +120,7 @@ def page_of(sections: Sequence[Section], *, date: datetime.date) -> str:
     return text
 
 
-def write_page(path: Path, sections: Sequence[Section]) -> None:
+def write_page(path: Path, sections: Sequence[Section], captured: str) -> None:
     """Write the page of today."""
-    path.write_text(page_of(sections, date=datetime.date.today()), encoding="utf-8")
+    text = page_of(sections, date=datetime.date.today(), captured=captured)
+    path.write_text(text, encoding="utf-8")

@@ -88,6 +88,15 @@ class Execution:
     them."""
     gradient_bytes: int
     """Memory of an accumulated gradient's element."""
+    sums_stay: bool
+    """Sums of gradients have memory from the start of training to its end, with ZeRO 1 whole; else
+    a step's first backward makes them."""
+    bucket_bytes: int
+    """Memory of an element of the buckets in which replicas without ZeRO sum gradients, beside the
+    sums; 0 where the sums lie in the buckets."""
+    adds_late: bool
+    """A microbatch's gradients all stay, in the parameters' dtype, until its backward has ended on
+    a stage, and are added to the sums then; else each is added as soon as it is made."""
     accumulate_bytes: int
     """Bytes moved to add a microbatch's gradient to it."""
     reduced_bytes: int
@@ -148,6 +157,12 @@ class Execution:
     """Deals virtual stages where a row does not say."""
     seq_len: int
     """Tokens of a sample where a row does not say."""
+
+    def bucket_factor(self, precision: Precision) -> int:
+        """Return the bytes of a gradient in buckets beside the sums over those of its parameter."""
+        return (
+            self.bucket_bytes // BF16_BYTES if precision == "bf16" else int(self.bucket_bytes > 0)
+        )
 
     def sum_factor(self, precision: Precision) -> int:
         """Return the bytes of a gradient's sum over those of its parameter."""

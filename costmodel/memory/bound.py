@@ -294,11 +294,18 @@ def gradients(ranks: Ranks, phase: Phase) -> Resident:
     backward. With the optimizer on the host these shards are there.
     """
     factor = ranks.sum_factor
+    if ranks.has_buckets:
+        return Resident(float(factor))
     if phase is Phase.BEFORE_BACKWARD:
-        return Resident(float(factor * ranks.has_buckets))
+        return Resident(0.0)
     if not ranks.is_sharded or (ranks.zero_stage == 1 and phase is Phase.AFTER_BACKWARD):
         return Resident(factor)
     return Resident(0.0 if ranks.optimizer_on_host else factor / ranks.shards)
+
+
+def buckets(ranks: Ranks, phase: Phase) -> Resident:
+    """Return buckets of gradients beside the sums, which replicas without ZeRO send."""
+    return Resident(float(ranks.bucket_factor * ranks.sums_in_buckets))
 
 
 def optimizer(ranks: Ranks, phase: Phase) -> Resident:
@@ -331,6 +338,7 @@ def batch(ranks: Ranks, phase: Phase) -> Resident:
 PARTS: Mapping[str, Part] = {
     "weights": weights,
     "gradients": gradients,
+    "buckets": buckets,
     "optimizer": optimizer,
     "update_scratch": update_scratch,
     "frozen": frozen,

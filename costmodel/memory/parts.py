@@ -15,6 +15,14 @@ ADAMW_STATES, COUNTER_BYTES = 2, 4
 """AdamW keeps two moments in the dtype of what it steps, and counts the steps of each tensor."""
 
 
+def keeps_sums(replication: Replication, *, sums_stay: bool) -> bool:
+    """Return whether whole sums of gradients exist all the time, in a runtime whose sums stay.
+
+    ZeRO 2 and 3 keep shards of them; with the optimizer on the host, sums leave the device.
+    """
+    return sums_stay and replication.zero_stage < 2 and not replication.optimizer_on_host
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks(Replication):
     """How the ranks of a stage keep and update its state: all that resident bytes depend on beside
@@ -28,6 +36,11 @@ class Ranks(Replication):
     (`Execution.copies_update`)."""
     sum_factor: int
     """Bytes of a gradient's sum over those of its parameter (`Execution.sum_factor`)."""
+    sums_stay: bool
+    """Whether the runtime's sums of gradients stay from step to step (`Execution.sums_stay`)."""
+    bucket_factor: int
+    """Bytes of a gradient in buckets beside the sums over those of its parameter
+    (`Execution.bucket_factor`)."""
 
     @classmethod
     def under(cls, replication: Replication, execution: Execution, profile: Profile) -> Ranks:
@@ -37,11 +50,18 @@ class Ranks(Replication):
             on_gpu=profile.cluster.device_type != "cpu",
             runtime_copies=execution.copies_update,
             sum_factor=execution.sum_factor(replication.precision),
+            sums_stay=execution.sums_stay,
+            bucket_factor=execution.bucket_factor(replication.precision),
         )
 
     @property
     def has_buckets(self) -> bool:
-        """Whether gradients are summed in buckets that exist through the whole step."""
+        """Whether whole sums of gradients exist through the whole step."""
+        return self.sums_in_buckets or keeps_sums(self, sums_stay=self.sums_stay)
+
+    @property
+    def sums_in_buckets(self) -> bool:
+        """Whether replicas without ZeRO sum gradients, in buckets that exist all the time."""
         return not self.is_sharded and self.replicas > 1
 
     @property

@@ -142,8 +142,12 @@ def _mixed(
             0
         ]
         x = tape.cast(x, model.dtype)
+        # The library takes torch's kernel where that multiplies the dtype, else its own loop.
+        own = (
+            "aten._grouped_mm" if model.dtype == "bfloat16" else "transformers.grouped_mm_fallback"
+        )
         return tape.call(
-            "transformers.grouped_mm_fallback.default",
+            f"{own}.default",
             x,
             weight,
             ends,

@@ -159,6 +159,28 @@ def test_the_bound_never_exceeds_the_walk(name, profile):
     assert closest > 0.8, "a bound that is never near says nothing"
 
 
+KEEPS_SUMS = replace(find_execution("ours-eager"), sums_stay=True, bucket_bytes=2, adds_late=True)
+
+
+def test_the_bound_holds_for_a_runtime_whose_sums_of_gradients_stay():
+    """With buckets beside them, and gradients that are added late, as nanotron's."""
+    rng = random.Random("sums stay")
+    graph = tiny("gpt")
+    costs, ours = CostCache(graph, H100, execution=KEEPS_SUMS), CostCache(graph, H100)
+    more = 0
+    for _ in range(PLANS_A_MODEL):
+        plan, on_host = random_plan(graph, rng)
+        exact = estimate(graph, H100, plan, costs=costs).memory
+        least = estimate(graph, H100, plan, costs=ours).memory
+        bounds = bounds_of(plan, costs, on_host)
+        for (rank, in_flight), parts, of_ours in zip(bounds, exact, least, strict=True):
+            assert float(rank.least(in_flight)) <= float(parts.total) * (1 + 1e-9)
+            if plan.zero_stage < 2:
+                assert parts.total >= of_ours.total * (1 - 1e-9)
+            more += parts.total > of_ours.total
+    assert more > PLANS_A_MODEL / 2
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("on_host", [NOTHING, OnHost(optimizer=True)], ids=str)
 def test_lines_say_what_fits(zero, on_host):

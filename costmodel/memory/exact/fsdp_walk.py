@@ -64,6 +64,11 @@ class ShardedBytes:
         self._in_flight = 0
         self._ran_back = False
         self.state = FsdpState()
+        if stage.sums_stay:
+            sums = sum(unit.sum_bytes for unit in stage.units.values())
+            self.state = FsdpState(
+                summed=frozenset(stage.units), live_bytes=sums, gradient_bytes=sums
+            )
 
     def run(self, job: ForwardBytes | BackwardBytes, *, is_last: bool = False) -> FsdpHeight:
         """Simulate a job and return its height; `is_last` is the stage's last backward of a
@@ -223,6 +228,9 @@ class _FsdpTally:
             self._after_backward(self._shared, is_last)
         for index in waiting:
             self._after_backward(index, is_last)
+        if self._stage.adds_late:
+            for index in list(self._fresh.members):
+                self._fresh.discard(index)
         if is_last:
             # At the end of a step FSDP2 waits for all messages and frees them.
             for index in list(self._prefetched.members):
@@ -249,6 +257,11 @@ class _FsdpTally:
         self._note()
         unit = self._units[index]
         is_fresh = index in self._fresh
+        if self._stage.sums_stay:
+            # Each is added to its sum, and at the end of a step the sums are summed in place.
+            if not self._stage.adds_late:
+                self._fresh.discard(index)
+            return
         if self._stage.zero_stage == 1 and not is_last:
             # ZeRO 1 reduces once a step: whole gradients are summed, in fp32 if they are bf16.
             if unit.sum_bytes == unit.gradient_bytes:

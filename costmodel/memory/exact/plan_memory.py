@@ -47,7 +47,9 @@ class WalkedRank:
         host; `update_bytes` what the optimizer's step holds, where it comes beside.
         """
         rank = self.state
-        gradients = rank.summed_bytes if rank.ranks.has_buckets else sample.gradient_bytes
+        # Under ZeRO `fsdp_walk` counts sums, those that are there from the start too.
+        stay = rank.ranks.has_buckets and not rank.ranks.is_sharded
+        gradients = rank.summed_bytes if stay else sample.gradient_bytes
         height = sample.peak_bytes - sample.gradient_bytes + gradients
         apart = (
             sample.saved_bytes + sample.gradient_bytes + sample.weight_bytes + sample.buffer_bytes

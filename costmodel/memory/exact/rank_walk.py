@@ -154,7 +154,10 @@ class _RankTally:
         """What an offload frees of a microbatch: its own, and also kept by a message under way."""
         self.offloaded_bytes = self.host_bytes = 0
         self._saved = self._buffers = self._gradients = 0
-        self._sharded_bytes = self._sharded_gradients = self._sharded_weights = 0
+        states = [sharded.state for sharded in self._sharded.values()]
+        self._sharded_bytes = sum(state.live_bytes for state in states)
+        self._sharded_gradients = sum(state.gradient_bytes for state in states)
+        self._sharded_weights = 0
 
     def _wanted(self, job: Job) -> list[tuple[int, Arrival]]:
         """Return what a job gets from other ranks, each with the rank that sends it."""

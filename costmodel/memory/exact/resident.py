@@ -75,7 +75,8 @@ class RankState:
     @property
     def summed_bytes(self) -> int:
         """Bytes of the sums of its gradients."""
-        return self.ranks.sum_factor * self.own_bytes
+        whole = self.ranks.has_buckets
+        return self.ranks.sum_factor * (int(self.weights.param_bytes) if whole else self.own_bytes)
 
     @cached_property
     def frozen_shard_bytes(self) -> int:
@@ -130,6 +131,11 @@ def frozen(rank: RankState) -> Amount:
     return total + side_values.num_bytes(frozenset().union(*given), fixed=True)
 
 
+def buckets(rank: RankState) -> Amount:
+    """Return buckets of gradients beside the sums: replicas without ZeRO send them."""
+    return rank.ranks.bucket_factor * rank.own_bytes if rank.ranks.sums_in_buckets else 0
+
+
 def optimizer(rank: RankState) -> Amount:
     """Return AdamW's two moments and step counts, and in bf16 the fp32 masters."""
     if rank.plan.optimizer_on_host:
@@ -178,6 +184,7 @@ class Part(NamedTuple):
 PARTS: Mapping[str, Part] = {
     "weights": Part("parameter_bytes", weights),
     "frozen": Part("parameter_bytes", frozen),
+    "buckets": Part("gradient_bytes", buckets),
     "optimizer": Part("optimizer_bytes", optimizer),
     "batch": Part("batch_bytes", batch),
     "on_host": Part("host_bytes", on_host),

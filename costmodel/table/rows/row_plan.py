@@ -102,7 +102,7 @@ def transformer_of_shape(
         norm="rms" if shape.gated else "layer",
         positions="rotary" if shape.gated else "learned",
         bias=not shape.gated,
-        tied=not shape.gated,
+        tied=shape.tied,
         dropout=dropout,
         fused_attention=fused_attention,
         latent=latent,
@@ -178,7 +178,7 @@ def plan_of(run: RunRow, model: Transformer, *, devices_per_node: int) -> Plan:
             )
             for s in range(run.pp * vpp)
         ),
-        recomputed=_recomputed(model, run.recompute, run.stack.selective_by_op),
+        recomputed=recomputed_ops(model, run.recompute, run.stack.selective_by_op),
         layouts=(*on_tp, *on_cp),
     )
 
@@ -199,7 +199,7 @@ def _zero_stage(stage: int) -> Literal[0, 1, 2, 3]:
 
 
 @lru_cache(maxsize=1024)
-def _recomputed(model: Transformer, recompute: str, by_op: bool) -> tuple[ClassRecompute, ...]:
+def recomputed_ops(model: Transformer, recompute: str, by_op: bool) -> tuple[ClassRecompute, ...]:
     """Return the ops of each class that a row's recomputation runs again: of layers only.
 
     `by_op`: as in `Execution.selective_by_op`, where the row names no modules.
@@ -238,7 +238,7 @@ def _balanced_bounds(model: Transformer, stages: int) -> list[int]:
         done += cost
         left = len(costs) - index - 1
         needed = stages - len(bounds)
-        if needed and (done > whole * len(bounds) / stages or left == needed):
+        if needed and (done >= whole * len(bounds) / stages or left == needed):
             bounds.append(index + 1)
     if len(bounds) < stages:
         # The head alone is more than its part: the stages before it are cut again.
@@ -288,6 +288,18 @@ def is_nearly_full(found: Estimate, run: RunRow, room_bytes: float) -> bool:
         run.stack.reserved_factor * m.tensor_bytes + m.context_bytes for m in found.memory
     )
     return bool(run.stack.reserved_factor and reserved > room_bytes)
+
+
+def needed_bytes(found: Estimate, run: RunRow) -> float:
+    """Return what a row needs of its device at least.
+
+    Where runs tell what an allocator reserves (`reserved_factor`), between live tensors and that
+    lies a band in which some ran and most crashed: `is_nearly_full` is its verdict, so here live
+    tensors and the context alone count. Else what allocators usually lose counts too.
+    """
+    if not run.stack.reserved_factor:
+        return float(found.peak_bytes)
+    return max(float(parts.tensor_bytes + parts.context_bytes) for parts in found.memory)
 
 
 def retry_seconds(found: Estimate, run: RunRow, room_bytes: float) -> float:

@@ -43,6 +43,8 @@ class TransformerShape:
     nearly are.
 
     `ahead` tokens after the next are predicted too, each by a layer more and the head again.
+
+    `tied`: the output matrix is the token embedding's.
     """
 
     layers: int
@@ -63,6 +65,7 @@ class TransformerShape:
     dense_layers: int = 0
     dense_ffn: int = 0
     ahead: int = 0
+    tied: bool = False
 
     @property
     def head_width(self) -> int:
@@ -203,6 +206,7 @@ def shape_of_row(cells: Cells, stack: Execution) -> TransformerShape:
     picked = cells.number("experts_per_token", usual("experts_per_token", 2)) if is_moe else 1
     if picked > num_experts:
         raise RowError(f"experts_per_token={picked} is more than num_experts={num_experts}")
+    tied = cells.given("tied", least=0)
     head_dim = cells.given("head_dim", least=0) or usual("head_dim", 0)
     return TransformerShape(
         layers=layers,
@@ -223,6 +227,7 @@ def shape_of_row(cells: Cells, stack: Execution) -> TransformerShape:
         dense_layers=0 if known is None else _dense_layers(known, layers),
         dense_ffn=usual("dense_ffn", 0) or 0,
         ahead=cells.given("mtp_layers", least=0) or 0,
+        tied=not gated if tied is None else bool(tied),
     )
 
 

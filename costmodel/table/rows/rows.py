@@ -10,7 +10,7 @@ from typing import Any
 
 from costmodel.table.kernels import DeviceRates, load_rates
 from costmodel.table.rows.devices import device_of, is_scaled, scaled_rates
-from costmodel.table.rows.row_plan import RowPrices, is_nearly_full, retry_seconds
+from costmodel.table.rows.row_plan import RowPrices, is_nearly_full, needed_bytes, retry_seconds
 from costmodel.table.rows.row_words import RowError, real
 from costmodel.table.rows.run_row import RunRow, parse_row
 from planner.errors import PlannerError
@@ -73,7 +73,7 @@ def predict_row(row: Mapping[str, Any], prices: RowPrices | None = None) -> dict
     found = prices.estimate(run, profile, rates)
     room = device_bytes(row, profile)
     fits = "nearly full" if is_nearly_full(found, run, room) else "yes"
-    if found.peak_bytes > room:
+    if needed_bytes(found, run) > room:
         fits = _remedy(row, run, profile, rates, prices)
     step_s = found.step_s + retry_seconds(found, run, room)
     samples_per_gpu_s = run.global_batch / step_s / run.gpus

@@ -197,6 +197,25 @@ def test_an_update_in_place_needs_no_copy(h100: Profile) -> None:
     assert peaks[0] > peaks[1]
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+def test_sums_of_gradients_may_stay_whole_with_buckets_beside(h100: Profile, zero: int) -> None:
+    """Of one microbatch: sums, 4 bytes a parameter, are there ahead of its backward, with ZeRO 1
+    too. Buckets, 2 bytes, are of replicas without ZeRO.
+    """
+    plan = plan_of(dp=2, tp=4, num_microbatches=1).model_copy(update={"zero_stage": zero})
+    core = find_execution("megatron-core")
+
+    def memory(**said: bool | int) -> MemoryParts:
+        return estimate(GRAPH, h100, plan, execution=replace(core, **said)).memory[0]
+
+    params = memory().optimizer_bytes / 12 * (2 if zero else 1)
+    stays = memory(sums_stay=True)
+    assert stays.gradient_bytes == pytest.approx(4 * params, rel=0.01)
+    buckets = memory(sums_stay=True, bucket_bytes=2).gradient_bytes - stays.gradient_bytes
+    assert buckets == pytest.approx(0 if zero else 2 * params, rel=0.01)
+    assert memory(sums_stay=True, adds_late=True).total >= stays.total
+
+
 def test_narrow_sums_of_gradients_are_widened_for_the_update(h100: Profile) -> None:
     """2 bytes of a sum in place of 4; the optimizer's step makes fp32 copies of them all."""
     core = replace(find_execution("megatron-core"), copies_update=False)

@@ -291,7 +291,7 @@ NEARLY_FULL = {
 
 
 def test_messages_wait_for_an_allocator_that_is_nearly_full() -> None:
-    """Live tensors times 1.3 and the context are more than 79 GiB; without that factor they fit.
+    """Live tensors times 1.25 and the context are more than 79 GiB; without that factor they fit.
     33 turns of 2 messages, a quarter second each."""
     run, profile, rates = run_of(NEARLY_FULL)
     prices = RowPrices()

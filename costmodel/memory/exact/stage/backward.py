@@ -123,7 +123,9 @@ class _BackwardTally:
             freed_inputs=kind.copied.union(
                 local for at, local in kind.uncopied if block.inputs[at] in freed
             ),
-            waiting=frozenset(block.params) if stage.params_are_dtensors else stage.shared[index],
+            waiting=frozenset(block.params)
+            if stage.params_are_dtensors or stage.adds_late
+            else stage.shared[index],
         )
 
     def _keep_gradients(self, index: int, walk: BackwardWalk) -> None:
@@ -135,6 +137,8 @@ class _BackwardTally:
             self._made.update(block.params[param] for param in walk.made)
         # In later microbatches gradients are added to the sums and freed: `backward_walk` counts
         # them while their op runs.
+        if stage.adds_late:
+            self._live += sum(params[param] for param in walk.made if param not in shared)
         if self._grads_stay:
             more = factor * sum(params[param] for param in walk.made if param not in shared)
             self._new_gradients += more
@@ -146,7 +150,7 @@ class _BackwardTally:
                 self._summing.add(name)
                 self._live += size
             if index == stage.users[name][0]:
-                self._live -= size
+                self._live -= 0 if stage.adds_late else size
                 self._new_gradients += factor * size if self._grads_stay else 0
                 self._live += factor * size if self._grads_stay else 0
 

@@ -54,6 +54,10 @@ class ShardedStage:
     """Whether gradients' shards leave the device."""
     copies_to_reduce: bool
     """Whether a reduce-scatter sums in a copy of its message, as gloo does."""
+    sums_stay: bool = False
+    """Whether whole sums are there from the start of a step to its end, and are summed in place."""
+    adds_late: bool = False
+    """Whether whole gradients stay until a backward has ended, and are added to sums then."""
 
     @property
     def own_bytes(self) -> int:
@@ -90,6 +94,8 @@ def sharded_stage(
     *,
     gradient_factor: int,
     device_type: str,
+    sums_stay: bool = False,
+    adds_late: bool = False,
 ) -> ShardedStage:
     """Return the units of a stage; parameters that several of its blocks use (`shared_by_block`)
     are in one of their own. Frozen ones are in units under ZeRO 3 only.
@@ -137,6 +143,8 @@ def sharded_stage(
         zero_stage=replication.zero_stage,
         shards_on_host=replication.optimizer_on_host,
         copies_to_reduce=device_type == "cpu",
+        sums_stay=sums_stay,
+        adds_late=adds_late,
     )
 
 

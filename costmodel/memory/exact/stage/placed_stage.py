@@ -12,6 +12,7 @@ from costmodel.memory.block.copies import copy_between
 from costmodel.memory.exact.stage.fsdp_units import sharded_stage
 from costmodel.memory.exact.stage.jobs import Message, StageJobs
 from costmodel.memory.exact.stage.stage_walk import StageWalk
+from costmodel.memory.parts import keeps_sums
 from costmodel.memory.saved import HELD_ANYWAY, Storage
 from costmodel.topology import replica_mesh
 from planner.graph import size_at
@@ -97,7 +98,7 @@ class PlacedStages:
         plan, costs, stage = self._plan, self._costs, self._plan.stages[stage_index]
         incoming = self._incoming[stage_index]
         replication = Replication.of(plan, stage_index)
-        is_sharded = replication.is_sharded
+        is_sharded, execution = replication.is_sharded, costs.execution
         # The step's last microbatch may skip recomputation: its backward comes next.
         choices = stage.recompute_by_block
         walk = last = self._walk(stage_index, choices, is_sharded=is_sharded)
@@ -115,6 +116,8 @@ class PlacedStages:
                 replication,
                 gradient_factor=walk.gradient_factor,
                 device_type=costs.profile.cluster.device_type,
+                sums_stay=keeps_sums(replication, sums_stay=execution.sums_stay),
+                adds_late=execution.adds_late,
             )
         loss = costs.graph.tensor[costs.graph.loss]
         return StageJobs(
@@ -131,8 +134,14 @@ class PlacedStages:
                 for e in self._outgoing[stage_index]
             ],
             # Without ZeRO, replicas sum gradients in buckets, which are there from the start.
-            accumulates=replication.replicas > 1 and not is_sharded,
-            sends_first=is_waited_for and not stage.is_recomputed and not is_sharded,
+            accumulates=not is_sharded
+            and (
+                replication.replicas > 1 or keeps_sums(replication, sums_stay=execution.sums_stay)
+            ),
+            sends_first=is_waited_for
+            and execution.sends_ahead
+            and not stage.is_recomputed
+            and not is_sharded,
             on_host=stage.activations_on_host,
             loss_bytes=DTYPE_BYTES[loss.dtype] if self._has_loss(stage_index) else 0,
             sharded=sharded,
@@ -240,6 +249,7 @@ class PlacedStages:
             sent_copies=sent_copies,
             gradient_factor=self._costs.execution.sum_factor(plan.precision),
             is_sharded=is_sharded,
+            adds_late=self._costs.execution.adds_late and not is_sharded,
             params_are_dtensors=is_sharded and any(degrees[axis.name] > 1 for axis in split_axes()),
         )
 

@@ -100,6 +100,9 @@ class StageWalk:
     is_sharded: bool = False
     """Whether FSDP2 takes a block's gradients when the block has made them (`fsdp_walk` counts
     them then): they are in the parameters' dtype, and never added to by a product."""
+    adds_late: bool = False
+    """Whether gradients of parameters stay until the backward has ended, and are added to their
+    sums then (`Execution.adds_late`)."""
     params_are_dtensors: bool = False
     """Whether parameters are sharded on tp and dp: what makes them plain tensors runs before a
     block, so autograd's engine handles their gradients when all else of the block has run."""
