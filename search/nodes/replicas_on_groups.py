@@ -90,6 +90,7 @@ class ReplicasNode(Node[SearchState]):
         samples = shape.microbatch_size * sum(self.replicas)
         rate = 0.0
         for (name, table), count in zip(self.tables.items(), self.replicas, strict=True):
+            # Every replica takes a sample at least, so the others leave so many to this group.
             others = sum(self.replicas) - count
             most = max((samples - others) // count, 1)
             rate += count * most / _seconds(self.sized(name, most, otherwise=table))
@@ -135,6 +136,7 @@ class ReplicasNode(Node[SearchState]):
             except LayoutError:
                 search.prune(APART, len(options))
                 continue
+            # All replicas wait for each other's gradients: the slowest makes the step.
             slowest_s = max(map(_seconds, tables)) * shape.num_microbatches / shape.pp
             for schedule, zero in options:
                 configuration = self.configuration(shares, schedule, zero)
@@ -256,6 +258,7 @@ def near_shares(samples: int, replicas: Shares, speeds: Sequence[float]) -> Iter
     if samples % parts == 0:
         yield (samples // parts,) * len(replicas)
     whole = sum(count * speed for count, speed in zip(replicas, speeds, strict=True))
+    # Replicas that take samples as they are fast end at the same time.
     ideal = [samples * speed / whole for speed in speeds]
     near = [range(max(1, round(b) - NEAR), round(b) + NEAR + 1) for b in ideal[:-1]]
     *counts, last = replicas
