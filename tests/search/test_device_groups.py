@@ -116,7 +116,10 @@ def searched(number: int) -> tuple[SearchResult, float, dict[str, float]]:
     ("first", "instances"),
     [
         pytest.param(0, 4, id="quick"),
-        pytest.param(4, 196, id="whole", marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
+        *(
+            pytest.param(first, 28, id=f"{first} on", marks=pytest.mark.slow)
+            for first in range(4, 200, 28)
+        ),
     ],
 )
 def test_the_best_equals_trying_every_placement(first, instances):
