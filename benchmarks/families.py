@@ -32,7 +32,11 @@ for thread_count in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS
     os.environ[thread_count] = "1"
 
 LIMIT_S = 180
-"""A command may take so long."""
+"""A command may take so many CPU seconds, of all its processes. On an undisturbed machine its time
+by the clock is no more; on a shared one only CPU seconds say what the command itself takes."""
+
+HANGS_S = 900
+"""After so many seconds by the clock a command is ended whatever it has computed: it may hang."""
 
 LAYOUTS = {"tp2-pp2": ("--gpus=4", "--tp=2", "--pp=2"), "dp2": ("--gpus=2", "--dp=2")}
 
@@ -143,7 +147,7 @@ class Result:
         architecture: its class.
         trains: whether it trains in one process; if not, `why` says why not.
         outcome: by layout: "works", "refused", "differs", "fails" or "late".
-        seconds: by layout, of search and verify together.
+        cpu_s: by layout and command, CPU seconds of all its processes.
         why: by layout, the last line that was said.
     """
 
@@ -152,7 +156,7 @@ class Result:
     architecture: str
     trains: bool = False
     outcome: dict[str, str] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+    cpu_s: dict[str, dict[str, float]] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -253,8 +257,31 @@ def json_of(values: dict[str, Any]) -> str:
     return repr(json.loads(json.dumps(values, default=lambda each: None)))
 
 
-def in_fork(work: Callable[[], int], limit_s: float) -> tuple[int, str]:
-    """Run work in a process of its own; return its exit code (124: too late), and its output."""
+def session_cpu_s(session: int) -> float:
+    """Return the CPU seconds of a session's processes, and of those that they have waited for."""
+    ticks = 0
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            # after the name, which may hold blanks: state, parent, group, session, ...
+            numbers = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(numbers[3]) == session:
+                ticks += sum(int(each) for each in numbers[11:15])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended: its exit code (124: too late), output and CPU seconds."""
+
+    code: int
+    said: str
+    cpu_s: float
+
+
+def in_fork(work: Callable[[], int]) -> Ended:
+    """Run work in a process of its own, for LIMIT_S CPU seconds at most."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -276,27 +303,30 @@ def in_fork(work: Callable[[], int], limit_s: float) -> tuple[int, str]:
             os._exit(code)
     os.close(write)
     os.set_blocking(read, False)
-    said, ends = io.BytesIO(), time.monotonic() + limit_s
-    code = None
+    said, ends = io.BytesIO(), time.monotonic() + HANGS_S
+    code, cpu_s = None, 0.0
     while code is None:
         with contextlib.suppress(BlockingIOError):
             said.write(os.read(read, 1 << 16))
-        done, status = os.waitpid(child, os.WNOHANG)
+        done, status, used = os.wait4(child, os.WNOHANG)
         if done:
             code = os.waitstatus_to_exitcode(status)
-        elif time.monotonic() > ends:
+            cpu_s = max(cpu_s, used.ru_utime + used.ru_stime)
+            break
+        cpu_s = max(cpu_s, session_cpu_s(child))
+        if cpu_s > LIMIT_S or time.monotonic() > ends:
             os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
             code = 124
         else:
-            time.sleep(0.02)
+            time.sleep(0.25)
     with contextlib.suppress(BlockingIOError):
         while more := os.read(read, 1 << 16):
             said.write(more)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     os.close(read)
-    return code, said.getvalue().decode(errors="replace")
+    return Ended(code, said.getvalue().decode(errors="replace"), round(cpu_s, 1))
 
 
 def train(path: Path) -> int:
@@ -338,28 +368,33 @@ def try_family(kind: str, family: str, folder: Path, stop_at: str) -> Result:
         print(f"made {path} {architecture}")
         return train(path)
 
-    code, said = in_fork(make, LIMIT_S)
-    made = next((line.split() for line in said.splitlines() if line.startswith("made ")), None)
-    result.trains = code == 0
+    ended = in_fork(make)
+    lines = ended.said.splitlines()
+    made = next((line.split() for line in lines if line.startswith("made ")), None)
+    result.trains = ended.code == 0
     if made is not None:
         result.architecture = made[2]
-    if code or made is None:
-        result.why["one process"] = last_line(said)
+    if ended.code or made is None:
+        result.why["one process"] = last_line(ended.said)
         return result
     if stop_at == "train":
         return result
     plan = folder / f"{kind}_{family}.json"
     for label, flags in LAYOUTS.items():
         asked = ["--profile=h100-sxm5-80gb", "--global-batch=8", f"--out={plan}", *flags]
-        began = time.monotonic()
+        result.cpu_s[label] = {}
         for arguments in (["search", made[1], *asked], ["verify", str(plan), made[1]]):
-            code, said = in_fork(lambda arguments=arguments: command(arguments), LIMIT_S)
-            if code or stop_at == "search":
+            ended = in_fork(lambda arguments=arguments: command(arguments))
+            result.cpu_s[label][arguments[0]] = ended.cpu_s
+            said = folder / f"{kind}_{family}.{label}.{arguments[0]}.log"
+            said.write_text(ended.said)
+            if ended.code or stop_at == "search":
                 break
-        result.outcome[label] = OUTCOMES.get(code, "fails")
-        result.seconds[label] = round(time.monotonic() - began, 1)
-        if code:
-            result.why[label] = f"{arguments[0]}: {last_line(said)}"
+        result.outcome[label] = OUTCOMES.get(ended.code, "fails")
+        if "Traceback (most recent call last)" in ended.said:
+            result.outcome[label] = "fails"
+        if ended.code:
+            result.why[label] = f"{arguments[0]}: {last_line(ended.said)}"
     return result
 
 
@@ -403,7 +438,7 @@ def main() -> None:
         whole = result.whole if result.trains else "does not train"
         counts[whole] += 1
         why = next(iter(result.why.values()), "")
-        print(f"{kind:10} {family:28} {whole:15} {result.seconds} {why[:220]}", flush=True)
+        print(f"{kind:10} {family:28} {whole:15} {result.cpu_s} {why[:220]}", flush=True)
     print(dict(counts))
 
 
