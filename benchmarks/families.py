@@ -15,14 +15,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
+import importlib
 import io
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,14 @@ by the clock is no more; on a shared one only CPU seconds say what the command i
 
 HANGS_S = 900
 """After so many seconds by the clock a command is ended whatever it has computed: it may hang."""
+
+IMPORTED = (
+    *("torch", "torch._dynamo", "torch.export", "torch.distributed", "torch.testing"),
+    *("transformers.modeling_utils", "transformers.generation", "transformers.masking_utils"),
+    *("transformers.models.llama.modeling_llama", "cli", "planner.runtime.start.worker"),
+    *("planner.capture", "planner.runtime.check.verify", "search", "costmodel"),
+)
+"""Imported before processes fork, so that each need not."""
 
 LAYOUTS = {"tp2-pp2": ("--gpus=4", "--tp=2", "--pp=2"), "dp2": ("--gpus=2", "--dp=2")}
 
@@ -94,8 +105,17 @@ SIZES: dict[str, int] = {
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 _MAMBA_HEADS = {"mamba_n_heads": 8, "mamba_d_head": 8}
+_GEMMA3N = {  # the last layers take keys of layers before them: so each kind is there twice
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "intermediate_size": [64] * 4,
+    "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+}
 OWN: dict[str, dict[str, Any]] = {
-    "bamba": _MAMBA_HEADS,
+    "bamba": _MAMBA_HEADS | {"attn_layer_indices": [1]},
+    "gemma3n_text": _GEMMA3N,
+    "gemma3n": {"text_config": _GEMMA3N},
     "falcon_h1": _MAMBA_HEADS | {"mamba_d_ssm": 64},
     "granitemoehybrid": _MAMBA_HEADS,
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -350,10 +370,61 @@ def train(path: Path) -> int:
 
 
 def command(arguments: list[str]) -> int:
-    """Run a command of planner, as typed."""
+    """Run a command of planner, as typed, but that its ranks are forks of this process."""
     import cli
+    from planner.runtime.start import agent
 
+    agent.run_agent = forked_ranks
     return cli.run(arguments)
+
+
+@dataclass(frozen=True)
+class Failed:
+    """When a rank failed, and how."""
+
+    timestamp: float
+    exitcode: int
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What became of ranks: those that failed."""
+
+    failed: dict[int, Failed]
+
+    def is_failed(self) -> bool:
+        return bool(self.failed)
+
+
+def forked_ranks(command: Sequence[str], *, course: Any, ranks_here: int, **_: Any) -> Ranks:
+    """Run a command's ranks as forks: each would take 7 CPU seconds to import its libraries."""
+    from planner.runtime.start import worker
+
+    arguments = list(command[command.index(worker.__name__) + 1 :])
+    with socket.socket() as port:
+        port.bind(("localhost", 0))
+        meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port.getsockname()[1])}
+    ranks = {}
+    for rank in range(ranks_here):
+        child = os.fork()
+        if child == 0:
+            place = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
+            place |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ranks_here)
+            os.environ.update(meeting | {name: str(value) for name, value in place.items()})
+            worker.main(arguments)
+            os._exit(3)
+        ranks[child] = rank
+    failed: dict[int, Failed] = {}
+    while ranks:
+        child, status = os.wait()
+        rank = ranks.pop(child, None)
+        if rank is not None and status:
+            failed[rank] = Failed(time.time(), os.waitstatus_to_exitcode(status))
+            for other in ranks:
+                os.kill(other, signal.SIGTERM)
+    if failed:
+        course.goes_on(failed)
+    return Ranks(failed)
 
 
 OUTCOMES = {0: "works", 1: "differs", 2: "refused", 124: "late"}
@@ -424,8 +495,9 @@ def main() -> None:
     parser.add_argument("--stop-at", choices=["train", "search", "verify"], default="verify")
     options = parser.parse_args()
     options.keep.mkdir(parents=True, exist_ok=True)
-    import torch  # noqa: F401  (imported once, before the processes fork)
-    import transformers  # noqa: F401
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.freeze()
 
     counts: Counter[str] = Counter()
     for kind, family in families(options.kind, options.only):
