@@ -14,6 +14,7 @@ Results are kept in DIR, beside the model files, and not made again without --ag
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import gc
 import importlib
@@ -411,6 +412,7 @@ def forked_ranks(command: Sequence[str], *, course: Any, ranks_here: int, **_: A
             place = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
             place |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ranks_here)
             os.environ.update(meeting | {name: str(value) for name, value in place.items()})
+            atexit._clear()  # the parent's folders are the parent's to delete
             worker.main(arguments)
             os._exit(3)
         ranks[child] = rank
