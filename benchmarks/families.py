@@ -479,13 +479,12 @@ def last_line(said: str) -> str:
 
 
 def families(kinds: list[str], only: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield kinds and names."""
+    """Yield kinds and names, in the order of those that were given."""
     from transformers.models.auto import modeling_auto
 
     for kind in kinds:
-        for family in getattr(modeling_auto, MAPPINGS[kind]):
-            if not only or family in only:
-                yield kind, family
+        names = getattr(modeling_auto, MAPPINGS[kind])
+        yield from ((kind, family) for family in only or names if family in names)
 
 
 def main() -> None:
