@@ -19,7 +19,7 @@ The runs were made {days}.
 
 | word | meaning |
 |---|---|
-| trains | two steps in one process, with a finite loss; a family that does not, as its tiny configuration stands, is not counted on |
+| trains | two steps in one process, with a finite loss; shares are of these |
 | works | the plan was made, and trains as one process does |
 | refused | in one line, which says what of the model is why, and what to do |
 | differs | the plan trains differently from one process |
