@@ -143,9 +143,24 @@ def shrunk(values: dict[str, Any]) -> dict[str, Any]:
         elif name.endswith("token_id") and isinstance(value, int):
             value = min(value, len(name) % 3)
         small[name] = value
+    heads = small.get("num_heads")
+    if (
+        isinstance(heads, list) and "embed_dim" in small
+    ):  # of stages, of which each is twice as wide
+        small["embed_dim"] = heads[0] * 8
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := small.get(name), dict) and "mrope_section" in rope:
+            small[name] = rope | {"mrope_section": sections(small, rope)}
     if small.get("kv_lora_rank"):  # each head has a key of its own
         small["num_key_value_heads"] = small["num_attention_heads"]
     return small
+
+
+def sections(small: dict[str, Any], rope: dict[str, Any]) -> list[int]:
+    """Return how many pairs of a head's entries rotate by time, height and width."""
+    head = small.get("head_dim") or small["hidden_size"] // small["num_attention_heads"]
+    pairs = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
+    return [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
 
 
 def kinds_of_layers(lists: list[list[Any]], layers: int) -> list[int]:
@@ -171,6 +186,8 @@ def write_model_file(kind: str, family: str, folder: Path) -> tuple[Path, str]:
     default = config_class()
     values = shrunk({k: v for k, v in default.to_dict().items() if k != "dtype"})
     values = merged(values, OWN.get(family, {}))
+    if kind in ("seq2seq", "speech"):
+        values.setdefault("decoder_start_token_id", 0)
     if kind in ("causal", "masked", "multimodal", "seq2seq"):
         batch = TEXT.format(vocabulary=VOCABULARY, length=SEQUENCE)
     elif kind == "image":
@@ -179,7 +196,8 @@ def write_model_file(kind: str, family: str, folder: Path) -> tuple[Path, str]:
         batch = PICTURES.format(channels=values.get("num_channels", 3), image=size)
     else:
         name = model_class.main_input_name
-        shape = "2000" if name == "input_values" else f"{values.get('num_mel_bins', 80)}, 64"
+        frames = 2 * values.get("max_source_positions", 32)
+        shape = "8000" if name == "input_values" else f"{values.get('num_mel_bins', 80)}, {frames}"
         batch = SOUND.format(name=name, shape=shape)
     path = folder / f"{kind}_{family.replace('-', '_')}.py"
     path.write_text(
