@@ -72,7 +72,15 @@ _GEMMA3N = {  # the last layers take keys of layers before them: so each kind is
     "intermediate_size": [64] * 4,
     "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
 }
+_BY_SECTIONS = {"text_config": {"rope_parameters": {"mrope_section": [2, 1, 1]}}}
 OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker"), _BY_SECTIONS),
+    **dict.fromkeys(("glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl"), _BY_SECTIONS),
+    "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 2},
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "zamba2": {"attention_hidden_size": 64, "attention_head_dim": 16, "mamba_headdim": 8},
+    "levit": {"image_size": 224},
+    "efficientnet": {"hidden_dim": 2560},
     "bamba": _MAMBA_HEADS | {"attn_layer_indices": [1]},
     "gemma3n_text": _GEMMA3N,
     "gemma3n": {"text_config": _GEMMA3N},
@@ -82,6 +90,7 @@ OWN: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
+    "longt5": {"local_radius": 3, "global_block_size": 4},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "use_mamba_kernels": False},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": {"qk_head_dim": 16},
@@ -127,7 +136,10 @@ def shrunk(values: dict[str, Any]) -> dict[str, Any]:
     lists = [v for v in values.values() if isinstance(v, list) and len(v) == layers > 2]
     kept = kinds_of_layers(lists, layers)
     for name, value in values.items():
-        if isinstance(value, dict) and name.endswith("config") and "layer" not in name:
+        if name in ("out_features", "out_indices", "stage_names"):
+            continue  # they name layers that may be gone
+        is_part = name.endswith("config") or name in ("encoder", "decoder")
+        if isinstance(value, dict) and is_part and "layer" not in name:
             value = shrunk(value)
         elif name in LAYERS and isinstance(value, int):
             value = len(kept)
@@ -186,6 +198,8 @@ def write_model_file(kind: str, family: str, folder: Path) -> tuple[Path, str]:
     default = config_class()
     values = shrunk({k: v for k, v in default.to_dict().items() if k != "dtype"})
     values = merged(values, OWN.get(family, {}))
+    if kind == "audio":  # SpecAugment draws by NumPy, and layers are skipped by the value of a draw
+        values |= dict.fromkeys(("mask_time_prob", "mask_feature_prob", "layerdrop"), 0.0)
     if kind in ("seq2seq", "speech"):
         values.setdefault("decoder_start_token_id", 0)
     if kind in ("causal", "masked", "multimodal", "seq2seq"):
