@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from planner.capture.checks.functions import as_written
+from planner.capture.checks.functions import as_written, draws
 from planner.capture.checks.rehearsal import state_of
 from planner.capture.diagnose import first_line
 from planner.capture.opaque.cost import Cost, counted
@@ -334,7 +334,7 @@ class _NoDraws(TorchDispatchMode):
         self._who = who
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if draws(func, args, kwargs):
             raise CaptureError(
                 f"{self._who}, draws random numbers ({func}); "
                 "draw them outside (a dropout around it, not in it), or pass them as an argument"
