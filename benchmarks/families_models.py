@@ -76,7 +76,8 @@ _BY_SECTIONS = {"text_config": {"rope_parameters": {"mrope_section": [2, 1, 1]}}
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker"), _BY_SECTIONS),
     **dict.fromkeys(("glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl"), _BY_SECTIONS),
-    **dict.fromkeys(("wav2vec2-bert", "wav2vec2-conformer"), {"vocab_size": 32}),
+    "wav2vec2-bert": {"vocab_size": 32},
+    "wav2vec2-conformer": {"vocab_size": 32},
     "moonshine": {"pad_token_id": 0},
     "reformer": {"is_decoder": True},
     "xlnet": {"d_head": 8},

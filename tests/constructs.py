@@ -896,6 +896,11 @@ def _checked_and_caught(self: Chain, x: Tensor, index: int) -> Tensor:
     return x
 
 
+def _attends_alone(x: Tensor) -> Tensor:
+    each = x[:, None, None]
+    return F.scaled_dot_product_attention(each, each, 2 * each)[:, 0, 0]
+
+
 def _part(make: Callable[[], nn.Module]) -> Callable[[Chain], None]:
     return lambda self: setattr(self, "part", make())
 
@@ -966,6 +971,13 @@ _construct(
     _VALUES,
     "inside it: `torch.compile`",
     extra=_part(lambda: Experts(lambda self, x, index: _sine(x))),
+    inner=_through_part,
+    note="the same",
+)
+_construct(
+    _VALUES,
+    "inside it: attention without dropout",
+    extra=_part(lambda: Experts(lambda self, x, index: _attends_alone(x))),
     inner=_through_part,
     note="the same",
 )
