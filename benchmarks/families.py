@@ -256,7 +256,7 @@ def last_line(said: str) -> str:
     """Return the line that says why, of what a command printed."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     told = [line for line in lines if line.startswith(("error", "planner", "Error"))]
-    return (told or lines or ["nothing was said"])[-1][:400]
+    return (told or lines or ["nothing was said"])[-1][:600]
 
 
 def names_of(kind: str) -> list[str]:

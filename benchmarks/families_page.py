@@ -107,7 +107,7 @@ def write_page(
     for label in layouts:
         for command in ("search", "verify"):
             taken = {
-                each.family: each.cpu_s[label][command]
+                f"{each.family} ({each.kind})": each.cpu_s[label][command]
                 for each in working
                 if command in each.cpu_s.get(label, {})
             }
