@@ -884,6 +884,7 @@ def _checked(self: Chain, x: Tensor, index: int) -> Tensor:
     if not torch.isfinite(x).all():
         raise ValueError("not finite")
     assert torch.all(x > -9).item(), "too small"
+    assert x.max().item() <= 9
     return 2 * x
 
 

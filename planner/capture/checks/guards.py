@@ -18,8 +18,23 @@ Place = tuple[int | None, int | None, int | None, int | None]
 """First and last line, first and last column, of an expression in a file."""
 
 
-def value_that_passes(frame: FrameType) -> bool | None:
-    """Return the truth value with which the expression that a frame evaluates raises nothing.
+class Compared:
+    """A number of which all comparisons are alike, in the place of ``lengths.max().item()``."""
+
+    def __init__(self, outcome: bool) -> None:
+        self._outcome = outcome
+
+    def _compare(self, other: object) -> bool:
+        return self._outcome
+
+    __lt__ = __le__ = __gt__ = __ge__ = _compare
+    __eq__ = __ne__ = _compare
+    __hash__ = None  # type: ignore[assignment]
+
+
+def value_that_passes(frame: FrameType) -> bool | Compared | None:
+    """Return the value with which the expression that a frame evaluates raises nothing: a truth
+    value, or for an operand of a comparison that is a condition by itself a number.
 
     None where more than an exception hangs on it: it is not a condition of ``if ...: raise`` or
     ``assert`` by itself or joined by ``and``, ``or``, ``not``; or the exception may be caught.
@@ -44,9 +59,9 @@ def _evaluated(frame: FrameType) -> list[Place]:
 
 
 @functools.lru_cache
-def _conditions(file: str) -> dict[Place, bool]:
+def _conditions(file: str) -> dict[Place, bool | Compared]:
     """Return the conditions in a file on which only an exception hangs, and what passes them."""
-    found: dict[Place, bool] = {}
+    found: dict[Place, bool | Compared] = {}
     for node in ast.walk(_parsed(file)):
         if isinstance(node, ast.Assert):
             _add(found, node.test, passes=True)
@@ -55,7 +70,7 @@ def _conditions(file: str) -> dict[Place, bool]:
     return found
 
 
-def _add(found: dict[Place, bool], test: ast.expr, *, passes: bool) -> None:
+def _add(found: dict[Place, bool | Compared], test: ast.expr, *, passes: bool) -> None:
     if isinstance(test, ast.BoolOp):
         for part in test.values:
             _add(found, part, passes=passes)
@@ -63,6 +78,20 @@ def _add(found: dict[Place, bool], test: ast.expr, *, passes: bool) -> None:
         _add(found, test.operand, passes=not passes)
     else:
         found[_place(test)] = passes
+        if isinstance(test, ast.Compare) and isinstance(test.ops[0], _COMPARISONS):
+            operands = [test.left, *test.comparators]
+            for each in operands if len(operands) == 2 else []:
+                if _is_item(each):
+                    found[_place(each)] = Compared(passes)
+
+
+_COMPARISONS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
+
+
+def _is_item(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and (
+        isinstance(node.func, ast.Attribute) and node.func.attr == "item" and not node.args
+    )
 
 
 def _only_raises(body: list[ast.stmt]) -> bool:

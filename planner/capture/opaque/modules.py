@@ -56,7 +56,8 @@ class OpaqueModules:
             kind = type(module)
             if kind in kinds and kind not in self._forwards:
                 self._forwards[kind] = kind.forward
-                self._because[kind] = user_line(error)
+                inner = next(reversed(self._because.values()), "")  # else: that can't be an op
+                self._because[kind] = user_line(error) if depends_on_values(error) else inner
                 return True
         return False
 
