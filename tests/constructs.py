@@ -592,6 +592,12 @@ _construct(
 _WRITES = "writes in place"
 
 
+def _reshaped_and_read(self: Chain, x: Tensor, index: int) -> Tensor:
+    x = x * 2
+    x.view(-1).mul_(0.5)
+    return x
+
+
 def _mean_buffers(self: Chain) -> None:
     for layer in self.layers:
         layer.register_buffer("mean", torch.zeros(2, WIDTH))
@@ -686,6 +692,18 @@ _construct(
 _construct(_WRITES, "the same by `copy_`", extra=_mean_buffers, inner=_averaged_by_copy)
 _construct(_WRITES, "the same by assignment", extra=_mean_buffers, inner=_averaged_by_assignment)
 _construct(_WRITES, "the same through an index", extra=_mean_buffers, inner=_averaged_in_part)
+_construct(
+    _WRITES,
+    "through a reshape, whose source is read no more (`flatten(1)`, then `relu_()`)",
+    inner=lambda self, x, index: x.view(-1, 2, WIDTH // 2).transpose(1, 2).flatten(1).relu_(),
+)
+_construct(
+    _WRITES,
+    "the same, and its source is read",
+    inner=_reshaped_and_read,
+    refused=r"reads a view at .*constructs.py:\d+",
+    note="take the view again after the write",
+)
 _construct(
     _WRITES,
     "value with a gradient written into a buffer",
@@ -859,6 +877,31 @@ class GivenObject(Experts):
         return super().forward(x)
 
 
+def _checked(self: Chain, x: Tensor, index: int) -> Tensor:
+    if (index >= 0 and not (bool((x < 9).all()) and x.min() > -9)) or x.sum() > 1e9:
+        text = f"layer {index}"
+        raise ValueError(text)
+    if not torch.isfinite(x).all():
+        raise ValueError("not finite")
+    assert torch.all(x > -9).item(), "too small"
+    assert x.max().item() <= 9
+    return 2 * x
+
+
+def _checked_and_caught(self: Chain, x: Tensor, index: int) -> Tensor:
+    try:
+        if x.max() > 9:
+            raise ValueError("too large")
+    except ValueError:
+        return x / 9
+    return x
+
+
+def _attends_alone(x: Tensor) -> Tensor:
+    each = x[:, None, None]
+    return F.scaled_dot_product_attention(each, each, 2 * each)[:, 0, 0]
+
+
 def _part(make: Callable[[], nn.Module]) -> Callable[[Chain], None]:
     return lambda self: setattr(self, "part", make())
 
@@ -934,10 +977,30 @@ _construct(
 )
 _construct(
     _VALUES,
+    "inside it: attention without dropout",
+    extra=_part(lambda: Experts(lambda self, x, index: _attends_alone(x))),
+    inner=_through_part,
+    note="the same",
+)
+_construct(
+    _VALUES,
     "forward hook on it, and inside it",
     extra=_part(lambda: _doubling_hook(lambda: Experts(lambda self, x, index: 2 * x))),
     inner=_through_part,
     note="an op after the module",
+)
+_construct(
+    _VALUES,
+    "`if` of a value that only raises, `assert` of a value",
+    inner=_checked,
+    note="without the check, as where nothing is raised",
+)
+_construct(
+    _VALUES,
+    "the same, where the exception is caught",
+    inner=_checked_and_caught,
+    refused=r"constructs.py:\d+: `if x.max\(\) > 9:`.*depends on a tensor's values",
+    note="put it into a module of its own",
 )
 _construct(
     _VALUES,
@@ -1000,6 +1063,11 @@ _construct(
 _OTHER = "compilers, checkpointing, precision"
 
 
+def _unlike_where_compiled(self: Chain, x: Tensor, index: int) -> Tensor:
+    mask = None if torch.compiler.is_compiling() else torch.ones(WIDTH)
+    return x * mask[None]
+
+
 def _autocast(enabled: bool) -> Inner:
     def inner(self: Chain, x: Tensor, index: int) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
@@ -1012,6 +1080,12 @@ def _compile_layer(self: Chain) -> None:
     self.layers[1] = torch.compile(self.layers[1], backend="eager")
 
 
+_construct(
+    _OTHER,
+    "a branch of `torch.compiler.is_compiling()` that fails",
+    inner=_unlike_where_compiled,
+    note="the other branch, as in training",
+)
 _construct(
     _OTHER,
     "`torch.compile` of a submodule, of a function",

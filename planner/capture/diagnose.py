@@ -53,6 +53,14 @@ def depends_on_values(error: BaseException) -> bool:
     return any(sign in text for sign in _SIGNS_OF_VALUES)
 
 
+_PYTHONS_OWN = (TypeError, AttributeError, LookupError, NameError, ValueError, AssertionError)
+
+
+def fails_in_python(error: BaseException) -> bool:
+    """Whether a capture failed because the forward made a mistake in Python (None has no shape)."""
+    return isinstance(error.__cause__, _PYTHONS_OWN) and not depends_on_values(error)
+
+
 def _text(error: BaseException) -> str:
     return " ".join(f"{type(e).__name__} {e}" for e in causes(error))
 
@@ -70,7 +78,8 @@ _TORCH_DIR = str(Path(torch.__file__).parent)
 _OWN_DIR = str(Path(__file__).parent.parent)
 
 
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Whether a file is neither of torch nor of this package."""
     return not file.startswith((_TORCH_DIR, _OWN_DIR, "<"))
 
 
@@ -79,7 +88,7 @@ def user_line(error: BaseException) -> str:
     for cause in causes(error):
         frames = traceback.extract_tb(cause.__traceback__)
         for frame in reversed(frames):
-            if _is_users(frame.filename):
+            if is_users(frame.filename):
                 code = linecache.getline(frame.filename, frame.lineno or 0).strip()
                 return f" at {frame.filename}:{frame.lineno}: `{code}`"
     return ""
@@ -88,7 +97,7 @@ def user_line(error: BaseException) -> str:
 def calling_line() -> str:
     """Return `` at file:line: `code``` of the innermost frame of user code on the stack."""
     for frame in reversed(traceback.extract_stack()):
-        if _is_users(frame.filename):
+        if is_users(frame.filename):
             return f" at {frame.filename}:{frame.lineno}: `{(frame.line or '').strip()}`"
     return ""
 
@@ -118,7 +127,7 @@ def _frame(node: torch.fx.Node) -> tuple[str, str, str]:
     for index in range(len(lines) - 1, -1, -1):
         text = lines[index].strip()
         file, _, rest = text.removeprefix('File "').partition('", line ')
-        if text.startswith('File "') and _is_users(file):
+        if text.startswith('File "') and is_users(file):
             number = rest.split(",")[0]
             code = lines[index + 1].strip() if index + 1 < len(lines) else ""
             return file, number, code

@@ -12,6 +12,7 @@ import logging
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -31,7 +32,6 @@ from planner.capture.repeats.trace import Trace, trace_forward
 from planner.collector import no_gc
 from planner.errors import CaptureError, ModelError
 from planner.graph.batch import Tree, call_with_batch, loss_of, unflatten_batch
-from planner.plan import Precision
 
 
 def meta_copy(module: torch.nn.Module) -> torch.nn.Module:
@@ -77,18 +77,18 @@ class _LossModule(torch.nn.Module):
         tree: Tree,
         paths: tuple[str, ...],
         loss: Any,
-        precision: Precision,
+        opaque: OpaqueModules,
     ):
         super().__init__()
         self.user = user
         self._planner_tree, self._planner_paths, self._planner_loss = tree, paths, loss
-        self._planner_precision = precision
+        self._planner_precision, self._planner_compiled = opaque.precision, opaque.as_compiled
         self.made = OnMeta()
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
         leaves = dict(zip(self._planner_paths, tensors, strict=True))
         batch = unflatten_batch(self._planner_tree, leaves)
-        with self.made:
+        with self.made, nullcontext() if self._planner_compiled else _as_in_training():
             if self._planner_precision == "model":
                 return self._loss(batch)
             with MixedDtypes():
@@ -112,7 +112,7 @@ def rehearse_batch(
     """
     for faked in (False, True):
         module = fresh()
-        wrapped = _LossModule(module, tree, tuple(tensors), loss, opaque.precision)
+        wrapped = _LossModule(module, tree, tuple(tensors), loss, opaque)
         try:
             with _as_captured(), saved_tensors_untouched(), opaque.as_ops():
                 return rehearse(wrapped, module, _empty(tensors), wrapped.made, faked=faked)
@@ -137,7 +137,7 @@ def trace_batch(
 
     `paths` are the lists of layers that are told apart. The module is spent afterwards.
     """
-    wrapped = _LossModule(module, tree, tuple(tensors), loss, opaque.precision)
+    wrapped = _LossModule(module, tree, tuple(tensors), loss, opaque)
     try:
         with (
             _as_captured(),
@@ -170,7 +170,7 @@ def export_batch(
     CaptureError in one line, or ModelError when batch and forward do not fit.
     """
     args = _empty(tensors)
-    wrapped = _LossModule(module, tree, tuple(tensors), loss, opaque.precision)
+    wrapped = _LossModule(module, tree, tuple(tensors), loss, opaque)
     functions = FunctionCalls()
     try:
         with (
@@ -208,6 +208,20 @@ def _as_captured() -> Iterator[None]:
     """Let a forward run as it is captured, rehearsed and traced alike."""
     with _quiet(), no_gc(), torch.enable_grad(), _buffers_assigned_in_place():
         yield
+
+
+@contextlib.contextmanager
+def _as_in_training() -> Iterator[None]:
+    """Let ``torch.compiler.is_compiling()`` be false, as it is when a forward trains."""
+    flags = ("_is_compiling_flag", "_is_exporting_flag")
+    given = {flag: getattr(torch.compiler, flag) for flag in flags}
+    try:
+        for flag in flags:
+            setattr(torch.compiler, flag, False)
+        yield
+    finally:
+        for flag, value in given.items():
+            setattr(torch.compiler, flag, value)
 
 
 @contextlib.contextmanager

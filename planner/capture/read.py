@@ -377,7 +377,13 @@ class Reader:
     def _rebind(self, node: torch.fx.Node, written: Ref, value: Ref) -> Ref:
         """Let later ops read what was written; return what the op itself returns."""
         root, whole = rebind(
-            self.record, written, value, self._envs, node, grad_enabled=self._grad_enabled
+            self.record,
+            written,
+            value,
+            self._envs,
+            node,
+            grad_enabled=self._grad_enabled,
+            copies=self._copies,
         )
         buffer = self._copies.get(root.name)
         if buffer is not None:

@@ -96,8 +96,9 @@ class Recorder:
         used_stale = self.stale.intersection(op.inputs)
         if used_stale:
             raise CaptureError(
-                f"the model reads a view{node_line(node)} after its tensor was written in place; "
-                "take the view again after the write, or write the out-of-place form"
+                f"the model reads a view{node_line(node)} or what it is a view of after either was "
+                "written in place; take the view again after the write, or write the out-of-place "
+                "form"
             )
         position = len(self.ops) if at is None else at
         self.ops.insert(position, RawOp(op=op, module=path.split("@")[0]))

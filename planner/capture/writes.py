@@ -9,7 +9,7 @@ nothing else reads (`num_batches_tracked`) is written in place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -114,11 +114,13 @@ def rebind(
     node: torch.fx.Node,
     *,
     grad_enabled: bool,
+    copies: Collection[str],
 ) -> tuple[Ref, Ref]:
     """Make later uses of a tensor written in place, and of its base, see `value`.
 
     Returns the tensor that was written in the end, which is no view, and what it is from now on.
-    `envs` are those of the region the op stands in and of all around it. Raises CaptureError for
+    `envs` are those of the region the op stands in and of all around it, `copies` the names of what
+    buffers are put back from. Raises CaptureError for
     a write that autograd would treat in a way a pure op can't: one without gradient into a tensor
     that has one.
     """
@@ -137,10 +139,20 @@ def rebind(
             return written, value
         packet = maker.target.split(".")[1]
         if packet not in _FOLLOWED:
-            raise CaptureError(
-                f"the model writes in place through {packet}{node_line(node)}; only writes "
-                "through slices and indices can be followed; write the out-of-place form"
-            )
+            root = root_of(record, written)
+            whole = record.tensors[root.name]
+            if (
+                whole.kind != "activation"
+                or root.name in copies
+                or (whole.requires_grad and not grad_enabled)
+            ):
+                raise CaptureError(
+                    f"the model writes in place through {packet}{node_line(node)}; only writes "
+                    "through slices and indices can be followed; write the out-of-place form"
+                )
+            # Nothing is lost where nothing reads the tensor behind the view any more.
+            record.stale.update({root.name} | record.views_of(root.name))
+            return written, value
         base = maker.args[0]
         assert isinstance(base, Ref)
         meta = record.tensors[base.name]

@@ -48,7 +48,7 @@ def test_a_write_into_a_view_is_a_write_into_its_base():
     record = recorder()
     assert root_of(record, Ref("v")) == Ref("x")
     env = {NODE: Ref("x")}
-    root, whole = rebind(record, Ref("v"), Ref("new"), [env], NODE, grad_enabled=True)
+    root, whole = rebind(record, Ref("v"), Ref("new"), [env], NODE, grad_enabled=True, copies=())
     assert root == Ref("x")
     assert env[NODE] == whole  # who reads x from now on reads the whole with the part put in
     scatter = record.ops[-1].op
@@ -57,13 +57,28 @@ def test_a_write_into_a_view_is_a_write_into_its_base():
     assert "w" in record.stale  # another view of what was written
 
 
-def test_writes_that_autograd_treats_in_its_own_way_are_refused():
+def test_a_write_through_a_reshape_leaves_its_base_unread():
+    record = recorder()
+    env = {NODE: Ref("w")}
+    made = rebind(record, Ref("w"), Ref("new"), [env], NODE, grad_enabled=True, copies=())
+    assert made == (Ref("w"), Ref("new"))
+    assert env[NODE] == Ref("new")
+    assert {"x", "v", "w"} <= record.stale
+    with pytest.raises(CaptureError, match="written in place"):
+        record.emit(NODE, "aten.neg.default", "y", (Ref("x"),), (), ("y",))
+
+
+def test_a_write_through_a_reshape_of_a_buffer_is_refused():
     record = recorder()
     with pytest.raises(CaptureError, match="writes in place through view"):
-        rebind(record, Ref("w"), Ref("new"), [], NODE, grad_enabled=True)
+        rebind(record, Ref("w"), Ref("new"), [], NODE, grad_enabled=True, copies={"x"})
+
+
+def test_writes_that_autograd_treats_in_its_own_way_are_refused():
+    record = recorder()
     record.tensor("t", torch.ones(3), kind="activation", requires_grad=True)
     with pytest.raises(CaptureError, match="without gradient into a tensor"):
-        rebind(record, Ref("t"), Ref("new"), [], NODE, grad_enabled=False)
+        rebind(record, Ref("t"), Ref("new"), [], NODE, grad_enabled=False, copies=())
 
 
 def test_every_region_around_sees_a_write():

@@ -268,9 +268,19 @@ class _NoDraws(TorchDispatchMode):
         self._call = call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if draws(func, args, kwargs):
             raise CaptureError(
                 f"{self._call.described} draws random numbers ({func}); draw them outside, and "
                 "pass them as an argument"
             )
         return func(*args, **(kwargs or {}))
+
+
+def draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call of an op draws random numbers: attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = func._schema.arguments
+    given = {each.name: each.default_value for each in names}
+    given |= dict(zip(given, args, strict=False)) | (kwargs or {})
+    return given.get("dropout_p") != 0.0

@@ -7,6 +7,7 @@ there, often without naming it (`torch.arange(n)`), and some from Python's numbe
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from planner.capture.checks.guards import value_that_passes
 from planner.capture.checks.hooks import HOOK_ADVICE
 from planner.capture.diagnose import calling_line
 from planner.errors import CaptureError
@@ -24,6 +26,7 @@ _FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_ten
 _MOVES = (torch.Tensor.cpu, torch.Tensor.cuda)
 _HOOKING = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_TRUTHS = (torch.Tensor.__bool__, torch.Tensor.item)
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
 
@@ -88,6 +91,10 @@ class OnMeta(TorchFunctionMode):
                 "which can't be planned; write it with plain tensor operations, or use "
                 "torch.autograd.grad"
             )
+        if func in _TRUTHS:
+            passes = value_that_passes(sys._getframe(1))
+            if passes is not None:
+                return passes
         if func is torch.autograd.grad and not kwargs.get("create_graph"):
             return tuple(None if g is None else g.detach() for g in func(*args, **kwargs))
         if func == _DATA:

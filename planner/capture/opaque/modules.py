@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from planner.capture.align import BATCH_SIZES
-from planner.capture.diagnose import calling_line, causes, depends_on_values
+from planner.capture.diagnose import calling_line, causes, depends_on_values, user_line
 from planner.capture.opaque.trial import SCALARS, ModuleCall, NotHeld, Place, Trial
 from planner.graph.module_keys import module_key
 from planner.plan import Precision
@@ -27,12 +28,16 @@ class OpaqueModules:
 
     Attributes:
         precision: that the model is captured in.
+        as_compiled: whether ``torch.compiler.is_compiling()`` is true in its forward.
         calls: each once, however often it is made; ops name them by their number.
     """
 
     precision: Precision = "model"
+    as_compiled: bool = True
     calls: list[ModuleCall] = field(default_factory=list)
     _forwards: dict[type[nn.Module], Callable[..., Any]] = field(default_factory=dict)
+    _because: dict[type[nn.Module], str] = field(default_factory=dict)
+    """Where the forward of each depends on values."""
     _known: dict[Any, int] = field(default_factory=dict)
     _in_order: list[int] = field(default_factory=list)
     """Numbers of the calls of the last forward of the smaller batch."""
@@ -51,6 +56,8 @@ class OpaqueModules:
             kind = type(module)
             if kind in kinds and kind not in self._forwards:
                 self._forwards[kind] = kind.forward
+                inner = next(reversed(self._because.values()), "")  # else: that can't be an op
+                self._because[kind] = user_line(error) if depends_on_values(error) else inner
                 return True
         return False
 
@@ -81,7 +88,12 @@ class OpaqueModules:
             kind.forward = forward
 
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        who = f"{type(module).__qualname__}{calling_line()}"
+        because = next(
+            (self._because[each] for each in type(module).__mro__ if each in self._because), ""
+        )
+        who = (
+            f"{type(module).__qualname__}{calling_line()}, whose forward depends on values{because}"
+        )
         given: list[Tensor] = []
 
         def placed(value: Any) -> Any:
@@ -93,7 +105,7 @@ class OpaqueModules:
             if isinstance(value, SCALARS):
                 return value
             raise NotHeld(
-                f"{who}, whose forward depends on values, is given a {type(value).__name__}, which "
+                f"{who}, is given a {type(value).__name__}, which "
                 "a plan can't hold; pass tensors and numbers only"
             )
 
@@ -171,9 +183,15 @@ torch.library.register_autograd(
 
 def _modules_in(error: BaseException) -> list[nn.Module]:
     """Return the modules in whose forward an error was first raised, the outermost first."""
-    *_, first = causes(error)
+    for cause in reversed([*causes(error)]):
+        found = _modules_on(cause.__traceback__)
+        if found:  # else it was being handled already when the capture began
+            return found
+    return []
+
+
+def _modules_on(trace: TracebackType | None) -> list[nn.Module]:
     found: list[nn.Module] = []
-    trace = first.__traceback__
     while trace is not None:
         code, local = trace.tb_frame.f_code, trace.tb_frame.f_locals
         module = local.get(code.co_varnames[0]) if code.co_argcount else None

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from planner.capture.checks.functions import as_written
+from planner.capture.checks.functions import as_written, draws
 from planner.capture.checks.rehearsal import state_of
 from planner.capture.diagnose import first_line
 from planner.capture.opaque.cost import Cost, counted
@@ -111,7 +111,7 @@ class Trial:
             raise
         except Exception as error:
             raise CaptureError(
-                f"{self.who}, whose forward depends on values, fails on random ones"
+                f"{self.who}, fails on random ones"
                 f"{' in bf16' if self.precision == 'bf16' else ''} ({first_line(error)}); let it "
                 "run on any, or use torch.where or a mask instead of what depends on values"
             ) from error
@@ -122,7 +122,7 @@ class Trial:
         changed = [name for name, value in after.items() if value != before.get(name)]
         if changed:
             raise CaptureError(
-                f"{self.who}, whose forward depends on values, changes {changed[0]}; return what "
+                f"{self.who}, changes {changed[0]}; return what "
                 "it computes, as a plan repeats one forward in every step"
             )
         return call
@@ -136,7 +136,7 @@ class Trial:
                     if isinstance(leaf, Tensor) or is_other:
                         what = "a module" if is_other else "a tensor"
                         raise CaptureError(
-                            f"{self.who}, whose forward depends on values, {verb} {what} in "
+                            f"{self.who}, {verb} {what} in "
                             f"{f'{name}.{attribute}'.lstrip('.')}; "
                             + (
                                 "return it from forward"
@@ -154,7 +154,7 @@ class Trial:
         made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not made or any(not isinstance(leaf, (*SCALARS, Tensor)) for leaf in leaves):
             raise NotHeld(
-                f"{self.who}, whose forward depends on values, returns "
+                f"{self.who}, returns "
                 f"{self._strange(leaves) or 'no tensor'}; return tensors and numbers"
             )
         structure = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -212,7 +212,7 @@ class Trial:
             again = tree_leaves(self._result(values, own))
             if _fixed(again) != fixed:
                 raise NotHeld(
-                    f"{self.who} returns a tensor whose shape, or a number, depends on values; "
+                    f"{self.who}, returns a tensor whose shape, or a number, depends on values; "
                     "put it, and all that uses that, into one module"
                 )
             made = [leaf for leaf in again if isinstance(leaf, Tensor)]
@@ -233,7 +233,7 @@ class Trial:
         again = self._tensors_of(own)(values)
         if any(not torch.equal(_whole(a), _whole(b)) for a, b in zip(made, again, strict=True)):
             raise CaptureError(
-                f"{self.who}, whose forward depends on values, gives something else the second "
+                f"{self.who}, gives something else the second "
                 "time; a plan repeats one forward in every step"
             )
 
@@ -286,7 +286,7 @@ class Trial:
         for tensor, old in zip((*values, *own), before, strict=True):
             if not torch.equal(_whole(tensor), _whole(old)):
                 raise CaptureError(
-                    f"{self.who}, whose forward depends on values, writes into an input, a "
+                    f"{self.who}, writes into an input, a "
                     "parameter or a buffer; return a new tensor"
                 )
         return result
@@ -334,9 +334,9 @@ class _NoDraws(TorchDispatchMode):
         self._who = who
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if draws(func, args, kwargs):
             raise CaptureError(
-                f"{self._who}, whose forward depends on values, draws random numbers ({func}); "
+                f"{self._who}, draws random numbers ({func}); "
                 "draw them outside (a dropout around it, not in it), or pass them as an argument"
             )
         return func(*args, **(kwargs or {}))

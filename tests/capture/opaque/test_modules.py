@@ -30,6 +30,15 @@ def test_the_smallest_module_is_an_op_in_every_block(what):
     assert from_json(to_json(graph)) == graph
 
 
+def test_an_exception_that_is_being_handled_hides_no_module():
+    """A user captures in an except block: the capture's errors have that one as their context."""
+    try:
+        raise KeyError("no plan yet")
+    except KeyError:
+        graph = capture_module(Chain(PickedRows), batch(2), batch(3))
+    assert len(opaque_ops(graph)) == 1
+
+
 def test_samples_that_decide_together_are_found():
     """A choice by the batch's mean: a plan that cuts the batch says so."""
     graph = captured(Chain(IfMean), batch(2), batch(3))

@@ -1,0 +1,148 @@
+"""What became of each family, and the page of it: docs/families.md, which is generated."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HEAD = """# Model families
+
+Written by `python benchmarks/families.py --write docs/families.md`; don't edit it. Families are
+names in the mappings of transformers {transformers}. Of each a tiny model with random weights is
+made, two layers at least and each kind of layer. A family that trains in one process is searched
+and verified (`planner search`, `planner verify`: losses, gradients, parameters and buffers of three
+steps in fp64 beside the user's unmodified module) at tp 2 x pp 2 and at dp 2, with torch {torch}.
+The runs were made {days}. Audio models are tried without SpecAugment, which draws by NumPy, and
+without skipped layers (`layerdrop`): a search refuses both in one line.
+
+| word | meaning |
+|---|---|
+| trains | two steps in one process, with a finite loss; shares are of these |
+| works | the plan was made, and trains as one process does |
+| refused | in one line, which says what of the model is why, and what to do |
+| differs | the plan trains differently from one process |
+| fails | an error that tells the user nothing |
+| late | a command took over {limit} CPU seconds |
+"""
+
+KINDS = """
+## Counts
+
+| mapping | names | tried | train | work at {first} | at {second} | refused | differ | fail | late |
+|---|---|---|---|---|---|---|---|---|---|
+"""
+
+
+@dataclass
+class Result:
+    """What became of a family. Mutable: filled while it is tried.
+
+    Attributes:
+        family: its name in the mapping.
+        kind: of the mapping.
+        architecture: its class.
+        trains: whether it trains in one process; if not, `why` says why not.
+        outcome: by layout: "works", "refused", "differs", "fails" or "late".
+        cpu_s: by layout and command, CPU seconds of all its processes.
+        why: by layout, the last line that was said.
+        day: it was tried on, as YYYY-MM-DD.
+    """
+
+    family: str
+    kind: str
+    architecture: str
+    trains: bool = False
+    outcome: dict[str, str] = field(default_factory=dict)
+    cpu_s: dict[str, dict[str, float]] = field(default_factory=dict)
+    why: dict[str, str] = field(default_factory=dict)
+    day: str = ""
+
+    @property
+    def whole(self) -> str:
+        """The worst of its outcomes."""
+        order = ("fails", "late", "differs", "refused", "works")
+        return min(self.outcome.values(), key=order.index) if self.outcome else "-"
+
+
+def write_page(
+    results: Sequence[Result], names: Mapping[str, Sequence[str]], page: Path, limit_s: int
+) -> None:
+    """Write the page; `names` are a mapping's families, of those tried or not."""
+    import torch
+    import transformers
+
+    days = sorted({each.day for each in results if each.day})
+    span = f"on {days[0]}" if len(days) == 1 else f"from {days[0]} to {days[-1]}"
+    first, second = layouts = ("tp2-pp2", "dp2")
+    text = HEAD.format(
+        transformers=transformers.__version__,
+        torch=torch.__version__.partition("+")[0],
+        days=span,
+        limit=limit_s,
+    )
+    text += KINDS.format(first=first, second=second)
+    for kind, all_names in names.items():
+        tried = [each for each in results if each.kind == kind]
+        trained = [each for each in tried if each.trains]
+        numbers = [len(all_names), len(tried), len(trained)]
+        numbers += [
+            sum(each.outcome.get(label) == "works" for each in trained) for label in layouts
+        ]
+        numbers += [
+            sum(each.whole == outcome for each in trained)
+            for outcome in ("refused", "differs", "fails", "late")
+        ]
+        text += f"| {kind} | {' | '.join(map(str, numbers))} |\n"
+    trained = [each for each in results if each.trains]
+    working = [each for each in trained if each.whole == "works"]
+    share = len(working) / max(1, len(trained))
+    text += (
+        f"\nOf {len(trained)} families that train in one process {len(working)} work at both "
+        f"layouts ({share:.0%}).\n"
+    )
+    text += "\n## CPU seconds\n\nOf all processes of a command, without the import of libraries"
+    text += ".\n\n| command | median | most | of |\n|---|---|---|---|\n"
+    for label in layouts:
+        for command in ("search", "verify"):
+            taken = {
+                f"{each.family} ({each.kind})": each.cpu_s[label][command]
+                for each in working
+                if command in each.cpu_s.get(label, {})
+            }
+            if taken:
+                most = max(taken, key=lambda family: taken[family])
+                middle = statistics.median(taken.values())
+                text += f"| {command}, {label} | {middle:.0f} | {taken[most]:.0f} | {most} |\n"
+    text += "\nA search captures the model; the second finds the capture kept.\n"
+    text += "\n## Those that do not work\n"
+    others = [each for each in trained if each.whole not in ("works", "-")]
+    text += told([(each, each.whole, each.why) for each in others])
+    text += "\n## Those that do not train in one process\n\nAs their tiny configuration stands.\n"
+    text += told([(each, "", each.why) for each in results if not each.trains])
+    text += "\n## Those that work\n"
+    for kind in names:
+        found = sorted(each.family for each in working if each.kind == kind)
+        if found:
+            text += f"\n{kind}: {', '.join(found)}.\n"
+    page.write_text(text)
+
+
+def told(rows: Sequence[tuple[Result, str, Mapping[str, str]]]) -> str:
+    """Return a table of families and why, or a line where there are none."""
+    if not rows:
+        return "\nNone.\n"
+    text = "\n| mapping | family | | why |\n|---|---|---|---|\n"
+    for result, word, why in sorted(rows, key=lambda row: (row[0].kind, row[0].family)):
+        said = "; ".join(dict.fromkeys(map(plain, why.values())))
+        text += f"| {result.kind} | {result.family} | {word} | {said} |\n"
+    return text
+
+
+def plain(line: str) -> str:
+    """Return a line without folders of the machine it was said on, as a cell of a table."""
+    line = re.sub(r"/\S*/site-packages/", "", line)
+    line = re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", line)
+    return line.replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
