@@ -8,6 +8,7 @@ and reaches of optimizers are those of `tests.spawn_preload`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -28,8 +29,18 @@ _TORCHELASTIC = "torch.distributed.elastic.multiprocessing.subprocess_handler.su
 def fork_ranks(patch: pytest.MonkeyPatch) -> None:
     """Let ranks that this process starts fork."""
     patch.setattr(f"{_TORCHELASTIC}.Popen", ForkedRank)
+    signalling = SimpleNamespace(**(vars(os) | {"killpg": _signal_group}))
+    patch.setattr(f"{_TORCHELASTIC}.os", signalling)
     forking = SimpleNamespace(**(vars(subprocess) | {"Popen": ForkedRank}))
     patch.setattr("planner.runtime.preflight.children.subprocess", forking)
+
+
+def _signal_group(group: int, number: int) -> None:
+    """Signal a group of processes. A rank that has just ended is gone, as the server has waited for
+    it; a child of this process would still take the signal.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
 
 
 class ForkedRank:
