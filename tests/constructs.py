@@ -261,7 +261,7 @@ _construct(
     "custom ops",
     "`torch.library.custom_op` with its fake and its autograd function",
     inner=lambda self, x, index: squash(x),
-    note="whole on tp and cp ranks until [a rule](sharding.md#an-op-of-your-own) says how it is cut",
+    note="whole on tp and cp ranks; [a rule](sharding.md#an-op-of-your-own) lets them cut it",
 )
 
 # -- hooks --------------------------------------------------------------------------------
