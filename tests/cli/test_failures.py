@@ -1,5 +1,6 @@
 """A mistake of ours: one line that names the command, the stage and the report; exit code 3."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -116,7 +117,7 @@ def raise_it():
         ("os._exit(7)", "died with exit code 7"),
     ],
 )
-def test_a_rank_of_verify_that_fails_is_one_line(planner, tmp_path, what, says):
+def test_a_rank_of_verify_that_fails_is_one_line(planner, tmp_path, forked_ranks, what, says):
     """N3: nothing but that line, whichever rank fails and however."""
     from planner.graph.capture_cache import load_graph
     from planner.plan import save_plan
@@ -129,3 +130,43 @@ def test_a_rank_of_verify_that_fails_is_one_line(planner, tmp_path, what, says):
     assert done.code == 3, done.stderr
     assert says in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_rank_that_the_kernel_ends_is_no_mistake_of_ours(planner, tmp_path):
+    """One line says who ends a process so; there is nothing to report."""
+    from planner.graph.capture_cache import load_graph
+    from planner.plan import save_plan
+    from planner.plan.defaults import default_plan
+
+    path = tmp_path / "model.py"
+    path.write_text(VERIFIED.format(what=f"os.kill(os.getpid(), {int(signal.SIGKILL)})"))
+    save_plan(default_plan(load_graph(path), file="model.py"), tmp_path / "plan.json")
+    done = planner("verify", "plan.json", "model.py", "--device", "cpu", "--steps", 1)
+    assert done.code == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("planner: rank 0 was ended by SIGKILL: by the kernel")
+
+
+@pytest.mark.parametrize(
+    ("args", "number", "leaves"),
+    [
+        (["--verify", "request"], signal.SIGTERM, "SystemExit(143)"),
+        (["--verify", "request"], signal.SIGINT, "KeyboardInterrupt()"),
+        (["train.py"], signal.SIGTERM, "143"),
+    ],
+)
+def test_a_command_that_is_told_to_end_ends_as_without_ranks(monkeypatch, args, number, leaves):
+    """The code of a script's run is returned; a proof has none, and no answer to go on with."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    from planner.runtime.start.workers import run_workers
+
+    def told(*_, **__):
+        raise SignalException("told to end", number)
+
+    monkeypatch.setattr("planner.runtime.start.agent.run_agent", told)
+    try:
+        left = run_workers(args, num_ranks=1, device="cpu")
+    except (KeyboardInterrupt, SystemExit) as error:
+        left = error
+    assert repr(left) == leaves

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import permutations, product
 
@@ -20,11 +20,14 @@ from tests.referees.plans import stage_boundaries
 
 
 def every_placed_plan(
-    graph: ModelGraph, machine, request: SearchRequest
+    graph: ModelGraph,
+    machine,
+    request: SearchRequest,
+    wanted: Callable[[Plan], bool] = lambda plan: True,
 ) -> Iterator[tuple[Plan, Estimate]]:
-    """Yield all plans whose pp ranks lie on one group each, the ranks of a group in a row, in all
-    orders of the groups, with all cuts and recompute choices; with ``meshes="own"`` each stage with
-    each tp. Layouts are those that the search has for a tp.
+    """Yield all wanted plans whose pp ranks lie on one group each, the ranks of a group in a row,
+    in all orders of the groups, with all cuts and recompute choices; with ``meshes="own"`` each
+    stage with each tp. Layouts are those that the search has for a tp.
     """
     candidates = Candidates.of(graph, machine, request)
     for configurations in _mixable(candidates, request):
@@ -38,7 +41,9 @@ def every_placed_plan(
             for order in permutations(machine.groups):
                 on = [g.name for g in order for _ in range(g.num_devices // ranks)]
                 for own in product(range(len(configurations)), repeat=len(on)):
-                    yield from _plans(candidates, configurations, some, on, own)
+                    for plan in _plans(candidates, configurations, some, on, own):
+                        if wanted(plan):
+                            yield plan, estimate(graph, machine, plan, costs=candidates.costs)
 
 
 def every_shared_plan(
@@ -91,7 +96,7 @@ def _plans(
     tables: tuple[Mapping, ...],
     on: list[str],
     own: tuple[int, ...],
-) -> Iterator[tuple[Plan, Estimate]]:
+) -> Iterator[Plan]:
     """Yield the plans whose stage s has the own[s]-th configuration and lies on group on[s]."""
     base, base_table = configurations[own[0]], tables[own[0]][on[0]]
     choices = range(len(recompute_choices(base.recompute)))
@@ -112,8 +117,7 @@ def _plans(
                 for at in sorted(set(own))
                 for layout in tables[at][on[0]].layouts
             )
-            plan = plan.model_copy(update={"stages": stages, "layouts": layouts})
-            yield plan, estimate(candidates.graph, candidates.profile, plan, costs=candidates.costs)
+            yield plan.model_copy(update={"stages": stages, "layouts": layouts})
 
 
 def fits(plan: Plan, answer: Estimate, limits: Mapping[str, float]) -> bool:

@@ -40,6 +40,17 @@ class FsdpState(NamedTuple):
     """All of that together."""
     gradient_bytes: int = 0
     """Its gradients alone."""
+    weight_bytes: int = 0
+    """Its whole weights alone, and the messages that they arrive in."""
+
+
+class FsdpHeight(NamedTuple):
+    """The height of one job of a stage."""
+
+    peak_bytes: int
+    """All of the stage, activations included, above the job's start."""
+    weight_bytes: int
+    """Part of it that is whole weights, and the messages that they arrive in."""
 
 
 class ShardedBytes:
@@ -54,9 +65,9 @@ class ShardedBytes:
         self._ran_back = False
         self.state = FsdpState()
 
-    def run(self, job: ForwardBytes | BackwardBytes, *, is_last: bool = False) -> int:
-        """Simulate a job and return its height, activations counted, above its start; `is_last` is
-        the stage's last backward of a step.
+    def run(self, job: ForwardBytes | BackwardBytes, *, is_last: bool = False) -> FsdpHeight:
+        """Simulate a job and return its height; `is_last` is the stage's last backward of a
+        step.
         """
         is_first = False
         if isinstance(job, ForwardBytes):
@@ -75,9 +86,9 @@ class ShardedBytes:
                 tally.forward(job)
             else:
                 tally.backward(job, is_last=is_last, is_first=is_first)
-            simulated[key] = tally.peak, tally.state()
-        peak_bytes, self.state = simulated[key]
-        return peak_bytes
+            simulated[key] = tally.height, tally.state()
+        height, self.state = simulated[key]
+        return height
 
 
 class _Held:
@@ -117,7 +128,8 @@ class _FsdpTally:
         self._sharded = _Held(stage.units, "shard_bytes", state.sharded)
         self._sum_message = state.sum_message
         self._forward_message: int | None = None
-        self._base = self.peak = 0
+        self._base = 0
+        self.height = FsdpHeight(0, 0)
 
     def state(self) -> FsdpState:
         """Return what is held when the job has ended."""
@@ -131,6 +143,7 @@ class _FsdpTally:
             sum_message=self._sum_message,
             live_bytes=self._live_bytes,
             gradient_bytes=self._gradient_bytes,
+            weight_bytes=self._weight_bytes,
         )
 
     @property
@@ -139,17 +152,24 @@ class _FsdpTally:
         return whole + (0 if self._stage.shards_on_host else self._sharded.num_bytes)
 
     @property
-    def _live_bytes(self) -> int:
-        held = self._gathered.num_bytes + self._prefetched.num_bytes
+    def _weight_bytes(self) -> int:
+        whole = self._gathered.num_bytes + self._prefetched.num_bytes
         if self._forward_message is not None:
-            held += self._units[self._forward_message].gathered_bytes
+            whole += self._units[self._forward_message].gathered_bytes
+        return whole
+
+    @property
+    def _live_bytes(self) -> int:
+        held = self._weight_bytes
         if self._sum_message is not None:
             held += self._units[self._sum_message].message_bytes
         return held + self._gradient_bytes
 
     def _note(self, more: int = 0) -> None:
         """Note what is alive now, activations and some bytes more included."""
-        self.peak = max(self.peak, self._base + self._live_bytes + more)
+        peak_bytes = self._base + self._live_bytes + more
+        if peak_bytes > self.height.peak_bytes:
+            self.height = FsdpHeight(peak_bytes, self._weight_bytes)
 
     def forward(self, job: ForwardBytes) -> None:
         """Simulate a forward."""

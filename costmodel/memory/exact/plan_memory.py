@@ -49,11 +49,13 @@ class WalkedRank:
         rank = self.state
         gradients = rank.summed_bytes if rank.ranks.has_buckets else sample.gradient_bytes
         height = sample.peak_bytes - sample.gradient_bytes + gradients
-        inside_job = (
-            sample.peak_bytes - sample.saved_bytes - sample.gradient_bytes - sample.buffer_bytes
+        apart = (
+            sample.saved_bytes + sample.gradient_bytes + sample.weight_bytes + sample.buffer_bytes
         )
+        inside_job = sample.peak_bytes - apart
         parts = Counter(self.resident)
         parts["host_bytes"] += on_host
+        parts["parameter_bytes"] += sample.weight_bytes
         parts["gradient_bytes"] += gradients
         parts["activation_bytes"] += sample.saved_bytes
         parts["transient_bytes"] += inside_job + max(0, update_bytes - height)

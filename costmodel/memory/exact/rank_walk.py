@@ -30,11 +30,13 @@ class MemorySample(NamedTuple):
     end_bytes: int
     """Alive when the job has ended."""
     peak_bytes: int
-    """Alive at the job's height: the next three, and what the job holds only while it runs."""
+    """Alive at the job's height: the next four, and what the job holds only while it runs."""
     saved_bytes: int
     """Activations saved for backwards."""
     gradient_bytes: int
     """Gradients of parameters."""
+    weight_bytes: int
+    """Weights that ZeRO has gathered, and the messages that they arrive in."""
     buffer_bytes: int
     """Receive buffers."""
     host_bytes: int
@@ -151,7 +153,7 @@ class _RankTally:
         """What an offload frees of a microbatch: its own, and also kept by a message under way."""
         self.offloaded_bytes = self.host_bytes = 0
         self._saved = self._buffers = self._gradients = 0
-        self._sharded_bytes = self._sharded_gradients = 0
+        self._sharded_bytes = self._sharded_gradients = self._sharded_weights = 0
 
     def _wanted(self, job: Job) -> list[tuple[int, Arrival]]:
         """Return what a job gets from other ranks, each with the rank that sends it."""
@@ -183,9 +185,12 @@ class _RankTally:
             self._free_received(job)
         effect, self._microbatches[m] = self._microbatches.get(m, self._unseen).after(variant)
         rise = effect.rise_bytes
+        weights = self._sharded_weights - (sharded.state.weight_bytes if sharded else 0)
         if sharded is not None and effect.done is not None:
             before = sharded.state
-            rise = sharded.run(effect.done, is_last=variant.is_last)
+            rise, own_weights = sharded.run(effect.done, is_last=variant.is_last)
+            weights += own_weights
+            self._sharded_weights += sharded.state.weight_bytes - before.weight_bytes
             self._sharded_bytes += sharded.state.live_bytes - before.live_bytes
             self._sharded_gradients += sharded.state.gradient_bytes - before.gradient_bytes
         self._buffers -= effect.taken_bytes
@@ -196,7 +201,7 @@ class _RankTally:
         if ahead is None or ahead + saved + buffers < rise + at_height + self._buffers:
             saved, buffers = at_height, self._buffers
         else:
-            rise = ahead
+            rise, weights = ahead, 0
         self._saved += effect.kept_bytes
         self._gradients += effect.new_gradient_bytes
         if self._traffic.taken_at:
@@ -219,6 +224,7 @@ class _RankTally:
             peak_bytes=saved + gradients + buffers + rise + beside,
             saved_bytes=saved,
             gradient_bytes=gradients,
+            weight_bytes=weights,
             buffer_bytes=buffers,
             host_bytes=host_bytes,
         )

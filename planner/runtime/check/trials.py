@@ -124,8 +124,6 @@ def run_trials(
                 num_ranks=plans[0].world_size,
                 device=device,
             )
-        if code == 128 + signal.SIGINT:
-            raise KeyboardInterrupt
         if code:
             raise RuntimeError(f"ranks of trials ended with code {code}")
         return tuple(

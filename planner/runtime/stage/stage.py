@@ -47,9 +47,8 @@ class BlockModule(nn.Module):
     keeps little; `away` takes activations to the host, and no parameters.
     `unreached` gives, by the program's names, the user's names of parameters that a backward may
     not reach; `reached` has those that it did, by the program's.
-    `params_are_dtensors` and `frees_params` are set by the code that makes it so
-    (`planner.runtime.state.zero`): that parameters are DTensors, and that their memory goes when the
-    block has run.
+    `params_are_dtensors` and `frees_params` (their memory goes when the block has run) are set by
+    the code that makes it so (`planner.runtime.state.zero`).
     """
 
     def __init__(

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from signal import SIGTERM
+from signal import SIGKILL, SIGTERM, Signals
 from typing import Any
 
 from planner.errors import PlanError
@@ -26,6 +26,14 @@ from planner.runtime.start.failures import Failure, read_failure
 _LIMIT_FILE, _NEXT_LIMIT = "memory-limit", 0.9
 """Where a kept run notes how much its plans may need, in bytes; and the part of what the plan that
 did not fit needed, its device's context aside, that the next one may."""
+
+_FROM_OUTSIDE = {
+    SIGKILL: (
+        "SIGKILL: by the kernel where the host's memory is full (`dmesg` says so), or by somebody"
+    ),
+    SIGTERM: "SIGTERM: by what started it, or by somebody",
+}
+"""Signals that no program sends itself, and who sends them."""
 
 PLAN = "PLANNER_PLAN"
 """Names the plan that ranks train by instead of the one that the script names."""
@@ -112,8 +120,11 @@ class Course:
             every = [(f.timestamp, rank, f.exitcode) for rank, f in failures.items()]
             # The agent ends the others by SIGTERM, within the second that timestamps are of.
             _, rank, code = min(died or every, key=lambda each: (each[2] == -SIGTERM, each))
-            how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            text = f"planner: rank {rank} died with {how} and said nothing"
+            if -code in _FROM_OUTSIDE:
+                text = f"planner: rank {rank} was ended by {_FROM_OUTSIDE[-code]}"
+                return Failure(kind="killed", rank=rank, text=text)
+            how = f"by {Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            text = f"planner: rank {rank} died {how} and said nothing"
             return Failure(kind="peer", rank=rank, text=text)
         return told
 

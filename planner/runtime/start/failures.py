@@ -15,9 +15,10 @@ from typing import Literal
 FAILURE_FILE = "PLANNER_FAILURE_FILE"
 """Names the file the first rank to fail creates."""
 
-Kind = Literal["user", "script", "library", "peer", "values", "memory", "hang"]
+Kind = Literal["user", "script", "library", "peer", "killed", "values", "memory", "hang"]
 """A mistake of the user's; an exception, or another end, of the script; of what runs no script of
-the user's; a peer that is gone; a NaN or infinity; no memory; nothing moves."""
+the user's; a peer that is gone; a rank ended by the system or by somebody; a NaN or infinity; no
+memory; nothing moves."""
 
 
 @dataclass(frozen=True, kw_only=True)

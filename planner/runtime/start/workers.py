@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from signal import SIGINT
 from typing import TYPE_CHECKING, NoReturn
 
 from planner.errors import PlannerError
@@ -58,11 +59,13 @@ def run_workers(
 
     `num_ranks` counts over all nodes; each node runs this with the same `rendezvous`
     (host:port of the first, which is this node if `is_host`; None: by its address); `extra` is
-    added to their environment. An interrupted run
-    returns 128 plus the signal's number. With `keeping` it starts again after failures, from the
-    newest checkpoint; `plan` is then the plan it begins with. Raises PlannerError with a rank's own
-    message when that is what a rank raised, and RankFailed when one that runs no script of the
-    user's fails.
+    added to their environment. An interrupted run returns 128 plus the signal's number where the
+    ranks run a script of the user's; another leaves by KeyboardInterrupt or SystemExit, as this
+    process would without ranks.
+
+    With `keeping` it starts again after failures, from the newest checkpoint; `plan` is then the
+    plan it begins with. Raises PlannerError with a rank's own message when that is what a rank
+    raised, and RankFailed when one that runs no script of the user's fails.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -95,10 +98,8 @@ def run_workers(
                     max_restarts=0 if keeping is None else keeping.max_restarts,
                     is_host=is_host,
                 )
-            except SignalException as error:
-                return 128 + int(error.sigval)
-            except KeyboardInterrupt:
-                return 130
+            except (SignalException, KeyboardInterrupt) as error:
+                return _interrupted(getattr(error, "sigval", SIGINT), is_script=runs_script(args))
         if not ended.is_failed():
             return 0
         return _exit_code(course.failure, is_script=runs_script(args))
@@ -124,6 +125,16 @@ def runs_script(args: Sequence[str]) -> bool:
     return not args[0].startswith("--")
 
 
+def _interrupted(number: int, *, is_script: bool) -> int:
+    """Leave as a process that gets this signal does; return the exit code of a script's run."""
+    code = 128 + int(number)
+    if is_script:
+        return code
+    if number == SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(code)
+
+
 def _exit_code(failure: Failure | None, *, is_script: bool) -> int:
     """Tell how a run failed, and return its exit code.
 
@@ -134,6 +145,8 @@ def _exit_code(failure: Failure | None, *, is_script: bool) -> int:
         return 1
     if failure.kind == "user":
         raise PlannerError(failure.text)
+    if failure.kind == "killed" and not is_script:
+        raise PlannerError(failure.text.removeprefix("planner: "))
     if not is_script:
         failed = RankFailed(failure.text.strip().splitlines()[-1].removeprefix("planner: "))
         failed.add_note(failure.text)

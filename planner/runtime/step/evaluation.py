@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -108,6 +109,7 @@ def reads_mode(module: nn.Module) -> bool:
     return any(map(_source_reads_mode, {type(part) for part in module.modules()}))
 
 
+@cache  # parsing takes a while, and there are few classes
 def _source_reads_mode(kind: type) -> bool:
     for base in kind.__mro__:
         if base in (nn.Module, object):

@@ -62,7 +62,7 @@ class TrainedParams:
         self._owners, self._placements, self._sharded = owners, placements, sharded
         self._buckets: dict[int, GradBuckets] = {}
         group = mesh.group("data")
-        self._unbucketed = []
+        self._unbucketed: list[nn.Parameter] = []
         for index, owner in owners.items():
             params = list(owner.named_params().values())
             summed = [p for p in params if not self._is_shard(p)] if group is not None else []

@@ -68,10 +68,10 @@ def test_a_forward_under_zero_gathers_blocks(zero_stage, left):
     """The message and the copies of a block's 100 bytes; ZeRO 3 frees a block when it has run."""
     held = ShardedBytes(sharded(zero_stage))
     idle = BlockSample(0, 0, 0, 0)
-    peak = held.run(ForwardBytes(samples=(idle, idle), last_bytes=0, kept_bytes=0, kept={}))
-    assert held.state.live_bytes == left
+    height = held.run(ForwardBytes(samples=(idle, idle), last_bytes=0, kept_bytes=0, kept={}))
+    assert held.state.live_bytes == held.state.weight_bytes == left
     # The second block's copies and message, the first block's message, and its copies but for 3.
-    assert peak == (300 if zero_stage == 3 else 400)
+    assert height == ((300, 300) if zero_stage == 3 else (400, 400))
 
 
 def test_a_last_backward_under_zero_leaves_shards_of_gradients():
@@ -79,9 +79,22 @@ def test_a_last_backward_under_zero_leaves_shards_of_gradients():
     idle = BlockSample(0, 0, 0, 0)
     held.run(ForwardBytes(samples=(idle, idle), last_bytes=0, kept_bytes=0, kept={}))
     backward = BackwardBytes(samples=(idle, idle), rise_bytes=0, new_gradient_bytes=0, deferred=())
-    peak = held.run(backward, is_last=True)
+    height = held.run(backward, is_last=True)
     assert held.state.live_bytes == held.state.gradient_bytes == 2 * 50
-    assert peak > 2 * 100
+    assert held.state.weight_bytes == 0
+    assert height.peak_bytes > height.weight_bytes > 0
+
+
+def test_gathered_weights_of_a_rank_are_weights():
+    """ZeRO 1 holds all of a rank's weights whole from the first forward to the last backward."""
+    graph = gpt_graph()
+    costs = CostCache(graph, H100)
+    found = {}
+    for zero_stage in (0, 1):
+        plan = plan_of(graph, dp=2, zero_stage=zero_stage)
+        price = price_plan(plan, costs)
+        (found[zero_stage],) = plan_memory(plan, costs, schedule_of(plan), price.weights([0]))
+    assert found[1].parameter_bytes >= found[0].parameter_bytes
 
 
 def test_a_receive_brings_those_sent_before_it():

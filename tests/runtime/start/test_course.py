@@ -25,11 +25,16 @@ from planner.errors import PlanError
 from planner.plan import Plan, save_plan
 from planner.plan.defaults import default_plan
 from planner.runtime.start.course import Course, Keeping
+from planner.runtime.start.launch import launch
 from tests.builders import VOCABULARY, gpt_batch
 from tests.runtime.scenarios import build, capture
 from tests.spawn import is_running
 
 ROOT = Path(__file__).parents[3]
+KILLED = (
+    "planner: rank 1 was ended by SIGKILL: by the kernel where the host's memory is full "
+    "(`dmesg` says so), or by somebody"
+)
 
 TRAIN = """
 import json, os, signal, sys, time
@@ -174,18 +179,20 @@ def pid_of(path: Path) -> int:
         pytest.param("mixed", "has another checksum", marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_rank_starts_again_where_a_checkpoint_is_whole(tmp_path, damage, says):
+def test_a_killed_rank_starts_again_where_a_checkpoint_is_whole(
+    tmp_path, monkeypatch, capfd, forked_ranks, damage, says
+):
     """The newest checkpoint has a flipped bit, an end cut off, or the file of another when the
     ranks start again: the one before it is taken, and the curve is that of one process."""
     plan = default_plan(capture("gpt", torch.float64), dp=2)
     save_plan(plan, tmp_path / "plan.json")
-    process = begin(tmp_path, restarts=1, steps=5, dies=f"dies, {damage}")
-    try:
-        _, told = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    assert process.returncode == 0, told
-    assert "planner: rank 1 died with signal 9" in told
+    (tmp_path / "train.py").write_text(TRAIN)
+    monkeypatch.chdir(tmp_path)
+    keeping = Keeping(folder=Path("run"), save_every=1, max_restarts=1)
+    code = launch("plan.json", "train.py", ["5", "0", f"dies, {damage}"], "cpu", keeping=keeping)
+    told = capfd.readouterr().err
+    assert code == 0, told
+    assert KILLED in told
     assert re.search(r"planner: restart 1 of 1, from 00000\d-step-3\n", told)
     assert re.search(rf"step-3: .* {says}.*; taking the checkpoint before it", told)
     assert "Traceback" not in told
@@ -316,6 +323,21 @@ def course_of(folder: Path, **settings) -> Course:
     )
 
 
+@pytest.mark.parametrize(
+    ("code", "says", "kind"),
+    [
+        (-15, "rank 0 was ended by SIGTERM: by what started it, or by somebody", "killed"),
+        (-11, "rank 0 died by SIGSEGV and said nothing", "peer"),
+        (7, "rank 0 died with exit code 7 and said nothing", "peer"),
+    ],
+)
+def test_how_a_rank_ended_that_said_nothing(tmp_path, code, says, kind):
+    course = course_of(tmp_path)
+    course.goes_on({0: Died(code)})
+    assert course.failure is not None
+    assert (course.failure.text, course.failure.kind) == (f"planner: {says}", kind)
+
+
 def leave(folder: Path, kind: str, **more) -> None:
     failure = {"kind": kind, "rank": 0, "code": 1, "text": f"planner: {kind}", **more}
     (folder / "failure").write_text(json.dumps(failure))
@@ -325,7 +347,7 @@ def test_the_cause_is_the_rank_that_the_agent_did_not_end(tmp_path):
     course = course_of(tmp_path)
     assert course.goes_on({0: Died(-15), 1: Died(-9)})
     assert course.failure is not None
-    assert course.failure.text == "planner: rank 1 died with signal 9 and said nothing"
+    assert course.failure.text == KILLED
 
 
 def test_what_would_only_come_again_ends_the_run(tmp_path, capsys):
@@ -345,12 +367,12 @@ def test_what_would_only_come_again_ends_the_run(tmp_path, capsys):
     assert course.goes_on({0: Died(1)})  # it came further
     leave(tmp_path, "peer")
     assert course.goes_on({0: Died(1), 1: Died(-9)})
-    assert course.failure.text == "planner: rank 1 died with signal 9 and said nothing"
+    assert course.failure.text == KILLED
     (tmp_path / "failure").write_text('{"kind": "us')
     assert course.goes_on({1: Died(-9)})
     course.begin_again(2, 3)
     told = capsys.readouterr().err
-    assert "rank 1 died with signal 9" in told
+    assert KILLED in told
     assert "restart 2 of 3, from 000001-step-7" in told
     assert not (tmp_path / "failure").exists()
 
