@@ -31,7 +31,7 @@ import planner
 torch.manual_seed(int(os.environ["RANK"]))  # the engine must make the ranks' weights agree
 network = model.model()
 optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-engine = planner.apply("plan.json", network, optimizer=optimizer)
+engine = planner.apply("not-the-launched.json", network, optimizer=optimizer)
 torch.manual_seed(1)
 batch = model.batch(4)
 rank = os.environ["RANK"]
@@ -53,7 +53,8 @@ def folder(planner, write_model, tmp_path) -> Path:
 def test_trains_with_equal_losses_on_all_ranks(folder, planner):
     """P24, P25, P30: arguments reach the script, and every rank sees the same loss.
 
-    No rank is left when the command has ended (G15).
+    No rank is left when the command has ended (G15). The plan is the one that is launched,
+    whatever file the script names.
 
     What it recorded makes one trace with a process for each rank, and stands beside the
     prediction.

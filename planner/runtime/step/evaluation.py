@@ -106,7 +106,8 @@ def reads_mode(module: nn.Module) -> bool:
     """Whether a module may compute something else after ``eval()``: it, or a part of it, reads
     ``training``, as far as its source says.
     """
-    return any(map(_source_reads_mode, {type(part) for part in module.modules()}))
+    kinds = {type(part) for part in module.modules()}
+    return any(_source_reads_mode(kind) for kind in kinds)
 
 
 @cache  # parsing takes a while, and there are few classes
