@@ -18,10 +18,19 @@ from planner.step_log import StepLog
 
 if TYPE_CHECKING:
     from planner.integrations.prepare import PreparedLoader, PreparedModel, PreparedOptimizer
+    from planner.ops.record import Arithmetic
     from planner.plan import Plan
     from planner.runtime.step.engine import Engine
 
-__all__ = ["OwnPart", "ShardedSampler", "StepLog", "apply", "count_tokens", "prepare"]
+__all__ = [
+    "OwnPart",
+    "ShardedSampler",
+    "StepLog",
+    "apply",
+    "count_tokens",
+    "prepare",
+    "register_rule",
+]
 
 
 def apply(
@@ -115,3 +124,40 @@ def prepare(
         loader_options=loader_options,
         **options,
     )
+
+
+def register_rule(
+    op: Any,
+    dims: str | Callable[..., str | None],
+    *,
+    flop: Callable[..., float] | None = None,
+    divided: Mapping[str, str] | None = None,
+    contiguous: bool = False,
+    arithmetic: Arithmetic | None = None,
+) -> None:
+    """Say how a custom op (of `torch.library`) is divided among ranks, and what it costs.
+
+    `op` is the op or its name, ``"mine::gated"``. `dims` has a letter for each dim of each tensor,
+    as an einsum: ``"bsd, df -> bsf"``. Cutting a letter cuts all tensors that have it, and others
+    stay whole; a letter that an output lacks is summed over in it, so that ranks have terms of
+    that sum. ``_`` is a dim that is never cut, ``...`` any leading dims, and ``+`` before a tensor
+    says that it is added after the sum (a bias). Or `dims` is a function of the op's arguments
+    that returns such a text, or None where the op can't be cut; it is given a tensor by its
+    `shape` (whole) and `dtype` (a name).
+
+    `flop` is a function of the same arguments: floating-point operations of a forward (a
+    multiply-add is 2). Without it they are those of an einsum where a letter is summed over, else
+    one for each entry made. `divided` names arguments that count what a letter runs over, such as
+    ``{"num_heads": "h"}``: on a piece they are smaller. With `contiguous` entries along a dim
+    belong together in order, as channels of a group do; without it a piece may be any of them.
+    `arithmetic` is what bounds the time: "matmul" by default where `flop` is given or a letter is
+    summed over, else "memory".
+
+    Call it where the op is defined: in the model file, in a module which that imports, or in a
+    plugin. The same op given again replaces its rule. A rule is taken as given; `planner verify`
+    shows whether it is right. Raises ValueError for a text that is no rule and for an op which the
+    catalogue has; LayoutError comes later, where a call's tensors are not what the rule says.
+    """
+    from planner.ops.users import register_rule as registered
+
+    registered(op, dims, flop=flop, divided=divided, contiguous=contiguous, arithmetic=arithmetic)

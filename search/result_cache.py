@@ -18,6 +18,7 @@ from costmodel.execution import find_execution
 from costmodel.table.kernels import has_rates, load_rates
 from planner.cache_folder import cache_dir, write_entry
 from planner.graph import ModelGraph
+from planner.ops.users import rule_digests
 from planner.plan import Plan
 from planner.plugins import plugin_digests
 from profiles import Profile
@@ -70,7 +71,7 @@ def question_digest(graph: ModelGraph, profile: Profile, request: SearchRequest)
         told = group.name, group.num_devices, own.file, own.ops, own.collectives
         digest.update(repr(told).encode())
     digest.update(repr((request, find_execution(request.execution))).encode())
-    digest.update(repr(plugin_digests()).encode())
+    digest.update(repr((plugin_digests(), rule_digests())).encode())
     root = Path(__file__).parent.parent
     for room in _ROOMS:
         for file in sorted((root / room).rglob("*.py")):

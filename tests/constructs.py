@@ -6,6 +6,7 @@ The table of docs/constructs.md is made of these; `tests/capture/test_constructs
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -232,6 +233,35 @@ _construct(
     inner=lambda self, x, index: _closing_over(0.1).apply(x),
     refused="Closed .* reads factor of the function around it",
     note="pass them as arguments",
+)
+
+# -- custom ops ---------------------------------------------------------------------------
+
+
+@torch.library.custom_op("planner_tests::squash", mutates_args=())
+def squash(x: Tensor) -> Tensor:
+    return x / (1 + x * x)
+
+
+@squash.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _squash_backward(ctx: Any, grad: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors
+    return grad * (1 - x * x) / (1 + x * x) ** 2
+
+
+squash.register_autograd(
+    _squash_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+_construct(
+    "custom ops",
+    "`torch.library.custom_op` with its fake and its autograd function",
+    inner=lambda self, x, index: squash(x),
+    note="whole on tp and cp ranks; [a rule](sharding.md#an-op-of-your-own) lets them cut it",
 )
 
 # -- hooks --------------------------------------------------------------------------------
@@ -1076,6 +1106,19 @@ def _autocast(enabled: bool) -> Inner:
     return inner
 
 
+class Reentrant(nn.Module):
+    """A layer under a reentrant checkpoint, also where its input needs no gradient."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        with warnings.catch_warnings():  # torch says that gradients will be None
+            warnings.simplefilter("ignore", UserWarning)
+            return checkpoint(self.layer, x, use_reentrant=True)
+
+
 def _compile_layer(self: Chain) -> None:
     self.layers[1] = torch.compile(self.layers[1], backend="eager")
 
@@ -1104,6 +1147,19 @@ _construct(
     "`torch.utils.checkpoint`, reentrant or not",
     inner=lambda self, x, index: checkpoint(torch.sin, x, use_reentrant=index == 1),
     note="captured through; recomputation is the plan's choice",
+)
+_construct(
+    _OTHER,
+    "the same around a layer of the model",
+    inner=lambda self, x, index: checkpoint(self.more[index], x, use_reentrant=index != 1),
+    extra=lambda self: setattr(self, "more", nn.ModuleList(nn.Linear(4, 4) for _ in range(3))),
+    note="the same",
+)
+_construct(
+    _OTHER,
+    "the same, reentrant, of what has no gradient (the batch)",
+    extra=lambda self: self.layers.__setitem__(0, Reentrant(self.layers[0])),
+    note="the layer inside is not trained, as in torch",
 )
 _construct(
     _OTHER,

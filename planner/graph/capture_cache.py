@@ -5,7 +5,9 @@ imports, files it reads while it is loaded, built and captured, those it looked 
 their digests, the environment variables that such code read meanwhile, and the versions of all
 libraries that were loaded. Any difference means a fresh capture. What compiled code reads, the
 variables that libraries read, the names in a folder, the clock and the network are not seen: pass
-``use_cache=False`` for a model file that depends on them.
+``use_cache=False`` for a model file that depends on them. Where ops of the graph have rules of the
+user's (`planner.register_rule`), an entry names them, and the model file is executed if they are
+not there.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ from typing import Any
 from planner.cache_folder import cache_dir, write_entry
 from planner.errors import ModelError
 from planner.graph import ModelGraph, from_json, to_json
+from planner.graph.model_file import load_model_file, local_modules, recorded_reads
+from planner.ops.users import has_user_rule
 from planner.plan import Precision
 from planner.units import MIB
 
-_FORMAT = 2
+_FORMAT = 3
 _ALWAYS_READ = ("CUDA_VISIBLE_DEVICES",)  # by CUDA itself, which is not seen
 _MAX_DIGESTED_BYTES = 64 * MIB
 
@@ -54,10 +58,12 @@ def load_graph(
         told += f" {sorted(arguments.items())!r}"
     key = _digest(told.encode())
     entry = cache_dir() / "captures" / f"{key[:32]}.json"
-    if use_cache and (graph := _read(entry)) is not None:
+    if use_cache and (kept := _read(entry)) is not None:
+        graph, ruled = kept
+        if not all(map(has_user_rule, ruled)):
+            load_model_file(path)
         return graph
-    from planner.capture import capture_source, load_model_file  # imports torch
-    from planner.graph.model_file import local_modules, recorded_reads
+    from planner.capture import capture_source  # imports torch
 
     with recorded_reads() as reads:
         source = load_model_file(path).with_arguments(arguments or {})
@@ -118,7 +124,8 @@ def _own_digest() -> str:
     return _digest(b"".join(file.read_bytes() for file in files))[:16]
 
 
-def _read(entry: Path) -> ModelGraph | None:
+def _read(entry: Path) -> tuple[ModelGraph, tuple[str, ...]] | None:
+    """A graph that still holds, and the ops with rules of the user's in it."""
     try:
         data: dict[str, Any] = json.loads(entry.read_text())
         if data["format"] != _FORMAT or data["versions"] != _own_versions():
@@ -134,10 +141,10 @@ def _read(entry: Path) -> ModelGraph | None:
         for library, version in data["libraries"].items():
             if metadata.version(library) != version:
                 return None
-        graph = from_json(data["graph"])
+        graph, ruled = from_json(data["graph"]), tuple(data["ruled"])
     except (OSError, ValueError, KeyError, TypeError, metadata.PackageNotFoundError):
         return None
-    return graph if isinstance(graph, ModelGraph) else None
+    return (graph, ruled) if isinstance(graph, ModelGraph) else None
 
 
 def _write(
@@ -155,6 +162,11 @@ def _write(
         "variables": {name: _variable_digest(name) for name in variables},
         "folder": folder,
         "files": {str(file): _file_digest(file) for file in files},
+        "ruled": sorted(filter(has_user_rule, _targets(graph))),
         "graph": to_json(graph),
     }
     write_entry(entry, json.dumps(data, separators=(",", ":")))
+
+
+def _targets(graph: ModelGraph) -> set[str]:
+    return {op.target for program in (graph.preamble, *graph.classes) for op in program.ops}

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,8 +100,7 @@ class FunctionCalls:
 
         def apply(cls: AutogradFunction, *args: Any, **kwargs: Any) -> Any:
             if cls is CheckpointFunction:
-                run, _, *rest = args
-                return run(*rest)
+                return _checkpointed(*args)
             if is_seen_through(cls):
                 return given.__get__(None, cls)(*args, **kwargs)
             return self._call(cls, args, kwargs)
@@ -130,6 +129,34 @@ class FunctionCalls:
             next(made) if isinstance(output, Tensor) else output for output in call.outputs
         )
         return outputs if call.returns_tuple else outputs[0]
+
+
+@contextmanager
+def checkpoints_inside() -> Iterator[None]:
+    """Let what reentrant checkpoints run be seen by autograd, as it is where a plan trains it.
+
+    Their node in autograd's graph leads to their inputs alone: parameters inside get their
+    gradients when the backward runs the forward again.
+    """
+    given = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: AutogradFunction, *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction:
+            return _checkpointed(*args)
+        return given.__get__(None, cls)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = given  # type: ignore[method-assign]
+
+
+def _checkpointed(run: Any, preserve_random_state: bool, *given: Any) -> Any:
+    """Run what a reentrant checkpoint is of: without gradients where none of its inputs has one."""
+    has_gradient = any(isinstance(arg, Tensor) and arg.requires_grad for arg in given)
+    with nullcontext() if has_gradient else torch.no_grad():
+        return run(*given)
 
 
 _active: list[FunctionCalls] = []

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from planner.capture.checks.functions import AutogradFunction
+from planner.capture.checks.functions import AutogradFunction, checkpoints_inside
 from planner.capture.checks.on_meta import OnMeta
 from planner.capture.diagnose import calling_line
 from planner.errors import CaptureError
@@ -73,7 +73,7 @@ def rehearse(
     before, draws = state_of(module), _python_draws()
     fakes = FakeTensorMode(allow_non_fake_inputs=True) if faked else nullcontext()
     try:
-        with _compiling_state_context(), fakes:
+        with _compiling_state_context(), fakes, checkpoints_inside():
             loss, first = numbers.of_loss(run, _like(inputs))
             after_first = state_of(module)
             found = _walk_back(loss, module)

@@ -201,7 +201,7 @@ def _holding(
 
 
 def _is_sharded(meta: TensorMeta, plan: Plan, stage: int) -> bool:
-    if meta.kind != "param" or not Replication.of(plan, stage).is_sharded:
+    if meta.kind != "param" or not meta.shape or not Replication.of(plan, stage).is_sharded:
         return False
     return meta.requires_grad or plan.zero_stage == 3
 

@@ -10,7 +10,8 @@ taken, and autograd carries the gradient back with the parameter's own placement
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -46,7 +47,8 @@ class BlockModule(nn.Module):
     keeps little; `away` takes activations to the host, and no parameters.
     `unreached` gives, by the program's names, the user's names of parameters that a backward may
     not reach; `reached` has those that it did, by the program's.
-    `params_are_dtensors` is set by the code that makes them so (`planner.runtime.state.zero`).
+    `params_are_dtensors` and `frees_params` (their memory goes when the block has run) are set by
+    the code that makes it so (`planner.runtime.state.zero`).
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class BlockModule(nn.Module):
         self._program, self._slots, self._away = program, slots, away
         self._written = written
         self.unreached, self.reached = unreached or {}, set[str]()
-        self.params_are_dtensors = False
+        self.params_are_dtensors = self.frees_params = False
         self.recomputed = None if recomputed is None else recomputed(self._with_params)
 
     def forward(
@@ -102,10 +104,15 @@ class BlockModule(nn.Module):
         if self._away is not None:
             self._away.hold(params)
         program = self._program(num_samples)
-        if not self.unreached:
-            return program(*inputs, *params)
-        with noting_reached(self.reached):
-            return program(*inputs, *params)
+        with noting_reached(self.reached) if self.unreached else nullcontext():
+            made = program(*inputs, *params)
+        return _apart(made, params) if self.frees_params else made
+
+
+def _apart(made: tuple[Tensor, ...], params: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """Copy results that are views of parameters: other blocks read them after these have gone."""
+    own = {param.untyped_storage()._cdata for param in params if param is not None}
+    return tuple(t.clone() if t.untyped_storage()._cdata in own else t for t in made)
 
 
 def _local(tensor: Tensor | None) -> Tensor | None:

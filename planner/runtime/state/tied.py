@@ -118,7 +118,7 @@ def _box(
         box[placement.dim] = (first, first + length)
     shards = members("shards")
     parts = mesh.size(*shards)
-    if plan.zero_stage and parts > 1:
+    if plan.zero_stage and parts > 1 and box:
         # As torch.chunk cuts: the last may be short or empty.
         start, stop = box[0]
         length = -(-(stop - start) // parts)

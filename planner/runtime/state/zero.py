@@ -12,7 +12,8 @@ in the last backward.
 Optimizer state follows the parameters, which are sharded between steps in all three. A frozen
 parameter has neither gradient nor state: ZeRO 1 and 2 leave it whole on every rank, where
 gathering it would be one exchange a step of what never changes; ZeRO 3 shards and gathers it
-as the others, and reduces nothing of it. With
+as the others, and reduces nothing of it. A number (a parameter without dims) can't be cut: it is
+whole on every rank, and its gradient is summed as without ZeRO. With
 precision "bf16" the shards are fp32, what is gathered is cast, and gradients are summed in
 fp32, over microbatches as over ranks. With the optimizer on the host, that is where the
 shards rest: they are copied up to be gathered, and their gradients down once reduced.
@@ -73,7 +74,9 @@ def shard_stage(
     cut = [axis.name for axis in split_axes() if mesh.size(axis.name) > 1]
     if len(cut) > 1:
         raise LayoutError(f"ZeRO goes with one axis that cuts parameters, not {' and '.join(cut)}")
-    ignored = set() if zero_stage == 3 else {p for p in stage.parameters() if not p.requires_grad}
+    _refuse_dtypes(stage)
+    _make_contiguous(stage)
+    ignored = {p for p in stage.parameters() if not can_shard(p, zero_stage)}
     for axis in cut:
         _as_dtensors(stage, device_mesh[axis], axis, placements, ignored)
     data_mesh = device_mesh["shards"]
@@ -98,6 +101,8 @@ def shard_stage(
     # Blocks first: a parameter belongs to the innermost unit around it, so the unit of the stage
     # gets only what several blocks share.
     for block in stage.blocks:
+        assert isinstance(block, BlockModule)
+        block.frees_params = zero_stage == 3
         fully_shard(block, mesh=data_mesh, reshard_after_forward=zero_stage == 3, **policies)
     fully_shard(stage, mesh=data_mesh, reshard_after_forward=False, **policies)
     shards_on = torch.device("cpu") if on_host else mesh.device
@@ -114,6 +119,37 @@ def shard_stage(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def can_shard(param: Tensor, zero_stage: int) -> bool:
+    """Whether ZeRO shards a parameter."""
+    return param.dim() > 0 and (param.requires_grad or zero_stage == 3)
+
+
+def _refuse_dtypes(stage: StageModule) -> None:
+    """Raise LayoutError where a unit has parameters of several dtypes: it is gathered as one."""
+    for module in (*stage.blocks, stage):
+        own = {
+            param.dtype: name
+            for name, param in module.named_parameters(recurse=module is not stage)
+            if param.requires_grad and param.dim()
+        }
+        if len(own) > 1:
+            found = " and ".join(f"{name} {dtype}" for dtype, name in own.items())
+            raise LayoutError(
+                f"ZeRO gathers the parameters of a block together, and those of a block have "
+                f"several dtypes ({found}); give them one dtype, plan with precision bf16, or "
+                "search with `zero` 0"
+            )
+
+
+def _make_contiguous(stage: StageModule) -> None:
+    """Lay parameters out in the order of their dims, as FSDP2 needs them."""
+    for module in stage.modules():
+        for name, param in module._parameters.items():
+            if param is not None and not param.is_contiguous():
+                made = nn.Parameter(param.detach().contiguous(), param.requires_grad)
+                module._parameters[name] = made
 
 
 def _apply_to_shards(stage: nn.Module, function: Callable[[Tensor], Tensor]) -> None:

@@ -62,21 +62,21 @@ class TrainedParams:
         self._owners, self._placements, self._sharded = owners, placements, sharded
         self._buckets: dict[int, GradBuckets] = {}
         group = mesh.group("data")
-        if group is not None and not sharded:
-            self._buckets = {
-                index: GradBuckets(list(owner.named_params().values()), group)
-                for index, owner in owners.items()
-            }
-        self._unbucketed = [
-            param
-            for index, owner in owners.items()
-            for param in owner.named_params().values()
-            if index not in self._buckets
-        ]
+        self._unbucketed: list[nn.Parameter] = []
+        for index, owner in owners.items():
+            params = list(owner.named_params().values())
+            summed = [p for p in params if not self._is_shard(p)] if group is not None else []
+            if group is not None and summed:
+                self._buckets[index] = GradBuckets(summed, group)
+            self._unbucketed += params if group is None else filter(self._is_shard, params)
         self._tied = tied_copies(graph, plan, mesh, owners)
         self._host = host
         self._updates: HostUpdates | None = None
         self._whole: WholeParams | None = None
+
+    def _is_shard(self, param: nn.Parameter) -> bool:
+        """Whether FSDP2 holds it: not what can't be cut (`planner.runtime.state.zero`)."""
+        return self._sharded and isinstance(param, DTensor)
 
     def by_name(self) -> dict[str, list[nn.Parameter]]:
         """Return what has the gradients, by the user's names; several where stages share one."""
@@ -173,12 +173,11 @@ class TrainedParams:
         """Yield parameters with the share of each that counts for the gradient's norm."""
         metas = {meta.fqn: meta for meta in self._graph.params}
         users = stage_params(self._graph, self._plan)
-        replicas = self._mesh.size("copies" if self._sharded else "data")
         for index, owner in self._owners.items():
             for fqn, param in owner.named_params().items():
                 name = metas[fqn].name
                 is_first_copy = not any(name in names for names in users[:index])
-                copies = replicas
+                copies = self._mesh.size("copies" if self._is_shard(param) else "data")
                 for axis in split_axes():
                     is_piece = isinstance(self._placements[name][axis.name], Shard)
                     # Whole on the axis: each of its ranks has the same gradient.

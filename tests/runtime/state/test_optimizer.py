@@ -115,6 +115,25 @@ def hooked_on(param: nn.Parameter) -> torch.optim.Optimizer:
     return optimizer
 
 
+class ById(torch.optim.SGD):
+    """Has something of each parameter beside its groups: by itself, or by its id."""
+
+    def __init__(self, params, key) -> None:
+        params = list(params)
+        super().__init__(params, lr=0.1)
+        self.scales = [{key(param): 2.0} for param in params]
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [(id, r"id\(\) of the parameter weight"), (lambda param: param, "the parameter weight")],
+)
+def test_what_stands_beside_the_groups_can_not_be_replaced(key, says):
+    module = network()
+    with pytest.raises(ModelError, match=f"ById has {says} beside its param groups"):
+        build_optimizer(ById(module.parameters(), key), module, held_of(module, "weight", "bias"))
+
+
 def test_state_made_before_is_of_the_pieces_size():
     module = network()
     given = torch.optim.Adagrad(module.parameters(), initial_accumulator_value=0.25)

@@ -42,6 +42,14 @@ class Named(torch.optim.Optimizer):
                         update = grad - grad.mean(0) if min(grad.shape) >= 128 else grad
                     case "clip":
                         update = grad / torch.stack([g.norm() for g in grads]).norm()
+                    case "limit":  # far above the gradients that a trial begins with
+                        norm = torch.stack([g.norm() for g in grads]).norm()
+                        update = grad * (1e5 / norm).clamp(max=1)
+                    case "spike":  # leaves out a step of large gradients
+                        norm = torch.stack([g.norm() for g in grads]).norm()
+                        update = grad if norm < 1e3 else torch.zeros_like(grad)
+                    case "place":
+                        update = grad / (1 + [g is grad for g in grads].index(True))
                     case "noise":
                         update = grad + torch.randn_like(grad)
                     case "share":
@@ -50,6 +58,18 @@ class Named(torch.optim.Optimizer):
                     case "matrices":
                         update = grad @ grad.T @ grad
                 param.sub_(update, alpha=group["lr"])
+
+
+class ByName(torch.optim.SGD):
+    """Goes by the names in its groups."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for name, param in zip(group["param_names"], group["params"], strict=True):
+                if "norm" in name:
+                    param.grad.mul_(0.1)
+        return super().step(closure)
 
 
 class Wrapped(torch.optim.Optimizer):
@@ -112,6 +132,10 @@ def test_every_optimizer_of_torch_has_a_reach():
         (lambda p: Named(p, "large"), "tensor"),
         (lambda p: Named(p, "matrices"), "tensor"),
         (lambda p: Named(p, "clip"), "model"),
+        (lambda p: Named(p, "limit"), "model"),
+        (lambda p: Named(p, "spike"), "model"),
+        (lambda p: Named(p, "place"), "model"),
+        (lambda p: ByName([("norm", *p)]), "element"),
     ],
 )
 def test_what_an_update_reads_is_measured(make, expected):

@@ -115,3 +115,14 @@ def test_a_state_made_before_is_of_the_wholes_size():
     made.take_over(optimizer)
     assert list(optimizer.state) == [value]
     assert torch.equal(optimizer.state[value]["sum"], torch.full((4, 2), 0.25))
+
+
+@pytest.mark.usefixtures("gathered")
+def test_names_in_groups_go_with_the_wholes():
+    mesh = Parts({"tp": 2}, {"tp": 0})
+    parts = pieces(0, 8, 4, 4, 2)
+    optimizer = torch.optim.AdamW([(fqn, piece) for fqn, piece, _, _ in parts])
+    WholeParams(parts, mesh, sharded=False).take_over(optimizer)
+    (group,) = optimizer.param_groups
+    assert group["param_names"] == ["w0", "w3"]
+    assert [len(param) for param in group["params"]] == [8, 2]

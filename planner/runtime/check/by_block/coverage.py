@@ -59,7 +59,7 @@ def check_coverage(graph: ModelGraph, plan: Plan, held: Held) -> Iterator[str]:
 def _shards(meta: TensorMeta, plan: Plan, stage: int) -> int:
     """Into how many parts ZeRO cuts a tensor of a stage."""
     is_trained = meta.kind == "param" and (meta.requires_grad or plan.zero_stage == 3)
-    return Replication.of(plan, stage).shards if is_trained else 1
+    return Replication.of(plan, stage).shards if is_trained and meta.shape else 1
 
 
 def _check_names(

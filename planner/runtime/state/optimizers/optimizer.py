@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,11 +52,11 @@ def read_beyond_elements(
     found: list[nn.Parameter] = []
     for group, reach in zip(optimizer.param_groups, reaches(optimizer), strict=True):
         if reach == "model" and (is_cut or is_spread):
+            sizes = ", ".join(f"`{axis.name}` 1" for axis in split_axes())
             raise ModelError(
-                f"{type(optimizer).__name__} updates a parameter by the gradients of others, and "
-                "the plan gives each rank a part of the model; use another optimizer, or search "
-                f"with `pp` 1, {', '.join(f'`{axis.name}` 1' for axis in split_axes())} and "
-                "`zero` 0"
+                f"{type(optimizer).__name__} updates a parameter by the gradients of others or by "
+                "its place among them, and the plan gives each rank a part of the model; use "
+                f"another optimizer, or search with `pp` 1, {sizes} and `zero` 0"
             )
         if reach is None and is_cut:
             warnings.warn(
@@ -131,6 +131,7 @@ def _take_over(
     if any(_has_stepped(state) for state in optimizer.state.values()):
         raise ModelError("the optimizer has stepped already; apply the plan before training")
     names = {id(p): fqn for fqn, p in module.named_parameters()}
+    _refuse_references(optimizer, names)
     for group in optimizer.param_groups:
         stand_ins = []
         for param in group["params"]:
@@ -145,6 +146,41 @@ def _take_over(
         group["params"] = [copy for _, copy in stand_ins]
         if "param_names" in group:
             group["param_names"] = [fqn for fqn, _ in stand_ins]
+
+
+def _refuse_references(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    """Refuse an optimizer with the model's parameters, or their ids, beside its param groups."""
+    known = {id(optimizer), id(optimizer.state), id(optimizer.param_groups)}
+    known |= {id(part) for group in optimizer.param_groups for part in (group, group["params"])}
+    found = next(_references(vars(optimizer), names, known, _DEPTH), None)
+    if found is not None:
+        name = type(optimizer).__name__
+        raise ModelError(
+            f"{name} has {found} beside its param groups, where the engine can't put what it "
+            f"trains in its place; give a function: optimizer=lambda params: {name}(params, ...)"
+        )
+
+
+_DEPTH = 4
+"""So far into containers and optimizers, parameters are looked for."""
+
+
+def _references(value: Any, names: Mapping[int, str], known: set[int], depth: int) -> Iterator[str]:
+    """Yield what stands for a parameter of the model inside of an attribute of an optimizer."""
+    if isinstance(value, Tensor) and id(value) in names:
+        yield f"the parameter {names[id(value)]}"
+    elif type(value) is int and value in names:
+        yield f"id() of the parameter {names[value]}"
+    if not depth or id(value) in known:
+        return
+    known.add(id(value))
+    if isinstance(value, torch.optim.Optimizer):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from _references(item, names, known, depth - 1)
 
 
 def _has_stepped(state: Mapping[str, Any]) -> bool:

@@ -3,7 +3,8 @@
     reach       the update of an element reads         for example
     "element"   its own gradients and state            SGD, Adam, Adagrad
     "tensor"    others of its parameter                Muon, Adafactor, Shampoo, LAMB
-    "model"     other parameters                       Prodigy, a clip inside the optimizer
+    "model"     other parameters, or its place among   Prodigy, a clip inside the optimizer
+                them
 
 A rank may hold a piece of a parameter, or of the model. An "element" optimizer does the same on
 pieces; for a "tensor" one parameters are made whole (`whole_params`); a "model" one is right only
@@ -33,6 +34,12 @@ matrix whole from a size of 128 on, or filters in another way than matrices.
 """
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings of how an update is computed, not which it is: the plainest way takes any dtype."""
+_BESIDE = 1e4
+"""How much larger the other parameter's gradients are: a limit on a norm (a clip, a step that is
+left out) holds for one of the two cases, whatever it is.
+"""
+_DECADES = 6
+"""Gradients of the trial beside another parameter are from 10**-6 to 10**6 times as large."""
 _LR = 0.05
 """A schedule may begin at 0, where all optimizers agree."""
 _ROUNDING = 1e-9
@@ -106,7 +113,8 @@ def _reach(optimizer: torch.optim.Optimizer, at: int) -> Reach | None:
         # Opposite corners: what each reads of the others is not the same.
         corners = [_quarters(tensor)[::3] for tensor in (first, whole[0][None])]
         try:
-            beside = _trained(optimizer, at, [first, second], seed=1)[:1]
+            # Behind the other one: an update may go by a parameter's place in its group.
+            beside = _trained(optimizer, at, [second, first], seed=1)[1:]
             apart = [_trained(optimizer, at, [corner])[0][None] for corner in corners[0]]
         except _TrialError:
             return "tensor"
@@ -117,15 +125,33 @@ def _reach(optimizer: torch.optim.Optimizer, at: int) -> Reach | None:
                     "rank: replicas would drift apart; use an optimizer that draws none"
                 )
             return "model"
+        if not _agree(*_far_apart(optimizer, at, first, second)):
+            return "model"
         if not _agree(corners[1], apart):
             return "tensor"
         reach = "element"
     return reach
 
 
+def _far_apart(
+    optimizer: torch.optim.Optimizer, at: int, first: Tensor, second: Tensor
+) -> tuple[Update, Update]:
+    """Updates of a parameter alone and behind another, with gradients of many sizes."""
+    steps = len(first) - 1
+    sizes = 10.0 ** torch.linspace(-_DECADES, _DECADES, steps).roll(steps // 2).double()
+    scale = torch.cat([torch.ones(1), sizes]).view(-1, *[1] * (first.dim() - 1))
+    larger = torch.cat([second[:1], second[1:] * scale[1:] * _BESIDE])
+    try:
+        alone = _trained(optimizer, at, [first * scale])
+        return alone, _trained(optimizer, at, [larger, first * scale])[1:]
+    except _TrialError:  # of such sizes it can't be said
+        return [], []
+
+
 def _agree(ones: Update, others: Update) -> bool:
     def is_close(left: Tensor, other: Tensor) -> bool:
-        return torch.allclose(left, other, rtol=_ROUNDING, atol=_ROUNDING * _LR)
+        atol = _ROUNDING * _LR
+        return torch.allclose(left, other, rtol=_ROUNDING, atol=atol, equal_nan=True)
 
     return all(is_close(left, other) for left, other in zip(ones, others, strict=True))
 
@@ -178,7 +204,8 @@ def _copy(
     probe.__dict__.update({k: copy.deepcopy(v, memo) for k, v in attributes.items()})
     for number, group in enumerate(probe.param_groups):
         group["params"] = params if number == at else []
-        group.pop("param_names", None)
+        if "param_names" in group:  # a rule by names is measured with the first of them
+            group["param_names"] = group["param_names"][:1] * len(group["params"])
         group.update({k: False for k in _HOW if k in group})
         if group.get("lr") is not None:
             group["lr"] = _LR

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from math import prod
 
 import torch
@@ -70,7 +71,8 @@ class WholeParams:
         self.params: list[CutParam] = []
         loads: dict[tuple[str, ...], dict[int, int]] = defaultdict(lambda: defaultdict(int))
         for fqn, piece, holding, placements in pieces:
-            axes = cutting_axes(placements, mesh, sharded=sharded)
+            is_shard = sharded and isinstance(piece, DTensor)
+            axes = cutting_axes(placements, mesh, sharded=is_shard)
             if not axes:
                 continue
             sizes = [mesh.size(axis) for axis in axes]
@@ -99,16 +101,19 @@ class WholeParams:
         """
         by_piece = {id(param.piece): param for param in self.params}
         for group in optimizer.param_groups:
-            kept = []
-            for held in group["params"]:
+            kept, names = [], []
+            for held, name in zip_longest(group["params"], group.get("param_names", ())):
                 param = by_piece.get(id(held))
                 state = optimizer.state.pop(held, None) if param is not None else None
                 value = held if param is None else param.value
                 if value is not None:
                     kept.append(value)
+                    names.append(name)
                     if state:
                         optimizer.state[value] = fresh_state(state, held, value)
             group["params"] = kept
+            if "param_names" in group:
+                group["param_names"] = names
 
     @torch.no_grad()
     def refresh(self) -> None:

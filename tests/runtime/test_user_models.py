@@ -1,0 +1,142 @@
+"""Odd but realistic models train under dp, tp, pp and ZeRO as in one process: five steps, fp64."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import planner
+from planner.errors import LayoutError
+from planner.graph.batch import call_with_batch, loss_of
+from planner.plan import Plan
+from planner.plan.defaults import default_plan
+from tests.captures import capture_module
+from tests.runtime.scenarios import gap_to_largest
+from tests.spawn import run_ranks
+from tests.user_models import USER_MODELS, Stack, batch
+
+STEPS = 5
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp": {"dp": 2},
+    "tp": {"tp": 2},
+    "pp": {"pp": 2},
+    "zero 1": {"dp": 2, "zero_stage": 1},
+    "zero 2": {"dp": 2, "zero_stage": 2},
+    "zero 3": {"dp": 2, "zero_stage": 3},
+}
+QUICK = [
+    ("dict of losses", "pp"),
+    ("shared", "pp"),
+    ("numbers", "zero 1"),
+    ("numbers", "zero 3"),
+    ("not contiguous", "zero 2"),
+    ("checkpointed", "tp"),
+    ("an optimizer that goes by names", "zero 1"),
+]
+
+
+def built(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return USER_MODELS[name].build()
+
+
+def plan_of(name: str, layout: str) -> Plan:
+    options = LAYOUTS[layout]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        graph = capture_module(
+            built(name), batch(2), batch(3), loss=USER_MODELS[name].loss, name=name
+        )
+        size = 2 // options.get("dp", 1)
+        return default_plan(graph, num_microbatches=4, microbatch_size=size, **options)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def train(cases: list[tuple[str, Plan]]) -> list[tuple[float, float]]:
+    """How far losses and parameters are from one process, on this rank."""
+    torch.set_default_dtype(torch.float64)
+    return [_train(name, plan) for name, plan in cases]
+
+
+def _train(name: str, plan: Plan) -> tuple[float, float]:
+    user, module, alone = USER_MODELS[name], built(name), built(name)
+    given, optimizer = user.optimizer(module), user.optimizer(alone)
+    schedules = [user.schedule(each) for each in (given, optimizer) if user.schedule]
+    engine = planner.apply(
+        plan, module, optimizer=given, loss=user.loss, scheduler=schedules[0] if schedules else None
+    )
+    loss_gap = 0.0
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        data = batch(plan.global_batch)
+        found = engine.step({key: value.clone() for key, value in data.items()})
+        optimizer.zero_grad()
+        expected = loss_of(call_with_batch(alone, data), data, user.loss)
+        expected.backward()
+        optimizer.step()
+        for schedule in schedules[1:]:
+            schedule.step()
+        loss_gap = max(loss_gap, abs(found.item() - expected.item()) / abs(expected.item()))
+    named = {n: p.detach() for n, p in alone.named_parameters()}
+    return loss_gap, gap_to_largest(engine.full_state_dict(), named)
+
+
+def _check(cases: list[tuple[str, str]]) -> None:
+    plans = [(name, plan_of(name, layout)) for name, layout in cases]
+    for case, found in zip(cases, zip(*run_ranks(train, 2, plans), strict=True), strict=True):
+        assert max(max(gaps) for gaps in found) < 1e-10, (case, found)
+
+
+def test_the_most_telling_of_them():
+    _check(QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", USER_MODELS)
+def test_each_under_every_layout(name):
+    """But for blocks that share a parameter and cut it in two ways, which are refused."""
+    _check([(name, layout) for layout in LAYOUTS if (name, layout) not in DISAGREEING])
+
+
+DISAGREEING = [("auxiliary losses", "tp"), ("shared", "tp"), ("own teacher", "tp")]
+"""`default_plan` looks at each block alone; a search holds such parameters alike."""
+
+
+class TwoDtypes(Stack):
+    """Norms of a wider dtype than the layers'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.float()
+        for layer in self.layers:
+            layer.norm.double()
+
+    def each(self, index, x):
+        layer = self.layers[index]
+        return x + layer.down(F.gelu(layer.up(layer.norm(x.double()).float())))
+
+
+def refused(plan: Plan) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            planner.apply(plan, TwoDtypes())
+        except LayoutError as error:
+            return str(error)
+    return ""
+
+
+def test_a_block_of_two_dtypes_is_refused_under_zero():
+    graph = capture_module(TwoDtypes(), *(
+        {k: v.float() for k, v in batch(size).items()} for size in (2, 3)
+    ))  # fmt: skip
+    plan = default_plan(graph, num_microbatches=1, microbatch_size=2, dp=2, zero_stage=1)
+    for message in run_ranks(refused, 2, plan):
+        assert "those of a block have several dtypes" in message
