@@ -191,7 +191,10 @@ class UserRule:
     def _count(self, call: Call, name: str) -> int:
         value = bind_arg(call.arg(self.places[name], name), 1)
         if type(value) is not int:
-            raise LayoutError(f"{name} of {self.target} is {value!r}, no count to be divided")
+            raise LayoutError(
+                f"{name} of {self.target} is {value!r}, no count to be divided; leave it out of "
+                "the rule's `divided`"
+            )
         return value
 
 
