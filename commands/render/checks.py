@@ -89,6 +89,16 @@ def describe_verification(report: VerifyReport) -> list[RenderableType]:
         verdict = (
             f"the same as one process: no difference is beyond {ROUNDINGS:.0f} times its rounding"
         )
+    elif report.is_undecided:
+        return [
+            table,
+            Text(
+                f"undecided: {worst.name} differs by {worst.relative:.2e} of the largest, more "
+                f"than the {report.tolerance:.0e} that is allowed, but one process differs from "
+                f"itself by {worst.rounding:.2e} there by rounding; rounding grows from step to step, so "
+                "verify with --steps 1"
+            ),
+        ]
     else:
         verdict = (
             f"NOT the same as one process: {worst.name} differs by {worst.relative:.2e}, "

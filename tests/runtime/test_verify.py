@@ -211,14 +211,22 @@ def test_what_two_runs_agree_on_by_chance_still_rounds():
 def test_rounding_beyond_the_tolerance_excuses_nothing():
     """N3: a reference that comes apart from itself by more than rounding does proves nothing."""
     expected = {"a": 1.0}
-    assert not _judge({"a": 1 + 1e-6}, expected, {"a": 1 + 1e-5}).passed
+    report = _judge({"a": 1 + 1e-6}, expected, {"a": 1 + 1e-5})
+    assert not report.passed
+    assert report.is_undecided
+    assert "undecided: a differs by 1.00e-06" in _shown(report)
+    assert not _judge({"a": 1 + 1e-4}, expected, {"a": 1 + 1e-5}).is_undecided
+
+
+def _shown(report: VerifyReport) -> str:
+    console = Console(width=120, file=StringIO())
+    console.print(*describe_verification(report))
+    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_report_shows_the_rounding_beside_each_difference():
     report = _judge({"a": 1.0, "b": 1e-6}, {"a": 1.0, "b": 1.1e-6})
-    console = Console(width=120, file=StringIO())
-    console.print(*describe_verification(report))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = _shown(report)
     assert re.search(r"gradient +│ 1\.00e-07 +│ 2\.22e-19 +│ 4\.5e\+11 +│ b ", text)
     assert "NOT the same as one process: b differs by 1.00e-07" in text
     assert "buffer" not in text.split("difference: the worst")[0]
