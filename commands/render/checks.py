@@ -95,8 +95,8 @@ def describe_verification(report: VerifyReport) -> list[RenderableType]:
             Text(
                 f"undecided: {worst.name} differs by {worst.relative:.2e} of the largest, more "
                 f"than the {report.tolerance:.0e} that is allowed, but one process differs from "
-                f"itself by {worst.rounding:.2e} there by rounding; rounding grows from step to step, so "
-                "verify with --steps 1"
+                f"itself by {worst.rounding:.2e} there by rounding; rounding grows from step to "
+                "step, so verify with --steps 1"
             ),
         ]
     else:
