@@ -7,7 +7,9 @@ estimate for the runtime (`costmodel.uncertainty`) that knows all other sources 
 width is from their mean errors, of runs of the same kind. Four out of five of the source's runs
 should lie in it. Rates are those shipped, which were fitted to many of the sources (`fitted`), so
 that of these more lie in it than of runs that nobody has seen. Stalled runs and those with tp over
-nodes are left out. `--write` writes each runtime's mean errors into its record.
+nodes are left out. `--memory` prints the same of memory, by `costmodel.uncertainty.memory_interval`
+with the errors that the records have: too few sources print memory to leave one out. `--write`
+writes each runtime's mean errors, of steps and of memory, into its record.
 """
 
 from __future__ import annotations
@@ -16,16 +18,22 @@ import argparse
 import json
 import sys
 from collections import defaultdict
+from dataclasses import dataclass
 from math import exp, log1p
 from pathlib import Path
 
 import numpy as np
 from accuracy import Case, estimated_errors, load_cases, stalls
+from accuracy_configured import as_configured
 
 from costmodel.execution import execution_names
 from costmodel.execution.execution import DATA, RunKind, residuals_of_runs
-from costmodel.uncertainty import Z, sigma_of
+from costmodel.table.rows.row_files import read_rows
+from costmodel.table.rows.row_plan import RowPrices
+from costmodel.table.rows.rows import run_of
+from costmodel.uncertainty import Z, memory_interval, sigma_of
 from planner.errors import PlannerError
+from planner.units import GIB
 from profiles.devices import device_file, device_names
 
 DEFAULT_FOLDER = Path(__file__).resolve().parents[2] / "shared/data/published"
@@ -43,6 +51,19 @@ WIDEST_TP = 8
 
 LEAST_ROWS = 3
 """Rows of a source whose mean error says something of the next source's."""
+
+MEMORY_SOURCES = {
+    "zb_t4": "measured.csv",
+    "zb_t6": "measured.csv",
+    "simumax_b200": "measured.csv",
+    "moecp_ao": "moe_cp.csv",
+    "ultrascale_playbook": "ultrascale_playbook.csv",
+}
+"""Sources that print memory and all of what a run does, and their tables. Others leave out the
+sequence's length, recomputation or sharding, or print what the whole device holds."""
+
+MOST_MEMORY_ROWS = 60
+"""Rows of a source whose memory is walked, evenly spaced: a walk takes a tenth of a second."""
 
 Group = tuple[str, str, RunKind]
 """Source, runtime and kind of its runs."""
@@ -101,6 +122,81 @@ def table(groups: dict[Group, np.ndarray]) -> list[dict[str, str | int | float |
     return lines
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRun:
+    """A run whose memory is published, beside its estimate."""
+
+    source: str
+    """Where it is published."""
+    runtime: str
+    """Name of the record it is priced with."""
+    error: float
+    """Relative: of live tensors where the source prints these, else of what is held."""
+    holds: bool
+    """Whether the measured bytes lie in the interval; of live tensors with the allocator's share
+    as estimated on both sides."""
+
+
+def memory_runs(folder: Path) -> list[MemoryRun]:
+    """Return the runs that print their memory, each beside its estimate."""
+    prices, found = RowPrices(), []
+    for source, name in MEMORY_SOURCES.items():
+        rows = [
+            row
+            for row in map(as_configured, read_rows(folder / name))
+            if row["source_id"] == source and row["peak_mem_gib"]
+        ]
+        for row in rows[:: -(-len(rows) // MOST_MEMORY_ROWS)]:
+            try:
+                run, profile, rates = run_of(row)
+                memory = prices.estimate(run, profile, rates).memory
+            except PlannerError:
+                continue
+            fullest = max(memory, key=lambda parts: float(parts.total))
+            tensors = float(fullest.tensor_bytes)
+            held = tensors + float(fullest.allocator_bytes)
+            measured = float(row["peak_mem_gib"]) * GIB
+            if "max allocated" in row["notes"].lower():
+                measured *= held / tensors
+            interval = memory_interval(fullest, profile, run.stack)
+            context = float(fullest.context_bytes)
+            found.append(
+                MemoryRun(
+                    source=source,
+                    runtime=run.stack.name,
+                    error=held / measured - 1,
+                    holds=interval.holds(measured + context),
+                )
+            )
+    return found
+
+
+def print_memory(runs: list[MemoryRun]) -> None:
+    """Print how far memory is off, and how often its interval holds it."""
+    print(f"{'source':24}{'runtime':24}{'rows':>5}{'error':>8}{'held':>8}")
+    for source, runtime in dict.fromkeys((run.source, run.runtime) for run in runs):
+        mine = [run for run in runs if (run.source, run.runtime) == (source, runtime)]
+        error = 100 * np.mean([abs(run.error) for run in mine])
+        held = 100 * np.mean([run.holds for run in mine])
+        print(f"{source:24}{runtime:24}{len(mine):5}{error:7.1f}%{held:7.0f}%")
+    print(f"all: {100 * np.mean([run.holds for run in runs]):.0f}% of {len(runs)} runs")
+
+
+def write_memory_residuals(runs: list[MemoryRun]) -> None:
+    """Write the mean errors of each runtime's memory into its record, but ours: dry runs tell."""
+    for name in {run.runtime for run in runs}:
+        found: dict[str, list[float]] = {}
+        for run in runs:
+            if run.runtime == name:
+                found.setdefault(run.source, []).append(abs(run.error))
+        path = DATA / f"{name}.json"
+        record = json.loads(path.read_text(encoding="utf-8"))
+        record["memory_residuals"] = {
+            source: round(float(np.mean(errors)), 4) for source, errors in sorted(found.items())
+        }
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
 def write_residuals(groups: dict[Group, np.ndarray]) -> None:
     """Write the mean errors of each runtime's runs into its record."""
     for name in execution_names():
@@ -120,8 +216,16 @@ def main() -> int:
     parser.add_argument("folder", nargs="?", type=Path, default=DEFAULT_FOLDER)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--write", action="store_true", help="write mean errors into records")
+    parser.add_argument("--memory", action="store_true", help="of memory, not of steps")
     options = parser.parse_args()
     try:
+        if options.memory or options.write:
+            runs = memory_runs(options.folder)
+            if options.write:
+                write_memory_residuals(runs)
+            if options.memory:
+                print_memory(runs)
+                return 0
         groups = priced_groups(options.folder)
     except (OSError, PlannerError) as error:
         print(error, file=sys.stderr)

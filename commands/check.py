@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.render.console import begin_stage, show_note
+from commands.common.options import JsonOption
+from commands.render.console import begin_stage, show_json, show_note
 from planner.errors import PlannerError
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ def check(
         ),
     ] = "",
     gpu: Annotated[str, typer.Option(help="The device that is priced.")] = "H100",
+    as_json: JsonOption = False,
 ) -> int:
     """Check Megatron-style flags by every rule; price them.
 
@@ -56,11 +59,9 @@ def check(
         print(f"planner: {rule}", file=sys.stderr)
     if broken:
         return 2
-    _show_price(row_of(run, columns, model, gpu))
     unknown = ", ".join(f"--{name}" for name in dict.fromkeys(run.flags.unknown))
-    show_note(f"not checked, of no part in the price: {unknown}" if unknown else "")
-    for note in unpriced(run):
-        show_note(note)
+    notes = [f"not checked, of no part in the price: {unknown}"] if unknown else []
+    _show_price(row_of(run, columns, model, gpu), [*notes, *unpriced(run)], as_json=as_json)
     return 0
 
 
@@ -205,16 +206,31 @@ def _zero_stage(run: Run) -> int:
     return int(run.has("use-distributed-optimizer"))
 
 
-def _show_price(row: dict[str, Any]) -> None:
+def _show_price(row: dict[str, Any], notes: list[str], *, as_json: bool) -> None:
     from costmodel.table.rows.rows import machine_of, predict_row
     from costmodel.uncertainty import COVERAGE, row_interval
-    from planner.units import format_seconds
+    from planner.units import GIB, format_seconds
 
     begin_stage("pricing the flags")
     predicted = predict_row({name: str(value) for name, value in row.items()})
     profile, _, _ = machine_of(row)
     step_s = predicted["predicted_step_time_s"]
     interval = row_interval(step_s, profile)
+    if predicted["assumed"]:
+        notes = [f"assumed: {predicted['assumed']}", *notes]
+    if as_json:
+        show_json(
+            {
+                "step_s": step_s,
+                "interval": asdict(interval),
+                "peak_tensor_bytes": round(predicted["predicted_peak_mem_gib"] * GIB),
+                "fits": predicted["predicted_fits"],
+                "tokens_per_s_per_device": predicted["predicted_tokens_per_s_per_gpu"],
+                "notes": notes,
+                "row": row,
+            }
+        )
+        return
     print("no rule is broken")
     print(
         f"step time  {format_seconds(step_s)}, in {COVERAGE:.0%} of cases within "
@@ -226,4 +242,5 @@ def _show_price(row: dict[str, Any]) -> None:
         f"fits: {predicted['predicted_fits']}"
     )
     print(f"tokens     {predicted['predicted_tokens_per_s_per_gpu']:,.0f} a second and device")
-    show_note(f"assumed: {predicted['assumed']}" if predicted["assumed"] else "")
+    for note in notes:
+        show_note(note)

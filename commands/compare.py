@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from commands.common.options import (
     ClusterOption,
+    JsonOption,
     ModelFile,
     PlanFile,
     ProfileOption,
@@ -18,9 +19,11 @@ from commands.common.options import (
 from commands.common.prediction import predict
 from commands.render.console import (
     check_writable,
+    show_json,
     show_note,
     show_progress,
     show_results,
+    show_written,
     write_trace,
 )
 from planner.errors import PlannerError
@@ -50,11 +53,13 @@ def compare(
             "one a copy among your profiles."
         ),
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Set the prediction beside a recorded run.
 
     Example: planner compare plan.json model.py run --calibrate
     """
+    from commands.render.data import run_data
     from commands.render.run import describe_run
     from costmodel.compare import as_rank_timelines, compare_run
     from planner.plan import OURS
@@ -71,16 +76,29 @@ def compare(
     predicted = predict(plan, model, profile, cluster=cluster, doing="simulating", execution=OURS)
     estimated = predicted.estimate
     show_note(predicted.note)
-    show_results(*describe_run(compare_run(estimated.timeline, estimated.step_s, measured)))
+    compared = compare_run(estimated.timeline, estimated.step_s, measured)
+    told = run_data(compared)
+    if not as_json:
+        show_results(*describe_run(compared))
     if calibrate:
-        _calibrate(predicted, measured, profile, out)
-    write_trace(trace, predicted=as_rank_timelines(estimated.timeline), measured=measured)
+        told["calibration"] = _calibrate(predicted, measured, profile, out, as_json=as_json)
+    if as_json:
+        show_json(told)
+    write_trace(
+        trace, as_json=as_json, predicted=as_rank_timelines(estimated.timeline), measured=measured
+    )
 
 
 def _calibrate(
-    predicted: Prediction, measured: Sequence[RankTimeline], name: str | None, out: Path | None
-) -> None:
+    predicted: Prediction,
+    measured: Sequence[RankTimeline],
+    name: str | None,
+    out: Path | None,
+    *,
+    as_json: bool,
+) -> dict[str, Any]:
     """Write the profile as the run corrects it, and say how much that changes."""
+    from commands.render.data import calibration_data
     from commands.render.profile import describe_calibration
     from costmodel.calibrate import calibrated
     from profiles import save_profile
@@ -91,10 +109,12 @@ def _calibrate(
         found = calibrated(profile, predicted.costs.graph, predicted.plan, measured)
     folder = out or calibrated_dir(name, profile)
     save_profile(found, folder)
-    show_results(*describe_calibration(found))
+    if not as_json:
+        show_results(*describe_calibration(found))
     if profile.source == "shipped":
         show_note(
             f"{profile.name} is shipped and stays as it is; your calibrated copy is used with "
             f"--profile {folder}"
         )
-    print(f"wrote {folder}")
+    show_written(f"wrote {folder}", as_json)
+    return calibration_data(found, folder)

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from commands.common.inputs import graph_of_plan
-from commands.render.console import show_progress, show_results
+from commands.common.options import JsonOption
+from commands.render.console import show_json, show_progress, show_results
 from planner.errors import PlannerError
 
 
@@ -42,6 +43,7 @@ def convert(
     shard_gb: Annotated[
         float, typer.Option(min=0.001, help="Largest shard of safetensors, in GB.")
     ] = 5.0,
+    as_json: JsonOption = False,
 ) -> None:
     """Convert a checkpoint to or from safetensors and others.
 
@@ -75,6 +77,17 @@ def convert(
             shard_bytes=int(shard_gb * 1e9),
             progress=progress,
         )
+    if as_json:
+        show_json(
+            {
+                "kind": done.kind,
+                "target": str(done.path),
+                "source": str(done.source),
+                "num_tensors": done.num_tensors,
+                "size_bytes": done.nbytes,
+            }
+        )
+        return
     show_results(
         f"{done.kind} {done.path}: {done.num_tensors} tensors, {format_bytes(done.nbytes)}, "
         f"from {done.source}"

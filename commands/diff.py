@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from commands.common.inputs import graph_of_plan
-from commands.common.options import PlanFile
-from commands.render.console import check_writable, show_results
+from commands.common.options import JsonOption, PlanFile
+from commands.render.console import check_writable, show_json, show_results
+from planner.files import write_atomically
 
 
 def diff(
@@ -23,7 +24,7 @@ def diff(
     patch: Annotated[
         Path | None, typer.Option(help="Also write a JSON patch (RFC 6902) from PLAN to OTHER.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not tables.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Say what two plans decide differently, and its cost.
 
@@ -39,8 +40,8 @@ def diff(
     graph = None if model is None else graph_of_plan(before, model)
     found = compared(before, after, graph)
     if patch is not None:
-        patch.write_text(json.dumps(patch_of(before, after), indent=1) + "\n")
+        write_atomically(patch, json.dumps(patch_of(before, after), indent=1) + "\n")
     if as_json:
-        print(json.dumps(as_data(found), indent=1))
+        show_json(as_data(found))
     else:
         show_results(*describe_difference(found))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from commands.render.console import show_progress, show_results
+from commands.common.options import JsonOption
+from commands.render.console import show_json, show_progress, show_results
 
 if TYPE_CHECKING:
     from planner.doctor import Finding
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+    as_json: JsonOption = False,
 ) -> int:
     """Check this machine, and say what to fix.
 
@@ -30,7 +28,7 @@ def doctor(
     with show_progress("checking") as progress:
         findings = [*diagnose(progress), *_profile_here()]
     if as_json:
-        print(json.dumps([finding.to_dict() for finding in findings], indent=1))
+        show_json({"findings": [finding.to_dict() for finding in findings]})
     else:
         show_results(*describe_findings(findings))
     return 1 if any(finding.state == "problem" for finding in findings) else 0

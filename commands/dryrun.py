@@ -7,20 +7,22 @@ from typing import Annotated
 import typer
 
 from commands.common.inputs import graph_of_plan
-from commands.common.options import ModelFile, PlanFile
-from commands.render.console import show_progress, show_results
+from commands.common.options import JsonOption, ModelFile, PlanFile
+from commands.render.console import show_json, show_progress, show_results
 
 
 def dryrun(
     plan: PlanFile,
     model: ModelFile,
     rank: Annotated[int, typer.Option(help="The rank to look at.")] = 0,
+    as_json: JsonOption = False,
 ) -> None:
     """Run one rank on fake tensors: its memory, job by job.
 
     Example: planner dryrun plan.json model.py --rank 3
     """
     from commands.render.checks import describe_dry_run
+    from commands.render.data import dry_run_data
     from planner.graph.model_file import load_model_file
     from planner.plan import load_plan
     from planner.runtime.check.dryrun import dry_run
@@ -31,4 +33,7 @@ def dryrun(
         graph = graph_of_plan(loaded, model)
         progress(0.5, f"running rank {rank} on fake tensors")
         run = dry_run(loaded, graph, load_model_file(model).build, rank=rank)
-    show_results(*describe_dry_run(run))
+    if as_json:
+        show_json(dry_run_data(run))
+    else:
+        show_results(*describe_dry_run(run))

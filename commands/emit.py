@@ -9,13 +9,14 @@ from typing import Annotated
 import typer
 
 from commands.common.inputs import graph_of_plan
-from commands.common.options import PlanFile
-from commands.render.console import check_writable, show_note
+from commands.common.options import JsonOption
+from commands.render.console import check_writable, show_json, show_note, show_written
 from commands.render.flags import with_flags
+from planner.files import write_atomically
 
 
 def emit(
-    plan: PlanFile,
+    plan: Annotated[Path | None, typer.Argument(help="A plan made by `planner search`.")] = None,
     model: Annotated[
         Path | None,
         typer.Argument(help="The model file, where cuts, placements or dtypes must be read."),
@@ -34,6 +35,7 @@ def emit(
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda. Default: as the plan's cluster.")
     ] = None,
+    as_json: JsonOption = False,
 ) -> int:
     """Write a plan for other systems, or as a launch script.
 
@@ -49,11 +51,16 @@ def emit(
 
     if device not in (None, "cpu", "cuda"):
         raise PlanError(f"`device` {device} was given; use cpu or cuda")
+    if to == "list" and as_json:
+        show_json({"systems": {name: EMITTERS[name].summary for name in sorted(EMITTERS)}})
+        return 0
     if to == "list":
         width = max(map(len, EMITTERS))
         for name in sorted(EMITTERS):
             print(f"{name:<{width}}  {EMITTERS[name].summary}")
         return 0
+    if plan is None:
+        raise PlanError(f"--to {to} writes a plan and none was given; give PLAN")
     emitter = find_emitter(to)
     loaded = load_plan(plan)
     view = PlanView(
@@ -74,11 +81,14 @@ def emit(
         check_writable(out / name, "the emitted file", given)
     for name, text in emitted.files.items():
         path = out / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        write_atomically(path, text)
         if text.startswith("#!"):
             path.chmod(path.stat().st_mode | 0o111)
-        print(f"wrote {path}")
+        show_written(f"wrote {path}", as_json)
     for note in emitted.notes:
         show_note(note)
+    if as_json:
+        files = [str(out / name) for name in emitted.files]
+        notes = [with_flags(note) for note in emitted.notes]
+        show_json({"system": emitter.name, "files": files, "notes": notes})
     return 0

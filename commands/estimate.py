@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from commands.common.long_run import LongRun
-from commands.common.options import RUNTIMES, ClipOption, ClusterOption, ProfileOption, spread
-from commands.common.prediction import interval_of, predict
-from commands.render.console import check_writable, show_note, show_progress, show_results
+from commands.common.options import (
+    RUNTIMES,
+    ClipOption,
+    ClusterOption,
+    JsonOption,
+    ProfileOption,
+    spread,
+)
+from commands.common.prediction import overview_of, predict
+from commands.render.console import (
+    check_writable,
+    show_json,
+    show_note,
+    show_progress,
+    show_results,
+)
 from planner.errors import PlannerError
+
+if TYPE_CHECKING:
+    from planner.plan import Plan
 
 
 @spread(LongRun)
@@ -33,6 +49,7 @@ def estimate(
     out: Annotated[
         Path | None, typer.Option(help="With --batch: the CSV to write, with predictions added.")
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Predict a plan's step time and memory, in parts.
 
@@ -40,7 +57,9 @@ def estimate(
     """
     if batch is not None or out is not None:
         if batch is None or out is None:
-            raise PlannerError("--batch and --out go together: --batch IN.csv --out OUT.csv")
+            raise PlannerError(
+                "--batch and --out go together; give both: --batch IN.csv --out OUT.csv"
+            )
         if plan is not None:
             raise PlannerError("give PLAN and MODEL, or --batch IN.csv --out OUT.csv, not both")
         if profile is not None or cluster is not None:
@@ -52,11 +71,12 @@ def estimate(
             )
         if long_run != LongRun():
             raise PlannerError("failures are of one run: give PLAN and MODEL, not --batch")
-        _estimate_rows(batch, out)
+        _estimate_rows(batch, out, as_json)
         return
     if plan is None or model is None:
         raise PlannerError("give PLAN and MODEL, or --batch IN.csv --out OUT.csv")
     failures = long_run.failures()
+    from commands.render.data import goodput_data
     from commands.render.goodput import describe_goodput
     from commands.render.plans.plan import describe_estimate
 
@@ -66,24 +86,38 @@ def estimate(
     )  # fmt: skip
     show_note(predicted.note)
     machine = predicted.costs.profile.name
-    told = predicted.estimate.to_dict()
-    told["relative_error"] = interval_of(predicted).relative
+    overview = overview_of(predicted)
+    told = predicted.estimate.to_dict() | overview.told()
     runtime = predicted.costs.execution.name
-    parts = describe_estimate(told, cluster=machine, execution=runtime)
+    found, num_nodes = None, _num_nodes(predicted.plan)
     if failures is not None:
         from costmodel.failures import goodput
 
-        num_nodes = -(-predicted.plan.world_size // predicted.plan.cluster.devices_per_node)
-        parts += describe_goodput(
-            goodput(failures, num_nodes), num_nodes=num_nodes, step_s=told["step_s"]
-        )
+        found = goodput(failures, num_nodes)
+    if as_json:
+        data = {"execution": runtime, "profile": machine, **overview.to_dict()}
+        if found is not None:
+            data["goodput"] = goodput_data(found, num_nodes=num_nodes, step_s=overview.step_s)
+        show_json(data)
+        return
+    parts = describe_estimate(told, predicted.plan.stages, cluster=machine, execution=runtime)
+    if found is not None:
+        parts += describe_goodput(found, num_nodes=num_nodes, step_s=told["step_s"])
     show_results(*parts)
 
 
-def _estimate_rows(source: Path, target: Path) -> None:
+def _num_nodes(plan: Plan) -> int:
+    return -(-plan.world_size // plan.cluster.devices_per_node)
+
+
+def _estimate_rows(source: Path, target: Path, as_json: bool) -> None:
     from costmodel.table.rows.row_files import estimate_file
 
     check_writable(target, "predictions", (source,))
     with show_progress("estimating"):
         num_rows, num_predicted = estimate_file(source, target)
+    if as_json:
+        counts = {"num_rows": num_rows, "num_predicted": num_predicted}
+        show_json({"rows_file": str(target), **counts})
+        return
     print(f"wrote {target}: {num_predicted} of {num_rows} rows predicted, the rest say why not")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from commands.common.options import DeviceOption, PlanFile, ProfileOption
+from commands.common.options import DeviceOption, JsonOption, PlanFile, PlansProfileOption
 from commands.common.replan import replanner
-from commands.render.console import show_note, show_results
+from commands.render.console import show_json, show_note, show_results
 from planner.errors import PlanError, ProfileError
 
 if TYPE_CHECKING:
@@ -57,7 +60,7 @@ def launch(
     on_oom: Annotated[
         str, typer.Option(help="With --keep, where memory is too small: stop, or replan.")
     ] = "stop",
-    profile: ProfileOption = None,
+    profile: PlansProfileOption = None,
     cluster: Annotated[
         Path | None,
         typer.Option(help="With --preflight: the cluster file that the plan was searched for."),
@@ -66,12 +69,10 @@ def launch(
         bool,
         typer.Option(
             "--preflight",
-            help="Only check all nodes, then end: with 0, or 2 if there are problems.",
+            help="Only check all nodes, then end: with 0, or 1 if there are problems.",
         ),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="With --preflight: print JSON, not a table.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> int:
     """Train: run a script on every rank of a plan.
 
@@ -80,8 +81,6 @@ def launch(
 
     Example: planner launch --keep ckpts plan.json train.py
     """
-    if as_json and not preflight:
-        raise PlanError("`as_json` prints what `preflight` finds; give both")
     if cluster is not None and not preflight:
         raise PlanError("`cluster` says what links `preflight` compares with; give both")
     if preflight:
@@ -117,17 +116,45 @@ def launch(
             replan=replanner(load_plan(plan), profile) if searches else None,
             replans_on_oom=on_oom == "replan",
         )
-    return launch_ranks(
-        plan,
-        script,
-        arguments or [],
-        device,
-        num_nodes=num_nodes,
-        rendezvous=rendezvous,
-        timeline=timeline,
-        devices=None if devices is None else _numbers(devices),
-        keeping=keeping,
-    )
+    began = time.monotonic()
+    with _stdout_to_stderr() if as_json else nullcontext():
+        code = launch_ranks(
+            plan,
+            script,
+            arguments or [],
+            device,
+            num_nodes=num_nodes,
+            rendezvous=rendezvous,
+            timeline=timeline,
+            devices=None if devices is None else _numbers(devices),
+            keeping=keeping,
+        )
+    if as_json:
+        show_json(
+            {
+                "plan_file": str(plan),
+                "script": str(script),
+                "exit_code": code,
+                "took_s": time.monotonic() - began,
+                "run_folder": None if timeline is None else str(timeline),
+                "checkpoint_folder": None if keep is None else str(keep),
+            }
+        )
+    return code
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Let ranks that start meanwhile print on stderr: stdout has a JSON document."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _preflight(
@@ -153,7 +180,7 @@ def _preflight(
     if report.is_first:
         show_note(note)
         if as_json:
-            print(json.dumps(report.to_dict(), indent=1))
+            show_json(report.to_dict())
         else:
             show_results(*describe_preflight(report))
             print("\n".join(problem_lines(report)))

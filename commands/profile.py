@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from commands.common.inputs import graph_of, parse_precision, parse_seconds
-from commands.common.options import DeviceOption
-from commands.render.console import show_progress, show_results
+from commands.common.options import DeviceOption, JsonOption
+from commands.render.console import show_json, show_progress, show_results, show_written
 from planner.errors import PlannerError
 
 
@@ -56,6 +56,7 @@ def profile(
     plots: Annotated[
         Path | None, typer.Option(help="With show: also write plots to this HTML file.")
     ] = None,
+    as_json: JsonOption = False,
 ) -> int:
     """Measure this machine, once; run again to resume.
 
@@ -65,12 +66,15 @@ def profile(
     Example: planner profile --budget 5m model.py
     """
     if check is not None:
-        return _check(check)
+        return _check(check, as_json)
     if models and str(models[0]) == "show":
         if len(models) != 2:
-            raise PlannerError("profile show takes one profile directory or shipped name")
-        return _show(str(models[1]), plots)
+            raise PlannerError(
+                "profile show prints one profile; give one directory or shipped name"
+            )
+        return _show(str(models[1]), plots, as_json)
     import profiles
+    from commands.render.data import profile_data
     from commands.render.profile import describe_profile
     from planner.nodes.launchers import started
 
@@ -86,12 +90,15 @@ def profile(
             gpus=gpus,
             grid=grid,
             compiled=compiled,
-            budget_s=parse_seconds(budget),
+            budget_s=parse_seconds(budget, "--budget"),
             progress=progress,
             num_nodes=num_nodes,
             rendezvous=rendezvous,
         )
     if measured is None:  # one of several processes that a launcher started; rank 0 tells
+        return 0
+    if as_json:
+        show_json(profile_data(measured, str(folder)))
         return 0
     show_results(describe_profile(measured)[0])
     print("\n".join(measured.file.findings), end="\n" * bool(measured.file.findings))
@@ -99,23 +106,30 @@ def profile(
     return 0
 
 
-def _check(folder: Path) -> int:
+def _check(folder: Path, as_json: bool) -> int:
     import profiles
 
     problems = profiles.check_profile(folder)
+    if as_json:
+        show_json({"profile_folder": str(folder), "problems": list(problems)})
+        return 1 if problems else 0
     print("\n".join(problems) or f"{folder} is a complete profile")
     return 1 if problems else 0
 
 
-def _show(name: str, plots: Path | None) -> int:
+def _show(name: str, plots: Path | None, as_json: bool) -> int:
     import profiles
+    from commands.render.data import profile_data
     from commands.render.profile import describe_profile, write_plots
 
     loaded = profiles.load_profile(name)
-    show_results(*describe_profile(loaded))
+    if as_json:
+        show_json(profile_data(loaded, name))
+    else:
+        show_results(*describe_profile(loaded))
     if plots is not None:
         write_plots(loaded, plots)
-        print(f"wrote {plots}")
+        show_written(f"wrote {plots}", as_json)
     return 0
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,11 +10,27 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commands.common.answering import answer_of, predict_result
-from commands.common.inputs import graph_of, parse_seconds, profile_named
-from commands.common.options import CHOICES, COMPARED, SEARCHING, ModelFile, spread
+from commands.common.inputs import graph_of, parse_price, parse_seconds, profile_named
+from commands.common.options import (
+    CHOICES,
+    COMPARED,
+    SEARCHING,
+    JsonOption,
+    ModelFile,
+    PriceOption,
+    spread,
+)
 from commands.common.question import Question, parse_choices, parse_counts
-from commands.render.console import check_writable, show_note, show_progress, show_results
+from commands.render.console import (
+    check_writable,
+    show_json,
+    show_note,
+    show_progress,
+    show_results,
+    show_written,
+)
 from planner.errors import PlannerError
+from planner.files import write_atomically
 from planner.units import format_seconds
 
 if TYPE_CHECKING:
@@ -47,7 +61,10 @@ def search(
     ] = None,
     solver: Annotated[
         str,
-        typer.Option(help="Of stage boundaries: dp, recursive or ilp.", rich_help_panel=SEARCHING),
+        typer.Option(
+            help="Of stage boundaries: dp, recursive or ilp; ilp also places ops inside blocks.",
+            rich_help_panel=SEARCHING,
+        ),
     ] = "dp",
     pareto: Annotated[
         Path | None,
@@ -61,12 +78,7 @@ def search(
             help="Compare these numbers of devices too, such as 2,4,8.", rich_help_panel=COMPARED
         ),
     ] = None,
-    price: Annotated[
-        float,
-        typer.Option(
-            min=0.0, help="Per device and hour: compare cost, too.", rich_help_panel=COMPARED
-        ),
-    ] = 0.0,
+    price: PriceOption = None,
     gap: Annotated[
         float,
         typer.Option(
@@ -100,17 +112,16 @@ def search(
             "--cache/--no-cache", help="Keep answers, and use kept ones.", rich_help_panel=SEARCHING
         ),
     ] = True,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print all of the answer as JSON, not a screen.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Find the fastest plan that fits, and write it.
 
     Example: planner search model.py --gpus 8 --global-batch 64
     """
+    from commands.render.data import refused_search
     from commands.render.plans.answer import as_data
     from commands.render.plans.search import describe_advice, describe_pareto
-    from planner.ops.called_modules import called_modules_messages
+    from planner.graph.called_modules import called_modules_messages
     from planner.ops.held_pairs import held_pairs_messages
     from planner.plan import OURS, save_plan
     from planner.plan.batch_statistics import cut_batch_messages
@@ -124,7 +135,7 @@ def search(
         forbid=parse_choices("--forbid", forbid or ()),
         solver=solver,
         max_gap=gap,
-        time_limit_s=parse_seconds(time_limit),
+        time_limit_s=parse_seconds(time_limit, "--time-limit"),
         num_best=measure or 1,
     )
     if measure is not None and request.execution != OURS:
@@ -136,8 +147,7 @@ def search(
     check_writable(pareto, "the Pareto set", (model, out))
     counts = parse_counts("--pareto-gpus", pareto_gpus, "numbers of devices, such as 2,4,8")
     sizes = parse_counts("--lengths", lengths, "lengths of sequences, such as 128,256,512")
-    if price == math.inf:
-        raise PlannerError("--price inf was given; it is money per device and hour, such as 2.50")
+    per_device_hour = parse_price(price)
     points: tuple[Point, ...] = ()
     left_out: list[str] = []
     profile, note = profile_named(question.profile, question.cluster)
@@ -156,20 +166,24 @@ def search(
                 graph, profile, request, result,
                 recapture=lambda precision: graph_of(model, precision), progress=progress,
             )  # fmt: skip
-        elif pareto or pareto_gpus or price:
+        elif pareto or pareto_gpus or per_device_hour:
             points = find_pareto(
-                graph, profile, request, num_devices=counts, price_per_device_hour=price,
+                graph, profile, request, num_devices=counts, price_per_device_hour=per_device_hour,
                 progress=progress,
                 leave_out=lambda count, why: left_out.append(f"--pareto-gpus {count}: {why}"),
             )  # fmt: skip
     if result.plan is None:
         limit = float(request.memory_limit_bytes or profile.memory_bytes)
-        show_results(*describe_advice(result, advice, limit))
+        if as_json:
+            show_json(refused_search(result, advice))
+        else:
+            show_results(*describe_advice(result, advice, limit))
         raise PlannerError(result.reasons[0])
     show_note(note)
     if device is not None:
         result, trials = _measured(model, graph, request, result, device)
-        show_results(trials)
+        if not as_json:
+            show_results(trials)
     assert result.plan is not None, "there is a plan, or its reasons were told"
     predicted = predict_result(graph, profile, request, result.plan)
     answer = answer_of(predicted, request, result, model=model, out=out, points=points)
@@ -183,12 +197,10 @@ def search(
         show_note(message)
     if as_json:
         front = [point.to_dict() for point in points]
-        print(json.dumps({**as_data(answer), "front": front}, indent=1))
+        show_json({"fits": True, **as_data(answer), "front": front})
     else:
         show_results(answer)
-    # Standard output has the answer alone where a program reads it.
-    say: Callable[[str], None] = show_note if as_json else print
-    say(f"wrote {out}")
+    show_written(f"wrote {out}", as_json)
     if request.meshes == "own" and request.tp is not None:
         show_note(
             f"--meshes own with --tp {request.tp}: every stage has this tp, so no meshes were "
@@ -199,9 +211,9 @@ def search(
     if points and not as_json:
         show_results(describe_pareto(points))
     if pareto:
-        pareto.parent.mkdir(parents=True, exist_ok=True)
-        pareto.write_text(json.dumps([point.to_dict() for point in points], indent=1) + "\n")
-        say(f"wrote {pareto}")
+        text = json.dumps([point.to_dict() for point in points], indent=1)
+        write_atomically(pareto, text + "\n")
+        show_written(f"wrote {pareto}", as_json)
 
 
 def _measured(

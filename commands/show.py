@@ -8,10 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commands.common.inputs import graph_of
-from commands.common.options import ClusterOption, PlanFile
+from commands.common.options import ClusterOption, JsonOption, PlanFile, PlansProfileOption
 from commands.common.prediction import Prediction, interval_of, predict
-from commands.render.console import check_writable, show_note, show_results
+from commands.render.console import (
+    check_writable,
+    show_json,
+    show_note,
+    show_results,
+    show_written,
+)
 from planner.errors import PlannerError
+from planner.files import write_atomically
 
 if TYPE_CHECKING:
     from planner.timeline import RankTimeline
@@ -30,30 +37,30 @@ def show(
         Path | None,
         typer.Option(help="With --html: a folder of `planner launch --timeline`, drawn beside."),
     ] = None,
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            help="With --html: shipped profile name or profile directory. Default: the plan's."
-        ),
-    ] = None,
+    profile: PlansProfileOption = None,
     cluster: ClusterOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Print what a plan decides and should cost, or draw it.
 
     Example: planner show plan.json model.py --html report.html
     """
     if html is not None:
-        _draw(plan, model, html, run=run, profile=profile, cluster=cluster)
+        _draw(plan, model, html, run=run, profile=profile, cluster=cluster, as_json=as_json)
         return
     for flag, given in (("--run", run), ("--profile", profile), ("--cluster", cluster)):
         if given is not None:
             raise PlannerError(f"{flag} {given} was given; it is for a report: give --html too")
+    from commands.render.data import plan_data
     from commands.render.plans.plan import describe_plan
     from planner.plan import load_plan
 
     loaded = load_plan(plan)
     graph = None if model is None else graph_of(model, loaded.precision)
-    show_results(*describe_plan(loaded, graph))
+    if as_json:
+        show_json(plan_data(plan, loaded))
+    else:
+        show_results(*describe_plan(loaded, graph))
 
 
 def _draw(
@@ -64,6 +71,7 @@ def _draw(
     run: Path | None,
     profile: str | None,
     cluster: Path | None,
+    as_json: bool,
 ) -> None:
     from commands.render.html.page import render_report
     from search.report.report_numbers import gather_report
@@ -87,9 +95,10 @@ def _draw(
         interval_of(predicted),
         measured=measured,
     )
-    html.parent.mkdir(parents=True, exist_ok=True)
-    html.write_text(render_report(numbers))
-    print(f"wrote {html}; open it in a browser")
+    write_atomically(html, render_report(numbers))
+    show_written(f"wrote {html}; open it in a browser", as_json)
+    if as_json:
+        show_json({"report_file": str(html), **numbers.overview.to_dict()})
 
 
 def _recorded(run: Path | None) -> tuple[RankTimeline, ...]:

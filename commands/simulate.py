@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from commands.common.options import ClusterOption, ModelFile, PlanFile, ProfileOption, TraceOption
+from commands.common.options import (
+    ClusterOption,
+    JsonOption,
+    ModelFile,
+    PlanFile,
+    ProfileOption,
+    TraceOption,
+)
 from commands.common.prediction import predict
-from commands.render.console import check_writable, show_note, show_results, write_trace
+from commands.render.console import (
+    check_writable,
+    show_json,
+    show_note,
+    show_results,
+    write_trace,
+)
 
 
 def simulate(
@@ -13,11 +26,13 @@ def simulate(
     profile: ProfileOption = None,
     cluster: ClusterOption = None,
     trace: TraceOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Play a plan's timetable: who works and waits when.
 
     Example: planner simulate plan.json model.py --trace step.json
     """
+    from commands.render.data import timeline_data
     from commands.render.run import describe_timeline
     from costmodel.compare import as_rank_timelines
     from costmodel.estimate import plan_job_seconds
@@ -27,5 +42,8 @@ def simulate(
     seconds = plan_job_seconds(predicted.plan, predicted.costs)
     show_note(predicted.note)
     timeline = predicted.estimate.timeline
-    show_results(*describe_timeline(timeline, seconds))
-    write_trace(trace, predicted=as_rank_timelines(timeline))
+    if as_json:
+        show_json(timeline_data(timeline, predicted.estimate.step_s))
+    else:
+        show_results(*describe_timeline(timeline, seconds))
+    write_trace(trace, as_json=as_json, predicted=as_rank_timelines(timeline))

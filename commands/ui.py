@@ -34,7 +34,7 @@ def ui(
         bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")
     ] = True,
     time_limit: Annotated[
-        str, typer.Option(help="Stop a search after this time and say how sure.")
+        str, typer.Option(help="Stop after this time, such as 30s, and say how sure.")
     ] = "60s",
 ) -> None:
     """Explore plans in the browser, with sliders.

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from commands.common.inputs import graph_of_plan
-from commands.common.options import DeviceOption, ModelFile, PlanFile
-from commands.render.console import show_progress, show_results
+from commands.common.options import DeviceOption, JsonOption, ModelFile, PlanFile
+from commands.render.console import show_json, show_progress, show_results
 from planner.errors import PlannerError
 
 DEFAULT_STEPS = 3
@@ -29,6 +29,7 @@ def verify(
             help="Prove each block, the wiring and the tables, for a plan too large to run here.",
         ),
     ] = False,
+    as_json: JsonOption = False,
 ) -> int:
     """Prove that a plan computes what one process does.
 
@@ -38,6 +39,7 @@ def verify(
 
     Example: planner verify plan.json model.py
     """
+    from commands.render.data import proof_data, verification_data
     from planner.plan import load_plan
 
     if by_block and (steps is not None or device is not None):
@@ -68,7 +70,13 @@ def verify(
                 plan, model, steps=steps or DEFAULT_STEPS, device=device, progress=progress
             )
     if by_block:
-        show_results(*describe_proof(proof))
+        if as_json:
+            show_json(proof_data(proof))
+        else:
+            show_results(*describe_proof(proof))
         return 0 if proof.passed else 1
-    show_results(*describe_verification(report))
+    if as_json:
+        show_json(verification_data(report))
+    else:
+        show_results(*describe_verification(report))
     return 0 if report.passed else 1

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import ast
-import json
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.common.inputs import graph_of_plan, parse_precision, profile_named, profile_of_plan
-from commands.common.options import ModelFile, PlanFile
+from commands.common.inputs import (
+    graph_of_plan,
+    parse_precision,
+    parse_price,
+    parse_seconds,
+    profile_named,
+    profile_of_plan,
+)
+from commands.common.options import JsonOption, ModelFile, PlanFile, PriceOption
 from commands.common.question import bytes_of_gib, parse_counts
-from commands.render.console import show_note, show_progress, show_results
+from commands.render.console import show_json, show_note, show_progress, show_results
 from planner.errors import PlannerError
 
 if TYPE_CHECKING:
@@ -57,9 +63,7 @@ def what_if(
             help="Other arguments of the file's model(): num_hidden_layers=40,80. Repeatable.",
         ),
     ] = None,
-    price: Annotated[
-        str | None, typer.Option(help="Money per device and hour: 2.5 or 2.5/gpu-hour.")
-    ] = None,
+    price: PriceOption = None,
     tokens: Annotated[
         float | None, typer.Option(help="Tokens of the whole training, such as 1e12.")
     ] = None,
@@ -67,7 +71,7 @@ def what_if(
         str | None,
         typer.Option(help="With --tokens: how many devices finish in this time, such as 30d?"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Search again for other machines, batches or sizes.
 
@@ -87,9 +91,9 @@ def what_if(
             "answers"
         )
     terms = Terms(
-        price=_price(price),
+        price=parse_price(price),
         tokens=_tokens(tokens),
-        deadline_s=None if deadline is None else _days(deadline),
+        deadline_s=parse_seconds(deadline, "--deadline"),
     )
     runtimes = _words(execution)
     for name in runtimes:
@@ -127,6 +131,11 @@ def what_if(
     show_note(note)
     with show_progress("searching") as progress:
         graph = graph_of_plan(loaded, model)
+        if not loaded.estimate:  # made by hand, or by `default_plan`
+            from costmodel import estimate
+
+            told = estimate(graph, machine, loaded).to_dict()
+            loaded = loaded.model_copy(update={"estimate": told})
         today = priced(base, loaded, graph)
         if terms.tokens and not today.tokens_per_s:
             raise PlannerError(
@@ -144,7 +153,7 @@ def what_if(
                 )
             ]
     if as_json:
-        print(json.dumps(answers_as_data(today, answers, terms), indent=1))
+        show_json(answers_as_data(today, answers, terms))
     else:
         show_results(*describe_answers(today, answers, terms))
 
@@ -214,36 +223,9 @@ def _value(word: str) -> Any:
         return word
 
 
-def _price(text: str | None) -> float:
-    if text is None:
-        return 0.0
-    number = text.removesuffix("/gpu-hour").removesuffix("/device-hour")
-    try:
-        price = float(number)
-    except ValueError:
-        price = -1.0
-    if not 0 <= price < math.inf:
-        raise PlannerError(
-            f"--price {text} is not understood; it is money per device and hour, such as 2.5"
-        )
-    return price
-
-
 def _tokens(tokens: float | None) -> float:
     if tokens is None:
         return 0.0
     if not 0 < tokens < math.inf:
         raise PlannerError(f"--tokens {tokens:g} was given; it counts tokens, such as 1e12")
     return tokens
-
-
-def _days(text: str) -> float:
-    """Parse a time such as 30d, 36h or 90m, in seconds."""
-    factors = {"d": 86_400.0, "h": 3_600.0, "m": 60.0}
-    try:
-        seconds = float(text[:-1]) * factors[text[-1:]]
-    except (KeyError, ValueError):
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise PlannerError(f"--deadline {text} is not a time; write it like 30d or 36h")
-    return seconds

@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from commands.common.inputs import graph_of, profile_named
-from commands.common.options import ModelFile, spread
+from commands.common.options import JsonOption, ModelFile, spread
 from commands.common.question import Question
-from commands.render.console import show_note, show_progress, show_results
+from commands.render.console import show_json, show_note, show_progress, show_results
 
 
 @spread(Question)
-def why(model: ModelFile, question: Question) -> None:
+def why(model: ModelFile, question: Question, as_json: JsonOption = False) -> None:
     """Say why your choices are refused, or slower.
 
     Example: planner why model.py --gpus 8 --global-batch 64 --tp 8
     """
+    from commands.render.data import comparison_data
     from commands.render.plans.search import describe_comparison
     from search.report.explain import compare_choices
 
@@ -26,4 +27,7 @@ def why(model: ModelFile, question: Question) -> None:
         request = replace(request, pins=question.pins_in(graph))
         comparison = compare_choices(graph, profile, request, progress)
     show_note(note)
-    show_results(*describe_comparison(comparison))
+    if as_json:
+        show_json(comparison_data(comparison))
+    else:
+        show_results(*describe_comparison(comparison))

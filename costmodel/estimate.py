@@ -20,7 +20,7 @@ clipping_s has what it waits for slower updates.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -37,7 +37,7 @@ from costmodel.time.offload import least_job_seconds
 from costmodel.time.plan_price import PlanPrice, price_plan, stages_of_rank
 from costmodel.time.replica_views import ReplicaView, replica_views
 from costmodel.time.simulate import JobSeconds, JobTable, Timeline, build_job_table, simulate
-from costmodel.time.step_path import StepPath, rank_work
+from costmodel.time.step_path import StepPath
 from planner.graph import ModelGraph
 from planner.plan import OURS, Plan
 from planner.schedule import StepJobKind, build_schedule, schedule_of, step_jobs
@@ -83,7 +83,9 @@ class Estimate:
     """A step's time and memory."""
 
     time: TimeParts
-    """Seconds in named parts."""
+    """Seconds of the rank that ends last."""
+    path: StepPath
+    """Seconds by cause, over all ranks: the parts that people are told."""
     memory: tuple[MemoryParts, ...]
     """Bytes of each pp rank: of each of its dp, cp and tp ranks."""
     timeline: Timeline
@@ -115,7 +117,9 @@ class Estimate:
         return {
             "step_s": self.step_s,
             "samples_per_s": self.samples / self.step_s,
-            "time": asdict(self.time),
+            "time": self.path.parts,
+            "bottleneck_pp_rank": self.path.bottleneck,
+            "work_by_pp_rank_s": list(self.path.rank_work_s),
             "bubble_fraction": self.bubble_fraction,
             "peak_bytes": self.peak_bytes,
             "memory": [parts.to_dict() for parts in self.memory],
@@ -147,19 +151,21 @@ def estimate(
     num_replicas = sum(view.replicas for view in views)
     found = [_timed(view, costs) for view in views]
     flop, memory = 0.0, []
-    for view, (price, timeline, _) in zip(views, found, strict=True):
+    for view, step in zip(views, found, strict=True):
+        price = step.price
         # All stages have meshes of as many ranks.
         flop_of_ranks = (price.times.forward_flop + price.times.backward_flop).sum()
         flop += float(flop_of_ranks) * plan.degrees.num_ranks * view.replicas / num_replicas
         weights = price.weights(range(plan.pp))
-        memory.append(plan_memory(view.plan, costs, timeline.schedule, weights))
-    _, timeline, time = max(found, key=lambda each: each[2].step_s)
+        memory.append(plan_memory(view.plan, costs, step.timeline.schedule, weights))
+    slowest = max(found, key=lambda each: each.time.step_s)
     return Estimate(
-        time=time,
+        time=slowest.time,
+        path=_step_path(slowest, costs),
         memory=tuple(
             max(of_rank, key=lambda parts: parts.total) for of_rank in zip(*memory, strict=True)
         ),
-        timeline=timeline,
+        timeline=slowest.timeline,
         flop=flop * plan.num_microbatches,
         samples=plan.global_batch,
         source=costs.profile.source,
@@ -168,7 +174,7 @@ def estimate(
 
 def estimate_time(plan: Plan, costs: CostCache) -> TimeParts:
     """Return the seconds of a step alone, for which no memory is walked."""
-    times = (_timed(view, costs)[2] for view in replica_views(plan, costs))
+    times = (_timed(view, costs).time for view in replica_views(plan, costs))
     return max(times, key=lambda time: time.step_s)
 
 
@@ -209,14 +215,36 @@ def rank_bytes_by_group(
     return found
 
 
-def _timed(view: ReplicaView, costs: CostCache) -> tuple[PlanPrice, Timeline, TimeParts]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TimedStep:
+    """The simulated step of some replicas."""
+
+    price: PlanPrice
+    """What their jobs take; its plan has their devices."""
+    timeline: Timeline
+    """When their jobs run."""
+    without: Timeline
+    """The same where transfers between stages take no time."""
+    copies_s: tuple[np.ndarray, ...] | None
+    """What copies of activations take beside each job of each rank, if there are any."""
+    time: TimeParts
+    """Seconds of the rank that ends last."""
+
+
+def _timed(view: ReplicaView, costs: CostCache) -> _TimedStep:
     """The prices of some replicas, when their jobs run, and their step in parts."""
     price = price_plan(view.plan, costs, view.neighbours)
     table = _table_of(view.plan)
     at_least = _copies_beside_jobs(price, costs, table)
     played = simulate(table, price.job_seconds, at_least=at_least)
-    timeline = replace(played, step_jobs_s=_step_jobs_s(price, costs, played))
-    return price, timeline, _time_parts(price, costs, timeline, table, at_least)
+    without = simulate(table, _instant(price), at_least=at_least) if view.plan.pp > 1 else played
+    return _TimedStep(
+        price=price,
+        timeline=replace(played, step_jobs_s=_step_jobs_s(price, costs, played)),
+        without=without,
+        copies_s=at_least,
+        time=_time_parts(price, costs, played, without, at_least),
+    )
 
 
 def cost_cache(
@@ -279,7 +307,7 @@ def slowest_price(plan: Plan, costs: CostCache) -> PlanPrice:
     views = replica_views(plan, costs)
     if len(views) == 1:
         return price_plan(views[0].plan, costs, views[0].neighbours)
-    return max((_timed(view, costs) for view in views), key=lambda each: each[2].step_s)[0]
+    return max((_timed(view, costs) for view in views), key=lambda each: each.time.step_s).price
 
 
 def _saved_bytes(price: PlanPrice) -> tuple[float, ...]:
@@ -390,20 +418,16 @@ def _time_parts(
     price: PlanPrice,
     costs: CostCache,
     timeline: Timeline,
-    table: JobTable,
+    without: Timeline,
     at_least: tuple[np.ndarray, ...] | None,
 ) -> TimeParts:
     """Split the step of the rank that ends last into its parts."""
-    plan = price.plan
     last = _last_rank(price, costs, timeline)
     rank = last.pp_rank
-    pp_comm = 0.0
-    if plan.pp > 1:
-        # What the step would gain if transfers between stages took no time.
-        without = simulate(table, _instant(price), at_least=at_least).rank_end_s[rank]
-        pp_comm = timeline.rank_end_s[rank] - without
+    # What the step would gain if transfers between stages took no time.
+    pp_comm = timeline.rank_end_s[rank] - without.rank_end_s[rank]
     idle = timeline.rank_end_s[rank] - timeline.busy_s[rank]
-    work = {name: float(seconds[rank]) for name, seconds in rank_work(price).items()}
+    work = {name: float(seconds[rank]) for name, seconds in price.rank_work().items()}
     unlengthened = sum(work.values())
     return TimeParts(
         compute_s=work["compute_s"],
@@ -431,19 +455,22 @@ def step_path(plan: Plan, costs: CostCache) -> StepPath:
     """Return a step's seconds by cause, over all ranks (`costmodel.time.step_path`): those of the
     slowest replicas.
     """
-    price, table = slowest_price(plan, costs), _table_of(plan)
-    at_least = _copies_beside_jobs(price, costs, table)
-    timeline = simulate(table, price.job_seconds, at_least=at_least)
+    steps = (_timed(view, costs) for view in replica_views(plan, costs))
+    return _step_path(max(steps, key=lambda each: each.time.step_s), costs)
+
+
+def _step_path(step: _TimedStep, costs: CostCache) -> StepPath:
+    price, timeline, at_least = step.price, step.timeline, step.copies_s
     last = _last_rank(price, costs, timeline)
-    without = _last_rank(price, costs, simulate(table, _instant(price), at_least=at_least))
-    work = rank_work(price)
+    without = _last_rank(price, costs, step.without)
+    work = price.rank_work()
     busy_s, after_s = np.array(timeline.busy_s), np.array(_exchange_s(price))
     # With clipping all updates wait for each other, and their differences are counted there.
     update_s = np.array(
         [last.optimizer_s if costs.clips_gradients else u.optimizer_s for u in price.updates]
     )
     whole_s = busy_s + after_s + update_s
-    offload_s = np.zeros(plan.pp) if at_least is None else busy_s - sum(work.values())
+    offload_s = np.zeros(price.plan.pp) if at_least is None else busy_s - sum(work.values())
     kinds = {
         **{name: seconds for name, seconds in work.items() if name != "waited_s"},
         "dp_comm_s": work["dp_comm_s"] + after_s,

@@ -16,6 +16,17 @@ r has the common errors of answers in it, so the larger of both counts and not t
                  models of its kind (dense, experts, adapters); `residuals` of its record
     calibrated   what the fit leaves of k recorded runs, with the machine's drift between them:
                  hypot(1.48 e, DRIFT) * sqrt(1 + 1/k), e: their median absolute error
+
+Memory has an interval of as many cases. Of the fullest rank, with t bytes of live tensors,
+
+    t * (1 + a) * (1 - hypot(1 - exp(-Z s), a - l)) + c  ..  the same with + and h - a
+
+    s        one sigma of t: what dry runs, or published runs of the runtime, leave of it
+    a, l, h  what the allocator holds beyond live tensors, as a fraction of them: the profile's
+             figure, and where it lies from run to run
+    c        the context, which a profile measures or assumes
+
+The two widths are independent, so their squares add up.
 """
 
 from __future__ import annotations
@@ -28,7 +39,13 @@ from typing import Literal
 from costmodel.cache import CostCache, costs_of_groups
 from costmodel.estimate import estimate
 from costmodel.execution.executed import in_training
-from costmodel.execution.execution import Execution, RunKind, residuals_of_runs
+from costmodel.execution.execution import (
+    Execution,
+    RunKind,
+    memory_residuals,
+    residuals_of_runs,
+)
+from costmodel.memory.parts import MemoryParts
 from costmodel.table.kernels import residuals_of
 from planner.graph import ModelGraph
 from planner.layout.experts import grouped_products
@@ -48,6 +65,10 @@ _MEASURED_MEDIAN = 0.043
 
 _NOTHING_KNOWN = 0.3
 """Of a device of which no runs are published: what others were off by before rates were fitted."""
+
+_ALLOCATOR_LOW, _ALLOCATOR_HIGH = 0.029, 0.078
+"""Reserved over allocated memory, minus 1: the first and the last tenth of 26 published runs of
+Megatron-LM on B200 that print both (simumax_b200); their median is 0.043."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +90,42 @@ class Interval:
     def holds(self, step_s: float) -> bool:
         """Whether a time lies in it."""
         return self.low_s <= step_s <= self.high_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryInterval:
+    """Where a device's bytes at its fullest lie with a probability of `COVERAGE`."""
+
+    low_bytes: int
+    """Bytes that it is below one time in ten."""
+    high_bytes: int
+    """Bytes that it is above one time in ten."""
+    basis: str
+    """What the width stands on."""
+
+    def holds(self, num_bytes: float) -> bool:
+        """Whether an amount lies in it."""
+        return self.low_bytes <= num_bytes <= self.high_bytes
+
+
+def memory_interval(parts: MemoryParts, profile: Profile, execution: Execution) -> MemoryInterval:
+    """Return where the memory of a rank lies that was estimated as `parts` on a device."""
+    residuals = memory_residuals(execution.name)
+    sigma = sigma_of(residuals)
+    allocator = profile.file.allocator_overhead_fraction
+    low = _ALLOCATOR_LOW if allocator.low is None else allocator.low
+    high = _ALLOCATOR_HIGH if allocator.high is None else allocator.high
+    low, high = min(low, allocator.value), max(high, allocator.value)
+    held = float(parts.tensor_bytes) * (1 + allocator.value)
+    less = hypot(1 - exp(-Z * sigma), (allocator.value - low) / (1 + allocator.value))
+    more = hypot(exp(Z * sigma) - 1, (high - allocator.value) / (1 + allocator.value))
+    context = float(parts.context_bytes)
+    return MemoryInterval(
+        low_bytes=round(held * (1 - less) + context),
+        high_bytes=round(held * (1 + more) + context),
+        basis=f"{' and '.join(residuals) or 'no runs of this runtime'}; the allocator's share "
+        + ("as measured" if allocator.high is not None else "as in 26 published runs"),
+    )
 
 
 def step_interval(graph: ModelGraph, profile: Profile, plan: Plan) -> Interval:

@@ -6,11 +6,12 @@ own) and `errors/` (reports). All of it may be deleted at any time.
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from pathlib import Path
 
 from platformdirs import user_cache_path
+
+from planner.files import write_atomically
 
 
 def cache_dir() -> Path:
@@ -21,14 +22,7 @@ def cache_dir() -> Path:
 def write_entry(entry: Path, text: str) -> None:
     """Write a file that another process may read or write meanwhile; do nothing where it can't.
 
-    The text is written beside the entry and then renamed: a reader finds the old file or the new
-    one, never a part of it, and of two writers one wins.
+    A reader finds the old file or the new one, and of two writers one wins.
     """
-    scratch = entry.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(text)
-        os.replace(scratch, entry)
-    except OSError:
-        with suppress(OSError):  # the folder may be missing, too
-            scratch.unlink()
+    with suppress(OSError):
+        write_atomically(entry, text)

@@ -58,7 +58,9 @@ class ClusterSpec:
             ("memory_bytes_per_s", self.memory_bytes_per_s),
         ):
             if value <= 0:
-                raise ProfileError(f"{label}={value} of cluster {self.name!r} must be positive")
+                raise ProfileError(
+                    f"{label}={value} of cluster {self.name!r} was given; it must be above 0"
+                )
         sizes = [tier.devices for tier in self.tiers]
         if sizes != sorted(set(sizes)) or sizes[:1] == [0]:
             raise ProfileError(

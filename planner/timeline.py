@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from planner.errors import PlannerError
+from planner.files import replacing, write_atomically
 
 FORMAT, VERSION = "planner-timeline", 2
 
@@ -111,7 +112,7 @@ def save_timeline(timeline: Iterable[RankTimeline], folder: str | os.PathLike[st
     """Write whole timelines, such as simulated ones, into a folder."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     for line in timeline:
-        with rank_file(folder, line.rank).open("w") as file:
+        with replacing(rank_file(folder, line.rank)) as path, path.open("w") as file:
             write_header(
                 file, rank=line.rank, pp_rank=line.pp_rank, clock_offset_s=line.clock_offset_s
             )
@@ -144,7 +145,10 @@ def _load_rank(path: Path) -> RankTimeline:
             spans=spans,
         )
     except (ValueError, KeyError, TypeError) as error:
-        raise PlannerError(f"{path} is not a timeline of version {VERSION} ({error!r})") from None
+        raise PlannerError(
+            f"{path} is not a timeline of version {VERSION} ({error!r}); update planner, or record "
+            "the run again"
+        ) from None
 
 
 def _span(line: str) -> Span:
@@ -213,7 +217,7 @@ def save_trace(
         for number, (label, timeline) in enumerate(timelines.items())
         for event in chrome_trace(timeline, label=label)["traceEvents"]
     ]
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    write_atomically(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

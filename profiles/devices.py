@@ -17,6 +17,7 @@ from typing import Literal, Self, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from planner.errors import ProfileError
+from planner.files import write_atomically
 from profiles.hosts import ASSUMED, HostSpec
 from profiles.records import (
     ClusterRecord,
@@ -240,5 +241,5 @@ def _load(path: Path, kind: type[_R]) -> _R:
 
 def _save(path: Path, record: DeviceFile | ClusterFile) -> None:
     data = record.model_dump(mode="json", exclude_defaults=True)
-    path.write_text(json.dumps({"format": record.format, **data}, indent=1) + "\n")
+    write_atomically(path, json.dumps({"format": record.format, **data}, indent=1) + "\n")
     _load.cache_clear()

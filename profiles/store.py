@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from planner.errors import ProfileError
+from planner.files import write_atomically
 from profiles.records import SCHEMA_VERSION, CollectiveRecord, OpRecord, ProfileFile
 
 PROFILE_FILE = "profile.json"
@@ -47,7 +46,9 @@ def read_profile_file(directory: Path) -> ProfileFile:
             f"{path} is not readable JSON ({error}); delete {directory} and profile again"
         ) from None
     if not isinstance(data, dict) or data.get("format") != "planner-profile":
-        raise ProfileError(f"{path} is not a profile (no format 'planner-profile')")
+        raise ProfileError(
+            f"{path} is not a profile (no format 'planner-profile'); give the directory of one"
+        )
     version = data.get("version")
     if version != SCHEMA_VERSION:
         raise ProfileError(
@@ -73,7 +74,7 @@ def read_collectives(directory: Path) -> tuple[CollectiveRecord, ...]:
 def write_profile_file(directory: Path, profile: ProfileFile) -> None:
     """Write profile.json atomically."""
     text = json.dumps(profile.model_dump(mode="json"), indent=1) + "\n"
-    _write_atomically(directory / PROFILE_FILE, text)
+    _write(directory / PROFILE_FILE, text)
 
 
 def write_ops(directory: Path, records: Iterable[OpRecord]) -> None:
@@ -102,7 +103,7 @@ def read_session(directory: Path) -> dict[str, Any] | None:
 
 def write_session(directory: Path, conditions: dict[str, Any]) -> None:
     """Note that a measurement under these conditions is under way."""
-    _write_atomically(directory / SESSION_FILE, json.dumps(conditions, indent=1) + "\n")
+    _write(directory / SESSION_FILE, json.dumps(conditions, indent=1) + "\n")
 
 
 def remove_session(directory: Path) -> None:
@@ -114,7 +115,7 @@ def check_writable(directory: Path) -> None:
     """Make the directory and raise ProfileError now if a file can't be written to it."""
     if directory.exists() and not directory.is_dir():
         raise ProfileError(f"{directory} is a file; profiles are directories: give another `out`")
-    _write_atomically(directory / ".writable", "")
+    _write(directory / ".writable", "")
     (directory / ".writable").unlink(missing_ok=True)
 
 
@@ -180,7 +181,7 @@ def _write_csv(path: Path, record_type: type[BaseModel], records: Iterable[BaseM
     writer.writerow(columns)
     for record in records:
         writer.writerow([_cell(getattr(record, name)) for name in columns])
-    _write_atomically(path, text.getvalue())
+    _write(path, text.getvalue())
 
 
 def _cell(value: Any) -> str:
@@ -191,16 +192,11 @@ def _cell(value: Any) -> str:
     return repr(value) if isinstance(value, float) else str(value)
 
 
-def _write_atomically(path: Path, text: str) -> None:
-    """Write through a scratch file beside the target: a killed run leaves old or new."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def _write(path: Path, text: str) -> None:
+    """Write in one piece: a killed run leaves the old file or the new one."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(text)
-        os.replace(scratch, path)
+        write_atomically(path, text)
     except OSError as error:
-        with suppress(OSError):
-            scratch.unlink()
         raise ProfileError(
             f"can't write {path}: {error.strerror or error}; free some space or give another `out`"
         ) from None

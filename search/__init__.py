@@ -14,7 +14,7 @@ certificate, runners-up. Torch-free. Read in this order:
     priced_configuration   what each can be asked: chain problem, cuts, plan
     bounds/                lower bounds of step time and memory
     op_layout/             placements inside a block; `stages/` what runs of blocks cost with them
-    partition/             stage boundaries; `ilp/` integer and linear programs
+    partition/             stage boundaries; `ilp/` both as integer programs
     report/                what people read
     result_cache           answers kept on disk
 """

@@ -10,21 +10,16 @@ from itertools import accumulate
 from costmodel import CostCache, Estimate, estimate
 from costmodel.estimate import cost_cache
 from costmodel.execution import find_execution
-from costmodel.memory.bound import NOTHING, OnHost
+from costmodel.memory.bound import OnHost
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
 from planner.layout.axes import Degrees
 from planner.layout.placement import parse_placement
-from planner.plan import (
-    OURS,
-    ClusterRef,
-    ModelRef,
-    Plan,
-    Precision,
-)
+from planner.plan import ClusterRef, ModelRef, Plan
 from planner.plan.defaults import model_ref
 from profiles import Profile
+from search.ilp import check_ortools
 from search.on_host import offload_fallbacks
 from search.op_layout.layouts import LayoutSolver
 from search.partition.balance import balanced_cut
@@ -43,33 +38,25 @@ class Candidates:
     Attributes:
         graph: the model.
         profile: the machine.
-        solver: finds layouts of blocks.
         costs: the cost model's prices.
+        layouts: the layouts there are, each with its table.
+        group_layouts: of a cluster of several groups of devices, those on each; then `layouts` are
+            those on the first, and so are `costs` but for those of groups in them.
         model_file: where the model came from, as plans name it.
-        execution: the runtime that plans are priced for, by name.
-        precision: of parameters and their optimizer.
         receive_ahead: jobs that a receive is posted ahead of its use.
-        on_host: what plans put on the host.
         cuts: stage boundaries that the request fixes, empty if it does not.
         split_rank: the pp rank that a decoder begins, if the request fixes it.
-        given: sizes on axes that a search does not try, as the request gives them.
-        group_solvers: of a cluster of several groups of devices, what finds layouts on each; then
-            `solver` is that on the first, and so are `costs` but for those of groups in them.
     """
 
     graph: ModelGraph
     profile: Profile
-    solver: LayoutSolver
     costs: CostCache
-    execution: str = OURS
+    layouts: LayoutCandidates
+    group_layouts: Mapping[str, LayoutCandidates] = field(default_factory=dict)
     model_file: str = ""
-    precision: Precision = "model"
     receive_ahead: int = 2
-    on_host: OnHost = NOTHING
     cuts: tuple[int, ...] = ()
     split_rank: int | None = None
-    given: Degrees = field(default_factory=Degrees)
-    group_solvers: Mapping[str, LayoutSolver] = field(default_factory=dict)
     _group_tables: dict[tuple[int, int, int], tuple[Mapping[str, StageTable], ...]] = field(
         default_factory=dict
     )
@@ -86,8 +73,8 @@ class Candidates:
         request: SearchRequest,
         on_host: OnHost | None = None,
     ) -> Candidates:
-        """Return what searches share that ask the same of placements, stages, precision and
-        offload; `on_host` is, if not given, what the request tries first.
+        """Return what searches share that ask the same of placements, their solver, stages,
+        precision and offload; `on_host` is, if not given, what the request tries first.
         """
         if profile.groups:
             _check_groups(profile, request)
@@ -99,29 +86,40 @@ class Candidates:
             execution=find_execution(request.execution),
             clips_gradients=request.clip_gradients,
         )
+        if request.solver == "ilp":
+            check_ortools()
         pins = {(index, name): parse_placement(text) for index, name, text in request.pins}
+
+        def layouts(costs: CostCache, profile: Profile) -> LayoutCandidates:
+            solver = LayoutSolver(
+                graph=graph, profile=profile, pins=pins, prefers_ilp=request.solver == "ilp"
+            )
+            return LayoutCandidates(
+                solver=solver,
+                costs=costs,
+                precision=request.precision,
+                on_host=on_host,
+                given=Degrees(**dict(request.axes)),
+            )
+
         return cls(
             graph=graph,
             profile=profile if profile.groups else costs.profile,
-            solver=LayoutSolver(graph=graph, profile=costs.profile, pins=pins),
-            group_solvers={
-                name: LayoutSolver(graph=graph, profile=own.profile, pins=pins)
+            costs=costs,
+            layouts=layouts(costs, costs.profile),
+            group_layouts={
+                name: layouts(costs.of_group(name), own.profile)
                 for name, own in costs.groups.items()
             },
-            costs=costs,
-            execution=request.execution,
             model_file=request.model_file,
-            precision=request.precision,
             receive_ahead=request.receive_ahead,
-            on_host=on_host,
             cuts=tuple(accumulate(request.balance, initial=0)) if request.balance else (),
             split_rank=request.split_rank,
-            given=Degrees(**dict(request.axes)),
         )
 
     def shapes(self, request: SearchRequest) -> list[Shape]:
         """Return every shape that divides; raise LayoutError when there is none."""
-        can_split = self.solver.can_split
+        can_split = self.layouts.solver.can_split
         return list_shapes(request, self.graph, self.smallest_nodes, can_split=can_split)
 
     @property
@@ -157,31 +155,8 @@ class Candidates:
     @property
     def solvers(self) -> Sequence[LayoutSolver]:
         """All that find layouts."""
-        return tuple(self.group_solvers.values()) or (self.solver,)
-
-    @cached_property
-    def layouts(self) -> LayoutCandidates:
-        """The layouts there are, each with its table."""
-        return LayoutCandidates(
-            solver=self.solver,
-            costs=self.costs,
-            precision=self.precision,
-            on_host=self.on_host,
-            given=self.given,
-        )
-
-    @cached_property
-    def _layouts_of_groups(self) -> Mapping[str, LayoutCandidates]:
-        return {
-            name: LayoutCandidates(
-                solver=solver,
-                costs=self.costs.of_group(name),
-                precision=self.precision,
-                on_host=self.on_host,
-                given=self.given,
-            )
-            for name, solver in self.group_solvers.items()
-        }
+        every = self.group_layouts.values() or (self.layouts,)
+        return [layouts.solver for layouts in every]
 
     def tables_of_groups(
         self, tp: int, microbatch_size: int, cp: int = 1
@@ -194,7 +169,7 @@ class Candidates:
         if key not in self._group_tables:
             found = {
                 table.layouts: table
-                for layouts in self._layouts_of_groups.values()
+                for layouts in self.group_layouts.values()
                 for table in layouts.tables(tp, microbatch_size, cp)
             }
             self._group_tables[key] = tuple(
@@ -204,8 +179,8 @@ class Candidates:
                         layouts=layouts,
                         degrees=table.degrees,
                         microbatch_size=microbatch_size,
-                        precision=self.precision,
-                        on_host=self.on_host,
+                        precision=table.precision,
+                        on_host=table.on_host,
                     )
                     for name, costs in self.costs.groups.items()
                 }

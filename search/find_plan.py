@@ -91,7 +91,7 @@ def search_among(
 ) -> SearchResult:
     """Return the fastest plan of these candidates.
 
-    Requests that share candidates may differ in all but pins, balance and precision.
+    Requests that share candidates may differ in all but pins, solver, balance and precision.
     `warm_start` is what earlier searches of the candidates under more memory left behind.
     Without runners-up, some of which are evaluated only to be named, the search is quicker.
     """

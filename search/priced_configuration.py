@@ -36,6 +36,8 @@ class PricedConfiguration:
     candidates: Candidates
     configuration: Configuration
     table: StageTable
+    neighbours: int = 0
+    """Ranks of each stage on the table's group of devices, where its replicas lie on several."""
 
     def problem(
         self,
@@ -53,9 +55,15 @@ class PricedConfiguration:
         neighbours may have other meshes (`is_mixed`), they are on the way alone.
         """
         configuration, table = self.configuration, self.table
-        stages = RankStages(table=table, configuration=configuration, is_mixed=is_mixed)
+        stages = RankStages(
+            table=table,
+            configuration=configuration,
+            is_mixed=is_mixed,
+            neighbours=self.neighbours,
+        )
         forward_s, backward_s, weight_s = stages.least_block_s
         transfer_s, back_transfer_s = table.transfers_s(configuration)
+        # Where jobs wait for transfers, these are in the jobs; between stages the cheapest bounds.
         if stages.pp_group is not None:
             transfer_s, back_transfer_s = _cheapest(transfer_s), _cheapest(back_transfer_s)
         return ChainProblem(
@@ -97,7 +105,7 @@ class PricedConfiguration:
     @property
     def _copied(self) -> tuple[CopiedRow, ...]:
         """Each rank's jobs beside copies of activations; none where none are made."""
-        if not self.candidates.on_host.activations:
+        if not self.table.on_host.activations:
             return ()
         return copied_rows(*self.configuration.pipeline)
 
@@ -178,17 +186,17 @@ class PricedConfiguration:
             microbatch_size=configuration.microbatch_size,
             num_microbatches=configuration.num_microbatches,
             schedule=configuration.schedule,
-            precision=candidates.precision,
-            execution=candidates.execution,
+            precision=self.table.precision,
+            execution=candidates.costs.execution.name,
             receive_ahead=candidates.receive_ahead,
-            optimizer_on_host=candidates.on_host.optimizer,
+            optimizer_on_host=self.table.on_host.optimizer,
             zero_stage=configuration.zero,  # type: ignore[arg-type]
             stages=tuple(
                 StagePlan(
                     pp_rank=homes[stage],
                     first_block=first,
                     last_block=end - 1,
-                    activations_on_host=candidates.on_host.activations,
+                    activations_on_host=self.table.on_host.activations,
                     **recompute_fields(by_block[first:end], first_block=first),
                 )
                 for stage, (first, end) in enumerate(pairwise(cut.cuts))

@@ -14,6 +14,8 @@ from planner.schedule import find_schedule
 from search.space.configuration import RECOMPUTE_CHOICES
 
 SOLVERS = ("dp", "recursive", "ilp")
+INEXACT_SOLVER = "recursive"
+"""The value of its stage boundaries proves nothing."""
 _NAMED = ("schedule", "recompute")
 CHOICES = ("dp", "tp", "pp", "vpp", "cp", "rp", "microbatch_size", "zero", *_NAMED)
 """What can be fixed, allowed or forbidden by value."""
@@ -66,7 +68,8 @@ class SearchRequest:
     """Stop after this time; the certificate says so."""
     solver: str = "dp"
     """Searcher of stage boundaries: ``dp`` (exact for its recurrence), ``recursive`` (fast),
-    ``ilp`` (a joint integer program, for small models)."""
+    ``ilp`` (a joint integer program of boundaries, meshes, recompute and memory). With ``ilp``
+    integer programs place the ops of blocks, too; else variable elimination does."""
     forbid: tuple[tuple[str, str], ...] = ()
     """(choice, value) pairs that no plan may use."""
     allow: tuple[tuple[str, str], ...] = ()

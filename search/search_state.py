@@ -128,7 +128,7 @@ class SearchState(BranchAndBound):
                 ("stage boundaries", boundaries),
                 *[("stages' own meshes", "branch and bound")] * (self.request.meshes == "own"),
                 *[("order of device groups", "all tried")] * ("" not in self.limits),
-                ("placements in blocks", self.candidates.solver.proof),
+                ("placements in blocks", self.candidates.layouts.solver.proof),
                 ("order of the best", order),
             ),
             stopped_early=self.stopped_early,

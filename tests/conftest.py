@@ -22,3 +22,11 @@ def _single_thread():
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch):
+    """Ranks that this process starts fork from a server that has torch: see `tests.forked`."""
+    from tests.forked import fork_ranks
+
+    fork_ranks(monkeypatch)

@@ -14,8 +14,8 @@ from typing import Any
 
 import tests.captures  # noqa: F401  # ranks share this process's captures
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.spawn_preload"])
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["tests.spawn_preload"])
 
 TIMEOUT_S = 120
 
@@ -28,9 +28,9 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
     """
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
-        queue = _context.SimpleQueue()
+        queue = context.SimpleQueue()
         ranks = [
-            _context.Process(target=_run, args=(queue, function, r, world_size, store, args))
+            context.Process(target=_run, args=(queue, function, r, world_size, store, args))
             for r in range(world_size)
         ]
         for process in ranks:

@@ -5,8 +5,9 @@ import importlib
 
 import torch
 
-import planner.capture
-from tests import captures
+import planner.capture.module
+import planner.runtime.state.optimizers.reach
+from tests import captures, reaches
 
 _NEEDED = (
     "pytest",
@@ -18,6 +19,8 @@ _NEEDED = (
     "planner.capture",
     "planner.runtime.step.engine",
     "planner.runtime.check.verify",
+    "planner.runtime.preflight.rank",
+    "planner.runtime.start.worker",
     "tests.runtime.scenarios",
 )
 _WHERE_INSTALLED = tuple(
@@ -33,3 +36,6 @@ for _name in _WHERE_INSTALLED:
 
 torch.set_num_threads(1)
 planner.capture.capture_module = captures.capture_module  # as `planner.apply` finds it
+planner.capture.module.capture_module = captures.capture_module  # as model files find it
+reaches.measure_usual()
+planner.runtime.state.optimizers.reach._reach = reaches.reach_of

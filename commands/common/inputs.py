@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from planner.errors import PlannerError, ProfileError
+from planner.units import DAY_S, HOUR_S
 
 if TYPE_CHECKING:
     from planner.graph import ModelGraph
@@ -78,16 +79,31 @@ def profile_of_plan(plan: Plan) -> tuple[Profile, str]:
         )
 
 
-def parse_seconds(text: str | None) -> float | None:
-    """Parse a duration: seconds, or a number followed by s, m or h."""
+def parse_price(text: str | None) -> float:
+    """Parse money per device and hour: 2.5 or 2.5/gpu-hour; 0 where none is given."""
+    if text is None:
+        return 0.0
+    try:
+        price = float(text.removesuffix("/gpu-hour").removesuffix("/device-hour"))
+    except ValueError:
+        price = -1.0
+    if not 0 <= price < math.inf:
+        raise PlannerError(
+            f"--price {text} is not understood; it is money per device and hour, such as 2.5"
+        )
+    return price
+
+
+def parse_seconds(text: str | None, what: str = "duration") -> float | None:
+    """Parse a duration: seconds, or a number followed by s, m, h or d; `what` names its option."""
     if text is None:
         return None
-    factors = {"s": 1.0, "m": 60.0, "h": 3600.0}
+    factors = {"s": 1.0, "m": 60.0, "h": HOUR_S, "d": DAY_S}
     number, unit = (text[:-1], text[-1]) if text[-1:] in factors else (text, "s")
     try:
         value = float(number) * factors[unit]
     except ValueError:
         value = 0.0
     if not 0 < value < math.inf:
-        raise PlannerError(f"duration {text!r} is not a time; write it like 90s, 5m or 1h")
+        raise PlannerError(f"{what} {text} is not a time; write it like 90s, 5m, 1h or 30d")
     return value

@@ -40,6 +40,17 @@ ClusterOption = Annotated[
     Path | None,
     typer.Option(help="A cluster file (TOML): groups of devices and the links around them."),
 ]
+PlansProfileOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Shipped profile name or profile directory. Default: the plan's.",
+        autocompletion=_profile_names,
+    ),
+]
+PriceOption = Annotated[
+    str | None,
+    typer.Option(help="Money per device and hour: 2.5 or 2.5/gpu-hour.", rich_help_panel=COMPARED),
+]
 DeviceOption = Annotated[
     str | None, typer.Option(help="cpu or cuda. Default: cuda if there is one, else cpu.")
 ]
@@ -54,6 +65,12 @@ RUNTIMES = (
     "ours-eager is `planner launch`, ours-compiled the same with compiled blocks; others are "
     "megatron-core, torchtitan, nanotron and more."
 )
+JsonOption = Annotated[
+    bool,
+    typer.Option(
+        "--json", help="Print one JSON document on stdout, all else on stderr (docs/json.md)."
+    ),
+]
 TraceOption = Annotated[
     Path | None, typer.Option(help="Also write a trace for chrome://tracing or ui.perfetto.dev.")
 ]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from costmodel.uncertainty import Interval
     from planner.plan import Plan
     from profiles import Profile
+    from search.report.overview import Overview
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,19 @@ def predict(
         )
         estimated = estimate_plan(graph, machine, loaded, costs=costs)
     return Prediction(plan=loaded, profile=machine, costs=costs, estimate=estimated, note=note)
+
+
+def overview_of(predicted: Prediction) -> Overview:
+    """Return the plan and its price at a glance."""
+    from search.report.overview import find_overview
+
+    return find_overview(
+        predicted.plan,
+        predicted.costs,
+        predicted.estimate,
+        interval_of(predicted),
+        memory_limit_bytes=predicted.plan.estimate.get("memory_limit_bytes"),
+    )
 
 
 def interval_of(predicted: Prediction) -> Interval:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,12 +103,35 @@ def show_results(*renderables: Any) -> None:
         console.print(renderable)
 
 
-def write_trace(path: Path | None, **timelines: Sequence[RankTimeline]) -> None:
+def show_json(data: Mapping[str, Any]) -> None:
+    """Print a command's answer as one JSON document; numbers that are none become null."""
+    begin_stage("printing the results")
+    print(json.dumps(_plain(data), indent=1, allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it: text keys, no infinity, no tuples."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return value
+
+
+def show_written(text: str, as_json: bool = False) -> None:
+    """Print a line of what was written: on stderr where stdout has a JSON document."""
+    print(text, file=sys.stderr if as_json else sys.stdout)
+
+
+def write_trace(
+    path: Path | None, *, as_json: bool = False, **timelines: Sequence[RankTimeline]
+) -> None:
     """Write timelines, each under its name, where a trace was asked for."""
     if path is None:
         return
     from planner.timeline import save_trace
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     save_trace(path, timelines)
-    print(f"wrote {path}; open it in chrome://tracing or ui.perfetto.dev")
+    show_written(f"wrote {path}; open it in chrome://tracing or ui.perfetto.dev", as_json)

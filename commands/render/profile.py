@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from planner.files import replacing
 from planner.units import GB, KIB, TFLOP, format_bytes, format_seconds
 from profiles.lookup.families import MATMUL, family_of
 from profiles.profile import Profile
@@ -235,7 +236,8 @@ def write_plots(profile: Profile, path: Path) -> None:
     figure.update_xaxes(type="log", title_text="bytes of the full tensor", row=1, col=2)
     figure.update_yaxes(type="log", title_text="GB/s", row=1, col=2)
     figure.update_layout(title_text=_heading(profile))
-    figure.write_html(str(path), include_plotlyjs=True)
+    with replacing(path) as scratch:
+        figure.write_html(str(scratch), include_plotlyjs=True)
 
 
 def _plot_rates(figure: Any, profile: Profile) -> None:

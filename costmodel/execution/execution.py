@@ -191,9 +191,20 @@ def residuals_of_runs(
     return found if found or not base else residuals_of_runs(base, kind, leave_out=leave_out)
 
 
+def memory_residuals(name: str) -> Mapping[str, float]:
+    """Return the mean absolute relative error of memory that was measured, by source.
+
+    Of a runtime itself, else of the nearest that it extends; empty where none was measured.
+    """
+    record = read_record(name)
+    found: Mapping[str, float] = record.get("memory_residuals", {})
+    base = record.get("extends")
+    return found if found or not base else memory_residuals(base)
+
+
 @lru_cache(maxsize=64)
 def read_record(name: str) -> Mapping[str, Any]:
-    """Return a record's file: `summary`, `extends`, `values` and `residuals`."""
+    """Return a record's file: `summary`, `extends`, `values`, residuals of steps and memory."""
     if name not in execution_names():  # which a path to another file is not
         near = get_close_matches(name, execution_names(), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""

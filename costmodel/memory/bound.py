@@ -39,8 +39,7 @@ import numpy as np
 
 from costmodel.memory.parts import Ranks
 from costmodel.time.stage_costs.load import SAVED_AND_PEAK, Held, StageLoad
-from planner.plan import Precision, Recompute
-from planner.plan.replication import gradient_factor
+from planner.plan import Recompute
 from profiles import Profile
 from profiles.profile import Amount
 
@@ -73,16 +72,17 @@ class OnHost:
     activations: bool = False
     """What microbatches keep for their backwards."""
 
-    def live(self, in_flight: Any) -> Any:
-        """Return how many microbatches' activations a device holds at least at its worst sample.
-
-        With offload these are the microbatch in work and the one that is copied out or in. This
-        is a bound: the exact walk also counts microbatches that wait too briefly to be offloaded.
-        """
-        return np.minimum(in_flight, 2) if self.activations else in_flight
-
 
 NOTHING = OnHost()
+
+
+def live_on_device(in_flight: Any, *, on_host: bool) -> Any:
+    """Return how many microbatches' activations a device holds at least at its worst sample.
+
+    With offload these are the microbatch in work and the one that is copied out or in. This is a
+    bound: the exact walk also counts microbatches that wait too briefly to be offloaded.
+    """
+    return np.minimum(in_flight, 2) if on_host else in_flight
 
 
 class Phase(IntEnum):
@@ -126,16 +126,10 @@ class RankBound:
     recompute: Recompute | Held
     """Which activations are recomputed in the backward, or what a microbatch holds where blocks
     differ in that."""
-    replicas: int
-    """Ranks with the same parameters."""
-    zero: int
-    """ZeRO stage, 0 to 3."""
+    ranks: Ranks
+    """How the ranks of the stage keep parameters, gradients and optimizer state."""
     profile: Profile
-    """The device's: allocator overhead, context, device type."""
-    copies: int = 1
-    """Of them those with the same shards."""
-    precision: Precision = "model"
-    """In bf16, gradients are summed in fp32 and the optimizer steps fp32 masters."""
+    """The device's: allocator overhead, context."""
     receive_bytes: Any = 0
     """Receive buffers that are posted ahead (bytes); only `conservative` counts them."""
     batch_bytes: int = 0
@@ -143,14 +137,8 @@ class RankBound:
     splits_backward: bool = False
     """Whether input and weight gradients are separate jobs. Gradients may then come when most
     activations are freed, and activations are freed in two steps, so less can be proved."""
-    on_host: OnHost = NOTHING
-    """What is offloaded to the host."""
-    copies_update: bool = True
-    """The optimizer's step makes one more copy of what it steps on, as our runtime's does on a GPU
-    (`Execution.copies_update`)."""
-    sum_factor: int | None = None
-    """Bytes of a gradient's sum over those of its parameter (`Execution.sum_factor`); None: as many
-    as those of what the optimizer steps on."""
+    activations_on_host: bool = False
+    """Whether what microbatches keep for their backwards is offloaded to the host."""
 
     def least(self, in_flight: int) -> Any:
         """Return the bytes that the rank needs at least with so many microbatches in flight."""
@@ -202,6 +190,8 @@ class RankBound:
         """About what is alive beside what microbatches keep: inside a job (values between its ops,
         gradients on their way, kernels' scratch), FSDP messages and posted receives.
         """
+        # A job's height beyond what the microbatch keeps. FSDP's messages come at another point of
+        # the job, so the higher of the two counts.
         peak = job_peak_bytes(self.load, recompute=self.recompute)
         inside = np.maximum(peak, self._kept) - self._kept
         return np.maximum(inside, self._fsdp_message_bytes) + self.receive_bytes
@@ -223,24 +213,9 @@ class RankBound:
             for live, phase in (*samples, (0.0, Phase.UPDATE))
         )
 
-    @cached_property
-    def ranks(self) -> Ranks:
-        """How the ranks keep parameters, gradients and optimizer state."""
-        summed = self.sum_factor
-        return Ranks(
-            replicas=self.replicas,
-            copies=self.copies,
-            zero_stage=self.zero,
-            precision=self.precision,
-            optimizer_on_host=self.on_host.optimizer,
-            on_gpu=self.profile.cluster.device_type != "cpu",
-            runtime_copies=self.copies_update,
-            sum_factor=gradient_factor(self.precision) if summed is None else summed,
-        )
-
     def _samples(self, in_flight: int, *, splits: bool) -> tuple[tuple[Any, Phase], ...]:
         """Return (microbatches in flight, phase) of each point that may be the fullest."""
-        live = self.on_host.live(in_flight)
+        live = live_on_device(in_flight, on_host=self.activations_on_host)
         if self.ranks.has_buckets or (in_flight < self.num_microbatches and not splits):
             # The rank refills after its first backward: as many microbatches, and gradients.
             return ((live, Phase.AFTER_BACKWARD),)
@@ -248,7 +223,10 @@ class RankBound:
             return ((live, Phase.BEFORE_BACKWARD),)
         return (
             (live, Phase.BEFORE_BACKWARD),
-            (self.on_host.live(in_flight - 1), Phase.AFTER_BACKWARD),
+            (
+                live_on_device(in_flight - 1, on_host=self.activations_on_host),
+                Phase.AFTER_BACKWARD,
+            ),
         )
 
     def _room(self, limit_bytes: float) -> Any:
@@ -288,9 +266,9 @@ class RankBound:
         """About what FSDP2 holds at the largest block under ZeRO 2 and 3: the message of its
         gradients and, under ZeRO 3, its gathered weights and those of the block prefetched.
         """
-        if not self.ranks.is_sharded or self.zero == 1:
+        if not self.ranks.is_sharded or self.ranks.zero_stage == 1:
             return 0.0
-        gathered = 2 * int(self.zero == 3)
+        gathered = 2 * int(self.ranks.zero_stage == 3)
         factor = self.ranks.sum_factor + gathered
         frozen_bytes = gathered * self.load.largest_frozen_bytes
         return factor * self.load.largest_param_bytes + frozen_bytes

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+from costmodel.execution import Execution
 from planner.plan.replication import Replication
 from profiles import Profile
 from profiles.profile import Amount
@@ -27,6 +28,16 @@ class Ranks(Replication):
     (`Execution.copies_update`)."""
     sum_factor: int
     """Bytes of a gradient's sum over those of its parameter (`Execution.sum_factor`)."""
+
+    @classmethod
+    def under(cls, replication: Replication, execution: Execution, profile: Profile) -> Ranks:
+        """Return the ranks that share a stage so, as a runtime trains them on a device."""
+        return cls(
+            **{field.name: getattr(replication, field.name) for field in fields(replication)},
+            on_gpu=profile.cluster.device_type != "cpu",
+            runtime_copies=execution.copies_update,
+            sum_factor=execution.sum_factor(replication.precision),
+        )
 
     @property
     def has_buckets(self) -> bool:

@@ -74,6 +74,32 @@ class PlanPrice:
             )
         return found
 
+    def rank_work(self) -> dict[str, np.ndarray]:
+        """Return the seconds of each pp rank's jobs by kind, an entry for each rank.
+
+        Copies of activations that are longer than the jobs beside them are not in it.
+        """
+        plan, times, exposed = self.plan, self.times, self.exposed
+        m = plan.num_microbatches
+        # Of m microbatches, those that are recomputed: all, or all but the last.
+        again_m = np.array([m - (not stage.recompute_last) for stage in plan.stages])
+        # Full recomputation runs the whole forward again: its host time and collectives, too.
+        rerun_host, rerun_comm = again_m * self.again.host_s, again_m * self.again.comm_s
+        host_s = times.host_forward_s + times.host_backward_s
+        by_stage = {
+            "compute_s": m * (times.forward_s + times.backward_s - host_s),
+            "recompute_s": again_m * self.again.whole_s - rerun_host - rerun_comm,
+            "host_s": m * host_s + rerun_host,
+            "tp_comm_s": m * (times.comm_forward_s + times.comm_backward_s) + rerun_comm,
+            "dp_comm_s": m * (exposed.forward_s + exposed.backward_s),
+            "waited_s": m * self.waited_s,
+        }
+        own = [stages_of_rank(plan, rank) for rank in range(plan.pp)]
+        return {
+            name: np.array([float(np.asarray(seconds)[mine].sum()) for mine in own])
+            for name, seconds in by_stage.items()
+        }
+
 
 def price_plan(plan: Plan, costs: CostCache, neighbours: Sequence[int] | None = None) -> PlanPrice:
     """Return the prices of a plan's stages, each on one group of devices; `neighbours` are those

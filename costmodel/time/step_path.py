@@ -21,10 +21,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from costmodel.time.plan_price import PlanPrice, stages_of_rank
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepPath:
@@ -79,30 +75,3 @@ class StepPath:
             "bottleneck_pp_rank": self.bottleneck,
             "by_pp_rank_s": {name: list(seconds) for name, seconds in self.by_rank_s.items()},
         }
-
-
-def rank_work(price: PlanPrice) -> dict[str, np.ndarray]:
-    """Return the seconds of each pp rank's jobs by kind, an entry for each rank.
-
-    Copies of activations that are longer than the jobs beside them are not in it.
-    """
-    plan, times, exposed = price.plan, price.times, price.exposed
-    m = plan.num_microbatches
-    # Of m microbatches, those that are recomputed: all, or all but the last.
-    again_m = np.array([m - (not stage.recompute_last) for stage in plan.stages])
-    # Full recomputation runs the whole forward again: its host time and collectives, too.
-    rerun_host, rerun_comm = again_m * price.again.host_s, again_m * price.again.comm_s
-    host_s = times.host_forward_s + times.host_backward_s
-    by_stage = {
-        "compute_s": m * (times.forward_s + times.backward_s - host_s),
-        "recompute_s": again_m * price.again.whole_s - rerun_host - rerun_comm,
-        "host_s": m * host_s + rerun_host,
-        "tp_comm_s": m * (times.comm_forward_s + times.comm_backward_s) + rerun_comm,
-        "dp_comm_s": m * (exposed.forward_s + exposed.backward_s),
-        "waited_s": m * price.waited_s,
-    }
-    own = [stages_of_rank(plan, rank) for rank in range(plan.pp)]
-    return {
-        name: np.array([float(np.asarray(seconds)[mine].sum()) for mine in own])
-        for name, seconds in by_stage.items()
-    }

@@ -41,7 +41,10 @@ def align(first: Exported, second: Exported) -> RawGraph:
     for name, meta in first.tensors.items():
         other_meta = second.tensors[name]
         if len(meta.shape) != len(other_meta.shape) or meta.dtype != other_meta.dtype:
-            raise CaptureError(f"tensor {name} differs with the batch size in rank or dtype")
+            raise CaptureError(
+                f"tensor {name} has another rank or dtype for another batch size; forward must do "
+                "the same for every batch size"
+            )
         if repr(meta.data) != repr(other_meta.data):  # nan is not equal to itself
             raise CaptureError(
                 f"constant {name} is made of other numbers for {BATCH_SIZES[0]} samples than for "

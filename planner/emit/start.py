@@ -1,8 +1,9 @@
 """Parts that scripts share: processes of a node by torchrun, its settings, its health.
 
 Ranks of a plan follow each other along its axes, the innermost first, so node n holds the ranks
-from n * ranks_per_node on. A static rendezvous keeps that order: the dynamic one orders nodes by
-their names.
+that follow those of the nodes before it; nodes of several groups of devices may have different
+numbers (`PlanView.node_runs`), which torchrun adds up. A static rendezvous keeps that order: the
+dynamic one orders nodes by their names.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def torchrun_lines(view: PlanView, *program: str, restarts: bool = False) -> lis
     are variables of the script, and MAX_RESTARTS with `restarts`.
     """
     words = [
-        f"exec torchrun --nnodes {view.num_nodes} --nproc-per-node {view.ranks_per_node}",
+        f"exec torchrun --nnodes {view.num_nodes} --nproc-per-node {_ranks_here(view)}",
         '--node-rank "$NODE_RANK" --rdzv-backend static',
         '--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"',
     ]
@@ -48,6 +49,26 @@ def torchrun_lines(view: PlanView, *program: str, restarts: bool = False) -> lis
     words += program
     lines = [words[0], *(f"    {word}" for word in words[1:])]
     return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
+
+
+def _ranks_here(view: PlanView) -> str:
+    """Return the ranks of a node, or the shell's variable of them where nodes differ."""
+    runs = view.node_runs
+    return str(runs[0].ranks) if len(runs) == 1 else '"$RANKS_HERE"'
+
+
+def _node_sizes(view: PlanView) -> list[str]:
+    """Shell lines that set RANKS_HERE where nodes have different numbers of ranks."""
+    runs = view.node_runs
+    if len(runs) == 1:
+        return []
+    lines, first = ["# Nodes differ in their ranks, and follow each other in this order."], 0
+    for at, run in enumerate(runs):
+        first += run.nodes
+        last = at == len(runs) - 1
+        test = "else" if last else f'{"elif" if at else "if"} [ "$NODE_RANK" -lt {first} ]; then'
+        lines.append(f"{test} RANKS_HERE={run.ranks}  # of {run.group}")
+    return [*lines, "fi"]
 
 
 def headline(view: PlanView, what: str) -> list[str]:
@@ -67,7 +88,7 @@ def torchrun_script(view: PlanView) -> str:
     """Return the script that checks a node and starts its ranks."""
     launch = view.launch
     lines = ["#!/usr/bin/env bash", *headline(view, "A node of a run"), "set -euo pipefail"]
-    lines += [*NODE_SETTINGS, f"export PLANNER_DEVICE={view.device}"]
+    lines += [*NODE_SETTINGS, *_node_sizes(view), f"export PLANNER_DEVICE={view.device}"]
     if view.device == "cuda":
         lines += [
             "# NCCL says why it fails, and keeps its last collectives for a report of a hang.",
@@ -102,7 +123,7 @@ def _health_check(view: PlanView) -> list[str]:
         'python -c "import planner" || unhealthy "planner is not installed"',
     ]
     if view.device == "cuda":
-        count = view.ranks_per_node
+        count = _ranks_here(view).strip('"')
         lines += [
             "gpus=$(nvidia-smi --list-gpus | wc -l)",
             f'[ "$gpus" -ge {count} ] || unhealthy "$gpus of {count} GPUs answer"',

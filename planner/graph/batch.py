@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.errors import ModelError
+from planner.graph.model_graph import Affine, ModelGraph
 
 Tree = dict[str, Any]
 
@@ -124,3 +125,17 @@ def loss_of(output: Any, batch: Any, loss: Any = None) -> Any:
             "or define loss(output, batch) beside model()"
         )
     return value
+
+
+def tokens_per_sample(graph: ModelGraph) -> int:
+    """Return the tokens of one sample: entries of its first [batch, sequence] whole numbers.
+
+    0 where the batch holds none.
+    """
+    for name in graph.batch_inputs:
+        meta = graph.tensor[name]
+        if meta.dtype.startswith("int") and len(meta.shape) == 2:
+            first, length = meta.shape
+            if isinstance(first, Affine) and not isinstance(length, Affine):
+                return length
+    return 0

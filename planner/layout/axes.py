@@ -359,7 +359,10 @@ def _with_own(degrees: Degrees, own: OwnSizes) -> Degrees:
     sizes = {**degrees.sizes, **sizes}
     if left:
         given = " ".join(f"{name}={size}" for name, size in own)
-        raise LayoutError(f"{given} does not divide the {degrees.num_ranks} ranks of a stage")
+        raise LayoutError(
+            f"{given} does not divide the {degrees.num_ranks} ranks of a stage; use sizes whose "
+            "product does"
+        )
     return Degrees(**sizes)
 
 

@@ -34,7 +34,7 @@ class ProcessMesh:
         if len(self.axes) != len(self.shape) or len(set(self.axes)) != len(self.axes):
             raise LayoutError(
                 f"mesh axes {self.axes} with sizes {self.shape}: each axis needs one size and "
-                "a name of its own"
+                "a name of its own, so give as many of both"
             )
         if prod(self.shape) != len(self.ranks) or len(set(self.ranks)) != len(self.ranks):
             raise LayoutError(
@@ -122,7 +122,10 @@ class Layout:
         """Return the shape of each rank's part; raise LayoutError where it does not divide."""
         for placement in self.placements:
             if isinstance(placement, Shard) and placement.dim >= len(shape):
-                raise LayoutError(f"{placement} needs a tensor of more than {len(shape)} dims")
+                raise LayoutError(
+                    f"{placement} needs a tensor of more than {len(shape)} dims; use R or a dim "
+                    "that there is"
+                )
         found = []
         for dim, size in enumerate(shape):
             parts = prod(self.mesh.shape[axis] for axis in self.shards_of(dim))

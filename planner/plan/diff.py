@@ -42,7 +42,9 @@ class Moved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
-    """A part of the predicted cost, before and after, in "bytes" or "seconds"."""
+    """A part of the predicted cost by its key in the plan, before and after, in "bytes" or
+    "seconds".
+    """
 
     name: str
     unit: str
@@ -216,20 +218,20 @@ def costs(before: Plan, after: Plan) -> tuple[Amount, ...]:
     old, new = before.estimate, after.estimate
     if not old or not new:
         return ()
-    found = [Amount(name="step", unit="seconds", before=old["step_s"], after=new["step_s"])]
-    found += [
-        Amount(
-            name=name.removesuffix("_s").replace("_", " "),
-            unit="seconds",
-            before=old["time"].get(name, 0.0),
-            after=new["time"].get(name, 0.0),
-        )
-        for name in dict.fromkeys((*old["time"], *new["time"]))
-    ]
+    found = [Amount(name="step_s", unit="seconds", before=old["step_s"], after=new["step_s"])]
+    # Older files tell other parts, those of the rank that ends last: nothing to compare with.
+    if ("bottleneck_pp_rank" in old) == ("bottleneck_pp_rank" in new):
+        found += [
+            Amount(
+                name=name,
+                unit="seconds",
+                before=old["time"].get(name, 0.0),
+                after=new["time"].get(name, 0.0),
+            )
+            for name in dict.fromkeys((*old["time"], *new["time"]))
+        ]
     peaks = old["peak_bytes"], new["peak_bytes"]
-    found.append(
-        Amount(name="memory of the fullest device", unit="bytes", before=peaks[0], after=peaks[1])
-    )
+    found.append(Amount(name="peak_bytes", unit="bytes", before=peaks[0], after=peaks[1]))
     return tuple(each for each in found if each.before != each.after)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import suppress
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from planner.errors import PlanError
+from planner.files import write_atomically
 from planner.layout.class_layout import SIZE_FIELDS
 from planner.plan.plan import PLAN_VERSION, Plan
 
@@ -58,18 +58,10 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     target = Path(path)
     if target.is_dir():
         raise PlanError(f"can't write the plan to {path}: it is a directory; name a file in it")
-    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     text = plan_text(plan)
     try:
-        if target.exists() and not target.is_file():  # a device, a pipe: not to be replaced
-            target.write_text(text)
-            return
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(text)
-        os.replace(scratch, target)
+        write_atomically(target, text)
     except OSError as error:
-        with suppress(OSError):
-            scratch.unlink()
         raise PlanError(
             f"can't write the plan to {path}: {error.strerror}; name a file in a folder you can "
             "write to"

@@ -38,7 +38,8 @@ def validate_model(plan: Plan, graph: ModelGraph) -> None:
             f"the plan is for {plan.model.name} from {plan.model.file} "
             f"({plan.model.fingerprint[:12]}) and the model given is {graph.name} "
             f"({graph.fingerprint[:12]}); search again for this model, or give the plan's own "
-            "(if it is: its forward does not do the same in every process, or a call changed it)"
+            "(if it is: an earlier planner made the plan and named models otherwise, its forward "
+            "does not do the same in every process, or a call changed it)"
         )
     if plan.model.inputs != batch_spec(graph):
         raise PlanError(

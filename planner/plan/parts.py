@@ -90,8 +90,9 @@ class ClusterRef(Record):
         least = gcd(*(size for _, size, _ in self.nodes))
         raise PlanError(
             f"the plan is for nodes of different numbers of devices ({told}), and launchers start "
-            f"as many ranks on each; give all groups of the cluster file a `devices_per_node` of "
-            f"{least}, search again, and start a launcher for each {least} devices of a node"
+            f"as many ranks on each; emit it for torchrun, Slurm or Kubernetes, whose scripts do "
+            f"not; or give all groups of the cluster file a `devices_per_node` of {least}, search "
+            f"again, and start a launcher for each {least} devices of a node"
         )
 
 

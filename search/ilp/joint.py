@@ -1,121 +1,157 @@
-"""Stage boundaries, recompute and memory as one integer program for OR-tools' CP-SAT.
+"""Stage boundaries, meshes, recompute and memory as one integer program for OR-tools' CP-SAT.
 
-The second, independent searcher of the problem `chain_dp` solves: small and mid-size chains,
-with `solver` ilp.
+With `solver` ilp it takes the place of `partition.chain_dp`, whose problem it solves.
 
 Variables
-    x[s, j, k, c]   1 if stage s holds blocks j .. k-1 with recompute choice c
-    z               the longest path, in whole steps of 1e-9 of the largest one
+    x[s, j, k, c]   1 if stage s holds blocks j .. k-1 with choice c (recompute, of a mesh)
+    z               the longest path, in steps of 1e-13 of the longest there may be
 
 Minimise    z
 Subject to
-    sum over k, c of x[0, 0, k, c] = 1                                 stage 0 starts the chain
+    sum over k, c of x[0, 0, k, c] = 1                                     stage 0 starts the chain
     sum over j, c of x[s, j, k, c] = sum over k', c of x[s+1, k, k', c]    stages meet (s < S-1)
-    sum over j, c of x[S-1, j, n, c] = 1                               the last ends it
-    z >= sum over j, k, c of x[s, j, k, c] * path(s, j, k, c, tail_0)  for every s
-    x = 0 where a stage does not fit the memory
+    sum over j, c of x[S-1, j, n, c] = 1                                   the last ends it
+    z >= sum over j, k, c of x[s, j, k, c] * (until + tail)                the stage's own tail, and
+    z >= sum over j, k, c of x[s, j, k, c] * (until + back) + first        the way back to stage 0
+    first = sum over k, c of x[0, 0, k, c] * tail                          and what follows there
+    z <= ceiling
+    x = 0 where a stage does not fit the memory, or its path is over the ceiling
 
-The tail of stage 0 (see `chain_dp`) depends on its own cut, so the path of every other stage is
-charged for each first cut in turn: one solve per first cut that is not ruled out.
+until, back and tail of a run on a stage are those of `chain_paths.StageRuns`. The ceiling leaves
+few x: that, not the size of the chain, makes the program small.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from search.partition.chain_paths import Paths
-from search.partition.chain_problem import ChainProblem, Cut
+from planner.errors import LayoutError
+from search.partition.chain_paths import StageRuns, runs_by_stage
+from search.partition.chain_problem import ChainProblem, Cut, Floats
+from search.partition.chain_reach import possible_starts, reach_windows
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
-_STEPS = 10**9
+_STEPS = 10**13
+_ROUNDED = 2
+"""Steps by which a path may be too long: a run's and a tail's are each rounded up."""
 MOST_VARIABLES = 200_000
+_SLACK = 1e-9
+"""Relative: the ceiling may be the very value of a cut."""
 
 
-def solve_by_joint_program(problem: ChainProblem, *, time_limit_s: float = 60.0) -> Cut | None:
-    """Return the best cut, or None when none fits.
+def solve_by_joint_program(
+    problem: ChainProblem, *, ceiling: float = np.inf, time_limit_s: float = 60.0
+) -> Cut | None:
+    """Return the best cut, or None when none of at most `ceiling` fits.
 
-    Raises ValueError when the program would be too large, RuntimeError when time runs out.
+    Raises LayoutError when the program would be too large or time runs out.
     """
-    n, stages = problem.num_blocks, problem.num_stages
-    if stages > n:
+    ceiling *= 1 + _SLACK
+    starts = possible_starts(problem, ceiling)
+    windows = reach_windows(problem, ceiling, starts) if starts else None
+    if windows is None:
         return None
-    width = n - stages + 1
     # Of each run only the fastest choice that fits has a variable, unless activations are copied.
-    size = stages * n * width * (len(problem.choices) if problem.copied else problem.num_meshes)
+    kinds = len(problem.choices) if problem.copied else problem.num_meshes
+    size = kinds * sum(window.num_cells for window in windows)
     if size > MOST_VARIABLES:
-        raise ValueError(
-            f"a joint program of {n} blocks on {stages} stages needs {size} variables, more than "
-            f"{MOST_VARIABLES}; use `solver` dp"
+        raise LayoutError(
+            f"a joint program of {problem.num_blocks} blocks on {problem.num_stages} stages needs "
+            f"{size} variables, more than {MOST_VARIABLES}; use `solver` dp"
         )
-    paths = Paths.of_all(problem, width)
-    best: Cut | None = None
-    for first_cut in range(1, width + 1):
-        found = _solve(problem, paths, first_cut, time_limit_s)
-        if found is not None and (best is None or found.value < best.value):
-            best = found
-    return best
+    return _solve(problem, runs_by_stage(problem, windows), ceiling, time_limit_s)
 
 
-def _solve(problem: ChainProblem, paths: Paths, first_cut: int, time_limit_s: float) -> Cut | None:
+def _solve(
+    problem: ChainProblem, stage_runs: Sequence[StageRuns], ceiling: float, time_limit_s: float
+) -> Cut | None:
+    """Return the best cut of these runs."""
     from ortools.sat.python import cp_model
 
-    n, stages = problem.num_blocks, problem.num_stages
-    if stages == 1 and first_cut != n:
-        return None
-    tail = paths.first_tail(first_cut)
-    own = [
-        [paths.own(stage, choice, tail) for choice in range(len(problem.choices))]
-        for stage in range(stages)
-    ]
-    finite = [table[np.isfinite(table)].max(initial=0.0) for row in own for table in row]
-    scale = _STEPS / max(max(finite), 1e-30)
+    first = _first_tails(problem, stage_runs[0])
+    ways = [_ways(runs) for runs in stage_runs]
+    if not np.isfinite(ceiling):
+        ceiling = max(_largest(own) for way in ways for own in way) + _largest(first)
+    scale = _STEPS / max(ceiling, 1e-30)
+
+    def steps(seconds: float) -> int:
+        """Return whole steps, rounded up: no path is longer than the program has it."""
+        return int(np.ceil(seconds * scale))
+
     model = cp_model.CpModel()
-    longest = model.new_int_var(0, _STEPS + 1, "z")
-    starts: dict[tuple[int, int], list] = {}
-    ends: dict[tuple[int, int], list] = {}
+    longest = model.new_int_var(0, _STEPS + _ROUNDED, "z")
+    starts: dict[tuple[int, int], list] = defaultdict(list)
+    ends: dict[tuple[int, int], list] = defaultdict(list)
     picks: list[tuple[int, int, int, int, cp_model.IntVar]] = []
-    for stage in range(stages):
-        paid = []
-        for choice in range(len(problem.choices)):
-            for row, first in np.argwhere(np.isfinite(own[stage][choice])):
-                first, end = int(first), int(first + row + 1)
-                if (stage == 0) != (first == 0) or (stage == 0 and end != first_cut):
-                    continue
-                x = model.new_bool_var("")
-                starts.setdefault((stage, first), []).append(x)
-                ends.setdefault((stage, end), []).append(x)
-                picks.append((stage, first, end, choice, x))
-                paid.append(int(np.ceil(own[stage][choice][row, first] * scale)) * x)
-        if not paid:
+    first_tail: list = []
+    for stage, (runs, (there_and_own, there_and_back)) in enumerate(
+        zip(stage_runs, ways, strict=True)
+    ):
+        own, back = [], []
+        may_be = (there_and_own <= ceiling) & (there_and_back <= ceiling)
+        for choice, row, column in np.argwhere(may_be).tolist():
+            x = model.new_bool_var("")
+            start, end = runs.first_start + column, int(runs.end[row, column])
+            starts[stage, start].append(x)
+            ends[stage, end].append(x)
+            picks.append((stage, end, choice, row, x))
+            own.append(steps(float(there_and_own[choice, row, column])) * x)
+            back.append(steps(float(there_and_back[choice, row, column])) * x)
+            if stage == 0:
+                first_tail.append(steps(float(first[row])) * x)
+        if not own:
             return None
-        model.add(longest >= sum(paid))
-    model.add(sum(starts.get((0, 0), [])) == 1)
-    model.add(sum(ends.get((stages - 1, n), [])) == 1)
-    for stage in range(stages - 1):
-        for cut in range(1, n + 1):
-            model.add(sum(ends.get((stage, cut), [])) == sum(starts.get((stage + 1, cut), [])))
+        model.add(longest >= sum(own))
+        model.add(longest >= sum(back) + sum(first_tail))
+    model.add(sum(starts[0, 0]) == 1)
+    model.add(sum(ends[len(stage_runs) - 1, problem.num_blocks]) == 1)
+    for stage in range(len(stage_runs) - 1):
+        for cut in range(1, problem.num_blocks + 1):
+            model.add(sum(ends[stage, cut]) == sum(starts[stage + 1, cut]))
     model.minimize(longest)
     solver = solve_proven(model, time_limit_s)
     if solver is None:
         return None
-    chosen = sorted(pick[:4] for pick in picks if solver.boolean_value(pick[4]))
-    value = max(float(own[s][c][end - first - 1, first]) for s, first, end, c in chosen)
-    return Cut(
-        cuts=(0, *(end for _, _, end, _ in chosen)),
-        choices=tuple(c for _, _, _, c in chosen),
-        value=value,
+    chosen = [pick[:4] for pick in picks if solver.boolean_value(pick[4])]
+    cuts = (0, *(end for _, end, _, _ in chosen))
+    tail = float(first[chosen[0][3]])
+    value = max(
+        float(stage_runs[stage].own_from(cuts[stage], tail)[choice, row])
+        for stage, _, choice, row in chosen
     )
+    # Steps are rounded: a cut left out may be shorter by so much.
+    value -= _ROUNDED / scale
+    return Cut(cuts=cuts, choices=tuple(choice for _, _, choice, _ in chosen), value=value)
+
+
+def _ways(runs: StageRuns) -> tuple[Floats, Floats]:
+    """Return each run's path with its own tail, and that back to stage 0 without what follows."""
+    return runs.until + runs.tail, runs.own(None)
+
+
+def _first_tails(problem: ChainProblem, runs: StageRuns) -> Floats:
+    """Return what follows at stage 0 when its last input gradient is made, by the row of its run:
+    one for all choices.
+    """
+    tails: Floats = runs.tail[:, 0] + problem.first_weight_s[runs.end[:, 0]]
+    return tails
+
+
+def _largest(seconds: Floats) -> float:
+    return float(seconds[np.isfinite(seconds)].max(initial=0.0))
 
 
 def solve_proven(model: cp_model.CpModel, time_limit_s: float) -> cp_model.CpSolver | None:
     """Return the solver with an optimum, None when nothing satisfies the model.
 
-    One worker, so that the same model gives the same answer. Raises RuntimeError when time
-    runs out before a proof.
+    One worker, so that the same model gives the same answer. Raises LayoutError when time runs out
+    before a proof.
     """
     from ortools.sat.python import cp_model
 
@@ -126,5 +162,7 @@ def solve_proven(model: cp_model.CpModel, time_limit_s: float) -> cp_model.CpSol
     if status == cp_model.INFEASIBLE:
         return None
     if status != cp_model.OPTIMAL:
-        raise RuntimeError(f"CP-SAT stopped after {time_limit_s} s without a proved optimum")
+        raise LayoutError(
+            f"an integer program had no proved optimum after {time_limit_s:g} s; use `solver` dp"
+        )
     return solver

@@ -81,6 +81,7 @@ class EvenMix:
         every: list[StageSeconds] = []
         for member, stages in zip(self.mix.members, self._stages, strict=True):
             configuration = member.as_held
+            # A gradient goes back to a stage of another mesh perhaps: the cheapest is a bound.
             back_transfer_s = self.mix.least_transfers_s(member)[1]
             every += [
                 stages.seconds(configuration, [name] * self.cuts[-1], back_transfer_s)
@@ -93,6 +94,7 @@ class EvenMix:
     @cached_property
     def least_s(self) -> StageSeconds:
         """The least of each under any choice; the most of what may come later."""
+        # What may come after a gradient is sent shortens a path, so there the most is the bound.
         least = {name: getattr(self.seconds, name).min(axis=0) for name in _COLUMNS}
         return StageSeconds(**least | {"ahead_s": self.seconds.ahead_s.max(axis=0)})
 
@@ -150,6 +152,7 @@ class Assignments:
         members, kinds = len(mix.mix.members), mix.mix.num_recompute_choices
         by_member = mix.fits.reshape(members, kinds, -1)
         first = by_member.argmax(axis=1) + kinds * np.arange(members)[:, None]
+        # A rank's memory depends on its own choice alone, so each rank is looked at by itself.
         self._options = [
             [int(first[member, rank]) for member in np.flatnonzero(by_member[:, :, rank].any(1))]
             for rank in range(by_member.shape[2])
@@ -184,6 +187,7 @@ class Assignments:
     def _seconds(self, chosen: tuple[int, ...]) -> StageSeconds:
         """Return what stages take with these choices of the first ranks, the rest at its least."""
         made, ranks = np.array(chosen), np.arange(len(chosen))
+        # A rank's choice is that of all its stages; the tail is the rank's.
         known = np.flatnonzero(self.mix.homes < len(chosen))
         columns = {}
         for name in _COLUMNS:

@@ -10,7 +10,8 @@ from search.meshes.mix import Mix
 from search.meshes.mixed_stages import by_first_mesh, mixed_problem
 from search.nodes.partitions import JOBS_PER_ESTIMATE, PartitionableNode
 from search.partition.chain_problem import ChainProblem, Cut
-from search.partition.solvers import INEXACT, solve
+from search.partition.solvers import solve
+from search.request import INEXACT_SOLVER
 from search.search_state import MIXED_PARTITIONS, Outcomes, SearchState
 from search.stages.stage_table import StageTable
 
@@ -59,7 +60,7 @@ class MixNode(PartitionableNode):
         if best is None:
             search.prune(MIXED_BEATEN if solved.fits else MIXED_TOO_LARGE)
             return
-        yield self.partitioned(best, self.bound if solver == INEXACT else best.value)
+        yield self.partitioned(best, self.bound if solver == INEXACT_SOLVER else best.value)
 
     def _relaxed(self) -> ChainProblem:
         """Return the chain problem in which a choice is a mesh with a recompute choice.

@@ -94,6 +94,8 @@ class MixedStages:
     members: tuple[Stages, ...]
     limits: tuple[float, ...]
     """Bytes of a device of each member."""
+    starts_s: tuple[float, ...]
+    """The least seconds of loading the batch where each member has stage 0."""
     shares_tail: bool = False
 
     @property
@@ -123,12 +125,15 @@ def mixed_problem(
     microbatches and stages, and the same kinds of recompute.
     """
     kinds = len(problems[0].choices)
+    starts_s = tuple(problem.start_s for problem in problems)
+    of_first = members_of_stage[0] if members_of_stage else range(len(problems))
     return replace(
         problems[0],
         stages=MixedStages(
             members=tuple(problem.stages for problem in problems),
             limits=tuple(problem.memory_limit_bytes for problem in problems),
             shares_tail=True,
+            starts_s=starts_s,
         ),
         stage_choices=tuple(
             tuple(kinds * member + own for member in members for own in range(kinds))
@@ -139,7 +144,7 @@ def mixed_problem(
         block_weight_s=np.max([problem.block_weight_s for problem in problems], axis=0),
         transfer_s=np.min([problem.transfer_s for problem in problems], axis=0),
         back_transfer_s=np.min([problem.back_transfer_s for problem in problems], axis=0),
-        start_s=min(problem.start_s for problem in problems),
+        start_s=min(starts_s[at] for at in of_first),
         choices=problems[0].choices * len(problems),
         num_meshes=len(problems),
         needs=None,
@@ -195,11 +200,21 @@ def stage_views(
 
 
 def by_first_mesh(problem: ChainProblem) -> list[ChainProblem]:
-    """Return a mixed problem with the tails as they are, once for each mesh of stage 0."""
+    """Return a mixed problem with the tails, and the start, as they are, once for each mesh of
+    stage 0.
+    """
     assert isinstance(problem.stages, MixedStages)
     stages = replace(problem.stages, shares_tail=False)
     kinds = len(problem.choices) // len(stages.members)
     every = tuple(range(len(problem.choices)))
     first, *others = problem.stage_choices or (every,) * problem.num_stages
     of_member = [first[at : at + kinds] for at in range(0, len(first), kinds)]
-    return [replace(problem, stages=stages, stage_choices=(own, *others)) for own in of_member]
+    return [
+        replace(
+            problem,
+            stages=stages,
+            stage_choices=(own, *others),
+            start_s=problem.stages.starts_s[own[0] // kinds],
+        )
+        for own in of_member
+    ]

@@ -6,6 +6,8 @@ In comes a request's shapes; out come nodes, and evaluated plans. Read in this o
     configurations   a shape, a configuration                            the three phases
     partitions       the best partition, then the k best; `exact_recompute`: how much a stage
                      recomputes where the bound let too little pass
+    replicas_on_groups   plans whose stages have replicas on several groups of devices;
+                     `pipelines_on_groups`: those with a pipeline
 
 Those of stages with meshes of their own are in `search.meshes`.
 """

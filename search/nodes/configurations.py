@@ -21,8 +21,9 @@ from search.nodes.exact_recompute import ExactRecompute
 from search.nodes.partitions import PartitionableNode
 from search.partition.chain_problem import ChainProblem, Cut, InfeasibleStage
 from search.partition.least_recompute import with_recompute
-from search.partition.solvers import INEXACT, solve
+from search.partition.solvers import solve
 from search.priced_configuration import PricedConfiguration
+from search.request import INEXACT_SOLVER
 from search.search_state import NodeKey, Outcomes, SearchState
 from search.space.configuration import Configuration, Shape
 from search.stages.stage_table import StageTable
@@ -98,6 +99,7 @@ class ConfigurationNode(PartitionableNode):
     def _only_partition(self, search: SearchState) -> Outcomes:
         priced, ceiling = self.priced(search), search.to_beat_s
         if self.configuration.vpp > 1:
+            # Without recomputation and exchange: quick, and enough to rule most of them out.
             least = priced.interleaved.least_step_s(self.configuration)
             if least >= ceiling:
                 yield replace(self, bound=least)
@@ -114,8 +116,10 @@ class ConfigurationNode(PartitionableNode):
         if solved.cut is not None:
             chosen = self.with_recompute(search, solved.cut)
             assert chosen is not None, "a solver leaves out what does not fit"
-            yield self.partitioned(chosen, self.bound if solver == INEXACT else solved.cut.value)
-        elif solver != "dp":
+            yield self.partitioned(
+                chosen, self.bound if solver == INEXACT_SOLVER else solved.cut.value
+            )
+        elif solver == INEXACT_SOLVER:
             search.prune(f"memory: {solver} found no stage boundaries")
         elif solved.fits:
             self._exclude(search, BOUNDARIES_BEATEN, search.to_beat_s)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from search.branch_and_bound import EvaluatedPlan, Node, Wave
 from search.partition.chain_problem import ChainProblem, Cut, InfeasibleStage
 from search.partition.k_best import FirstStages, KBestPartitions
+from search.request import INEXACT_SOLVER
 from search.search_state import PARTITIONS, Outcomes, SearchState
 from search.space.configuration import Configuration
 from search.space.job_tables import in_flight_of
@@ -184,7 +185,7 @@ class PartitionedNode(Node[SearchState]):
         else:
             search.num_evaluated += 1
         is_listed = of.configuration.pp > 1 and not is_interleaved and not of.is_conservative
-        if is_listed and search.request.solver == "dp":
+        if is_listed and search.request.solver != INEXACT_SOLVER:
             yield PartitionsNode(bound=self.bound, wave=of.wave_of_others, of=of)
         else:
             # Where skips reach past a stage the estimate has more terms than the simulation.

@@ -1,17 +1,19 @@
-"""Nodes of plans without a pipeline whose replicas lie on several groups of devices.
+"""Nodes of plans whose replicas lie on several groups of devices.
 
 Each group holds whole replicas, in the order of the cluster's file, and a replica takes the share
 of a microbatch that its devices can do in the time of the others:
 
-    ReplicasNode      the meshes without a pipeline                 one for each shape and layout
-      SharesNode      the shares of the replicas on each group
-        (plans)       each choice of what is recomputed, in full
+    ReplicasOnGroupsNode  the meshes that groups hold whole replicas of
+      ReplicasNode        the shares of the replicas on each group, for a shape and a layout
+        SharesNode        without a pipeline: plans, with each choice of what is recomputed
+        PipelinesNode     with a pipeline: all stage boundaries (`pipelines_on_groups`)
 
 A microbatch of M samples on r_g replicas of group g is cut in shares b_g, sum_g r_g b_g = M. Few
 ways to do so are all tried, of many those nearest the proportion to speed.
 
-Pipelines whose stages lie on several groups each are priced (`costmodel.time.replica_views`) and
-not searched.
+In a pipeline every stage has replicas on every group, n_g / pp devices of each. On two groups these
+are all the pipelines in which a stage lies on both: stages have equally many ranks, so where one
+has all devices that another has, and more, the others would be short of them.
 """
 
 from __future__ import annotations
@@ -22,19 +24,16 @@ from itertools import chain, product, repeat
 
 from costmodel.estimate import rank_bytes_by_group
 from planner.errors import LayoutError
-from planner.plan import Plan
 from profiles.groups import DeviceGroup
 from search.branch_and_bound import EvaluatedPlan, Node
+from search.nodes.pipelines_on_groups import APART, TOO_LARGE, pipelines_node, plan_on_groups
 from search.partition.chain_problem import Cut
-from search.priced_configuration import PricedConfiguration
 from search.search_state import PLACEMENTS, Outcomes, SearchState
 from search.space.configuration import Configuration, Shape, recompute_choices
 from search.stages.stage_table import StageTable
 
 MOST_SHARES = 64
 """So many ways to share a microbatch are all tried; of more, the nearest to the speeds are."""
-APART = "replicas on groups: the layout does not divide a share"
-TOO_LARGE = "memory: a share does not fit its devices"
 
 Shares = tuple[int, ...]
 """Samples of a microbatch that a replica takes, for each group."""
@@ -47,7 +46,7 @@ def replicas_nodes(
     fitting = [
         shape
         for shape in shapes
-        if shape.pp == 1 and (1 in (vpp for _, vpp in shape.options)) and _replicas(shape, groups)
+        if (1 in (vpp for _, vpp in shape.options)) and _replicas(shape, groups)
     ]
     if fitting:
         yield ReplicasOnGroupsNode(bound=0.0, wave=PLACEMENTS, shapes=fitting, groups=groups)
@@ -84,17 +83,18 @@ class ReplicasNode(Node[SearchState]):
 
     @property
     def least_s(self) -> float:
-        """A step time that no shares beat: m M / sum_g (r_g / t_g), with t_g the seconds of one
-        sample on group g in the largest microbatch there may be, which takes the least a sample.
+        """A step time that no shares beat: m M / (pp sum_g (r_g / t_g)), with t_g the seconds of
+        one sample on group g in the largest microbatch there may be, which takes the least.
         """
         shape = self.shape
         samples = shape.microbatch_size * sum(self.replicas)
         rate = 0.0
         for (name, table), count in zip(self.tables.items(), self.replicas, strict=True):
+            # Every replica takes a sample at least, so the others leave so many to this group.
             others = sum(self.replicas) - count
             most = max((samples - others) // count, 1)
             rate += count * most / _seconds(self.sized(name, most, otherwise=table))
-        return shape.num_microbatches * samples / rate
+        return shape.num_microbatches * samples / (shape.pp * rate)
 
     def sized(self, name: str, samples: int, *, otherwise: StageTable | None = None) -> StageTable:
         """Return a group's table at another share; `otherwise` where the layout does not divide
@@ -125,31 +125,63 @@ class ReplicasNode(Node[SearchState]):
             search.leave_open(self.bound)
             speeds = [self.shape.microbatch_size / _seconds(t) for t in self.tables.values()]
             every = list(near_shares(samples, self.replicas, speeds))
+        shape = self.shape
+        schedules = [schedule for schedule, vpp in shape.options if vpp == 1]
+        # Without a pipeline all schedules are the same.
+        options = list(product(schedules if shape.pp > 1 else schedules[:1], shape.zeros))
         for shares in every:
-            search.num_considered += len(self.shape.zeros)
+            search.num_considered += len(options)
             try:
                 tables = [self.sized(*each) for each in zip(self.tables, shares, strict=True)]
             except LayoutError:
-                search.prune(APART, len(self.shape.zeros))
+                search.prune(APART, len(options))
                 continue
-            slowest_s = max(map(_seconds, tables)) * self.shape.num_microbatches
-            for zero in self.shape.zeros:
+            # All replicas wait for each other's gradients: the slowest makes the step.
+            slowest_s = max(map(_seconds, tables)) * shape.num_microbatches / shape.pp
+            for schedule, zero in options:
+                configuration = self.configuration(shares, schedule, zero)
+                if shape.pp > 1:
+                    yield pipelines_node(
+                        configuration,
+                        dict(zip(self.tables, zip(shares, tables, strict=True), strict=True)),
+                        bound=max(self.bound, slowest_s),
+                    )
+                    continue
                 yield SharesNode(
                     bound=max(self.bound, slowest_s),
                     wave=self.wave,
-                    of=self,
-                    shares=shares,
-                    zero=zero,
+                    configuration=configuration,
+                    table=next(iter(self.tables.values())),
                 )
+
+    def configuration(self, shares: Shares, schedule: str, zero: int) -> Configuration:
+        """Return the shape's configuration with these shares."""
+        shape = self.shape
+        return Configuration(
+            degrees=shape.degrees,
+            pp=shape.pp,
+            vpp=1,
+            microbatch_size=shape.microbatch_size,
+            num_microbatches=shape.num_microbatches,
+            schedule=schedule,
+            zero=zero,
+            recompute=shape.recompute,
+            device_groups=("+".join(self.tables),) * shape.pp,
+            shares=tuple(
+                chain.from_iterable(map(repeat, shares, self.replicas))
+                if len(set(shares)) > 1
+                else ()
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SharesNode(Node[SearchState]):
     """A shape with a layout, shares and a ZeRO stage: what is recomputed."""
 
-    of: ReplicasNode
-    shares: Shares
-    zero: int
+    configuration: Configuration
+    table: StageTable
+    """Of any group: plans take its layouts."""
 
     @property
     def num_configurations(self) -> int:
@@ -161,33 +193,12 @@ class SharesNode(Node[SearchState]):
         """What is estimated."""
         return self.configuration.label
 
-    @property
-    def configuration(self) -> Configuration:
-        """The shape's, with these shares."""
-        shape, of = self.of.shape, self.of
-        schedule = next(schedule for schedule, vpp in shape.options if vpp == 1)
-        return Configuration(
-            degrees=shape.degrees,
-            pp=1,
-            vpp=1,
-            microbatch_size=shape.microbatch_size,
-            num_microbatches=shape.num_microbatches,
-            schedule=schedule,
-            zero=self.zero,
-            recompute=shape.recompute,
-            device_groups=("+".join(of.tables),),
-            shares=tuple(
-                chain.from_iterable(map(repeat, self.shares, of.replicas))
-                if len(set(self.shares)) > 1
-                else ()
-            ),
-        )
-
     def refine(self, search: SearchState) -> Outcomes:
         """Yield the fastest plan that fits, of each choice for all blocks."""
         found = []
-        for choice in range(len(recompute_choices(self.of.shape.recompute))):
-            plan = self.plan(search, choice)
+        for choice in range(len(recompute_choices(self.configuration.recompute))):
+            cut = Cut(cuts=(0, self.table.num_blocks), choices=(choice,), value=0.0)
+            plan = plan_on_groups(search, self.configuration, self.table, cut)
             try:
                 (most,) = rank_bytes_by_group(plan, search.candidates.costs, [0])
                 if any(num_bytes > search.limits[name] for name, num_bytes in most.items()):
@@ -205,18 +216,10 @@ class SharesNode(Node[SearchState]):
         configuration = replace(self.configuration, recompute=used)
         yield EvaluatedPlan(configuration=configuration, plan=plan, estimate=answer)
 
-    def plan(self, search: SearchState, choice: int) -> Plan:
-        """Return the plan in which all blocks recompute what the choice says."""
-        configuration, table = self.configuration, next(iter(self.of.tables.values()))
-        cut = Cut(cuts=(0, table.num_blocks), choices=(choice,), value=0.0)
-        plan = PricedConfiguration(search.candidates, configuration, table).plan(cut)
-        stage = plan.stages[0].model_copy(update={"device_group": configuration.device_groups[0]})
-        return plan.model_copy(update={"stages": (stage,), "shares": configuration.shares})
-
 
 def _replicas(shape: Shape, groups: Sequence[DeviceGroup]) -> Shares:
     """Return the replicas on each group; none where a group does not hold whole ones."""
-    ranks = shape.degrees.num_ranks // shape.batch_parts
+    ranks = shape.pp * shape.degrees.num_ranks // shape.batch_parts
     sizes = [group.num_devices for group in groups]
     return () if any(size % ranks for size in sizes) else tuple(size // ranks for size in sizes)
 
@@ -255,6 +258,7 @@ def near_shares(samples: int, replicas: Shares, speeds: Sequence[float]) -> Iter
     if samples % parts == 0:
         yield (samples // parts,) * len(replicas)
     whole = sum(count * speed for count, speed in zip(replicas, speeds, strict=True))
+    # Replicas that take samples as they are fast end at the same time.
     ideal = [samples * speed / whole for speed in speeds]
     near = [range(max(1, round(b) - NEAR), round(b) + NEAR + 1) for b in ideal[:-1]]
     *counts, last = replicas

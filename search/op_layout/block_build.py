@@ -250,6 +250,7 @@ class _Builder:
         """A parameter with several uses, given by member, chooses its placement by a variable of
         its own; each member's block redistributes it for itself.
         """
+        # A parameter may lie as any use requires it, or whole; no rank holds a term of a sum.
         required = [place for uses in used for _, use in uses for place, _ in use.required]
         places = tuple(dict.fromkeys(p for p in (Replicate(), *required) if p != Partial()))
         pinned = [self.pins[m] for m in members if m in self.pins]

@@ -187,6 +187,7 @@ class Prices:
         ):
             if not any(isinstance(place, Shard) for place in (*sharding.inputs, *sharding.outputs)):
                 continue
+            # Sharded, the op runs in steps between which ranks sum or gather what each has.
             form = local_ops(op, sharding, signature.tensor, axis=AXIS, axis_size=self.axis_size)
             local = {
                 name: replace(signature.tensor[name], shape=self._local_shape(shape, dim))
@@ -196,6 +197,7 @@ class Prices:
                 shape = local_shape(meta.shape_at(1), sharding.outputs[0], self.axis_size)
                 local[meta.name] = replace(meta, shape=shape)
             for each in form.ops:
+                # Some collectives come again in the backward, on the gradient.
                 times = 2 if each.target in THERE_AND_BACK else 1
                 for kind, num_bytes in inner_collectives(each, local):
                     found[index] += times * self._collective_s(kind, num_bytes)

@@ -14,8 +14,8 @@ residual branch three, and each step is exact.
 
 Cost: the sum of table sizes, values ** (neighbours + 1), in the order of `ordering`; a transformer
 layer (60 ops, up to 10 strategies) needs tables of at most three or four variables. `TooWide` is
-raised before a table would outgrow `max_cells`, and the caller turns to the linear program
-(`block_lp`) or to a relaxation (`decompose`).
+raised before a table would outgrow `max_cells`, and the caller turns to the integer program
+(`search.ilp.blocks`) or to a relaxation (`decompose`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from search.op_layout.block_problem import BlockProblem, Choice, ReshardEdge
 from search.op_layout.ordering import FEW_CELLS, MOST_DIMS, Table, elimination_order, follow_order
 
 _MOST_CELLS = 4_000_000
-"""32 MiB of costs: about where a linear program is faster."""
+"""32 MiB of costs: about where an integer program is faster."""
 
 
 class TooWide(Exception):

@@ -1,10 +1,9 @@
 """Placements inside every block class for one tp degree and microbatch size.
 
-Builds the block problem from the sharding rules and the profile, solves it (elimination, or a
-linear program where a table would grow too wide, a relaxation where that would be too large) and
-returns one `ClassLayout` per class. Classes
-that share a parameter are solved together, so a tied parameter lies the same way wherever it
-is used.
+Builds the block problem from the sharding rules and the profile, solves it (elimination, or an
+integer program where a table would grow too wide or the request names it, a relaxation where that
+would be too large) and returns one `ClassLayout` per class. Classes that share a parameter are
+solved together, so a tied parameter lies the same way wherever it is used.
 
 Blocks hand each other whole tensors, or tensors split along the sequence (what Megatron calls
 sequence parallelism); each is solved. For each, layouts are the points of the front of time
@@ -38,8 +37,9 @@ from search.op_layout.front import LayoutPoint, Layouts, find_front
 
 ELIMINATION = "variable elimination"
 """The solver that takes no time to speak of."""
+INTEGER_PROGRAM = "integer programs"
 _MOST_PAIRS = 25_000
-"""How large a linear program is tried."""
+"""How large an integer program is tried."""
 
 # Between equally fast strategies take the smaller one: a byte is worth far less than any
 # time a strategy could save (links move one in 1e-12 s or more).
@@ -48,22 +48,29 @@ _FAST_PRICE = 1e-18
 _ANY_PRICE = 1e4
 # A leaner layout that saves less than this part of the bytes is not worth pricing.
 _LEAST_SAVING = 0.02
-# What a search may spend on block problems too wide for elimination, and the part of what is left
-# of it that one problem may take: the first are solved best, and hundreds end all the same.
+# What a search may spend on block problems that elimination does not solve, and the part of what is
+# left of it that one problem may take: the first are solved best, and hundreds end all the same.
 _WIDE_S, _PART = 40.0, 0.125
+# The same where integer programs are to solve all of them: a few hundred of up to a second.
+_EVERY_S = 600.0
 
 
 @dataclass(kw_only=True)
 class LayoutSolver:
     """Solves and remembers the layouts of a model; grows its memo as it is asked.
 
-    `gap` is what part of a block's cost the layouts asked for so far leave unproved, at most;
-    `_wide_s` the seconds left for problems too wide to be solved exactly.
+    Attributes:
+        graph: the model.
+        profile: the machine.
+        pins: placements that layouts must have, by (class index, tensor).
+        prefers_ilp: whether an integer program is tried before elimination.
+        gap: what part of a block's cost the layouts asked for so far leave unproved, at most.
     """
 
     graph: ModelGraph
     profile: Profile
     pins: Mapping[tuple[int, str], Placement] = field(default_factory=dict)
+    prefers_ilp: bool = False
     _memo: dict[tuple[int, int], tuple[Layouts, ...]] = field(default_factory=dict)
     _fastest: dict[tuple[int, int], Layouts] = field(default_factory=dict)
     _leanest: dict[tuple[int, int], tuple[Layouts, ...]] = field(default_factory=dict)
@@ -72,7 +79,8 @@ class LayoutSolver:
     _segments_of: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _counts: dict[int, Mapping[OpSignature, int]] = field(default_factory=dict)
     _bound: dict[tuple[int, int], BoundClass] = field(default_factory=dict)
-    _wide_s: float = _WIDE_S
+    _spent_s: float = 0.0
+    """Seconds of problems that elimination did not solve."""
     gap: float = 0.0
     _solvers: set[str] = field(default_factory=set)
 
@@ -240,9 +248,15 @@ class LayoutSolver:
         choices = []
         for problem in problems:
             began = time.perf_counter()
-            choice, solver = solve_block(problem, price, time_limit_s=_PART * self._wide_s)
+            left_s = (_EVERY_S if self.prefers_ilp else _WIDE_S) - self._spent_s
+            choice, solver = solve_block(
+                problem,
+                price,
+                prefers_ilp=self.prefers_ilp,
+                time_limit_s=_PART * max(0.0, left_s),
+            )
             if solver != ELIMINATION:
-                self._wide_s = max(0.0, self._wide_s - (time.perf_counter() - began))
+                self._spent_s += time.perf_counter() - began
             self._solvers.add(solver)
             self.gap = max(self.gap, choice.gap)
             choices.append(choice)
@@ -259,14 +273,18 @@ class LayoutSolver:
 
 
 def solve_block(
-    problem: BlockProblem, bytes_price: float, *, time_limit_s: float = 5.0
+    problem: BlockProblem,
+    bytes_price: float,
+    *,
+    prefers_ilp: bool = False,
+    time_limit_s: float = 5.0,
 ) -> tuple[Choice, str]:
-    """Return the optimum of a block problem, or the best found in time, and who found it.
+    """Return the optimum of a block problem, or the best found in time, and which solver found it.
 
-    A problem too wide for elimination may take the limit, twice where a linear program is tried.
-    Raises ProfileError where every choice takes infinitely long.
+    An integer program and a relaxation may each take the limit. Raises ProfileError where every
+    choice takes infinitely long.
     """
-    choice, solver = _solve(problem, bytes_price, time_limit_s)
+    choice, solver = _solve(problem, bytes_price, prefers_ilp, time_limit_s)
     if choice is None or not np.isfinite(choice.cost):
         names = " and ".join(repr(program.name) for _, program in problem.programs)
         raise ProfileError(
@@ -277,19 +295,25 @@ def solve_block(
 
 
 def _solve(
-    problem: BlockProblem, bytes_price: float, time_limit_s: float
+    problem: BlockProblem, bytes_price: float, prefers_ilp: bool, time_limit_s: float
 ) -> tuple[Choice | None, str]:
     """Return a choice by the first solver that has one: the exact ones first."""
+
+    def integer_program() -> Choice | None:
+        from search.ilp import has_ortools
+        from search.ilp.blocks import num_pairs, solve_by_integer_program
+
+        if num_pairs(problem) > _MOST_PAIRS or not has_ortools():
+            return None
+        return solve_by_integer_program(problem, bytes_price=bytes_price, time_limit_s=time_limit_s)
+
+    if prefers_ilp and (choice := integer_program()) is not None:
+        return choice, INTEGER_PROGRAM
     try:
         return solve_by_elimination(problem, bytes_price=bytes_price), ELIMINATION
     except TooWide:
-        from search.ilp.block_lp import num_pairs, solve_by_linear_program
         from search.op_layout.decompose import solve_by_decomposition
-    if num_pairs(problem) <= _MOST_PAIRS:
-        choice = solve_by_linear_program(
-            problem, bytes_price=bytes_price, time_limit_s=time_limit_s
-        )
-        if choice is not None:
-            return choice, "linear programs"
+    if not prefers_ilp and (choice := integer_program()) is not None:
+        return choice, INTEGER_PROGRAM
     choice = solve_by_decomposition(problem, bytes_price=bytes_price, time_limit_s=time_limit_s)
     return choice, "Lagrangian decomposition"

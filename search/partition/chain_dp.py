@@ -94,17 +94,6 @@ def solve_chain(problem: ChainProblem, *, ceiling: float = np.inf) -> Solved:
         width = needed if np.isfinite(bound) else min(longest, 2 * width)
 
 
-def reach_windows(problem: ChainProblem, ceiling: float) -> tuple[Window, ...] | None:
-    """Return the runs of every cut that may have a path of at most `ceiling`; None: no cut."""
-    n, stages, longest = problem.num_blocks, problem.num_stages, problem.longest
-    if problem.cuts:
-        return fixed_windows(problem.cuts)
-    if stages > n:
-        return None
-    reach = np.minimum(even_reach(n, longest), reach_within(problem, ceiling))
-    return stage_windows(reach, stages)
-
-
 def _better(first: Solved, second: Solved) -> Solved:
     cut = min((s.cut for s in (first, second) if s.cut), key=lambda cut: cut.value, default=None)
     return Solved(cut=cut, fits=first.fits or second.fits)

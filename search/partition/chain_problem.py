@@ -96,19 +96,21 @@ class Stages(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InfeasibleStage:
-    """Blocks first .. end-1 that do not fit a stage under a choice: the cost model said so.
-
-    With `and_longer` neither does any longer run that holds them. Under a choice that recomputes
-    the first blocks more, `until` says that they fit only if the blocks up to this one do; None: in
-    no case.
-    """
+    """Blocks that do not fit a stage under a choice: the cost model said so."""
 
     stage: int
+    """The stage."""
     first: int
+    """Its first block."""
     end: int
+    """The block after its last."""
     choice: int
+    """The recompute choice, as an index."""
     and_longer: bool = False
+    """Whether no longer run that holds these blocks fits either."""
     until: int | None = None
+    """Under a choice that recomputes the first blocks more: the blocks fit only if those up to this
+    one do. None: in no case."""
 
     def holds(self, start: Any, end: Any) -> Any:
         """Whether runs, from `start` to `end` (arrays, broadcast), are these blocks or hold them
@@ -132,38 +134,42 @@ Line = tuple[float, float, float]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LeastNeeds:
-    """What any run of blocks takes at least: differences of running sums along the chain (n + 1).
-
-    backward_s and kept_bytes, of a microbatch, have a list for each choice of whole stages;
-    `partial` are the other choices, beside `bare_backward_s`, the backward without recomputation.
-    `lines` are those of a rank with so many microbatches in flight.
-    """
+    """What any run of blocks takes at least, as differences of running sums (n + 1) of blocks."""
 
     backward_s: tuple[list[float], ...]
+    """Backward seconds of a microbatch, for each choice of whole stages."""
     kept_bytes: tuple[list[float], ...]
+    """Bytes that a microbatch keeps, for each of them."""
     param_bytes: list[float]
+    """Bytes of parameters."""
     lines: Callable[[int], tuple[Line, ...]]
+    """From the microbatches that a rank has in flight to what a run must stay below."""
     bare_backward_s: list[float] = field(default_factory=list)
+    """Backward seconds of a microbatch, nothing recomputed."""
     partial: tuple[PartialRecompute, ...] = ()
+    """The choices that recompute the first blocks more."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageView:
-    """What is known of a problem for one stage, where stages differ: of its own devices.
-
-    `before` and `after` are running sums (n + 1) of the least forward and backward seconds of
-    blocks, on the devices of the stages before and after it. `transfer_s` and `back_transfer_s`
-    (n + 1) are of the transfer into it, `earlier_transfers_s` and `later_transfers_s` the least of
-    all those into stages before it, and after the next stage: there and back.
+    """What is known of a problem for one stage, where stages differ: of its own devices. Seconds,
+    along the chain (n + 1).
     """
 
     before_f: Floats
+    """Least forward of the blocks before each cut, on the devices of the stages before."""
     before_b: Floats
+    """Least backward of them."""
     after: Floats
+    """Least forward and backward of the blocks after each cut, on those of the stages after."""
     transfer_s: Floats
+    """The transfer into the stage, if it starts at each block."""
     back_transfer_s: Floats
+    """Its gradient's way back."""
     earlier_transfers_s: tuple[float, float]
+    """The least of all transfers into the stages before it, there and back."""
     later_transfers_s: tuple[float, float]
+    """The least of all those after the next stage, there and back."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

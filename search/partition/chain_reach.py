@@ -21,6 +21,7 @@ import numpy as np
 
 from search.partition.chain_paths import path_parts
 from search.partition.chain_problem import ChainProblem, Flags, Indices
+from search.partition.chain_windows import Window, even_reach, fixed_windows, stage_windows
 
 _SLACK = 1e-9
 """Relative, for sums taken in another order than paths take them."""
@@ -60,6 +61,21 @@ def reach_within(problem: ChainProblem, bound: float) -> Indices:
     least = problem.num_microbatches * (problem.before_f + problem.before_b)
     budget = bound * (1 + 1e-12) - problem.start_s - problem.before_f
     return np.searchsorted(least, least + budget, side="right") - 1
+
+
+def reach_windows(
+    problem: ChainProblem, ceiling: float, starts: Starts | None = None
+) -> tuple[Window, ...] | None:
+    """Return the runs of every cut that may have a path of at most `ceiling`, of stages that start
+    within `starts`, if given; None: no cut.
+    """
+    n, stages, longest = problem.num_blocks, problem.num_stages, problem.longest
+    if problem.cuts:
+        return fixed_windows(problem.cuts)
+    if stages > n:
+        return None
+    reach = np.minimum(even_reach(n, longest), reach_within(problem, ceiling))
+    return stage_windows(reach, stages, starts)
 
 
 def _run_check(problem: ChainProblem, ceiling: float) -> Callable[[int, Indices, Indices], Flags]:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodel import StageCosts, StageLoad
-from costmodel.memory.bound import RankBound
+from costmodel.memory.bound import RankBound, live_on_device
 from costmodel.time.stage_costs.stage_costs import BlockRuns, cut_runs, transfers
 from planner.plan import Recompute
 from planner.schedule import most_kept, stage_to_pp_rank
@@ -282,7 +282,8 @@ class InterleavedStages:
 
     def _live(self, configuration: Configuration) -> Floats:
         """Return how many microbatch-stages each rank has on the device at once."""
-        return self.table.on_host.live(np.asarray(live_stages_of(configuration), dtype=float))
+        in_flight = np.asarray(live_stages_of(configuration), dtype=float)
+        return live_on_device(in_flight, on_host=self.table.on_host.activations)
 
     def _rank(self, configuration: Configuration) -> RankBound:
         """The ranks with nothing but their parameters."""

@@ -94,6 +94,7 @@ class RecomputeLevels:
         levels of ranks (..., rank).
         """
         blocks = levels * self._unit
+        # Levels 0 .. N are of the first pair, N .. 2 N of the second: N is either's end.
         pair = np.minimum(blocks // self._num_blocks, len(self._pairs) - 1)
         left = (blocks - pair * self._num_blocks)[..., self.homes] - self._before
         until: Levels = self._start + np.clip(left, 0, np.diff(self.cuts))
@@ -123,6 +124,7 @@ class RecomputeLevels:
         end = np.asarray(self.cuts[1:])
         kept = np.zeros(pair.shape)
         for at, (_, partial) in enumerate(self._pairs):
+            # The blocks up to `until` keep their inputs alone; the others all that they saved.
             freed = partial.freed[until] - partial.freed[self._start]
             kept = np.where(pair == at, partial.kept[end] - partial.kept[self._start] - freed, kept)
         return kept

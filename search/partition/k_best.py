@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from search.partition.chain_dp import chain_values, reach_windows
+from search.partition.chain_dp import chain_values
 from search.partition.chain_paths import runs_by_stage
 from search.partition.chain_problem import ChainProblem, Cut, Floats
+from search.partition.chain_reach import reach_windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,29 +1,88 @@
-"""All solvers of a chain problem behind one door, by the name that a request gives."""
+"""All solvers of a chain problem behind one door, by the name that a request gives.
+
+    dp          `chain_dp`, exact
+    ilp         `search.ilp.joint`, exact: an integer program
+    recursive   bisection, below: fast, and usually close to the exact cut
+
+Bisection splits the chain into two parts with the halves of the stages, at the block boundary where
+the two parts' times are nearest to their numbers of stages; then each part likewise. Afterwards,
+boundaries move one block at a time while that lowers the bound or makes the cut fit. The stages of
+a given cut take the best recompute choices that fit. O(S log n) for the splits and O(S^2) runs
+priced a sweep of moves, whatever n is, as only the runs of the cuts at hand are looked at. What it
+misses against `chain_dp` is its gap, which callers report; it is never better than exact.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from dataclasses import replace
+
+import numpy as np
 
 from search.ilp.joint import solve_by_joint_program
-from search.partition.bisect import solve_by_bisection
 from search.partition.chain_dp import Solved, solve_chain
 from search.partition.chain_problem import ChainProblem, Cut
 
-_OTHERS: dict[str, Callable[[ChainProblem], Cut | None]] = {
-    "recursive": solve_by_bisection,
-    "ilp": solve_by_joint_program,
-}
-"""Beside the dynamic program."""
-
-INEXACT = "recursive"
-"""The value of its cut proves nothing."""
+_MOST_SWEEPS = 20
 
 
 def solve(problem: ChainProblem, *, solver: str, ceiling: float) -> Solved:
-    """Return the cut with the smallest bound, if any is under the ceiling, which other solvers than
-    the dynamic program do not read.
+    """Return the cut with the smallest bound, if any is under the ceiling, which bisection does not
+    read.
     """
     if solver == "dp":
         return solve_chain(problem, ceiling=ceiling)
-    cut = _OTHERS[solver](problem)
-    return Solved(cut=cut, fits=cut is not None)
+    if solver == "recursive":
+        cut = solve_by_bisection(problem)
+        return Solved(cut=cut, fits=cut is not None)
+    # Under a ceiling the program does not tell what does not fit from what is too slow.
+    is_limited = bool(np.isfinite(ceiling))
+    if not is_limited and (quick := solve_by_bisection(problem)):
+        ceiling = quick.value
+    cut = solve_by_joint_program(problem, ceiling=ceiling)
+    return Solved(cut=cut, fits=cut is not None or is_limited)
+
+
+def solve_by_bisection(problem: ChainProblem) -> Cut | None:
+    """Return a good cut, or None when none that fits was found (one may exist)."""
+    n, stages = problem.num_blocks, problem.num_stages
+    if stages > n:
+        return None
+    sums = (problem.before_f + problem.before_b).tolist()
+    cuts = [*problem.cuts] or [0, *_split(sums, 0, n, stages), n]
+    best = _valued(problem, cuts)
+    for _ in range(0 if problem.cuts else _MOST_SWEEPS):
+        improved = False
+        for index in range(1, stages):
+            for step in (-1, 1):
+                moved = [*cuts]
+                moved[index] += step
+                if not moved[index - 1] < moved[index] < moved[index + 1]:
+                    continue
+                found = _valued(problem, moved)
+                if found.value < best.value:
+                    cuts, best, improved = moved, found, True
+        if not improved:
+            break
+    return best if np.isfinite(best.value) else None
+
+
+def _split(sums: list[float], first: int, end: int, stages: int) -> list[int]:
+    """Return the inner cuts of blocks first..end-1 for that many stages."""
+    if stages == 1:
+        return []
+    left = stages // 2
+    # The halves' shares of the work are as their numbers of stages.
+    goal = sums[first] + (sums[end] - sums[first]) * left / stages
+    at = bisect_left(sums, goal, first, end)
+    if at > first and goal - sums[at - 1] < sums[at] - goal:
+        at -= 1
+    at = min(max(at, first + left), end - (stages - left))
+    return [*_split(sums, first, at, left), at, *_split(sums, at, end, stages - left)]
+
+
+def _valued(problem: ChainProblem, cuts: list[int]) -> Cut:
+    """Return the cut with the best of its choices that fit; its bound is infinite without any."""
+    given = tuple(cuts)
+    found = solve_chain(replace(problem, cuts=given)).cut
+    return found or Cut(cuts=given, choices=(0,) * problem.num_stages, value=np.inf)

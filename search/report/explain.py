@@ -20,6 +20,7 @@ from planner.units import GIB, KIB, MIB
 from profiles import Profile
 from search.branch_and_bound import Progress
 from search.find_plan import find_plan
+from search.report.words import MEMORY_WORDS
 from search.request import SearchRequest
 
 
@@ -119,18 +120,10 @@ def fullest_rank(plan: Plan) -> dict[str, int]:
 def memory_parts(parts: dict[str, int]) -> dict[str, int]:
     """Return the device's parts by the words for them; they add up to the total."""
     return {
-        _MEMORY_WORDS.get(name, _words(name)): size
+        MEMORY_WORDS.get(name, _words(name)): size
         for name, size in parts.items()
         if name not in ("total_bytes", "host_bytes")
     }
-
-
-_MEMORY_WORDS = {
-    "parameter_bytes": "weights",
-    "gradient_bytes": "gradients",
-    "optimizer_bytes": "optimizer",
-    "activation_bytes": "activations",
-}
 
 
 def differences(given: dict[str, Any], best: dict[str, Any]) -> list[tuple[str, float, float]]:
@@ -142,7 +135,7 @@ def differences(given: dict[str, Any], best: dict[str, Any]) -> list[tuple[str, 
 
 
 def _words(key: str) -> str:
-    return key.removesuffix("_bytes").removesuffix("_s").replace("_", " ")
+    return key.removesuffix("_bytes").replace("_", " ")
 
 
 def _half(progress: Progress | None, start: float) -> Progress | None:

@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from costmodel import CostCache, Estimate
-from costmodel.estimate import plan_job_seconds, step_path
+from costmodel.estimate import plan_job_seconds
 from costmodel.time.step_path import StepPath
-from costmodel.uncertainty import Interval
+from costmodel.uncertainty import Interval, MemoryInterval, memory_interval
 from costmodel.utilization import model_flop_utilization, product_dtype
 from planner.graph import ModelGraph
+from planner.graph.batch import tokens_per_sample
 from planner.plan import Plan
-from search.report.pareto import tokens_per_sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +84,8 @@ class Overview:
     """What a device of each pp rank may hold."""
     memory: tuple[dict[str, int], ...]
     """Bytes of each pp rank by part."""
+    memory_intervals: tuple[MemoryInterval, ...]
+    """Where the bytes of each pp rank lie in four of five cases."""
     path: StepPath
     """The step by cause."""
     stages: tuple[StageView, ...]
@@ -99,9 +101,30 @@ class Overview:
         return {
             **data,
             "interval": {**asdict(self.interval), "relative": self.interval.relative},
+            "memory_intervals": [asdict(interval) for interval in self.memory_intervals],
             "peak_flop_per_s": dict(self.peak_flop_per_s),
             "path": self.path.to_dict(),
             "stages": [asdict(stage) | {"mesh": dict(stage.mesh)} for stage in self.stages],
+        }
+
+    @property
+    def fullest(self) -> int:
+        """The pp rank that is nearest to its limit."""
+        part = [parts["total_bytes"] / limit for parts, limit in zip(
+            self.memory, self.limit_bytes, strict=True)]  # fmt: skip
+        return max(range(len(part)), key=part.__getitem__)
+
+    def told(self) -> dict[str, Any]:
+        """Return what a plan's file says of how sure its estimate is."""
+        rank = self.fullest
+        return {
+            "relative_error": self.interval.relative,
+            "memory_interval": {
+                "pp_rank": rank,
+                "total_bytes": self.memory[rank]["total_bytes"],
+                **asdict(self.memory_intervals[rank]),
+                "limit_bytes": round(self.limit_bytes[rank]),
+            },
         }
 
     @property
@@ -137,7 +160,11 @@ def find_overview(
         peak_bytes=estimate.peak_bytes,
         limit_bytes=tuple(memory_limit_bytes or profile.memory_bytes for profile in profiles),
         memory=tuple(parts.to_dict() for parts in estimate.memory),
-        path=step_path(plan, costs),
+        memory_intervals=tuple(
+            memory_interval(parts, profile, costs.execution)
+            for parts, profile in zip(estimate.memory, profiles, strict=True)
+        ),
+        path=estimate.path,
         stages=_stages(plan, costs, estimate.step_s),
         source=estimate.source,
         device_type=costs.profile.cluster.device_type,

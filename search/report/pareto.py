@@ -16,7 +16,8 @@ from itertools import product
 
 from costmodel.memory.bound import OnHost
 from planner.errors import LayoutError
-from planner.graph import Affine, ModelGraph
+from planner.graph import ModelGraph
+from planner.graph.batch import tokens_per_sample
 from planner.plan import Plan
 from profiles import Profile
 from search.branch_and_bound import Progress
@@ -152,20 +153,6 @@ def _fastest_by_limit(
 def cost_of(price_per_device_hour: float, num_devices: int, seconds: float) -> float:
     """Return what so many devices cost for so long."""
     return price_per_device_hour * num_devices * seconds / 3600.0
-
-
-def tokens_per_sample(graph: ModelGraph) -> int:
-    """Return the tokens of one sample: entries of its first [batch, sequence] whole numbers.
-
-    0 where the batch holds none.
-    """
-    for name in graph.batch_inputs:
-        meta = graph.tensor[name]
-        if meta.dtype.startswith("int") and len(meta.shape) == 2:
-            first, length = meta.shape
-            if isinstance(first, Affine) and not isinstance(length, Affine):
-                return length
-    return 0
 
 
 def non_dominated(points: Sequence[Point]) -> list[Point]:

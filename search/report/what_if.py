@@ -22,11 +22,12 @@ from typing import Any
 
 from planner.errors import LayoutError, PlannerError
 from planner.graph import ModelGraph
+from planner.graph.batch import tokens_per_sample
 from planner.plan import Plan, Precision
 from planner.units import DAY_S
 from profiles import Profile
 from profiles.link_rates import with_link_rate
-from search.report.pareto import cost_of, tokens_per_sample
+from search.report.pareto import cost_of
 from search.request import SearchRequest
 from search.result_cache import find_plan_once
 

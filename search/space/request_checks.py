@@ -88,7 +88,10 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
         vpp = request.vpp or spec.min_vpp
         most = per_part // (size or 1)
         if reason := spec.why_not(pp=pp, vpp=vpp, num_microbatches=most):
-            raise LayoutError(f"{reason} (the batch gives at most {most} microbatches)")
+            raise LayoutError(
+                f"{reason} (the batch gives at most {most} microbatches); use other values, or a "
+                "larger `global_batch`"
+            )
     elif request.pp is not None and per_part // (size or 1) < request.pp:
         raise LayoutError(
             f"pp={request.pp} needs at least {request.pp} microbatches, but the batch gives "
@@ -113,7 +116,8 @@ def _check_split(request: SearchRequest, graph: ModelGraph) -> None:
         )
     if (request.vpp or 1) > 1 or request.meshes == "own" or request.solver == "ilp":
         raise LayoutError(
-            f"{given}, which goes with one stage a rank, `meshes` same and `solver` dp or recursive"
+            f"{given}, which goes with one stage a rank, `meshes` same and `solver` dp or "
+            "recursive; use these"
         )
 
 

@@ -12,7 +12,7 @@ others leave (`axes.rest_axis`). Ranks hold at most `MOST_VPP` stages unless ask
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from planner.cluster import ClusterSpec
@@ -41,8 +41,8 @@ Reasons = dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeshSizes:
-    """The meshes of a request.
+class Space:
+    """The meshes of a request, and the shapes and schedules of each.
 
     Attributes:
         request: what is fixed, allowed and forbidden.
@@ -56,9 +56,9 @@ class MeshSizes:
     graph: ModelGraph
     cluster: ClusterSpec
     can_split: Callable[[int], bool]
-    reasons: Reasons
+    reasons: Reasons = field(default_factory=dict)
 
-    def all(self) -> Iterator[tuple[Degrees, int]]:
+    def meshes(self) -> Iterator[tuple[Degrees, int]]:
         """Yield (sizes of the axes, pipeline ranks)."""
         rest = rest_axis()
         chosen = [axis for axis in (*lowered_axes(), *reversed(batch_axes())) if axis is not rest]
@@ -111,6 +111,90 @@ class MeshSizes:
             return False
         return True
 
+    def shapes(self) -> Iterator[Shape]:
+        """Yield every shape that divides."""
+        request, graph, reasons = self.request, self.graph, self.reasons
+        options_of: dict[tuple[int, int], tuple[tuple[str, int], ...]] = {}
+        # What remakes least comes first: stages take the first that fits.
+        allowed = sorted(
+            request.values("recompute", RECOMPUTE_CHOICES), key=RECOMPUTE_CHOICES.index
+        )
+        recompute = "mixed" if allowed == list(RECOMPUTE_CHOICES) else "|".join(allowed)
+        if not allowed:
+            reasons.setdefault("forbidden", "every kind of recompute is forbidden")
+            return
+        cuts = " * ".join(axis.name for axis in batch_axes())
+        for degrees, pp in self.meshes():
+            if pp > len(graph.blocks):
+                reasons.setdefault(
+                    "too few blocks", f"pp={pp} is more than {len(graph.blocks)} blocks"
+                )
+                continue
+            parts = degrees.along("batch")
+            if request.global_batch % parts:
+                reasons.setdefault(
+                    f"{cuts} divides the batch",
+                    f"{cuts}={parts} does not divide the batch {request.global_batch}",
+                )
+                continue
+            per_part = request.global_batch // parts
+            # A plan counts neither samples of a microbatch nor forwards beyond MOST.
+            can_be = (
+                size for size in divisors(per_part) if max(size, per_part // size * pp) <= MOST
+            )
+            for size in request.values("microbatch_size", can_be):
+                if per_part % size:
+                    continue
+                key = (pp, per_part // size)
+                if key not in options_of:
+                    options_of[key] = tuple(
+                        option for option in self._schedules(*key) if self._may_hold(pp, option[1])
+                    )
+                # FSDP2 takes parameters that one axis cuts (`planner.runtime.state.zero`).
+                can_shard = sum(degrees[axis.name] > 1 for axis in split_axes()) < 2
+                zeros = request.values("zero", SEARCHED_ZERO)
+                if degrees.along("shards") == 1 or not can_shard:
+                    zeros = [zero for zero in zeros if zero == 0 or request.names("zero", zero)]
+                # Without ZeRO there are no shards to copy: dp has those meshes.
+                copied = [axis.name for axis in copy_axes() if degrees[axis.name] > 1]
+                if not all(request.names(name, degrees[name]) for name in copied):
+                    zeros = [zero for zero in zeros if zero and degrees.along("shards") > 1]
+                if options_of[key] and zeros:
+                    yield Shape(
+                        degrees=degrees, pp=pp, microbatch_size=size, num_microbatches=key[1],
+                        options=options_of[key], zeros=tuple(zeros), recompute=recompute,
+                    )  # fmt: skip
+
+    def _may_hold(self, pp: int, vpp: int) -> bool:
+        """Whether so many stages take the request's blocks of each stage, or its encoder apart."""
+        request = self.request
+        if request.balance and pp * vpp != len(request.balance):
+            return False
+        return request.split_rank is None or (vpp == 1 and pp > request.split_rank)
+
+    def _schedules(self, pp: int, num_microbatches: int) -> Iterator[tuple[str, int]]:
+        """Yield (schedule, vpp); one plain pair when there is no pipeline to schedule."""
+        request, num_blocks = self.request, len(self.graph.blocks)
+        if pp == 1 and request.schedule is None and 1 in request.values("vpp", (1,)):
+            yield DEFAULT_SCHEDULE, 1
+            return
+        for name in request.values("schedule", searched_schedules()):
+            spec = find_schedule(name)
+            most = min(num_blocks // pp, spec.max_vpp or num_blocks)
+            for vpp in request.values("vpp", range(spec.min_vpp, min(most, MOST_VPP) + 1)):
+                if not spec.min_vpp <= vpp <= most:
+                    continue
+                reason = spec.why_not(pp=pp, vpp=vpp, num_microbatches=num_microbatches)
+                if reason is None:
+                    yield name, vpp
+                elif num_microbatches < pp:
+                    self.reasons.setdefault(
+                        "too few microbatches",
+                        f"pp={pp} needs {pp} microbatches and the batch gives {num_microbatches}",
+                    )
+                else:
+                    self.reasons.setdefault("schedule takes the sizes", reason)
+
 
 def list_shapes(
     request: SearchRequest,
@@ -132,110 +216,16 @@ def list_shapes(
                 f"{axis.name}={size} divides no tensor dimension of model {graph.name!r} that an "
                 f"op can be split along; use {axis.name} in {listed(tried)}"
             )
-    reasons: Reasons = {}
-    found = list(_shapes(request, graph, cluster, can_split, reasons))
+    space = Space(request=request, graph=graph, cluster=cluster, can_split=can_split)
+    found = list(space.shapes())
     if not found:
-        why = "; ".join(reasons.values()) or "the fixed choices exclude each other"
+        why = "; ".join(space.reasons.values()) or "the fixed choices exclude each other"
         raise LayoutError(
             f"{request.num_devices} devices with a global batch of {request.global_batch} cannot "
             f"be used: {why}; try another `num_devices` or `global_batch`, such as "
             f"`global_batch` {_next_multiple(request.global_batch, request.num_devices)}"
         )
     return found
-
-
-def _shapes(
-    request: SearchRequest,
-    graph: ModelGraph,
-    cluster: ClusterSpec,
-    can_split: Callable[[int], bool],
-    reasons: Reasons,
-) -> Iterator[Shape]:
-    options_of: dict[tuple[int, int], tuple[tuple[str, int], ...]] = {}
-    # What remakes least comes first: stages take the first that fits.
-    allowed = sorted(request.values("recompute", RECOMPUTE_CHOICES), key=RECOMPUTE_CHOICES.index)
-    recompute = "mixed" if allowed == list(RECOMPUTE_CHOICES) else "|".join(allowed)
-    if not allowed:
-        reasons.setdefault("forbidden", "every kind of recompute is forbidden")
-        return
-    sizes = MeshSizes(
-        request=request, graph=graph, cluster=cluster, can_split=can_split, reasons=reasons
-    )
-    cuts = " * ".join(axis.name for axis in batch_axes())
-    for degrees, pp in sizes.all():
-        if pp > len(graph.blocks):
-            reasons.setdefault("too few blocks", f"pp={pp} is more than {len(graph.blocks)} blocks")
-            continue
-        parts = degrees.along("batch")
-        if request.global_batch % parts:
-            reasons.setdefault(
-                f"{cuts} divides the batch",
-                f"{cuts}={parts} does not divide the batch {request.global_batch}",
-            )
-            continue
-        per_part = request.global_batch // parts
-        # A plan counts neither samples of a microbatch nor forwards beyond MOST.
-        can_be = (size for size in divisors(per_part) if max(size, per_part // size * pp) <= MOST)
-        for size in request.values("microbatch_size", can_be):
-            if per_part % size:
-                continue
-            key = (pp, per_part // size)
-            if key not in options_of:
-                options_of[key] = tuple(
-                    option
-                    for option in _schedules(request, graph, *key, reasons)
-                    if _may_hold(request, pp, option[1])
-                )
-            # FSDP2 takes parameters that one axis cuts (`planner.runtime.state.zero`).
-            can_shard = sum(degrees[axis.name] > 1 for axis in split_axes()) < 2
-            zeros = request.values("zero", SEARCHED_ZERO)
-            if degrees.along("shards") == 1 or not can_shard:
-                zeros = [zero for zero in zeros if zero == 0 or request.names("zero", zero)]
-            # Without ZeRO there are no shards to copy: dp has those meshes.
-            copied = [axis.name for axis in copy_axes() if degrees[axis.name] > 1]
-            if not all(request.names(name, degrees[name]) for name in copied):
-                zeros = [zero for zero in zeros if zero and degrees.along("shards") > 1]
-            if options_of[key] and zeros:
-                yield Shape(
-                    degrees=degrees, pp=pp, microbatch_size=size, num_microbatches=key[1],
-                    options=options_of[key], zeros=tuple(zeros), recompute=recompute,
-                )  # fmt: skip
-
-
-def _may_hold(request: SearchRequest, pp: int, vpp: int) -> bool:
-    """Whether so many stages take the request's blocks of each stage, or its encoder apart."""
-    if request.balance and pp * vpp != len(request.balance):
-        return False
-    return request.split_rank is None or (vpp == 1 and pp > request.split_rank)
-
-
-def _schedules(
-    request: SearchRequest,
-    graph: ModelGraph,
-    pp: int,
-    num_microbatches: int,
-    reasons: Reasons,
-) -> Iterator[tuple[str, int]]:
-    """Yield (schedule, vpp); one plain pair when there is no pipeline to schedule."""
-    if pp == 1 and request.schedule is None and 1 in request.values("vpp", (1,)):
-        yield DEFAULT_SCHEDULE, 1
-        return
-    for name in request.values("schedule", searched_schedules()):
-        spec = find_schedule(name)
-        most = min(len(graph.blocks) // pp, spec.max_vpp or len(graph.blocks))
-        for vpp in request.values("vpp", range(spec.min_vpp, min(most, MOST_VPP) + 1)):
-            if not spec.min_vpp <= vpp <= most:
-                continue
-            reason = spec.why_not(pp=pp, vpp=vpp, num_microbatches=num_microbatches)
-            if reason is None:
-                yield name, vpp
-            elif num_microbatches < pp:
-                reasons.setdefault(
-                    "too few microbatches",
-                    f"pp={pp} needs {pp} microbatches and the batch gives {num_microbatches}",
-                )
-            else:
-                reasons.setdefault("schedule takes the sizes", reason)
 
 
 def _next_multiple(number: int, of: int) -> int:

@@ -139,6 +139,7 @@ class LayoutCandidates:
         self, solved: Sequence[Layouts], tp: int, microbatch_size: int, cp: int
     ) -> tuple[LayoutCandidate, ...]:
         degrees = self._degrees(tp, cp)
+        # Without tp there is one layout, of nothing divided, and nothing to bound it by.
         least_s = {found.by_class: found.seconds for found in solved} or {(): 0.0}
         candidates = []
         for by_class, seconds in least_s.items():

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from costmodel.memory.bound import RankBound, kept_bytes
+from costmodel.memory.parts import Ranks
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.stage_costs.replicas import ReplicaPrices, replica_prices
 from costmodel.time.stage_costs.runs import Flags, Floats, Indices
@@ -63,6 +64,7 @@ class RankCostWindow:
         pp_group, (start, end) = self.stages.pp_group, (self.kinds.start, self.kinds.end)
         if pp_group is None:
             return 0.0, 0.0
+        # The runtime does not overlap transfers, so a job waits for what it receives.
         there_s, back_s = self.costs.runs.receive_s(pp_group)
         # Of the stage after, as far as it does not depend on where that ends.
         next_there_s, next_back_s = self.stages.table.chain.messages.transfer_s(pp_group)
@@ -105,6 +107,7 @@ class RankCostWindow:
         """
         of = self.kinds.of[part]
         start, end = self._ends(part)
+        # Choices of whole stages fit or not; partial ones recompute as much as must be to fit.
         seconds = [own[part] for own in self.backward_s]
         fits = [self._within(rank, choice, part) for choice in range(len(seconds))]
         for known in rank.infeasible:
@@ -160,6 +163,7 @@ class RankCostWindow:
     def bounds(self) -> tuple[RankBound, ...]:
         """Bytes of a rank that holds a run of each kind, by choice of a whole stage."""
         table, load = self.stages.table, self.costs.runs.load
+        # Side inputs that a rank holds once are shared by its blocks: the largest counts.
         once = table.once_bytes.max(initial=0.0)
         load = replace(load, frozen_bytes=load.frozen_bytes + once)
         receive_bytes = table.receive_bytes(self.kinds.start, self.kinds.end)
@@ -177,6 +181,8 @@ class RankStages:
     table: StageTable
     configuration: Configuration
     is_mixed: bool = False
+    neighbours: int = 0
+    """As in `Replication`: ranks of a stage on this group of devices, 0: all."""
 
     @cached_property
     def choices(self) -> tuple[Recompute, ...]:
@@ -208,11 +214,8 @@ class RankStages:
     @cached_property
     def replication(self) -> Replication:
         """How ranks of a stage share its weights."""
-        return replace(
-            self.configuration.replication,
-            precision=self.table.precision,
-            optimizer_on_host=self.table.on_host.optimizer,
-        )
+        shared = _replication(self.table, self.configuration)
+        return replace(shared, neighbours=self.neighbours)
 
     @property
     def prices(self) -> ReplicaPrices:
@@ -319,13 +322,17 @@ def rank_bound(
         load=load,
         num_microbatches=config.num_microbatches,
         recompute=recompute,
-        replicas=config.replication.replicas,
-        copies=config.replication.copies,
-        zero=config.zero,
+        ranks=Ranks.under(_replication(table, config), table.costs.execution, table.profile),
         profile=table.profile,
-        precision=table.precision,
-        on_host=table.on_host,
-        copies_update=table.costs.execution.copies_update,
-        sum_factor=table.costs.execution.sum_factor(table.precision),
+        activations_on_host=table.on_host.activations,
         **more,
+    )
+
+
+def _replication(table: StageTable, config: Configuration) -> Replication:
+    """Return how ranks of a stage share its weights."""
+    return replace(
+        config.replication,
+        precision=table.precision,
+        optimizer_on_host=table.on_host.optimizer,
     )

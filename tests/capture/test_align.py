@@ -51,7 +51,7 @@ def test_what_depends_on_the_batch_otherwise_is_refused_with_its_line(small, lar
 
 def test_tensors_keep_rank_dtype_and_constants():
     for change, says in (
-        ({"dtype": "float64"}, "tensor c differs with the batch size in rank or dtype"),
+        ({"dtype": "float64"}, "tensor c has another rank or dtype for another batch size"),
         ({"data": (2.0,)}, "constant c is made of other numbers"),
     ):
         other = exported(3)

@@ -117,7 +117,7 @@ def raise_it():
         ("os._exit(7)", "died with exit code 7"),
     ],
 )
-def test_a_rank_of_verify_that_fails_is_one_line(planner, tmp_path, what, says):
+def test_a_rank_of_verify_that_fails_is_one_line(planner, tmp_path, forked_ranks, what, says):
     """N3: nothing but that line, whichever rank fails and however."""
     from planner.graph.capture_cache import load_graph
     from planner.plan import save_plan

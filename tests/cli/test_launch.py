@@ -31,7 +31,7 @@ import planner
 torch.manual_seed(int(os.environ["RANK"]))  # the engine must make the ranks' weights agree
 network = model.model()
 optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-engine = planner.apply("plan.json", network, optimizer=optimizer)
+engine = planner.apply("not-the-launched.json", network, optimizer=optimizer)
 torch.manual_seed(1)
 batch = model.batch(4)
 rank = os.environ["RANK"]
@@ -50,28 +50,24 @@ def folder(planner, write_model, tmp_path) -> Path:
     return tmp_path
 
 
-def launch(folder, script, *options, words=()):
-    """Run `planner launch` as a shell would, its output caught."""
-    (folder / "train.py").write_text(script)
-    command = ["launch", *options, "plan.json", "train.py", *words]
-    return subprocess.run(
+def test_trains_with_equal_losses_on_all_ranks(folder, planner):
+    """P24, P25, P30: arguments reach the script, and every rank sees the same loss.
+
+    No rank is left when the command has ended (G15). The plan is the one that is launched,
+    whatever file the script names.
+
+    What it recorded makes one trace with a process for each rank, and stands beside the
+    prediction.
+    """
+    (folder / "train.py").write_text(TRAIN)
+    command = ["launch", "--timeline", "run", "plan.json", "train.py", "x"]
+    run = subprocess.run(  # as a shell would
         [sys.executable, "-c", "import cli; cli.main()", *command],
         cwd=folder,
         capture_output=True,
         text=True,
         timeout=250,
     )
-
-
-def test_trains_with_equal_losses_on_all_ranks(folder, planner):
-    """P24, P25, P30: arguments reach the script, and every rank sees the same loss.
-
-    No rank is left when the command has ended (G15).
-
-    What it recorded makes one trace with a process for each rank, and stands beside the
-    prediction.
-    """
-    run = launch(folder, TRAIN, "--timeline", "run", words=["x"])
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
     assert not [rank for rank in (0, 1) if is_running(int((folder / f"pid-{rank}").read_text()))]
@@ -112,13 +108,11 @@ raise PlannerError("the batch has 5 samples; the plan's microbatches take 2 to 4
     ],
     ids=["raised", "by the engine"],
 )
-def test_a_mistake_found_by_all_ranks_is_told_once(folder, script):
-    """What the engine says of a batch is shown in `tests/runtime`; a script without torch starts
-    in a tenth of the time."""
-    run = launch(folder, script)
-    assert run.returncode == 2
-    assert len(run.stderr.strip().splitlines()) == 1
-    assert re.search(r"the batch has 5 samples; .* take 2 to 4; give", run.stderr)
+def test_a_mistake_found_by_all_ranks_is_told_once(folder, planner, forked_ranks, script):
+    """What the engine says of a batch is shown in `tests/runtime`."""
+    (folder / "train.py").write_text(script)
+    told = planner("launch", "plan.json", "train.py").complaint
+    assert re.search(r"the batch has 5 samples; .* take 2 to 4; give", told)
 
 
 @pytest.mark.slow
@@ -151,10 +145,11 @@ def test_preflight_compares_with_the_exchanges_that_the_plan_was_priced_with(fol
             assert planned.seconds(exchange, num_bytes) == answer.seconds
 
 
-def test_preflight_checks_and_trains_nothing(folder):
+def test_preflight_checks_and_trains_nothing(folder, planner, forked_ranks):
     """Issue 19, 7: on this machine's two ranks; --json has what the table shows, and the rates."""
-    run = launch(folder, "open('trained', 'w')", "--preflight", "--json")
-    assert run.returncode == 0, run.stdout + run.stderr
+    (folder / "train.py").write_text("open('trained', 'w')")
+    run = planner("launch", "--preflight", "--json", "plan.json", "train.py")
+    assert run.code == 0, run.stdout + run.stderr
     told = json.loads(run.stdout)
     assert told["is_good"]
     assert told["problems"] == []
@@ -169,9 +164,9 @@ def test_preflight_checks_and_trains_nothing(folder):
     assert not (folder / "trained").exists()
 
 
-def test_preflight_of_what_can_not_run_tells_it(folder):
+def test_preflight_of_what_can_not_run_tells_it(folder, planner):
     """Bad input of a lone node: in one line, with code 2; no rank is started."""
-    run = launch(folder, "def broken(:", "--preflight")
-    assert (run.returncode, run.stdout) == (2, "")
-    (line,) = run.stderr.strip().splitlines()
-    assert line.startswith("planner: script train.py is not Python in line 1")
+    (folder / "train.py").write_text("def broken(:")
+    run = planner("launch", "--preflight", "plan.json", "train.py")
+    assert run.complaint.startswith("planner: script train.py is not Python in line 1")
+    assert run.stdout == ""

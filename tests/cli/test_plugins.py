@@ -45,7 +45,9 @@ def as_before(monkeypatch):
     SCHEDULES.update(before)
 
 
-def test_a_schedule_of_a_file_is_searched_shown_and_known_to_ranks(planner, write_model, tmp_path):
+def test_a_schedule_of_a_file_is_searched_shown_and_known_to_ranks(
+    planner, write_model, tmp_path, forked_ranks
+):
     model, own, plan = write_model(), tmp_path / "own.py", tmp_path / "plan.json"
     own.write_text(LAST_FIRST)
     with_plugin = ["--plugin", str(own)]

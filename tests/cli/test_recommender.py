@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,24 +22,18 @@ def lookups_of(folder: Path) -> dict[str, str]:
     return {name: str(how) for name, how in ops if name.startswith("embedding")}
 
 
-def planner(folder: Path, *words: object, rows: int, width: int = 16, steps: int = 60) -> str:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "cli.py"), *map(str, words)],
-        cwd=folder,
-        env={
-            "PATH": "/usr/bin:/bin",
-            "HOME": str(folder),
-            "ROWS": str(rows),
-            "WIDTH": str(width),
-            "STEPS": str(steps),
-            "PYTHONPATH": str(ROOT),
-        },
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+@pytest.fixture
+def sized(planner, monkeypatch):
+    """Run a command on the example with so many rows and columns; return what it tells."""
+
+    def run(*words: object, rows: int, width: int = 16) -> str:
+        for name, value in {"ROWS": rows, "WIDTH": width, "STEPS": 60}.items():
+            monkeypatch.setenv(name, str(value))
+        done = planner(*words)
+        assert done.code == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -49,21 +41,20 @@ def planner(folder: Path, *words: object, rows: int, width: int = 16, steps: int
     [(16, 8, 1), (6, 4, 0)],
     ids=["by columns, which need no exchange", "by rows, as four do not divide the columns"],
 )
-def test_tables_that_do_not_fit_are_cut(tmp_path, width, limit_gib, dim):
+def test_tables_that_do_not_fit_are_cut(sized, tmp_path, width, limit_gib, dim):
     """Two tables of 40 million rows train in four times their bytes: 20 and 8 GB."""
     search = ("search", EXAMPLE, "--gpus", 4, "--profile", "h100", "--memory-limit", limit_gib)
-    planner(tmp_path, *search, rows=40_000_000, width=width)
+    sized(*search, rows=40_000_000, width=width)
     assert load_plan(tmp_path / "plan.json").tp == 4
     tables = {how.partition(",")[0] for how in lookups_of(tmp_path).values()}
     assert tables == {f"S({dim})"}
 
 
-@pytest.mark.timeout(600)
-def test_a_plan_with_tables_cut_by_rows_is_proven_and_trains(tmp_path):
+def test_a_plan_with_tables_cut_by_rows_is_proven_and_trains(sized, tmp_path, forked_ranks):
     """Small tables would be whole: pins cut them, and each lookup is made an exchange of rows."""
     pins = [word for table in ("users", "items") for word in ("--pin", f"{table}.weight: S(0)@tp")]
     search = ("search", EXAMPLE, "--gpus", 4, "--tp", 4, "--profile", "h100", *pins)
-    planner(tmp_path, *search, "--global-batch", 64, rows=200)
+    sized(*search, "--global-batch", 64, rows=200)
     plan = load_plan(tmp_path / "plan.json")
     layouts = tuple(
         layout.model_copy(
@@ -79,9 +70,9 @@ def test_a_plan_with_tables_cut_by_rows_is_proven_and_trains(tmp_path):
     data = plan.model_copy(update={"layouts": layouts}).model_dump(mode="json")
     save_plan(Plan.model_validate(data), tmp_path / "plan.json")
     assert set(lookups_of(tmp_path).values()) == {BY_ROWS}
-    proof = planner(tmp_path, "verify", "plan.json", EXAMPLE, rows=200)
+    proof = sized("verify", "plan.json", EXAMPLE, rows=200)
     assert "4 ranks compute the same as one process" in proof
-    shown = planner(tmp_path, "launch", "plan.json", EXAMPLE, rows=200)
+    shown = sized("launch", "plan.json", EXAMPLE, rows=200)
     losses = [float(found) for found in re.findall(r"step \d+: loss ([\d.]+)", shown)]
     assert len(losses) == 6
     assert losses[-1] < 0.8 * losses[0]

@@ -57,10 +57,46 @@ def test_show_prints_the_estimate_in_parts(planner, saved, tmp_path):
     save_plan(saved().model_copy(update={"estimate": estimate}), tmp_path / "plan.json")
     text = planner("show", "plan.json").stdout
     assert "compute" in text
-    assert "75%" in text
+    assert "75.0%" in text
     assert "3.00 MiB" in text
-    assert "tp comm" not in text
+    assert "tensor parallel" not in text
+    assert "waiting for other stages" in text  # as older plans told it
     assert "within 10%" in text
+
+
+def test_estimate_and_show_tell_parts_by_cause_and_an_interval_of_memory(planner, saved, tmp_path):
+    """As the search's screen does: the same words, the slowest stage by name."""
+    saved(pp=2, num_microbatches=4, microbatch_size=2)
+    done = planner("estimate", "plan.json", "model.py", "--profile", "h100-sxm5-80gb")
+    told = " ".join(done.stdout.split())
+    assert "fill and drain" in told
+    assert "Bottleneck: rank" in told
+    assert ", blocks " in told
+    assert re.search(r"The fullest: \S+ GiB to \S+ GiB in 4 of 5 cases, from dry runs", told)
+    found = planner("search", "model.py", "--gpus", 2, "--profile", "h100-sxm5-80gb", "--pp", 2,
+                    "--memory-limit", 3, "--global-batch", 16)  # fmt: skip
+    assert found.code == 0, found.stderr
+    shown = " ".join(planner("show", "plan.json").stdout.split())
+    assert "fill and drain" in shown
+    assert "Bottleneck: rank" in shown
+    assert "The fullest: " in shown
+
+
+def test_memory_that_may_pass_its_limit_is_told(planner, saved, tmp_path):
+    plan = saved()
+    told = {
+        "step_s": 1.0, "peak_bytes": 97, "time": {"compute_s": 1.0},
+        "memory": [{"total_bytes": 97}], "source": "measured",
+        "memory_interval": {
+            "low_bytes": 90, "high_bytes": 101, "limit_bytes": 100, "total_bytes": 97,
+            "basis": "dry runs",
+        },
+    }  # fmt: skip
+    save_plan(plan.model_copy(update={"estimate": told}), tmp_path / "plan.json")
+    assert "! the fullest device may need 101 B of 100 B" in planner("show", "plan.json").stdout
+    told["memory_interval"]["high_bytes"] = 99
+    save_plan(plan.model_copy(update={"estimate": told}), tmp_path / "plan.json")
+    assert "may need" not in planner("show", "plan.json").stdout
 
 
 def test_show_needs_no_torch(planner, saved, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from commands.render.plans.what_if import Terms, answers_as_data, describe_answers
 from commands.what_if import what_if
 from planner.errors import PlannerError
-from planner.plan import save_plan
+from planner.plan import load_plan, save_plan
 from search.report.what_if import Answer, Case
 from tests.captures import capture_tiny
 
@@ -41,6 +41,16 @@ def files(planner, tmp_path) -> tuple[str, str]:
     )
     assert found.code == 0, found.stderr
     return "plan.json", "model.py"
+
+
+def test_a_plan_without_an_estimate_is_priced(planner, files):
+    """Plans made by hand have none."""
+    plan = load_plan("plan.json")
+    save_plan(plan.model_copy(update={"estimate": {}}), "bare.json")
+    told = planner("what-if", "bare.json", "model.py", "--global-batch", "16", "--json")
+    assert told.code == 0, told.stderr
+    step_s = json.loads(told.stdout)["plan"]["step_s"]
+    assert step_s == pytest.approx(plan.estimate["step_s"])
 
 
 def test_combinations_beside_the_plan(planner, files):

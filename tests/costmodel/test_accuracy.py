@@ -22,11 +22,18 @@ def accuracy():
     return accuracy
 
 
-@pytest.fixture(scope="module")
-def lines(accuracy):
+@pytest.fixture(
+    scope="module", params=[3, pytest.param(1, marks=pytest.mark.slow)], ids=["a third", "all"]
+)
+def lines(accuracy, request):
+    """The errors of each source, of every third run (and the few that are ranked) or of all."""
     cases, _ = accuracy.load_cases(ROWS)
-    cases, errors = accuracy.estimated_errors([case for case in cases if case.ran])
-    return {line["source"]: line for line in accuracy.report(cases, errors)}
+    ran = [case for case in cases if case.ran]
+    cases, errors = accuracy.estimated_errors(
+        [c for at, c in enumerate(ran) if at % request.param == 0 or c.source == "vtrain_multi"]
+    )
+    lines = {line["source"]: line for line in accuracy.report(cases, errors)}
+    return request.param, lines
 
 
 @pytest.mark.parametrize(
@@ -35,15 +42,16 @@ def lines(accuracy):
 )
 def test_mean_error_stays_where_it_is(lines, source, mape_pct):
     """M16: mean absolute error of step times, a little above what the fit leaves."""
-    assert lines[source]["rows"] >= 70
-    assert lines[source]["mape_pct"] < mape_pct
+    every, by_source = lines
+    assert by_source[source]["rows"] >= 70 // every
+    assert by_source[source]["mape_pct"] < mape_pct
 
 
 def test_runs_of_nanotron_up_to_eight_nodes(accuracy):
-    """M16: the Ultra-Scale Playbook's runs with tp in a node, a fifth of them."""
+    """M16: the Ultra-Scale Playbook's runs with tp in a node, an eighth of them."""
     cases, _ = accuracy.load_cases(ROWS.parent / "ultrascale_playbook.csv")
-    chosen = [case for case in cases if case.ran and case.nodes <= 8 and case.run.tp <= 8][::5]
-    assert len(chosen) > 60
+    chosen = [case for case in cases if case.ran and case.nodes <= 8 and case.run.tp <= 8][::8]
+    assert len(chosen) > 40
     _, errors = accuracy.estimated_errors(chosen)
     assert np.median(abs(errors)) < 0.1
 
@@ -69,6 +77,7 @@ def test_mixtures_of_experts(accuracy):
 
 def test_ranking_and_memory(lines):
     """M16: little is lost by trusting the ranking; max-allocated memory within 5%."""
-    assert lines["vtrain_single"]["regret_pct"] < 2.0
-    assert lines["vtrain_multi"]["regret_pct"] < 2.0
-    assert lines["simumax_b200"]["memory_mape_pct"] < 5.0
+    _, by_source = lines
+    assert by_source["vtrain_single"]["regret_pct"] < 2.0
+    assert by_source["vtrain_multi"]["regret_pct"] < 2.0
+    assert by_source["simumax_b200"]["memory_mape_pct"] < 5.0

@@ -6,10 +6,11 @@ import pytest
 
 from costmodel import CostCache, StageLoad, estimate
 from costmodel.estimate import plan_job_seconds
+from costmodel.execution import find_execution
 from costmodel.memory.bound import Phase, RankBound, job_peak_bytes, kept_bytes
 from costmodel.memory.exact.rank_walk import walk_rank
 from costmodel.memory.exact.stage.jobs import StageJobs
-from costmodel.memory.parts import COUNTER_BYTES
+from costmodel.memory.parts import COUNTER_BYTES, Ranks
 from costmodel.time.communication import data_parallel_seconds
 from planner.layout.propagate import propagate_graph
 from planner.plan import ClassRecompute, ClusterRef, ModelRef, Plan, StagePlan
@@ -293,8 +294,12 @@ def test_bf16_takes_eighteen_bytes_a_parameter(profile):
     bytes_of = {"bf16": 18.0 / 2, "model": 16.0 / 4}
     for precision, factor in bytes_of.items():
         rank = RankBound(
-            load=StageLoad(), num_microbatches=1, recompute="none", replicas=1, zero=0,
-            profile=profile, precision=precision,
+            load=StageLoad(), num_microbatches=1, recompute="none", profile=profile,
+            ranks=Ranks.under(
+                Replication(replicas=1, zero_stage=0, precision=precision),
+                find_execution("ours-eager"),
+                profile,
+            ),
         )  # fmt: skip
         assert rank.slopes[Phase.AFTER_BACKWARD].per_param_byte == factor
 

@@ -12,14 +12,17 @@ import torch
 from benchmarks.activation_memory import CpuProfile
 from benchmarks.layers import LayerChain
 from costmodel import CostCache, StageLoad, estimate
+from costmodel.execution import find_execution
 from costmodel.memory import bound
 from costmodel.memory.bound import NOTHING, OnHost, RankBound, Resident, kept_bytes
 from costmodel.memory.exact import resident
 from costmodel.memory.exact.resident import Part
+from costmodel.memory.parts import Ranks
 from costmodel.time.plan_price import price_plan
 from costmodel.time.stage_costs.load import Held
 from planner.plan import recompute_fields
 from planner.plan.defaults import default_plan
+from planner.plan.replication import Replication
 from planner.schedule.of_plan import schedule_of
 from planner.schedule.timing.in_flight import most_kept
 from profiles import load_profile
@@ -101,12 +104,10 @@ def bounds_of(plan, costs, on_host):
                 load=load,
                 num_microbatches=plan.num_microbatches,
                 recompute=held_by(price, s),
-                replicas=plan.dp * plan.cp,
-                zero=plan.zero_stage,
+                ranks=Ranks.under(Replication.of(plan, s), costs.execution, costs.profile),
                 profile=costs.profile,
-                precision=plan.precision,
                 splits_backward=plan.schedule == "zb_h1",
-                on_host=on_host,
+                activations_on_host=on_host.activations,
             ),
             int(live[stage.pp_rank]),
         )
@@ -163,9 +164,12 @@ def test_the_bound_never_exceeds_the_walk(name, profile):
 def test_lines_say_what_fits(zero, on_host):
     """A load fits a limit where it is below each of the lines of a rank without a load."""
     rng = np.random.default_rng(zero)
+    replication = Replication(
+        replicas=2, zero_stage=zero, precision="bf16", optimizer_on_host=on_host.optimizer
+    )
     options = {
-        "num_microbatches": 4, "recompute": "none", "replicas": 2, "zero": zero, "profile": H100,
-        "precision": "bf16", "on_host": on_host, "batch_bytes": 10**6,
+        "num_microbatches": 4, "recompute": "none", "profile": H100, "batch_bytes": 10**6,
+        "ranks": Ranks.under(replication, find_execution("ours-eager"), H100),
     }  # fmt: skip
     load = StageLoad(saved_bytes=rng.uniform(0, 1e10, 99), param_bytes=rng.uniform(0, 1e10, 99))
     for in_flight in (1, 3, 4):

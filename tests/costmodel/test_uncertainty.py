@@ -8,8 +8,10 @@ import pytest
 from costmodel import estimate
 from costmodel.execution import execution as execution_records
 from costmodel.execution import find_execution
+from costmodel.memory.parts import MemoryParts, with_overheads
 from costmodel.uncertainty import (
     Interval,
+    memory_interval,
     run_kind,
     runtime_interval,
     sigma_of,
@@ -139,3 +141,41 @@ def test_the_interval_of_a_runtime_is_of_the_model_s_kind(monkeypatch):
 
 def test_the_width_is_relative_to_the_middle():
     assert Interval(low_s=0.9, high_s=1.1, basis="").relative == pytest.approx(0.1)
+
+
+def test_memory_lies_between_what_tensors_and_the_allocator_may_be(h100):
+    """By hand: sigma 1.25 * 0.01 * sqrt(2), the allocator holds 2.9% to 7.8% above its 5%."""
+    parts = with_overheads(MemoryParts(parameter_bytes=10**9), h100)
+    found = memory_interval(parts, h100, find_execution("ours-eager"))
+    context = parts.context_bytes
+    tensors = exp(1.2816 * 1.25 * 0.01 * sqrt(2)) - 1
+    more = sqrt(tensors**2 + (0.028 / 1.05) ** 2)
+    assert found.high_bytes == pytest.approx(1.05e9 * (1 + more) + context, abs=2)
+    assert found.low_bytes < parts.total < found.high_bytes
+    assert found.holds(parts.total)
+    assert not found.holds(found.high_bytes + 1)
+    assert found.basis == "dry runs on fake tensors; the allocator's share as in 26 published runs"
+
+
+def test_memory_of_a_runtime_that_was_never_measured_is_told_with_doubt(h100):
+    parts = with_overheads(MemoryParts(parameter_bytes=10**9), h100)
+    widths = {
+        name: memory_interval(parts, h100, find_execution(name)).high_bytes
+        for name in ("ours-compiled", "megatron-core", "megatron-classic", "fsdp-flash")
+    }
+    assert list(widths.values()) == sorted(widths.values())
+    assert len(set(widths.values())) == 4
+
+
+def test_an_allocator_that_was_measured_is_as_wide_as_measured(h100):
+    """The context is measured or assumed: no part of the width."""
+    file = h100.file
+    figure = file.allocator_overhead_fraction.model_copy(
+        update={"value": 0.2, "low": 0.2, "high": 0.5}
+    )
+    measured = changed(h100, allocator_overhead_fraction=figure)
+    parts = with_overheads(MemoryParts(parameter_bytes=10**9), measured)
+    found = memory_interval(parts, measured, find_execution("ours-eager"))
+    assert found.high_bytes > 1.5e9 + parts.context_bytes
+    assert found.low_bytes > 0.97 * parts.total
+    assert found.basis.endswith("as measured")

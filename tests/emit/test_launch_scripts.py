@@ -23,6 +23,7 @@ from planner.emit.targets.ray import RAY as RAY_EMITTER
 from planner.emit.targets.slurm import SLURM
 from planner.emit.targets.slurm import job_name as slurm_name
 from planner.emit.targets.torchrun import TORCHRUN
+from planner.errors import PlanError
 from planner.graph.capture_cache import load_graph
 from planner.plan import ClusterRef, save_plan
 from planner.plan.defaults import default_plan
@@ -378,3 +379,113 @@ def test_scripts_for_processors_claim_no_gpus():
 def test_a_job_has_a_name_that_its_cluster_takes(model, slurm, kubernetes):
     assert slurm_name(model) == slurm
     assert kubernetes_name(model) == kubernetes
+
+
+def on_unlike_nodes(*groups: str, nodes=(("old", 4, 2), ("new", 8, 1))) -> PlanView:
+    """A plan of 16 ranks and as many stages as groups are given, on nodes of 4 and of 8."""
+    view = view_of(pp=len(groups), tp=2, dp=8 // len(groups), vpp=1)
+    stages = tuple(
+        stage.model_copy(update={"device_group": group})
+        for stage, group in zip(view.plan.stages, groups, strict=True)
+    )
+    cluster = view.plan.cluster.model_copy(update={"devices_per_node": 4, "nodes": nodes})
+    return changed(view, stages=stages, cluster=cluster)
+
+
+def test_nodes_follow_each_other_as_ranks_do():
+    def runs(view):
+        return [(run.group, run.ranks, run.nodes) for run in view.node_runs]
+
+    assert runs(on_unlike_nodes("old", "new")) == [("old", 4, 2), ("new", 8, 1)]
+    assert runs(on_unlike_nodes("new", "old")) == [("new", 8, 1), ("old", 4, 2)]
+    assert runs(on_unlike_nodes("new", "new", "old", "old")) == [("new", 8, 1), ("old", 4, 2)]
+    assert runs(on_unlike_nodes("old+new")) == [("old", 4, 2), ("new", 8, 1)]
+    halves = (("old", 4, 2), ("new", 2, 4))
+    assert runs(on_unlike_nodes("old+new", "old+new", nodes=halves)) == [
+        ("old", 4, 1), ("new", 2, 2), ("old", 4, 1), ("new", 2, 2),
+    ]  # fmt: skip
+    with pytest.raises(PlanError, match="parts of nodes of 'new' in turn with other groups"):
+        runs(on_unlike_nodes("old+new", "old+new"))
+
+
+def test_a_slurm_job_of_unlike_nodes_has_components():
+    files = emit(on_unlike_nodes("new", "old"), SLURM).files
+    script = files["slurm.sbatch"]
+    first, second = script.split("#SBATCH hetjob")
+    assert {"#SBATCH --nodes=1", "#SBATCH --gpus-per-node=8"} <= set(first.splitlines())
+    assert {"#SBATCH --nodes=2", "#SBATCH --gpus-per-node=4"} <= set(second.splitlines())
+    assert "#SBATCH --output=" in first  # of the component that runs the script
+    assert "srun --het-group=0-1 " in second
+    assert "NODE_RANK=$SLURM_PROCID" in second
+    assert '"$SLURM_JOB_NODELIST_HET_GROUP_0"' in second
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+
+
+def test_a_run_of_unlike_pods_is_a_job_for_each_kind():
+    yaml = pytest.importorskip("yaml")
+    text = emit(on_unlike_nodes("new", "old"), KUBERNETES).files["kubernetes.yaml"]
+    _, service, *jobs = yaml.safe_load_all(text)
+    assert [job["spec"]["completions"] for job in jobs] == [1, 2]
+    assert len({job["metadata"]["name"] for job in jobs}) == 2
+    containers = []
+    for job in jobs:
+        template = job["spec"]["template"]
+        assert template["metadata"]["labels"].items() >= service["spec"]["selector"].items()
+        containers += template["spec"]["containers"]
+    assert [c["resources"]["limits"]["nvidia.com/gpu"] for c in containers] == [8, 4]
+    masters = [
+        entry["value"] for c in containers for entry in c["env"] if entry["name"] == "MASTER_ADDR"
+    ]
+    assert masters == [f"{jobs[0]['metadata']['name']}-0.{service['metadata']['name']}"] * 2
+    # Pods of the second Job count on from the first's.
+    command = containers[1]["command"][2].replace("exec bash /planner/torchrun.sh", "env")
+    told = subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True, text=True, env={**os.environ, "NODE_RANK": "1"}, check=True,
+    ).stdout  # fmt: skip
+    assert "NODE_RANK=2" in told.splitlines()
+
+
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_nodes_start_as_many_ranks_as_their_kind_has(tmp_path, real):
+    """Nodes of 1 and of 2 ranks, whose numbers torchrun adds up to ranks 0, 1 and 2."""
+    view = on_unlike_nodes("small", "large", nodes=(("small", 1, 1), ("large", 2, 1)))
+    (tmp_path / "plan.json").touch()
+    (tmp_path / "train.py").write_text(QUICK_TRAIN)
+    (tmp_path / "quick.py").write_text(QUICK_UNEQUAL)
+    launch = Launch(plan_file="plan.json", script="train.py", device="cpu")
+    view = PlanView(plan=view.plan, graph=view.graph, launch=launch)
+    (tmp_path / "torchrun.sh").write_text(emit(view, TORCHRUN).files["torchrun.sh"])
+    environment = {**os.environ, "MASTER_PORT": str(free_port(29700))}
+    bin_ = tmp_path / "bin"
+    bin_.mkdir()
+    program = "-m torch.distributed.run" if real else str(tmp_path / "quick.py")
+    (bin_ / "torchrun").write_text(f'#!/bin/sh\nexec {sys.executable} {program} "$@"\n')
+    (bin_ / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    for name in ("torchrun", "python"):
+        (bin_ / name).chmod(0o755)
+    environment["PATH"] = f"{bin_}:{environment['PATH']}"
+    nodes = [
+        subprocess.Popen(
+            ["bash", "torchrun.sh"], cwd=tmp_path, env={**environment, "NODE_RANK": str(node)}
+        )
+        for node in (0, 1)
+    ]
+    assert [node.wait(timeout=120) for node in nodes] == [0, 0]
+    found = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(3)]
+    assert [each["node"] for each in found] == [0, 1, 1]
+
+
+QUICK_UNEQUAL = """
+import argparse, os, subprocess, sys
+
+parser = argparse.ArgumentParser()
+for name in ("nproc-per-node", "node-rank"):
+    parser.add_argument(f"--{name}", type=int)
+known, words = parser.parse_known_args()
+first = [0, 1][known.node_rank]
+script = words[words.index("train.py"):]
+for rank in range(first, first + known.nproc_per_node):
+    env = {**os.environ, "RANK": str(rank), "GROUP_RANK": str(known.node_rank)}
+    subprocess.run([sys.executable, *script], env=env, check=True)
+"""

@@ -102,9 +102,9 @@ def test_layouts_and_parameters_that_others_hold():
 
 def test_costs_are_told_where_they_differ():
     costs = {c.name: c for c in compared(plan_of("pp2"), plan_of("tp2 dp2")).costs}
-    assert costs.keys() == {"step", "bubble", "memory of the fullest device"}
-    assert (costs["step"].before, costs["step"].after) == (4.0, 8.0)
-    assert costs["memory of the fullest device"].unit == "bytes"
+    assert costs.keys() == {"step_s", "bubble_s", "peak_bytes"}
+    assert (costs["step_s"].before, costs["step_s"].after) == (4.0, 8.0)
+    assert costs["peak_bytes"].unit == "bytes"
     without = plan_of("pp2", estimate={})
     assert compared(without, plan_of("tp2 dp2")).costs == ()
 

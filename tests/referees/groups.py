@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import permutations, product
 
 from costmodel import Estimate
-from costmodel.estimate import estimate
+from costmodel.cache import CostCache
+from costmodel.estimate import estimate, rank_bytes_by_group
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
 from planner.plan import Plan
@@ -16,15 +17,19 @@ from search.candidates import Candidates
 from search.partition.chain_problem import Cut
 from search.priced_configuration import PricedConfiguration
 from search.space.configuration import Configuration, recompute_choices
+from search.stages.stage_table import StageTable
 from tests.referees.plans import stage_boundaries
 
 
 def every_placed_plan(
-    graph: ModelGraph, machine, request: SearchRequest
+    graph: ModelGraph,
+    machine,
+    request: SearchRequest,
+    wanted: Callable[[Plan], bool] = lambda plan: True,
 ) -> Iterator[tuple[Plan, Estimate]]:
-    """Yield all plans whose pp ranks lie on one group each, the ranks of a group in a row, in all
-    orders of the groups, with all cuts and recompute choices; with ``meshes="own"`` each stage with
-    each tp. Layouts are those that the search has for a tp.
+    """Yield all wanted plans whose pp ranks lie on one group each, the ranks of a group in a row,
+    in all orders of the groups, with all cuts and recompute choices; with ``meshes="own"`` each
+    stage with each tp. Layouts are those that the search has for a tp.
     """
     candidates = Candidates.of(graph, machine, request)
     for configurations in _mixable(candidates, request):
@@ -38,40 +43,59 @@ def every_placed_plan(
             for order in permutations(machine.groups):
                 on = [g.name for g in order for _ in range(g.num_devices // ranks)]
                 for own in product(range(len(configurations)), repeat=len(on)):
-                    yield from _plans(candidates, configurations, some, on, own)
+                    for plan in _plans(candidates, configurations, some, on, own):
+                        if wanted(plan):
+                            yield plan, estimate(graph, machine, plan, costs=candidates.costs)
 
 
 def every_shared_plan(
     graph: ModelGraph, machine, request: SearchRequest
 ) -> Iterator[tuple[Plan, Estimate]]:
-    """Yield all plans without a pipeline whose replicas lie on all groups, the groups in order,
-    with all ways to share a microbatch between the groups, and all recompute choices.
+    """Yield all plans each of whose stages has replicas on all groups, the groups in order, with
+    all cuts, all ways to share a microbatch between the groups, and all recompute choices.
     """
     candidates = Candidates.of(graph, machine, request)
     sizes = [group.num_devices for group in machine.groups]
     for shape in candidates.shapes(request):
-        ranks = shape.degrees.num_ranks // shape.batch_parts
-        if shape.pp > 1 or any(size % ranks for size in sizes):
+        ranks = shape.pp * shape.degrees.num_ranks // shape.batch_parts
+        if any(size % ranks for size in sizes):
             continue
         replicas = [size // ranks for size in sizes]
         whole = shape.microbatch_size * shape.batch_parts
         for c in shape.configurations():
+            if c.vpp > 1:
+                continue
             for tables in candidates.tables_of_groups(c.tp, c.microbatch_size, c.cp):
-                table = next(iter(tables.values()))
                 for shares in product(range(1, whole), repeat=len(sizes)):
                     dealt = [b for b, n in zip(shares, replicas, strict=True) for _ in range(n)]
-                    if sum(dealt) != whole:
-                        continue
-                    for choice in range(len(recompute_choices(c.recompute))):
-                        cut = Cut(cuts=(0, table.num_blocks), choices=(choice,), value=0.0)
-                        plan = PricedConfiguration(candidates, c, table).plan(cut)
-                        names = "+".join(group.name for group in machine.groups)
-                        stage = plan.stages[0].model_copy(update={"device_group": names})
-                        plan = plan.model_copy(update={"stages": (stage,), "shares": tuple(dealt)})
-                        try:
-                            yield plan, estimate(graph, machine, plan, costs=candidates.costs)
-                        except LayoutError:
-                            continue  # a share that the layout does not divide
+                    if sum(dealt) == whole:
+                        yield from _shared_plans(candidates, c, tables, dealt)
+
+
+def _shared_plans(
+    candidates: Candidates,
+    configuration: Configuration,
+    tables: Mapping[str, StageTable],
+    dealt: list[int],
+) -> Iterator[tuple[Plan, Estimate]]:
+    """Yield the plans in which each replica takes so many samples of a microbatch."""
+    table, names = next(iter(tables.values())), "+".join(tables)
+    choices = range(len(recompute_choices(configuration.recompute)))
+    for cuts in stage_boundaries(table.num_blocks, configuration.pp):
+        for chosen in product(choices, repeat=configuration.pp):
+            cut = Cut(cuts=cuts, choices=chosen, value=0.0)
+            plan = PricedConfiguration(candidates, configuration, table).plan(cut)
+            stages = tuple(
+                stage.model_copy(update={"device_group": names}) for stage in plan.stages
+            )
+            plan = plan.model_copy(update={"stages": stages, "shares": tuple(dealt)})
+            try:
+                answer = estimate(
+                    candidates.graph, candidates.profile, plan, costs=candidates.costs
+                )
+            except LayoutError:
+                return  # a share that the layout does not divide
+            yield plan, answer
 
 
 def _mixable(candidates: Candidates, request: SearchRequest) -> list[list[Configuration]]:
@@ -91,7 +115,7 @@ def _plans(
     tables: tuple[Mapping, ...],
     on: list[str],
     own: tuple[int, ...],
-) -> Iterator[tuple[Plan, Estimate]]:
+) -> Iterator[Plan]:
     """Yield the plans whose stage s has the own[s]-th configuration and lies on group on[s]."""
     base, base_table = configurations[own[0]], tables[own[0]][on[0]]
     choices = range(len(recompute_choices(base.recompute)))
@@ -112,16 +136,28 @@ def _plans(
                 for at in sorted(set(own))
                 for layout in tables[at][on[0]].layouts
             )
-            plan = plan.model_copy(update={"stages": stages, "layouts": layouts})
-            yield plan, estimate(candidates.graph, candidates.profile, plan, costs=candidates.costs)
+            yield plan.model_copy(update={"stages": stages, "layouts": layouts})
 
 
-def fits(plan: Plan, answer: Estimate, limits: Mapping[str, float]) -> bool:
+def bytes_of_groups(plan: Plan, answer: Estimate, costs: CostCache) -> dict[str, float]:
+    """Return the most bytes that a rank holds on each group of devices."""
+    most: dict[str, float] = {}
+    if any("+" in name for name in plan.device_groups):
+        of_ranks = [dict(each) for each in rank_bytes_by_group(plan, costs, range(plan.pp))]
+    else:
+        of_ranks = [
+            {name: int(parts.total)}
+            for name, parts in zip(plan.device_groups, answer.memory, strict=True)
+        ]
+    for of_groups in of_ranks:
+        for name, num_bytes in of_groups.items():
+            most[name] = max(most.get(name, 0.0), float(num_bytes))
+    return most
+
+
+def within(most: Mapping[str, float], limits: Mapping[str, float]) -> bool:
     """Whether each rank is within the bytes of a device of its group."""
-    return all(
-        parts.total <= limits[group]
-        for parts, group in zip(answer.memory, plan.device_groups, strict=True)
-    )
+    return all(num_bytes <= limits[name] for name, num_bytes in most.items())
 
 
 def with_memory(machine, group_bytes: Mapping[str, float]):

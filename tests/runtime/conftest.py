@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import captures
+from tests import captures, reaches
 
 
 @pytest.fixture(autouse=True)
 def _shared_captures(monkeypatch):
     """`planner.apply` and `verify` export an equal model once a session, here as in ranks."""
+    monkeypatch.setattr("planner.runtime.state.optimizers.reach._reach", reaches.reach_of)
     for module in ("planner.capture", "planner.capture.module"):
         monkeypatch.setattr(f"{module}.capture_module", captures.capture_module)
 

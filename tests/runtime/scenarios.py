@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
 import planner
@@ -35,7 +36,9 @@ def models() -> dict[str, TinyModel]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank saw. Gaps are relative to one process, known on rank 0 only."""
+    """What one rank saw. Gaps are relative to one process, which rank 0 is beside; those of
+    gradients and parameters are known there only.
+    """
 
     losses: tuple[float, ...]
     loss_gap: float
@@ -85,14 +88,19 @@ def train_beside_one_process(name: str, plan: Plan) -> Outcome:
         batch = tiny.batch(plan.global_batch * (step + 1))
         batch = {k: v[: plan.global_batch] for k, v in batch.items()}
         losses.append(engine.step(batch).item())
-        optimizer.zero_grad()
-        expected = loss_of(call_with_batch(alone, batch), batch, tiny.loss)
-        expected.backward()
-        loss_gap = max(loss_gap, abs(losses[-1] - expected.item()) / abs(expected.item()))
+        expected = torch.zeros((), dtype=torch.float64)
+        if dist.get_rank() == 0:  # one process, not as many as there are ranks
+            optimizer.zero_grad()
+            expected = loss_of(call_with_batch(alone, batch), batch, tiny.loss)
+            expected.backward()
         grads = engine.full_gradients()
-        named = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
-        gradient_gap = max(gradient_gap, _gap(grads, named))
-        optimizer.step()
+        if dist.get_rank() == 0:
+            named = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+            gradient_gap = max(gradient_gap, _gap(grads, named))
+            optimizer.step()
+        expected = expected.detach().double().cpu()
+        dist.broadcast(expected, group=engine.mesh.control, group_src=0)
+        loss_gap = max(loss_gap, abs(losses[-1] - expected.item()) / abs(expected.item()))
     state = engine.full_state_dict()
     if state:
         assert set(state) == set(alone.state_dict())

@@ -82,7 +82,7 @@ def run(model: Path, graph, *plans, turns: int):
     return found, told, list(map(int, (model.parent / "pids").read_text().split()))
 
 
-def test_a_plan_that_fails_is_left_out(model):
+def test_a_plan_that_fails_is_left_out(model, forked_ranks):
     """On one rank: the first plan raises, the other has its turn in a process of its own."""
     graph = load_graph(model)
     (failed, ran), told, pids = run(model, graph, planned(graph, 10), planned(graph, 2), turns=1)

@@ -1,4 +1,4 @@
-"""Elimination, CP-SAT, the linear program and brute force agree on random block problems."""
+"""Elimination, the integer program, CP-SAT and brute force agree on small block problems."""
 
 import time
 from dataclasses import replace
@@ -8,9 +8,10 @@ import pytest
 
 from planner.errors import ProfileError
 from profiles import load_profile
-from search.ilp.block_lp import solve_by_linear_program
+from search.ilp.blocks import solve_by_integer_program
 from search.op_layout import decompose, layouts
 from search.op_layout.block_problem import BlockProblem, ReshardEdge, Variable
+from search.op_layout.boundaries import boundary_options, class_groups
 from search.op_layout.decompose import solve_by_decomposition
 from search.op_layout.eliminate import (
     TooWide,
@@ -89,19 +90,35 @@ def test_cpsat_equals_elimination():
         assert solved.cost == pytest.approx(folded.cost, rel=1e-6)
 
 
-def test_the_linear_program_equals_elimination():
+def test_the_integer_program_equals_brute_force():
     """M17: whole optima of the relaxation, or branching where it has none."""
     rng = np.random.default_rng(5)
     for _ in range(200):
         problem = random_problem(rng)
         price = float(rng.choice([0.0, 0.5]))
-        folded = solve_by_elimination(problem, bytes_price=price)
-        solved = solve_by_linear_program(problem, bytes_price=price)
-        if not np.isfinite(folded.cost):
+        best, _ = best_by_brute_force(problem, price)
+        solved = solve_by_integer_program(problem, bytes_price=price)
+        if not np.isfinite(best):
             assert solved is None
             continue
         assert solved is not None
-        assert (solved.cost, solved.gap) == (pytest.approx(folded.cost, rel=1e-6), 0.0)
+        assert (solved.cost, solved.gap) == (pytest.approx(best, rel=1e-9), 0.0)
+
+
+@pytest.mark.parametrize("price", [1e-18, 1e-12])
+def test_the_integer_program_equals_elimination_on_blocks_of_models(price):
+    """Each class of a small GPT on 2 and 4 ranks, between whole and between split blocks."""
+    graph = capture_tiny("gpt")
+    solver = layouts.LayoutSolver(graph=graph, profile=load_profile("h100-sxm5-80gb"))
+    for tp in (2, 4):
+        boundaries = boundary_options(graph, tp)
+        for classes in class_groups(graph, solver.shared):
+            for boundary in boundaries:
+                problem = solver.problem(tp, 2, classes, boundary)
+                exact = solve_by_elimination(problem, bytes_price=price)
+                found, name = solve_block(problem, price, prefers_ilp=True)
+                assert (name, found.gap) == ("integer programs", 0.0)
+                assert found.cost == pytest.approx(exact.cost, rel=1e-12)
 
 
 def test_a_fractional_relaxation_is_branched_on():
@@ -121,7 +138,7 @@ def test_a_fractional_relaxation_is_branched_on():
         for a, b in ((0, 1), (0, 2), (1, 2))
     )
     problem = BlockProblem(axis_size=2, variables=(values,) * 3, edges=edges, programs=())
-    solved = solve_by_linear_program(problem)
+    solved = solve_by_integer_program(problem)
     assert solved is not None
     assert (solved.cost, solved.gap) == (pytest.approx(1.0), 0.0)
 
@@ -251,14 +268,15 @@ def test_problems_too_wide_share_a_budget(monkeypatch):
     """N6: each may take a part of what those before left, so that hundreds end, too."""
     limits = []
 
-    def slow(problem, price, *, time_limit_s):
+    def slow(problem, price, *, prefers_ilp, time_limit_s):
         limits.append(time_limit_s)
         time.sleep(0.01)
         return solve_block(problem, price)[0], "Lagrangian decomposition"
 
     monkeypatch.setattr(layouts, "solve_block", slow)
+    monkeypatch.setattr(layouts, "_WIDE_S", 0.04)
     graph = capture_tiny("gpt")
-    solver = layouts.LayoutSolver(graph=graph, profile=load_profile("h100-sxm5-80gb"), _wide_s=0.04)
+    solver = layouts.LayoutSolver(graph=graph, profile=load_profile("h100-sxm5-80gb"))
     solver.layouts(2, 1)
     assert limits[0] == pytest.approx(0.005)
     assert limits == sorted(limits, reverse=True)
@@ -275,7 +293,7 @@ def test_infinite_prices_are_refused():
 
 def test_the_exact_solver_that_suits_a_problem_is_the_first(monkeypatch):
     """1 s and 2 bytes against 3 s and none: which is less depends on the price of a byte. What has
-    too many pairs for a linear program is decomposed, and the answer is the same."""
+    too many pairs for an integer program is decomposed, and the answer is the same."""
     only = Variable(
         name="v", values=(0, 1), seconds=np.array([1.0, 3.0]), num_bytes=np.array([2.0, 0.0])
     )
@@ -292,12 +310,12 @@ def test_the_exact_solver_that_suits_a_problem_is_the_first(monkeypatch):
         raise TooWide
 
     monkeypatch.setattr(layouts, "solve_by_elimination", too_wide)
-    assert solved(1.5) == ((1,), pytest.approx(3.0), "linear programs")
+    assert solved(1.5) == ((1,), pytest.approx(3.0), "integer programs")
     monkeypatch.setattr(layouts, "_MOST_PAIRS", -1)
     assert solved(1.5) == ((1,), pytest.approx(3.0), "Lagrangian decomposition")
 
 
-def test_a_block_too_wide_for_elimination_is_a_linear_program(monkeypatch):
+def test_a_block_too_wide_for_elimination_is_an_integer_program(monkeypatch):
     """X1: and the certificate says who proved it, and what part of it nobody did."""
     rng = np.random.default_rng(5)
     problem = next(
@@ -311,9 +329,10 @@ def test_a_block_too_wide_for_elimination_is_a_linear_program(monkeypatch):
 
     monkeypatch.setattr(layouts, "solve_by_elimination", too_wide)
     best, solver = solve_block(problem, 0.0)
-    assert (best.gap, solver) == (0.0, "linear programs")
+    assert (best.gap, solver) == (0.0, "integer programs")
     solver = layouts.LayoutSolver(graph=None, profile=None)
-    solver._solvers, solver.gap = {"linear programs"}, 0.25
+    solver._solvers, solver.gap = {"integer programs"}, 0.25
     assert solver.proof == (
-        "linear programs, whole or split block boundaries, up to 0.25 of a block's seconds unproved"
+        "integer programs, whole or split block boundaries, "
+        "up to 0.25 of a block's seconds unproved"
     )

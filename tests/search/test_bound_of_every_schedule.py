@@ -16,6 +16,7 @@ from search.op_layout.layouts import LayoutSolver
 from search.partition.chain_dp import solve_chain
 from search.priced_configuration import PricedConfiguration
 from search.request import SearchRequest
+from search.stages.layout_candidates import LayoutCandidates
 from tests.captures import capture_module
 from tests.search.machine import Machine
 
@@ -46,7 +47,12 @@ def candidates():
     graph = capture_module(Same(), *batches, name="same")
     solver = LayoutSolver(graph=graph, profile=MACHINE)
     costs = CostCache(graph, MACHINE)
-    return Candidates(graph=graph, profile=MACHINE, solver=solver, costs=costs)
+    return Candidates(
+        graph=graph,
+        profile=MACHINE,
+        costs=costs,
+        layouts=LayoutCandidates(solver=solver, costs=costs),
+    )
 
 
 def bound_and_step(candidates, schedule):

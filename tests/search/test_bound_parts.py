@@ -98,8 +98,9 @@ def test_the_bytes_of_a_rank_are_those_of_its_configuration(precision, factor):
     load = StageLoad(param_bytes=100.0)
     bound = rank_bound(table, config, load, "full")
     assert (bound.load, bound.num_microbatches, bound.recompute) == (load, 8, "full")
-    assert (bound.replicas, bound.zero, bound.precision) == (4, 1, precision)
-    assert bound.on_host == OnHost(optimizer=True)
-    assert bound.copies_update == core.copies_update
-    assert bound.sum_factor == core.sum_factor(precision) == factor
+    ranks = bound.ranks
+    assert (ranks.replicas, ranks.zero_stage, ranks.precision) == (4, 1, precision)
+    assert (ranks.optimizer_on_host, bound.activations_on_host) == (True, False)
+    assert ranks.runtime_copies == core.copies_update
+    assert ranks.sum_factor == core.sum_factor(precision) == factor
     assert rank_bound(table, config, load).recompute == "none"

@@ -17,6 +17,7 @@ from search.op_layout.layouts import LayoutSolver
 from search.partition.chain_dp import solve_chain
 from search.partition.chain_paths import Paths
 from search.priced_configuration import PricedConfiguration
+from search.stages.layout_candidates import LayoutCandidates
 from tests.builders import tiny_models
 from tests.captures import capture_module
 from tests.referees.cuts import cut_peak
@@ -242,7 +243,12 @@ def test_the_quick_price_is_the_estimate(name):
         request = ask(4, 16, **choices)
         solver = LayoutSolver(graph=graph, profile=MACHINE)
         costs = CostCache(graph, MACHINE, clips_gradients=bool(request.zero))
-        candidates = Candidates(graph=graph, profile=MACHINE, solver=solver, costs=costs)
+        candidates = Candidates(
+            graph=graph,
+            profile=MACHINE,
+            costs=costs,
+            layouts=LayoutCandidates(solver=solver, costs=costs),
+        )
         configuration = next(candidates.shapes(request)[0].configurations())
         table = candidates.tables(configuration.tp, configuration.microbatch_size)[0]
         priced = PricedConfiguration(candidates, configuration, table)

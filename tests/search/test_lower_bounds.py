@@ -3,9 +3,12 @@
 import numpy as np
 import pytest
 
+from costmodel.execution import find_execution
 from costmodel.memory.bound import RankBound
+from costmodel.memory.parts import Ranks
 from costmodel.time.simulate import JobSeconds, simulate
 from costmodel.time.stage_costs.load import StageLoad
+from planner.plan.replication import Replication
 from planner.schedule import build_schedule, find_schedule
 from planner.units import GIB
 from search import SearchRequest
@@ -30,8 +33,13 @@ def test_what_may_fit_is_what_the_least_says(zero, splits_backward, precision):
     rng = np.random.default_rng(17)
     sizes = {name: rng.uniform(0, GIB, 50) for name in ("saved_bytes", "param_bytes")}
     rank = RankBound(
-        load=StageLoad(**sizes), num_microbatches=6, recompute="none", replicas=2, zero=zero,
-        profile=MACHINE, splits_backward=splits_backward, precision=precision,
+        load=StageLoad(**sizes), num_microbatches=6, recompute="none",
+        ranks=Ranks.under(
+            Replication(replicas=2, zero_stage=zero, precision=precision),
+            find_execution("ours-eager"),
+            MACHINE,
+        ),
+        profile=MACHINE, splits_backward=splits_backward,
     )  # fmt: skip
     for in_flight in range(1, 7):
         least = rank.least(in_flight)

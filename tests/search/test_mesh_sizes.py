@@ -5,20 +5,19 @@ from __future__ import annotations
 from planner.layout.axes import Degrees
 from search import SearchRequest
 from search.space.request_checks import divisors
-from search.space.shapes import MeshSizes
+from search.space.shapes import Space
 from tests.search.machine import Machine
 from tests.sharding.models import captured
 
 
 def sizes_of(num_devices: int, *, per_node: int = 8, can_split=lambda size: True, **choices):
-    sizes = MeshSizes(
+    sizes = Space(
         request=SearchRequest(num_devices=num_devices, global_batch=8, **choices),
         graph=captured("gpt"),
         cluster=Machine(devices_per_node=per_node).cluster,
         can_split=can_split,
-        reasons={},
     )
-    return list(sizes.all()), sizes.reasons
+    return list(sizes.meshes()), sizes.reasons
 
 
 def test_every_mesh_uses_all_devices_once():

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from commands.render.plans.search import describe_pareto
+from planner.graph.batch import tokens_per_sample
 from search import SearchRequest, find_pareto
-from search.report.pareto import tokens_per_sample
 from tests.captures import capture_tiny
 from tests.referees.plans import every_answer
 from tests.search.machine import Machine

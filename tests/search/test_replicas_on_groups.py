@@ -13,8 +13,8 @@ from planner.plan import Plan
 from search import SearchRequest, find_plan
 from search.candidates import Candidates
 from search.nodes.replicas_on_groups import near_shares
-from tests.referees.groups import every_shared_plan, with_memory
-from tests.search.test_device_groups import random_cluster, two_speeds
+from tests.referees.groups import bytes_of_groups, every_shared_plan, with_memory, within
+from tests.search.test_device_groups import random_cluster, searched, two_speeds
 from tests.search.test_own_meshes import pooled
 from tests.search.test_referee import graph_of
 
@@ -93,3 +93,52 @@ def test_of_many_shares_those_near_the_speeds_are_tried():
 def test_no_group_holds_a_whole_replica():
     with pytest.raises(LayoutError, match="no group holds whole replicas: `tp` and `cp` must"):
         find_plan(graph_of("equal"), two_speeds(), request(global_batch=4, tp=4))
+
+
+def test_replicas_of_a_pipeline_lie_on_all_groups_where_its_stages_exchange_more():
+    """Devices as fast, and stages that would hand their samples over a slow link between groups:
+    replicas do, which exchange gradients once a step alone. The bound of the exchange inside a
+    group alone, which is slower here, once hid this plan.
+    """
+    result, best_s, _ = searched(54)
+    assert result.plan is not None
+    assert result.plan.device_groups == ("old+new", "old+new")
+    assert result.plan.estimate["step_s"] == pytest.approx(best_s, rel=1e-9)
+    assert result.certificate is not None
+    assert result.certificate.gap < 1e-9
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_the_best_pipeline_equals_trying_all_shares_and_boundaries(number):
+    """Groups of 2 and 4 devices and two stages of 3: no group has whole ones."""
+    rng = np.random.default_rng([21, number])
+    machine = random_cluster(rng)
+    sizes = [(2, 4), (4, 2)][number % 2]
+    groups = tuple(
+        replace(g, num_devices=n, profile=replace(g.profile, devices_per_node=2, tiers=(
+            replace(g.profile.tiers[-1], devices=n),)))
+        for g, n in zip(machine.groups, sizes, strict=True)
+    )  # fmt: skip
+    machine = replace(machine, groups=groups)
+    asked = SearchRequest(
+        num_devices=6, global_batch=12, pp=2, tp=1, offload="none",
+        allow=(("schedule", "1f1b"), ("recompute", "none"), ("recompute", "full"), ("zero", "0"),
+               ("zero", "1")),
+    )  # fmt: skip
+    graph = graph_of("uneven")
+    costs = Candidates.of(graph, machine, asked).costs
+    every = [
+        (answer.step_s, bytes_of_groups(plan, answer, costs))
+        for plan, answer in every_shared_plan(graph, machine, asked)
+    ]
+    _, need = min(every, key=lambda each: each[0])
+    limits = {name: float(int(num_bytes * 0.9)) for name, num_bytes in need.items()}
+    best_s = min((step_s for step_s, most in every if within(most, limits)), default=float("inf"))
+    result = find_plan(graph, with_memory(machine, limits), asked)
+    if result.plan is None:
+        assert best_s == float("inf")
+        return
+    assert result.plan.device_groups == ("old+new", "old+new")
+    assert result.plan.estimate["step_s"] == pytest.approx(best_s, rel=1e-9)
+    assert result.certificate is not None
+    assert result.certificate.lower_bound_s <= best_s * (1 + 1e-9)

@@ -53,10 +53,10 @@ EXPLORER = Explorer(
 @pytest.mark.parametrize(
     "choice",
     [
-        {"num_devices": 16},
+        {"num_devices": 4, "link_rate": 0.5},
         {"profile": "a100"},
         {"memory_limit_bytes": 4 * 2**30},
-        {"num_devices": 16, "link_rate": 0.01},
+        pytest.param({"num_devices": 16, "link_rate": 0.01}, marks=pytest.mark.slow),
         {"global_batch": 64},
         {"execution": "ours-compiled"},
     ],

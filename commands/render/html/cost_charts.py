@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from commands.render.html.chart import COLORS, INK, Axis, Chart, Table, layout_of
-from commands.render.plans.words import PART_WORDS
 from costmodel.time.roofline import RooflinePoint
 from costmodel.time.step_path import StepPath
 from planner.units import GIB, TFLOP, format_bytes, format_seconds
 from search.report.overview import Overview
+from search.report.words import PART_WORDS
 
 _WORK_COLORS = {
     "compute_s": "blue",

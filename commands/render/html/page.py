@@ -11,12 +11,15 @@ import json
 from importlib.resources import files
 from typing import Any
 
+from commands.render.flags import with_flags
 from commands.render.html.chart import Chart
 from commands.render.html.cost_charts import cost_chart, roofline_chart, trade_off_chart
 from commands.render.html.pictures import model_picture, network_picture
 from commands.render.html.timeline_charts import memory_chart, timeline_chart
+from commands.render.plans.parts import memory_warning
 from commands.render.plans.words import compact, degrees_spelled, labelled, loses, plan_sentence
 from planner.units import format_bytes, format_seconds
+from search.report.overview import Overview
 from search.report.report_numbers import ReportNumbers
 
 
@@ -31,6 +34,7 @@ def render_report(numbers: ReportNumbers) -> str:
         charts=charts,
         figures=_as_script({name: chart.figure for name, chart in charts.items()}),
         choices=_as_script({c.name: c.choice.traces for c in charts.values() if c.choice}),
+        memory_warning=_memory_warning(numbers.overview),
         networks=[network_picture(network) for network in numbers.networks],
         source=_source(numbers),
         plan_file=numbers.plan.model_dump_json(indent=1, exclude={"layouts", "table", "estimate"}),
@@ -108,8 +112,9 @@ def _charts(numbers: ReportNumbers) -> list[Chart]:
 def _tiles(numbers: ReportNumbers) -> list[tuple[str, str, str]]:
     """Return (name, figure, what to know of it) of the figures at the top."""
     overview, interval = numbers.overview, numbers.overview.interval
-    fullest = max(range(len(overview.memory)), key=lambda r: overview.memory[r]["total_bytes"])
-    limit = overview.limit_bytes[fullest]
+    fullest = overview.fullest
+    held, limit = overview.memory[fullest]["total_bytes"], overview.limit_bytes[fullest]
+    range_bytes = overview.memory_intervals[fullest]
     rate = (
         ("tokens per second", compact(overview.tokens_per_s))
         if overview.tokens_per_s
@@ -130,13 +135,22 @@ def _tiles(numbers: ReportNumbers) -> list[tuple[str, str, str]]:
         ),
         (
             "fullest device",
-            format_bytes(overview.peak_bytes),
-            f"{overview.peak_bytes / limit:.1%} of {format_bytes(limit)}",
+            format_bytes(held),
+            f"{held / limit:.1%} of {format_bytes(limit)}; "
+            f"{format_bytes(range_bytes.low_bytes)} to {format_bytes(range_bytes.high_bytes)} in "
+            "4 of 5 cases",
         ),
     ]
     if (measured := numbers.plan.estimate.get("measured")) is not None:
         tiles.append(("measured", format_seconds(measured["step_s"]), "a step, when it was run"))
     return tiles
+
+
+def _memory_warning(overview: Overview) -> str:
+    fullest = overview.fullest
+    held, limit = overview.memory[fullest]["total_bytes"], overview.limit_bytes[fullest]
+    high = overview.memory_intervals[fullest].high_bytes
+    return with_flags(memory_warning(held, high, limit))
 
 
 def _parts(numbers: ReportNumbers) -> list[dict[str, Any]]:

@@ -7,11 +7,11 @@ from itertools import groupby
 from typing import Any
 
 from commands.render.html.chart import COLORS, INK, Axis, Chart, Choice, Table, layout_of
-from commands.render.plans.words import MEMORY_WORDS
 from costmodel.compare import first_steady_step, step_seconds
 from costmodel.memory.exact.over_time import MemoryMoment
 from planner.timeline import JOB_KINDS, OPTIMIZER, RankTimeline, Span
 from planner.units import GIB, format_bytes, format_seconds
+from search.report.words import MEMORY_WORDS
 
 MOST_JOBS = 16_000
 """Jobs that are drawn: a browser stays quick with so many."""

@@ -17,32 +17,28 @@ from rich.table import Table
 from rich.text import Text
 
 from commands.render.flags import with_flags
+from commands.render.plans.parts import (
+    MEMORY_COLUMNS,
+    WIDE,
+    StepParts,
+    bottleneck_line,
+    memory_cells,
+    memory_digits,
+    memory_range,
+    memory_warning,
+    ranks_shown,
+    stage_name,
+)
 from commands.render.plans.pipeline import draw_step
-from commands.render.plans.words import compact, labelled, loses, plan_sentence
+from commands.render.plans.words import compact, loses, plan_sentence
 from planner.plan import OURS, Plan
 from planner.timeline import RankTimeline
-from planner.units import GIB, TFLOP, format_bytes, format_seconds
-from search.report.overview import Overview, StageView
+from planner.units import TFLOP, format_bytes, format_seconds
+from search.report.overview import Overview
 from search.request import RunnerUp, SearchResult
 
 MOST_ALTERNATIVES = 2
 """Runners-up that are shown; --json has all."""
-MOST_ROWS = 12
-"""Pipeline ranks in the table of stages; those between are counted."""
-WIDE = 100
-"""Columns from which on there is room for explanations."""
-NEARLY_FULL = 0.97
-"""Part of a device's memory above which a plan is told to be near the limit."""
-
-_MEMORY_COLUMNS = (
-    ("weights", ("parameter_bytes",)),
-    ("grads", ("gradient_bytes",)),
-    ("optim.", ("optimizer_bytes",)),
-    ("activ.", ("activation_bytes", "transient_bytes")),
-    ("other", ("communication_bytes", "batch_bytes", "allocator_bytes", "context_bytes")),
-    ("total", ("total_bytes",)),
-)
-"""Columns of memory, GiB, with the parts that each adds up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +85,9 @@ class Answer:
             yield ""
         yield _stages(self.overview, width)
         yield ""
-        yield _parts(self.overview, width)
-        yield from _bottleneck(self.overview)
+        yield StepParts(self.overview.path.parts)
+        if self.plan.pp > 1:
+            yield _bottleneck(self.overview)
         yield ""
         yield _certificate(self.result)
         yield from _alternatives(self.result.runners_up, self.overview)
@@ -138,15 +135,18 @@ def _heading(answer: Answer) -> Text:
     measured = answer.plan.estimate.get("measured")
     if measured is not None:
         lines += Text(f"measured: {format_seconds(measured['step_s'])} a step\n")
-    fullest = max(range(len(overview.memory)), key=lambda r: overview.memory[r]["total_bytes"])
+    fullest = overview.fullest
     parts, limit = overview.memory[fullest], overview.limit_bytes[fullest]
+    total, interval_bytes = parts["total_bytes"], overview.memory_intervals[fullest]
     assumed = parts["allocator_bytes"] + parts["context_bytes"]
+    low, high = interval_bytes.low_bytes, interval_bytes.high_bytes
     return (
         lines
-        + Text(f"{format_bytes(overview.peak_bytes)} of {format_bytes(limit)}", style="bold")
+        + Text(f"{format_bytes(total)} of {format_bytes(limit)}", style="bold")
         + Text(
-            f" on the fullest device: {format_bytes(overview.peak_bytes - assumed)} of tensors "
-            f"(within 1% of dry runs) and {format_bytes(assumed)} for allocator and context"
+            f" on the fullest device: {format_bytes(total - assumed)} of tensors and "
+            f"{format_bytes(assumed)} for allocator and context\n"
+            f"{memory_range(low, high, interval_bytes.basis)}"
         )
     )
 
@@ -164,15 +164,12 @@ def _stages(overview: Overview, width: int) -> Table:
     if recomputes:
         table.add_column("recomputes")
     table.add_column("works", justify="right", no_wrap=True)
-    for name, _ in _MEMORY_COLUMNS:
+    for name, _ in MEMORY_COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     prefix = _common_prefix([stage.blocks for stage in overview.stages])
     ranks = sorted({stage.pp_rank for stage in overview.stages})
-    shown = ranks
-    if len(ranks) > MOST_ROWS:
-        shown = sorted({*ranks[:4], overview.path.bottleneck, *ranks[-4:]})
     last = -1
-    for rank in shown:
+    for rank in ranks_shown(len(ranks), overview.path.bottleneck):
         if rank > last + 1:
             table.add_row("⋮", f"{rank - last - 1} more")
         last = rank
@@ -182,11 +179,7 @@ def _stages(overview: Overview, width: int) -> Table:
             devices = str(mine[0].first_rank)
         if has_groups:
             devices += f" {mine[0].device_group}"
-        parts = overview.memory[rank]
-        memory = [
-            f"{sum(parts[part] for part in names) / GIB:.{_digits(overview)}f}"
-            for _, names in _MEMORY_COLUMNS
-        ]
+        memory = memory_cells(overview.memory[rank], memory_digits(overview.peak_bytes))
         for stage in mine:  # the rank's own figures stand beside its first stage
             is_first = stage is mine[0]
             row = [str(rank), devices] if is_first else ["", ""]
@@ -214,10 +207,6 @@ def _shortened(recompute: str) -> str:
     return recompute.replace(" in ", " ").replace(" of ", "/").removesuffix(" blocks")
 
 
-def _digits(overview: Overview) -> int:
-    return 1 if overview.peak_bytes > 4 * GIB else 3
-
-
 def _common_prefix(blocks: Sequence[str]) -> str:
     """Return what all names of blocks begin with, up to a dot: ``model.``."""
     names = [name for text in blocks for name in text.split(", ")]
@@ -229,64 +218,26 @@ def _common_prefix(blocks: Sequence[str]) -> str:
     return ""
 
 
-def _parts(overview: Overview, width: int) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("part of a step", no_wrap=True)
-    table.add_column("time", justify="right", no_wrap=True)
-    table.add_column("share", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    if width >= WIDE:
-        table.add_column("which is", ratio=1)
-    step_s, rest_s, rest = overview.step_s, 0.0, []
-    for label, meaning, seconds in labelled(overview.path.parts):
-        share = seconds / step_s
-        if share < 0.0005:
-            rest_s += seconds
-            rest.append(label)
-            continue
-        row = [label, format_seconds(seconds), f"{share:.1%}", _bar(share)]
-        table.add_row(*map(Text, [*row, *[meaning] * (width >= WIDE)]))
-    if rest:
-        listed = ", ".join(rest)
-        row = ["the rest", format_seconds(rest_s), f"{rest_s / step_s:.1%}", ""]
-        table.add_row(*map(Text, [*row, *[listed] * (width >= WIDE)]))
-    return table
-
-
-def _bar(share: float) -> str:
-    """Return a bar of up to twenty characters, in eighths of one."""
-    eighths = max(1, round(160 * share))
-    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
-
-
-def _bottleneck(overview: Overview) -> Iterator[Text]:
-    if told := bottleneck_in_words(overview):
-        yield Text("Bottleneck: ", style="bold") + Text(told)
-
-
-def bottleneck_in_words(overview: Overview) -> str:
-    """Say which pipeline rank works longest, and by how much; nothing where there is one."""
-    ranks = {stage.pp_rank for stage in overview.stages}
-    if len(ranks) == 1:
-        return ""
+def _bottleneck(overview: Overview) -> Text:
     path = overview.path
-    named = "; ".join(_stage_name(stage) for stage in overview.bottleneck)
-    busy = path.rank_work_s[path.bottleneck] / path.step_s
-    even = path.imbalance_s / path.step_s
-    return f"rank {path.bottleneck} ({named}) works {busy:.1%} of the step; " + (
-        "the others work as long"
-        if even < 0.005
-        else f"with even stages it would work {format_seconds(path.imbalance_s)} ({even:.1%}) less"
+    return bottleneck_line(
+        path.parts,
+        pp_rank=path.bottleneck,
+        work_s=path.rank_work_s[path.bottleneck],
+        stages=[
+            stage_name(stage.stage, stage.first_block, stage.last_block)
+            for stage in overview.bottleneck
+        ],
     )
-
-
-def _stage_name(stage: StageView) -> str:
-    first, last = stage.first_block, stage.last_block
-    return f"stage {stage.stage}, blocks {first}..{last}"
 
 
 _FATES = {"memory": "do not fit", "layout": "can't be laid out"}
 """What became of configurations, by the first word of the rule that removed them."""
+
+
+def bottleneck_in_words(overview: Overview) -> str:
+    """Say which pipeline rank works longest, and by how much; nothing where there is one."""
+    return _bottleneck(overview).plain if len(overview.path.rank_work_s) > 1 else ""
 
 
 def _certificate(result: SearchResult) -> Text:
@@ -344,15 +295,14 @@ def _warnings(answer: Answer) -> list[str]:
             "that this device has in bfloat16; `precision` bf16 searches with bf16 and fp32 master "
             "weights"
         )
-    fullest = max(
-        parts["total_bytes"] / limit
-        for parts, limit in zip(overview.memory, overview.limit_bytes, strict=True)
-    )
-    if fullest > NEARLY_FULL:
-        found.append(
-            f"the fullest device is {fullest:.1%} full; if it runs out of memory, search with a "
-            f"lower `memory_limit_bytes`, such as {0.95 * min(overview.limit_bytes) / GIB:.0f}"
+    fullest = overview.fullest
+    found.append(
+        memory_warning(
+            overview.memory[fullest]["total_bytes"],
+            overview.memory_intervals[fullest].high_bytes,
+            overview.limit_bytes[fullest],
         )
+    )
     if overview.source == "shipped":
         found.append(
             f"times are of a shipped description ({plan.cluster.name}); `planner profile` on the "
@@ -365,7 +315,7 @@ def _warnings(answer: Answer) -> list[str]:
             f"{len(close)} {others} within what the estimate may be off by; on the machine, "
             f"`measure` {len(close) + 1} lets a few steps decide"
         )
-    return found
+    return [warning for warning in found if warning]
 
 
 def _next(commands: Sequence[tuple[str, str]]) -> Text:

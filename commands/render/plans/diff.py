@@ -10,6 +10,9 @@ from rich.text import Text
 
 from planner.plan.diff import Amount, Change, Difference, Moved
 from planner.units import format_bytes, format_seconds
+from search.report.words import PART_WORDS
+
+_COSTS = {"step_s": "step", "peak_bytes": "memory of the fullest device"}
 
 MOST_ROWS = 24
 """Of one table; the rows beyond are counted."""
@@ -50,7 +53,8 @@ def _costs(costs: Iterable[Amount]) -> Table | None:
     for each in costs:
         spelled = format_bytes if each.unit == "bytes" else format_seconds
         share = f"{each.after / each.before - 1:+.1%}" if each.before else ""
-        rows.append((each.name, spelled(each.before), spelled(each.after), share))
+        name = _COSTS.get(each.name) or PART_WORDS.get(each.name, each.name)
+        rows.append((name, spelled(each.before), spelled(each.after), share))
     return _table("Predicted cost", ("part", "before", "after", "change"), rows)
 
 

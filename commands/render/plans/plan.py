@@ -10,9 +10,18 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from commands.render.flags import with_flags
+from commands.render.plans.parts import (
+    StepParts,
+    bottleneck_line,
+    memory_range,
+    memory_table,
+    memory_warning,
+    stage_name,
+)
 from planner.graph import ModelGraph
+from planner.graph.called_modules import called_modules_messages
 from planner.layout.axes import Degrees, batch_axes, own_axes, rest_axis
-from planner.ops.called_modules import called_modules_messages
 from planner.ops.held_pairs import held_pairs_messages
 from planner.ops.registry import ops_without_rule
 from planner.plan import OURS, ClassLayout, Plan, StagePlan, validate_model
@@ -48,7 +57,7 @@ def describe_plan(plan: Plan, graph: ModelGraph | None = None) -> list[Renderabl
         parts.append(_jobs(schedule, work_of_jobs(graph, plan, schedule)))
     if plan.estimate:
         cluster, execution = plan.cluster.name, plan.execution
-        parts += describe_estimate(plan.estimate, cluster=cluster, execution=execution)
+        parts += describe_estimate(plan.estimate, plan.stages, cluster=cluster, execution=execution)
     return parts
 
 
@@ -227,42 +236,57 @@ _BASES = {
 
 
 def describe_estimate(
-    estimate: Mapping[str, Any], *, cluster: str, execution: str = OURS
+    estimate: Mapping[str, Any],
+    stages: Sequence[StagePlan] = (),
+    *,
+    cluster: str,
+    execution: str = OURS,
 ) -> list[RenderableType]:
     """Return the expected step time and memory, each in its named parts.
 
     `estimate` is the JSON form that the search stored in the plan; parts it does not know
-    are shown by their key, zero ones are left out.
+    are shown by their key, zero ones are left out. `stages` are the plan's, to name the slowest.
     """
-    share = Table("part", "time", "share", title="Step time", title_justify="left")
-    step_s = estimate["step_s"]
-    for name, seconds in estimate["time"].items():
-        if seconds:
-            share.add_row(_label(name), format_seconds(seconds), f"{seconds / step_s:.0%}")
-    share.add_row("step", format_seconds(step_s), "100%", style="bold")
-
-    ranks = [
-        {name: value for name, value in rank.items() if not name.startswith("total")}
-        for rank in estimate["memory"]
-    ]
-    memory = Table("part", title="Memory of one device", title_justify="left")
-    for index in range(len(ranks)):
-        memory.add_column(f"pp rank {index}", justify="right")
-    for name in dict.fromkeys(name for rank in ranks for name in rank):
-        if any(rank.get(name) for rank in ranks):
-            memory.add_row(_label(name), *(format_bytes(rank.get(name, 0)) for rank in ranks))
-    totals = (format_bytes(sum(rank.values())) for rank in ranks)
-    memory.add_row("total", *totals, style="bold")
-
-    error = estimate.get("relative_error")
     basis = f"Based on {_BASES.get(estimate['source'], estimate['source'])} {cluster}"
     basis += f", as {execution} runs it" if execution != OURS else ""
+    error = estimate.get("relative_error")
     if error is not None:
         basis += f"; expected to be within {error:.0%} in 4 of 5 cases"
-    parts: list[RenderableType] = [share, memory, Text(basis)]
+    parts: list[RenderableType] = [
+        Text(f"{format_seconds(estimate['step_s'])} a step", style="bold"),
+        StepParts(estimate["time"]),
+        *_bottleneck(estimate, stages),
+        Text(basis),
+    ]
     if (measured := estimate.get("measured")) is not None:
         parts.append(Text(_measured(measured)))
+    parts.append(Text(f"\n{format_bytes(estimate['peak_bytes'])} at most on one device", "bold"))
+    parts.append(memory_table([_with_total(rank) for rank in estimate["memory"]]))
+    if (interval := estimate.get("memory_interval")) is not None:
+        low, high, limit = (interval[f"{name}_bytes"] for name in ("low", "high", "limit"))
+        parts.append(Text(f"The fullest: {memory_range(low, high, interval['basis'])}"))
+        if warning := memory_warning(interval["total_bytes"], high, limit):
+            parts.append(Text("! ", style="yellow") + Text(with_flags(warning)))
     return parts
+
+
+def _bottleneck(estimate: Mapping[str, Any], stages: Sequence[StagePlan]) -> list[Text]:
+    """Return the line of the slowest pipeline rank, if there are several and it is told."""
+    slowest = estimate.get("bottleneck_pp_rank")
+    if slowest is None or len(estimate["memory"]) == 1:
+        return []
+    named = [
+        stage_name(index, stage.first_block, stage.last_block)
+        for index, stage in enumerate(stages)
+        if stage.pp_rank == slowest
+    ]
+    work_s = estimate["work_by_pp_rank_s"][slowest]
+    return [bottleneck_line(estimate["time"], pp_rank=slowest, work_s=work_s, stages=named)]
+
+
+def _with_total(parts: Mapping[str, int]) -> Mapping[str, int]:
+    """Return a rank's parts with their sum, which the oldest plans do not have."""
+    return parts if "total_bytes" in parts else {**parts, "total_bytes": sum(parts.values())}
 
 
 def _measured(measured: Mapping[str, Any]) -> str:
@@ -272,8 +296,3 @@ def _measured(measured: Mapping[str, Any]) -> str:
         f"Measured: {format_seconds(measured['step_s'])} a step, the median of "
         f"{len(measured['turns_s'])} turns; the fastest of {others} plans that ran"
     )
-
-
-def _label(key: str) -> str:
-    """Return a part's key as words: ``tp_comm_s`` becomes ``tp comm``."""
-    return key.removesuffix("_s").removesuffix("_bytes").replace("_", " ")

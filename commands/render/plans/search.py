@@ -18,6 +18,7 @@ from search.measured import turns_spread
 from search.report.explain import Comparison, differences, explain_saving, explain_shortfall
 from search.report.pareto import Point
 from search.report.remedies import Advice
+from search.report.words import PART_WORDS
 from search.request import SearchResult
 
 MOST_POINTS = 12
@@ -115,8 +116,7 @@ def describe_comparison(comparison: Comparison) -> list[RenderableType]:
         return [Text("this is the best plan:"), _chosen(given)]
     table = Table("part", "given", "best", "difference")
     for name, seconds, best_seconds in differences(given.estimate, best.estimate):
-        label = name.removesuffix("_s").replace("_", " ")
-        table.add_row(label, *_difference(seconds, best_seconds))
+        table.add_row(PART_WORDS.get(name, name), *_difference(seconds, best_seconds))
     table.add_row("step", *_difference(mine, theirs), style="bold")
     return [
         Text(f"{mine / theirs - 1:.1%} slower than the best plan"),

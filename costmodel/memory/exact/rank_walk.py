@@ -27,6 +27,7 @@ class MemorySample(NamedTuple):
     """The bytes of a rank during one job, above what lies there all the time."""
 
     job: Job
+    """The job."""
     end_bytes: int
     """Alive when the job has ended."""
     peak_bytes: int

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -56,14 +56,8 @@ class RankState:
     @cached_property
     def ranks(self) -> Ranks:
         """How its ranks keep parameters, gradients and optimizer state."""
-        of = Replication.of(self.plan, min(self.stages))
-        execution = self.costs.execution
-        return Ranks(
-            **{field.name: getattr(of, field.name) for field in fields(of)},
-            on_gpu=self.costs.profile.cluster.device_type != "cpu",
-            runtime_copies=execution.copies_update,
-            sum_factor=execution.sum_factor(self.plan.precision),
-        )
+        replication = Replication.of(self.plan, min(self.stages))
+        return Ranks.under(replication, self.costs.execution, self.costs.profile)
 
     @cached_property
     def own_bytes(self) -> int:

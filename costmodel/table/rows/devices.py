@@ -21,7 +21,9 @@ def device_of(gpu: str, memory_gb: float | None = None) -> DeviceFile:
     Raises PlannerError when no device has that name.
     """
     if not gpu.strip():
-        raise PlannerError("column gpu is blank; an estimate needs it")
+        raise PlannerError(
+            "column gpu is blank; an estimate needs it, so name the device of the run"
+        )
     squashed = re.sub(r"[^A-Z0-9]", "", gpu.upper())
     if memory_gb is not None and f"{memory_gb:.0f}G" not in squashed:
         squashed += f"{memory_gb:.0f}GB"

@@ -10,6 +10,7 @@ from typing import Any
 
 from costmodel.table.rows.rows import PREDICTED, estimate_rows
 from planner.errors import PlannerError
+from planner.files import replacing
 
 NEEDED = ("gpu", "layers", "hidden", "model", "params_b")
 """A file has the first column, and one of the others."""
@@ -30,7 +31,9 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         table = csv.reader(io.StringIO(text), delimiter=_separator(text))
         lines = [line for line in table if any(cell.strip() for cell in line)]
     except csv.Error as error:
-        raise PlannerError(f"{path} is not a readable CSV ({error})") from None
+        raise PlannerError(
+            f"{path} is not a readable CSV ({error}); write it as CSV again"
+        ) from None
     columns = list(_columns(lines[0])) if lines else []
     if NEEDED[0] not in columns or not set(columns) & set(NEEDED[1:]):
         raise PlannerError(
@@ -48,7 +51,7 @@ def _text(path: Path) -> str:
     except FileNotFoundError:
         raise PlannerError(f"no file {path}; give a CSV of runs") from None
     except OSError as error:
-        raise PlannerError(f"{path} is not readable ({error})") from None
+        raise PlannerError(f"{path} is not readable ({error}); give a CSV of runs") from None
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
         text = content.decode("utf-16", errors="replace")
     else:
@@ -75,7 +78,7 @@ def _columns(header: list[str]) -> Iterator[str]:
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     """Write rows as CSV and return how many; columns are those of the first."""
     rows = list(rows)
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with replacing(path) as scratch, scratch.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else list(PREDICTED))
         writer.writeheader()
         writer.writerows(rows)

@@ -100,13 +100,21 @@ class Spent(NamedTuple):
 
 
 class ProgramTimes(NamedTuple):
-    """What a block takes on one rank, gradient sums apart; fields as in `RunTimes`."""
+    """What a block takes on one rank, gradient sums apart."""
 
     forward: Spent
+    """Compute of the forward."""
     backward: Spent
+    """Compute of the backward, nothing recomputed."""
     recomputed: Spent
+    """What selective recomputation adds to the backward, collectives too."""
     weight_s: float
+    """Seconds of the backward that make weight gradients."""
     forward_comm_s: float
+    """Seconds of exposed collectives in the forward."""
     backward_comm_s: float
+    """Seconds of exposed collectives in the backward."""
     forward_flop: float
+    """Flop of the forward."""
     backward_flop: float
+    """Flop of the backward, recomputation not counted."""

@@ -66,6 +66,7 @@ class Messages:
         size, is_whole = meta.bytes_at(self.microbatch_size), True
         for axis in lowered_axes():
             if isinstance(placement_of(self.graph, name, self.layouts[axis.name]), Shard):
+                # Each rank sends its shard to the rank of the same place on the next mesh.
                 size //= self.degrees[axis.name]
                 is_whole = is_whole and axis.name != self._inner
         whole, back = size * is_whole, meta.requires_grad
@@ -127,6 +128,7 @@ class Messages:
         )
 
     def _message_seconds(self, sizes: Floats, pp_group: Group, tp: int) -> tuple[Floats, Floats]:
+        # What all ranks of a node hold whole travels in pieces, and is gathered where it arrives.
         group = axis_group(self.profile.cluster, size=tp, stride=1)
         kinds, of_kind = np.unique(
             np.moveaxis(sizes, 1, 2).reshape(-1, 2), axis=0, return_inverse=True

@@ -50,6 +50,7 @@ class ReplicaPrices:
         self._costs, self._replication = costs, replication
         cluster = with_neighbours(costs.profile.cluster, replication.neighbours)
         of_experts = replication.of_experts
+        # ZeRO exchanges among the ranks that share a state; copies of it sum their shards on top.
         sharing = replication.shards if replication.is_sharded else replication.replicas
         spread = of_experts.shards if of_experts.is_sharded else of_experts.replicas
         self._dense = _Sharing(
@@ -176,6 +177,7 @@ class ReplicaPrices:
         blocks being as large as the largest, messages are as long as any stage's. Experts on ranks
         of their own have fewer replicas, so a byte of them may take less than others.
         """
+        # The longer a message, the less a byte of it takes: the longest there may be bounds all.
         param_bytes = num_blocks * block_bytes
         if not self._replication.is_sharded:  # whole buckets, which are the longest
             param_bytes = ceil(param_bytes / BUCKET_BYTES) * float(BUCKET_BYTES)

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from planner.errors import PlanError
+from planner.files import replacing
 from planner.graph import ModelGraph
 from planner.layout.layout import Box, Shape
 from planner.plan import Plan
@@ -212,7 +213,10 @@ def _write_weights(
     if kind == "safetensors" and target.suffix != ".safetensors":
         write_folder(target, named, shard_bytes)
         return
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
+    with (
+        replacing(target) as finished,
+        tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch,
+    ):
         written = Path(scratch) / "model.safetensors"
         write_file(written, named)
         if kind != "safetensors":
@@ -227,7 +231,7 @@ def _write_weights(
                 torch.save(as_training(model, state), written)
             else:
                 torch.save(model, written)
-        os.replace(written, target)
+        os.replace(written, finished)
 
 
 # -- checkpoints ------------------------------------------------------------------------------

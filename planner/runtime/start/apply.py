@@ -21,7 +21,7 @@ from planner.plugins import load_plugins
 from planner.runtime.check import out_of_memory
 from planner.runtime.initial.build import without_values
 from planner.runtime.initial.values import RecordedValues
-from planner.runtime.start.course import PLAN
+from planner.runtime.start.course import LAUNCHED, PLAN
 from planner.runtime.start.device import choose_device
 from planner.runtime.start.groups.mesh import Mesh, build_mesh
 from planner.runtime.start.groups.process_group import take_place
@@ -47,8 +47,10 @@ def apply_plan(
 ) -> Engine:
     """Join the plan's ranks, capture the model, and return its engine; see `planner.apply`."""
     load_plugins()
-    # The launcher of an elastic run may have chosen another plan than the script names.
-    plan = os.environ.get(PLAN) or plan
+    # A plan file is the one that was launched, whatever file the script names; the launcher of an
+    # elastic run may have chosen another plan since.
+    launched = None if isinstance(plan, Plan) else os.environ.get(LAUNCHED)
+    plan = os.environ.get(PLAN) or launched or plan
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     take_place()
     mesh = build_mesh(plan, choose_device())

@@ -19,6 +19,7 @@ from signal import SIGKILL, SIGTERM, Signals
 from typing import Any
 
 from planner.errors import PlanError
+from planner.files import write_atomically
 from planner.plan import Plan, load_plan, save_plan
 from planner.runtime.checkpoint import folder as folders
 from planner.runtime.start.failures import Failure, read_failure
@@ -26,6 +27,9 @@ from planner.runtime.start.failures import Failure, read_failure
 _LIMIT_FILE, _NEXT_LIMIT = "memory-limit", 0.9
 """Where a kept run notes how much its plans may need, in bytes; and the part of what the plan that
 did not fit needed, its device's context aside, that the next one may."""
+
+LAUNCHED = "PLANNER_LAUNCHED_PLAN"
+"""Environment variable: the plan file that `launch` was given; ranks follow it."""
 
 _FROM_OUTSIDE = {
     SIGKILL: (
@@ -205,8 +209,7 @@ class Course:
             (rank.get("context_bytes", 0) for rank in estimate.get("memory", ())), default=0
         )
         limit = int(fixed + (needed - fixed) * _NEXT_LIMIT)
-        self._keeping.folder.mkdir(parents=True, exist_ok=True)
-        (self._keeping.folder / _LIMIT_FILE).write_text(f"{limit}\n")
+        write_atomically(self._keeping.folder / _LIMIT_FILE, f"{limit}\n")
         return True
 
     def _memory_limit(self) -> int | None:

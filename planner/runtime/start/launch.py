@@ -11,7 +11,7 @@ from planner.nodes.launchers import Started, started
 from planner.plan import Plan, load_plan
 from planner.runtime.check.watchdog import ENDS_S
 from planner.runtime.checkpoint.kept import KEEP, SAVE_EVERY
-from planner.runtime.start.course import Keeping
+from planner.runtime.start.course import LAUNCHED, Keeping
 from planner.runtime.start.workers import DEVICES, TIMELINE_DIR, become_rank, run_workers
 from planner.schedule import schedule_of
 from planner.units import MIB, format_bytes
@@ -57,6 +57,7 @@ def launch(
         plan, Path(script), device, place=place, num_nodes=num_nodes, devices=devices,
         restarts_by_plan=keeping is not None and keeping.replan is not None,
     )  # fmt: skip
+    extra[LAUNCHED] = os.path.abspath(plan_path)
     if timeline is not None:
         extra[TIMELINE_DIR] = os.path.abspath(timeline)
     if keeping is not None:
@@ -162,7 +163,7 @@ def check_listed(listed: Sequence[int], ranks_here: int, device: str) -> None:
     if len(listed) != ranks_here or len(set(listed)) != len(listed):
         raise PlanError(
             f"`devices` {given} must name {ranks_here} different GPUs, one for each rank of this "
-            "node"
+            "node; give as many"
         )
     here = num_devices(device)
     if missing := [number for number in listed if not 0 <= number < here]:

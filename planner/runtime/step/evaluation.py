@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -105,9 +106,11 @@ def reads_mode(module: nn.Module) -> bool:
     """Whether a module may compute something else after ``eval()``: it, or a part of it, reads
     ``training``, as far as its source says.
     """
-    return any(map(_source_reads_mode, {type(part) for part in module.modules()}))
+    kinds = {type(part) for part in module.modules()}
+    return any(_source_reads_mode(kind) for kind in kinds)
 
 
+@cache  # parsing takes a while, and there are few classes
 def _source_reads_mode(kind: type) -> bool:
     for base in kind.__mro__:
         if base in (nn.Module, object):

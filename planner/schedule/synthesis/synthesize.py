@@ -53,7 +53,7 @@ class Pipeline:
             raise ScheduleError(
                 f"times of {lengths[0]} stages, live_bytes of {lengths[1]} and limit_bytes of "
                 f"{lengths[2]} ranks given for {num_stages} stages on {pp} ranks, "
-                "each of which must hold one"
+                "each of which must hold one; give one for each"
             )
         if self.num_microbatches < 1:
             raise ScheduleError(f"num_microbatches={self.num_microbatches} must be at least 1")

@@ -44,7 +44,7 @@ class StageTimes:
                 f"{len(parts[0]) - 1} boundaries"
             )
         if min((*transfers, *(t for part in parts for t in part)), default=0.0) < 0:
-            raise ScheduleError("stage times must not be negative")
+            raise ScheduleError("stage times must not be negative; give 0 or more")
 
     @classmethod
     def equal(
@@ -139,7 +139,7 @@ class Playback:
         if len(times.forward_s) != schedule.num_stages:
             raise ScheduleError(
                 f"times of {len(times.forward_s)} stages given for schedule {schedule.name!r} "
-                f"of {schedule.num_stages} stages"
+                f"of {schedule.num_stages} stages; give one time for each stage"
             )
         self.schedule = schedule
         self.start_s: list[list[float]] = [[] for _ in schedule.jobs]

@@ -237,7 +237,9 @@ def serve(member: Member) -> None:
             try:
                 while not store.check([_key(generation)]):
                     if watch.lost:
-                        raise ProfileError(f"{watch.lost}: this node ends its ranks")
+                        raise ProfileError(
+                            f"{watch.lost}; this node ends its ranks, so start all again"
+                        )
                     time.sleep(_POLL_S)
             except RuntimeError as error:
                 meeting = described(f"{member.host}:{port_of(store)}")

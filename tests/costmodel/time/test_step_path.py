@@ -7,7 +7,6 @@ import pytest
 from costmodel import CostCache, estimate
 from costmodel.estimate import step_path
 from costmodel.time.plan_price import price_plan
-from costmodel.time.step_path import rank_work
 from profiles import load_profile
 from tests.builders import tiny_models
 from tests.captures import capture_module
@@ -58,7 +57,7 @@ def test_a_slow_stage_is_imbalance_and_not_a_bubble(graph, profile):
     ]
     uneven = plan.model_copy(update={"stages": tuple(stages)})
     found = step_path(uneven, costs)
-    work = sum(rank_work(price_plan(uneven, costs)).values())
+    work = sum(price_plan(uneven, costs).rank_work().values())
     assert found.bottleneck == int(work.argmax())
     assert found.imbalance_s == pytest.approx(work.max() - work.mean(), rel=1e-6)
     assert found.imbalance_s > step_path(plan, costs).imbalance_s
@@ -96,7 +95,7 @@ def test_uneven_recomputation_is_imbalance(graph, profile):
     stages = (plan.stages[0].model_copy(update={"recompute": "full"}), plan.stages[1])
     mixed = plan.model_copy(update={"stages": stages})
     costs = CostCache(graph, profile)
-    work = rank_work(price_plan(mixed, costs))
+    work = price_plan(mixed, costs).rank_work()
     assert work["recompute_s"][0] > 0
     assert work["recompute_s"][1] == 0
     assert step_path(mixed, costs).work_s["recompute_s"] == pytest.approx(

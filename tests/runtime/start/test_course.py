@@ -25,6 +25,7 @@ from planner.errors import PlanError
 from planner.plan import Plan, save_plan
 from planner.plan.defaults import default_plan
 from planner.runtime.start.course import Course, Keeping
+from planner.runtime.start.launch import launch
 from tests.builders import VOCABULARY, gpt_batch
 from tests.runtime.scenarios import build, capture
 from tests.spawn import is_running
@@ -178,17 +179,19 @@ def pid_of(path: Path) -> int:
         pytest.param("mixed", "has another checksum", marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_rank_starts_again_where_a_checkpoint_is_whole(tmp_path, damage, says):
+def test_a_killed_rank_starts_again_where_a_checkpoint_is_whole(
+    tmp_path, monkeypatch, capfd, forked_ranks, damage, says
+):
     """The newest checkpoint has a flipped bit, an end cut off, or the file of another when the
     ranks start again: the one before it is taken, and the curve is that of one process."""
     plan = default_plan(capture("gpt", torch.float64), dp=2)
     save_plan(plan, tmp_path / "plan.json")
-    process = begin(tmp_path, restarts=1, steps=5, dies=f"dies, {damage}")
-    try:
-        _, told = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    assert process.returncode == 0, told
+    (tmp_path / "train.py").write_text(TRAIN)
+    monkeypatch.chdir(tmp_path)
+    keeping = Keeping(folder=Path("run"), save_every=1, max_restarts=1)
+    code = launch("plan.json", "train.py", ["5", "0", f"dies, {damage}"], "cpu", keeping=keeping)
+    told = capfd.readouterr().err
+    assert code == 0, told
     assert KILLED in told
     assert re.search(r"planner: restart 1 of 1, from 00000\d-step-3\n", told)
     assert re.search(rf"step-3: .* {says}.*; taking the checkpoint before it", told)

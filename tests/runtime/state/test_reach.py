@@ -8,7 +8,14 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.errors import ModelError
+from planner.runtime.state.optimizers import reach
 from planner.runtime.state.optimizers.reach import fresh_state, reaches
+from tests.reaches import measure
+
+
+@pytest.fixture(autouse=True)
+def _measured(monkeypatch):
+    monkeypatch.setattr(reach, "_reach", measure)  # each time
 
 
 class Named(torch.optim.Optimizer):
@@ -116,6 +123,12 @@ def test_what_an_update_reads_is_measured(make, expected):
     assert dict(optimizer.state) == before
     assert torch.equal(param, torch.ones(4, 4))
     assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_devices_are_not_seeded(monkeypatch):
+    """Their random numbers are the script's, and would not be put back."""
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("seeded"))
+    assert reaches(torch.optim.AdamW([nn.Parameter(torch.ones(4, 4))])) == ("element",)
 
 
 def test_each_param_group_has_its_own_reach():

@@ -63,7 +63,9 @@ class JobVariant(NamedTuple):
     """How a job of a row runs. Jobs of one variant do the same to a microbatch's bytes."""
 
     kind: JobKind
+    """Forward, backward, or a part of that."""
     stage_index: int
+    """The stage."""
     walk: WalkName
     """The field of `StageJobs` that it walks."""
     is_first: bool

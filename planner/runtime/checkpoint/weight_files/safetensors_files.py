@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from planner.errors import PlanError
+from planner.files import replacing, write_atomically
 from planner.layout.layout import Shape
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -83,7 +84,9 @@ def read_file(path: Path) -> dict[str, Tensor]:
                 if last - first != prod(shape) * dtype.itemsize or start + last > size:
                     raise ValueError(f"it has {size} bytes, and its header tells of others")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise PlanError(f"{path} is not safetensors, or is damaged ({error})") from None
+            raise PlanError(
+                f"{path} is not safetensors, or is damaged ({error}); copy it again"
+            ) from None
     mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     found = {}
     for name, (dtype, shape, (first, last)) in places.items():
@@ -128,7 +131,7 @@ def write_file(path: Path, tensors: Iterable[Named]) -> None:
         at += each.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    with open(path, "wb") as file:
+    with replacing(path) as scratch, open(scratch, "wb") as file:
         file.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
         for each in tensors:
             data = each.read().to(each.dtype).contiguous()
@@ -154,7 +157,7 @@ def write_folder(folder: Path, tensors: Sequence[Named], shard_bytes: int) -> No
         placed |= dict.fromkeys((each.name for each in shard), name)
     total = sum(each.nbytes for each in tensors)
     index = {"metadata": {"total_size": total}, "weight_map": placed}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    write_atomically(folder / INDEX, json.dumps(index, indent=2) + "\n")
 
 
 def _shards(tensors: Iterable[Named], shard_bytes: int) -> Iterator[list[Named]]:

@@ -97,7 +97,7 @@ def _steps(src: Placement, dst: Placement, grad_partial: bool) -> tuple[Step, St
             return ("keep_first", 0, 0), _NOTHING
         case (Shard(), Partial()):
             return ("pad", src, 0), ("slice", src, 0)
-    raise LayoutError(f"no way from placement {src} to {dst}")
+    raise LayoutError(f"no way from placement {src} to {dst}; go by R, the whole tensor")
 
 
 class _Redistribute(torch.autograd.Function):
@@ -183,7 +183,8 @@ def rank(group: str) -> int:
 def _check_divides(x: Tensor, dim: int, parts: int) -> None:
     if x.shape[dim] % parts:
         raise LayoutError(
-            f"dim {dim} of a tensor of shape {tuple(x.shape)} does not divide by {parts} ranks"
+            f"dim {dim} of a tensor of shape {tuple(x.shape)} does not divide by {parts} "
+            "ranks; use a degree that divides it"
         )
 
 

@@ -146,7 +146,8 @@ def _trained(
     `given` has for each parameter its value, then its gradients, along dim 0.
     """
     params = [nn.Parameter(each[0].clone()) for each in given]
-    torch.manual_seed(seed)
+    # By name: torch.manual_seed would seed devices, too, whose random numbers are not put back.
+    torch.default_generator.manual_seed(seed)
     try:
         probe = _copy(optimizer, at, params)
         for step in range(1, len(given[0])):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.ops.called_modules import called_modules_messages
+from planner.graph.called_modules import called_modules_messages
 from planner.ops.flops import backward_work, op_kernels, op_work
 from tests.captures import capture_module, capture_tiny
 from tests.opaque_models import PARTS, Chain, LoopedExperts, batch

@@ -1,0 +1,146 @@
+"""What a step and a device's memory are made of, and how sure that is: for every command alike.
+
+Comes from the estimate of a plan as its file has it (`Plan.estimate`) or from an `Overview`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich import box
+from rich.console import Console, ConsoleOptions
+from rich.table import Table
+from rich.text import Text
+
+from commands.render.plans.words import labelled
+from planner.units import GIB, format_bytes, format_seconds
+
+WIDE = 100
+"""Columns from which on there is room for explanations."""
+MOST_ROWS = 12
+"""Pipeline ranks in a table; those between are counted."""
+
+MEMORY_COLUMNS = (
+    ("weights", ("parameter_bytes",)),
+    ("grads", ("gradient_bytes",)),
+    ("optim.", ("optimizer_bytes",)),
+    ("activ.", ("activation_bytes", "transient_bytes")),
+    ("other", ("communication_bytes", "batch_bytes", "allocator_bytes", "context_bytes")),
+    ("total", ("total_bytes",)),
+)
+"""Columns of memory, GiB, with the parts that each adds up."""
+
+
+class StepParts:
+    """A table of a step's parts by cause, as wide as the screen; its time is their sum."""
+
+    def __init__(self, seconds: Mapping[str, float]) -> None:
+        self._seconds = seconds
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        """Yield the table; explanations stand in it where there is room."""
+        is_wide = options.max_width >= WIDE
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+        table.add_column("part of a step", no_wrap=True)
+        table.add_column("time", justify="right", no_wrap=True)
+        table.add_column("share", justify="right", no_wrap=True)
+        table.add_column("", no_wrap=True)
+        if is_wide:
+            table.add_column("which is", ratio=1)
+        step_s, rest_s, rest = sum(self._seconds.values()), 0.0, []
+        for label, meaning, seconds in labelled(self._seconds):
+            share = seconds / step_s
+            if share < 0.0005:
+                rest_s += seconds
+                rest.append(label)
+                continue
+            row = [label, format_seconds(seconds), f"{share:.1%}", _bar(share)]
+            table.add_row(*map(Text, [*row, *[meaning] * is_wide]))
+        if rest:
+            listed = ", ".join(rest)
+            row = ["the rest", format_seconds(rest_s), f"{rest_s / step_s:.1%}", ""]
+            table.add_row(*map(Text, [*row, *[listed] * is_wide]))
+        yield table
+
+
+def _bar(share: float) -> str:
+    """Return a bar of up to twenty characters, in eighths of one."""
+    eighths = max(1, round(160 * share))
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
+def bottleneck_line(
+    seconds: Mapping[str, float], *, pp_rank: int, work_s: float, stages: Sequence[str]
+) -> Text:
+    """Return which pipeline rank sets the pace: `pp_rank`, which works `work_s` of the step, and
+    the `stages` that it has, named.
+    """
+    step_s, imbalance_s = sum(seconds.values()), seconds["imbalance_s"]
+    even = imbalance_s / step_s
+    return Text("Bottleneck: ", style="bold") + Text(
+        f"rank {pp_rank} ({'; '.join(stages)}) works {work_s / step_s:.1%} of the step; "
+        + (
+            "the others work as long"
+            if even < 0.005
+            else f"with even stages it would work {format_seconds(imbalance_s)} ({even:.1%}) less"
+        )
+    )
+
+
+def stage_name(stage: int, first_block: int, last_block: int) -> str:
+    """Return what a stage is called where its blocks matter."""
+    return f"stage {stage}, blocks {first_block}..{last_block}"
+
+
+def ranks_shown(count: int, important: int) -> list[int]:
+    """Return the pipeline ranks that a table shows: all, or the first, the last and one more."""
+    if count <= MOST_ROWS:
+        return list(range(count))
+    return sorted({*range(4), important, *range(count - 4, count)})
+
+
+def memory_cells(parts: Mapping[str, int], digits: int) -> list[str]:
+    """Return the GiB of `MEMORY_COLUMNS`."""
+    return [
+        f"{sum(parts.get(part, 0) for part in names) / GIB:.{digits}f}"
+        for _, names in MEMORY_COLUMNS
+    ]
+
+
+def memory_digits(peak_bytes: float) -> int:
+    """Return how many decimals GiB are shown with."""
+    return 1 if peak_bytes > 4 * GIB else 3
+
+
+def memory_table(memory: Sequence[Mapping[str, int]]) -> Table:
+    """Return the memory of a device of each pipeline rank in parts."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("rank", justify="right")
+    for name, _ in MEMORY_COLUMNS:
+        table.add_column(name, justify="right", no_wrap=True)
+    totals = [parts["total_bytes"] for parts in memory]
+    digits, last = memory_digits(max(totals)), -1
+    for rank in ranks_shown(len(memory), totals.index(max(totals))):
+        if rank > last + 1:
+            table.add_row("⋮", f"{rank - last - 1} more")
+        last = rank
+        table.add_row(str(rank), *memory_cells(memory[rank], digits))
+    table.caption = Text("memory in GiB of a device")
+    table.caption_justify = "left"
+    return table
+
+
+def memory_range(low_bytes: float, high_bytes: float, basis: str) -> str:
+    """Return where memory lies in four of five cases, in words."""
+    return f"{format_bytes(low_bytes)} to {format_bytes(high_bytes)} in 4 of 5 cases, from {basis}"
+
+
+def memory_warning(peak_bytes: float, high_bytes: float, limit_bytes: float) -> str:
+    """Return what to know where memory may pass its limit; nothing where it hardly can."""
+    if high_bytes <= limit_bytes:
+        return ""
+    safe = limit_bytes * peak_bytes / high_bytes / GIB
+    return (
+        f"the fullest device may need {format_bytes(high_bytes)} of {format_bytes(limit_bytes)}, "
+        f"or more in one case of ten; search with `memory_limit_bytes` {safe:.3g} GiB to be surer"
+    )
