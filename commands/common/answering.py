@@ -58,14 +58,12 @@ def answer_of(
     from costmodel.compare import as_rank_timelines
     from search.report.overview import find_overview
 
-    chosen, interval = predicted.plan, interval_of(predicted)
+    chosen, priced, interval = predicted.plan, predicted.estimate, interval_of(predicted)
     limit = request.memory_limit_bytes
-    overview = find_overview(
-        chosen, predicted.costs, predicted.estimate, interval, memory_limit_bytes=limit
-    )
+    overview = find_overview(chosen, predicted.costs, priced, interval, memory_limit_bytes=limit)
     told = {
         **chosen.estimate,
-        **predicted.estimate.to_dict(),
+        **priced.to_dict(),
         **overview.told(),
         "runners_up": [asdict(runner) for runner in result.runners_up],
         "front": [
@@ -83,7 +81,7 @@ def answer_of(
         result=result,
         plan=chosen.model_copy(update={"estimate": told}),
         overview=overview,
-        predicted=as_rank_timelines(predicted.estimate.timeline),
+        predicted=as_rank_timelines(priced.timeline),
         model_file=model,
         out=out,
     )
