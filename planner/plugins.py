@@ -98,7 +98,7 @@ class _Telling:
         if error is None or not isinstance(error, Exception):
             return
         if isinstance(error, PlannerError):
-            raise PlannerError(f"{self._what}: {error}") from error
+            raise PlannerError(f"{self._what} was not loaded: {error}") from error
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise PlannerError(
             f"{self._what} can't be imported: {type(error).__name__}: {error} "

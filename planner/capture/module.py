@@ -53,7 +53,7 @@ def capture_source(
             where = user_line(error)
             called = f"batch({size})" if length is None else f"batch({size}, {length})"
             raise ModelError(
-                f"{source.path.name}: {called} failed{where}: {first_line(error)}"
+                f"{source.path.name}: the example {called} failed{where}: {first_line(error)}"
             ) from error
     with users_modules(source.path.parent):  # a forward may import what it needs
         return capture_module(

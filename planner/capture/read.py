@@ -209,11 +209,14 @@ class Reader:
             elif getattr(node.target, "__module__", "") in _ARITHMETIC:
                 env[node] = node.target(*(self._arg(a, env) for a in node.args))
             else:
-                raise CaptureError(
-                    f"the model uses {getattr(node.target, '__name__', node.target)}"
-                    f"{node_line(node)}, which can't be planned; use plain tensor operations"
-                )
+                raise self._no_such_op(getattr(node.target, "__name__", str(node.target)), node)
         raise AssertionError("an FX graph without an output")
+
+    def _no_such_op(self, name: str, node: torch.fx.Node) -> CaptureError:
+        return CaptureError(
+            f"the model uses {name}{node_line(node)}, which can't be planned; use plain tensor "
+            "operations"
+        )
 
     def _inline(self, node: torch.fx.Node, env: Env) -> Any:
         assert isinstance(node.target, torch._ops.HigherOrderOperator)
@@ -223,15 +226,13 @@ class Reader:
             enabled, submodule, operands = args[0], args[1], args[2:]
         elif name == "wrap_with_autocast" and not args[2]:
             enabled, submodule, operands = self._grad_enabled, args[4], args[5:]
-        else:
+        elif "autocast" in name:
             raise CaptureError(
-                f"the model uses {name}{node_line(node)}, which can't be planned; "
-                + (
-                    "leave autocast out: precision is the plan's choice"
-                    if "autocast" in name
-                    else "write it with plain tensor operations"
-                )
+                f"the model uses {name}{node_line(node)}, which can't be planned; leave autocast "
+                "out: precision is the plan's choice"
             )
+        else:
+            raise self._no_such_op(name, node)
         assert isinstance(submodule, torch.fx.Node)
         inner = env[submodule]
         placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]

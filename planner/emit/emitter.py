@@ -84,7 +84,7 @@ def register_emitter(emitter: Emitter) -> Emitter:
     Raises PlanError where the name is taken, or where it expresses a feature that plans have not.
     """
     if emitter.name in EMITTERS:
-        raise PlanError(f"emitter {emitter.name!r} is registered already; choose another name")
+        raise PlanError(f"an emitter is called {emitter.name!r} already; choose another name")
     unknown = set(emitter.expresses) - {feature.name for feature in plan_features()}
     if unknown:
         raise PlanError(
@@ -101,7 +101,9 @@ def find_emitter(name: str) -> Emitter:
         return EMITTERS[name]
     near = get_close_matches(name.lower(), EMITTERS, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    raise PlanError(f"target {name!r} is unknown; {hint}valid names: {', '.join(sorted(EMITTERS))}")
+    raise PlanError(
+        f"no target is called {name!r}; {hint}valid names: {', '.join(sorted(EMITTERS))}"
+    )
 
 
 def refusals(view: PlanView, emitter: Emitter) -> tuple[Refusal, ...]:
@@ -112,11 +114,15 @@ def refusals(view: PlanView, emitter: Emitter) -> tuple[Refusal, ...]:
     found = tuple(_refused(view, emitter))
     may_be = {refusal.feature for refusal in found if refusal.instead}
     for name in view.accepted:
+        if not may_be:
+            raise PlanError(
+                f"`accept` {name} was given; {emitter.name} differs from this plan in nothing that "
+                "may be accepted"
+            )
         if name not in may_be:
             raise PlanError(
-                f"`accept` {name} was given; {emitter.name} "
-                + (f"has this of its own: {', '.join(sorted(may_be))}" if may_be else "differs")
-                + ("" if may_be else " from this plan in nothing that may be accepted")
+                f"`accept` {name} was given; {emitter.name} has this of its own: "
+                f"{', '.join(sorted(may_be))}"
             )
     return tuple(refusal for refusal in found if refusal.feature not in view.accepted)
 

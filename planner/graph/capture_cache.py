@@ -23,9 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from planner.cache_folder import cache_dir, write_entry
-from planner.errors import ModelError
 from planner.graph import ModelGraph, from_json, to_json
-from planner.graph.model_file import load_model_file, local_modules, recorded_reads
+from planner.graph.model_file import (
+    existing_file,
+    load_model_file,
+    local_modules,
+    recorded_reads,
+)
 from planner.ops.users import has_user_rule
 from planner.plan import Precision
 from planner.units import MIB
@@ -49,10 +53,7 @@ def load_graph(
     model is ``model(**arguments)``. Raises ModelError or CaptureError as `planner.capture` does. A
     cache that can't be read or written is only slower, never an error.
     """
-    file = Path(path)
-    if not file.is_file():
-        kind = "is a directory" if file.is_dir() else "does not exist"
-        raise ModelError(f"model file {path} {kind}; give a .py file that defines model()")
+    file = existing_file(path)
     told = f"{file.resolve()} {precision}{f' {length}' if length else ''}"
     if arguments:
         told += f" {sorted(arguments.items())!r}"

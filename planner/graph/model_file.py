@@ -55,17 +55,22 @@ class ModelSource:
         return replace(self, build=functools.partial(self.build, **arguments))
 
 
+def existing_file(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a model file. Raises ModelError where no file is there."""
+    file = Path(path)
+    if not file.is_file():
+        kind = "is a directory" if file.is_dir() else "does not exist"
+        raise ModelError(f"the model file {path} {kind}; give a .py file that defines model()")
+    return file
+
+
 def load_model_file(path: str | os.PathLike[str]) -> ModelSource:
     """Execute a model file and return what it defines.
 
     Raises ModelError, in one line, when the file is missing, fails while it is executed,
     or lacks model() or batch().
     """
-    file = Path(path)
-    if not file.is_file():
-        kind = "is a directory" if file.is_dir() else "does not exist"
-        raise ModelError(f"model file {path} {kind}; give a .py file that defines model()")
-    file = file.resolve()
+    file = existing_file(path).resolve()
     digest = hashlib.sha256(str(file).encode()).hexdigest()[:8]
     spec = importlib.util.spec_from_file_location(f"planner_user_{file.stem}_{digest}", file)
     if spec is None or spec.loader is None:

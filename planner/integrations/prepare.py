@@ -194,11 +194,11 @@ def prepare(
     """Return model, optimizer, loader and scheduler for a loop; see `planner.prepare`."""
     if accumulate < 1:
         raise PlanError(f"accumulate={accumulate} must be at least 1 call of the model an update")
+    if isinstance(loader, DataLoader) and loader.batch_sampler is None:
+        raise PlanError("the DataLoader gives no batches; make it with a batch_size")
     engine = apply_plan(plan, model, optimizer=optimizer, **options)
     prepared_loader = None
     if loader is not None:
-        if isinstance(loader, DataLoader) and loader.batch_size is None:
-            raise PlanError("the DataLoader gives no batches; make it with a batch_size")
         prepared_loader = PreparedLoader(engine, loader, loader_options or {})
     prepared = PreparedModel(engine, prepared_loader, accumulate)
     return prepared, PreparedOptimizer(optimizer, prepared), prepared_loader, scheduler

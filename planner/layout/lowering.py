@@ -173,8 +173,8 @@ def _check_layout(program: Program, layout: ClassLayout) -> None:
     ):
         if len(names) != len(texts):
             raise LayoutError(
-                f"the layout places {len(texts)} {what} but {program.name} has {len(names)}; "
-                "it was made for another model"
+                f"the layout has placements of {len(texts)} {what} but {program.name} has "
+                f"{len(names)}; it was made for another model"
             )
     unknown = {name for name, _ in layout.ops} - {op.name for op in program.ops}
     if unknown:
@@ -317,7 +317,7 @@ class _Lowering:
         reason = why_not_divided(called, shape, placement, self.axis, self.axis_size)
         if reason:
             raise LayoutError(
-                f"{called} of shape {list(shape)} can't be placed {placement}: {reason}"
+                f"{called} of shape {list(shape)} can't be cut as {placement}: {reason}"
             )
         if name == meta.name and not isinstance(placement, Shard):
             self.tensors[name] = meta

@@ -42,7 +42,9 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         first = error.errors()[0]
         # (Sizes of axes are entries of one field in memory, and fields of their own in a file.)
         where = ".".join(str(at) for at in first["loc"] if at not in SIZE_FIELDS) or "plan"
-        raise PlanError(f"{path} is damaged at {where}: {first['msg']}; search again") from None
+        raise PlanError(
+            f"{path} is damaged at {where}: {first['msg']}; search for it again"
+        ) from None
 
 
 def plan_text(plan: Plan) -> str:
@@ -63,6 +65,5 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
         write_atomically(target, text)
     except OSError as error:
         raise PlanError(
-            f"can't write the plan to {path}: {error.strerror}; name a file in a folder you can "
-            "write to"
+            f"can't write the plan to {path}: {error.strerror}; choose a folder you can write to"
         ) from None

@@ -108,7 +108,7 @@ def test_a_layout_of_another_program_is_refused():
     """P5: the message says what does not fit."""
     graph = captured("gpt")
     layouts = propagate_graph(graph, microbatch_size=2, axis_size=2)
-    with pytest.raises(LayoutError, match=r"the layout places \d+ \w+ but .* has \d+"):
+    with pytest.raises(LayoutError, match=r"the layout has placements of \d+ \w+ but .* has \d+"):
         lower(graph.classes[0].bind(2), layouts[1], axis_size=2)
     with pytest.raises(LayoutError, match=r"does not divide|must be a multiple"):
         lower(graph.classes[1].bind(2), layouts[1], axis_size=3)

@@ -137,7 +137,7 @@ class Trial:
                         what = "a module" if is_other else "a tensor"
                         raise CaptureError(
                             f"{self.who}, {verb} {what} in "
-                            f"{f'{name}.{attribute}'.lstrip('.')}; "
+                            f"{f'{name}.{attribute}'.lstrip('.')}, which is not registered; "
                             + (
                                 "return it from forward"
                                 if verb == "stores"

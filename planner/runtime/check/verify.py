@@ -180,7 +180,7 @@ def verify(
     source = load_model_file(model_path)
     device = check_runnable(plan, device)
     if steps < 1:
-        raise PlanError(f"steps={steps} must be at least 1")
+        raise PlanError(f"steps={steps} must be at least 1 step of training")
     with tempfile.TemporaryDirectory(prefix="planner-verify-") as folder:
         request, answer = Path(folder) / "request.json", Path(folder) / "answer.json"
         request.write_text(

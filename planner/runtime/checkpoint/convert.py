@@ -105,7 +105,7 @@ def kind_of(
                 )
             return kind
     if wanted is not None:
-        raise PlanError(f"kind {wanted!r} is unknown; use {', '.join(kinds)}")
+        raise PlanError(f"kind {wanted!r} is unknown; a conversion makes {', '.join(kinds)}")
     if by_suffix is not None:
         return by_suffix
     is_checkpoint = isinstance(source, CheckpointSource)

@@ -86,7 +86,7 @@ class CheckpointSource:
         files = () if is_checked else self.manifest.files.items()
         wrong = folders.what_is_wrong(checkpoint, files, file_checksum)
         if wrong:
-            raise PlanError(f"{checkpoint}: {wrong}; use another checkpoint")
+            raise PlanError(f"{checkpoint}: {wrong}; give another checkpoint")
         self.stored = Stored(checkpoint)
         self.tensors = {}
         found = self.stored.metadata.state_dict_metadata
