@@ -59,7 +59,7 @@ class ClusterSpec:
         ):
             if value <= 0:
                 raise ProfileError(
-                    f"{label}={value} of cluster {self.name!r} was given; it must be above 0"
+                    f"{label}={value} of cluster {self.name!r} was given; use a figure above 0"
                 )
         sizes = [tier.devices for tier in self.tiers]
         if sizes != sorted(set(sizes)) or sizes[:1] == [0]:

@@ -208,7 +208,7 @@ REFUSED: dict[str, Callable[..., Any]] = {
     ),
     "is no log; give": lambda: _sink("paper", None, is_used=True),
     # Machines
-    "of cluster 'c' was given; it must be above 0": lambda: _cluster(devices_per_node=0),
+    "of cluster 'c' was given; use a figure above 0": lambda: _cluster(devices_per_node=0),
     "list each once, the smallest first": lambda: _cluster(
         tiers=tuple(Tier(devices=4, link=_link()) for _ in range(2))
     ),

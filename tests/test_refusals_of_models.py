@@ -125,7 +125,7 @@ def draws_in_a_function() -> None:
 
 def reader() -> tuple[Reader, torch.fx.Node]:
     """A reader with a record of x [2, 3] and p [4, 3], and a node."""
-    made = Reader(None, nn.Module(), (), made=None, calls=(), modules=None, reached=())  # type: ignore[arg-type]
+    made = Reader(None, nn.Module(), (), made=None, calls=(), modules=None, reached=())
     made.record, made._envs = Recorder(), []
     made.record.tensor("x", torch.ones(2, 3), kind="activation")
     made.record.tensor("p", torch.ones(4, 3), kind="param")
@@ -240,14 +240,14 @@ def fill_another_shape() -> None:
     part = SimpleNamespace(
         holding=SimpleNamespace(meta=SimpleNamespace(fqn="w")), piece=SimpleNamespace(shape=(2,))
     )
-    fill([part], {}, MappedSource({"w": torch.ones(3)}))  # type: ignore[list-item]
+    fill([part], {}, MappedSource({"w": torch.ones(3)}))
 
 
 def stream_without_samples() -> None:
     stream = WholeStream(
         [], collate=None, split=PLAN.split, least=1, replicas=(1, 0), at_end="wrap", seed=0,
         epoch=0, start=0,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
     next(iter(stream))
 
 
@@ -280,11 +280,11 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "the in-place op aten.bernoulli_.float has no pure form; write the out-of-place form": writes(
         aten.bernoulli_.float, "x"
     ),
-    "the model file none.py does not exist; give a .py file that defines model()": lambda: (
+    "model file none.py does not exist; give a .py file that defines model()": lambda: (
         load_model_file("none.py")
     ),
     # Machines, emitters and plugins
-    "memory_bytes=0 of cluster 'c' was given; it must be above 0": lambda: replace(
+    "memory_bytes=0 of cluster 'c' was given; use a figure above 0": lambda: replace(
         load_profile("h100-sxm5-80gb").cluster, name="c", memory_bytes=0
     ),
     "no target is called 'megatro'; did you mean 'megatron-lm'? valid names: ": lambda: (
@@ -322,7 +322,7 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "File exists; choose a folder you can write to": without_rights,
     "steps=0 must be at least 1 step of training": checks_no_steps,
     # Checkpoints and weights
-    "keep=0 must be at least 1: the checkpoint just written": lambda: Checkpoints(HOST).save(  # type: ignore[arg-type]
+    "keep=0 must be at least 1: the checkpoint just written": lambda: Checkpoints(HOST).save(
         Path(), keep=0, extra={}
     ),
     "kind 'gguf' is unknown; a conversion makes checkpoint, safetensors, state-dict, training": (
@@ -331,7 +331,7 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "planner.json is damaged (Expecting property name enclosed in double quotes: line 1 column 2 "
     "(char 1)); use another checkpoint": damaged_manifest,
     "the checkpoint has no extra 'rate' (it has none); give load what save was given": lambda: (
-        check_extra({"rate": nn.Module()}, SimpleNamespace(extra={}))  # type: ignore[arg-type]
+        check_extra({"rate": nn.Module()}, SimpleNamespace(extra={}))
     ),
     "w is torch.complex128, which safetensors do not have; write a .pt file": lambda folder: (
         write_file(folder / "a", [Named("w", (1,), torch.complex128, lambda: torch.ones(1))])
@@ -339,21 +339,23 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "the optimizer's rows of w was saved for pieces of it; convert to a state-dict, which holds "
     "the model alone": state_of_pieces,
     "; give another checkpoint": lambda folder: CheckpointSource(checkpoint(folder)),
-    "w has shape (3,) there and (2,) in the model; give weights of this model": fill_another_shape,
+    "w has shape (3,) there and (2,) in the model; load weights of this model": fill_another_shape,
     # Data
-    "at_end='stop' is none of ": lambda: Loader(HOST, [], at_end="stop"),  # type: ignore[arg-type]
+    "at_end='stop' is no end of a pass; use 'wrap', 'drop', 'short'": lambda: Loader(
+        HOST, [], at_end="stop"
+    ),
     "the DataLoader has batch_size=3 and the plan's global batch is 4; give it that batch_size, or "
-    "search with --global-batch=3": lambda: Loader(HOST, DataLoader([1, 2, 3], batch_size=3)),  # type: ignore[arg-type]
-    "the data have no sample; a loader needs some": stream_without_samples,
+    "search with --global-batch=3": lambda: Loader(HOST, DataLoader([1, 2, 3], batch_size=3)),
+    "the data gave no sample; a loader needs some": stream_without_samples,
     "optimizer.step(closure) evaluates the model in it; leave it out": lambda: PreparedOptimizer(
         None,
-        None,  # type: ignore[arg-type]
-    ).step(operator.truth),  # type: ignore[arg-type]
+        None,
+    ).step(operator.truth),
     "the DataLoader gives no batches; make it with a batch_size": lambda: prepare(
         PLAN,
         nn.Module(),
         None,
-        DataLoader([1], batch_size=None),  # type: ignore[arg-type]
+        DataLoader([1], batch_size=None),
     ),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -209,14 +209,8 @@ class Reader:
             elif getattr(node.target, "__module__", "") in _ARITHMETIC:
                 env[node] = node.target(*(self._arg(a, env) for a in node.args))
             else:
-                raise self._no_such_op(getattr(node.target, "__name__", str(node.target)), node)
+                _refuse_op(getattr(node.target, "__name__", str(node.target)), node)
         raise AssertionError("an FX graph without an output")
-
-    def _no_such_op(self, name: str, node: torch.fx.Node) -> CaptureError:
-        return CaptureError(
-            f"the model uses {name}{node_line(node)}, which can't be planned; use plain tensor "
-            "operations"
-        )
 
     def _inline(self, node: torch.fx.Node, env: Env) -> Any:
         assert isinstance(node.target, torch._ops.HigherOrderOperator)
@@ -232,7 +226,7 @@ class Reader:
                 "out: precision is the plan's choice"
             )
         else:
-            raise self._no_such_op(name, node)
+            _refuse_op(name, node)
         assert isinstance(submodule, torch.fx.Node)
         inner = env[submodule]
         placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
@@ -535,6 +529,13 @@ def portable_histc(
     record.emit(node, str(target), names[1], (Ref(names[0]), *args[1:]), kwargs, (names[1],))
     record.emit(node, to, out, (Ref(names[1]), back), (), (out,))
     return Ref(out)
+
+
+def _refuse_op(name: str, node: torch.fx.Node) -> NoReturn:
+    raise CaptureError(
+        f"the model uses {name}{node_line(node)}, which can't be planned; use plain tensor "
+        "operations"
+    )
 
 
 def _returned_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:

@@ -58,9 +58,10 @@ class ModelSource:
 def existing_file(path: str | os.PathLike[str]) -> Path:
     """Return the path of a model file. Raises ModelError where no file is there."""
     file = Path(path)
+    if file.is_dir():
+        raise ModelError(f"model file {path} is a directory; give a .py file that defines model()")
     if not file.is_file():
-        kind = "is a directory" if file.is_dir() else "does not exist"
-        raise ModelError(f"the model file {path} {kind}; give a .py file that defines model()")
+        raise ModelError(f"model file {path} does not exist; give a .py file that defines model()")
     return file
 
 

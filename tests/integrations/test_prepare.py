@@ -129,6 +129,16 @@ def test_a_loop_that_counts_otherwise_is_told():
         model(second["x"], target=second["target"])
 
 
+def test_a_loader_that_has_a_sampler_of_batches_is_taken():
+    module, optimizer, _, _ = pieces(build(), 4)
+    given = DataLoader(Data(), batch_sampler=[[3, 2, 1, 0], [4, 5, 6, 7]])
+    plan = plan_of(num_microbatches=1, microbatch_size=4)
+    _, _, loader, _ = planner.prepare(plan, module, optimizer, given)
+    assert [part["x"].tolist() for part in loader] == [
+        torch.stack([Data()[n]["x"] for n in order]).tolist() for order in given.batch_sampler
+    ]
+
+
 def test_evaluation_takes_whole_batches_and_leaves_the_count():
     model, optimizer, _, _ = prepared(accumulate=2)
     alone = copy.deepcopy(build())

@@ -56,7 +56,9 @@ class Loader:
         if at_end is None:
             at_end = "drop" if given is not None and given.drop_last else "wrap"
         if at_end not in _ENDS:
-            raise ModelError(f"at_end={at_end!r} is none of {', '.join(map(repr, _ENDS))}")
+            raise ModelError(
+                f"at_end={at_end!r} is no end of a pass; use {', '.join(map(repr, _ENDS))}"
+            )
         self._data, self._at_end, self._seed = data, at_end, seed
         self._options = _options(given, num_workers, prefetch_factor, pin_memory, mesh.device)
         self._collate = Collate(

@@ -76,7 +76,7 @@ class WholeStream(IterableDataset[Loaded]):
                 first += size
                 samples = []
         if first == 0 and not samples:
-            raise ModelError("the data have no sample; a loader needs some")
+            raise ModelError("the data gave no sample; a loader needs some")
         if not samples or self._at_end == "drop":
             return
         if self._at_end == "short":

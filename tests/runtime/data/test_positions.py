@@ -97,7 +97,11 @@ def test_positions_in_other_data_are_refused(monkeypatch):
     [
         (Numbered(30), {"at_end": "short"}, "a last batch of 6 of the 30 samples, .* 'drop'"),
         (Numbered(9), {"at_end": "drop"}, "9 samples, which make no batch of 24"),
-        (Numbered(30), {"at_end": "stop"}, "at_end='stop' is none of 'wrap', 'drop', 'short'"),
+        (
+            Numbered(30),
+            {"at_end": "stop"},
+            "at_end='stop' is no end of a pass; use 'wrap', 'drop', 'short'",
+        ),
         (iter([1, 2]), {}, "a list_iterator, which can be read once"),
         (Counted(0, 50), {"shuffle": True}, "shuffle=True needs a dataset"),
         (7, {}, "the data are a int, with neither"),
@@ -109,7 +113,7 @@ def test_data_that_cannot_be_dealt_are_refused(monkeypatch, data, options, says)
 
 
 def test_an_empty_iterable_is_refused(monkeypatch):
-    with pytest.raises(ModelError, match="the data have no sample"):
+    with pytest.raises(ModelError, match="the data gave no sample"):
         run(monkeypatch, Counted(0, 0), _plan(2))
 
 

@@ -138,7 +138,7 @@ def test_a_stream_is_dealt_by_the_places_of_microbatches():
 
 @pytest.mark.parametrize("at_end", ["wrap", "drop", "short"])
 def test_data_without_a_sample_are_refused(at_end):
-    with pytest.raises(ModelError, match="the data have no sample"):
+    with pytest.raises(ModelError, match="the data gave no sample"):
         stream(0, at_end)
 
 

@@ -171,7 +171,7 @@ def fill(parts: Iterable[Part], aliases: Mapping[str, Sequence[str]], source: So
         known = source.tensors[name]
         if known.shape != part.piece.shape:
             raise PlanError(
-                f"{name} has shape {known.shape} there and {part.piece.shape} in the model; give "
+                f"{name} has shape {known.shape} there and {part.piece.shape} in the model; load "
                 "weights of this model"
             )
         for _, chunk in part.chunks():
