@@ -132,11 +132,11 @@ def started(plan: Plan) -> None:
         build_mesh(plan, torch.device("cpu"))
 
 
-def engine(*, last_blocks: int = 0, **options: Any) -> None:
-    """Make an engine of a tiny GPT, whose graph lacks this many of the plan's last blocks."""
+def engine(*, num_lacking: int = 0, **options: Any) -> None:
+    """Make an engine of a tiny GPT, whose graph lacks so many of the last blocks of the plan."""
     graph = gpt()
     plan = default_plan(graph)
-    kept = graph.blocks[: len(graph.blocks) - last_blocks]
+    kept = graph.blocks[: len(graph.blocks) - num_lacking]
     with one_rank():
         mesh = build_mesh(plan, torch.device("cpu"))
         Engine(plan, replace(graph, blocks=kept), nn.Linear(1, 1), mesh, **options)
@@ -191,7 +191,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     # Steps
     "max_grad_norm=0 must be positive, or None not to clip": lambda: engine(max_grad_norm=0),
     "the plan's stages end with block 5 and the model's last block is 4; search again": lambda: (
-        engine(last_blocks=1)
+        engine(num_lacking=1)
     ),
     "the batch tensor labels has shape (2, 5); for 2 samples, as ids has, "
     "it must be (2, 16)": short_labels,
