@@ -74,7 +74,10 @@ def estimate(
         _estimate_rows(batch, out, as_json)
         return
     if plan is None or model is None:
-        raise PlannerError("give PLAN and MODEL, or --batch IN.csv --out OUT.csv")
+        missing = "PLAN" if plan is None else "MODEL"
+        raise PlannerError(
+            f"{missing} was not given; give PLAN and MODEL, or --batch IN.csv --out OUT.csv"
+        )
     failures = long_run.failures()
     from commands.render.data import goodput_data
     from commands.render.goodput import describe_goodput

@@ -180,7 +180,9 @@ def _counts_in_range(text: str | None) -> tuple[int, ...]:
     if not dots:
         return parse_counts("--gpus", text, what)
     if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
-        raise PlannerError(f"--gpus {text} is not understood; write {what}")
+        raise PlannerError(
+            f"--gpus {text} is not understood; the first of a range is the least: write {what}"
+        )
     counts = [int(first)]
     while counts[-1] * 2 <= int(last):
         counts.append(counts[-1] * 2)
@@ -197,7 +199,7 @@ def _numbers(flag: str, text: str | None, what: str) -> list[float]:
     except ValueError:
         values = [0.0]
     if any(not 0 < value < math.inf for value in values):
-        raise PlannerError(f"{flag} {text} is not understood; write {what}")
+        raise PlannerError(f"{flag} {text} is not understood; write {what} (numbers above 0)")
     return values
 
 

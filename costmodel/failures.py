@@ -54,7 +54,7 @@ class Failures:
         """Raise PlanError for times that cannot be."""
         for name in ("node_mtbf_s", "checkpoint_s", "slow_mtbf_s"):
             if not getattr(self, name) > 0:
-                raise PlanError(f"{name} is {getattr(self, name):g}; it must be above 0")
+                raise PlanError(f"{name} is {getattr(self, name):g}; it must be above 0 seconds")
         if not (self.restart_s >= 0 and self.slow_s >= 0 and self.slow_factor >= 1):
             raise PlanError(
                 f"restart_s {self.restart_s:g}, slow_s {self.slow_s:g} and slow_factor "

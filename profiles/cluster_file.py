@@ -188,4 +188,6 @@ def _read(path: Path) -> _ClusterFile:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "its parts"
-        raise ProfileError(f"{path} is wrong at {where}: {first['msg']}") from None
+        raise ProfileError(
+            f"{path} is wrong at {where}: {first['msg']}; write it as docs/profiles.md shows"
+        ) from None

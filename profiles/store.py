@@ -58,7 +58,9 @@ def read_profile_file(directory: Path) -> ProfileFile:
     try:
         return ProfileFile.model_validate(data)
     except ValidationError as error:
-        raise ProfileError(f"{path} is damaged at {_first(error)}; profile again") from None
+        raise ProfileError(
+            f"{path} is damaged at {_first(error)}; mend it, or profile again"
+        ) from None
 
 
 def read_ops(directory: Path) -> tuple[OpRecord, ...]:
@@ -168,7 +170,7 @@ def _parse_row(
     except ValueError as error:
         reason = f"a list of numbers: not JSON ({error})"
     raise ProfileError(
-        f"{path} line {line} is damaged at {reason}; delete that line, or profile again"
+        f"{path} line {line} is damaged at {reason}; mend or delete that line, or profile again"
     )
 
 

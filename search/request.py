@@ -140,7 +140,7 @@ class SearchRequest:
         if self.offload not in get_args(Offload):
             raise LayoutError(
                 f"`offload` {self.offload} was given; use {', '.join(get_args(Offload)[:-1])} or "
-                f"{get_args(Offload)[-1]}"
+                f"{get_args(Offload)[-1]}, which say what the host's memory holds"
             )
         if self.meshes not in get_args(Meshes):
             raise LayoutError(
@@ -148,7 +148,8 @@ class SearchRequest:
             )
         if self.precision not in get_args(Precision):
             raise LayoutError(
-                f"`precision` {self.precision} was given; use {' or '.join(get_args(Precision))}"
+                f"`precision` {self.precision} was given; use {' or '.join(get_args(Precision))}; "
+                "model keeps the dtypes of the model file"
             )
         if self.num_best < 1:
             raise LayoutError(
@@ -220,9 +221,9 @@ def _check_named_value(field_name: str, choice: str, value: str) -> None:
         find_schedule(value)
     elif choice == "recompute":
         if value not in RECOMPUTE_CHOICES:
-            raise LayoutError(f"{given}; use {', '.join(RECOMPUTE_CHOICES)}")
+            raise LayoutError(f"{given}; use {', '.join(RECOMPUTE_CHOICES)}, the ways to recompute")
     elif choice == "zero" and value not in ("0", "1", "2", "3"):
-        raise LayoutError(f"{given}; ZeRO stages are 0, 1, 2 and 3")
+        raise LayoutError(f"{given}; ZeRO stages are 0, 1, 2 and 3: write zero=0 to zero=3")
     elif not value.isdecimal() or (int(value) < 1 and choice != "zero"):
         raise LayoutError(f"{given}; {choice} is a whole number")
 

@@ -29,7 +29,10 @@ def parse_precision(text: str) -> Precision:
     for known in get_args(Precision):
         if text == known:
             return known
-    raise PlannerError(f"--precision {text} was given; use {' or '.join(get_args(Precision))}")
+    raise PlannerError(
+        f"--precision {text} was given; use {' or '.join(get_args(Precision))}; "
+        "model keeps the dtypes of the model file"
+    )
 
 
 def graph_of_plan(plan: Plan, model: Path) -> ModelGraph:

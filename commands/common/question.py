@@ -192,7 +192,7 @@ def parse_counts(flag: str, text: str | None, what: str) -> tuple[int, ...]:
         return ()
     counts = text.split(",")
     if not all(count.strip().isdecimal() and int(count) > 0 for count in counts):
-        raise PlannerError(f"{flag} {text} is not understood; write {what}")
+        raise PlannerError(f"{flag} {text} is not understood; write {what} (whole numbers above 0)")
     return tuple(map(int, counts))
 
 

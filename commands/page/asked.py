@@ -118,7 +118,8 @@ def _read(field: Field, given: Mapping[str, str]) -> Any:
     except ValueError:
         number = math.nan
     if math.isnan(number) or (field.is_whole and number % 1):
-        raise PlannerError(f"{said}; it is a {'whole ' * field.is_whole}number")
+        kind, such = ("whole number", "8") if field.is_whole else ("number", "0.5")
+        raise PlannerError(f"{said}; it is a {kind}, written like {such}")
     if not 0 <= number <= field.most:
         raise PlannerError(f"{said}; it is 0 or more, and at most {field.most:,.0f}")
     return int(number) if field.is_whole else number

@@ -81,7 +81,8 @@ def check_writable(path: Path | None, what: str, given: Sequence[Path | None] = 
         trouble = f"{folder} is not yours to write to"
     if trouble:
         raise PlannerError(
-            f"can't write {what} to {path}: {trouble}; name a file in a folder you can write to"
+            f"can't write {what} to {path}: {trouble}; "
+            "name another file, in a folder you can write to"
         )
 
 

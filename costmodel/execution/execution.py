@@ -224,7 +224,8 @@ def read_record(name: str) -> Mapping[str, Any]:
         near = get_close_matches(name, execution_names(), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise PlannerError(
-            f"execution {name!r} is unknown; {hint}valid names: {', '.join(execution_names())}"
+            f"execution {name!r} is unknown; {hint}valid names of runtimes: "
+            f"{', '.join(execution_names())}"
         )
     text = (DATA / f"{name}.json").read_text(encoding="utf-8")
     record: Mapping[str, Any] = json.loads(text)
@@ -241,5 +242,5 @@ def _entries(name: str) -> Mapping[str, Mapping[str, Any]]:
     unknown = sorted(set(entries) - set(_FIELDS))
     if missing or unknown:
         what = f"lacks {', '.join(missing)}" if missing else f"has unknown {', '.join(unknown)}"
-        raise PlannerError(f"execution record {name}.json {what}")
+        raise PlannerError(f"execution record {name}.json {what}; restore it")
     return entries

@@ -154,7 +154,9 @@ def load_rates(profile: Profile) -> DeviceRates:
         )
     missing = [rate for rate in FITTED if rate not in record.rates]
     if missing:
-        raise ProfileError(f"the training rates of {profile.name} lack {', '.join(missing)}")
+        raise ProfileError(
+            f"the training rates of {profile.name} lack {', '.join(missing)}; restore its file"
+        )
     cluster = profile.cluster
     return DeviceRates(
         peak_flop_per_s=dict(cluster.peak_flop_per_s),

@@ -132,7 +132,7 @@ def register_schedule(
     plan already written is worse than a refusal, and when `round_trips` needs a `warmup`.
     """
     if name in SCHEDULES:
-        raise ScheduleError(f"schedule {name!r} is registered already; choose another name")
+        raise ScheduleError(f"schedule {name!r} is registered already; give yours another name")
     if round_trips is RoundTrips.FIRST_AND_LAST and warmup is None:
         raise ScheduleError(
             f"schedule {name!r} waits for its {round_trips} round trips; give its warmup too, the "

@@ -80,7 +80,8 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
     if size is not None and per_part % size:
         whose = f"the {per_part} samples of a replica" if cuts else f"the batch of {per_part}"
         raise LayoutError(
-            f"`microbatch_size` {size} does not divide {whose}; use {listed(divisors(per_part))}"
+            f"`microbatch_size` {size} does not divide {whose}; "
+            f"use a divisor: {listed(divisors(per_part))}"
         )
     if request.schedule is not None:
         spec = find_schedule(request.schedule)

@@ -49,7 +49,7 @@ def _text(path: Path) -> str:
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        raise PlannerError(f"no file {path}; give a CSV of runs") from None
+        raise PlannerError(f"no file {path}; give a CSV of runs, with column gpu") from None
     except OSError as error:
         raise PlannerError(f"{path} is not readable ({error}); give a CSV of runs") from None
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):

@@ -38,7 +38,9 @@ def device_type(name: str | None) -> str:
     """
     name = name or accelerator() or "cpu"
     if name not in device_types():
-        raise PlanError(f"device {name!r} is unknown; use {' or '.join(device_types())}")
+        raise PlanError(
+            f"device {name!r} is unknown; use {' or '.join(device_types())}, which this PyTorch has"
+        )
     return name
 
 

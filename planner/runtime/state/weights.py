@@ -65,7 +65,7 @@ def shape_of(module: nn.Module, meta: TensorMeta) -> Tensor:
         found = operator.attrgetter(meta.fqn)(module)
     except AttributeError:
         raise ModelError(
-            f"the model has no {meta.kind} {meta.fqn!r}; "
+            f"the model has no {meta.kind} {meta.fqn!r}, which the plan has; "
             "apply the plan to the model it was made for"
         ) from None
     return torch.empty_like(found.detach(), device="meta")

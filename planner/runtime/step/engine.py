@@ -134,8 +134,8 @@ class Engine:
         self._schedulers = check_schedulers(scheduler, optimizer)
         if plan.stages[-1].last_block != len(graph.blocks) - 1:
             raise PlanError(
-                f"the plan's stages hold {plan.stages[-1].last_block + 1} blocks and the model has "
-                f"{len(graph.blocks)}; search again"
+                f"the plan's stages end with block {plan.stages[-1].last_block} and the model's "
+                f"last block is {len(graph.blocks) - 1}; search again"
             )
         captured = graph
         if deferred_batch_norm:

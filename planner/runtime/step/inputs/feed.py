@@ -154,7 +154,7 @@ def count_samples(
             for dim, (have, want) in enumerate(zip(shape, wanted, strict=True))
         ):
             raise ModelError(
-                f"batch tensor {path} has shape {shape}; for {found} samples"
+                f"the batch tensor {path} has shape {shape}; for {found} samples"
                 f"{f', as {first} has,' if first not in ('', path) else ''} it must be "
                 f"{wanted}{' or less, filled up' if may_differ else ''}"
             )
