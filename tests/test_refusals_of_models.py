@@ -316,7 +316,7 @@ REFUSED: dict[str, Callable[..., Any]] = {
     # Files of plans
     "plan.json is not readable JSON (Expecting value: line 1 column 1 (char 0)); search again to "
     "make it": lambda folder: load_plan(saved("", folder)),
-    "plan.json is damaged at dp: Input should be greater than or equal to 1; search for it again": (
+    "plan.json is damaged at dp: Input should be greater than or equal to 1; search again for it": (
         damaged_plan
     ),
     "File exists; choose a folder you can write to": without_rights,

@@ -43,7 +43,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         # (Sizes of axes are entries of one field in memory, and fields of their own in a file.)
         where = ".".join(str(at) for at in first["loc"] if at not in SIZE_FIELDS) or "plan"
         raise PlanError(
-            f"{path} is damaged at {where}: {first['msg']}; search for it again"
+            f"{path} is damaged at {where}: {first['msg']}; search again for it"
         ) from None
 
 

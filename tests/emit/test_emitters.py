@@ -103,7 +103,7 @@ def test_frozen_parameters_are_noted():
 def test_a_name_is_known_or_the_nearest_is_told(toy):
     with pytest.raises(PlanError, match="did you mean 'megatron-lm'"):
         find_emitter("megatron")
-    with pytest.raises(PlanError, match="registered already"):
+    with pytest.raises(PlanError, match="is called 'toy' already"):
         register_emitter(toy)
     with pytest.raises(PlanError, match="expresses 'colour', which no plan has"):
         register_emitter(
