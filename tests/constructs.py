@@ -761,7 +761,7 @@ _construct(
     _WRITES,
     "the same through another view",
     inner=_written_through_a_view,
-    refused=r"in place through view at .*constructs.py",
+    refused=r"reads a view at .*constructs.py.* after either was written in place",
     note="the out-of-place form",
 )
 _construct(
@@ -1068,7 +1068,7 @@ _construct(
     "inside it: a result stored in an attribute",
     extra=_part(lambda: Experts(_kept_result)),
     inner=_through_part,
-    refused="Experts .* stores a tensor in latest; return it",
+    refused="Experts .* stores a tensor in latest, which is not registered; return it",
     note="return it",
 )
 _construct(

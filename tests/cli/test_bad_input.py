@@ -377,11 +377,12 @@ def test_what_is_read_is_not_replaced(planner, tmp_path, write_model):
     assert model.read_text() == text
 
 
-def test_rows_into_a_folder_that_is_not_there(planner, tmp_path):
+def test_rows_into_a_folder_that_can_not_be_made(planner, tmp_path):
     columns = "stack,gpu,gpus,layers,hidden,heads,seq_len,vocab,global_batch,tp,pp"
     (tmp_path / "rows.csv").write_text(f"{columns}\nmegatron,H100-SXM,8,4,64,4,128,256,8,1,1\n")
+    (tmp_path / "no").touch()
     complaint = planner("estimate", "--batch", "rows.csv", "--out", "no/such/out.csv").complaint
-    assert "no/such/out.csv: No such file or directory" in complaint
+    assert "no is a file; name another file, in a folder you can write to" in complaint
 
 
 def test_estimate_needs_a_plan_or_rows(planner):

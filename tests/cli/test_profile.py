@@ -62,7 +62,10 @@ def test_a_precision_that_is_none_is_refused(planner, write_model, asked):
 
 
 def test_show_says_what_it_takes(planner):
-    assert "one profile directory or shipped name" in planner("profile", "show").complaint
+    assert (
+        "prints one profile; give one directory or shipped name"
+        in planner("profile", "show").complaint
+    )
 
 
 def test_check_of_what_is_no_profile(planner, tmp_path):

@@ -78,7 +78,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, monkeypatch):
         replace(source, target)
 
     with monkeypatch.context() as disk:
-        disk.setattr(store.os, "replace", full)
+        disk.setattr(os, "replace", full)
         with pytest.raises(ProfileError, match=r"can't write .*No space left on device; free some"):
             measure_profile(tmp_path / "p", nproc=2)
     assert len(store.read_ops(tmp_path / "p")) > 0

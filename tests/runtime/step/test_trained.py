@@ -27,6 +27,8 @@ class Owner:
 def build(monkeypatch, placement, *, sharded: bool = False) -> TrainedParams:
     graph = capture_tiny("mlp")
     monkeypatch.setattr(trained, "tied_copies", lambda *args: [])
+    if sharded:  # what FSDP2 shards are DTensors, which need ranks
+        monkeypatch.setattr(trained, "DTensor", nn.Parameter)
     mesh = Parts({"data": 4, "tp": 2}, {})
     placements = {m.name: WHOLE_MODEL.on("tp", placement) for m in graph.params}
     owners = {0: Owner(graph)}
