@@ -103,7 +103,8 @@ class Trial:
         self._refuse_loose_tensors("keeps")
         before = state_of(self.module)
         random_state = torch.random.get_rng_state()
-        torch.manual_seed(0)
+        # Not torch.manual_seed: that seeds accelerators too, whose random numbers are the script's.
+        torch.default_generator.manual_seed(0)
         try:
             with _plainly():
                 call = self._tried()

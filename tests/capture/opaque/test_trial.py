@@ -47,6 +47,14 @@ def test_shapes_structure_and_samples():
     assert call.holds_samples == (True, True)
 
 
+def test_devices_are_not_seeded(monkeypatch):
+    """Their random numbers, and those of this process, go on where the script left them."""
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("devices seeded"))
+    before = torch.random.get_rng_state()
+    tried(Counting(), meta(4, 3, 5, grad=True), meta(4, dtype=torch.int64), 2.0)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
 class Rows(nn.Module):
     def forward(self, x, by):
         return x[by > 0]
@@ -80,5 +88,5 @@ class Unregistered(nn.Module):
 
 
 def test_weights_that_no_part_holds():
-    with pytest.raises(CaptureError, match="keeps a module in held; register it"):
+    with pytest.raises(CaptureError, match="keeps a module in held, which is not registered; register it"):
         tried(Unregistered(), meta(4, 3))
