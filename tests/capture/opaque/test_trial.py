@@ -88,5 +88,5 @@ class Unregistered(nn.Module):
 
 
 def test_weights_that_no_part_holds():
-    with pytest.raises(CaptureError, match="keeps a module in held, which is not registered; register it"):
+    with pytest.raises(CaptureError, match="keeps a module in held, which is not registered"):
         tried(Unregistered(), meta(4, 3))
