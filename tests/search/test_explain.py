@@ -101,7 +101,7 @@ def test_shortfall_in_words_that_add_up(gpt, machine):
         ({"cp": 2, "dp": 4}, "dp=4 * cp=2 does not divide `num_devices` 4, and degrees are never "
          "changed silently; rp * dp * cp * tp * pp must equal 4, so use divisors of 4: 1, 2, 4"),
         ({"dp": 4, "microbatch_size": 4}, "`microbatch_size` 4 does not divide the 2 samples of a "
-         "replica; use 1, 2"),
+         "replica; use a divisor: 1, 2"),
         ({"pp": 4, "microbatch_size": 4}, "pp=4 needs at least 4 microbatches, but the batch gives "
          "at most 2 per replica; use a larger `global_batch`, a smaller `microbatch_size` or a "
          "smaller `pp`"),

@@ -182,7 +182,10 @@ def test_less_memory_is_never_faster(gpt):
         ({"gpus": 5, "tp": 5, "batch": 10}, r"tp=5 divides no tensor dimension .* use tp in 1"),
         ({"dp": 2, "tp": 2, "pp": 2}, r"does not divide `num_devices` 4"),
         ({"dp": 4, "batch": 6}, r"dp=4 does not divide `global_batch` 6"),
-        ({"microbatch_size": 3}, r"`microbatch_size` 3 does not divide .* use 1, 2, 4, 8"),
+        (
+            {"microbatch_size": 3},
+            r"`microbatch_size` 3 does not divide .* use a divisor: 1, 2, 4, 8",
+        ),
         ({"pp": 4, "batch": 2}, r"pp=4 needs at least 4 microbatches, but the batch gives at most"),
         ({"pp": 2, "vpp": 9}, r"makes 18 stages, but the model has \d+ blocks"),
         ({"cp": 4, "gpus": 6, "batch": 6}, r"cp=4 does not divide `num_devices` 6"),
