@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.units import format_seconds
+from planner.units import DAY_S, HOUR_S, format_seconds
 
 if TYPE_CHECKING:
     from costmodel.failures import Goodput
@@ -40,7 +40,7 @@ def describe_goodput(found: Goodput, *, num_nodes: int, step_s: float) -> list[R
 
 
 def _duration(seconds: float) -> str:
-    for unit, size in (("days", 86_400.0), ("hours", 3600.0), ("minutes", 60.0)):
+    for unit, size in (("days", DAY_S), ("hours", HOUR_S), ("minutes", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds:.3g} s"

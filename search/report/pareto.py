@@ -19,6 +19,7 @@ from planner.errors import LayoutError
 from planner.graph import ModelGraph
 from planner.graph.batch import tokens_per_sample
 from planner.plan import Plan
+from planner.units import HOUR_S
 from profiles import Profile
 from search.branch_and_bound import Progress
 from search.candidates import Candidates
@@ -152,7 +153,7 @@ def _fastest_by_limit(
 
 def cost_of(price_per_device_hour: float, num_devices: int, seconds: float) -> float:
     """Return what so many devices cost for so long."""
-    return price_per_device_hour * num_devices * seconds / 3600.0
+    return price_per_device_hour * num_devices * seconds / HOUR_S
 
 
 def non_dominated(points: Sequence[Point]) -> list[Point]:

@@ -11,21 +11,30 @@ from tests.captures import capture_wide
 from tests.templates.test_templates import check_same
 
 H100 = {"stack": "megatron-core", "gpu": "H100-SXM", "dtype": "bf16"}
+TITAN = {
+    "stack": "torchtitan",
+    "gpu": "A100-SXM",
+    "seq_len": "8192",
+    "gpus": "64",
+    "dp": "64",
+    "tp": "1",
+    "pp": "1",
+    "global_batch": "64",
+    "micro_batch": "1",
+    "zero_stage": "3",
+    "dtype": "bf16",
+}
 ROWS = {
     # torchtitan docs/performance.md, and dgxc-benchmarking v24.11: Llama-3-8B.
     "8b-zero3": {
-        "stack": "torchtitan", "gpu": "A100-SXM", "model": "Llama3-8B", "seq_len": "8192",
-        "gpus": "64", "global_batch": "64", "micro_batch": "1", "dp": "64", "tp": "1", "pp": "1",
-        "zero_stage": "3", "recompute": "selective", "dtype": "bf16",
+        **TITAN, "model": "Llama3-8B", "recompute": "selective",
     },
     "8b-cp": {
         **H100, "model": "Llama3-8B", "seq_len": "8192", "gpus": "8", "global_batch": "128",
         "micro_batch": "1", "dp": "4", "cp": "2", "tp": "1", "pp": "1",
     },
     "70b-zero3": {
-        "stack": "torchtitan", "gpu": "A100-SXM", "model": "Llama3-70B", "seq_len": "8192",
-        "gpus": "64", "global_batch": "64", "micro_batch": "1", "dp": "64", "tp": "1", "pp": "1",
-        "zero_stage": "3", "recompute": "full", "dtype": "bf16",
+        **TITAN, "model": "Llama3-70B", "recompute": "full",
     },
     "70b-pipeline": {
         **H100, "model": "Llama3-70B", "seq_len": "8192", "gpus": "64", "global_batch": "128",

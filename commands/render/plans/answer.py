@@ -21,6 +21,7 @@ from commands.render.plans.parts import (
     MEMORY_COLUMNS,
     WIDE,
     StepParts,
+    bottleneck_line,
     bottleneck_words,
     memory_cells,
     memory_digits,
@@ -219,7 +220,7 @@ def _common_prefix(blocks: Sequence[str]) -> str:
 
 def _bottleneck(overview: Overview) -> Iterator[Text]:
     if told := bottleneck_in_words(overview):
-        yield Text("Bottleneck: ", style="bold") + Text(told)
+        yield bottleneck_line(told)
 
 
 def bottleneck_in_words(overview: Overview) -> str:

@@ -84,6 +84,11 @@ def bottleneck_words(
     )
 
 
+def bottleneck_line(words: str) -> Text:
+    """Return the line that `bottleneck_words` stand in."""
+    return Text("Bottleneck: ", style="bold") + Text(words)
+
+
 def stage_name(stage: int, first_block: int, last_block: int) -> str:
     """Return what a stage is called where its blocks matter."""
     return f"stage {stage}, blocks {first_block}..{last_block}"

@@ -13,6 +13,7 @@ from rich.text import Text
 from commands.render.flags import with_flags
 from commands.render.plans.parts import (
     StepParts,
+    bottleneck_line,
     bottleneck_words,
     memory_range,
     memory_table,
@@ -282,7 +283,7 @@ def _bottleneck(estimate: Mapping[str, Any], stages: Sequence[StagePlan]) -> lis
     ]
     work_s = estimate["work_by_pp_rank_s"][slowest]
     words = bottleneck_words(estimate["time"], pp_rank=slowest, work_s=work_s, stages=named)
-    return [Text("Bottleneck: ", style="bold") + Text(words)]
+    return [bottleneck_line(words)]
 
 
 def _with_total(parts: Mapping[str, int]) -> Mapping[str, int]:

@@ -13,7 +13,7 @@ from rich.text import Text
 from commands.render.flags import with_flags
 from commands.render.plans.search import choices_of
 from planner.plan import Plan
-from planner.units import DAY_S, format_bytes, format_seconds
+from planner.units import DAY_S, HOUR_S, format_bytes, format_seconds
 from search.report.what_if import Answer, Case
 
 _BAR = 10
@@ -169,7 +169,7 @@ def _cost(answer: Answer, terms: Terms) -> float:
     if terms.tokens:
         return answer.cost(terms.price, terms.tokens)
     rate = answer.tokens_per_s or answer.samples_per_s
-    return terms.price * answer.case.num_devices * 1e6 / rate / 3600.0
+    return terms.price * answer.case.num_devices * 1e6 / rate / HOUR_S
 
 
 def _days(answer: Answer, terms: Terms) -> str:
