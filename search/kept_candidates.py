@@ -11,8 +11,8 @@ from search.candidates import Candidates
 from search.request import SearchRequest
 
 _OWN_FIELDS = (
-    "num_devices", "model_file", "precision", "execution", "receive_ahead", "clip_gradients",
-    "pins", "balance", "split_rank", "axes",
+    "num_devices", "model_file", "precision", "execution", "solver", "receive_ahead",
+    "clip_gradients", "pins", "balance", "split_rank", "axes",
 )  # fmt: skip
 """What of a request its candidates follow from."""
 

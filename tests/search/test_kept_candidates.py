@@ -35,7 +35,12 @@ def test_a_kept_search_answers_as_a_fresh_one_does():
 
 @pytest.mark.parametrize(
     ("changes", "is_kept"),
-    [({"global_batch": 32, "tp": 2}, True), ({"num_devices": 2}, False), ({"axes": ()}, True)],
+    [
+        ({"global_batch": 32, "tp": 2}, True),
+        ({"num_devices": 2}, False),
+        ({"axes": ()}, True),
+        ({"solver": "ilp"}, False),
+    ],
 )
 def test_candidates_are_those_of_the_devices_not_of_the_batch(changes, is_kept):
     from costmodel.memory.bound import NOTHING
