@@ -35,6 +35,13 @@ def launch(
             "PyTorchJob that runs it, else 1."
         ),
     ] = None,
+    node_rank: Annotated[
+        int | None,
+        typer.Option(
+            help="This node's number, from 0, in the order of the plan's ranks; needed where nodes "
+            "are unlike. Default: the launcher's, else nodes are sorted by name."
+        ),
+    ] = None,
     rendezvous: Annotated[
         str | None, typer.Option(help="host:port of one of the nodes, the same on all.")
     ] = None,
@@ -85,7 +92,7 @@ def launch(
         raise PlanError("`cluster` says what links `preflight` compares with; give both")
     if preflight:
         return _preflight(
-            plan, script, device, num_nodes=num_nodes, rendezvous=rendezvous,
+            plan, script, device, num_nodes=num_nodes, node_rank=node_rank, rendezvous=rendezvous,
             devices=None if devices is None else _numbers(devices), profile=profile,
             cluster=cluster, as_json=as_json,
         )  # fmt: skip
@@ -124,6 +131,7 @@ def launch(
             arguments or [],
             device,
             num_nodes=num_nodes,
+            node_rank=node_rank,
             rendezvous=rendezvous,
             timeline=timeline,
             devices=None if devices is None else _numbers(devices),
@@ -163,6 +171,7 @@ def _preflight(
     device: str | None,
     *,
     num_nodes: int | None,
+    node_rank: int | None,
     rendezvous: str | None,
     devices: Sequence[int] | None,
     profile: str | None,
@@ -174,8 +183,8 @@ def _preflight(
 
     planned, note = _planned_rates(plan, profile, cluster)
     report = preflight(
-        plan, script, device, num_nodes=num_nodes, rendezvous=rendezvous, devices=devices,
-        planned=planned,
+        plan, script, device, num_nodes=num_nodes, node_rank=node_rank, rendezvous=rendezvous,
+        devices=devices, planned=planned,
     )  # fmt: skip
     if report.is_first:
         show_note(note)

@@ -134,15 +134,15 @@ class Candidates:
         return replace(smallest, max_devices=None)
 
     @property
-    def _unequal_nodes(self) -> tuple[tuple[str, int, int], ...]:
-        """Of groups whose nodes differ in size: each one's name, devices of a node, nodes."""
-        found = [
-            (name, costs.profile.cluster.devices_per_node, self.costs.group_sizes[name])
+    def _nodes_of_groups(self) -> tuple[tuple[str, int, int], ...]:
+        """Of each group of devices: its name, devices of a node, nodes."""
+        sizes = {
+            name: costs.profile.cluster.devices_per_node
             for name, costs in self.costs.groups.items()
-        ]
-        if len({per_node for _, per_node, _ in found}) < 2:
-            return ()
-        return tuple((name, per_node, devices // per_node) for name, per_node, devices in found)
+        }
+        return tuple(
+            (name, each, self.costs.group_sizes[name] // each) for name, each in sizes.items()
+        )
 
     def limits(self, request: SearchRequest) -> Mapping[str, float]:
         """Return the bytes of a device of each group; by "" where all devices are equal."""
@@ -216,7 +216,7 @@ class Candidates:
             name=self.profile.name,
             device=", ".join(devices),
             devices_per_node=self.smallest_nodes.devices_per_node,
-            nodes=self._unequal_nodes,
+            nodes=self._nodes_of_groups,
         )
 
     @cached_property

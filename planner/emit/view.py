@@ -27,6 +27,7 @@ from planner.layout.experts import expert_params
 from planner.layout.placement import Replicate, Shard
 from planner.ops.recompute_choice import default_ops
 from planner.plan import Plan, StagePlan
+from planner.plan.node_runs import NodeRun, node_runs
 from planner.schedule import Schedule, schedule_of
 
 Recomputed = Literal["none", "full", "core attention", "cheap ops", "other ops", "by layer"]
@@ -65,18 +66,6 @@ class StageParts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeRun:
-    """Nodes in a row with as many ranks each."""
-
-    group: str
-    """The group of devices they are of; empty in a cluster of equal nodes."""
-    ranks: int
-    """Ranks of each node."""
-    nodes: int
-    """How many nodes."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlanView:
     """A plan, its model's graph if given, and what is asked of both."""
 
@@ -94,25 +83,8 @@ class PlanView:
         """Nodes of equal size and kind in the order of ranks. Raises PlanError where the ranks of a
         node do not follow each other.
         """
-        plan = self.plan
-        if not plan.cluster.nodes:
-            return (NodeRun(group="", ranks=self.ranks_per_node, nodes=self.num_nodes),)
-        sizes = {name: (size, size * nodes) for name, size, nodes in plan.cluster.nodes}
-        takers = [name for groups in plan.device_groups for name in groups.split("+")]
-        runs: list[tuple[str, int]] = []  # a group, and the ranks in a row that lie on it
-        for name in takers:
-            ranks = sizes[name][1] // takers.count(name)
-            before = runs.pop()[1] if runs and runs[-1][0] == name else 0
-            runs.append((name, before + ranks))
-        if parted := [name for name, ranks in runs if ranks % sizes[name][0]]:
-            raise PlanError(
-                f"stages of the plan take parts of nodes of {parted[0]!r} in turn with other "
-                "groups, and a launcher starts ranks that follow each other on a node; search with "
-                "another `pp`"
-            )
-        return tuple(
-            NodeRun(group=name, ranks=sizes[name][0], nodes=ranks // sizes[name][0])
-            for name, ranks in runs
+        return node_runs(self.plan) or (
+            NodeRun(group="", ranks=self.ranks_per_node, nodes=self.num_nodes),
         )
 
     @property

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from planner.errors import PlannerError
@@ -107,6 +108,30 @@ def _who_came(store: Store, keys: Sequence[str]) -> str:
     missing = ", ".join(str(at) for at in range(len(keys)) if at not in came)
     names = ", ".join(dict.fromkeys(came.values()))
     return f"{len(came)} of {len(keys)} have come ({names}; not number {missing})"
+
+
+def in_order(numbers: Sequence[int | None], hosts: Sequence[str]) -> list[int]:
+    """Return the places of nodes that met, sorted by the numbers they were told; where none was
+    told a number they stay as they are.
+
+    Raises PlannerError where only some were told a number, or several the same.
+    """
+    told = [(number, at) for at, number in enumerate(numbers) if number is not None]
+    if not told:
+        return list(range(len(numbers)))
+    if len(told) < len(numbers):
+        untold = ", ".join(hosts[at] for at, number in enumerate(numbers) if number is None)
+        raise PlannerError(
+            f"`node_rank` was given on some nodes and not on {untold}; give it on all, from 0"
+        )
+    told.sort()
+    for (number, first), (other, second) in pairwise(told):
+        if number == other:
+            raise PlannerError(
+                f"`node_rank` {number} was given on {hosts[first]} and on {hosts[second]}; give "
+                "each node a number of its own, from 0"
+            )
+    return [at for _, at in told]
 
 
 def port_of(store: Store) -> int:

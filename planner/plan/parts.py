@@ -71,8 +71,8 @@ class ClusterRef(Record):
     """The cluster a plan was searched for. `name` is a shipped profile, a directory, or that of a
     cluster file.
 
-    `devices_per_node` are those of the smallest nodes; where groups of devices have nodes of other
-    sizes, `nodes` lists (group, devices of a node, nodes).
+    `devices_per_node` are those of the smallest nodes; where there are groups of devices, `nodes`
+    lists (group, devices of a node, nodes).
     """
 
     name: str
@@ -81,18 +81,19 @@ class ClusterRef(Record):
     nodes: tuple[tuple[str, int, int], ...] = ()
 
     def check_equal_nodes(self) -> None:
-        """Raise PlanError where nodes have different numbers of devices: a launcher starts as many
-        ranks on each node.
+        """Raise PlanError where nodes have different numbers of devices, for what starts as many
+        ranks on each.
         """
-        if not self.nodes:
+        if len({size for _, size, _ in self.nodes}) < 2:
             return
         told = ", ".join(f"{nodes} x {size} on {name}" for name, size, nodes in self.nodes)
         least = gcd(*(size for _, size, _ in self.nodes))
         raise PlanError(
-            f"the plan is for nodes of different numbers of devices ({told}), and launchers start "
-            f"as many ranks on each; emit it for torchrun, Slurm or Kubernetes, whose scripts do "
-            f"not; or give all groups of the cluster file a `devices_per_node` of {least}, search "
-            f"again, and start a launcher for each {least} devices of a node"
+            f"the plan is for nodes of different numbers of devices ({told}), and this launcher "
+            f"starts as many ranks on each; start it by `planner launch`, or emit it for torchrun, "
+            f"Slurm, Kubernetes or Ray; or give all groups of the cluster file a "
+            f"`devices_per_node` of {least}, search again, and start a launcher for each {least} "
+            f"devices of a node"
         )
 
 

@@ -344,13 +344,7 @@ def test_every_script_starts_the_ranks_of_a_node_on_each(per_node, nodes, ranks)
     assert f"#SBATCH --gpus-per-node={ranks}\n" in slurm["slurm.sbatch"]
     ray = emit(view, RAY_EMITTER).files
     assert ray["torchrun.sh"] == script
-    said = {
-        target.id: ast.literal_eval(node.value)
-        for node in ast.parse(ray["ray_driver.py"]).body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-    }
-    assert said == {"NODES": nodes, "GPUS": ranks}
+    assert nodes_of_ray(ray["ray_driver.py"]) == [("", ranks)] * nodes
     job = emit(view, KUBERNETES).files["kubernetes.yaml"]
     assert f"completions: {nodes}\n  parallelism: {nodes}\n" in job
     assert f"limits: {{nvidia.com/gpu: {ranks}}}" in job
@@ -363,7 +357,13 @@ def test_scripts_for_processors_claim_no_gpus():
         text = "".join(emit(view, emitter).files.values())
         assert "PLANNER_DEVICE=cpu" in text
         assert not re.search(r"nvidia|gpus-per-node|NCCL_DEBUG", text)
-    assert "\nGPUS = 0\n" in emit(view, RAY_EMITTER).files["ray_driver.py"]
+    assert set(nodes_of_ray(emit(view, RAY_EMITTER).files["ray_driver.py"])) == {("", 0)}
+
+
+def nodes_of_ray(driver: str) -> list[tuple[str, int]]:
+    """What a driver's NODES evaluate to."""
+    (made,) = [node for node in ast.parse(driver).body if isinstance(node, ast.Assign)]
+    return eval(ast.unparse(made.value))
 
 
 @pytest.mark.parametrize(
@@ -419,6 +419,24 @@ def test_a_slurm_job_of_unlike_nodes_has_components():
     assert "NODE_RANK=$SLURM_PROCID" in second
     assert '"$SLURM_JOB_NODELIST_HET_GROUP_0"' in second
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+
+
+def test_a_ray_driver_takes_nodes_of_the_groups_that_ranks_lie_on():
+    emitted = emit(on_unlike_nodes("new", "old"), RAY_EMITTER)
+    assert nodes_of_ray(emitted.files["ray_driver.py"]) == [("new", 8), ("old", 4), ("old", 4)]
+    assert any("ray start --resources='{\"new\": 1}'" in note for note in emitted.notes)
+
+
+def test_nodes_of_equal_size_and_unlike_devices_are_told_apart():
+    """A job of three nodes of any kind would put stages on devices that they were not cut for."""
+    view = on_unlike_nodes("new", "old", nodes=(("old", 4, 2), ("new", 4, 2)))
+    script = emit(view, SLURM).files["slurm.sbatch"]
+    assert script.count("#SBATCH --nodes=2") == 2
+    assert (
+        script.index("# Nodes of new")
+        < script.index("#SBATCH hetjob")
+        < script.index("# Nodes of old")
+    )
 
 
 def test_a_run_of_unlike_pods_is_a_job_for_each_kind():

@@ -13,7 +13,7 @@ from planner.emit.view import PlanView
 from planner.errors import LayoutError, PlanError
 from planner.graph import ModelGraph
 from planner.plan import Plan
-from planner.runtime.start.launch import check_runnable
+from planner.plan.node_runs import node_runs
 from profiles.groups import DeviceGroup
 from search import SearchRequest, SearchResult, find_plan
 from search.candidates import Candidates
@@ -202,12 +202,13 @@ def test_a_plan_says_where_nodes_differ_in_size():
     assert plan.cluster.devices_per_node == 1
     assert plan.cluster.nodes == (("fast", 2, 1), ("slow", 1, 2))
     with pytest.raises(PlanError, match=r"1 x 2 on fast, 2 x 1 on slow.*a `devices_per_node` of 1"):
-        check_runnable(plan, "cpu", num_nodes=2)
-    with pytest.raises(PlanError, match="launchers start as many ranks on each"):
         _ = PlanView(plan=plan).ranks_per_node
+    runs = [(run.group, run.ranks, run.nodes) for run in node_runs(plan)]
+    assert sorted(runs) == [("fast", 2, 1), ("slow", 1, 2)]
     same = find_plan(graph_of("equal"), two_speeds(), asked).plan
     assert same is not None
-    assert same.cluster.nodes == ()
+    assert same.cluster.nodes == (("fast", 2, 1), ("slow", 2, 1))
+    assert PlanView(plan=same).ranks_per_node == 2
 
 
 def test_plans_use_all_devices():

@@ -1,11 +1,13 @@
 """Ray: a driver that takes whole nodes and starts torchrun on each.
 
 Source: Ray 2's documentation of placement groups (STRICT_SPREAD: a bundle a node), of tasks'
-options (num_cpus, num_gpus, max_retries, scheduling_strategy) and of ray.util.get_node_ip_address.
+options (num_cpus, num_gpus, max_retries, scheduling_strategy), of custom resources (a node has
+those that its `ray start --resources` names) and of ray.util.get_node_ip_address.
 """
 
 from __future__ import annotations
 
+import json
 import shlex
 
 from planner.emit.emitter import Emitted, Emitter, register_emitter
@@ -16,14 +18,22 @@ DRIVER_FILE = "ray_driver.py"
 
 
 def _write(view: PlanView) -> Emitted:
-    gpus = view.ranks_per_node if view.device == "cuda" else 0
+    nodes = "\n".join(
+        f"    *[{(run.group, run.ranks if view.device == 'cuda' else 0)}] * {run.nodes},"
+        for run in view.node_runs
+    )
     text = "\n".join(headline(view, "A Ray driver")) + _DRIVER.format(
-        nodes=view.num_nodes, gpus=gpus, script=view.launch.path(TORCHRUN_FILE)
+        nodes=nodes, script=view.launch.path(TORCHRUN_FILE)
     )
     driver = shlex.quote(view.launch.path(DRIVER_FILE))
+    notes = [f"submit from here: ray job submit --working-dir . -- python {driver}"]
+    if named := view.node_runs[0].group:
+        notes.append(
+            "start Ray on each node with a resource that is called like its group, for example: "
+            f"ray start --resources='{json.dumps({named: 1})}'"
+        )
     return Emitted(
-        files={DRIVER_FILE: text, TORCHRUN_FILE: torchrun_script(view)},
-        notes=(f"submit from here: ray job submit --working-dir . -- python {driver}",),
+        files={DRIVER_FILE: text, TORCHRUN_FILE: torchrun_script(view)}, notes=tuple(notes)
     )
 
 
@@ -40,8 +50,10 @@ from ray.util import get_node_ip_address
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-NODES = {nodes}
-GPUS = {gpus}
+# The group of devices that each node is of, and its GPUs, in the order of ranks.
+NODES = [
+{nodes}
+]
 
 
 def address():
@@ -64,8 +76,9 @@ def run(node, master, arguments):
 def main():
     ray.init(address=os.environ.get("RAY_ADDRESS"))
     # A bundle for each node, all of them or none: the ranks of a part would wait.
-    bundle = {{"CPU": 1.0}} | ({{"GPU": float(GPUS)}} if GPUS else {{}})
-    group = placement_group([bundle] * NODES, strategy="STRICT_SPREAD")
+    wanted = [{{"CPU": 1.0, "GPU": float(gpus), kind: 1.0}} for kind, gpus in NODES]
+    bundles = [{{k: n for k, n in each.items() if k and n}} for each in wanted]
+    group = placement_group(bundles, strategy="STRICT_SPREAD")
     ray.get(group.ready())
 
     def on(function, node, *, gpus):
@@ -76,7 +89,7 @@ def main():
 
     try:
         master = ray.get(on(address, 0, gpus=0).remote())
-        nodes = [on(run, node, gpus=GPUS) for node in range(NODES)]
+        nodes = [on(run, node, gpus=gpus) for node, (_, gpus) in enumerate(NODES)]
         ray.get([each.remote(node, master, sys.argv[1:]) for node, each in enumerate(nodes)])
     finally:
         remove_placement_group(group)

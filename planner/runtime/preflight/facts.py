@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from planner.errors import PlannerError
+from planner.nodes.meeting import in_order
 from planner.plan import Plan
 from planner.runtime.start.groups.alike import differences, release
 
@@ -24,7 +26,7 @@ class Facts:
         node: its host's name.
         name: its host's full name, by which torchelastic orders nodes.
         pid: of the launcher, which orders those of one host.
-        number: the first of its ranks where its launcher numbers them; None: by name and pid.
+        number: in the order of ranks, where it was told; None: by name and pid.
         ranks_here: ranks that it starts.
         versions: (what, version) of the software.
         files: (what, SHA-256 of the file's bytes, or `MISSING`).
@@ -40,10 +42,15 @@ class Facts:
     files: tuple[tuple[str, str], ...]
     refusal: str = ""
 
-    @property
-    def order(self) -> tuple[int, str, int]:
-        """What nodes are sorted by: ranks are then where `launch` puts them."""
-        return self.number or 0, self.name, self.pid
+
+def in_order_of_ranks(nodes: Iterable[Facts]) -> tuple[list[Facts], str]:
+    """Return the nodes as `launch` sorts them, and why their numbers give no order, if so."""
+    by_name = sorted(nodes, key=lambda each: (each.name, each.pid))
+    try:
+        order = in_order([each.number for each in by_name], [each.node for each in by_name])
+    except PlannerError as error:
+        return by_name, str(error)
+    return [by_name[at] for at in order], ""
 
 
 def facts_of_this_node(
@@ -78,8 +85,8 @@ def facts_that_differ(nodes: Sequence[Facts]) -> list[str]:
 
 
 def same_plan(nodes: Sequence[Facts]) -> bool:
-    """Whether all have the same plan and number of ranks, without which no ranks can meet."""
-    return len({(facts.files[0][1], facts.ranks_here) for facts in nodes}) == 1
+    """Whether all have the same plan, without which no ranks can meet."""
+    return len({facts.files[0][1] for facts in nodes}) == 1
 
 
 def _versions(device: str) -> Iterable[tuple[str, str]]:

@@ -16,12 +16,21 @@ SKEW_S = 1.0
 """Clocks this far apart put files and messages of nodes in a wrong order."""
 
 
-def judge_nodes(nodes: Sequence[Facts]) -> list[Check]:
-    """Return the checks of what nodes refuse, and of versions and files."""
+def judge_nodes(nodes: Sequence[Facts], world_size: int | None, disorder: str = "") -> list[Check]:
+    """Return the checks of what nodes refuse, and of versions and files.
+
+    `world_size` is the plan's, if it can be read; `disorder` says why nodes are in no order.
+    """
     refused = [f"{each.node} can't run the plan: {each.refusal}" for each in nodes if each.refusal]
-    if len({each.ranks_here for each in nodes}) > 1:
+    if disorder:
+        refused.append(disorder)
+    started = sum(each.ranks_here for each in nodes)
+    if not refused and world_size is not None and started != world_size:
         told = ", ".join(f"{each.ranks_here} on {each.node}" for each in nodes)
-        refused.append(f"nodes start different numbers of ranks: {told}")
+        refused.append(
+            f"nodes start {started} ranks ({told}) and the plan has {world_size}; give the same "
+            "`num_nodes` on all"
+        )
     what = ", ".join(name for name, _ in nodes[0].versions)
     return [
         check_of("nodes", names((each.node for each in nodes), most=4), refused),

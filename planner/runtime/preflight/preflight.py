@@ -25,7 +25,12 @@ from planner.nodes.waiting import described, waiting_at
 from planner.plan import Plan, load_plan
 from planner.runtime.preflight.children import OUT_OF_REACH, await_findings, children
 from planner.runtime.preflight.exchanges import PlannedRates
-from planner.runtime.preflight.facts import Facts, facts_of_this_node, same_plan
+from planner.runtime.preflight.facts import (
+    Facts,
+    facts_of_this_node,
+    in_order_of_ranks,
+    same_plan,
+)
 from planner.runtime.preflight.judge import judge_nodes, judge_ranks
 from planner.runtime.preflight.rank import STEP_S, Finding, Request
 from planner.runtime.preflight.rates import judge_rates, rates_of
@@ -51,6 +56,7 @@ def preflight(
     device: str | None = None,
     *,
     num_nodes: int | None = None,
+    node_rank: int | None = None,
     rendezvous: str | None = None,
     devices: Sequence[int] | None = None,
     planned: PlannedRates | None = None,
@@ -65,7 +71,7 @@ def preflight(
     """
     place = None if num_nodes is not None else started(os.environ)
     count = place.count if place is not None else num_nodes or 1
-    plan, facts, variables = _this_node(plan_path, script, device, place, count, devices)
+    plan, facts, variables = _this_node(plan_path, script, device, place, count, node_rank, devices)
     if count == 1 and facts.refusal:
         raise PlanError(facts.refusal)  # of several nodes each is told, with its name
     store, number, host = _meet(place, count, rendezvous)
@@ -76,11 +82,12 @@ def preflight(
         within_s=meet_s,
     )  # fmt: skip
     began = time.monotonic()
-    nodes = sorted(map(_facts, told), key=lambda each: each.order)
-    checks = judge_nodes(nodes)
+    nodes, disorder = in_order_of_ranks([_facts(text) for text in told])
+    world_size = None if plan is None else plan.world_size
+    checks = judge_nodes(nodes, world_size, disorder)
     rates: tuple[Rate, ...] = ()
     found: dict[int, Finding] = {}
-    if plan is not None and same_plan(nodes) and not any(each.refusal for each in nodes):
+    if plan is not None and not checks[0].problems and same_plan(nodes):
         hosts = [each.node for each in nodes for _ in range(each.ranks_here)]
         request = Request(
             plan=os.path.abspath(plan_path),
@@ -94,9 +101,9 @@ def preflight(
         watch = _watch(store, host, room, number=number, count=count)
         with children(request, own, len(hosts), variables) as ranks:
             found, ended = await_findings(store, room, len(hosts), ranks, lambda: watch.lost)
-            if not watch.lost:
+            lost = watch.lost  # of now: who has left is not lost
+            if not lost:
                 _leave_together(store, room, number=number, count=count)
-        lost = watch.lost
         if not lost and OUT_OF_REACH in ended.values():
             meeting = described(f"{host}:{port_of(store)}")
             lost = f"the node that all meet at, {meeting}, does not answer"
@@ -125,17 +132,19 @@ def _this_node(
     device: str | None,
     place: Started | None,
     count: int,
+    node_rank: int | None,
     devices: Sequence[int] | None,
 ) -> tuple[Plan | None, Facts, dict[str, str]]:
     """Return the plan if it can be read, this node's facts, and the variables of its ranks."""
     plan, refusal, ranks_here = None, "", 0
+    node_rank = node_rank if place is None else place.number
     extra: dict[str, str] = {}
     try:
         plan = load_plan(plan_path)
-        ranks_here = plan.world_size // count
-        device, extra = check_node(
-            plan, script, device, place=place, num_nodes=count, devices=devices
+        node = check_node(
+            plan, script, device, place=place, num_nodes=count, node_rank=node_rank, devices=devices
         )
+        ranks_here, device, extra = node.ranks, node.device, node.variables
     except PlannerError as error:
         refusal = str(error)
         if device not in device_types():  # which may be what is refused
@@ -146,7 +155,7 @@ def _this_node(
         script=script,
         device=device or "cpu",
         ranks_here=ranks_here,
-        number=place.number if place is not None and place.is_rank else None,
+        number=node_rank,
         refusal=refusal,
     )
     return plan, facts, rank_environment(max(1, ranks_here), device or "cpu") | extra

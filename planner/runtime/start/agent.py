@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from planner.errors import PlannerError
 from planner.nodes.waiting import REACHED_S, described, is_here, reach, waiting_at
 from planner.runtime.start.course import PLAN, Course
+from planner.runtime.start.node_order import InOrder
 from planner.runtime.start.node_watch import NodeWatch, lost_after_s
 
 _PLAN_KEY, _DONE_KEY, _WATCH_KEY = "planner/plan", "planner/done", "planner/watch"
@@ -166,6 +167,7 @@ def run_agent(
     course: Course,
     ranks_here: int,
     nodes: tuple[int, int],
+    node_rank: int | None,
     rendezvous: str,
     run_id: str,
     max_restarts: int,
@@ -173,8 +175,9 @@ def run_agent(
 ) -> RunResult:
     """Run a command on every rank of this node until the run is over; return how it ended.
 
-    `nodes` are the fewest and the most that the run may have. `is_host` says whether the rendezvous
-    is here, where a launcher told it (None: torch compares addresses). Raises SignalException when
+    `nodes` are the fewest and the most that the run may have; `node_rank` is the number that this
+    one was told, if any. `is_host` says whether the rendezvous is here, where a launcher told it
+    (None: torch compares addresses). Raises SignalException when
     this process is told to end, PlannerError when the rendezvous can't be reached in a minute.
     """
     from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -200,7 +203,7 @@ def run_agent(
     with waiting_at(rendezvous, "this node"):
         if nodes[1] > 1 and not (is_here(rendezvous.rpartition(":")[0]) or is_host):
             reach(rendezvous, REACHED_S)
-        handler = get_rendezvous_handler(parameters)
+        handler = InOrder(get_rendezvous_handler(parameters), node_rank)
     spec = WorkerSpec(
         role="default_role",
         local_world_size=ranks_here,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from planner.errors import PlanError
 from planner.nodes.launchers import Started, started
 from planner.plan import Plan, load_plan
+from planner.plan.node_runs import described, node_runs, nodes_of, ranks_of_nodes
 from planner.runtime.check.watchdog import ENDS_S
 from planner.runtime.checkpoint.kept import KEEP, SAVE_EVERY
 from planner.runtime.start.course import LAUNCHED, Keeping
@@ -30,6 +32,7 @@ def launch(
     device: str | None = None,
     *,
     num_nodes: int | None = None,
+    node_rank: int | None = None,
     rendezvous: str | None = None,
     timeline: str | os.PathLike[str] | None = None,
     devices: Sequence[int] | None = None,
@@ -40,9 +43,10 @@ def launch(
     Everything that can be checked is checked before a process starts: raises PlanError or
     ScheduleError for a plan that can't run here. Ranks get RANK, WORLD_SIZE and LOCAL_RANK,
     this process's working directory, and the script's folder as the first import path. On
-    several nodes, run the same on each, `rendezvous` being host:port of one of them; where srun,
-    mpirun or a PyTorchJob runs it, one for each node or each rank, both are theirs, and under
-    torchrun this process becomes the rank that it is. With
+    several nodes, run the same on each, `rendezvous` being host:port of one of them, and
+    `node_rank` its number in the order of the plan's ranks, which nodes of unlike devices need;
+    where srun, mpirun or a PyTorchJob runs it, one for each node or each rank, all three are
+    theirs, and under torchrun this process becomes the rank that it is. With
     `timeline`, every rank records its jobs in that folder (see `planner.timeline`). `devices` are
     the numbers of the accelerators that this node's ranks take, in their order. A run of which
     `keeping` is given starts again after failures, from its newest checkpoint.
@@ -52,11 +56,13 @@ def launch(
     is_host = None
     if place is not None:
         num_nodes, rendezvous, is_host = place.count, place.meeting, place.number == 0
+        node_rank = place.number
     num_nodes, rendezvous = num_nodes or 1, rendezvous or "localhost:0"
-    device, extra = check_node(
-        plan, Path(script), device, place=place, num_nodes=num_nodes, devices=devices,
-        restarts_by_plan=keeping is not None and keeping.replan is not None,
+    node = check_node(
+        plan, Path(script), device, place=place, num_nodes=num_nodes, node_rank=node_rank,
+        devices=devices, restarts_by_plan=keeping is not None and keeping.replan is not None,
     )  # fmt: skip
+    device, extra = node.device, node.variables
     extra[LAUNCHED] = os.path.abspath(plan_path)
     if timeline is not None:
         extra[TIMELINE_DIR] = os.path.abspath(timeline)
@@ -76,12 +82,23 @@ def launch(
         num_ranks=plan.world_size,
         device=device,
         num_nodes=num_nodes,
+        ranks_here=node.ranks,
+        node_rank=node_rank,
         rendezvous=rendezvous,
         extra=extra,
         plan=Path(os.path.abspath(plan_path)),
         keeping=keeping,
         is_host=is_host,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRanks:
+    """What a node starts: `ranks` on this type of device, with these variables of theirs."""
+
+    ranks: int
+    device: str
+    variables: dict[str, str]
 
 
 def check_node(
@@ -91,10 +108,11 @@ def check_node(
     *,
     place: Started | None,
     num_nodes: int,
+    node_rank: int | None,
     devices: Sequence[int] | None,
     restarts_by_plan: bool = False,
-) -> tuple[str, dict[str, str]]:
-    """Return the type of device of this node's ranks, and the variables that tell them which.
+) -> NodeRanks:
+    """Return what this node starts; its variables tell ranks which devices they take.
 
     `restarts_by_plan` says that ranks may start again under another plan. Raises PlanError or
     ScheduleError for what can't run here.
@@ -102,13 +120,44 @@ def check_node(
     _check_script(script)
     if place is not None:
         _check_place(place, plan, restarts_by_plan=restarts_by_plan)
-    device = check_runnable(plan, device, num_nodes)
+    schedule_of(plan)
+    ranks = ranks_of_node(plan, num_nodes, node_rank, restarts_by_plan=restarts_by_plan)
+    device = check_ranks(ranks, device)
+    variables = {}
     if devices is not None:
-        check_listed(devices, plan.world_size // num_nodes, device)
-        return device, {DEVICES: ",".join(map(str, devices))}
-    if place is not None and device != "cpu" and not place.is_rank:
-        return device, {DEVICES: ",".join(map(str, _own_devices(place, plan, device)))}
-    return device, {}
+        check_listed(devices, ranks, device)
+        variables[DEVICES] = ",".join(map(str, devices))
+    elif place is not None and device != "cpu" and not place.is_rank:
+        variables[DEVICES] = ",".join(map(str, _own_devices(place, ranks, device)))
+    return NodeRanks(ranks=ranks, device=device, variables=variables)
+
+
+def ranks_of_node(
+    plan: Plan, num_nodes: int, node_rank: int | None, *, restarts_by_plan: bool = False
+) -> int:
+    """Return the ranks that this node starts.
+
+    `node_rank` is its number in the order of ranks; None where it was told none. Raises PlanError
+    where the plan's ranks can't lie so on that many nodes.
+    """
+    sizes = ranks_of_nodes(plan, num_nodes)
+    if node_rank is not None and not 0 <= node_rank < num_nodes:
+        raise PlanError(
+            f"`node_rank` {node_rank} was given; {num_nodes} nodes have the numbers from 0 to "
+            f"{num_nodes - 1}"
+        )
+    runs = node_runs(plan) if num_nodes > 1 else ()
+    if len(runs) > 1 and node_rank is None:
+        raise PlanError(
+            f"the plan's ranks lie on unlike nodes ({described(runs)}); say with `node_rank` "
+            "which of them this is, counted from 0 in this order"
+        )
+    if restarts_by_plan and len(set(sizes)) > 1:
+        raise PlanError(
+            f"`elastic` and `on_oom` replan search plans for nodes with equally many ranks, and "
+            f"this plan is for {described(runs)}; leave them away"
+        )
+    return sizes[node_rank or 0]
 
 
 def _check_place(place: Started, plan: Plan, *, restarts_by_plan: bool) -> None:
@@ -118,7 +167,7 @@ def _check_place(place: Started, plan: Plan, *, restarts_by_plan: bool) -> None:
             f"{place.launcher} started {place.count} ranks and the plan has {plan.world_size}; "
             f"start {plan.world_size}, or run `planner launch` once a node without it"
         )
-    if plan.world_size % place.count:
+    if plan.world_size % place.count and place.count != len(nodes_of(plan)):
         raise PlanError(
             f"{place.launcher} started {place.count} processes and the plan has "
             f"{plan.world_size} ranks; start as many processes, or one a node"
@@ -130,13 +179,12 @@ def _check_place(place: Started, plan: Plan, *, restarts_by_plan: bool) -> None:
         )
 
 
-def _own_devices(place: Started, plan: Plan, device: str) -> list[int]:
+def _own_devices(place: Started, ranks: int, device: str) -> list[int]:
     """Return the numbers of the accelerators of this process's ranks, which share a node with
     those of other processes unless the launcher shows each only its own.
     """
     from planner.runtime.start.device import num_devices
 
-    ranks = plan.world_size // place.count
     first = place.local_number * ranks
     return list(range(first, first + ranks) if num_devices(device) > ranks else range(ranks))
 
@@ -170,21 +218,14 @@ def check_listed(listed: Sequence[int], ranks_here: int, device: str) -> None:
         raise PlanError(f"`devices` {given}: there is no GPU {missing[0]}; {here} are here")
 
 
-def check_runnable(plan: Plan, device: str | None, num_nodes: int = 1) -> str:
-    """Return the type of device ("cpu", "cuda") the plan will run on.
+def check_runnable(plan: Plan, device: str | None) -> str:
+    """Return the type of device ("cpu", "cuda") the plan will run on, all its ranks being here.
 
-    Raises ScheduleError when its schedule does not take its numbers, PlanError when its
-    ranks do not divide over the nodes, or this node has too few GPUs or too little memory.
+    Raises ScheduleError when its schedule does not take its numbers, PlanError when this machine
+    has too few GPUs or too little memory.
     """
     schedule_of(plan)
-    if num_nodes < 1 or plan.world_size % num_nodes:
-        raise PlanError(
-            f"num_nodes={num_nodes} does not divide the plan's {plan.world_size} ranks; each node "
-            "runs equally many"
-        )
-    if num_nodes > 1:
-        plan.cluster.check_equal_nodes()
-    return check_ranks(plan.world_size // num_nodes, device)
+    return check_ranks(plan.world_size, device)
 
 
 def check_ranks(here: int, device: str | None) -> str:

@@ -49,6 +49,8 @@ def run_workers(
     num_ranks: int,
     device: str,
     num_nodes: int = 1,
+    ranks_here: int | None = None,
+    node_rank: int | None = None,
     rendezvous: str = "localhost:0",
     extra: Mapping[str, str] | None = None,
     plan: Path | None = None,
@@ -58,10 +60,11 @@ def run_workers(
     """Run the worker module with `args` on `num_ranks` ranks; return the exit code.
 
     `num_ranks` counts over all nodes; each node runs this with the same `rendezvous`
-    (host:port of the first, which is this node if `is_host`; None: by its address); `extra` is
-    added to their environment. An interrupted run returns 128 plus the signal's number where the
-    ranks run a script of the user's; another leaves by KeyboardInterrupt or SystemExit, as this
-    process would without ranks.
+    (host:port of the first, which is this node if `is_host`; None: by its address). `ranks_here`
+    are this node's (None: as many as each other's), and `node_rank` its number in the order of
+    ranks (None on all: they are sorted by name). `extra` is added to their environment. An
+    interrupted run returns 128 plus the signal's number where the ranks run a script of the user's;
+    another leaves by KeyboardInterrupt or SystemExit, as this process would without ranks.
 
     With `keeping` it starts again after failures, from the newest checkpoint; `plan` is then the
     plan it begins with. Raises PlannerError with a rank's own message when that is what a rank
@@ -72,7 +75,7 @@ def run_workers(
     from planner.runtime.start.agent import run_agent
     from planner.runtime.start.course import Course
 
-    per_node = num_ranks // num_nodes
+    per_node = ranks_here or num_ranks // num_nodes
     fewest = num_nodes
     if keeping is not None and keeping.min_ranks is not None:
         fewest = -(-keeping.min_ranks // per_node)
@@ -93,6 +96,7 @@ def run_workers(
                     course=course,
                     ranks_here=per_node,
                     nodes=(fewest, num_nodes),
+                    node_rank=node_rank,
                     rendezvous=rendezvous,
                     run_id=uuid.uuid4().hex if num_nodes == 1 else "planner",
                     max_restarts=0 if keeping is None else keeping.max_restarts,

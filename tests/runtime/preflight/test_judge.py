@@ -9,7 +9,7 @@ import pytest
 from planner.nodes.node_links import slow_nodes
 from planner.plan.defaults import default_plan
 from planner.runtime.preflight.exchanges import Exchange, PlannedRates
-from planner.runtime.preflight.facts import Facts
+from planner.runtime.preflight.facts import Facts, in_order_of_ranks
 from planner.runtime.preflight.judge import judge_nodes, judge_ranks
 from planner.runtime.preflight.pairs import Stuck
 from planner.runtime.preflight.rank import Finding
@@ -51,7 +51,8 @@ def all_found(**changes):
 
 
 def test_equal_nodes_and_good_ranks_have_no_problem(plan):
-    assert not problems(judge_nodes([FACTS, replace(FACTS, node="b")]))
+    assert not problems(judge_nodes([FACTS, replace(FACTS, node="b")], 4))
+    assert not problems(judge_nodes([FACTS, replace(FACTS, node="b", ranks_here=1)], 3))
     assert not problems(judge_ranks(plan, HOSTS, all_found(), {}))
 
 
@@ -59,10 +60,29 @@ def test_nodes_that_differ_are_named_with_both_values():
     other = replace(FACTS, node="b", versions=(("torch", "2.12.1"),),
                     files=(("the plan plan.json", "not there"),),
                     refusal="1 GPU is here")  # fmt: skip
-    assert problems(judge_nodes([FACTS, other, replace(FACTS, node="c")])) == [
+    assert problems(judge_nodes([FACTS, other, replace(FACTS, node="c")], 6)) == [
         "b can't run the plan: 1 GPU is here",
         "torch is not the same on all nodes: 2.13.0 on a, c; 2.12.1 on b",
         "the plan plan.json is not the same on all nodes: 11aa on a, c; not there on b",
+    ]
+
+
+def test_nodes_start_the_plans_ranks_together():
+    """Where `num_nodes` is not the same on all, say."""
+    (told,) = problems(judge_nodes([FACTS, replace(FACTS, node="b", ranks_here=1)], 4))
+    assert told == (
+        "nodes start 3 ranks (2 on a, 1 on b) and the plan has 4; give the same `num_nodes` on all"
+    )
+
+
+def test_nodes_are_in_the_order_of_their_numbers_or_names():
+    nodes = [replace(FACTS, node=name, name=name, number=at) for name, at in [("b", 0), ("a", 1)]]
+    assert [each.node for each in in_order_of_ranks(nodes)[0]] == ["b", "a"]
+    nodes = [replace(each, number=None) for each in nodes]
+    assert [each.node for each in in_order_of_ranks(nodes)[0]] == ["a", "b"]
+    _, disorder = in_order_of_ranks([replace(each, number=0) for each in nodes])
+    assert problems(judge_nodes(nodes, 4, disorder)) == [
+        "`node_rank` 0 was given on a and on b; give each node a number of its own, from 0"
     ]
 
 

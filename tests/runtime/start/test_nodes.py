@@ -22,6 +22,10 @@ from tests.runtime.start.test_started import TRAIN, losses_alone
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 
 PORT = "29511"
+WHERE = """
+import os, pathlib, socket
+pathlib.Path(f"host-{os.environ['RANK']}").write_text(socket.gethostname())
+"""
 PREFLIGHT = """
 import json, sys
 from pathlib import Path
@@ -47,13 +51,17 @@ def write_run(folder, *, per_node=2, **sizes):
     return plan
 
 
-def launch(nodes, folder, *, options=(), variables=None):
-    command = [
-        sys.executable, "-m", "cli", "launch", "--device", "cpu", "--num-nodes",
-        str(len(nodes.names)), "--rendezvous", f"node-a:{PORT}", *options, "plan.json", "train.py",
+def command(count, *options):
+    return [
+        sys.executable, "-m", "cli", "launch", "--device", "cpu", "--num-nodes", str(count),
+        "--rendezvous", f"node-a:{PORT}", *options, "plan.json", "train.py",
     ]  # fmt: skip
+
+
+def launch(nodes, folder, *, options=(), variables=None):
+    started = command(len(nodes.names), *options)
     return {
-        name: nodes.start(name, command, folder=folder, variables=variables) for name in nodes.names
+        name: nodes.start(name, started, folder=folder, variables=variables) for name in nodes.names
     }
 
 
@@ -83,6 +91,31 @@ def test_nodes_train_as_one_process(tmp_path, count, sizes):
     for rank in range(2 * count):
         losses = json.loads((tmp_path / f"losses-{rank}").read_text())
         torch.testing.assert_close(losses, alone, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("options", [(), ("--keep", "kept")])
+def test_unlike_nodes_start_the_ranks_of_their_group(tmp_path, options):
+    """The node with the first two of three ranks is the last by name."""
+    plan = default_plan(capture("gpt", torch.float64), dp=3, num_microbatches=2)
+    stages = tuple(s.model_copy(update={"device_group": "large+small"}) for s in plan.stages)
+    cluster = plan.cluster.model_copy(
+        update={"devices_per_node": 1, "nodes": (("large", 2, 1), ("small", 1, 1))}
+    )
+    plan = plan.model_copy(update={"stages": stages, "cluster": cluster})
+    save_plan(plan, tmp_path / "plan.json")
+    (tmp_path / "train.py").write_text(TRAIN + WHERE)
+    with Nodes(2) as nodes:
+        started = [
+            nodes.start(name, command(2, "--node-rank", str(at), *options), folder=tmp_path)
+            for at, name in enumerate(reversed(nodes.names))
+        ]
+        told = [process.communicate(timeout=250)[1] for process in started]
+        assert [process.returncode for process in started] == [0, 0], told
+    alone = losses_alone(plan.global_batch)
+    for rank, host in enumerate(["node-b", "node-b", "node-a"]):
+        losses = json.loads((tmp_path / f"losses-{rank}").read_text())
+        torch.testing.assert_close(losses, alone, rtol=1e-10, atol=0)
+        assert (tmp_path / f"host-{rank}").read_text() == host
 
 
 def test_preflight_of_good_nodes(tmp_path):
