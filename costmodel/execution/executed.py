@@ -23,6 +23,7 @@ from math import ceil, log2
 from typing import Literal
 
 from costmodel.execution.execution import Execution
+from costmodel.execution.narrow import CASTS, Casts
 from costmodel.table.kernels import DeviceRates, has_rates, load_rates
 from planner.errors import PlannerError
 from profiles import Group, Lookup, OpQuery, Profile
@@ -108,6 +109,11 @@ class ExecutedProfile(TrainingProfile):
         """Whether layers multiply in 8 bits or fewer, which the device can."""
         is_narrow = self.product_dtype.startswith(("float8", "float4"))
         return is_narrow and self.product_dtype in self.rates.peak_flop_per_s
+
+    @property
+    def casts(self) -> Casts | None:
+        """What casts for products in 8 bits move; None where layers multiply in 16."""
+        return CASTS[self.execution.scaling] if self.multiplies_narrow else None
 
     def with_rates(self, rates: DeviceRates) -> ExecutedProfile:
         """Return the same machine with other rates."""

@@ -10,17 +10,21 @@ What a runtime does not overlap comes after the last job, or in the way of each.
 
 from __future__ import annotations
 
+from costmodel.execution.executed import ExecutedProfile
 from costmodel.execution.execution import Execution
 from costmodel.time.communication import ALONE, DataParallelSeconds
 from planner.plan.replication import Replication
-from profiles import Group, Profile
+from profiles import Group
 
 WEIGHT_BYTES = 2
 """Bytes of a weight in bf16."""
 
+NARROW_BYTES = 1
+"""Bytes of a weight in 8 bits."""
+
 
 def executed_exchange(
-    profile: Profile,
+    profile: ExecutedProfile,
     execution: Execution,
     group: Group,
     replication: Replication,
@@ -72,8 +76,10 @@ def executed_exchange(
             return DataParallelSeconds(first_forward_s=gather_s, last_backward_s=scatter_s)
         return DataParallelSeconds(after_s=gather_s + scatter_s)
     scatter_s = seconds("reduce_scatter", reduced)
-    gather_s = seconds("all_gather", param_bytes + frozen_bytes)
-    again_s = seconds("all_gather", param_bytes + frozen_backward_bytes)
+    # Embedding and head, which are gathered as they are, are counted with the layers here.
+    sent = NARROW_BYTES / WEIGHT_BYTES if profile.casts and profile.casts.gathers_narrow else 1.0
+    gather_s = seconds("all_gather", sent * (param_bytes + frozen_bytes))
+    again_s = seconds("all_gather", sent * (param_bytes + frozen_backward_bytes))
     # A ZeRO 3 scatter moves as many bytes as a gather where gradients are as wide as weights.
     if not execution.overlaps_gathers:
         return DataParallelSeconds(

@@ -23,6 +23,9 @@ libraries of layers do; or fused wherever no product lies between, as compilers 
 RunKind = Literal["dense", "experts", "adapters"]
 """What is trained: all of a dense model, a mixture of experts, adapters of a frozen model."""
 
+Scaling = Literal["delayed", "tensorwise", "rowwise", "rowwise-forward", "blocks"]
+"""What the scale of a tensor in 8 bits is of (`costmodel.execution.narrow`)."""
+
 Prices = Literal["profile", "rates"]
 """Where an op's time comes from: a profile's measurements and fits of single ops; or the few rates
 of its device that were fitted to whole training runs (`costmodel.table.kernels.DeviceRates`)."""
@@ -42,6 +45,8 @@ class Execution:
     """Attention is one kernel; else its scores are written out."""
     vendor_attention: bool
     """That kernel is the device maker's (cuDNN), not portable code."""
+    scaling: Scaling
+    """How products in 8 bits are scaled, where they are."""
     pointwise_factor: float
     """How many times the bytes that fused pointwise kernels would move are moved."""
     dropout: bool
