@@ -63,7 +63,7 @@ def executed_exchange(
     reduced = param_bytes * (execution.reduced_bytes / WEIGHT_BYTES if is_cast else 1)
     if not replication.is_sharded:
         sum_s = seconds("all_reduce", reduced)
-        if execution.overlaps_sums:
+        if "sums" in execution.overlaps:
             return DataParallelSeconds(last_backward_s=sum_s)
         return DataParallelSeconds(after_s=sum_s)
     across_s = seconds("all_reduce", reduced / group.size, copies) if copies.size > 1 else 0.0
@@ -72,7 +72,7 @@ def executed_exchange(
         gather_s += execution.unpack_s * num_tensors * group.size
         scatter_s = seconds("reduce_scatter" if execution.scatters else "all_reduce", reduced)
         scatter_s += across_s
-        if execution.overlaps_dp:
+        if "scatters" in execution.overlaps:
             return DataParallelSeconds(first_forward_s=gather_s, last_backward_s=scatter_s)
         return DataParallelSeconds(after_s=gather_s + scatter_s)
     scatter_s = seconds("reduce_scatter", reduced)
@@ -81,11 +81,11 @@ def executed_exchange(
     gather_s = seconds("all_gather", sent * (param_bytes + frozen_bytes))
     again_s = seconds("all_gather", sent * (param_bytes + frozen_backward_bytes))
     # A ZeRO 3 scatter moves as many bytes as a gather where gradients are as wide as weights.
-    if not execution.overlaps_gathers:
+    if "gathers" not in execution.overlaps:
         return DataParallelSeconds(
             host_forward_s=gather_s, host_backward_s=again_s + scatter_s, after_s=across_s
         )
-    if not execution.overlaps_dp:
+    if "scatters" not in execution.overlaps:
         return DataParallelSeconds(
             forward_s=gather_s, backward_s=again_s, host_backward_s=scatter_s, after_s=across_s
         )

@@ -100,7 +100,7 @@ def stack_of_row(cells: Cells) -> Execution:
         reached = 1.0 if sends["hybrid"] else stack.wide_exchange_part
         stack = replace(stack, sends_tokens=True, wide_exchange_part=reached)
     if OVERLAPS_ROWS.search(said):
-        stack = replace(stack, overlaps_rows=True)
+        stack = replace(stack, overlaps=(*stack.overlaps, "rows"))
     graphs = CUDA_GRAPHS.search(said)
     return _graphed(stack, (graphs["parts"] or "").lower()) if graphs else stack
 
