@@ -197,13 +197,14 @@ def _product_seconds(
     is_grouped = family_of(op.target).deals_rows
     more_s = (ceil(batch / PRODUCT_STREAMS) - 1) * rates.kernel_s * is_grouped
 
-    def seconds(rows: int, columns: int, inner: int, dtype: str = dtype) -> float:
+    def seconds(rows: int, columns: int, inner: int) -> float:
         """Return the seconds of a product of (rows, inner) and (inner, columns)."""
-        alone = rates.matmul_seconds(
+        alone_s = rates.matmul_seconds(
             rows, columns, inner, batch=batch, dtype=dtype, aligned=aligned
         )
-        return alone / (casts.rate_part if casts else 1.0) + more_s
+        return alone_s / rate_part + more_s
 
+    rate_part = casts.rate_part if casts else 1.0
     forward_s = seconds(m, n, k)
     backward_s = weight_s = 0.0
     factors = op.inputs[family_of(op.target).first_factor :][:2]
@@ -212,8 +213,9 @@ def _product_seconds(
         backward_s += seconds(m, k, n)
     if factors[1] in needing:
         rows, columns = (n, k) if of_weights else (k, n)
-        is_wide = casts is not None and casts.wide_weight_gradient
-        once_s = seconds(rows, columns, m, "bfloat16" if is_wide else dtype)
+        if casts and casts.wide_weight_gradient:
+            dtype, rate_part = "bfloat16", 1.0
+        once_s = seconds(rows, columns, m)
         backward_s += once_s
         weight_s = once_s if _is_weight(factors[1], local) else 0.0
     cast_s = cast_back_s = 0.0
