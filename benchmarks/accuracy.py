@@ -232,7 +232,7 @@ def report(
     held_out: dict[str, np.ndarray] | None = None,
     stalled: np.ndarray | None = None,
 ) -> list[dict]:
-    """Return one line of figures per source, then for single and multi-node rows, and all.
+    """Return one line of figures per source, then for rows of one node, of several, in 8 bits.
 
     `errors` are those of the cases, `held_out` those of the same cases under rates that were not
     fitted to them, by name. Sources with `stalled` cases get a second line without them.
@@ -244,7 +244,8 @@ def report(
             f"{s}, no stalls": masks[s] & ~stalled for s in sources if (masks[s] & stalled).any()
         }
     single = np.array([c.nodes == 1 for c in cases])
-    masks |= {"ALL single node": single, "ALL multi node": ~single}
+    narrow = np.array([c.run.dtype.startswith(("float8", "float4")) for c in cases])
+    masks |= {"ALL single node": single, "ALL multi node": ~single, "ALL in 8 bits": narrow}
     lines = []
     for name, mask in masks.items():
         if not mask.any():

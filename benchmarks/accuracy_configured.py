@@ -5,6 +5,10 @@
 - Megatron-Bridge's tables of mixtures of experts: the recipes of each release, scripts/performance
   of NVIDIA-NeMo/Megatron-Bridge at v0.1.0rc4 (25.09), v0.2.0 (25.11) and v0.3.0 (26.02).
 - nanotron's Ultra-Scale Playbook: scripts/scaling_benchmarks.py of huggingface/nanotron.
+- torchtitan's tables: train_configs/llama3_*.toml of pytorch/torchtitan, December 2024, have
+  sequences of 8192, and that of 405B at 3faaa1a0d compiles.
+- torchao's: its H100s are those of torchtitan's, 95 GiB at 2.4 TB/s (pytorch/torchtitan commit
+  7a04053 prints 47.65 GiB as 50.16%; testing/training/roofline_utils.py of pytorch/ao).
 - Megatron-LM's DeepSeek-V3, whose rows are one run after the other: each adds to those before it.
 
 Nothing here is measured: which dispatcher, which CUDA graphs, what is recomputed, what overlaps.
@@ -35,6 +39,8 @@ OWN_STAGES = {"pp_layout": "Et*3|(tt|)*29m|L"}
 WIDEST_TIED = 10_000
 """nanotron's benchmark ties the output matrix to the embedding where feed-forwards are narrower.
 """
+
+TITAN_SEQ_LEN = "8192"
 
 # Notes to add, what is recomputed, and cells that the table leaves blank or has otherwise than the
 # recipe. By release, model and device.
@@ -120,6 +126,10 @@ def as_configured(row: Mapping[str, str]) -> dict[str, str]:
         return _bridge(row)
     if row["source_id"] == "ultrascale_playbook":
         return row | {"tied": str(int(int(row["ffn_hidden"]) < WIDEST_TIED))}
+    if row["source_id"].startswith("torchtitan_"):
+        return _titan(row)
+    if row["source_id"] == "moecp_ao" and row["gpu"].startswith("H100"):
+        return row | {"gpu": "H100-SXM (HBM2e)", "gpu_mem_gb": "96"}
     if CUMULATIVE in row["notes"]:
         return _cumulative(row)
     return row
@@ -146,6 +156,14 @@ def _adapters(row: dict[str, str]) -> dict[str, str]:
     )
     if is_graphed:
         row["notes"] += "; CUDA graphs"
+    return row
+
+
+def _titan(row: dict[str, str]) -> dict[str, str]:
+    """Tables of torchtitan."""
+    row["seq_len"] = row["seq_len"] or TITAN_SEQ_LEN
+    if row["source_id"] == "torchtitan_perf_2024" and "405B" in row["model"]:
+        row["notes"] += "; torch.compile"
     return row
 
 

@@ -90,6 +90,8 @@ class DeviceFile(Record):
     """The shipped device whose rates it is priced with; of a shipped one, itself."""
     tflop_per_s: float | None = Field(default=None, gt=0)
     """Dense 16-bit products, in 1e12 flop per second."""
+    float8_tflop_per_s: float | None = Field(default=None, gt=0)
+    """Dense 8-bit products; None: as many times 16-bit ones as on the reference device."""
     memory_tb_per_s: float | None = Field(default=None, gt=0)
     memory_gb: float | None = Field(default=None, gt=0)
     num_multiprocessors: int | None = Field(default=None, ge=1)

@@ -22,7 +22,8 @@ from functools import lru_cache
 from math import ceil, log2
 from typing import Literal
 
-from costmodel.execution.execution import Execution
+from costmodel.execution.execution import Execution, Overlapped
+from costmodel.execution.narrow import CASTS, Casts
 from costmodel.table.kernels import DeviceRates, has_rates, load_rates
 from planner.errors import PlannerError
 from profiles import Group, Lookup, OpQuery, Profile
@@ -109,6 +110,11 @@ class ExecutedProfile(TrainingProfile):
         is_narrow = self.product_dtype.startswith(("float8", "float4"))
         return is_narrow and self.product_dtype in self.rates.peak_flop_per_s
 
+    @property
+    def casts(self) -> Casts | None:
+        """What casts for products in 8 bits move; None where layers multiply in 16."""
+        return CASTS[self.execution.scaling] if self.multiplies_narrow else None
+
     def with_rates(self, rates: DeviceRates) -> ExecutedProfile:
         """Return the same machine with other rates."""
         return ExecutedProfile(
@@ -147,6 +153,12 @@ class ExecutedProfile(TrainingProfile):
         return Lookup(
             seconds=seconds, source=f"{work} of {self.execution.name}", relative_error=0.2
         )
+
+    def shown_seconds(self, kind: Overlapped, seconds: float, *, behind_s: float) -> float:
+        """Return what shows of collectives of a kind that has so much compute beside it."""
+        if kind not in self.execution.overlaps:
+            return seconds
+        return self.rates.exposed_seconds(seconds, behind_s=behind_s)
 
     def skew_seconds(self, size: int) -> float:
         """Return what ranks wait for the last of them at a collective that nothing overlaps."""

@@ -103,19 +103,16 @@ def exposed_comm(
         axis = axes[str(op.args[1])]
         size = max(size, axis.size)
         nodes = max(nodes, axis.group.num_nodes)
-    rates = profile.rates
-    if execution.overlaps_tp and count > 1:
-        behind = 0.5 * compute.forward_s
-        there_s = rates.exposed_seconds(there_s, behind_s=behind)
-        back_s = rates.exposed_seconds(back_s, behind_s=behind)
-    # Keys and values go round a ring beside the attention to those at hand: all but the last part
-    # of each round may be hidden.
-    there_s += max(ring_s / cp, ring_s - attention.forward_s)
-    back_s += max(ring_back_s / cp, ring_back_s - attention.backward_s)
-    if execution.overlaps_rows:
-        # A forward's rows go beside another microbatch's backward, and the other way round.
-        behind = (compute.forward_s + compute.backward_s) / 2
-        rows_s = rates.exposed_seconds(rows_s, behind_s=behind)
+    if count > 1:  # A lone one has nothing beside it.
+        half_s = 0.5 * compute.forward_s
+        there_s = profile.shown_seconds("tp", there_s, behind_s=half_s)
+        back_s = profile.shown_seconds("tp", back_s, behind_s=half_s)
+    # Keys and values go round a ring beside the attention to those at hand.
+    there_s += profile.rates.exposed_seconds(ring_s, behind_s=attention.forward_s)
+    back_s += profile.rates.exposed_seconds(ring_back_s, behind_s=attention.backward_s)
+    # A forward's rows go beside another microbatch's backward, and the other way round.
+    half_s = (compute.forward_s + compute.backward_s) / 2
+    rows_s = profile.shown_seconds("rows", rows_s, behind_s=half_s)
     # Experts have nothing to do before their rows are there; gradients go the same ways, back.
     there_s += rows_s
     back_s += rows_s

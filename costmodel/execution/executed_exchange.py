@@ -10,17 +10,21 @@ What a runtime does not overlap comes after the last job, or in the way of each.
 
 from __future__ import annotations
 
+from costmodel.execution.executed import ExecutedProfile
 from costmodel.execution.execution import Execution
 from costmodel.time.communication import ALONE, DataParallelSeconds
 from planner.plan.replication import Replication
-from profiles import Group, Profile
+from profiles import Group
 
 WEIGHT_BYTES = 2
 """Bytes of a weight in bf16."""
 
+NARROW_BYTES = 1
+"""Bytes of a weight in 8 bits."""
+
 
 def executed_exchange(
-    profile: Profile,
+    profile: ExecutedProfile,
     execution: Execution,
     group: Group,
     replication: Replication,
@@ -59,7 +63,7 @@ def executed_exchange(
     reduced = param_bytes * (execution.reduced_bytes / WEIGHT_BYTES if is_cast else 1)
     if not replication.is_sharded:
         sum_s = seconds("all_reduce", reduced)
-        if execution.overlaps_sums:
+        if "sums" in execution.overlaps:
             return DataParallelSeconds(last_backward_s=sum_s)
         return DataParallelSeconds(after_s=sum_s)
     across_s = seconds("all_reduce", reduced / group.size, copies) if copies.size > 1 else 0.0
@@ -68,18 +72,20 @@ def executed_exchange(
         gather_s += execution.unpack_s * num_tensors * group.size
         scatter_s = seconds("reduce_scatter" if execution.scatters else "all_reduce", reduced)
         scatter_s += across_s
-        if execution.overlaps_dp:
+        if "scatters" in execution.overlaps:
             return DataParallelSeconds(first_forward_s=gather_s, last_backward_s=scatter_s)
         return DataParallelSeconds(after_s=gather_s + scatter_s)
     scatter_s = seconds("reduce_scatter", reduced)
-    gather_s = seconds("all_gather", param_bytes + frozen_bytes)
-    again_s = seconds("all_gather", param_bytes + frozen_backward_bytes)
+    # Embedding and head, which are gathered as they are, are counted with the layers here.
+    sent = NARROW_BYTES / WEIGHT_BYTES if profile.casts and profile.casts.gathers_narrow else 1.0
+    gather_s = seconds("all_gather", sent * (param_bytes + frozen_bytes))
+    again_s = seconds("all_gather", sent * (param_bytes + frozen_backward_bytes))
     # A ZeRO 3 scatter moves as many bytes as a gather where gradients are as wide as weights.
-    if not execution.overlaps_gathers:
+    if "gathers" not in execution.overlaps:
         return DataParallelSeconds(
             host_forward_s=gather_s, host_backward_s=again_s + scatter_s, after_s=across_s
         )
-    if not execution.overlaps_dp:
+    if "scatters" not in execution.overlaps:
         return DataParallelSeconds(
             forward_s=gather_s, backward_s=again_s, host_backward_s=scatter_s, after_s=across_s
         )

@@ -15,6 +15,7 @@ from math import ceil, prod
 
 from costmodel.execution.executed import ExecutedProfile
 from costmodel.execution.execution import Execution
+from costmodel.execution.narrow import Casts, gradient_is_ready, input_is_ready
 from costmodel.memory.saved import SavedTensors
 from costmodel.table.fusion import fused_groups, module_groups
 from costmodel.time.block.compute import op_works
@@ -32,9 +33,6 @@ LOSSES = (
     "cross_entropy_sum",
 )
 HALVES = ("bfloat16", "float16")
-NORMS = ("rms_norm", "layer_norm", "native_layer_norm")
-CAST_BYTES = 4.0
-"""Bytes of casting an element for products in 8 bits: read in 16, written twice."""
 
 PRODUCT_STREAMS = 4
 """Streams on which runs of rows are multiplied side by side (Transformer Engine 2.8:
@@ -189,9 +187,8 @@ def _product_seconds(
     batch, m, _, k = sizes[0]
     n = sum(columns for _, _, columns, _ in sizes)
     of_weights = _has_weights(op, local)
-    dtype = tensor[op.outputs[0]].dtype
-    if not is_head and is_layer_product(op, local):
-        dtype = profile.product_dtype
+    casts = profile.casts if not is_head and is_layer_product(op, local) else None
+    dtype = profile.product_dtype if casts else tensor[op.outputs[0]].dtype
     if dtype not in rates.peak_flop_per_s:
         dtype = "bfloat16"
     # Rows of logits start on 16-byte boundaries if tp pads the vocabulary or it divides.
@@ -199,47 +196,70 @@ def _product_seconds(
     # Runs of rows are multiplied one by one, on a few streams: a kernel each.
     is_grouped = family_of(op.target).deals_rows
     more_s = (ceil(batch / PRODUCT_STREAMS) - 1) * rates.kernel_s * is_grouped
-    forward_s = rates.matmul_seconds(m, n, k, batch=batch, dtype=dtype, aligned=aligned) + more_s
+
+    def seconds(rows: int, columns: int, inner: int) -> float:
+        """Return the seconds of a product of (rows, inner) and (inner, columns)."""
+        alone_s = rates.matmul_seconds(
+            rows, columns, inner, batch=batch, dtype=dtype, aligned=aligned
+        )
+        return alone_s / rate_part + more_s
+
+    rate_part = casts.rate_part if casts else 1.0
+    forward_s = seconds(m, n, k)
     backward_s = weight_s = 0.0
     factors = op.inputs[family_of(op.target).first_factor :][:2]
     needing = set(needing_gradient(op, tensor))
     if factors[0] in needing:
-        seconds = rates.matmul_seconds(m, k, n, batch=batch, dtype=dtype, aligned=aligned)
-        backward_s += seconds + more_s
+        backward_s += seconds(m, k, n)
     if factors[1] in needing:
         rows, columns = (n, k) if of_weights else (k, n)
-        seconds = rates.matmul_seconds(rows, columns, m, batch=batch, dtype=dtype, aligned=aligned)
-        seconds += more_s
-        backward_s += seconds
-        weight_s = seconds if _is_weight(factors[1], local) else 0.0
+        if casts and casts.wide_weight_gradient:
+            dtype, rate_part = "bfloat16", 1.0
+        once_s = seconds(rows, columns, m)
+        backward_s += once_s
+        weight_s = once_s if _is_weight(factors[1], local) else 0.0
     cast_s = cast_back_s = 0.0
-    if dtype.startswith(("float8", "float4")):
-        # Read in 16 bits and written in 8, as it is and transposed; of runs a kernel each.
-        kernels = batch * is_grouped
-        if not _is_normed(factors[0], local):
-            cast_s = rates.pass_seconds(CAST_BYTES * batch * m * k, kernels)
-        cast_back_s = rates.pass_seconds(CAST_BYTES * batch * m * n, kernels) * bool(backward_s)
+    if casts:
+        cast_s, cast_back_s = _cast_seconds(
+            casts, ops, local, profile, kernels=batch * is_grouped, sizes=sizes
+        )
     return Seconds(
         forward_s=(forward_s + cast_s) * profile.waited,
-        backward_s=(backward_s + cast_back_s) * profile.waited,
+        backward_s=(backward_s + cast_back_s * bool(backward_s)) * profile.waited,
         weight_s=weight_s * profile.waited,
     )
 
 
-def _is_normed(name: str, local: Program) -> bool:
-    """Whether a tensor comes straight from a norm, whose kernel writes it in 8 bits (Transformer
-    Engine: module/layernorm_linear.py). Where others take it too, it is also made in 16.
+def _cast_seconds(
+    casts: Casts,
+    ops: tuple[Op, ...],
+    local: Program,
+    profile: ExecutedProfile,
+    *,
+    kernels: int,
+    sizes: list[tuple[int, int, int, int]],
+) -> tuple[float, float]:
+    """Return seconds of a product's casts, in its forward and in its backward; of runs of rows a
+    kernel each. `sizes` are batch, m, n and k for each weight.
     """
-    makers = {made: op for op in local.ops for made in op.outputs}
-    users = Counter(taken for op in local.ops for taken in op.inputs)
-    while users[name] == 1 and name in makers:
-        maker = makers[name]
-        if packet_of(maker.target) in NORMS:
-            return True
-        if maker.target != REDISTRIBUTE:
-            return False
-        name = maker.inputs[0]
-    return False
+
+    def cast_s(num_bytes: float) -> float:
+        return profile.rates.pass_seconds(num_bytes, kernels) if num_bytes else 0.0
+
+    def each_bytes(is_ready: bool) -> int:
+        return casts.ready_bytes if is_ready else casts.alone_bytes
+
+    batch, m, _, k = sizes[0]
+    taken_bytes = each_bytes(input_is_ready(ops, local, profile.execution)) * batch * m * k
+    arriving_bytes = sum(
+        each_bytes(gradient_is_ready(op, local, profile.execution)) * batch * m * n
+        for op, (_, _, n, _) in zip(ops, sizes, strict=True)
+    )
+    weights = batch * k * sum(n for _, _, n, _ in sizes)
+    return (
+        cast_s(taken_bytes) + cast_s(casts.weight_bytes * weights),
+        cast_s(arriving_bytes) + cast_s(casts.weight_back_bytes * weights),
+    )
 
 
 def _attention_seconds(op: Op, local: Program, profile: ExecutedProfile) -> Seconds:

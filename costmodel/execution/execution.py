@@ -20,8 +20,16 @@ Kernels = Literal["eager", "modules", "fused"]
 """How ops that only move bytes run: one by one; fused inside each module of the model's code, as
 libraries of layers do; or fused wherever no product lies between, as compilers do."""
 
+Overlapped = Literal["tp", "gathers", "scatters", "sums", "stages", "rows"]
+"""Kinds of collectives: of tensor parallel ranks; gathers of ZeRO's sharded weights, and sums to
+its shards; sums over replicas without ZeRO; messages between interleaved stages; rows of experts,
+which may go beside the compute of another microbatch."""
+
 RunKind = Literal["dense", "experts", "adapters"]
 """What is trained: all of a dense model, a mixture of experts, adapters of a frozen model."""
+
+Scaling = Literal["delayed", "tensorwise", "rowwise", "rowwise-forward", "blocks"]
+"""What the scale of a tensor in 8 bits is of (`costmodel.execution.narrow`)."""
 
 Prices = Literal["profile", "rates"]
 """Where an op's time comes from: a profile's measurements and fits of single ops; or the few rates
@@ -42,6 +50,8 @@ class Execution:
     """Attention is one kernel; else its scores are written out."""
     vendor_attention: bool
     """That kernel is the device maker's (cuDNN), not portable code."""
+    scaling: Scaling
+    """How products in 8 bits are scaled, where they are."""
     pointwise_factor: float
     """How many times the bytes that fused pointwise kernels would move are moved."""
     dropout: bool
@@ -63,8 +73,6 @@ class Execution:
     wide_exchange_part: float
     """Part of its links' rate that an exchange of rows reaches among more ranks of a node than
     eight, of which collectives were measured."""
-    overlaps_rows: bool
-    """Rows go to their experts and back beside the compute of another microbatch."""
     pads_rows: bool
     """With products in 8 bits, rows are copied to a whole number of tiles for each expert, and
     back after the last product."""
@@ -105,14 +113,9 @@ class Execution:
     """Bytes that an optimizer step moves for each parameter."""
     loss_pass_bytes: float
     """Bytes that the loss moves for each logit, forward and backward together."""
-    overlaps_tp: bool
-    """Tensor-parallel collectives run beside compute."""
-    overlaps_gathers: bool
-    """Gathers of ZeRO's sharded weights do."""
-    overlaps_dp: bool
-    """Reductions of gradients to ZeRO's shards do."""
-    overlaps_sums: bool
-    """Sums of gradients over replicas without ZeRO do."""
+    overlaps: tuple[Overlapped, ...]
+    """Collectives that run beside compute, and show `exposed_part` of the device's rates and what
+    outlasts the compute; of all others all shows."""
     sums_tensors: bool
     """Each of these is a message of its own; else they go in buckets as good as one."""
     scatters: bool
@@ -120,8 +123,6 @@ class Execution:
     unpack_s: float
     """Seconds to copy one replica's part of one tensor out of the weights that ZeRO 1 and 2
     gathered; 0 where they are gathered in place."""
-    overlaps_pp: bool
-    """Transfers between interleaved stages do."""
     sends_ahead: bool
     """A backward sends its input's gradient before it has made its first block's weight gradients;
     else after the whole backward."""
@@ -180,7 +181,8 @@ def execution_names() -> tuple[str, ...]:
 @lru_cache(maxsize=64)
 def find_execution(name: str) -> Execution:
     """Return a runtime's record; raise PlannerError for an unknown name."""
-    return Execution(name=name, **{key: entry["value"] for key, entry in _entries(name).items()})
+    values = {key: entry["value"] for key, entry in _entries(name).items()}
+    return Execution(name=name, **values | {"overlaps": tuple(values["overlaps"])})
 
 
 def sources_of(name: str) -> Mapping[str, str]:

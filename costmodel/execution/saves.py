@@ -97,9 +97,10 @@ def as_saved(local: Program, profile: Profile) -> Program:
     """Return a rank's bound program whose products take narrow casts of what they took.
 
     It is for bytes alone: the seconds of casts are in the rates of narrow products. The same
-    program where the runtime multiplies in 16 bits.
+    program where the runtime multiplies in 16 bits, or saves the input itself (torchao).
     """
-    if not isinstance(profile, ExecutedProfile) or not profile.multiplies_narrow:
+    casts = profile.casts if isinstance(profile, ExecutedProfile) else None
+    if casts is None or not casts.saves_narrow:
         return local
     tensor = local.tensor
     maker = {name: op for op in local.ops for name in op.outputs}

@@ -257,7 +257,7 @@ class StageTable:
         """Return the ranks of a transfer between stages that the runtime does not overlap; None
         where it does, or there is none.
         """
-        if configuration.pp == 1 or self.costs.execution.overlaps_pp:
+        if configuration.pp == 1 or "stages" in self.costs.execution.overlaps:
             return None
         return self._pp_group(configuration)
 

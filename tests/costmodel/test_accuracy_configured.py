@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from costmodel.table.rows.devices import device_of
 from costmodel.table.rows.run_row import parse_row
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -55,3 +56,13 @@ def test_what_earlier_rows_added_holds_for_later_ones(configured):
     assert not first.stack.sends_tokens
     # A graph of the shared expert is no graph of the whole layer.
     assert said("CUDA graph captures shared expert", "DeepEP").stack.expert_kernels > 0
+
+
+def test_torchtitans_files_say_lengths_and_torchaos_gpus_are_its(configured):
+    titan = {**BRIDGE, "source_id": "torchtitan_202412", "seq_len": "", "gpu": "H100-SXM"}
+    assert configured.as_configured(titan)["seq_len"] == "8192"
+    assert configured.as_configured({**titan, "seq_len": "32768"})["seq_len"] == "32768"
+    largest = {**titan, "source_id": "torchtitan_perf_2024", "model": "Llama3.1-405B"}
+    assert "compile" in configured.as_configured(largest)["notes"]
+    ao = configured.as_configured({**titan, "source_id": "moecp_ao"})
+    assert device_of(ao["gpu"], float(ao["gpu_mem_gb"])).memory_tb_per_s == 2.4

@@ -40,6 +40,10 @@ ROWS = {
         **H100, "model": "Llama3-70B", "seq_len": "8192", "gpus": "64", "global_batch": "128",
         "micro_batch": "1", "dp": "2", "tp": "4", "pp": "8", "vpp": "5",
     },
+    "70b-pipeline-8-bits": {
+        **H100, "model": "Llama3-70B", "seq_len": "8192", "gpus": "64", "global_batch": "128",
+        "micro_batch": "1", "dp": "2", "tp": "4", "pp": "8", "vpp": "5", "dtype": "fp8",
+    },
     "gpt3": {
         **H100, "model": "GPT3-175B", "layers": "96", "hidden": "12288", "heads": "96",
         "vocab": "51200", "seq_len": "2048", "gpus": "128", "global_batch": "256",

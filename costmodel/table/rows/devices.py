@@ -53,6 +53,9 @@ def scaled_rates(
     if device.memory_tb_per_s is not None:
         memory = device.memory_tb_per_s * TB
     peaks = {dtype: scale * peak for dtype, peak in rates.peak_flop_per_s.items()}
+    if device.float8_tflop_per_s is not None:
+        narrow = device.float8_tflop_per_s * TFLOP
+        peaks |= {dtype: narrow for dtype in peaks if dtype.startswith("float8")}
     if float4_per_float8 := device_file(device.reference).float4_per_float8:
         peaks[FOUR_BITS] = float4_per_float8 * peaks["float8_e4m3fn"]
     return replace(

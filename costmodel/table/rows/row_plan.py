@@ -283,11 +283,20 @@ def _model_ref(model: Transformer) -> ModelRef:
 
 
 def is_nearly_full(found: Estimate, run: RunRow, room_bytes: float) -> bool:
-    """Whether an allocator would reserve more for a row than a device has (`reserved_factor`)."""
+    """Whether an allocator would reserve more for a row than a device has (`reserved_factor`).
+
+    A block that a collective on another stream used is free only when that has ended, so others are
+    reserved meanwhile. Collectives of tp and ZeRO's gathers take such blocks; sums without ZeRO go
+    through buckets of their own.
+    """
+    if not run.stack.reserved_factor:
+        return False
+    if run.tp == 1 and not run.zero_stage:
+        return found.peak_bytes > room_bytes
     reserved = max(
         run.stack.reserved_factor * m.tensor_bytes + m.context_bytes for m in found.memory
     )
-    return bool(run.stack.reserved_factor and reserved > room_bytes)
+    return bool(reserved > room_bytes)
 
 
 def needed_bytes(found: Estimate, run: RunRow) -> float:

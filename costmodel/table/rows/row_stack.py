@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 from costmodel.execution import Execution, find_execution
+from costmodel.execution.execution import Scaling
 from costmodel.table.rows.named_models import named_model
 from costmodel.table.rows.row_words import Cells, gated_of, stack_of, zero_of
 
@@ -51,6 +52,13 @@ COMPILED = re.compile(r"(?i)(?<!without )(torch\.)?compile")
 COMPILED_AS = {"fsdp-flash": "torchtitan-compiled", "torchtitan": "torchtitan-compiled"}
 """What stacks are then."""
 
+SCALINGS: tuple[tuple[str, Scaling], ...] = (
+    (r"rowwise_with_gw_hp", "rowwise-forward"),
+    (r"row.?wise", "rowwise"),
+    (r"mxfp", "blocks"),
+)
+"""Words of a dtype for recipes of torchao, which scales tensors where none is said."""
+
 FUSED_SINCE = {
     MEGATRON_CLASSIC: MEGATRON_CORE,
     MEGATRON_DEEPSPEED: EAGER_FLASH,
@@ -86,13 +94,20 @@ def stack_of_row(cells: Cells) -> Execution:
         stack = replace(stack, fullest_experts=1.0)
     if stack.name in COMPILED_AS and COMPILED.search(said):
         stack = find_execution(COMPILED_AS[stack.name])
+    if stack.scaling == "tensorwise":
+        stack = replace(stack, scaling=_scaling(cells.text("dtype")))
     if sends := SENDS_TOKENS.search(cells.text("dispatcher") or said):
         reached = 1.0 if sends["hybrid"] else stack.wide_exchange_part
         stack = replace(stack, sends_tokens=True, wide_exchange_part=reached)
     if OVERLAPS_ROWS.search(said):
-        stack = replace(stack, overlaps_rows=True)
+        stack = replace(stack, overlaps=(*stack.overlaps, "rows"))
     graphs = CUDA_GRAPHS.search(said)
     return _graphed(stack, (graphs["parts"] or "").lower()) if graphs else stack
+
+
+def _scaling(dtype: str) -> Scaling:
+    """Return the recipe of torchao that a dtype names."""
+    return next((name for words, name in SCALINGS if re.search(words, dtype, re.I)), "tensorwise")
 
 
 def _graphed(stack: Execution, parts: str) -> Execution:

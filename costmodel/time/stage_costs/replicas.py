@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodel.cache import CostCache
+from costmodel.execution.executed import ExecutedProfile
 from costmodel.execution.executed_exchange import executed_exchange
 from costmodel.time.communication import BUCKET_BYTES, DataParallelSeconds, data_parallel_seconds
 from costmodel.time.update import RankUpdate, rank_update
@@ -167,7 +168,8 @@ class ReplicaPrices:
         sizes["copies"] = sharing.copies
         if self._costs.execution.prices == "profile":
             return data_parallel_seconds(profile, group, replication, **sizes)
-        return executed_exchange(profile, self._costs.execution, group, replication, **sizes)
+        rated = cast(ExecutedProfile, profile)
+        return executed_exchange(rated, self._costs.execution, group, replication, **sizes)
 
     def least_s_per_byte(self, block_bytes: float, num_blocks: int) -> DataParallelSeconds:
         """Return seconds for each byte of parameters that no stage's exchange is below, of a chain

@@ -218,7 +218,7 @@ def transfers(
     """
     there_s, back_s = receive_s
     nothing = 0 * there_s, 0 * back_s
-    if execution.overlaps_pp:
+    if "stages" in execution.overlaps:
         return receive_s, nothing
     if len(there_s) == 1:
         return nothing, nothing

@@ -120,10 +120,9 @@ def test_a_compiler_moves_fewer_bytes(h100: Profile) -> None:
 def test_overlap_hides_what_others_wait_for(h100: Profile) -> None:
     plan = plan_of(dp=4, tp=2, zero_stage=1)
     core = find_execution("megatron-core")
-    names = ("overlaps_tp", "overlaps_dp")
     exposed = [
-        estimate(GRAPH, h100, plan, execution=replace(core, **dict.fromkeys(names, hides))).time
-        for hides in (True, False)
+        estimate(GRAPH, h100, plan, execution=replace(core, overlaps=overlaps)).time
+        for overlaps in (core.overlaps, ("gathers", "sums", "stages"))
     ]
     assert exposed[0].tp_comm_s < exposed[1].tp_comm_s
     assert exposed[0].dp_comm_s < exposed[1].dp_comm_s
@@ -134,8 +133,8 @@ def test_transfers_that_are_not_overlapped_lengthen_each_microbatch(h100: Profil
     core = find_execution("megatron-core")
     plan = plan_of(dp=1, pp=8, num_microbatches=32)
     steps = [
-        estimate(GRAPH, h100, plan, execution=replace(core, overlaps_pp=hides)).step_s
-        for hides in (True, False)
+        estimate(GRAPH, h100, plan, execution=replace(core, overlaps=overlaps)).step_s
+        for overlaps in (core.overlaps, ())
     ]
     assert steps[0] < steps[1]
 

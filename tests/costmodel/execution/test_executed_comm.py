@@ -55,7 +55,7 @@ def test_exchanges_of_more_than_eight_ranks_of_a_domain_are_slow() -> None:
 
 def test_rows_beside_another_microbatch_show_in_part() -> None:
     _, _, rates = run_of(QWEN)
-    bare, beside = (exchange_s(QWEN, overlaps_rows=overlaps) for overlaps in (False, True))
+    bare, beside = (exchange_s(QWEN, overlaps=overlaps) for overlaps in ((), ("rows",)))
     assert beside == pytest.approx(rates.exposed_part * bare)
 
 

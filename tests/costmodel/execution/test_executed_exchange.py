@@ -35,10 +35,10 @@ def exchanged(
     )
 
 
-@pytest.mark.parametrize(("overlaps", "zero_stage"), [("overlaps_sums", 0), ("overlaps_dp", 1)])
+@pytest.mark.parametrize(("overlaps", "zero_stage"), [("sums", 0), ("scatters", 1)])
 def test_sums_and_scatters_overlap_each_by_its_own_habit(overlaps: str, zero_stage: int) -> None:
-    both = replace(FSDP, overlaps_sums=False, overlaps_dp=False)
-    beside = exchanged(replace(both, **{overlaps: True}), zero_stage=zero_stage)
+    both = replace(FSDP, overlaps=())
+    beside = exchanged(replace(both, overlaps=(overlaps,)), zero_stage=zero_stage)
     after = exchanged(both, zero_stage=zero_stage)
     assert after.last_backward_s == 0 < after.after_s
     assert beside.after_s == 0
@@ -52,7 +52,7 @@ def test_a_message_a_tensor_takes_longer_than_all_in_one() -> None:
 
 
 def test_whole_sums_move_twice_what_a_scatter_moves() -> None:
-    habit = replace(FSDP, overlaps_dp=False)
+    habit = replace(FSDP, overlaps=("gathers", "sums"))
     gather_s = exchanged(habit, zero_stage=1).once_s / 3  # 2 bytes gathered, 4 scattered
     more_s = exchanged(replace(habit, scatters=False), zero_stage=1).once_s - 3 * gather_s
     assert more_s == pytest.approx(2 * gather_s, rel=0.1)

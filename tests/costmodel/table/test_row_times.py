@@ -117,7 +117,7 @@ def test_low_precision_is_faster_and_overlap_hides(machine):
     half = parts_of(replace(base, dtype="float8_e4m3fn"), profile, rates)
     assert half.compute_s < parts_of(base, profile, rates).compute_s
     fsdp = replace(base, stack=FSDP_FLASH, zero_stage=3, tp=1, pp=1, dp=8, micro_batch=4)
-    exposed = replace(fsdp, stack=replace(FSDP_FLASH, overlaps_dp=False))
+    exposed = replace(fsdp, stack=replace(FSDP_FLASH, overlaps=("gathers", "sums")))
     assert parts_of(fsdp, profile, rates).step_s < parts_of(exposed, profile, rates).step_s
 
 
