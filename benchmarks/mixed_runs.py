@@ -33,7 +33,7 @@ import numpy as np
 from accuracy_groups import kendall_tau
 
 from costmodel.cache import BlockPrice, CostCache, costs_of_groups
-from costmodel.estimate import estimate_time
+from costmodel.estimate import step_seconds as predicted_seconds
 from costmodel.execution.executed import ExecutedProfile
 from costmodel.table.kernels import DeviceRates
 from costmodel.table.rows.row_plan import plan_of, transformer_of
@@ -160,14 +160,14 @@ def step_seconds(row: Mapping[str, str], layers: Layers | None) -> float:
     profile = Profile(profile.file.model_copy(update={"cluster": cluster}))
     if layers is None:
         executed = _executed(profile, rates, run, per_node)
-        return estimate_time(plan, CostCache(graph, executed, execution=run.stack)).step_s
+        return predicted_seconds(plan, CostCache(graph, executed, execution=run.stack))
     measured = {
         kind: layers[LAYERS_OF[row["model"]], kind, run.micro_batch, run.tp] for kind in kinds
     }
     if row["cluster"] == "clariden":
         executed = _executed(profile, rates, run, per_node)
         costs: CostCache = MeasuredLayers(graph, executed, run, measured[kinds[0]])
-        return estimate_time(plan, costs).step_s
+        return predicted_seconds(plan, costs)
     # Nothing is lost on the way but what the rate has lost already.
     rates = replace(rates, network_efficiency=1.0)
     run = replace(run, stack=replace(run.stack, reduced_bytes=4))
@@ -187,7 +187,7 @@ def step_seconds(row: Mapping[str, str], layers: Layers | None) -> float:
         stage.model_copy(update={"device_group": "+".join(name for name, _ in places)})
         for stage, places in zip(plan.stages, _placed(row, run), strict=True)
     )
-    return estimate_time(plan.model_copy(update={"stages": stages}), costs).step_s
+    return predicted_seconds(plan.model_copy(update={"stages": stages}), costs)
 
 
 def _executed(profile: Profile, rates: DeviceRates, run: RunRow, per_node: int) -> ExecutedProfile:

@@ -114,7 +114,7 @@ def _num_nodes(plan: Plan) -> int:
 
 
 def _estimate_rows(source: Path, target: Path, as_json: bool) -> None:
-    from costmodel.table.rows.row_files import estimate_file
+    from costmodel.table.rows.rows import estimate_file
 
     check_writable(target, "predictions", (source,))
     with show_progress("estimating"):

@@ -113,7 +113,7 @@ def _predict(profile: Profile, graph: ModelGraph, plan: Plan) -> dict[str, float
         own = stages_of_rank(plan, rank)
         after_s = price.exposed.after_s[own].sum()
         seconds[_after(rank)] = float(price.tied_s[rank] + after_s)
-    seconds[STEP] = answer.step_s - answer.time.inputs_s
+    seconds[STEP] = answer.step_s - answer.path.inputs_s
     return seconds
 
 

@@ -1,27 +1,21 @@
 """estimate: what one training step of a plan takes, in time and in memory, in named parts.
 
-    step_s = max over pp ranks r of  end(r) + sync(r) + optimizer(r)
+    step_s = inputs_s + max over pp ranks r of  end(r) + after(r) + optimizer(r)
 
-where end(r) is the end of r's last job in the simulated table, sync(r) what r still has to
-exchange then with its dp replicas, and with stages that share parameters with its own, and
-optimizer(r) its parameter update. On the rank that ends last,
+    inputs_s      the batch's way onto the device of the first stage, for which the table waits
+    end(r)        the end of r's last job in the simulated table (`simulate`)
+    after(r)      what r still has to exchange then with its dp replicas, and with stages that share
+                  parameters with its own
+    optimizer(r)  its parameter update
 
-    step_s = inputs_s + compute_s + recompute_s + host_s + tp_comm_s + dp_comm_s + pp_comm_s
-             + bubble_s + clipping_s + optimizer_s + offload_s
-
-inputs_s is the batch's way onto the device of the first stage, for which the table waits
-(`inputs`); offload_s is by how much copies of activations lengthen jobs; pp_comm_s is
-what the step would gain if transfers between stages took no time; bubble_s is the rest of the
-time the rank waits for others. Where gradients are clipped, all ranks wait for each other ahead
-of the optimizer (`costmodel.time.clipping`); the parts are then of the rank that is waited for, and
-clipping_s has what it waits for slower updates.
+Where gradients are clipped, all ranks wait for each other ahead of the optimizer
+(`costmodel.time.clipping`). `costmodel.time.step_path` splits the step by cause.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,56 +30,30 @@ from costmodel.time.inputs import input_seconds
 from costmodel.time.offload import least_job_seconds
 from costmodel.time.plan_price import PlanPrice, price_plan, stages_of_rank
 from costmodel.time.replica_views import ReplicaView, replica_views
-from costmodel.time.simulate import JobSeconds, JobTable, Timeline, build_job_table, simulate
+from costmodel.time.simulate import (
+    JobSeconds,
+    JobTable,
+    Timeline,
+    build_job_table,
+    job_table,
+    simulate,
+)
 from costmodel.time.step_path import StepPath
 from planner.graph import ModelGraph
 from planner.plan import OURS, Plan
-from planner.schedule import StepJobKind, build_schedule, schedule_of, step_jobs
+from planner.schedule import StepJobKind, schedule_of, step_jobs
 from planner.schedule.timing.offloads import offloads_of
 from profiles import Profile
-
-
-@dataclass(frozen=True, kw_only=True)
-class TimeParts:
-    """Seconds of one step on the rank that ends last; they sum to the step."""
-
-    compute_s: float
-    """Forward and backward of the rank's stages, host and recomputation apart."""
-    recompute_s: float
-    """Forward work that runs again in the backward."""
-    host_s: float
-    """The device waits for the host to launch kernels."""
-    tp_comm_s: float
-    """Collectives on tp and cp, inside blocks and between them."""
-    dp_comm_s: float
-    """Exchange with replicas that compute does not hide, and sums of tied parameters."""
-    pp_comm_s: float
-    """What the step would gain if transfers between stages took no time."""
-    bubble_s: float
-    """The rest of the time in which the rank waits for others."""
-    optimizer_s: float
-    """AdamW, on the device or on its host."""
-    offload_s: float = 0.0
-    """Copies of activations that are longer than the jobs beside them."""
-    inputs_s: float = 0.0
-    """The batch is copied to the first stage's device."""
-    clipping_s: float = 0.0
-    """The norm of all gradients, and waiting for the last rank."""
-
-    @cached_property
-    def step_s(self) -> float:
-        """Seconds of the step."""
-        return sum(getattr(self, part.name) for part in fields(self))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """A step's time and memory."""
 
-    time: TimeParts
-    """Seconds of the rank that ends last."""
+    step_s: float
+    """Seconds of one step."""
     path: StepPath
-    """Seconds by cause, over all ranks: the parts that people are told."""
+    """The same by cause, over all ranks."""
     memory: tuple[MemoryParts, ...]
     """Bytes of each pp rank: of each of its dp, cp and tp ranks."""
     timeline: Timeline
@@ -96,11 +64,6 @@ class Estimate:
     """Samples of a step."""
     source: str
     """``measured`` or ``shipped``: where the profile's numbers come from."""
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of one step."""
-        return self.time.step_s
 
     @property
     def peak_bytes(self) -> int:
@@ -149,7 +112,7 @@ def estimate(
         costs = cost_cache(graph, profile, plan.world_size, execution=execution)
     views = replica_views(plan, costs)
     num_replicas = sum(view.replicas for view in views)
-    found = [_timed(view, costs) for view in views]
+    found = [_simulated(view, costs) for view in views]
     flop, memory = 0.0, []
     for view, step in zip(views, found, strict=True):
         price = step.price
@@ -158,37 +121,23 @@ def estimate(
         flop += float(flop_of_ranks) * plan.degrees.num_ranks * view.replicas / num_replicas
         weights = price.weights(range(plan.pp))
         memory.append(plan_memory(view.plan, costs, step.timeline.schedule, weights))
-    slowest = max(found, key=lambda each: each.time.step_s)
+    slowest = max(found, key=lambda each: each.last.step_s)
     return Estimate(
-        time=slowest.time,
+        step_s=slowest.last.step_s,
         path=_step_path(slowest, costs),
         memory=tuple(
             max(of_rank, key=lambda parts: parts.total) for of_rank in zip(*memory, strict=True)
         ),
-        timeline=slowest.timeline,
+        timeline=replace(slowest.timeline, step_jobs_s=_step_jobs_s(slowest, costs)),
         flop=flop * plan.num_microbatches,
         samples=plan.global_batch,
         source=costs.profile.source,
     )
 
 
-def estimate_time(plan: Plan, costs: CostCache) -> TimeParts:
-    """Return the seconds of a step alone, for which no memory is walked."""
-    times = (_timed(view, costs).time for view in replica_views(plan, costs))
-    return max(times, key=lambda time: time.step_s)
-
-
 def step_seconds(plan: Plan, costs: CostCache) -> float:
-    """Return the seconds of a step, not in parts."""
-    table = _table_of(plan)
-    found = []
-    for view in replica_views(plan, costs):
-        price = price_plan(view.plan, costs, view.neighbours)
-        at_least = _copies_beside_jobs(price, costs, table)
-        last = _last_rank(price, costs, simulate(table, price.job_seconds, at_least=at_least))
-        after_s = last.after_s + last.clipping_s + last.optimizer_s
-        found.append(last.end_s + after_s + last.inputs_s)
-    return max(found)
+    """Return the seconds of a step alone: no memory is walked, nothing split by cause."""
+    return max(_simulated(view, costs).last.step_s for view in replica_views(plan, costs))
 
 
 def rank_bytes(plan: Plan, costs: CostCache, pp_ranks: Sequence[int]) -> tuple[int, ...]:
@@ -216,34 +165,33 @@ def rank_bytes_by_group(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _TimedStep:
+class _SimulatedStep:
     """The simulated step of some replicas."""
 
     price: PlanPrice
     """What their jobs take; its plan has their devices."""
-    timeline: Timeline
-    """When their jobs run."""
-    without: Timeline
-    """The same where transfers between stages take no time."""
+    table: JobTable
+    """In which order their jobs run."""
     copies_s: tuple[np.ndarray, ...] | None
     """What copies of activations take beside each job of each rank, if there are any."""
-    time: TimeParts
-    """Seconds of the rank that ends last."""
+    timeline: Timeline
+    """When their jobs run."""
+    last: _LastRank
+    """The rank that ends the step."""
 
 
-def _timed(view: ReplicaView, costs: CostCache) -> _TimedStep:
-    """The prices of some replicas, when their jobs run, and their step in parts."""
+def _simulated(view: ReplicaView, costs: CostCache) -> _SimulatedStep:
+    """Return the prices of some replicas, and when their jobs run."""
     price = price_plan(view.plan, costs, view.neighbours)
     table = _table_of(view.plan)
-    at_least = _copies_beside_jobs(price, costs, table)
-    played = simulate(table, price.job_seconds, at_least=at_least)
-    without = simulate(table, _instant(price), at_least=at_least) if view.plan.pp > 1 else played
-    return _TimedStep(
+    copies_s = _copies_beside_jobs(price, costs, table)
+    timeline = simulate(table, price.job_seconds, at_least=copies_s)
+    return _SimulatedStep(
         price=price,
-        timeline=replace(played, step_jobs_s=_step_jobs_s(price, costs, played)),
-        without=without,
-        copies_s=at_least,
-        time=_time_parts(price, costs, played, without, at_least),
+        table=table,
+        copies_s=copies_s,
+        timeline=timeline,
+        last=_last_rank(price, costs, timeline),
     )
 
 
@@ -272,16 +220,11 @@ def cost_cache(
     return costs_of_groups(profile, on)
 
 
-@lru_cache(maxsize=64)
-def _job_table(name: str, pp: int, vpp: int, num_microbatches: int) -> JobTable:
-    return build_job_table(build_schedule(name, pp=pp, vpp=vpp, num_microbatches=num_microbatches))
-
-
 def _table_of(plan: Plan) -> JobTable:
     """The plan's job table; those that follow from a name are kept, for searches."""
     if plan.table:
         return build_job_table(schedule_of(plan))
-    table = _job_table(plan.schedule, plan.pp, plan.vpp, plan.num_microbatches)
+    table = job_table(plan.schedule, plan.pp, plan.vpp, plan.num_microbatches)
     if table.schedule.stage_to_pp_rank != plan.stage_to_pp_rank:
         schedule_of(plan)  # raises: the stages sit on other ranks than the schedule's
     return table
@@ -307,7 +250,8 @@ def slowest_price(plan: Plan, costs: CostCache) -> PlanPrice:
     views = replica_views(plan, costs)
     if len(views) == 1:
         return price_plan(views[0].plan, costs, views[0].neighbours)
-    return max((_timed(view, costs) for view in views), key=lambda each: each.time.step_s).price
+    steps = (_simulated(view, costs) for view in views)
+    return max(steps, key=lambda each: each.last.step_s).price
 
 
 def _saved_bytes(price: PlanPrice) -> tuple[float, ...]:
@@ -340,8 +284,6 @@ def _copies_beside_jobs(
 class _LastRank:
     """The pp rank that ends the step, and when: seconds that add up to the step."""
 
-    pp_rank: int
-    """The rank."""
     end_s: float
     """End of its last job."""
     after_s: float
@@ -352,6 +294,16 @@ class _LastRank:
     """Its own update."""
     inputs_s: float
     """The batch's way onto the first stage's device, before all jobs."""
+
+    @property
+    def before_clipping_s(self) -> float:
+        """Seconds from the first job to the end of the step, but for clipping."""
+        return self.end_s + self.after_s + self.optimizer_s
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step."""
+        return self.inputs_s + self.before_clipping_s + self.clipping_s
 
 
 def _exchange_s(price: PlanPrice) -> list[float]:
@@ -368,12 +320,13 @@ def _clips(price: PlanPrice, costs: CostCache) -> list[ClipSeconds]:
 
 
 def _step_jobs_s(
-    price: PlanPrice, costs: CostCache, timeline: Timeline
+    step: _SimulatedStep, costs: CostCache
 ) -> tuple[tuple[tuple[float, float], ...], ...]:
     """Start and end of each rank's optimizer and learning-rate job.
 
     A scheduler sets a few numbers on the host, which takes microseconds: no time is counted.
     """
+    price, timeline = step.price, step.timeline
     starts = update_starts(
         [end + s for end, s in zip(timeline.rank_end_s, _exchange_s(price), strict=True)],
         _clips(price, costs),
@@ -400,7 +353,6 @@ def _last_rank(price: PlanPrice, costs: CostCache, timeline: Timeline) -> _LastR
     )
     first_stages = stages_of_rank(plan, plan.stages[0].pp_rank)
     return _LastRank(
-        pp_rank=rank,
         end_s=timeline.rank_end_s[rank],
         after_s=after[rank],
         clipping_s=clipping_s,
@@ -414,63 +366,19 @@ def _last_rank(price: PlanPrice, costs: CostCache, timeline: Timeline) -> _LastR
     )
 
 
-def _time_parts(
-    price: PlanPrice,
-    costs: CostCache,
-    timeline: Timeline,
-    without: Timeline,
-    at_least: tuple[np.ndarray, ...] | None,
-) -> TimeParts:
-    """Split the step of the rank that ends last into its parts."""
-    last = _last_rank(price, costs, timeline)
-    rank = last.pp_rank
-    # What the step would gain if transfers between stages took no time.
-    pp_comm = timeline.rank_end_s[rank] - without.rank_end_s[rank]
-    idle = timeline.rank_end_s[rank] - timeline.busy_s[rank]
-    work = {name: float(seconds[rank]) for name, seconds in price.rank_work().items()}
-    unlengthened = sum(work.values())
-    return TimeParts(
-        compute_s=work["compute_s"],
-        recompute_s=work["recompute_s"],
-        host_s=work["host_s"],
-        tp_comm_s=work["tp_comm_s"],
-        dp_comm_s=work["dp_comm_s"] + last.after_s,
-        pp_comm_s=pp_comm + work["waited_s"],
-        bubble_s=idle - pp_comm,
-        optimizer_s=last.optimizer_s,
-        # (Of two equal sums, never a rounding below nothing.)
-        offload_s=0.0 if at_least is None else max(0.0, timeline.busy_s[rank] - unlengthened),
-        inputs_s=last.inputs_s,
-        clipping_s=last.clipping_s,
-    )
-
-
-def _instant(price: PlanPrice) -> JobSeconds:
-    """Return a plan's jobs with transfers between stages that take no time."""
-    none = (0.0,) * len(price.plan.stages)
-    return replace(price.job_seconds, receive_forward_s=none, receive_backward_s=none)
-
-
-def step_path(plan: Plan, costs: CostCache) -> StepPath:
-    """Return a step's seconds by cause, over all ranks (`costmodel.time.step_path`): those of the
-    slowest replicas.
-    """
-    steps = (_timed(view, costs) for view in replica_views(plan, costs))
-    return _step_path(max(steps, key=lambda each: each.time.step_s), costs)
-
-
-def _step_path(step: _TimedStep, costs: CostCache) -> StepPath:
-    price, timeline, at_least = step.price, step.timeline, step.copies_s
-    last = _last_rank(price, costs, timeline)
-    without = _last_rank(price, costs, step.without)
+def _step_path(step: _SimulatedStep, costs: CostCache) -> StepPath:
+    """Split a step by cause (`costmodel.time.step_path`)."""
+    price, last = step.price, step.last
     work = price.rank_work()
-    busy_s, after_s = np.array(timeline.busy_s), np.array(_exchange_s(price))
+    busy_s, after_s = np.array(step.timeline.busy_s), np.array(_exchange_s(price))
     # With clipping all updates wait for each other, and their differences are counted there.
     update_s = np.array(
         [last.optimizer_s if costs.clips_gradients else u.optimizer_s for u in price.updates]
     )
     whole_s = busy_s + after_s + update_s
-    offload_s = np.zeros(price.plan.pp) if at_least is None else busy_s - sum(work.values())
+    # Copies that outlast the jobs beside them lengthen these.
+    copied = step.copies_s is not None
+    offload_s = busy_s - sum(work.values()) if copied else np.zeros(price.plan.pp)
     kinds = {
         **{name: seconds for name, seconds in work.items() if name != "waited_s"},
         "dp_comm_s": work["dp_comm_s"] + after_s,
@@ -478,12 +386,11 @@ def _step_path(step: _TimedStep, costs: CostCache) -> StepPath:
         "offload_s": np.maximum(offload_s, 0.0),
     }
     most_s = float(whole_s.max())
-    instant_s = without.end_s + without.after_s + without.optimizer_s
+    instant_s = _without_transfers(step, costs).before_clipping_s
     fill_drain_s = max(0.0, instant_s - most_s)
-    messages_s = max(0.0, last.end_s + last.after_s + last.optimizer_s - instant_s)
+    messages_s = max(0.0, last.before_clipping_s - instant_s)
     # What clipping makes ranks wait for each other: the rest.
-    clipping_s = last.end_s + last.after_s + last.optimizer_s + last.clipping_s
-    clipping_s -= most_s + fill_drain_s + messages_s
+    clipping_s = last.before_clipping_s + last.clipping_s - most_s - fill_drain_s - messages_s
     return StepPath(
         work_s={name: float(seconds.mean()) for name, seconds in kinds.items()},
         imbalance_s=most_s - float(whole_s.mean()),
@@ -496,3 +403,13 @@ def _step_path(step: _TimedStep, costs: CostCache) -> StepPath:
             for name, seconds in {**kinds, "waited_s": work["waited_s"]}.items()
         },
     )
+
+
+def _without_transfers(step: _SimulatedStep, costs: CostCache) -> _LastRank:
+    """Return the rank that would end the step if transfers between stages took no time."""
+    if step.price.plan.pp == 1:
+        return step.last
+    none = (0.0,) * len(step.price.plan.stages)
+    instant = replace(step.price.job_seconds, receive_forward_s=none, receive_backward_s=none)
+    timeline = simulate(step.table, instant, at_least=step.copies_s)
+    return _last_rank(step.price, costs, timeline)

@@ -173,18 +173,8 @@ class Candidates:
                 for table in layouts.tables(tp, microbatch_size, cp)
             }
             self._group_tables[key] = tuple(
-                {
-                    name: StageTable(
-                        costs=costs,
-                        layouts=layouts,
-                        degrees=table.degrees,
-                        microbatch_size=microbatch_size,
-                        precision=table.precision,
-                        on_host=table.on_host,
-                    )
-                    for name, costs in self.costs.groups.items()
-                }
-                for layouts, table in found.items()
+                {name: replace(table, costs=costs) for name, costs in self.costs.groups.items()}
+                for table in found.values()
             )
         return self._group_tables[key]
 

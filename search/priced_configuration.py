@@ -177,6 +177,7 @@ class PricedConfiguration:
         configuration, candidates = self.configuration, self.candidates
         by_block = self.recompute_by_block(cut)
         homes = stage_to_pp_rank(configuration.schedule, configuration.pp, configuration.vpp)
+        groups = configuration.device_groups or ("",) * len(homes)
         return Plan(
             model=candidates.model,
             cluster=candidates.cluster_ref,
@@ -185,6 +186,7 @@ class PricedConfiguration:
             vpp=configuration.vpp,
             microbatch_size=configuration.microbatch_size,
             num_microbatches=configuration.num_microbatches,
+            shares=configuration.shares,
             schedule=configuration.schedule,
             precision=self.table.precision,
             execution=candidates.costs.execution.name,
@@ -194,6 +196,7 @@ class PricedConfiguration:
             stages=tuple(
                 StagePlan(
                     pp_rank=homes[stage],
+                    device_group=groups[stage],
                     first_block=first,
                     last_block=end - 1,
                     activations_on_host=self.table.on_host.activations,

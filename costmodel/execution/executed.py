@@ -17,7 +17,7 @@ size takes, the `Execution` says which kernels there are and what they run besid
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, log2
 from typing import Literal
@@ -36,6 +36,17 @@ OPTIMIZER_KERNELS = 20
 
 FP32_BYTES = 4
 """A profile is asked for the bytes of fp32 tensors; passes are counted by elements."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSeconds:
+    """Device seconds of a kernel, and how many launches it is."""
+
+    forward_s: float
+    backward_s: float
+    weight_s: float = 0.0
+    """Part of the backward that makes gradients of weights."""
+    kernels: int = 1
 
 
 class TrainingProfile(Profile):

@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from costmodel.execution.executed import ExecutedProfile
-from costmodel.execution.executed_kernels import Seconds, bytes_of
-from costmodel.time.block.compute import inner_seconds, redistribute_seconds
+from costmodel.execution.executed import ExecutedProfile, KernelSeconds
+from costmodel.time.block.compute import bytes_of, inner_seconds, redistribute_seconds
 from costmodel.topology import Axis
 from planner.graph import Op, Program
 from planner.layout.redistribution.redistribute import (
@@ -57,8 +56,8 @@ def exposed_comm(
     local: Program,
     profile: ExecutedProfile,
     axes: Mapping[str, Axis],
-    compute: Seconds,
-    attention: Seconds,
+    compute: KernelSeconds,
+    attention: KernelSeconds,
 ) -> ExposedComm:
     """Return the collectives of a bound program as far as compute does not hide them.
 

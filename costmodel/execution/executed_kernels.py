@@ -9,21 +9,20 @@ gradients; where a tensor has several users, their gradients are added.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 
-from costmodel.execution.executed import ExecutedProfile
+from costmodel.execution.executed import ExecutedProfile, KernelSeconds
 from costmodel.execution.execution import Execution
 from costmodel.execution.narrow import Casts, gradient_is_ready, input_is_ready
 from costmodel.memory.saved import SavedTensors
 from costmodel.table.fusion import fused_groups, module_groups
-from costmodel.time.block.compute import op_works
+from costmodel.time.block.compute import bytes_of, op_works
 from planner.graph import Op, Program
 from planner.layout.redistribution.redistribute import EXCHANGE_ROWS, REDISTRIBUTE
 from planner.ops.flops import needing_gradient
 from planner.ops.record import family_of, packet_of
-from planner.units import DTYPE_BYTES
 from profiles.lookup.families import ATTENTION, MATMUL, matmul_sizes
 
 LOSSES = (
@@ -43,17 +42,6 @@ ROW_ORDERS = ("sort_rows", "unsort_rows")
 
 LOSS_KERNELS = 5
 """Launches of a loss, forward and as many backward."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seconds:
-    """Device seconds of a kernel, and how many launches it is."""
-
-    forward_s: float
-    backward_s: float
-    weight_s: float = 0.0
-    """Part of the backward that makes gradients of weights."""
-    kernels: int = 1
 
 
 def kernels_of(local: Program, execution: Execution) -> list[tuple[Op, ...]]:
@@ -154,7 +142,7 @@ def kernel_seconds(
     profile: ExecutedProfile,
     saved: SavedTensors,
     in_head: frozenset[str],
-) -> Seconds:
+) -> KernelSeconds:
     """Return the seconds of a kernel: a product, attention, a loss, or a pass over memory."""
     op = ops[0]
     if is_product(op):
@@ -163,7 +151,7 @@ def kernel_seconds(
         return _arrival_seconds(op, local, profile)
     if profile.execution.sends_tokens and any(packet_of(o.target) in ROW_ORDERS for o in ops):
         # Rows are made of tokens where these arrive.
-        return Seconds(forward_s=0.0, backward_s=0.0, kernels=0)
+        return KernelSeconds(forward_s=0.0, backward_s=0.0, kernels=0)
     if len(ops) == 1:
         if is_attention(op):
             return _attention_seconds(op, local, profile)
@@ -171,13 +159,13 @@ def kernel_seconds(
             logits = _numel(local, op.inputs[0])
             each = profile.execution.loss_pass_bytes * logits / 2
             once = profile.pass_seconds(each, LOSS_KERNELS)
-            return Seconds(forward_s=once, backward_s=once, kernels=LOSS_KERNELS)
+            return KernelSeconds(forward_s=once, backward_s=once, kernels=LOSS_KERNELS)
     return _pass_seconds(ops, local, profile, saved)
 
 
 def _product_seconds(
     ops: tuple[Op, ...], local: Program, profile: ExecutedProfile, *, is_head: bool
-) -> Seconds:
+) -> KernelSeconds:
     """Products of one input with one or more weights, (m, k) by (k, n), n of all weights."""
     tensor, rates, op = local.tensor, profile.rates, ops[0]
     sizes = [
@@ -223,7 +211,7 @@ def _product_seconds(
         cast_s, cast_back_s = _cast_seconds(
             casts, ops, local, profile, kernels=batch * is_grouped, sizes=sizes
         )
-    return Seconds(
+    return KernelSeconds(
         forward_s=(forward_s + cast_s) * profile.waited,
         backward_s=(backward_s + cast_back_s * bool(backward_s)) * profile.waited,
         weight_s=weight_s * profile.waited,
@@ -262,11 +250,11 @@ def _cast_seconds(
     )
 
 
-def _attention_seconds(op: Op, local: Program, profile: ExecutedProfile) -> Seconds:
+def _attention_seconds(op: Op, local: Program, profile: ExecutedProfile) -> KernelSeconds:
     work, _ = op_works(op, local.tensor)
     vendor = profile.execution.vendor_attention
     flop = work.flop
-    return Seconds(
+    return KernelSeconds(
         forward_s=profile.rates.attention_seconds(flop, vendor=vendor) * profile.waited,
         backward_s=profile.rates.attention_seconds(2.5 * flop, vendor=vendor)
         * profile.waited
@@ -274,7 +262,7 @@ def _attention_seconds(op: Op, local: Program, profile: ExecutedProfile) -> Seco
     )
 
 
-def _arrival_seconds(op: Op, local: Program, profile: ExecutedProfile) -> Seconds:
+def _arrival_seconds(op: Op, local: Program, profile: ExecutedProfile) -> KernelSeconds:
     """Rows that arrived by their senders are put in the order of their experts, and those that
     leave in the order of theirs: a pass each; in 8 bits another that pads each expert's rows.
     """
@@ -285,7 +273,7 @@ def _arrival_seconds(op: Op, local: Program, profile: ExecutedProfile) -> Second
     num_bytes = bytes_of(local, (*op.inputs, *op.outputs))
     seconds = profile.pass_seconds(passes * num_bytes, passes)
     is_trained = local.tensor[op.outputs[0]].requires_grad
-    return Seconds(forward_s=seconds, backward_s=seconds * is_trained, kernels=passes)
+    return KernelSeconds(forward_s=seconds, backward_s=seconds * is_trained, kernels=passes)
 
 
 ADDITIONS = ("add", "sub", "neg", "to", "expand", "sum")
@@ -314,9 +302,9 @@ def _softmax_is_fused(shape: tuple[int, ...]) -> bool:
     return batch * heads % 4 == 0 and 16 < keys <= 2048
 
 
-def _unfused_softmax_seconds(scores: int, profile: ExecutedProfile) -> Seconds:
+def _unfused_softmax_seconds(scores: int, profile: ExecutedProfile) -> KernelSeconds:
     parts = UNFUSED_SOFTMAX
-    return Seconds(
+    return KernelSeconds(
         forward_s=profile.pass_seconds(parts.forward_bytes * scores, parts.kernels),
         backward_s=profile.pass_seconds(parts.backward_bytes * scores, parts.kernels),
         kernels=parts.kernels,
@@ -325,12 +313,12 @@ def _unfused_softmax_seconds(scores: int, profile: ExecutedProfile) -> Seconds:
 
 def _pass_seconds(
     ops: tuple[Op, ...], local: Program, profile: ExecutedProfile, saved: SavedTensors
-) -> Seconds:
+) -> KernelSeconds:
     """A kernel that moves bytes, and the kernel of its backward."""
     tensor = local.tensor
     if all(op_works(op, tensor)[0].num_bytes == 0 for op in ops):
         back = sum(_joined_bytes(op, local) for op in ops)
-        return Seconds(
+        return KernelSeconds(
             forward_s=0.0,
             backward_s=profile.pass_seconds(profile.execution.pointwise_factor * back, 0),
             kernels=0,
@@ -367,7 +355,7 @@ def _pass_seconds(
                 if tensor[n].kind == "param" and family_of(ops[0].target).reads is not None
             )
     factor = profile.execution.pointwise_factor
-    return Seconds(
+    return KernelSeconds(
         forward_s=profile.pass_seconds(factor * forward_bytes),
         backward_s=profile.pass_seconds(factor * backward_bytes) if backward_bytes else 0.0,
     )
@@ -400,9 +388,3 @@ def forked_bytes(local: Program, kernels: Sequence[tuple[Op, ...]]) -> float:
 
 def _numel(local: Program, name: str) -> int:
     return prod(local.tensor[name].shape_at(1))
-
-
-def bytes_of(local: Program, names: Iterable[str]) -> float:
-    """Return the bytes of tensors of a bound program."""
-    metas = (local.tensor[name] for name in names)
-    return float(sum(prod(meta.shape_at(1)) * DTYPE_BYTES[meta.dtype] for meta in metas))

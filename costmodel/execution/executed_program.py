@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from costmodel.execution.executed import ExecutedProfile
+from costmodel.execution.executed import ExecutedProfile, KernelSeconds
 from costmodel.execution.executed_comm import exposed_comm
 from costmodel.execution.executed_kernels import (
     LOSSES,
     UNFUSED_SOFTMAX,
-    Seconds,
     forked_bytes,
     is_attention,
     is_product,
@@ -58,7 +57,7 @@ def executed_times(
     is_whole = all(op.name in recomputed for op in local.ops if op.target != REDISTRIBUTE)
     is_flash = execution.flash_attention
     in_head = products_of_head(local)
-    attention = Seconds(forward_s=0.0, backward_s=0.0)
+    attention = KernelSeconds(forward_s=0.0, backward_s=0.0)
     kernel_ops = kernels_of(local, execution)
     for ops in kernel_ops:
         seconds = kernel_seconds(ops, local, profile, saved, in_head)
@@ -70,7 +69,7 @@ def executed_times(
         if first.name in recomputed and not (is_flash and is_attention(first) and not is_whole):
             recomputed_s += seconds.forward_s
         if is_attention(first):
-            attention = Seconds(
+            attention = KernelSeconds(
                 forward_s=attention.forward_s + seconds.forward_s,
                 backward_s=attention.backward_s + seconds.backward_s,
             )
@@ -81,7 +80,7 @@ def executed_times(
             forward_flop += work.flop
             backward_flop += back.flop
     backward_s += profile.pass_seconds(forked_bytes(local, kernel_ops), 0)
-    compute = Seconds(forward_s=forward_s, backward_s=backward_s)
+    compute = KernelSeconds(forward_s=forward_s, backward_s=backward_s)
     comm = exposed_comm(local, profile, axes, compute, attention)
     wait = rates.launch_wait_s if execution.launches_block else 0.0
     issued = _host_ops(local, execution, kernels) + comm.kernels + unfused

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from planner.errors import ScheduleError
+from planner.schedule import build_schedule
 from planner.schedule.jobs import JobKind, Schedule
 
 _KINDS = {
@@ -144,6 +145,14 @@ class JobTable:
     """Directed pairs of ranks."""
     num_results: int
     """Numbers of results."""
+
+
+@lru_cache(maxsize=128)
+def job_table(schedule: str, pp: int, vpp: int, num_microbatches: int) -> JobTable:
+    """Return a named schedule's table; the last ones are kept, for searches."""
+    return build_job_table(
+        build_schedule(schedule, pp=pp, vpp=vpp, num_microbatches=num_microbatches)
+    )
 
 
 def build_job_table(schedule: Schedule) -> JobTable:

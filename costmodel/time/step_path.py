@@ -11,8 +11,8 @@
     fill and drain  the rest of what b waits: no microbatch has reached it yet, it has done its
                     last, or the order of jobs has none for it that could run
 
-`TimeParts` are of the rank that ends last. Where that rank is not the bottleneck, it waits for a
-slower stage, and this imbalance is counted there among its bubbles; here it has a name.
+The rank that ends last need not be the bottleneck: then it waits for a slower stage, which is
+imbalance here and would be a bubble of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StepPath:
     """A step's seconds by cause; they add up to the step."""
 
     work_s: Mapping[str, float]
-    """Mean over pp ranks, by kind of work, as fields of `TimeParts` are named."""
+    """Mean over pp ranks, by kind of work (`search.report.words` has the kinds)."""
     imbalance_s: float
     """Work of the bottleneck beyond that mean."""
     fill_drain_s: float

@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 
 from costmodel.estimate import rank_bytes_by_group
 from costmodel.topology import pipeline_group
 from planner.errors import LayoutError
-from planner.plan import Plan
 from search.branch_and_bound import EvaluatedPlan
 from search.nodes.partitions import (
     JOBS_PER_ESTIMATE,
@@ -31,7 +31,7 @@ from search.nodes.partitions import (
 from search.partition.chain_dp import solve_chain
 from search.partition.chain_problem import ChainProblem, Cut
 from search.priced_configuration import PricedConfiguration
-from search.search_state import PARTITIONS, Outcomes, SearchState
+from search.search_state import PARTITIONS, PLACEMENTS, Outcomes, SearchState
 from search.space.configuration import Configuration, recompute_choices
 from search.stages.stage_table import StageTable
 
@@ -92,10 +92,12 @@ class PipelinesNode(PartitionableNode):
 
     def refine(self, search: SearchState) -> Outcomes:
         """Yield the plan of the best partition, and all others."""
+        # Without a pipeline all are evaluated: that is quick, and some become runners-up.
+        ceiling = search.to_beat_s if self.configuration.pp > 1 else inf
         slowest: tuple[Cut, ChainProblem] | None = None
         for view in self.views:
             problem = view.problem(search)
-            solved = solve_chain(problem, ceiling=search.to_beat_s)
+            solved = solve_chain(problem, ceiling=ceiling)
             if solved.cut is None:
                 search.prune(BEATEN if solved.fits else TOO_LARGE)
                 return
@@ -106,7 +108,8 @@ class PipelinesNode(PartitionableNode):
         self._made[:] = [problem]
         search.num_evaluated += 1
         yield from self.fitting(search, cut)
-        yield Others(bound=max(self.bound, cut.value), wave=self.wave_of_others, of=self)
+        if self.configuration.pp > 1:
+            yield Others(bound=max(self.bound, cut.value), wave=self.wave_of_others, of=self)
 
     def fitting(self, search: SearchState, cut: Cut) -> Iterator[EvaluatedPlan]:
         """Yield the plan of a partition in which stages that do not fit recompute more, until all
@@ -114,9 +117,10 @@ class PipelinesNode(PartitionableNode):
         """
         choices = recompute_choices(self.configuration.recompute)
         costs, ranks = search.candidates.costs, range(self.configuration.pp)
+        priced = PricedConfiguration(search.candidates, self.configuration, self.views[0].table)
         try:
             while True:
-                plan = plan_on_groups(search, self.configuration, self.views[0].table, cut)
+                plan = priced.plan(cut)
                 over = [
                     any(num_bytes > search.limits[name] for name, num_bytes in of_groups.items())
                     for of_groups in rank_bytes_by_group(plan, costs, ranks)
@@ -173,7 +177,8 @@ def pipelines_node(
     """
     return PipelinesNode(
         bound=bound,
-        wave=PARTITIONS,
+        # Those without a pipeline are first: they prune the others.
+        wave=PLACEMENTS if configuration.pp == 1 else PARTITIONS,
         configuration=configuration,
         views=tuple(
             View(
@@ -184,15 +189,3 @@ def pipelines_node(
             for name, (share, table) in of_groups.items()
         ),
     )
-
-
-def plan_on_groups(
-    search: SearchState, configuration: Configuration, table: StageTable, cut: Cut
-) -> Plan:
-    """Return the plan of a partition whose stages lie on the configuration's groups."""
-    plan = PricedConfiguration(search.candidates, configuration, table).plan(cut)
-    stages = tuple(
-        stage.model_copy(update={"device_group": group})
-        for stage, group in zip(plan.stages, configuration.device_groups, strict=True)
-    )
-    return plan.model_copy(update={"stages": stages, "shares": configuration.shares})

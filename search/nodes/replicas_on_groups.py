@@ -5,8 +5,7 @@ of a microbatch that its devices can do in the time of the others:
 
     ReplicasOnGroupsNode  the meshes that groups hold whole replicas of
       ReplicasNode        the shares of the replicas on each group, for a shape and a layout
-        SharesNode        without a pipeline: plans, with each choice of what is recomputed
-        PipelinesNode     with a pipeline: all stage boundaries (`pipelines_on_groups`)
+        PipelinesNode     all stage boundaries (`pipelines_on_groups`)
 
 A microbatch of M samples on r_g replicas of group g is cut in shares b_g, sum_g r_g b_g = M. Few
 ways to do so are all tried, of many those nearest the proportion to speed.
@@ -22,14 +21,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, product, repeat
 
-from costmodel.estimate import rank_bytes_by_group
 from planner.errors import LayoutError
 from profiles.groups import DeviceGroup
-from search.branch_and_bound import EvaluatedPlan, Node
-from search.nodes.pipelines_on_groups import APART, TOO_LARGE, pipelines_node, plan_on_groups
-from search.partition.chain_problem import Cut
+from search.branch_and_bound import Node
+from search.nodes.pipelines_on_groups import APART, pipelines_node
 from search.search_state import PLACEMENTS, Outcomes, SearchState
-from search.space.configuration import Configuration, Shape, recompute_choices
+from search.space.configuration import Configuration, Shape
 from search.stages.stage_table import StageTable
 
 MOST_SHARES = 64
@@ -100,15 +97,7 @@ class ReplicasNode(Node[SearchState]):
         """Return a group's table at another share; `otherwise` where the layout does not divide
         it, which then raises LayoutError.
         """
-        mean = self.tables[name]
-        table = StageTable(
-            costs=mean.costs,
-            layouts=mean.layouts,
-            degrees=mean.degrees,
-            microbatch_size=samples,
-            precision=mean.precision,
-            on_host=mean.on_host,
-        )
+        table = replace(self.tables[name], microbatch_size=samples)
         try:
             _seconds(table)
         except LayoutError:
@@ -139,19 +128,10 @@ class ReplicasNode(Node[SearchState]):
             # All replicas wait for each other's gradients: the slowest makes the step.
             slowest_s = max(map(_seconds, tables)) * shape.num_microbatches / shape.pp
             for schedule, zero in options:
-                configuration = self.configuration(shares, schedule, zero)
-                if shape.pp > 1:
-                    yield pipelines_node(
-                        configuration,
-                        dict(zip(self.tables, zip(shares, tables, strict=True), strict=True)),
-                        bound=max(self.bound, slowest_s),
-                    )
-                    continue
-                yield SharesNode(
+                yield pipelines_node(
+                    self.configuration(shares, schedule, zero),
+                    dict(zip(self.tables, zip(shares, tables, strict=True), strict=True)),
                     bound=max(self.bound, slowest_s),
-                    wave=self.wave,
-                    configuration=configuration,
-                    table=next(iter(self.tables.values())),
                 )
 
     def configuration(self, shares: Shares, schedule: str, zero: int) -> Configuration:
@@ -173,48 +153,6 @@ class ReplicasNode(Node[SearchState]):
                 else ()
             ),
         )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SharesNode(Node[SearchState]):
-    """A shape with a layout, shares and a ZeRO stage: what is recomputed."""
-
-    configuration: Configuration
-    table: StageTable
-    """Of any group: plans take its layouts."""
-
-    @property
-    def num_configurations(self) -> int:
-        """A single configuration."""
-        return 1
-
-    @property
-    def label(self) -> str:
-        """What is estimated."""
-        return self.configuration.label
-
-    def refine(self, search: SearchState) -> Outcomes:
-        """Yield the fastest plan that fits, of each choice for all blocks."""
-        found = []
-        for choice in range(len(recompute_choices(self.configuration.recompute))):
-            cut = Cut(cuts=(0, self.table.num_blocks), choices=(choice,), value=0.0)
-            plan = plan_on_groups(search, self.configuration, self.table, cut)
-            try:
-                (most,) = rank_bytes_by_group(plan, search.candidates.costs, [0])
-                if any(num_bytes > search.limits[name] for name, num_bytes in most.items()):
-                    continue
-                found.append((plan, search.candidates.estimate(plan)))
-            except LayoutError:
-                search.prune(APART)
-                return
-        if not found:
-            search.prune(TOO_LARGE)
-            return
-        search.num_evaluated += 1
-        plan, answer = min(found, key=lambda each: each[1].step_s)
-        (used,) = {stage.recompute for stage in plan.stages}
-        configuration = replace(self.configuration, recompute=used)
-        yield EvaluatedPlan(configuration=configuration, plan=plan, estimate=answer)
 
 
 def _replicas(shape: Shape, groups: Sequence[DeviceGroup]) -> Shares:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from costmodel import StageCosts, StageLoad
 from costmodel.memory.bound import RankBound, live_on_device
+from costmodel.time.simulate import job_table
 from costmodel.time.stage_costs.stage_costs import BlockRuns, cut_runs, transfers
 from planner.plan import Recompute
 from planner.schedule import most_kept, stage_to_pp_rank
@@ -23,7 +24,7 @@ from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind
 from search.partition.chain_problem import Floats, InfeasibleStage
 from search.partition.interleaved_levels import RecomputeLevels
 from search.space.configuration import Configuration, recompute_choices
-from search.space.job_tables import job_table, live_microbatches, live_stages_of
+from search.space.job_tables import live_microbatches, live_stages_of
 from search.stages.rank_stages import RankStages, rank_bound
 from search.stages.stage_table import StageTable
 

@@ -13,14 +13,14 @@ import numpy as np
 from costmodel import StageCosts
 from costmodel.time.clipping import last_rank, norm_sum_seconds
 from costmodel.time.offload import least_job_seconds
-from costmodel.time.simulate import simulate
+from costmodel.time.simulate import job_table, simulate
 from costmodel.time.tied import tied_pair_seconds
 from costmodel.topology import pipeline_group
 from planner.plan import Recompute
 from planner.schedule import stage_to_pp_rank
 from search.partition.chain_problem import Cut
 from search.space.configuration import Configuration
-from search.space.job_tables import copies_of, job_table
+from search.space.job_tables import copies_of
 from search.stages.rank_stages import RankStages
 from search.stages.stage_table import StageTable
 

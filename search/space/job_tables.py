@@ -1,4 +1,4 @@
-"""Job tables of configurations, and what follows from them; the last answers are kept.
+"""What follows from job tables of configurations; the last answers are kept.
 
 A table depends on (schedule, pp, vpp, microbatches) alone: `Configuration.pipeline`.
 """
@@ -11,21 +11,12 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodel import build_job_table
-from costmodel.time.simulate import JobTable
-from planner.schedule import build_schedule, find_schedule, in_flight, in_flight_per_stage
+from costmodel.time.simulate import job_table
+from planner.schedule import find_schedule, in_flight, in_flight_per_stage
 from planner.schedule.jobs import JobKind
 from planner.schedule.timing.offloads import Offload, offloads_of
 from search.bounds.copied_jobs import CopiedRow
 from search.space.configuration import Configuration
-
-
-@lru_cache(maxsize=128)
-def job_table(schedule: str, pp: int, vpp: int, num_microbatches: int) -> JobTable:
-    """Return a named schedule's table, ready to be simulated; the last ones asked are kept."""
-    return build_job_table(
-        build_schedule(schedule, pp=pp, vpp=vpp, num_microbatches=num_microbatches)
-    )
 
 
 @lru_cache(maxsize=32)

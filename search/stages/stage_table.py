@@ -42,7 +42,9 @@ TableKey = str
 
 @dataclass(kw_only=True, eq=False)
 class StageTable:
-    """Costs of all runs of blocks under one layout. Mutable: it remembers what it computed."""
+    """Costs of all runs of blocks under one layout. Mutable: it remembers what it computed, and a
+    copy with other costs or samples (`dataclasses.replace`) begins without that.
+    """
 
     costs: CostCache
     """Prices of block classes, and what of them is kept for all tables."""
@@ -56,14 +58,20 @@ class StageTable:
     """Dtype of parameters and gradient sums."""
     on_host: OnHost = NOTHING
     """What all plans of the search put on the host."""
-    rank_ends: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
+    rank_ends: dict[tuple, tuple[float, ...]] = field(default_factory=dict, init=False)
     """When ranks end their last jobs, in seconds, of the cuts that were simulated."""
-    _least_sums: dict[Recompute, tuple[list[float], list[float]]] = field(default_factory=dict)
-    _partial: dict[tuple, tuple[PartialRecompute, ...]] = field(default_factory=dict)
-    _chains: dict[bool, ChainCosts] = field(default_factory=dict)
-    _kinds: dict[tuple[Window, bool], tuple[RunKinds, BlockRuns]] = field(default_factory=dict)
-    _stage_costs: dict[tuple[Replication, Window, bool], StageCosts] = field(default_factory=dict)
-    _least_inputs: dict[tuple[bool, int], float] = field(default_factory=dict)
+    _least_sums: dict[Recompute, tuple[list[float], list[float]]] = field(
+        default_factory=dict, init=False
+    )
+    _partial: dict[tuple, tuple[PartialRecompute, ...]] = field(default_factory=dict, init=False)
+    _chains: dict[bool, ChainCosts] = field(default_factory=dict, init=False)
+    _kinds: dict[tuple[Window, bool], tuple[RunKinds, BlockRuns]] = field(
+        default_factory=dict, init=False
+    )
+    _stage_costs: dict[tuple[Replication, Window, bool], StageCosts] = field(
+        default_factory=dict, init=False
+    )
+    _least_inputs: dict[tuple[bool, int], float] = field(default_factory=dict, init=False)
 
     @cached_property
     def key(self) -> TableKey:

@@ -31,22 +31,24 @@ def test_one_device_reads_its_gradients_once_and_scales_them(graph):
     without, clipped = (step(graph, machine, clips=clips) for clips in (False, True))
     num_bytes = sum(t.bytes_at(1) for t in graph.params if t.requires_grad)
     expected = 3 * num_bytes / machine.bytes_per_s + NORM_CALLS * 2e-6
-    assert without.time.clipping_s == 0
-    assert clipped.time.clipping_s == pytest.approx(expected)
+    assert without.path.parts["clipping_s"] == 0
+    assert clipped.path.parts["clipping_s"] == pytest.approx(expected)
     assert clipped.step_s - without.step_s == pytest.approx(expected)
 
 
 def test_shards_are_clipped_by_their_owners(graph):
     """ZeRO's ranks hold half of the gradients each; all sum one number."""
     machine = Machine()
-    whole = step(graph, machine, clips=True, dp=2).time.clipping_s - machine.alpha_s * 2
-    shard = step(graph, machine, clips=True, dp=2, zero_stage=1).time.clipping_s
+    whole = step(graph, machine, clips=True, dp=2).path.parts["clipping_s"] - machine.alpha_s * 2
+    shard = step(graph, machine, clips=True, dp=2, zero_stage=1).path.parts["clipping_s"]
     assert shard - machine.alpha_s * 2 == pytest.approx(whole / 2, rel=1e-3)
 
 
 def test_endless_bandwidth_leaves_no_clipping(graph):
     machine = Machine(bytes_per_s=1e24, intra_bytes_per_s=1e30, alpha_s=0.0)
-    assert step(graph, machine, clips=True, dp=2, pp=2).time.clipping_s == pytest.approx(0.0)
+    assert step(graph, machine, clips=True, dp=2, pp=2).path.parts["clipping_s"] == pytest.approx(
+        0.0
+    )
 
 
 @pytest.mark.parametrize("clips", [False, True])
@@ -56,7 +58,7 @@ def test_the_last_optimizer_job_ends_the_step(graph, clips, degrees):
     found = step(graph, Machine(launch_overhead_s=2e-6), clips=clips, **degrees)
     jobs = found.timeline.step_jobs_s
     ends = [rank_jobs[-1][1] for rank_jobs in jobs]
-    assert max(ends) + found.time.inputs_s == pytest.approx(found.step_s, rel=1e-12)
+    assert max(ends) + found.path.parts["inputs_s"] == pytest.approx(found.step_s, rel=1e-12)
     begins = [rank_jobs[0][0] for rank_jobs in jobs]
     norms_are_there = max(found.timeline.rank_end_s)
     # The last stage is the first to be done: its optimizer runs beside backwards of the others.
@@ -93,10 +95,12 @@ def test_the_first_stage_waits_for_its_tokens(graph):
     single = step(graph, machine, clips=False, microbatch_size=size, num_microbatches=m)
     two = step(graph, machine, clips=False, microbatch_size=size, num_microbatches=m, pp=2)
     link = machine.host.link_bytes_per_s
-    assert single.time.inputs_s == pytest.approx(machine.alpha_s + m * (ids + labels) / link)
-    assert two.time.inputs_s == pytest.approx(machine.alpha_s + m * ids / link)
-    assert single.step_s == pytest.approx(single.time.inputs_s + single.timeline.makespan_s
-                                       + single.time.optimizer_s)  # fmt: skip
+    assert single.path.parts["inputs_s"] == pytest.approx(
+        machine.alpha_s + m * (ids + labels) / link
+    )
+    assert two.path.parts["inputs_s"] == pytest.approx(machine.alpha_s + m * ids / link)
+    assert single.step_s == pytest.approx(single.path.parts["inputs_s"] + single.timeline.makespan_s
+                                       + single.path.parts["optimizer_s"])  # fmt: skip
 
     class OnCpu(Machine):
         @property

@@ -114,12 +114,12 @@ def test_lora_exchanges_and_updates_next_to_nothing(wide):
     for graph in wide:
         plan = default_plan(graph, dp=4, num_microbatches=2, zero_stage=1)
         found = estimate(graph, profile, plan)
-        times.append(found.time)
+        times.append(found.path.parts)
         memory.append(found.memory[0])
     full, lora = times
-    assert lora.optimizer_s < 0.1 * full.optimizer_s
-    assert lora.dp_comm_s < 0.1 * full.dp_comm_s
-    assert lora.compute_s < 0.8 * full.compute_s
+    assert lora["optimizer_s"] < 0.1 * full["optimizer_s"]
+    assert lora["dp_comm_s"] < 0.1 * full["dp_comm_s"]
+    assert lora["compute_s"] < 0.8 * full["compute_s"]
     assert memory[1].optimizer_bytes < 0.02 * memory[0].optimizer_bytes
 
 

@@ -98,9 +98,9 @@ def test_a_slow_link_is_a_part_of_the_step(monkeypatch):
     slow = host.model_copy(update={"link_bytes_per_s": host.link_bytes_per_s / 1000})
     monkeypatch.setattr(type(profile), "host", property(lambda self: slow))
     there = estimate(graph, profile, leaves)
-    assert without.time.offload_s == 0
+    assert without.path.parts["offload_s"] == 0
     # On either rank seven jobs have 1 to 6 microbatches' copies beside them; none hides much.
-    assert there.time.offload_s > 0.5 * there.step_s
+    assert there.path.parts["offload_s"] > 0.5 * there.step_s
     assert there.step_s == pytest.approx(
-        there.timeline.makespan_s + there.time.optimizer_s, rel=0.05
+        there.timeline.makespan_s + there.path.parts["optimizer_s"], rel=0.05
     )

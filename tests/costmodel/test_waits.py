@@ -104,7 +104,9 @@ def test_only_split_blocks_wait(plain):
 
     def tp_comm(profile, **layout):
         costs = CostCache(graph, profile)
-        return estimate(graph, profile, make_plan(graph, **layout), costs=costs).time.tp_comm_s
+        return estimate(graph, profile, make_plan(graph, **layout), costs=costs).path.parts[
+            "tp_comm_s"
+        ]
 
     assert tp_comm(waiting) == tp_comm(plain) == 0.0
     assert tp_comm(waiting, tp=2) > tp_comm(plain, tp=2) + 1e-3

@@ -1,14 +1,13 @@
-"""Files of rows: read whatever spreadsheets and scripts write, predict, write CSV."""
+"""Files of rows: read whatever spreadsheets and scripts write, write CSV."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from costmodel.table.rows.rows import PREDICTED, estimate_rows
 from planner.errors import PlannerError
 from planner.files import replacing
 
@@ -75,18 +74,9 @@ def _columns(header: list[str]) -> Iterator[str]:
         yield name if seen[name] == 1 else f"{name} ({seen[name]})"
 
 
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
-    """Write rows as CSV and return how many; columns are those of the first."""
-    rows = list(rows)
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> None:
+    """Write rows as CSV."""
     with replacing(path) as scratch, scratch.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else list(PREDICTED))
+        writer = csv.DictWriter(file, fieldnames=columns)
         writer.writeheader()
         writer.writerows(rows)
-    return len(rows)
-
-
-def estimate_file(source: Path, target: Path) -> tuple[int, int]:
-    """Predict every row of a CSV file into another; return (rows, rows predicted)."""
-    rows = list(estimate_rows(read_rows(source)))
-    write_rows(target, rows)
-    return len(rows), sum(not row["reason"] for row in rows)

@@ -11,7 +11,7 @@ from math import ceil
 from typing import Literal
 
 from costmodel.cache import CostCache
-from costmodel.estimate import Estimate, TimeParts, estimate, estimate_time
+from costmodel.estimate import Estimate, estimate, step_seconds
 from costmodel.execution.executed import ExecutedProfile
 from costmodel.execution.executed_kernels import is_attention, is_product
 from costmodel.table.kernels import DeviceRates
@@ -338,16 +338,12 @@ class RowPrices:
         plan, costs = self.plan(run, profile, rates)
         return estimate(costs.graph, costs.profile, plan, costs=costs)
 
-    def time(self, run: RunRow, profile: Profile, rates: DeviceRates) -> TimeParts:
-        """Return the step of a row on a machine, in time alone."""
-        return estimate_time(*self.plan(run, profile, rates))
-
     def step_seconds(
         self, run: RunRow, profile: Profile, rates: DeviceRates, *, room_bytes: float
     ) -> float:
         """Return the step of a row on a device with so much memory."""
         if not run.stack.retry_s:
-            return self.time(run, profile, rates).step_s
+            return step_seconds(*self.plan(run, profile, rates))
         found = self.estimate(run, profile, rates)
         return found.step_s + retry_seconds(found, run, room_bytes)
 

@@ -1,4 +1,4 @@
-"""Rows in, predictions out. Files of rows: `row_files`."""
+"""Rows in, predictions out."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from costmodel.table.kernels import DeviceRates, load_rates
 from costmodel.table.rows.devices import device_of, is_scaled, scaled_rates
+from costmodel.table.rows.row_files import read_rows, write_rows
 from costmodel.table.rows.row_plan import RowPrices, is_nearly_full, needed_bytes, retry_seconds
 from costmodel.table.rows.row_words import RowError, real
 from costmodel.table.rows.run_row import RunRow, parse_row
@@ -46,6 +48,13 @@ MOST_JOBS = 1_000_000
 """Jobs of a step of all ranks, forwards alone, up to which a row's table is played."""
 
 _BETWEEN_NODES = re.compile(r"(\d+(?:\.\d+)?)\s*Gb(?:ps|/s)?\s*(?:node-node|between nodes)", re.I)
+
+
+def estimate_file(source: Path, target: Path) -> tuple[int, int]:
+    """Predict every row of a CSV file into another; return (rows, rows predicted)."""
+    rows = list(estimate_rows(read_rows(source)))
+    write_rows(target, rows, list(rows[0]) if rows else PREDICTED)
+    return len(rows), sum(not row["reason"] for row in rows)
 
 
 def estimate_rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

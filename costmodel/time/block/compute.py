@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from costmodel.topology import Axis
-from planner.graph import Op, TensorMeta
+from planner.graph import Op, Program, TensorMeta
 from planner.layout.redistribution.redistribute import inner_collectives, op_collectives
 from planner.ops.flops import Work, backward_work, op_work
 from profiles import Group, OpQuery, Profile
@@ -17,6 +17,11 @@ def op_works(op: Op, tensor: Mapping[str, TensorMeta]) -> tuple[Work, Work]:
     """Return the forward and the backward work of an op of a bound program."""
     forward = op_work(op, tensor)
     return forward, backward_work(op, tensor, forward)
+
+
+def bytes_of(local: Program, names: Iterable[str]) -> float:
+    """Return the bytes of tensors of a bound program."""
+    return float(sum(local.tensor[name].bytes_at(1) for name in names))
 
 
 def op_seconds(

@@ -8,7 +8,6 @@ from costmodel.execution import find_execution
 from costmodel.execution.executed import ExecutedProfile
 from costmodel.execution.executed_kernels import (
     UNFUSED_SOFTMAX,
-    bytes_of,
     forked_bytes,
     kernel_seconds,
     kernels_of,
@@ -17,6 +16,7 @@ from costmodel.execution.executed_kernels import (
 from costmodel.execution.executed_program import executed_times, host_seconds
 from costmodel.memory.saved import saved_tensors
 from costmodel.table.kernels import load_rates
+from costmodel.time.block.compute import bytes_of
 from costmodel.topology import lowered_groups
 from planner.graph import Op, Ref
 from planner.layout.axes import Degrees

@@ -40,7 +40,7 @@ def test_rates_are_found_again(machine):
     runs = []
     for change in changes:
         run = parse_row({**SMALL, **change})
-        seconds = RowPrices().time(run, profile, truth).step_s
+        seconds = RowPrices().estimate(run, profile, truth).step_s
         runs.append(MeasuredRun(run=run, profile=profile, rates=rates, step_s=seconds))
     priced = PricedRuns(runs)
     values, told = fit_rates(priced, rounds=4, pull=0.0)
@@ -56,7 +56,7 @@ def test_one_run_hardly_moves_a_rate(machine):
     """What few runs say weighs little against what other devices told; many runs have their way."""
     profile, rates = machine
     run = parse_row(SMALL)
-    slow = 1.5 * RowPrices().time(run, profile, rates).step_s
+    slow = 1.5 * RowPrices().estimate(run, profile, rates).step_s
     measured = MeasuredRun(run=run, profile=profile, rates=rates, step_s=slow)
     usual = {name: value for name, (_, value, _) in RANGES.items()}
     fitted = [usual, *(fit_rates(PricedRuns([measured] * count), rounds=4)[0] for count in (1, 6))]
@@ -69,11 +69,11 @@ def test_other_rates_price_the_same_programs(machine, monkeypatch):
     """A row is lowered once, and under other rates it takes what it takes priced by itself."""
     profile, rates = machine
     run = parse_row({**ROW, "stack": "megatron-te"})
-    step_s = RowPrices().time(run, profile, rates).step_s
+    step_s = RowPrices().estimate(run, profile, rates).step_s
     priced = PricedRuns([MeasuredRun(run=run, profile=profile, rates=rates, step_s=step_s)])
     assert priced.relative_errors()[0] == pytest.approx(0, abs=1e-12)
     slower = {"matmul_efficiency": 0.5, "exposed_part": 0.9, "memory_efficiency": 0.5}
-    alone = RowPrices().time(run, profile, replace(rates, **slower)).step_s
+    alone = RowPrices().estimate(run, profile, replace(rates, **slower)).step_s
     monkeypatch.setattr("costmodel.cache.lower", None)
     assert priced.relative_errors(slower)[0] == pytest.approx(alone / step_s - 1, rel=1e-9)
     assert alone > 1.1 * step_s

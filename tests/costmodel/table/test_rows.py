@@ -8,8 +8,8 @@ import pytest
 from costmodel.table.kernels import load_rates
 from costmodel.table.rows import rows
 from costmodel.table.rows.devices import device_of, is_scaled, scaled_rates
-from costmodel.table.rows.row_files import estimate_file, read_rows
-from costmodel.table.rows.rows import estimate_rows, predict_row
+from costmodel.table.rows.row_files import read_rows
+from costmodel.table.rows.rows import estimate_file, estimate_rows, predict_row
 from planner.errors import PlannerError
 from profiles import load_profile
 from tests.costmodel.table.rows_of_runs import ROW

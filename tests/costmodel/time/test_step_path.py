@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 
 from costmodel import CostCache, estimate
-from costmodel.estimate import step_path
 from costmodel.time.plan_price import price_plan
 from profiles import load_profile
 from tests.builders import tiny_models
 from tests.captures import capture_module
 from tests.costmodel.test_estimate import FreeLinks, OneFlopASecond, make_plan
+
+
+def step_path(plan, costs):
+    return estimate(costs.graph, costs.profile, plan, costs=costs).path
 
 
 @pytest.fixture(scope="module")
