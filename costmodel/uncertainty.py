@@ -31,7 +31,7 @@ The two widths are independent, so their squares add up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, hypot, sqrt
 from typing import Literal
@@ -42,6 +42,7 @@ from costmodel.execution.executed import in_training
 from costmodel.execution.execution import (
     Execution,
     RunKind,
+    find_execution,
     memory_residuals,
     residuals_of_runs,
 )
@@ -130,6 +131,22 @@ def memory_interval(parts: MemoryParts, profile: Profile, execution: Execution) 
             "; without growth of the process itself" if profile.cluster.device_type == "cpu" else ""
         ),
     )
+
+
+def plan_memory_interval(plan: Plan, profile: Profile) -> MemoryInterval | None:
+    """Return where the memory of a plan's fullest device lies, from the estimate that the plan
+    carries; None where that has no parts.
+    """
+    ranks: Sequence[Mapping[str, int]] = plan.estimate.get("memory", ())
+    if not ranks:
+        return None
+    fullest = max(range(len(ranks)), key=lambda rank: ranks[rank]["total_bytes"])
+    groups = {group.name: group.profile for group in profile.groups}
+    parts = MemoryParts(
+        **{name: held for name, held in ranks[fullest].items() if name != "total_bytes"}
+    )
+    machine = groups.get(plan.device_groups[fullest], profile)
+    return memory_interval(parts, machine, find_execution(plan.execution))
 
 
 def step_interval(graph: ModelGraph, profile: Profile, plan: Plan) -> Interval:
