@@ -207,13 +207,20 @@ def _zero_stage(run: Run) -> int:
 
 
 def _show_price(row: dict[str, Any], notes: list[str], *, as_json: bool) -> None:
-    from costmodel.table.rows.rows import machine_of, predict_row
-    from costmodel.uncertainty import COVERAGE, row_interval
-    from planner.units import GIB, format_seconds
+    from commands.render.plans.parts import memory_range
+    from costmodel.table.rows.row_plan import RowPrices
+    from costmodel.table.rows.rows import device_bytes, predict_row, run_of
+    from costmodel.uncertainty import memory_interval, row_interval
+    from planner.units import GIB, format_bytes, format_seconds
 
     begin_stage("pricing the flags")
-    predicted = predict_row({name: str(value) for name, value in row.items()})
-    profile, _, _ = machine_of(row)
+    texts, prices = {name: str(value) for name, value in row.items()}, RowPrices()
+    predicted = predict_row(texts, prices)
+    run, profile, rates = run_of(texts, prices)
+    memory = prices.estimate(run, profile, rates).memory
+    fullest = max(memory, key=lambda parts: parts.total)
+    held = memory_interval(fullest, profile, run.stack)
+    limit = device_bytes(texts, profile)
     step_s = predicted["predicted_step_time_s"]
     interval = row_interval(step_s, profile)
     if predicted["assumed"]:
@@ -223,7 +230,10 @@ def _show_price(row: dict[str, Any], notes: list[str], *, as_json: bool) -> None
             {
                 "step_s": step_s,
                 "interval": asdict(interval),
+                "peak_bytes": int(fullest.total),
                 "peak_tensor_bytes": round(predicted["predicted_peak_mem_gib"] * GIB),
+                "memory_interval": asdict(held),
+                "limit_bytes": round(limit),
                 "fits": predicted["predicted_fits"],
                 "tokens_per_s_per_device": predicted["predicted_tokens_per_s_per_gpu"],
                 "notes": notes,
@@ -233,14 +243,16 @@ def _show_price(row: dict[str, Any], notes: list[str], *, as_json: bool) -> None
         return
     print("no rule is broken")
     print(
-        f"step time  {format_seconds(step_s)}, in {COVERAGE:.0%} of cases within "
-        f"{format_seconds(interval.low_s)} to {format_seconds(interval.high_s)} ({interval.basis})"
+        f"step time  {format_seconds(step_s)}, {format_seconds(interval.low_s)} to "
+        f"{format_seconds(interval.high_s)} in 4 of 5 cases, from {interval.basis}"
     )
-    peak = f"{predicted['predicted_peak_mem_gib']:.1f} GiB"
     print(
-        f"memory     {peak} of live tensors on the fullest rank; "
-        f"fits: {predicted['predicted_fits']}"
+        f"memory     {format_bytes(int(fullest.total))} of {format_bytes(limit)} on the fullest "
+        f"device"
     )
+    print(f"           {memory_range(**asdict(held))}")
+    live = format_bytes(predicted["predicted_peak_mem_gib"] * GIB)
+    print(f"           {live} of it live tensors; fits: {predicted['predicted_fits']}")
     print(f"tokens     {predicted['predicted_tokens_per_s_per_gpu']:,.0f} a second and device")
     for note in notes:
         show_note(note)

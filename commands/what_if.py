@@ -136,7 +136,7 @@ def what_if(
 
             told = estimate(graph, machine, loaded).to_dict()
             loaded = loaded.model_copy(update={"estimate": told})
-        today = priced(base, loaded, graph)
+        today = priced(base, loaded, graph, machine)
         if terms.tokens and not today.tokens_per_s:
             raise PlannerError(
                 "--tokens was given, but the batch has no tokens (no [samples, length] tensor of "

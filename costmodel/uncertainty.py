@@ -31,17 +31,18 @@ The two widths are independent, so their squares add up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, hypot, sqrt
 from typing import Literal
 
 from costmodel.cache import CostCache, costs_of_groups
-from costmodel.estimate import estimate
+from costmodel.estimate import estimate_time
 from costmodel.execution.executed import in_training
 from costmodel.execution.execution import (
     Execution,
     RunKind,
+    find_execution,
     memory_residuals,
     residuals_of_runs,
 )
@@ -132,6 +133,22 @@ def memory_interval(parts: MemoryParts, profile: Profile, execution: Execution) 
     )
 
 
+def plan_memory_interval(plan: Plan, profile: Profile) -> MemoryInterval | None:
+    """Return where the memory of a plan's fullest device lies, from the estimate that the plan
+    carries; None where that has no parts.
+    """
+    ranks: Sequence[Mapping[str, int]] = plan.estimate.get("memory", ())
+    if not ranks:
+        return None
+    fullest = max(range(len(ranks)), key=lambda rank: ranks[rank]["total_bytes"])
+    groups = {group.name: group.profile for group in profile.groups}
+    parts = MemoryParts(
+        **{name: held for name, held in ranks[fullest].items() if name != "total_bytes"}
+    )
+    machine = groups.get(plan.device_groups[fullest], profile)
+    return memory_interval(parts, machine, find_execution(plan.execution))
+
+
 def step_interval(graph: ModelGraph, profile: Profile, plan: Plan) -> Interval:
     """Return where the step of a plan lies, as far as can be told from the profile's own errors.
 
@@ -144,7 +161,7 @@ def step_interval(graph: ModelGraph, profile: Profile, plan: Plan) -> Interval:
         def on(profile: Profile) -> CostCache:
             return CostCache(graph, answers(in_training(profile, plan.world_size)))
 
-        return estimate(graph, profile, plan, costs=costs_of_groups(profile, on)).step_s
+        return estimate_time(plan, costs_of_groups(profile, on)).step_s
 
     step_s = step_s_of(lambda profile: profile)
     of_answers = step_s_of(_OneSigmaLater) / step_s - 1.0

@@ -19,7 +19,7 @@ certificate, runners-up. Torch-free. Read in this order:
     result_cache           answers kept on disk
 """
 
-from search.find_plan import find_plan
+from search.find_plan import FirstLook, find_plan
 from search.kept_candidates import KeptCandidates
 from search.report.pareto import Point, find_pareto
 from search.report.remedies import Advice, Remedy, find_advice
@@ -29,6 +29,7 @@ from search.result_cache import find_plan_once
 __all__ = [
     "Advice",
     "Certificate",
+    "FirstLook",
     "KeptCandidates",
     "Point",
     "Remedy",

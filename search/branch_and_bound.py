@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
+from math import inf
 from typing import Any, Generic, TypeVar
 
 from costmodel import Estimate
@@ -152,8 +153,18 @@ class BranchAndBound:
 
     @property
     def lower_bound_s(self) -> float:
-        """A step time that no plan of the space beats, once the queue is empty."""
-        return min(self.best_s, self.least_open_s)
+        """A step time that no plan of the space beats, whatever waits in the queue."""
+        return min(self.best_s, self.least_waiting_s)
+
+    @property
+    def least_waiting_s(self) -> float:
+        """Least step time that something unexplored, or waiting in the queue, may have."""
+        return min(self.least_open_s, *(heap[0][0] for heap in self._queue.values() if heap), inf)
+
+    @property
+    def num_waiting(self) -> int:
+        """Configurations that wait in the queue."""
+        return sum(node.num_configurations for heap in self._queue.values() for *_, node in heap)
 
     def push(self, node: Node[Any]) -> None:
         """Add a node to its wave, unless its bound already prunes it."""
@@ -186,8 +197,8 @@ class BranchAndBound:
                 heap[:] = [entry for entry in heap if entry[-1].num_configurations]
                 heapq.heapify(heap)
                 continue
-            heapq.heappop(heap)
             self._tell(node)
+            heapq.heappop(heap)
             for child in node.refine(self):
                 self.push(child) if isinstance(child, Node) else self.take(child)
 
@@ -225,15 +236,13 @@ class BranchAndBound:
         self._refined += 1
         if self.progress:
             waiting = sum(map(len, self._queue.values()))
-            told = node.label + self._so_far(node)
-            self.progress(self._refined / (self._refined + waiting + 1), told)
+            self.progress(self._refined / (self._refined + waiting), node.label + self._so_far())
 
-    def _so_far(self, node: Node[Any]) -> str:
+    def _so_far(self) -> str:
         """Say how fast the best plan is, and how far from it anything open may be."""
         if self.best is None:
             return ""
-        tops = (heap[0][0] for heap in self._queue.values() if heap)
-        least_s = min(node.bound, self.least_open_s, *tops)
+        least_s = self.least_waiting_s
         best = f"; best {format_seconds(self.best_s)}"
         return f"{best}, gap {1 - least_s / self.best_s:.1%}" if 0 < least_s < self.best_s else best
 

@@ -19,8 +19,8 @@ bound that was left open. docs/search.md has the mathematics and a picture of th
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from planner.collector import no_gc
 from planner.errors import LayoutError
@@ -44,6 +44,29 @@ _MOST_OWN_TABLES = 4
 """How many of the best plans get a table of their own where the request is for synthesised ones."""
 
 
+@dataclass(kw_only=True)
+class FirstLook:
+    """Shows the best plan so far of a search that lasts, once; then the search goes on."""
+
+    after_s: float
+    """Seconds of the search."""
+    show: Callable[[SearchResult], None]
+    """Called with the best so far, without runners-up; its certificate has the gap that is left."""
+    is_taken: bool = False
+    """Whether it was called."""
+
+    def take(self, search: SearchState) -> None:
+        """Show the best so far, if it is time and there is a plan."""
+        if self.is_taken or search.best is None:
+            return
+        if time.perf_counter() - search.started < self.after_s:
+            return
+        result = _result_of(search, runners_up=False)
+        if result.plan is not None and host_holds(result.plan, search.candidates.profile):
+            self.is_taken = True
+            self.show(result)
+
+
 def find_plan(
     graph: ModelGraph,
     profile: Profile,
@@ -51,17 +74,24 @@ def find_plan(
     progress: Progress | None = None,
     *,
     candidates_of: CandidatesOf = Candidates.of,
+    first_look: FirstLook | None = None,
 ) -> SearchResult:
     """Return the fastest plan under the cost model that fits, with its certificate.
 
     When nothing fits, `plan` is None and `reasons` say what would. Raises LayoutError when
     the request itself cannot be met: degrees that do not divide, an unknown schedule.
     `candidates_of` may return those of an earlier search (`KeptCandidates`).
+    `first_look` gets the best so far where the search lasts.
     """
     infeasible: list[SearchResult] = []
     for fallback in offload_fallbacks(request.offload, profile):
         results = [
-            search_among(candidates_of(graph, profile, request, on_host), request, progress)
+            search_among(
+                candidates_of(graph, profile, request, on_host),
+                request,
+                progress,
+                first_look=first_look,
+            )
             for on_host in fallback
         ]
         fitting = [
@@ -88,6 +118,7 @@ def search_among(
     *,
     warm_start: WarmStart | None = None,
     runners_up: bool = True,
+    first_look: FirstLook | None = None,
 ) -> SearchResult:
     """Return the fastest plan of these candidates.
 
@@ -111,10 +142,17 @@ def search_among(
             max_gap=request.max_gap,
             time_limit_s=request.time_limit_s,
             started=started,
-            progress=progress,
             every_size=every_size,
             warm_start=warm_start if warm_start is not None else WarmStart(),
         )
+
+        def tell(fraction: float, doing: str) -> None:
+            if progress is not None:
+                progress(fraction, doing)
+            if first_look is not None:
+                first_look.take(search)
+
+        search.progress = tell
         _explore(search, shapes)
         return search
 
@@ -138,7 +176,13 @@ def search_among(
         return _infeasible_result(search, shapes)
     if synthesises:
         _synthesise_tables(search)
+    return _result_of(search, runners_up=runners_up)
+
+
+def _result_of(search: SearchState, *, runners_up: bool) -> SearchResult:
+    """Return the best plan of a search that has found some."""
     best = search.best
+    assert best is not None, "there is a plan"
     proof = search.certificate(best)
     plan = with_estimate(best.plan, best.estimate)
     plan = plan.model_copy(update={"estimate": {**plan.estimate, "certificate": proof.to_dict()}})
@@ -151,7 +195,7 @@ def search_among(
         ),
         runners_up=find_runners_up(search, best) if runners_up else (),
         certificate=proof,
-        search_s=time.perf_counter() - started,
+        search_s=time.perf_counter() - search.started,
     )
 
 

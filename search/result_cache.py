@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from planner.plugins import plugin_digests
 from profiles import Profile
 from search.branch_and_bound import Progress
 from search.candidates import Candidates, CandidatesOf
-from search.find_plan import find_plan
+from search.find_plan import FirstLook, find_plan
 from search.request import Certificate, RunnerUp, SearchRequest, SearchResult
 
 _ROOMS = ("search", "costmodel", "profiles", "planner")
@@ -39,6 +40,7 @@ def find_plan_once(
     progress: Progress | None = None,
     use_cache: bool = True,
     candidates_of: CandidatesOf = Candidates.of,
+    first_look: FirstLook | None = None,
 ) -> SearchResult:
     """Return `find_plan`'s answer, searched now or kept from an equal earlier question.
 
@@ -48,7 +50,9 @@ def find_plan_once(
     entry = cache_dir() / "plans" / f"{question_digest(graph, profile, unlimited)}.json"
     if use_cache and (kept := _read(entry)) is not None:
         return kept
-    result = find_plan(graph, profile, request, progress, candidates_of=candidates_of)
+    result = find_plan(
+        graph, profile, request, progress, candidates_of=candidates_of, first_look=first_look
+    )
     cut_short = request.time_limit_s is not None and (
         result.certificate is None or result.certificate.stopped_early
     )
@@ -72,11 +76,18 @@ def question_digest(graph: ModelGraph, profile: Profile, request: SearchRequest)
         digest.update(repr(told).encode())
     digest.update(repr((request, find_execution(request.execution))).encode())
     digest.update(repr((plugin_digests(), rule_digests())).encode())
-    root = Path(__file__).parent.parent
+    digest.update(_code_digest())
+    return digest.hexdigest()[:32]
+
+
+@cache
+def _code_digest() -> bytes:
+    """The code that prices and searches; what this process has loaded stays as it is."""
+    digest, root = hashlib.sha256(), Path(__file__).parent.parent
     for room in _ROOMS:
         for file in sorted((root / room).rglob("*.py")):
             digest.update(file.read_bytes())
-    return digest.hexdigest()[:32]
+    return digest.digest()
 
 
 def to_json(result: SearchResult) -> dict[str, Any]:

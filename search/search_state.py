@@ -111,7 +111,7 @@ class SearchState(BranchAndBound):
         return self._bounds[table.key]
 
     def certificate(self, best: EvaluatedPlan) -> Certificate:
-        """Return what is proved of the best plan, and by whom, when the queue is empty."""
+        """Return what is proved of the best plan so far, and by whom."""
         boundaries = _BOUNDARIES_PROOF[self.request.solver]
         if self.num_other_partitions:
             boundaries += f"; {self.num_other_partitions} more cuts simulated"
@@ -121,7 +121,7 @@ class SearchState(BranchAndBound):
             lower_bound_s=self.lower_bound_s,
             considered=self.num_considered,
             evaluated=self.num_evaluated,
-            unexplored=self.num_unexplored,
+            unexplored=self.num_unexplored + self.num_waiting,
             pruned=tuple(sorted(self.pruned.items())),
             proved_by=(
                 ("degrees, microbatches and schedules", "branch and bound"),

@@ -1,15 +1,16 @@
 """A question searched and drawn: first what a moment finds, then the proved best.
 
-A search that lasts longer than a moment is stopped once for a first answer and goes on with what it
-has found out: models, machines and the prices of blocks are kept from question to question.
+A search that lasts longer than a moment is looked at once for a first answer and goes on. Models,
+machines and the prices of blocks are kept from question to question.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,12 +33,13 @@ from planner.plan import Plan
 from planner.templates import build_transformer
 from profiles import Profile
 from profiles.link_rates import with_link_rate
-from search import KeptCandidates, SearchResult
+from search import FirstLook, KeptCandidates, SearchResult
 from search.report.report_numbers import ReportNumbers, gather_report
 from search.result_cache import find_plan_once
 
-MOMENT_S = 0.6
-"""After which a search that is not done shows the best so far."""
+MOMENT_S = 0.4
+"""After which a search that is not done shows the best so far: with what it takes to draw it,
+within a second."""
 MOST_KEPT = 8
 """Models and machines that are kept."""
 
@@ -58,22 +60,24 @@ class Answerer:
         self._graphs: OrderedDict[Hashable, ModelGraph] = OrderedDict()
         self._profiles: OrderedDict[Hashable, Profile] = OrderedDict()
 
-    def answers(self, asked: Asked, tell: Tell) -> Iterator[Message]:
-        """Yield the answer after a moment, if the search is not done then, and the last one.
+    def answer(self, asked: Asked, tell: Tell, show: Callable[[Message], None]) -> None:
+        """Show the answer after a moment, if the search is not done then, and the last one.
 
         Raises PlannerError for a question that has no meaning.
         """
         started = time.perf_counter()
         graph, profile = self._read(asked, tell)
         tell(0.0, "searching")
-        result = self._search(asked, graph, profile, MOMENT_S, tell)
-        if result.certificate is not None and result.certificate.stopped_early:
-            yield self._drawn(asked, graph, profile, result, is_last=False, started=started)
-            result = self._search(asked, graph, profile, self._time_limit_s, tell)
+
+        def draw(result: SearchResult, *, is_last: bool) -> None:
+            show(self._drawn(asked, graph, profile, result, is_last=is_last, started=started))
+
+        look = FirstLook(after_s=MOMENT_S, show=partial(draw, is_last=False))
+        result = self._search(asked, graph, profile, tell, first_look=look)
         if result.plan is None:
-            yield {"kind": "nothing fits", "reasons": [with_flags(text) for text in result.reasons]}
-            return
-        yield self._drawn(asked, graph, profile, result, is_last=True, started=started)
+            show({"kind": "nothing fits", "reasons": [with_flags(text) for text in result.reasons]})
+        else:
+            draw(result, is_last=True)
 
     def report(self, asked: Asked, tell: Tell) -> str:
         """Return the full report of a question's plan, as `planner show --html` writes it."""
@@ -87,7 +91,7 @@ class Answerer:
 
     def _numbers(self, asked: Asked, tell: Tell) -> tuple[Answer, ReportNumbers]:
         graph, profile = self._read(asked, tell)
-        result = self._search(asked, graph, profile, self._time_limit_s, tell)
+        result = self._search(asked, graph, profile, tell)
         if result.plan is None:
             raise LayoutError(result.reasons[0])
         return self._priced(asked, graph, profile, result, result.plan)
@@ -114,11 +118,20 @@ class Answerer:
         return _kept(self._graphs, key, lambda: graph), profile
 
     def _search(
-        self, asked: Asked, graph: ModelGraph, profile: Profile, limit_s: float, tell: Tell
+        self,
+        asked: Asked,
+        graph: ModelGraph,
+        profile: Profile,
+        tell: Tell,
+        first_look: FirstLook | None = None,
     ) -> SearchResult:
-        request = replace(asked.request, model_file=asked.model_given, time_limit_s=limit_s)
         return find_plan_once(
-            graph, profile, request, progress=tell, candidates_of=self._candidates
+            graph,
+            profile,
+            replace(asked.request, model_file=asked.model_given, time_limit_s=self._time_limit_s),
+            progress=tell,
+            candidates_of=self._candidates,
+            first_look=first_look,
         )
 
     def _costs(self, asked: Asked, graph: ModelGraph, profile: Profile) -> CostCache:

@@ -64,7 +64,7 @@ def make_app(
         return _file(await run_in_threadpool(get_plotlyjs), "text/javascript")
 
     async def answer(request: Request) -> Response:
-        messages = worker.run("answers", await _asked(request))
+        messages = worker.run("answer", await _asked(request))
         first = await _first(request, messages)
         if first["kind"] == "error":
             await messages.aclose()

@@ -16,7 +16,8 @@ import asyncio
 import multiprocessing
 import signal
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from commands.page.answers import Answerer
     from commands.page.asked import Asked
 
-Work = Literal["answers", "report", "plan"]
+Work = Literal["answer", "report", "plan"]
 Message = dict[str, Any]
 
 LISTENS_S = 0.1
@@ -144,19 +145,21 @@ def serve(pipe: Connection, time_limit_s: float) -> None:
             if (task := pipe.recv()) is None:  # it came after the end of what it was for
                 continue
             work, asked = task
-            try:
-                for message in messages(answerer, work, asked, pipe):
-                    pipe.send(message)
-            except Stopped:
-                pass
+            with suppress(Stopped):
+                serve_task(answerer, work, asked, pipe)
             pipe.send({"kind": "end"})
     except (EOFError, OSError):
         return  # the page's process has ended
 
 
-def messages(answerer: Answerer, work: Work, asked: Asked, pipe: Connection) -> Iterator[Message]:
-    """Yield what there is to say of a question; raise Stopped where something else comes."""
+def serve_task(answerer: Answerer, work: Work, asked: Asked, pipe: Connection) -> None:
+    """Send what there is to say of a question; raise Stopped where something else comes."""
     last_s = 0.0
+
+    def show(message: Message) -> None:
+        if pipe.poll():
+            raise Stopped
+        pipe.send(message)
 
     def tell(fraction: float, doing: str) -> None:
         nonlocal last_s
@@ -167,21 +170,17 @@ def messages(answerer: Answerer, work: Work, asked: Asked, pipe: Connection) -> 
             pipe.send({"kind": "progress", "doing": doing})
 
     try:
-        if work == "answers":
-            for message in answerer.answers(asked, tell):
-                if pipe.poll():
-                    raise Stopped
-                yield message
+        if work == "answer":
+            answerer.answer(asked, tell, show)
         else:
-            yield {"kind": "text", "text": getattr(answerer, work)(asked, tell)}
+            show({"kind": "text", "text": getattr(answerer, work)(asked, tell)})
     except PlannerError as error:
         from commands.render.flags import with_flags
 
-        yield _error(" ".join(with_flags(str(error)).split()))
+        show(_error(" ".join(with_flags(str(error)).split())))
     except Exception as error:
         from commands.render.error_report import write_report
 
         where = write_report(error, ["ui", asked.command], "answering a question")
-        yield _error(
-            f"planner ui failed: {type(error).__name__}: {error}; please report it with {where}"
-        )
+        text = f"planner ui failed: {type(error).__name__}: {error}; please report it with {where}"
+        show(_error(text))

@@ -79,23 +79,26 @@ def comparison_data(comparison: Comparison) -> dict[str, Any]:
     return {
         "fits": given is not None,
         "refused": [with_flags(line) for line in comparison.shortfall],
-        "given": _priced(given),
-        "best": _priced(best),
+        "given": _priced(given, comparison.profile),
+        "best": _priced(best, comparison.profile),
         "is_best": is_best,
         "parts": parts,
     }
 
 
-def _priced(plan: Plan | None) -> dict[str, Any] | None:
+def _priced(plan: Plan | None, profile: Profile) -> dict[str, Any] | None:
     from commands.render.plans.search import choices_of
 
     if plan is None:
         return None
-    told = plan.estimate
+    from costmodel.uncertainty import plan_memory_interval
+
+    told, interval = plan.estimate, plan_memory_interval(plan, profile)
     return {
         "choices": choices_of(plan),
         "step_s": told["step_s"],
         "peak_bytes": told["peak_bytes"],
+        "memory_interval": interval and asdict(interval),
         "plan": plan.model_dump(mode="json", exclude={"estimate"}),
     }
 

@@ -5,6 +5,7 @@ adds to them, and how the ranks of a stage keep and update its state.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 
 from costmodel.execution import Execution
 from planner.plan.replication import Replication
@@ -120,12 +121,16 @@ class MemoryParts:
     @property
     def total(self) -> Amount:
         """All parts together."""
-        return sum(getattr(self, part.name) for part in fields(self) if part.name != "host_bytes")
+        return sum(_counted(self))
 
     def to_dict(self) -> dict[str, int]:
         """Return the parts and their total as JSON data."""
         parts = {part.name: int(getattr(self, part.name)) for part in fields(self)}
         return {**parts, "total_bytes": int(self.total)}
+
+
+# Of each job of a plan there is a total: the names are looked up once.
+_counted = attrgetter(*(part.name for part in fields(MemoryParts) if part.name != "host_bytes"))
 
 
 def with_overheads(parts: MemoryParts, profile: Profile) -> MemoryParts:

@@ -30,11 +30,13 @@ class Comparison:
 
     `given` is None when the choices do not fit the memory; `shortfall` then says what does
     not, one sentence for each pp rank that is over. `best` is None when nothing fits at all.
+    `profile` is the machine they are priced on.
     """
 
     given: Plan | None
     best: Plan | None
     shortfall: tuple[str, ...]
+    profile: Profile
 
 
 def compare_choices(
@@ -62,12 +64,15 @@ def compare_choices(
     )
     best = find_plan(graph, profile, free, _half(progress, 0.5)).plan
     if fixed.plan is not None:
-        return Comparison(given=fixed.plan, best=best, shortfall=())
+        return Comparison(given=fixed.plan, best=best, shortfall=(), profile=profile)
     if fixed.leanest is None:  # on several groups of devices
         raise LayoutError(fixed.reasons[0])
     limit = float(request.memory_limit_bytes or profile.memory_bytes)
     return Comparison(
-        given=None, best=best, shortfall=explain_shortfall(fixed.leanest, limit) or fixed.reasons
+        given=None,
+        best=best,
+        shortfall=explain_shortfall(fixed.leanest, limit) or fixed.reasons,
+        profile=profile,
     )
 
 

@@ -17,9 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
+from math import inf
 from pathlib import Path
 from typing import Any
 
+from costmodel.uncertainty import MemoryInterval, plan_memory_interval
 from planner.errors import LayoutError, PlannerError
 from planner.graph import ModelGraph
 from planner.graph.batch import tokens_per_sample
@@ -92,6 +94,15 @@ class Answer:
     """0 without a plan, or where the batch has no tokens."""
     gap: float = 0.0
     """Of the search's certificate."""
+    memory: MemoryInterval | None = None
+    """Where the bytes of the fullest device lie in four of five cases."""
+    limit_bytes: float = inf
+    """What a device may hold."""
+
+    @property
+    def may_not_fit(self) -> bool:
+        """Whether memory may pass what a device may hold."""
+        return self.memory is not None and self.memory.high_bytes > self.limit_bytes
 
     @property
     def samples_per_s(self) -> float:
@@ -135,7 +146,7 @@ class Explorer:
         if result.plan is None:
             return _without_plan(case, result.reasons[0])
         gap = 0.0 if result.certificate is None else result.certificate.gap
-        return priced(case, result.plan, graph, gap=gap)
+        return priced(case, result.plan, graph, profile, gap=gap)
 
     def request(self, case: Case) -> SearchRequest:
         """Return the request of a case: all layouts are searched."""
@@ -207,7 +218,9 @@ class Explorer:
         return sorted(tried, key=lambda answer: answer.case.num_devices)
 
 
-def priced(case: Case, plan: Plan, graph: ModelGraph, *, gap: float = 0.0) -> Answer:
+def priced(
+    case: Case, plan: Plan, graph: ModelGraph, profile: Profile, *, gap: float = 0.0
+) -> Answer:
     """Return a plan as the answer of a case."""
     step_s = float(plan.estimate["step_s"])
     return Answer(
@@ -218,6 +231,8 @@ def priced(case: Case, plan: Plan, graph: ModelGraph, *, gap: float = 0.0) -> An
         peak_bytes=float(plan.estimate["peak_bytes"]),
         tokens_per_s=case.global_batch * tokens_per_sample(graph) / step_s,
         gap=gap,
+        memory=plan_memory_interval(plan, profile),
+        limit_bytes=float(case.memory_limit_bytes or profile.memory_bytes),
     )
 
 

@@ -35,6 +35,13 @@ SMALL = {
 """A form whose search takes a moment."""
 
 
+def shown(answerer: Any, asked: Any) -> list[dict[str, Any]]:
+    """What a question's reader gets, in order."""
+    messages: list[dict[str, Any]] = []
+    answerer.answer(asked, lambda fraction, doing: None, messages.append)
+    return messages
+
+
 class InProcess:
     """Answers in this process, as the worker's process does."""
 
@@ -44,8 +51,8 @@ class InProcess:
         yield None
         answerer = answers.Answerer(time_limit_s=60)
         try:
-            if work == "answers":
-                for message in answerer.answers(asked, lambda fraction, doing: None):
+            if work == "answer":
+                for message in shown(answerer, asked):
                     yield message
             else:
                 tell = getattr(answerer, work)
@@ -222,7 +229,7 @@ def test_an_answer_is_that_of_planner_search(get, folder, planner, write_model, 
     from commands.page.answers import Answerer
 
     answerer = Answerer(time_limit_s=60)
-    messages = list(answerer.answers(asked, lambda fraction, doing: None))
+    messages = shown(answerer, asked)
     assert [message["is_last"] for message in messages][-1]
     last = messages[-1]
     assert told["sentence"] in last["head"]
@@ -232,6 +239,26 @@ def test_an_answer_is_that_of_planner_search(get, folder, planner, write_model, 
     plan = json.loads(answerer.plan(asked, lambda fraction, doing: None))
     assert plan == json.loads(Path("plan.json").read_text())
     assert told["sentence"] in answerer.report(asked, lambda fraction, doing: None)
+
+
+def test_a_search_that_lasts_shows_the_best_so_far_and_goes_on(folder, monkeypatch):
+    """The first look has a plan and the gap that is left; the last answer is that of a search that
+    nobody looked at."""
+    from commands.page import answers
+
+    asked = parse_form({**SMALL, "gpus": "8", "layers": "8", "global_batch": "64"}, folder)
+    monkeypatch.setattr(answers, "MOMENT_S", 0.0)
+    first, last = shown(answers.Answerer(time_limit_s=60), asked)
+    assert (first["is_last"], last["is_last"]) == (False, True)
+    assert first["numbers"]["step_s"] >= last["numbers"]["step_s"]
+    assert "the search goes on" in first["head"]
+    assert "not looked at" in first["head"]
+    assert "not looked at" not in last["head"]
+    monkeypatch.setattr(answers, "MOMENT_S", 60.0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "another"))
+    (alone,) = shown(answers.Answerer(time_limit_s=60), asked)
+    assert alone["numbers"] == last["numbers"]
+    assert alone["chosen"] == last["chosen"]
 
 
 def test_an_answer_comes_in_lines_and_a_report_and_a_plan_with_it(get):
@@ -270,13 +297,13 @@ def test_the_worker_stops_for_a_newer_question_and_survives_a_model_that_ends_it
              "global_batch": "2048", "ffn_hidden": "28672"}  # fmt: skip
 
     async def last_of(worker: Worker, form: dict[str, str]) -> dict[str, Any]:
-        messages = [m async for m in worker.run("answers", parse_form(form, folder)) if m]
+        messages = [m async for m in worker.run("answer", parse_form(form, folder)) if m]
         return messages[-1]
 
     async def play() -> None:
         worker = Worker(time_limit_s=600, most_s=600)
         try:
-            long = worker.run("answers", parse_form(large, folder))
+            long = worker.run("answer", parse_form(large, folder))
             async for message in long:
                 if message is not None and message["kind"] == "progress":
                     break

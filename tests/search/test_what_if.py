@@ -101,7 +101,11 @@ def test_days_and_cost_by_hand():
     graph = capture_tiny("gpt")
     plan = EXPLORER.answer(BASE).plan
     told = {**plan.estimate, "step_s": 0.5}
-    answer = priced(BASE, plan.model_copy(update={"estimate": told}), graph)
+    answer = priced(BASE, plan.model_copy(update={"estimate": told}), graph, H100)
+    assert answer.memory is not None
+    assert answer.memory.low_bytes < answer.peak_bytes < answer.memory.high_bytes
+    assert not answer.may_not_fit
+    assert replace(answer, limit_bytes=answer.peak_bytes).may_not_fit
     assert answer.tokens_per_s == 1024
     assert answer.samples_per_s == 64
     assert answer.days(1e9) == pytest.approx(1e9 / 1024 / 86_400)

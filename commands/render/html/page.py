@@ -8,8 +8,9 @@ reaches.
 from __future__ import annotations
 
 import json
+from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from commands.render.flags import with_flags
 from commands.render.html.chart import Chart
@@ -21,6 +22,9 @@ from commands.render.plans.words import compact, degrees_spelled, labelled, lose
 from planner.units import format_bytes, format_seconds
 from search.report.overview import Overview
 from search.report.report_numbers import ReportNumbers
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 
 def render_report(numbers: ReportNumbers) -> str:
@@ -52,17 +56,22 @@ def text_of(name: str) -> str:
 
 def fill_template(name: str, *folders: str, **values: Any) -> str:
     """Return a template filled; templates lie beside this file and in packages `folders`."""
+    return _templates(folders).get_template(name).render(**values)
+
+
+@cache
+def _templates(folders: tuple[str, ...]) -> Environment:
+    """Templates beside this file and in some packages; each is compiled once."""
     from jinja2 import Environment, FunctionLoader, StrictUndefined
 
     def read(wanted: str) -> str | None:
         places = (files(package).joinpath(wanted) for package in (__package__, *folders))
         return next((place.read_text() for place in places if place.is_file()), None)
 
-    environment = Environment(
+    return Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         loader=FunctionLoader(read),
     )  # fmt: skip
-    return environment.get_template(name).render(**values)
 
 
 def words_of(numbers: ReportNumbers) -> dict[str, Any]:

@@ -251,11 +251,12 @@ def proof_in_words(result: SearchResult) -> str:
     """Say how sure a plan is the fastest, and what became of all configurations."""
     certificate = result.certificate
     assert certificate is not None, "a plan comes with its certificate"
-    verdict = (
-        "the fastest there is under the cost model"
-        if certificate.gap == 0
-        else f"within {certificate.gap:.2%} of the fastest there is under the cost model"
-    )
+    if certificate.gap == 0:
+        verdict = "the fastest there is under the cost model"
+    elif certificate.lower_bound_s > 0:
+        verdict = f"within {certificate.gap:.2%} of the fastest there is under the cost model"
+    else:  # some degrees were not looked at
+        verdict = "the fastest of those looked at under the cost model"
     fates: Counter[str] = Counter()
     for rule, count in certificate.pruned:
         fates[_FATES.get(rule.partition(":")[0], "can't be faster")] += count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import RenderableType
@@ -10,10 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from commands.render.flags import with_flags
+from commands.render.plans.parts import memory_range
+from costmodel.uncertainty import plan_memory_interval
 from planner.layout.axes import own_axes
 from planner.plan import OURS, Plan
 from planner.runtime.check.trials import Trial
 from planner.units import format_bytes, format_seconds
+from profiles import Profile
 from search.measured import turns_spread
 from search.report.explain import Comparison, differences, explain_saving, explain_shortfall
 from search.report.pareto import Point
@@ -108,12 +112,14 @@ def describe_comparison(comparison: Comparison) -> list[RenderableType]:
             Text(f"refused: {with_flags(line)}") for line in comparison.shortfall
         ]
         return (
-            parts if best is None else [*parts, Text("instead, the best that fits:"), _chosen(best)]
+            parts
+            if best is None
+            else [*parts, Text("instead, the best that fits:"), _chosen(best, comparison.profile)]
         )
     assert best is not None, "a plan of the given choices is one of all plans"
     mine, theirs = given.estimate["step_s"], best.estimate["step_s"]
     if mine <= theirs:
-        return [Text("this is the best plan:"), _chosen(given)]
+        return [Text("this is the best plan:"), _chosen(given, comparison.profile)]
     table = Table("part", "given", "best", "difference")
     for name, seconds, best_seconds in differences(given.estimate, best.estimate):
         table.add_row(PART_WORDS.get(name, name), *_difference(seconds, best_seconds))
@@ -121,7 +127,9 @@ def describe_comparison(comparison: Comparison) -> list[RenderableType]:
     return [
         Text(f"{mine / theirs - 1:.1%} slower than the best plan"),
         Text("given, at its best: ") + Text(choices_of(given)),
+        Text("  " + _memory_of(given, comparison.profile)),
         Text("best of all: ") + Text(choices_of(best)),
+        Text("  " + _memory_of(best, comparison.profile)),
         table,
     ]
 
@@ -132,14 +140,20 @@ def _difference(given_s: float, best_s: float) -> tuple[str, str, str]:
     return format_seconds(given_s), format_seconds(best_s), change
 
 
-def _chosen(plan: Plan) -> Text:
+def _memory_of(plan: Plan, profile: Profile) -> str:
+    interval = plan_memory_interval(plan, profile)
+    sure = "" if interval is None else f", {memory_range(**asdict(interval))}"
+    return f"{format_bytes(plan.estimate['peak_bytes'])} on the fullest device{sure}"
+
+
+def _chosen(plan: Plan, profile: Profile) -> Text:
     measured = plan.estimate.get("measured")
     found = "" if measured is None else f"measured: {format_seconds(measured['step_s'])} a step\n"
     runtime = "" if plan.execution == OURS else f" for {plan.execution}"
     return Text(
         f"best plan{runtime}: {choices_of(plan)}\n{found}"
         f"expected: {format_seconds(plan.estimate['step_s'])} a step, "
-        f"{format_bytes(plan.estimate['peak_bytes'])} at most on one device"
+        f"{_memory_of(plan, profile)}"
     )
 
 

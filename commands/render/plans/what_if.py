@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import RenderableType
@@ -13,7 +13,7 @@ from rich.text import Text
 from commands.render.flags import with_flags
 from commands.render.plans.search import choices_of
 from planner.plan import Plan
-from planner.units import DAY_S, HOUR_S, format_bytes, format_seconds
+from planner.units import DAY_S, GIB, HOUR_S, format_bytes, format_seconds
 from search.report.what_if import Answer, Case
 
 _BAR = 10
@@ -62,6 +62,7 @@ def describe_answers(base: Answer, answers: Sequence[Answer], terms: Terms) -> l
     table.add_column("tokens/s" if has_tokens else "samples/s", justify="right")
     table.add_column("of one device")
     table.add_column("memory", justify="right")
+    table.add_column("4 of 5 cases", justify="right")
     if terms.price:
         table.add_column("cost" if terms.tokens else "cost a million", justify="right")
     if terms.tokens:
@@ -72,7 +73,7 @@ def describe_answers(base: Answer, answers: Sequence[Answer], terms: Terms) -> l
         cells: list[RenderableType] = [_case_cell(name, answer.case, base) for name in varied]
         if answer.plan is None:
             why = Text(f"none: {with_flags(answer.reason)}", style="yellow")
-            blank = [""] * (4 + bool(terms.price) + bool(terms.tokens))
+            blank = [""] * (5 + bool(terms.price) + bool(terms.tokens))
             table.add_row(*cells, *blank, why)
             continue
         rate = answer.tokens_per_s if has_tokens else answer.samples_per_s
@@ -81,6 +82,7 @@ def describe_answers(base: Answer, answers: Sequence[Answer], terms: Terms) -> l
             f"{rate:,.0f}" if rate >= 10 else f"{rate:.3g}",
             _scaling(answer, base, best),
             format_bytes(answer.peak_bytes),
+            _memory_cell(answer),
         ]
         if terms.price:
             cost = _cost(answer, terms)
@@ -97,6 +99,8 @@ def describe_answers(base: Answer, answers: Sequence[Answer], terms: Terms) -> l
     parts: list[Any] = [table]
     if terms.deadline_s is not None:
         parts.append(Text(_deadline(answers, terms)))
+    if any(answer.may_not_fit for answer in (base, *answers)):
+        parts.append(Text("! memory may pass the limit of a device; --memory-limit leaves room"))
     if not answers:
         parts.append(Text("nothing was changed: give another number of devices, machine, ..."))
     return parts
@@ -118,6 +122,8 @@ def answers_as_data(base: Answer, answers: Sequence[Answer], terms: Terms) -> di
             "samples_per_s": answer.samples_per_s,
             "tokens_per_s": answer.tokens_per_s,
             "peak_bytes": answer.peak_bytes,
+            "memory_interval": answer.memory and asdict(answer.memory),
+            "may_not_fit": answer.may_not_fit,
             "gap": answer.gap,
             "plan": choices_of(answer.plan),
         }
@@ -151,7 +157,16 @@ def _short(plan: Plan) -> str:
     axes = (*plan.degrees.items(), ("pp", plan.pp), ("vpp", plan.vpp))
     degrees = " ".join(f"{axis}{size}" for axis, size in axes if size > 1) or "one device"
     recompute = "/".join(sorted(set(plan.recompute_by_block)))
-    return f"{degrees} {plan.schedule} ZeRO {plan.zero_stage} recompute {recompute}"
+    schedule = f" {plan.schedule}" if plan.pp > 1 else ""
+    return f"{degrees}{schedule} ZeRO {plan.zero_stage} recompute {recompute}"
+
+
+def _memory_cell(answer: Answer) -> str:
+    """Where memory lies, in GiB, marked where that passes the limit."""
+    if answer.memory is None:
+        return ""
+    low, high = answer.memory.low_bytes / GIB, answer.memory.high_bytes / GIB
+    return f"{low:.3g} to {high:.3g} GiB{' !' * answer.may_not_fit}"
 
 
 def _per_device(answer: Answer) -> float:
