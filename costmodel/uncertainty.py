@@ -37,7 +37,7 @@ from math import exp, hypot, sqrt
 from typing import Literal
 
 from costmodel.cache import CostCache, costs_of_groups
-from costmodel.estimate import estimate_time
+from costmodel.estimate import step_seconds
 from costmodel.execution.executed import in_training
 from costmodel.execution.execution import (
     Execution,
@@ -161,7 +161,7 @@ def step_interval(graph: ModelGraph, profile: Profile, plan: Plan) -> Interval:
         def on(profile: Profile) -> CostCache:
             return CostCache(graph, answers(in_training(profile, plan.world_size)))
 
-        return estimate_time(plan, costs_of_groups(profile, on)).step_s
+        return step_seconds(plan, costs_of_groups(profile, on))
 
     step_s = step_s_of(lambda profile: profile)
     of_answers = step_s_of(_OneSigmaLater) / step_s - 1.0
