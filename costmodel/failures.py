@@ -28,7 +28,7 @@ Not said: failures that come together (a switch, a room), and restarts with fewe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import exp, expm1, sqrt
+from math import exp, expm1
 
 from planner.errors import PlanError
 
@@ -80,11 +80,6 @@ class Goodput:
     """Nobody trains."""
     slow: float
     """Work takes longer than without slow nodes."""
-
-
-def young_interval_s(mtbf_s: float, checkpoint_s: float) -> float:
-    """Return Young's interval, sqrt(2 d M)."""
-    return sqrt(2 * checkpoint_s * mtbf_s)
 
 
 def best_interval_s(mtbf_s: float, checkpoint_s: float) -> float:

@@ -160,6 +160,7 @@ def build_job_table(schedule: Schedule) -> JobTable:
     placed = np.asarray(schedule.stage_to_pp_rank)
     num_stages, num_microbatches, pp = schedule.num_stages, schedule.num_microbatches, schedule.pp
     size = num_stages * num_microbatches
+    # Results are numbered: outputs of (stage, microbatch) first, `size` on their gradients.
     columns: tuple[list, ...] = ([], [], [], [], [], [])
     for rank, row in enumerate(schedule.jobs):
         kind = np.fromiter((_KINDS[job.kind] for job in row), dtype=np.int64, count=len(row))
@@ -168,10 +169,13 @@ def build_job_table(schedule: Schedule) -> JobTable:
             (job.microbatch_index for job in row), dtype=np.int64, count=len(row)
         )
         own = stage * num_microbatches + microbatch
+        # The microbatch that a stage runs forward last: its backward may be priced otherwise.
         last = np.full(num_stages, NONE)
         last[stage[kind == 0]] = microbatch[kind == 0]
         is_last = ((kind == 1) | (kind == 2)) & (microbatch == last[stage])
         is_forward, is_gradient = kind == 0, (kind == 1) | (kind == 2)
+        # A forward needs the output of the stage before; a backward the gradient that the stage
+        # after has made, of its own output.
         needs = np.where(is_forward & (stage > 0), own - num_microbatches, NONE)
         needs = np.where(
             is_gradient & (stage < num_stages - 1), size + own + num_microbatches, needs
@@ -188,7 +192,10 @@ def build_job_table(schedule: Schedule) -> JobTable:
         makes_weights = (kind == 1) | (kind == 3)
         ends[stage[makes_weights]] = np.flatnonzero(makes_weights)
         is_end = np.arange(len(row)) == ends[stage]
+        # Durations have six rows of stages: F, B, I, W, and B and I of a stage's last microbatch.
+        # (3 more than kind 1 and 2; the last forward itself is no `is_last`.)
         columns[0].append((kind + 3 * is_last) * num_stages + stage)
+        # 0: leaves at the job's end; else ahead of it, further in the last job that makes weights.
         columns[1].append(np.where(travels & (kind == 1), 1 + is_end * num_stages + stage, 0))
         for column, values in zip(columns[2:], (needs, makes, link, transfer), strict=True):
             column.append(values.tolist())
@@ -240,6 +247,9 @@ def simulate(
     ready = [0.0, *(seconds.sends_ahead_s or none), *(seconds.last_sends_ahead_s or none)]
     earlier = [np.asarray(ready)[index].tolist() for index in table.ahead]
 
+    # A rank runs on while its inputs are there. One that is missing notes who waits for it, and its
+    # maker wakes that rank. The order of visits changes nothing: a link has one sender, which fills
+    # it in the order of its own row.
     arrival = [-1.0] * table.num_results
     waiting = [NONE] * table.num_results
     link_free = [0.0] * table.num_links
@@ -270,6 +280,7 @@ def simulate(
             if made >= 0:
                 link = links[position]
                 if link >= 0:
+                    # Messages of one direction queue for their link; the sender computes on.
                     free, made_at = link_free[link], now - before_end[position]
                     sent = (free if free > made_at else made_at) + transfer_s[transfers[position]]
                     link_free[link] = sent

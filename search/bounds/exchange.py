@@ -86,6 +86,7 @@ class LeastExchange:
         if held_twice:  # a stage of both users has less to hide than its blocks apart
             return bare
         pieces = message_pieces(self.table.costs.execution, 1)
+        # Each block alone, sent as a single piece: what more pieces would hide of it.
         in_one = self._beside(messages_s, compute_s, num_pieces=pieces)
         hidden = np.sort(in_one - self._beside(messages_s, compute_s))
         return bare + max(float(hidden[:pp].sum()), float(hidden.sum()) / (len(hidden) - pp + 1))

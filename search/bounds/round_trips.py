@@ -105,6 +105,7 @@ class ZeroBubbleBound:
     def _mean_of(self, coefficients: Floats, more_s: float) -> float:
         first, last = self.seconds[0] @ coefficients[:, 0], self.seconds[-1] @ coefficients[:, -1]
         kinds, counts = self._inner_kinds
+        # Wherever an inner block lies, it adds the least that it adds on any stage.
         inner = counts @ (kinds @ coefficients).min(axis=1)
         return float(first + inner + last + more_s * coefficients[:2].min())
 
@@ -126,6 +127,7 @@ def _means(order: JobOrder, m: int, mean_block: tuple[float, ...]) -> tuple[Floa
     pp = len(order.warmup)
     stage, other = np.arange(pp)[:, None], np.arange(pp)[None, :]
     before, own, after = (1.0 * (other < stage), 1.0 * (other == stage), 1.0 * (other > stage))
+    # k of the header: forwards that a rank does while its first microbatch is away.
     fitting = np.minimum(m, order.warmup)[:, None] - 1
     ends = np.stack([before + after + (m - fitting) * own, after + m * own, m * own])
     returns = ends.copy()

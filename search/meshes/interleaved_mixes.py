@@ -151,6 +151,7 @@ class Assignments:
         self._ticket = count()
         members, kinds = len(mix.mix.members), mix.mix.num_recompute_choices
         by_member = mix.fits.reshape(members, kinds, -1)
+        # (member, rank): the lightest recomputation that fits, numbered among all choices.
         first = by_member.argmax(axis=1) + kinds * np.arange(members)[:, None]
         # A rank's memory depends on its own choice alone, so each rank is looked at by itself.
         self._options = [

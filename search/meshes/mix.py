@@ -150,6 +150,7 @@ class Mix:
         ranks = 0.0
         for members in self.members_of_stage:
             own = np.min([seconds_of_members[at] for at in members], axis=0)
+            # A rank on slower devices does at most 1 / times of what a fastest one does.
             times = (own[has_work] / least[has_work]).min(initial=np.inf)
             ranks += 1.0 / times if np.isfinite(times) else 1.0
         return ranks

@@ -49,6 +49,7 @@ class ExactRecompute:
         high, reach = of_ranks.most + 1, 1
         while open_ranks := [rank for rank in ranks if high[rank] - low[rank] > 1]:
             # All ranks at once: a rank's memory depends on its own recomputation alone.
+            # The answer is seldom far from the bound's: steps from it double, then halve.
             middle = np.minimum((low + high) // 2, low + reach)
             reach *= 2
             choices, until = of_ranks.of_stages(np.minimum(middle, of_ranks.most))

@@ -80,6 +80,7 @@ def solve_by_decomposition(
         chosen, relaxed = split.solve(tables, shares)
         stalled = 0 if relaxed > bound + _NEARLY * abs(bound) else stalled + 1
         bound = max(bound, relaxed)
+        # Two starts: what the relaxation's copies agree on, and the best choice so far.
         voted = split.votes(chosen, num_own)
         ways = [(voted, _order_holding(scopes, tuple(sizes), tuple(split.copies)))]
         if cost - bound > _WIDE * abs(cost) and best:
@@ -95,6 +96,7 @@ def solve_by_decomposition(
             break
         if stalled > _PATIENCE:
             slack, stalled = slack / 2, 0
+        # Polyak's step: as long as would close the gap if the bound were a plane.
         ahead = (cost if np.isfinite(cost) else bound + abs(bound)) - relaxed
         split.move(shares, chosen, slack * ahead)
     if not best:

@@ -110,6 +110,7 @@ def edge_tables(edge: ReshardEdge, sizes: Sequence[int], most_cells: int) -> tup
         return values.reshape(dims)
 
     source = np.array(edge.source)
+    # A chain link, which most edges are: producer and one use.
     if len(edge.uses) == 1 and len(variables) == 2:
         user, requirements = edge.uses[0]
         total = edge.seconds[source[:, None], np.array(requirements)]
@@ -119,6 +120,7 @@ def edge_tables(edge: ReshardEdge, sizes: Sequence[int], most_cells: int) -> tup
     for column in sorted(
         {requirement for _, requirements in edge.uses for requirement in requirements}
     ):
+        # Paid once however many uses require it.
         required = required_of[0] == column
         for others in required_of[1:]:
             required = required | (others == column)

@@ -132,6 +132,7 @@ class Ordering:
         """Eliminate while no sum is too wide; return whether no variable is left."""
         while self._heap:
             score, variable = heapq.heappop(self._heap)
+            # An older rating of a variable stays in the heap: only its latest counts.
             if self._score.get(variable) == score:
                 self.eliminate(variable)
         return not self._score

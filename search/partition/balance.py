@@ -34,10 +34,12 @@ def balanced_cut(seconds: Sequence[float], num_stages: int) -> tuple[int, ...]:
     for stages_left in range(num_stages, 1, -1):
         first = cuts[-1]
         most = max(first + 1, min(furthest[first], n - stages_left + 1))
+        # Where the stage would end if what is left were dealt evenly: the nearer block boundary.
         share = sums[first] + (sums[n] - sums[first]) / stages_left
         end = min(most, max(first + 1, bisect_right(sums, share) - 1))
         if end < most and sums[end + 1] - share < share - sums[end]:
             end += 1
+        # Not so few blocks that the stages after could not hold the rest.
         while end < most and needed[end] > stages_left - 1:
             end += 1
         cuts.append(end)
@@ -51,6 +53,7 @@ def longest_stage(sums: Sequence[float], num_stages: int) -> float:
     """
     n = len(sums) - 1
     high = sums[n]
+    # Some run has its share at least, and a block is not divided.
     low = max(high / num_stages, max(b - a for a, b in pairwise(sums)))
     while high - low > 1e-9 * high:
         # Nothing shorter than `low` does: where blocks are alike it often is the answer.

@@ -65,6 +65,7 @@ def solve_chain(problem: ChainProblem, *, ceiling: float = np.inf) -> Solved:
         return _solve_within(problem, fixed_windows(problem.cuts), ceiling)
     if stages > n:
         return Solved(cut=None, fits=False)
+    # A tenth more blocks than an even share: most best cuts are within, and prove it.
     width = min(longest, -(-11 * n // (10 * stages)) + 3)
     found = Solved(cut=None, fits=False)
     bound = ceiling
@@ -87,6 +88,7 @@ def solve_chain(problem: ChainProblem, *, ceiling: float = np.inf) -> Solved:
         if needed <= width:
             return found
         if found.cut:
+            # No better cut has a stage longer than this one's value leaves time for.
             bound = min(bound, found.cut.value)
             needed = min(longest, int((reach_within(problem, bound) - np.arange(n + 1)).max()))
             if needed <= width:
@@ -109,6 +111,8 @@ def _solve_within(problem: ChainProblem, windows: Sequence[Window], ceiling: flo
         own = stage_runs[0].own(first_tail)
         return own[:, :, 0].min(axis=0), own[:, :, 0].argmin(axis=0)
 
+    # A row is an end of stage 0. Its tail comes after any path, so all rows are bounded by one pass
+    # without tails.
     rest, _ = _sweep(problem, stage_runs, first_tail=None)
     bare, _ = first_stage(None)
     bounds = np.maximum(bare, rest[ends]) + tail
@@ -174,6 +178,7 @@ def _end_of(problem: ChainProblem) -> Floats:
 
 def _fold(runs: StageRuns, costs: Floats, value: Floats) -> tuple[Floats, Step]:
     """Put one stage before those that `value` is of, at the least of the largest cost."""
+    # (row, start): the better choice of the stage's run, and the best of what follows its end.
     total = np.maximum(costs.min(axis=0), value[runs.end])
     row, columns = total.argmin(axis=0), np.arange(total.shape[1])
     choice = costs[:, row, columns].argmin(axis=0)
@@ -196,6 +201,8 @@ def smallest_peak(problem: ChainProblem) -> Cut | None:
     n, stages = problem.num_blocks, problem.num_stages
     if stages > n:
         return None
+    # Stages of much more than an even share of blocks need more memory than even ones, as a rule:
+    # this answers how little would do, and proves nothing.
     width = min(n - stages + 1, -(-3 * n // (2 * stages)) + 4)
     windows: Sequence[Window] | None = (
         fixed_windows(problem.cuts) if problem.cuts else stage_windows(even_reach(n, width), stages)

@@ -102,7 +102,6 @@ class Paths:
         self.costs = problem.stages.cost_window(window)
         self.end = window.end
         self._on_rank: dict[tuple, tuple[Floats, Flags]] = {}
-        self._stage_runs: dict[int, StageRuns] = {}
 
     @classmethod
     def of_all(cls, problem: ChainProblem, width: int | None = None) -> Paths:
@@ -188,16 +187,6 @@ class Paths:
             fits[[choice not in own for choice in range(len(fits))]] = False
         return backward_s, fits
 
-    def first_tail(self, first_cut: int) -> float:
-        """Return what follows at stage 0, if it ends here, when its last input gradient is made."""
-        return float(self._tail(0)[first_cut - 1, 0] + self.problem.first_weight_s[first_cut])
-
-    def own(self, stage: int, choice: int, first_tail: float | None) -> Floats:
-        """Path of every run of the window on a stage, inf where it does not fit."""
-        if stage not in self._stage_runs:
-            self._stage_runs[stage] = self.of_stage(stage)
-        return self._stage_runs[stage].own(first_tail)[choice]
-
     def peak(self, stage: int, choice: int) -> Floats:
         """Peak bytes of every run on this stage, inf where there is none."""
         peak = self.costs.peak_bytes(self.problem.in_flight[stage], choice)
@@ -231,6 +220,7 @@ def path_parts(
     seconds of a microbatch. `copied`: by how much copies lengthen all of the stage's jobs, those
     between its first forward and backward, and those between its last.
     """
+    # depth: stages after this one, each of which may send its gradient ahead of weight gradients.
     m, depth = problem.num_microbatches, problem.num_stages - 1 - stage
     # A job beside a copy to or from the host ends when the slower of the two does.
     longer, filling, draining = copied
@@ -324,6 +314,7 @@ def runs_by_stage(problem: ChainProblem, windows: Sequence[Window]) -> list[Stag
     """
     apart = sum(window.num_cells + _CELLS_BEFORE_COSTS for window in windows)
     width = max(window.width for window in windows)
+    # Apart, a run that two windows have is priced twice; together, runs that none has are priced.
     if apart <= problem.num_blocks * width:
         return [Paths(problem, window).of_stage(stage) for stage, window in enumerate(windows)]
     paths = Paths.of_all(problem, width)

@@ -173,6 +173,7 @@ class Repetition:
         start, end = np.broadcast_arrays(window.start, window.end)
         moved = (window.start - self.first) // self.period * self.period
         moved = moved * ((start >= self.first) & (end <= self.last))
+        # Numbers the kinds that occur without a sort: a flag for each (start, end) there may be.
         code = (start - moved) * self._width + end - moved
         self._is_used[code] = True
         used = np.flatnonzero(self._is_used)
@@ -184,6 +185,7 @@ class Repetition:
 def _longest_repetition(labels: NDArray[np.int64]) -> tuple[int, int, int]:
     """Return (first, end, period) of the longest part of a chain that repeats itself."""
     best = 0, 0, 1
+    # A stretch whose labels equal those `period` before it repeats from `period` before its begin.
     for period in range(1, min(_LONGEST_PERIOD, len(labels) - 1) + 1):
         is_again = np.concatenate([[False], labels[period:] == labels[:-period], [False]])
         changes = np.flatnonzero(is_again[1:] != is_again[:-1])

@@ -71,6 +71,7 @@ def _split(sums: list[float], first: int, end: int, stages: int) -> list[int]:
     """Return the inner cuts of blocks first..end-1 for that many stages."""
     if stages == 1:
         return []
+    # With an odd number the right part has a stage more.
     left = stages // 2
     # The halves' shares of the work are as their numbers of stages.
     goal = sums[first] + (sums[end] - sums[first]) * left / stages

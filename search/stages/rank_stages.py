@@ -287,6 +287,7 @@ class RankStages:
         """Return what any run of blocks takes at least, and what fits a limit."""
         table = self.table
         backward_s, kept_bytes = zip(*map(table.least_sums, self.choices), strict=True)
+        # Running sums count a weight of several blocks at each; a run of all holds it once.
         held_twice = sum(size for _, _, size in table.ties)
         ranks = self.bound(StageLoad(), "none")
 

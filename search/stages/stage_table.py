@@ -252,6 +252,7 @@ class StageTable:
         ]
         labels = np.unique(np.stack(rows, axis=1), axis=0, return_inverse=True)[1].reshape(-1)
         tied = sorted({block for i, j, _ in self.ties for block in (i, j)})
+        # A run of both blocks of a tie holds their weight once, so none is like another block.
         labels[tied] = -1 - np.arange(len(tied))
         return Repetition(labels)
 

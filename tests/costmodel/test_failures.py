@@ -13,10 +13,14 @@ from costmodel.failures import (
     Goodput,
     best_interval_s,
     goodput,
-    young_interval_s,
 )
 from planner.errors import PlanError
 from planner.units import DAY_S
+
+
+def young_interval_s(mtbf_s: float, checkpoint_s: float) -> float:
+    """Young's interval, sqrt(2 d M)."""
+    return sqrt(2 * checkpoint_s * mtbf_s)
 
 
 def played(

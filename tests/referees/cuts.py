@@ -42,11 +42,13 @@ def cut_value(paths: Paths, cuts: Sequence[int], choices: Sequence[int]) -> floa
 
     `paths` must be wide enough for the longest stage.
     """
-    first_tail = paths.first_tail(cuts[1])
+    problem, first = paths.problem, cuts[1]
+    first_tail = float(paths.of_stage(0).tail[first - 1, 0] + problem.first_weight_s[first])
     worst = 0.0
     for stage, choice in enumerate(choices):
         first, end = cuts[stage], cuts[stage + 1]
-        worst = max(worst, float(paths.own(stage, choice, first_tail)[end - first - 1, first]))
+        own = paths.of_stage(stage).own(first_tail)
+        worst = max(worst, float(own[choice, end - first - 1, first]))
     return worst
 
 

@@ -53,6 +53,7 @@ class RunLoads:
 
     def loads(self, start: Indices, end: Indices) -> StageLoad:
         """Return the bytes of runs start .. end-1, in the shape the two broadcast to."""
+        # Two runs of 2 ** level blocks, from either end, cover the run.
         level = np.frexp((end - start).astype(float))[1] - 1
         right = end - (1 << level)
 
