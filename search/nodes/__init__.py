@@ -7,7 +7,7 @@ In comes a request's shapes; out come nodes, and evaluated plans. Read in this o
     partitions       the best partition, then the k best; `exact_recompute`: how much a stage
                      recomputes where the bound let too little pass
     replicas_on_groups   plans whose stages have replicas on several groups of devices;
-                     `pipelines_on_groups`: those with a pipeline
+                     `pipelines_on_groups`: their stage boundaries, of one stage or more
 
 Those of stages with meshes of their own are in `search.meshes`.
 """

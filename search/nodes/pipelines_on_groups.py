@@ -1,4 +1,4 @@
-"""Pipelines whose stages have replicas on every group of devices.
+"""Pipelines, of one stage or more, whose stages have replicas on every group of devices.
 
 A replica of the pipeline lies on one group from its first stage to its last, and meets the others
 only in what they exchange: it is a plan of its own on n_g / pp devices of group g for each stage,
