@@ -67,8 +67,10 @@ class Answerer:
         graph, profile = self._read(asked, tell)
         tell(0.0, "searching")
         result = self._search(asked, graph, profile, MOMENT_S, tell)
-        if result.certificate is not None and result.certificate.stopped_early:
-            yield self._drawn(asked, graph, profile, result, is_last=False, started=started)
+        stopped = result.certificate is not None and result.certificate.stopped_early
+        if stopped or result.is_out_of_time:
+            if result.plan is not None:
+                yield self._drawn(asked, graph, profile, result, is_last=False, started=started)
             result = self._search(asked, graph, profile, self._time_limit_s, tell)
         if result.plan is None:
             yield {"kind": "nothing fits", "reasons": [with_flags(text) for text in result.reasons]}

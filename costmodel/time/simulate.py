@@ -18,6 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
+from planner.deadline import check_time
 from planner.errors import ScheduleError
 from planner.schedule.jobs import JobKind, Schedule
 
@@ -238,6 +239,7 @@ def simulate(
     ends: list[list[float]] = [[] for _ in durations]
     runnable = list(range(schedule.pp))
     while runnable:
+        check_time()
         rank = runnable.pop()
         needs, makes, links, transfers = (
             table.needs[rank], table.makes[rank], table.link[rank], table.transfer[rank],
