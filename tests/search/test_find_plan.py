@@ -324,6 +324,17 @@ def test_a_search_cut_short_anywhere_tells_the_truth_and_leaves_nothing_half_mad
     assert find_plan(gpt, MACHINE, ask(), candidates_of=kept) == whole
 
 
+def test_late_degrees_are_bounded_not_laid_out(gpt):
+    """Past the limit, what has no bound gets a quick one: the gap is below 100%."""
+    best = find_plan(gpt, MACHINE, ask()).certificate
+    readings = itertools.chain([0.0] * first_plan_after(gpt), itertools.repeat(10.2))
+    with time_limit(10.0, clock=readings.__next__):
+        proof = find_plan(gpt, MACHINE, ask(time_limit_s=10.0)).certificate
+    assert proof.stopped_early == "`time_limit_s` 10.0 s passed"
+    assert 0 < proof.lower_bound_s <= best.best_s * (1 + 1e-9)
+    assert proof.unexplored > 0
+
+
 def test_a_gap_or_a_time_limit_stops_early_and_says_so(gpt):
     """X1: what is left is counted, and the bound stays a bound."""
     best = find_plan(gpt, MACHINE, ask()).certificate
