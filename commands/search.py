@@ -121,12 +121,14 @@ def search(
     from commands.render.data import refused_search
     from commands.render.plans.answer import as_data
     from commands.render.plans.search import describe_advice, describe_pareto
+    from costmodel.memory.bound import NOTHING
+    from planner import deadline
     from planner.graph.called_modules import called_modules_messages
     from planner.ops.held_pairs import held_pairs_messages
     from planner.plan import OURS, save_plan
     from planner.plan.batch_statistics import cut_batch_messages
     from planner.plan.buckets import check_bucket, with_buckets
-    from search import find_advice, find_pareto, find_plan_once
+    from search import KeptCandidates, find_advice, find_pareto, find_plan_once
     from search.measured import check_measurable
 
     request = question.request(
@@ -149,6 +151,8 @@ def search(
     sizes = parse_counts("--lengths", lengths, "lengths of sequences, such as 128,256,512")
     per_device_hour = parse_price(price)
     points: tuple[Point, ...] = ()
+    candidates = KeptCandidates()
+    late = False
     left_out: list[str] = []
     profile, note = profile_named(question.profile, question.cluster)
     device = None if measure is None else check_measurable(profile, request.num_devices)
@@ -158,20 +162,25 @@ def search(
         buckets = [graph_of(model, request.precision, length) for length in sizes]
         for bucket in buckets:  # told before a long search
             check_bucket(graph, bucket)
-        result = find_plan_once(graph, profile, request, progress=progress, use_cache=cache)
-        if result.plan is None and profile.groups:
-            raise PlannerError(result.reasons[0])
-        if result.plan is None:
-            advice = find_advice(
-                graph, profile, request, result,
-                recapture=lambda precision: graph_of(model, precision), progress=progress,
+        with deadline.time_limit(request.time_limit_s):  # the capture is not counted
+            result = find_plan_once(
+                graph, profile, request,
+                progress=progress, use_cache=cache, candidates_of=candidates,
             )  # fmt: skip
-        elif pareto or pareto_gpus or per_device_hour:
-            points = find_pareto(
-                graph, profile, request, num_devices=counts, price_per_device_hour=per_device_hour,
-                progress=progress,
-                leave_out=lambda count, why: left_out.append(f"--pareto-gpus {count}: {why}"),
-            )  # fmt: skip
+            if result.plan is None and (profile.groups or result.is_out_of_time):
+                raise PlannerError(result.reasons[0])
+            if result.plan is None:
+                advice = find_advice(
+                    graph, profile, request, result,
+                    recapture=lambda precision: graph_of(model, precision), progress=progress,
+                )  # fmt: skip
+            elif pareto or pareto_gpus or per_device_hour:
+                points = find_pareto(
+                    graph, profile, request,
+                    num_devices=counts, price_per_device_hour=per_device_hour, progress=progress,
+                    leave_out=lambda count, why: left_out.append(f"--pareto-gpus {count}: {why}"),
+                )  # fmt: skip
+                late = deadline.is_late()
     if result.plan is None:
         limit = float(request.memory_limit_bytes or profile.memory_bytes)
         if as_json:
@@ -185,7 +194,9 @@ def search(
         if not as_json:
             show_results(trials)
     assert result.plan is not None, "there is a plan, or its reasons were told"
-    predicted = predict_result(graph, profile, request, result.plan)
+    # What the search has priced is not priced again.
+    costs = None if result.was_kept else candidates(graph, profile, request, NOTHING).costs
+    predicted = predict_result(graph, profile, request, result.plan, costs=costs)
     answer = answer_of(predicted, request, result, model=model, out=out, points=points)
     chosen = with_buckets(answer.plan, graph, buckets)
     save_plan(chosen, out)
@@ -208,6 +219,8 @@ def search(
         )
     for line in left_out:
         show_note(line)
+    if late:
+        show_note(f"--time-limit {time_limit} passed: more plans may trade time for memory")
     if points and not as_json:
         show_results(describe_pareto(points))
     if pareto:

@@ -20,6 +20,7 @@ from costmodel.time.block.program import price_program
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.stage_costs.times import RunTimes
 from costmodel.topology import lowered_groups
+from planner.deadline import check_time
 from planner.errors import PlanError
 from planner.graph import ModelGraph, Program
 from planner.layout.axes import FOLDED, Degrees, lowered_axes
@@ -162,6 +163,7 @@ class CostCache:
         degrees = degrees or Degrees()
         key = _key(class_index, microbatch_size, degrees, layouts)
         if key not in self._local:
+            check_time()
             placed = {layout.axis: layout for layout in layouts}
             program = self.bound(class_index, microbatch_size)
             for axis in lowered_axes():
@@ -205,8 +207,10 @@ class CostCache:
             local = self.local(class_index, microbatch_size, degrees, layouts)
             held = self.block_bytes(class_index, microbatch_size, degrees, layouts)
             again = self._made_again(class_index, microbatch_size, held.saved.program, recomputed)
+            check_time()
             if key not in self._loads:
                 self._loads[key] = block_load(held, again)
+            check_time()
             self._blocks[key] = BlockPrice(
                 times=price_program(
                     local,

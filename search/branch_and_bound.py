@@ -9,6 +9,9 @@ replaces the node by nodes of smaller sets, or by an evaluated plan:
       the time limit has passed      they stay unexplored
       else                           refine it: push its nodes, compare its plan with the best
 
+The time limit also ends a refinement (`planner.deadline`): its node stays unexplored with the bound
+that it has, whatever of its nodes were pushed before.
+
 What is quick to evaluate runs first, in an earlier *wave*, so that a good plan prunes the rest.
 Waves follow each other in order; inside a wave the smallest bound is first.
 
@@ -30,6 +33,7 @@ from math import inf
 from typing import Any, Generic, TypeVar
 
 from costmodel import Estimate
+from planner.deadline import OutOfTime, check_time, is_late
 from planner.plan import Plan
 from planner.units import format_seconds
 from search.space.configuration import Configuration
@@ -99,7 +103,7 @@ class BranchAndBound:
     Attributes:
         num_best: how many plans of different configurations are sought, the best one first.
         max_gap: relative gap at which the search may stop, 0 for a proof.
-        time_limit_s: seconds since `started` after which it stops, None for no limit.
+        time_limit_s: the limit that the search runs in, as it is told; None for none.
         started: time of the start (`time.perf_counter`).
         progress: receives a fraction and a label before each node, if given.
         best: the fastest plan that fits, so far.
@@ -111,6 +115,7 @@ class BranchAndBound:
         set_aside: (bound, wave, ticket, node) of nodes that lost: candidates for runners-up.
         least_open_s: least step time that something unexplored may have.
         stopped_early: why the search stopped before its proof, empty if it did not.
+        is_out_of_time: whether a refinement was cut short; then all that is left stays open.
         extra_work: simulated jobs spent in this wave on nodes that only close the gap.
     """
 
@@ -128,6 +133,7 @@ class BranchAndBound:
     set_aside: list[tuple[float, Wave, int, Node[Any]]] = field(default_factory=list)
     least_open_s: float = float("inf")
     stopped_early: str = ""
+    is_out_of_time: bool = False
     extra_work: float = 0.0
     _queue: dict[Wave, list[Entry]] = field(default_factory=dict)
     _ticket: count[int] = field(default_factory=count)
@@ -180,6 +186,8 @@ class BranchAndBound:
             wave = min(self._queue)
             self.extra_work = 0.0
             self._run_wave(self._queue[wave])
+            if self.is_out_of_time:
+                return
             del self._queue[wave]
 
     def _run_wave(self, heap: list[Entry]) -> None:
@@ -197,23 +205,41 @@ class BranchAndBound:
                 heap[:] = [entry for entry in heap if entry[-1].num_configurations]
                 heapq.heapify(heap)
                 continue
-            self._tell(node)
+            self._tell(node)  # while it still waits: what is open counts it
             heapq.heappop(heap)
-            for child in node.refine(self):
-                self.push(child) if isinstance(child, Node) else self.take(child)
+            try:
+                check_time()
+                for child in node.refine(self):
+                    self.push(child) if isinstance(child, Node) else self.take(child)
+            except OutOfTime:
+                self._stop_in(node)
+                return
 
     def _why_stop(self, bound: float) -> str:
         """Say why a node that may win is not refined; empty if it is."""
         if bound >= self.to_beat_s * (1.0 - self.max_gap):
             return f"`max_gap` {self.max_gap} reached"
         # Without a bound of its own a node is refined even late: its nodes have bounds.
-        if self.best is not None and bound > 0 and self._is_out_of_time():
-            return f"`time_limit_s` {self.time_limit_s} s passed"
+        if self.best is not None and bound > 0 and is_late():
+            return self._time_passed
         return ""
 
-    def _is_out_of_time(self) -> bool:
-        limit = self.time_limit_s
-        return limit is not None and time.perf_counter() - self.started > limit
+    @property
+    def _time_passed(self) -> str:
+        return f"`time_limit_s` {self.time_limit_s} s passed"
+
+    def _stop_in(self, node: Node[Any]) -> None:
+        """Leave open a node whose refinement was cut short, and all that waits."""
+        self.is_out_of_time, self.stopped_early = True, self._time_passed
+        self.leave_open(node.bound)
+        for heap in self._queue.values():
+            if heap:
+                self.leave_open(heap[0][0])
+                self._set_aside_all(heap)
+        self._queue.clear()
+        # Some nodes of the one cut short have been pushed, and some of its configurations decided.
+        decided = self.num_evaluated + self.pruned.total()
+        self.num_unexplored = self.num_considered - decided
 
     def _prune_all(self, entries: list[Entry]) -> None:
         self.prune(BEATEN, sum(node.num_configurations for *_, node in entries))

@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from planner.collector import no_gc
+from planner.deadline import OutOfTime, time_limit
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
 from profiles import Profile
@@ -64,7 +66,8 @@ class FirstLook:
         result = _result_of(search, runners_up=False)
         if result.plan is not None and host_holds(result.plan, search.candidates.profile):
             self.is_taken = True
-            self.show(result)
+            with suppress(OutOfTime):  # the answer comes at once
+                self.show(result)
 
 
 def find_plan(
@@ -83,6 +86,18 @@ def find_plan(
     `candidates_of` may return those of an earlier search (`KeptCandidates`).
     `first_look` gets the best so far where the search lasts.
     """
+    with time_limit(request.time_limit_s):
+        return _find_plan(graph, profile, request, progress, candidates_of, first_look)
+
+
+def _find_plan(
+    graph: ModelGraph,
+    profile: Profile,
+    request: SearchRequest,
+    progress: Progress | None,
+    candidates_of: CandidatesOf,
+    first_look: FirstLook | None,
+) -> SearchResult:
     infeasible: list[SearchResult] = []
     for fallback in offload_fallbacks(request.offload, profile):
         results = [
@@ -100,14 +115,39 @@ def find_plan(
             if result.plan is not None and host_holds(result.plan, profile)
         ]
         if fitting:
-            result = results[min(fitting)[1]]
+            result = _with_bound_of_all(results[min(fitting)[1]], results)
             others = tuple(plan for plan in result.next_best if host_holds(plan, profile))
             return replace(result, next_best=others)
+        if unfinished := [result for result in results if result.is_out_of_time]:
+            return unfinished[0]
         infeasible += results
     for result in infeasible:
         if result.plan is not None:
             return too_large_for_host(result, profile)
     return min(infeasible, key=lambda result: result.smallest_memory_bytes or 0)
+
+
+def _with_bound_of_all(result: SearchResult, results: Sequence[SearchResult]) -> SearchResult:
+    """Return the result with the least lower bound of those that were stopped early, too: they may
+    have left a plan that is faster than the best of another.
+    """
+    proof = result.certificate
+    assert result.plan is not None, "the result has a plan"
+    assert proof is not None, "a plan has its proof"
+    unproved = [(proof.lower_bound_s, proof.stopped_early)]
+    for other in results:
+        if other.is_out_of_time:
+            unproved.append((0.0, other.reasons[0]))
+        elif other.certificate is not None and other.certificate.stopped_early:
+            unproved.append((other.certificate.lower_bound_s, other.certificate.stopped_early))
+    bound_s, why = min(unproved)
+    if bound_s >= proof.lower_bound_s:
+        return result
+    proof = replace(proof, lower_bound_s=bound_s, stopped_early=proof.stopped_early or why)
+    estimate = {**result.plan.estimate, "certificate": proof.to_dict()}
+    return replace(
+        result, certificate=proof, plan=result.plan.model_copy(update={"estimate": estimate})
+    )
 
 
 @no_gc()
@@ -165,7 +205,8 @@ def search_among(
     # Larger microbatches that are no faster are no answer, but may be second best.
     needs_every_size = warm_start is not None and warm_start.needs_every_size
     search = explore(every_size=needs_every_size or request.num_best > 1)
-    if search.best is None and not search.every_size and _has_skipped_sizes(search):
+    skipped = not search.every_size and _has_skipped_sizes(search)
+    if search.best is None and skipped and not search.is_out_of_time:
         # Larger microbatches, though no faster, may lie otherwise and be the ones that fit.
         search = explore(every_size=True)
         search.warm_start.needs_every_size = True
@@ -173,9 +214,10 @@ def search_among(
         search.push(meshes_node(shapes))
         search.run()
     if search.best is None:
-        return _infeasible_result(search, shapes)
+        return _result_without_plan(search, shapes)
     if synthesises:
-        _synthesise_tables(search)
+        with suppress(OutOfTime):  # the best so far keep the tables of their schedules
+            _synthesise_tables(search)
     return _result_of(search, runners_up=runners_up)
 
 
@@ -225,20 +267,30 @@ def _has_skipped_sizes(search: SearchState) -> bool:
     return bool(search.pruned[NO_FASTER] or search.pruned[TOO_LARGE])
 
 
+def _result_without_plan(search: SearchState, shapes: Sequence[Shape]) -> SearchResult:
+    """Return why there is no plan: nothing fits, or nothing was found in time."""
+    result: SearchResult | None = None
+    if not search.is_out_of_time:
+        with suppress(OutOfTime):
+            result = _infeasible_result(search, shapes)
+    if result is None:
+        reasons = (
+            f"no plan was found in `time_limit_s` {search.time_limit_s:g} s, and it is not known "
+            "whether any fits; give more time, or fix choices such as `tp` and `pp`",
+        )
+        result = SearchResult(plan=None, reasons=reasons, is_out_of_time=True)
+    return replace(result, search_s=time.perf_counter() - search.started)
+
+
 def _infeasible_result(search: SearchState, shapes: Sequence[Shape]) -> SearchResult:
     if search.candidates.profile.groups:
-        reasons = explain_infeasible_groups(search.limits, search.request)
         return SearchResult(
-            plan=None, reasons=reasons, search_s=time.perf_counter() - search.started
+            plan=None, reasons=explain_infeasible_groups(search.limits, search.request)
         )
     leanest = find_leanest(search.candidates, shapes)
     reasons, smallest = explain_infeasible(leanest, search.request, search.memory_limit_bytes)
     return SearchResult(
-        plan=None,
-        reasons=reasons,
-        smallest_memory_bytes=smallest,
-        leanest=leanest.plan,
-        search_s=time.perf_counter() - search.started,
+        plan=None, reasons=reasons, smallest_memory_bytes=smallest, leanest=leanest.plan
     )
 
 

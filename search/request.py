@@ -65,7 +65,7 @@ class SearchRequest:
     max_gap: float = 0.0
     """Stop when proved within this fraction of the best; the certificate says so."""
     time_limit_s: float | None = None
-    """Stop after this time; the certificate says so."""
+    """Stop after this time, with a plan or without; the certificate says so."""
     solver: str = "dp"
     """Searcher of stage boundaries: ``dp`` (exact for its recurrence), ``recursive`` (fast),
     ``ilp`` (a joint integer program of boundaries, meshes, recompute and memory). With ``ilp``
@@ -309,5 +309,7 @@ class SearchResult:
     """Where nothing fits: the plan that needs the least memory."""
     search_s: float = field(default=0.0, compare=False)
     """Seconds that the search took."""
+    is_out_of_time: bool = False
+    """Without a plan: whether it is the time limit that ended the search."""
     was_kept: bool = field(default=False, compare=False)
     """Whether the result is that of an equal earlier search."""

@@ -18,6 +18,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+from planner.deadline import check_time
 from planner.errors import ScheduleError
 from planner.schedule import build_schedule
 from planner.schedule.jobs import JobKind, Schedule
@@ -257,6 +258,7 @@ def simulate(
     ends: list[list[float]] = [[] for _ in durations]
     runnable = list(range(schedule.pp))
     while runnable:
+        check_time()
         rank = runnable.pop()
         needs, makes, links, transfers = (
             table.needs[rank], table.makes[rank], table.link[rank], table.transfer[rank],

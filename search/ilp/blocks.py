@@ -36,6 +36,7 @@ from typing import Any
 
 import numpy as np
 
+from planner.deadline import check_time, left_s
 from search.op_layout.block_problem import BlockProblem, Choice, ReshardEdge
 
 # A variable of a linear program's answer is whole, and an answer optimal, to about this.
@@ -55,7 +56,9 @@ def solve_by_integer_program(
     scale = 1.0 / max([*finite, 1e-30])
     for name in ("GLOP", "SCIP"):
         program = _Program.of(name, problem, costs, scale)
-        status = program.solve(time_limit_s)
+        check_time()
+        status = program.solve(min(time_limit_s, left_s()))
+        check_time()
         if status == program.solver.INFEASIBLE:
             return None
         if status == program.solver.NOT_SOLVED or status == program.solver.ABNORMAL:
@@ -104,6 +107,7 @@ class _Program:
             program.choices.append([program.add(cost, whole=name == "SCIP") for cost in row])
             program.equal(program.choices[-1], None)
         for edge in problem.edges:
+            check_time()
             program.add_edge(edge)
         return program
 

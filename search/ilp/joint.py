@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from planner.deadline import check_time, left_s
 from planner.errors import LayoutError
 from search.partition.chain_paths import StageRuns, runs_by_stage
 from search.partition.chain_problem import ChainProblem, Cut, Floats
@@ -112,6 +113,7 @@ def _solve(
     model.add(sum(starts[0, 0]) == 1)
     model.add(sum(ends[len(stage_runs) - 1, problem.num_blocks]) == 1)
     for stage in range(len(stage_runs) - 1):
+        check_time()
         for cut in range(1, problem.num_blocks + 1):
             model.add(sum(ends[stage, cut]) == sum(starts[stage + 1, cut]))
     model.minimize(longest)
@@ -157,11 +159,12 @@ def solve_proven(model: cp_model.CpModel, time_limit_s: float) -> cp_model.CpSol
 
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
-    solver.parameters.max_time_in_seconds = time_limit_s
+    solver.parameters.max_time_in_seconds = min(time_limit_s, left_s())
     status = solver.solve(model)
     if status == cp_model.INFEASIBLE:
         return None
     if status != cp_model.OPTIMAL:
+        check_time()
         raise LayoutError(
             f"an integer program had no proved optimum after {time_limit_s:g} s; use `solver` dp"
         )

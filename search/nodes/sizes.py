@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from planner.deadline import is_late
 from search.branch_and_bound import BEATEN, Node
 from search.nodes.configurations import ShapeNode
 from search.search_state import Outcomes, SearchState, degrees_wave, shapes_wave, sizes_wave
@@ -107,7 +108,7 @@ def _shape_nodes(search: SearchState, shapes: Sequence[Shape]) -> Generator[Shap
     if not layouts:
         search.prune(NO_CP, count)
         return ""
-    beaten = [layout for layout in layouts if _is_beaten(search, shapes, layout)]
+    beaten = [layout for layout in layouts if _is_enough(search, shapes, layout)]
     tables = worth_trying(layout.table for layout in layouts if layout not in beaten)
     search.num_considered += count * (len(beaten) + len(tables) - 1)
     for layout in beaten:
@@ -139,14 +140,22 @@ def _shape_nodes(search: SearchState, shapes: Sequence[Shape]) -> Generator[Shap
 def _layouts(search: SearchState, shapes: Sequence[Shape]) -> tuple[LayoutCandidate, ...]:
     """Return layout candidates, each kind more costly to find than the one before.
 
-    A kind whose first candidate is beaten stands for the kinds after it.
+    A kind whose first candidate is beaten stands for the kinds after it. So does the first kind
+    once the time limit has passed: it is quick, and has a bound that tells what is left open.
     """
     cp, tp, size = _degrees_and_size(shapes[0])
     layouts: tuple[LayoutCandidate, ...] = ()
     for layouts in search.candidates.layouts.kinds(tp, size, cp):
-        if layouts and _is_beaten(search, shapes, layouts[0]):
+        if layouts and _is_enough(search, shapes, layouts[0]):
             break
     return layouts
+
+
+def _is_enough(search: SearchState, shapes: Sequence[Shape], layout: LayoutCandidate) -> bool:
+    """Whether a layout's bound is all that is needed of it: it is beaten, or there is a plan and no
+    time left to look at others.
+    """
+    return _is_beaten(search, shapes, layout) or (search.best is not None and is_late())
 
 
 def _is_beaten(search: SearchState, shapes: Sequence[Shape], layout: LayoutCandidate) -> bool:

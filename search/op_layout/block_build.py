@@ -10,6 +10,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.deadline import check_time
 from planner.errors import LayoutError
 from planner.graph import Op, Program, TensorMeta
 from planner.layout.placement import OpSharding, Partial, Placement, Replicate
@@ -184,6 +185,7 @@ class _Builder:
         at_end = {*program.inputs, *program.outputs}
         made: dict[str, tuple[int, Produced]] = {}
         for op in program.ops:
+            check_time()
             variable = self.op_variable[class_index, op.name]
             for position, name in enumerate(op.outputs):
                 source = self.strategies[variable].produced(position)

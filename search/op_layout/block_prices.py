@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodel.time.block.compute import op_seconds
+from planner.deadline import check_time
 from planner.graph import Op, Program, TensorMeta
 from planner.layout.placement import Placement, Shard
 from planner.layout.redistribution.redistribute import THERE_AND_BACK, inner_collectives
@@ -154,6 +155,7 @@ class Prices:
         """
         key = signature, segments
         if key not in self._ops:
+            check_time()
             strategies = shared_strategies(
                 strategies_of(signature.op, signature.metas, self.axis_size, segments)
             )

@@ -33,6 +33,7 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.deadline import check_time
 from search.op_layout.block_problem import BlockProblem, Choice
 from search.op_layout.eliminate import problem_tables
 from search.op_layout.ordering import Elimination, Ordering, Table, follow_order
@@ -77,6 +78,7 @@ def solve_by_decomposition(
     best: tuple[int, ...] = ()
     cost, bound, slack, stalled = np.inf, -np.inf, _FIRST_SLACK, 0
     for _ in range(min(_MOST_ROUNDS, 1 + _MOST_STEPS // (1 + len(split.order)))):
+        check_time()
         chosen, relaxed = split.solve(tables, shares)
         stalled = 0 if relaxed > bound + _NEARLY * abs(bound) else stalled + 1
         bound = max(bound, relaxed)

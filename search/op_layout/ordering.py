@@ -18,6 +18,8 @@ from math import inf, log2, prod
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.deadline import check_time
+
 Table = tuple[tuple[int, ...], NDArray[np.float64]]
 """Variables (ascending) and the cost of each combination of their values."""
 
@@ -131,6 +133,7 @@ class Ordering:
     def run(self) -> bool:
         """Eliminate while no sum is too wide; return whether no variable is left."""
         while self._heap:
+            check_time()
             score, variable = heapq.heappop(self._heap)
             # An older rating of a variable stays in the heap: only its latest counts.
             if self._score.get(variable) == score:
@@ -240,6 +243,7 @@ def follow_order(
     values = [table for _, table in tables]
     constant = sum([float(table) for scope, table in tables if not scope])
     for step in order:
+        check_time()
         values.append(_least(step, values))
         if not step.scope:
             constant += float(values[-1])

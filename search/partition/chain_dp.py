@@ -34,6 +34,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.deadline import check_time
 from search.partition.chain_paths import Paths, StageRuns, runs_by_stage
 from search.partition.chain_problem import ChainProblem, Cut, Floats
 from search.partition.chain_reach import possible_starts, reach_within
@@ -154,6 +155,7 @@ def _sweep(
     """Return V[1, .] of the header and the steps of stages S-1 .. 1."""
     value, steps = _end_of(problem), []
     for runs in reversed(stage_runs[1:]):
+        check_time()
         value, step = _fold(runs, runs.own(first_tail), value)
         steps.append(step)
     return value, steps

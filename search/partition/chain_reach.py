@@ -19,6 +19,7 @@ from functools import reduce
 
 import numpy as np
 
+from planner.deadline import check_time
 from search.partition.chain_paths import path_parts
 from search.partition.chain_problem import ChainProblem, Flags, Indices
 from search.partition.chain_windows import Window, even_reach, fixed_windows, stage_windows
@@ -38,6 +39,7 @@ def possible_starts(problem: ChainProblem, ceiling: float) -> Starts | None:
     is_within, reach = _run_check(problem, ceiling), reach_within(problem, ceiling)
     latest, earliest = [0], [n]
     for stage in range(stages):
+        check_time()
         start = latest[-1]
         ends = np.arange(start + 1, reach[start] + 1)
         # Paths never fall with their end, so the runs within the ceiling are the shortest.

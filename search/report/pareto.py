@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from costmodel.memory.bound import OnHost
+from planner.deadline import is_late
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
 from planner.graph.batch import tokens_per_sample
@@ -87,7 +88,7 @@ def find_pareto(
     `num_devices` are the counts to try (the request's own when empty); those that cannot be
     used with the batch are left out, and `leave_out` is told which and why. At most `most_points`
     memory limits are tried of each count and each of what may be on the host, which is all there
-    is where `request.offload` is ``auto``.
+    is where `request.offload` is ``auto``. Once a time limit has passed, no further limit is tried.
     """
     points: list[Point] = []
     counts = tuple(num_devices) or (request.num_devices,)
@@ -139,6 +140,8 @@ def _fastest_by_limit(
     warm_start = WarmStart()
     limit = request.memory_limit_bytes
     for found in range(most_points):
+        if is_late():
+            return
         tell(found)
         asked = replace(request, memory_limit_bytes=limit)
         plan = search_among(candidates, asked, warm_start=warm_start, runners_up=False).plan

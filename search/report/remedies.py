@@ -9,9 +9,11 @@ never tries by itself: another precision, tp across nodes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations
 
+from planner.deadline import OutOfTime, check_time
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
 from planner.plan import Plan, Precision
@@ -88,7 +90,7 @@ def find_advice(
 ) -> Advice:
     """Return what would make a request fit for which nothing does (`infeasible`: the answer).
 
-    `recapture` allows to try another precision.
+    `recapture` allows to try another precision. A time limit leaves out what it left no time for.
     """
     trials = _Trials(graph=graph, profile=profile, request=request, recapture=recapture)
 
@@ -96,12 +98,16 @@ def find_advice(
         if progress:
             progress(fraction, doing)
 
-    tell(0.0, "the least memory")
-    memory = trials.more_memory(infeasible)
-    tell(0.2, "more devices")
-    devices = trials.more_devices()
-    tell(0.6, "remedies")
-    return Advice(memory=memory, devices=devices, remedies=tuple(trials.remedies()))
+    memory = devices = None
+    remedies: tuple[Remedy, ...] = ()
+    with suppress(OutOfTime):
+        tell(0.0, "the least memory")
+        memory = trials.more_memory(infeasible)
+        tell(0.2, "more devices")
+        devices = trials.more_devices()
+        tell(0.6, "remedies")
+        remedies = tuple(trials.remedies())
+    return Advice(memory=memory, devices=devices, remedies=remedies)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +137,7 @@ class _Trials:
         """Return the fewest devices that do: whole nodes where there is more than one."""
         candidates = self._candidates(self.graph, self.request)
         for count in more_counts(self.request.num_devices, self.profile):
+            check_time()
             changed = replace(self.request, num_devices=count)
             if not self._may_fit(candidates, changed):
                 continue
@@ -145,6 +152,7 @@ class _Trials:
         for size in (1, 2):
             found = []
             for names in combinations(singles, size):
+                check_time()
                 changes = {k: v for name in names for k, v in singles[name].items()}
                 if made := self._try_changes(changes):
                     found.append(made)

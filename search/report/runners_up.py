@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import heapq
+from contextlib import suppress
 from dataclasses import replace
 
 from costmodel import Estimate
+from planner.deadline import OutOfTime, is_late
 from planner.schedule import DEFAULT_SCHEDULE
 from planner.units import format_bytes, format_seconds
 from search.branch_and_bound import EvaluatedPlan, Node, Wave
@@ -36,9 +38,10 @@ def find_runners_up(search: SearchState, best: EvaluatedPlan) -> tuple[RunnerUp,
     found = {_degrees_of(best.configuration): best}
     for done in sorted(search.evaluated, key=lambda done: done.step_s):
         found.setdefault(_degrees_of(done.configuration), done)
-    _evaluate_set_aside(search, found, _NEAR * search.best_s)
-    if len(found) == 1:
-        _evaluate_set_aside(search, found, float("inf"))
+    with suppress(OutOfTime):
+        _evaluate_set_aside(search, found, _NEAR * search.best_s)
+        if len(found) == 1:
+            _evaluate_set_aside(search, found, float("inf"))
     rest = sorted(list(found.values())[1:], key=lambda done: done.step_s)
     return tuple(
         RunnerUp(
@@ -67,7 +70,7 @@ def _evaluate_set_aside(
     heapq.heapify(waiting)
     partitioned: list[tuple[float, Wave, int, ConfigurationNode, Cut]] = []
     work, cuts, estimates = _MOST_WORK, 0, 0
-    while len(found) <= MOST_RUNNERS_UP and estimates < _MOST_ESTIMATES:
+    while len(found) <= MOST_RUNNERS_UP and estimates < _MOST_ESTIMATES and not is_late():
         limit = partitioned[0][0] if partitioned else ceiling
         if waiting and waiting[0][0] <= limit and cuts < _MOST_CUTS:
             bound, wave, ticket, waited = heapq.heappop(waiting)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
+from itertools import count, product
 from typing import Any
 
 import numpy as np
 import pytest
 
+from planner.deadline import check_time, time_limit
 from search.branch_and_bound import BEATEN, BranchAndBound, Node
 
 
@@ -88,15 +89,46 @@ def test_a_gap_stops_early_and_the_lower_bound_says_so():
 
 
 def test_a_time_limit_ends_what_has_a_bound_once_there_is_a_plan():
-    search = searched(((1.0, 2.0), (3.0, 4.0)), time_limit_s=-1.0)
-    assert search.best_s == 4.0, "the first plan is searched for however long it takes"
-    search = BranchAndBound(time_limit_s=-1.0)
+    search = BranchAndBound(time_limit_s=20.0, num_considered=3)
     search.push(sums(((10.0,),)))
     search.push(sums(((1.0, 2.0),), wave=(1,)))
-    search.run()
+    now = iter([0.0])
+    with time_limit(20.0, clock=lambda: next(now, 20.5)):  # late, and in the grace of 1 s
+        search.run()
     assert (search.best_s, search.lower_bound_s) == (10.0, 1.0)
     assert search.num_unexplored == 2
-    assert search.stopped_early == "`time_limit_s` -1.0 s passed"
+    assert search.stopped_early == "`time_limit_s` 20.0 s passed"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SlowSum(Sum):
+    """Reads the clock before each node that it yields."""
+
+    def refine(self, search: BranchAndBound) -> Iterator[Node[Any] | Any]:
+        for child in super().refine(search):
+            check_time()
+            yield (
+                replace(self, bound=child.bound, chosen=child.chosen)
+                if isinstance(child, Sum)
+                else child
+            )
+
+
+def test_a_refinement_cut_short_leaves_its_bound_and_all_its_configurations_open():
+    rng = np.random.default_rng(5)
+    for readings in range(40):
+        rows = random_rows(rng)
+        best = min(sum(numbers) for numbers in product(*rows))
+        root = sums(rows)
+        search = BranchAndBound(time_limit_s=readings, num_considered=root.num_configurations)
+        search.push(SlowSum(bound=root.bound, wave=root.wave, rows=rows))
+        with time_limit(readings, clock=count().__next__):
+            search.run()
+        counted = search.num_evaluated + search.num_unexplored + search.pruned.total()
+        assert counted == search.num_considered
+        assert search.lower_bound_s <= best <= search.best_s
+        assert search.is_out_of_time == (search.best is None or search.num_unexplored > 0)
+        assert bool(search.stopped_early) == search.is_out_of_time
 
 
 def test_an_earlier_wave_is_searched_first_and_prunes_the_later_one():

@@ -4,14 +4,16 @@ import itertools
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
 from costmodel import CostCache, estimate
+from planner.deadline import time_limit
 from planner.errors import LayoutError, ScheduleError
 from planner.plan import load_plan, save_plan
 from planner.units import GIB
-from search import SearchRequest, find_pareto, find_plan
+from search import KeptCandidates, SearchRequest, find_pareto, find_plan
 from search.candidates import Candidates
 from search.op_layout.layouts import LayoutSolver
 from search.partition.chain_dp import solve_chain
@@ -290,11 +292,54 @@ def test_other_searchers_of_stage_boundaries_agree_or_report_a_gap(gpt, solver):
     assert result.certificate.lower_bound_s <= best * (1 + 1e-9)
 
 
+def find_plan_in(readings: int, graph, **settings):
+    """Search until the clock was read so often: the same work on every machine."""
+    with time_limit(readings, clock=count().__next__):
+        return find_plan(graph, MACHINE, ask(time_limit_s=readings), **settings)
+
+
+def first_plan_after(graph) -> int:
+    """Return how often the clock is read before there is a plan, about (it is doubled)."""
+    return next(2**i for i in range(30) if find_plan_in(2**i, graph).plan is not None)
+
+
+def test_a_search_cut_short_anywhere_tells_the_truth_and_leaves_nothing_half_made(gpt):
+    kept = KeptCandidates()
+    whole = find_plan(gpt, MACHINE, ask())
+    best_s, without_plan = whole.certificate.best_s, 0
+    for readings in (1, 4, 30, 100, 300, 1000, 2000, 4000, 8000, 16000, 32000):
+        found = find_plan_in(readings, gpt, candidates_of=kept)
+        if found.plan is None:
+            without_plan += 1
+            assert found.is_out_of_time
+            assert found.reasons[0].startswith(f"no plan was found in `time_limit_s` {readings} s")
+            continue
+        proof = found.certificate
+        assert proof.lower_bound_s <= best_s * (1 + 1e-9) <= proof.best_s * (1 + 2e-9)
+        assert found.plan.estimate["certificate"]["gap"] == proof.gap
+        counted = proof.evaluated + proof.unexplored + sum(n for _, n in proof.pruned)
+        assert counted == proof.considered
+    assert without_plan > 1
+    assert proof.gap == 0, "the last search ends before its limit"
+    assert find_plan(gpt, MACHINE, ask(), candidates_of=kept) == whole
+
+
+def test_late_degrees_are_bounded_not_laid_out(gpt):
+    """Past the limit, what has no bound gets a quick one: the gap is below 100%."""
+    best = find_plan(gpt, MACHINE, ask()).certificate
+    readings = itertools.chain([0.0] * first_plan_after(gpt), itertools.repeat(10.2))
+    with time_limit(10.0, clock=readings.__next__):
+        proof = find_plan(gpt, MACHINE, ask(time_limit_s=10.0)).certificate
+    assert proof.stopped_early == "`time_limit_s` 10.0 s passed"
+    assert 0 < proof.lower_bound_s <= best.best_s * (1 + 1e-9)
+    assert proof.unexplored > 0
+
+
 def test_a_gap_or_a_time_limit_stops_early_and_says_so(gpt):
     """X1: what is left is counted, and the bound stays a bound."""
     best = find_plan(gpt, MACHINE, ask()).certificate
     loose = find_plan(gpt, MACHINE, ask(max_gap=0.5)).certificate
-    hurried = find_plan(gpt, MACHINE, ask(time_limit_s=0.0)).certificate
+    hurried = find_plan_in(first_plan_after(gpt) + 1, gpt).certificate
     assert best is not None
     for certificate, flag in ((loose, "`max_gap`"), (hurried, "`time_limit_s`")):
         assert certificate is not None

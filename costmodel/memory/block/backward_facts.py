@@ -19,6 +19,7 @@ from costmodel.memory.saved import (
     scratch_bytes,
     unreduced_bytes,
 )
+from planner.deadline import check_time
 from planner.graph import Op, Program
 from planner.layout.lowering import ONCE
 from planner.layout.placement import Replicate, parse_placement
@@ -130,6 +131,7 @@ def backward_facts(
 
 
 def _op_facts(op: Op, args: ProductArgs | None, saved: SavedTensors) -> OpFacts:
+    check_time()
     storages, tensor = saved.storages, saved.program.tensor
     first, extra = saved.by_op.get(op.name, ((), 0))
     gradients: tuple[InputGradient, ...] = ()

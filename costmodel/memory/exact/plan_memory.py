@@ -15,6 +15,7 @@ from costmodel.memory.exact.stage.placed_stage import PlacedStages
 from costmodel.memory.parts import MemoryParts, with_overheads
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.tied import check_copies, tied_stages
+from planner.deadline import check_time
 from planner.plan import Plan
 from planner.runtime.step.messages.wiring import Edge, build_edges
 from planner.schedule.jobs import Schedule
@@ -119,6 +120,7 @@ def _fullest(walked: WalkedRank) -> MemoryParts:
     """
     worst, on_host = None, 0
     for sample in walked.samples:
+        check_time()
         on_host = max(on_host, sample.host_bytes)
         if worst is None or sample.peak_bytes > worst.peak_bytes:
             worst = sample

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from costmodel.topology import Axis
+from planner.deadline import check_time
 from planner.graph import Op, Program, TensorMeta
 from planner.layout.redistribution.redistribute import inner_collectives, op_collectives
 from planner.ops.flops import Work, backward_work, op_work
@@ -35,6 +36,7 @@ def op_seconds(
     Shapes are local and concrete; sizes in the op's own arguments are not read. Ops that
     only make views take no device time. `works` are the op's, where the caller has them.
     """
+    check_time()
     forward, backward = works or op_works(op, tensor)
     if forward.num_bytes == 0:
         return 0.0, 0.0

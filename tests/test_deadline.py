@@ -1,0 +1,56 @@
+"""Time limits, on clocks that tests set."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from planner.deadline import OutOfTime, check_time, is_late, left_s, time_limit
+
+
+class Clock:
+    """A clock that tests set."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_without_a_limit_time_never_passes():
+    with time_limit(None):
+        check_time()
+        assert not is_late()
+        assert left_s() == math.inf
+
+
+def test_what_is_late_may_go_on_for_a_twentieth_of_the_limit():
+    clock = Clock()
+    with time_limit(20.0, clock=clock):
+        clock.now = 19.9
+        assert not is_late()
+        clock.now = 20.0
+        assert is_late()
+        check_time()
+        clock.now = 20.9
+        check_time()
+        assert left_s() == pytest.approx(0.1)
+        clock.now = 21.0
+        with pytest.raises(OutOfTime):
+            check_time()
+    check_time()
+
+
+def test_an_inner_limit_ends_no_later_than_the_outer_one():
+    clock = Clock()
+    with time_limit(20.0, clock=clock):
+        clock.now = 10.0
+        with time_limit(5.0):
+            assert left_s() == pytest.approx(5.25)
+        with time_limit(100.0):
+            assert left_s() == pytest.approx(11.0)
+            clock.now = 21.0
+            with pytest.raises(OutOfTime):
+                check_time()
