@@ -30,7 +30,8 @@ class Feed:
     it has of each microbatch; `loss_weights` are what the mean loss of those counts for in the
     batch's (0-d; the gradients they start from). Over all microbatches and parts of them they sum
     to one. `total` gives what the whole batch counts: its samples, or what the user counts in it;
-    None where losses are sums, whose weights are one.
+    None where losses are sums, whose weights are one. `check` waits for what ranks tell each other
+    of the batch beside the step, and raises ModelError where they were given different ones.
     """
 
     split: BatchSplit
@@ -39,19 +40,22 @@ class Feed:
     loss_weights: Sequence[Tensor]
     total: Callable[[], float] | None
     bucket: int = 0
+    check: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutBatch:
     """A batch found to be one the plan can take, and where it is cut.
 
-    Its `leaves` are of the whole batch, or of the samples of one replica.
+    Its `leaves` are of the whole batch, or of the samples of one replica; `bucket` says which of
+    the plan's shapes `metas` are of (0: its own).
     """
 
     split: BatchSplit
     tree: Tree
     leaves: Mapping[str, Tensor]
     metas: Mapping[str, TensorMeta]
+    bucket: int = 0
 
     def tensor(self, path: str, samples: range) -> Tensor:
         """Return some samples of a tensor; one without a batch dim is in every part."""
