@@ -42,12 +42,12 @@ class LossWeights:
         count: LossWeight | None,
         labels: Sequence[LabelCounts | None] = (),
     ) -> None:
+        self._mesh = mesh
         self._num_parts, self._number = mesh.size("batch"), mesh.rank("batch")
         self._device = mesh.device
         self._dtype, self._has_loss, self._count = dtype, has_loss, count
         known = [each for each in labels if each is not None]
         self._labels = known if count is None and len(known) == len(labels) else []
-        self._warns = self._number == 0 and mesh.is_first_of_samples
         self._by_samples: dict[tuple[tuple[int, ...], int], tuple[Tensor, ...]] = {}
 
     @property
@@ -114,7 +114,8 @@ class LossWeights:
         Raises ModelError for what is less than zero, or no number.
         """
         if self._labels:
-            return self._labels[cut.bucket].count(cut, runs, warns=self._warns)
+            warns = self._number == 0 and self._mesh.is_first_of_samples
+            return self._labels[cut.bucket].count(cut, runs, warns=warns)
         assert callable(self._count)
         counts = [float(self._count(cut.part(samples))) for samples in runs]
         if not all(count >= 0 for count in counts):
