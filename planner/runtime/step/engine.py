@@ -601,6 +601,8 @@ class Engine:
     def _feed(self, batch: Any) -> Feed:
         with self._executor.phase("its part of the batch, which all ranks agree on"):
             feed = self._feeder.feed(batch)
+        if self._zero_stage:
+            zero.quiet_views()
         for programs in self._made_programs:
             programs.bucket = feed.bucket
         return feed

@@ -142,7 +142,8 @@ def count_samples(
 ) -> int:
     """Return the number of samples that the shapes of all tensors agree on.
 
-    Dims that are `filled_up` may be smaller. Raises ModelError where shapes are others.
+    Dims that are `filled_up` may be smaller. Raises ModelError where shapes are others, or dtypes
+    that a cast to the captured one would not keep.
     """
     first, found = "", 0
     for path, tensor in leaves.items():
@@ -151,6 +152,7 @@ def count_samples(
             if isinstance(size, Affine) and not first and dim < len(shape):
                 first, found = path, (shape[dim] - size.fixed) // size.per_sample
     for path, tensor in leaves.items():
+        _check_dtype(path, tensor, metas[path])
         shape, meta = tuple(tensor.shape), metas[path]
         wanted, may_differ = meta.shape_at(found), filled_up.get(path, frozenset())
         if len(shape) != len(wanted) or any(
@@ -163,6 +165,20 @@ def count_samples(
                 f"{wanted}{' or less, filled up' if may_differ else ''}"
             )
     return found
+
+
+def _check_dtype(path: str, tensor: Tensor, meta: TensorMeta) -> None:
+    """Raise ModelError for values that a cast to the captured dtype would change."""
+    wanted = getattr(torch, meta.dtype)
+    loses_fractions = tensor.is_floating_point() and not (
+        wanted.is_floating_point or wanted.is_complex
+    )
+    if loses_fractions or (tensor.is_complex() and not wanted.is_complex):
+        raise ModelError(
+            f"the batch tensor {path} is {str(tensor.dtype).removeprefix('torch.')} and the plan "
+            f"was made with {meta.dtype}, to which a cast would change its values; give "
+            f"{meta.dtype}, or search again with this batch"
+        )
 
 
 def _piece(tensor: Tensor, meta: TensorMeta, samples: range) -> Tensor:
