@@ -109,7 +109,7 @@ WEIGHT = 1.0
         (lambda m: m.load_state_dict({}), "load_state_dict after planner.apply, since which"),
         (
             lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0),
-            r"the gradient of fc1.weight is in the engine .* max_grad_norm=\) clips",
+            r"the gradient of fc1.weight is in the engine .* max_grad_norm=\) to clip",
         ),
         (lambda m: setattr(m.fc1.weight, "grad", None), "the gradient of fc1.weight"),
     ],

@@ -61,9 +61,9 @@ class _AwayParameter(nn.Parameter):
 
     def _refuse_gradient(self) -> Never:
         raise PlanError(
-            f"the gradient of {_name(self)} is in the engine since planner.apply, which makes the "
-            "whole update: planner.apply(..., max_grad_norm=) clips, engine.full_gradients() gives "
-            "what the last update took"
+            f"the gradient of {_name(self)} is in the engine since planner.apply, and engine.step "
+            "makes the whole update; use planner.apply(..., max_grad_norm=) to clip, and "
+            "engine.full_gradients() to look at what the last update took"
         )
 
 
