@@ -13,7 +13,8 @@ def count_tokens(
 ) -> Callable[[Any], int]:
     """Return a function that counts the labels of a batch that are not to be ignored.
 
-    For `planner.apply(..., loss_weight=)`: the loss is then the mean over all tokens that
+    For `planner.apply(..., loss_weight=)`, where the graph does not say so itself (a cross-entropy
+    with `ignore_index` does): the loss is then the mean over all tokens that
     count, wherever they lie, as one device computes it. `path` names the labels in the
     batch: a dict's key, or the position in a tuple ("1"). With `skip_first` the first label
     of each sequence does not count, for models that shift labels themselves (as those of

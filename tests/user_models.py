@@ -160,6 +160,19 @@ class PartlyFrozen(Stack):
             param.requires_grad_("layers.1" not in name and not name.endswith("up.bias"))
 
 
+class SparseTables(Stack):
+    """Tables whose gradients are sparse tensors in one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, WIDTH, sparse=True)
+        self.bag = nn.EmbeddingBag(7, WIDTH, sparse=True, mode="sum")
+
+    def forward(self, x, y):
+        rows = (x[..., 0] * 7).long() % 7
+        return super().forward(x + self.table(rows) + self.bag(rows)[:, None], y)
+
+
 def by_dims(module: nn.Module) -> torch.optim.Optimizer:
     """No decay of vectors; parameters with their names."""
     named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
@@ -196,6 +209,9 @@ USER_MODELS = {
     "own teacher": UserModel(build=OwnTeacher),
     "writes": UserModel(build=Writes),
     "numbers": UserModel(build=Numbers),
+    "sparse tables": UserModel(
+        build=SparseTables, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1)
+    ),
     "not contiguous": UserModel(build=NotContiguous),
     "checkpointed": UserModel(build=Checkpointed),
     "partly frozen, groups and a schedule": UserModel(

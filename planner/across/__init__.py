@@ -9,7 +9,7 @@ Read `state` (what a tensor can be along its samples), `step` (one op with the s
 inputs), `by_rules` (most ops: by the rules in their records of `planner.ops`), then the handlers
 of what rules do not say: `sums` (of samples, and their number), `rows` (made, repeated, taken),
 `order` and `take_and_put` (rows sorted and put back), `losses` and `buffers`. `follow` goes through
-a program with these, `walk` through a model.
+a program with these, `walk` through a model. `counted` says over which labels a loss is a mean.
 """
 
 from planner.across.step import Kind

@@ -306,6 +306,9 @@ class Reader:
             if dtype is None:
                 return args[0]
             target, args, kwargs = torch.ops.aten.to.dtype, (args[0], dtype), ()
+        if (at := _place_of_sparse(target)) is not None and len(args) > at:
+            # Gradients of a plan are dense: they are summed over ranks in one message.
+            args = (*args[:at], False, *args[at + 1 :])
         if packet == "cat":
             parts = tuple(part for part in args[0] if self.record.tensors[part.name].shape != (0,))
             if len(parts) == 1:
@@ -549,6 +552,12 @@ def _returned_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
         results = node.target(*args, **kwargs)  # type: ignore[operator]
     results = results if isinstance(results, tuple | list) else (results,)
     return [n for n in inputs if any(result is n.meta["val"] for result in results)]
+
+
+def _place_of_sparse(target: Any) -> int | None:
+    """Return where an op is told whether the gradient of its table is a sparse tensor."""
+    names = [argument.name for argument in target._schema.arguments]
+    return names.index("sparse") if "sparse" in names else None
 
 
 def _is_counted(args: Any, counters: Collection[str]) -> bool:

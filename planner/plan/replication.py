@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from planner.plan.parts import Precision
 
 if TYPE_CHECKING:
+    from planner.graph import ModelGraph
     from planner.plan.plan import Plan
 
 MASTER_FACTOR = 2
@@ -25,6 +26,21 @@ def gradient_factor(precision: Precision) -> int:
     With `precision` "bf16" gradients are summed, and weights updated, in fp32.
     """
     return MASTER_FACTOR if precision == "bf16" else 1
+
+
+def block_of_several_dtypes(graph: ModelGraph, precision: Precision) -> str:
+    """Return the first block whose trained parameters rest in several dtypes, with these; "" where
+    there is none. ZeRO gathers the parameters of a block as one tensor, so it takes no such block.
+    """
+    for block in graph.blocks:
+        metas = [graph.tensor[name] for name in block.params]
+        trained = [m for m in metas if m.kind == "param" and m.requires_grad and m.shape]
+        # (Precision "bf16" trains fp32 copies of what is cast.)
+        is_cast = precision == "bf16"
+        dtypes = {"float32" if is_cast and m.dtype == "bfloat16" else m.dtype for m in trained}
+        if len(dtypes) > 1:
+            return f"block {block.name or 'of the model'} trains {' and '.join(sorted(dtypes))}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from planner.layout.axes import (
     split_axes,
 )
 from planner.layout.class_layout import MOST
+from planner.plan.replication import block_of_several_dtypes
 from planner.schedule import DEFAULT_SCHEDULE, find_schedule, searched_schedules
 from search.request import SearchRequest
 from search.space.configuration import RECOMPUTE_CHOICES, Shape
@@ -124,6 +125,7 @@ class Space:
             reasons.setdefault("forbidden", "every kind of recompute is forbidden")
             return
         cuts = " * ".join(axis.name for axis in batch_axes())
+        mixed = block_of_several_dtypes(graph, request.precision)
         for degrees, pp in self.meshes():
             if pp > len(graph.blocks):
                 reasons.setdefault(
@@ -153,6 +155,12 @@ class Space:
                 # FSDP2 takes parameters that one axis cuts (`planner.runtime.state.zero`).
                 can_shard = sum(degrees[axis.name] > 1 for axis in split_axes()) < 2
                 zeros = request.values("zero", SEARCHED_ZERO)
+                if mixed and degrees.along("shards") > 1 and any(zeros):
+                    reasons.setdefault(
+                        "zero takes one dtype a block",
+                        f"ZeRO gathers a block's parameters as one tensor, and {mixed}",
+                    )
+                    zeros = [zero for zero in zeros if zero == 0]
                 if degrees.along("shards") == 1 or not can_shard:
                     zeros = [zero for zero in zeros if zero == 0 or request.names("zero", zero)]
                 # Without ZeRO there are no shards to copy: dp has those meshes.

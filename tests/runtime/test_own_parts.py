@@ -23,11 +23,14 @@ RTOL = 1e-10
 
 @dataclass(frozen=True)
 class Case:
-    """A plan, and for each step how many samples each replica has."""
+    """A plan, and for each step how many samples each replica has; with labels that do not count,
+    of which the engine is told by `loss_weight`, or finds them itself.
+    """
 
     plan: Plan
     steps: tuple[tuple[int, ...], ...]
     counts_tokens: bool = False
+    is_told: bool = False
 
 
 def _plan(**choices: Any) -> Plan:
@@ -56,7 +59,7 @@ def _gap_of(case: Case) -> tuple[float, int]:
         case.plan,
         module,
         optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
-        loss_weight=planner.count_tokens("labels") if case.counts_tokens else None,
+        loss_weight=planner.count_tokens("labels") if case.is_told else None,
     )
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
     worst = 0.0
@@ -95,6 +98,7 @@ def test_own_parts_equal_one_process():
     cases = [
         Case(_plan(**dp2), ((6, 2), (3, 5))),
         Case(_plan(**dp2, zero_stage=3), ((3, 6),), counts_tokens=True),
+        Case(_plan(**dp2), ((3, 6),), counts_tokens=True, is_told=True),
         Case(_plan(cp=2, num_microbatches=2, microbatch_size=2), ((3,),), counts_tokens=True),
         Case(_plan(pp=2, num_microbatches=3, microbatch_size=2), ((4,),), counts_tokens=True),
     ]
@@ -148,6 +152,37 @@ def test_what_is_wrong_with_one_part_is_told_on_every_rank():
     assert "ranks 0 and 1 are of one replica and have other samples (other values of" in first[0]
     assert "have other samples (4 and 3)" in first[1]
     assert first[2] == ""
+
+
+def of_batches(plan: Plan, by_rank: list[dict[str, torch.Tensor]]) -> list[str]:
+    """What the engine says of whole batches, one for each rank; then it trains on a good one."""
+    engine = planner.apply(plan, PlainGPT())
+    own = by_rank[torch.distributed.get_rank()]
+    said = []
+    for run in (engine.step, engine.evaluate):
+        try:
+            run(own)
+            said.append("")
+        except PlannerError as error:
+            said.append(str(error))
+    engine.step(by_rank[0])
+    return said
+
+
+def test_whole_batches_must_be_one_on_all_ranks():
+    """Each rank takes its part of what it is given: ids of one batch, and labels of another."""
+    good = gpt_batch(4)
+    other = good | {"labels": good["labels"].flip(0)}
+    for sizes in ({"pp": 2, "num_microbatches": 2, "microbatch_size": 2}, {"tp": 2}, {"dp": 2}):
+        choices = {"num_microbatches": 1, "microbatch_size": 4 // sizes.get("dp", 1)} | sizes
+        plan = default_plan(capture("gpt"), **choices)
+        first, second = run_ranks(of_batches, 2, plan, [good, other])
+        assert first == second
+        for said in first:
+            assert said.startswith(
+                "the 2 ranks were given different batches (other values of labels); give every "
+                "rank the same whole batch (one seed for a loader that shuffles)"
+            )
 
 
 def test_stages_that_cut_the_batch_differently_refuse_parts():

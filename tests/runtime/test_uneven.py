@@ -7,6 +7,7 @@ microbatches do not divide), M6 (mean and token-weighted mean over replicas).
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from planner.errors import LayoutError, ModelError
 from planner.graph.batch_split import BatchSplit
 from planner.loss_weight import count_tokens
 from planner.plan import Plan
+from planner.plan.batch_statistics import BatchStatisticsWarning
 from planner.plan.defaults import default_plan
 from tests.builders import PlainGPT, gpt_batch
 from tests.captures import capture_module
@@ -31,12 +33,15 @@ RTOL = 1e-10
 
 @dataclass(frozen=True)
 class Case:
-    """A model under a plan, given batches of these sizes; with labels that do not count."""
+    """A model under a plan, given batches of these sizes; with labels that do not count, of which
+    the engine is told by `loss_weight`, or finds them itself.
+    """
 
     model: str
     plan: Plan
     sizes: tuple[int, ...]
     counts_tokens: bool = False
+    is_told: bool = False
 
 
 def batch_of(case: Case, size: int) -> dict[str, torch.Tensor]:
@@ -64,7 +69,7 @@ def _gap_of(case: Case) -> float:
         case.plan,
         module,
         optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
-        loss_weight=planner.count_tokens("labels") if case.counts_tokens else None,
+        loss_weight=planner.count_tokens("labels") if case.is_told else None,
     )
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
     worst = 0.0
@@ -140,14 +145,16 @@ def test_token_weighted_loss_equals_one_process():
         full = 12 // layout.get("dp", 1)
         plan = _plan("gpt", num_microbatches=3, microbatch_size=full // 3, **layout)
         # (On tp the default layout cuts some tensors by sample, which 11 samples don't allow.)
-        cases.append(Case("gpt", plan, (12,) if "tp" in layout else (12, 11), counts_tokens=True))
+        sizes = (12,) if "tp" in layout else (12, 11)
+        told = [True, False] if "dp" in layout else [False]
+        cases += [Case("gpt", plan, sizes, counts_tokens=True, is_told=each) for each in told]
     gaps = run_ranks(gaps_to_one_process, 2, cases)[0]
     for case, gap in zip(cases, gaps, strict=True):
         assert gap < RTOL, f"{case.plan.dp=} {case.plan.tp=} {case.plan.pp=}: {gap}"
 
 
 def test_means_over_tokens_and_over_samples_differ():
-    """M6: the switch does something: without it each sample counts the same."""
+    """M6: a user's weight comes first; without it labels count as the loss counts them."""
     torch.manual_seed(0)
     plan = default_plan(capture("gpt"), num_microbatches=4)
     batch = gpt_batch(4)
@@ -157,15 +164,47 @@ def test_means_over_tokens_and_over_samples_differ():
     by_sample = torch.stack(
         [module(**{k: v[i : i + 1] for k, v in batch.items()}) for i in range(4)]
     )
-    plain = planner.apply(plan, copy.deepcopy(module)).step(batch).item()
-    weighted = planner.apply(plan, module, loss_weight=planner.count_tokens("labels"))
-    assert plain == pytest.approx(by_sample.mean().item(), rel=1e-6)
-    assert weighted.step(batch).item() == pytest.approx(expected, rel=1e-6)
-    assert abs(plain - expected) > 1e-3
+    weights = (lambda part: len(part["ids"]), planner.count_tokens("labels"), None)
+    samples, told, found = (
+        planner.apply(plan, copy.deepcopy(module), loss_weight=weight) for weight in weights
+    )
+    assert samples.step(batch).item() == pytest.approx(by_sample.mean().item(), rel=1e-6)
+    assert told.step(batch).item() == pytest.approx(expected, rel=1e-6)
+    assert found.step(batch).item() == pytest.approx(expected, rel=1e-6)
+    assert abs(by_sample.mean().item() - expected) > 1e-3
+    none = batch | {"labels": torch.full_like(batch["labels"], -100)}
     with pytest.raises(ModelError, match="nor all zero"):
-        weighted.step(batch | {"labels": torch.full_like(batch["labels"], -100)})
+        told.step(none)
+    with pytest.raises(ModelError, match="the batch has no label that is not ignored, so it has"):
+        found.step(none)
     with pytest.raises(ModelError, match=r"no such tensor in the batch, which has ids, labels"):
         planner.count_tokens("targets")(batch)
+
+
+class TwoHeads(PlainGPT):
+    """A mean over labels and one over samples, as of masked words and of sentences."""
+
+    def forward(self, ids, labels):
+        return super().forward(ids, labels) + self.head(self.token(ids)).square().mean()
+
+
+def test_terms_that_count_parts_differently_are_told_once():
+    plan = default_plan(
+        capture_module(TwoHeads(), gpt_batch(2), gpt_batch(3)),
+        num_microbatches=2,
+        microbatch_size=2,
+    )
+    engine = planner.apply(plan, TwoHeads())
+    batch = gpt_batch(4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.step(batch)  # all labels count
+    batch["labels"][0, 1:] = -100
+    with pytest.warns(BatchStatisticsWarning, match=r"differently .labels .* others \[2, 2\]"):
+        engine.step(batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.step(batch)
 
 
 def test_tokens_are_counted_as_the_loss_counts_them():

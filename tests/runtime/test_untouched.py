@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import io
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 import planner
 from planner.errors import CaptureError, ModelError, PlanError
+from planner.plan import Plan
 from planner.plan.defaults import default_plan
+from planner.runtime.state.untouched import Untouched
 from tests.builders import MlpWithTarget, mlp_batch
 from tests.captures import capture_module, capture_tiny
+from tests.spawn import run_ranks
 
 
 def _applied(name: str, build: type[nn.Module], **options):
@@ -27,6 +34,12 @@ def _applied(name: str, build: type[nn.Module], **options):
         (lambda m: m.fc1.weight.register_hook(lambda g: g), "gradient hooks of parameter fc1.w"),
         (lambda m: m.fc2.register_forward_hook(lambda *a: None), "hooks of module fc2 was 0"),
         (lambda m: m.eval(), "training of module model was True"),
+        (lambda m: setattr(m, "fc2", nn.Linear(8, 8)), "fc2 is another object than when the plan"),
+        (
+            lambda m: setattr(m.fc1, "weight", nn.Parameter(torch.ones(8, 8))),
+            "fc1.weight is another object",
+        ),
+        (lambda m: setattr(m.fc1, "in_features", 9), "fc1.in_features was .* and is 9; the engine"),
     ],
 )
 def test_changes_after_apply_are_refused_at_the_next_step(change, says):
@@ -35,6 +48,163 @@ def test_changes_after_apply_are_refused_at_the_next_step(change, says):
     change(module)
     with pytest.raises(PlanError, match=says):
         engine.step(mlp_batch(4))
+
+
+class Annealed(nn.Module):
+    """Numbers of a forward, of which a script may change each between steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = 2.0
+        self.settings = SimpleNamespace(weights=[0.5, 0.5], names={"rate": 0.1})
+        self.norm = nn.LayerNorm(4)
+
+
+def test_numbers_that_the_forward_or_the_loss_reads_stay_what_they_are():
+    module = Annealed()
+    share, criterion = 0.5, nn.CrossEntropyLoss(label_smoothing=0.1)
+
+    def loss(output, batch):
+        return output * share * WEIGHT
+
+    Untouched(module, loss).check()
+    settings = module.settings
+    for change, back, path in [
+        (lambda: setattr(module, "temperature", 1.0), None, "temperature"),
+        (lambda: setattr(module.norm, "eps", 1.0), None, "norm.eps"),
+        (lambda: settings.weights.__setitem__(1, 0.7), None, r"settings.weights.1"),
+        (lambda: settings.names.update(rate=0.2), None, "settings.names.rate"),
+        (lambda: globals().update(WEIGHT=3.0), lambda: globals().update(WEIGHT=1.0), "WEIGHT"),
+    ]:
+        untouched = Untouched(module, loss)
+        change()
+        with pytest.raises(PlanError, match=f"{path} was .* pass what changes from step to step"):
+            untouched.check()
+        if back is not None:
+            back()
+    untouched = Untouched(module, loss)
+    share = 0.6
+    with pytest.raises(PlanError, match=r"share was 0.5 when the plan was applied and is 0.6"):
+        untouched.check()
+    untouched = Untouched(module, criterion)
+    criterion.label_smoothing = 0.2
+    with pytest.raises(PlanError, match=r"label_smoothing was 0.1"):
+        untouched.check()
+
+
+WEIGHT = 1.0
+
+
+@pytest.mark.parametrize(
+    ("use", "says"),
+    [
+        (lambda m: m.state_dict(), "detach needs the values of fc1.weight, which the engine has"),
+        (lambda m: m(*mlp_batch(2)), "needs the values of fc1.weight"),
+        (lambda m: m.fc1.weight.data.clamp_(0, 1), "values of fc1.weight"),
+        (lambda m: nn.init.ones_(m.fc2.bias), "fill_ needs the values of fc2.bias"),
+        (lambda m: torch.ones(1).add_(m.fc2.bias), "add_ needs the values of fc2.bias"),
+        (copy.deepcopy, "values of fc1.weight"),
+        (lambda m: m.double(), "_to_copy needs the values of fc1.weight"),
+        (lambda m: torch.save(m.fc1.weight, io.BytesIO()), "values of fc1.weight"),
+        (lambda m: m.load_state_dict({}), "load_state_dict after planner.apply, since which"),
+        (
+            lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0),
+            r"the gradient of fc1.weight is in the engine .* max_grad_norm=\) to clip",
+        ),
+        (lambda m: setattr(m.fc1.weight, "grad", None), "the gradient of fc1.weight"),
+    ],
+)
+def test_values_that_the_module_has_no_longer_are_refused(use, says):
+    """In silence they would be those of tensors without any, or go nowhere."""
+    _, module = _applied("mlp", MlpWithTarget)
+    with pytest.raises(PlanError, match=says):
+        use(module)
+
+
+def test_what_was_trained_goes_back_into_the_module():
+    engine, module = _applied("mlp", MlpWithTarget)
+    engine.step(mlp_batch(4))
+    state = engine.full_state_dict()
+    module.load_state_dict(state, assign=True)
+    assert torch.isfinite(module(*mlp_batch(4)))
+    assert all(torch.equal(t, state[name]) for name, t in module.state_dict().items())
+    assert torch.equal(copy.deepcopy(module).fc1.weight, module.fc1.weight)
+    module.load_state_dict(state)
+    with pytest.raises(PlanError, match=r"fc1.weight is another object"):
+        engine.step(mlp_batch(4))
+
+
+def test_what_a_script_held_of_the_module_is_refused_too():
+    graph = capture_tiny("mlp")
+    module = MlpWithTarget()
+    held = list(module.parameters())
+    held[0].is_matrix = True
+    planner.apply(default_plan(graph, num_microbatches=1, microbatch_size=4), module)
+    with pytest.raises(PlanError, match=r"mul_ needs the values of fc1.weight"):
+        torch.zeros(1).mul_(held[0])
+    assert held[0].is_matrix
+    assert "fc1.weight" in repr(held[0])
+
+
+def test_what_needs_no_values_works_as_before():
+    engine, module = _applied("mlp", MlpWithTarget)
+    assert sum(p.numel() for p in module.parameters()) == sum(
+        p.numel() for p in MlpWithTarget().parameters()
+    )
+    assert all(isinstance(p, nn.Parameter) and p.requires_grad for p in module.parameters())
+    module.zero_grad()
+    engine.step(mlp_batch(4))
+
+
+def _trained_in_a_loop_for_one_device(plan: Plan) -> tuple[float, list[str]]:
+    """The gap to one process, and what is refused, where a script still clears and steps."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    module = MlpWithTarget()
+    alone = copy.deepcopy(module)
+    given, own = (torch.optim.SGD(m.fc1.parameters(), lr=0.1) for m in (module, alone))
+    engine = planner.apply(plan, module, optimizer=given)
+    for step in range(3):
+        torch.manual_seed(step)
+        batch = tuple(t.double() for t in mlp_batch(plan.global_batch))
+        engine.step(batch)
+        given.zero_grad()
+        own.zero_grad()
+        alone(*batch).backward()
+        own.step()
+    state = engine.full_state_dict()
+    gap = (
+        max((state[n] - p).abs().max().item() for n, p in alone.named_parameters()) if state else 0
+    )
+
+    def adds_a_group() -> None:
+        given.add_param_group({"params": list(module.fc2.parameters())})
+        engine.step(batch)
+
+    engine.step(batch, update=False)
+    said = []
+    for wrong in (given.zero_grad, given.step, adds_a_group):
+        try:
+            wrong()
+        except PlanError as error:
+            said.append(str(error))
+    return gap, said
+
+
+def test_a_loop_for_one_device_that_clears_and_steps():
+    """`zero_grad` took gradients out of what ranks sum, so that replicas came apart."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        graph = capture_tiny("mlp")
+    finally:
+        torch.set_default_dtype(before)
+    plan = default_plan(graph, dp=2, num_microbatches=2, microbatch_size=2)
+    for gap, said in run_ranks(_trained_in_a_loop_for_one_device, 2, plan):
+        assert gap < 1e-12
+        assert "optimizer.zero_grad() after engine.step(..., update=False) would lose" in said[0]
+        assert "SGD.step() was called after planner.apply, and engine.step makes" in said[1]
+        assert "SGD has parameters that it had not when the plan was applied" in said[2]
 
 
 def test_a_model_may_be_in_evaluation_mode_between_steps():

@@ -36,6 +36,7 @@ QUICK = [
     ("numbers", "zero 3"),
     ("not contiguous", "zero 2"),
     ("checkpointed", "tp"),
+    ("sparse tables", "pp"),
     ("an optimizer that goes by names", "zero 1"),
 ]
 

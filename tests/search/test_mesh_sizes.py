@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from planner.layout.axes import Degrees
 from search import SearchRequest
 from search.space.request_checks import divisors
@@ -65,3 +67,27 @@ def test_cp_is_tried_on_short_sequences_only_where_it_is_fixed():
 
 def test_divisors_ascend():
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
+
+
+def test_zero_is_not_searched_where_a_block_trains_several_dtypes():
+    """It would be refused when the run starts."""
+    graph = captured("gpt")
+    norm = next(i for i, t in enumerate(graph.tensors) if t.kind == "param" and len(t.shape) == 1)
+
+    def zeros(dtype: str, **choices) -> tuple[set[int], dict[str, str]]:
+        tensors = list(graph.tensors)
+        tensors[norm] = replace(tensors[norm], dtype=dtype)
+        space = Space(
+            request=SearchRequest(num_devices=2, global_batch=8, **choices),
+            graph=replace(graph, tensors=tuple(tensors)),
+            cluster=Machine(devices_per_node=8).cluster,
+            can_split=lambda size: True,
+        )
+        return {zero for shape in space.shapes() for zero in shape.zeros}, space.reasons
+
+    assert zeros("float32")[0] == {0, 1, 3}
+    found, reasons = zeros("float64")
+    assert found == {0}
+    assert reasons["zero takes one dtype a block"].endswith("trains float32 and float64")
+    # Of bf16 the copies that train are fp32.
+    assert zeros("bfloat16", precision="bf16")[0] == {0, 1, 3}

@@ -1,7 +1,8 @@
 """The single process that `planner verify` compares with: the user's module, trained alone.
 
-It reads nothing of lowering, schedules or collectives, and of the capture two things: which
-dims of the batch count samples, and whether the model computes across them. It is trained a
+It reads nothing of lowering, schedules or collectives, and of the capture three things: which
+dims of the batch count samples, whether the model computes across them, and over which labels its
+loss is a mean. It is trained a
 few times side by side: as it is, and with its weights moved by one unit in the last place
 and its samples in another order, which nothing but rounding tells from the first. How far
 these come apart is the rounding of each tensor.
@@ -95,8 +96,14 @@ class OneProcess:
         self._optimizer = optimizer(self.module.parameters())
         self._buffers: dict[int, dict[str, Tensor]] = {}
 
-    def step(self, cut: CutBatch, pieces: Sequence[Piece]) -> Step:
-        """Train on a batch, piece by piece; a piece's loss counts by its share of the samples.
+    def step(
+        self,
+        cut: CutBatch,
+        pieces: Sequence[Piece],
+        count: Callable[[CutBatch, Sequence[range]], Sequence[float]] | None = None,
+    ) -> Step:
+        """Train on a batch, piece by piece; a piece's loss counts by its share of what `count` says
+        of pieces (None: their samples).
 
         The default dtype is fp64 meanwhile.
         """
@@ -107,7 +114,9 @@ class OneProcess:
         if not self._buffers and len(replicas) > 1:
             self._buffers = {replica: self._held_buffers() for replica in replicas}
         total = torch.zeros((), dtype=torch.float64)
-        for piece in pieces:
+        runs = [piece.samples for piece in pieces]
+        counts = [float(len(run)) for run in runs] if count is None else count(cut, runs)
+        for piece, counted in zip(pieces, counts, strict=True):
             self._write_buffers(self._buffers.get(piece.replica, {}))
             batch = cut.part(piece.samples)
             # Compiled parts run as they are written: a compiler sees neither draws nor dtypes.
@@ -115,7 +124,7 @@ class OneProcess:
             with eager, self._draws(), ReferenceMode(self._own, self._numbers):
                 output = call_with_batch(self.module, batch)
                 loss = loss_of(output, batch, self._source.loss)
-                loss = loss * (len(piece.samples) / cut.split.num_samples)
+                loss = loss * (counted / sum(counts))
                 _backward(loss)
             total += loss.detach()
             if len(replicas) > 1:

@@ -49,6 +49,7 @@ from planner.runtime.start.apply import shared_capture
 from planner.runtime.start.groups.mesh import build_mesh
 from planner.runtime.step.engine import Engine
 from planner.runtime.step.inputs.feed import cut_batch
+from planner.runtime.step.inputs.label_counts import LabelCounts
 from planner.runtime.step.messages.wiring import stage_of
 
 # How much of the largest loss, gradient, parameter or buffer a difference may be, whatever the
@@ -269,6 +270,7 @@ def compare_with_one_process(
     ):
         functions = partial(ReferenceMode, own, torch.get_default_dtype())
     report = VerifyReport(num_ranks=plan.world_size, tolerance=tolerance, notes=notes)
+    labels = LabelCounts.of(graph, {})
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -281,7 +283,8 @@ def compare_with_one_process(
             if references:
                 cut = cut_batch(batch, graph, smaller)
                 pieces = _pieces(cut.split, replicas)
-                expected, *others = (reference.step(cut, pieces) for reference in references)
+                count = None if labels is None else labels.count
+                expected, *others = (ref.step(cut, pieces, count) for ref in references)
                 report = report.after_step(found, expected, others)
     finally:
         torch.set_default_dtype(before)

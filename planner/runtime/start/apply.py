@@ -26,6 +26,7 @@ from planner.runtime.start.device import choose_device
 from planner.runtime.start.groups.mesh import Mesh, build_mesh
 from planner.runtime.start.groups.process_group import take_place
 from planner.runtime.start.groups.together import together
+from planner.runtime.state.away import plain, take_away
 from planner.runtime.step.engine import Engine
 from planner.runtime.step.evaluation import reads_mode
 from planner.runtime.step.inputs.loss_weights import LossWeight
@@ -89,8 +90,8 @@ def apply_plan(
     if weights is not None:
         engine.load_weights(weights)
     # Each rank has its pieces; the whole model would stay in memory beside them.
-    model.to_empty(device="meta")
-    engine.watch(model)
+    take_away(model)
+    engine.watch(model, loss)
     out_of_memory.watch(engine)
     return engine
 
@@ -133,7 +134,8 @@ def _evaluation_captures(
         modes = [(part, part.training) for part in model.modules()]
         model.eval()
         try:
-            return _captures(plan, model, loss)
+            with plain(model):
+                return _captures(plan, model, loss)
         finally:
             for part, mode in modes:
                 part.training = mode

@@ -112,13 +112,20 @@ def shard_stage(
         return torch.empty_like(param, device=device) if param.is_meta else param
 
     _apply_to_shards(stage, materialize)
-    # A block's program writes into nothing that another handed on: capture made all writes pure.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for module in stage.modules():
         # The loss carries the weight of a part, as it does without ZeRO; sums stay sums.
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def quiet_views() -> None:
+    """Let FSDP2 not warn of blocks that return views: a block's program writes into nothing that
+    another handed on, as a capture made all writes pure.
+
+    Each step says so: who leaves ``warnings.catch_warnings`` takes filters set inside away.
+    """
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 def can_shard(param: Tensor, zero_stage: int) -> bool:

@@ -62,6 +62,7 @@ from planner.runtime.step.evaluation import Evaluation
 from planner.runtime.step.executor import Executor, Hooks
 from planner.runtime.step.inputs.feed import Feed, Preamble
 from planner.runtime.step.inputs.feeder import Feeder, Shaped
+from planner.runtime.step.inputs.label_counts import LabelCounts
 from planner.runtime.step.inputs.loss_weights import LossWeight, LossWeights
 from planner.runtime.step.messages.p2p import Post
 from planner.runtime.step.messages.wiring import (
@@ -199,7 +200,10 @@ class Engine:
             self.stages, mesh, [[graph.tensor[n].fqn for n in names] for names in by_stage]
         )
         self._take_first_values(values or ModuleValues(model, mesh), preambles)
-        self.optimizer = self._trained.build_optimizer(optimizer, model)
+        self._accumulation = Accumulation()
+        self.optimizer = self._trained.build_optimizer(
+            optimizer, model, is_accumulating=lambda: self.is_accumulating
+        )
         self._step_jobs = {job.kind: job for job in step_jobs(mesh.rank("pp"))}
         self._max_grad_norm = max_grad_norm
         self.grad_norm: Tensor | None = None
@@ -236,7 +240,6 @@ class Engine:
         self._random = RandomStream(_shared_seed(mesh), mesh) if random else None
         self._checkpoints: Checkpoints | None = None
         self._kept: Kept | None = None
-        self._accumulation = Accumulation()
         start_watchdog(self._executor.status, step_s=plan.estimate.get("step_s", 0.0))
         self._untouched: Untouched | None = None
         self._evaluation = Evaluation(self, capture_evaluation)
@@ -252,6 +255,7 @@ class Engine:
                 dtype=self._loss_dtype,
                 has_loss=any(stage.wiring.has_loss for stage in self.stages.values()),
                 count=loss_weight,
+                labels=[LabelCounts.of(each, pad or {}) for each in self.captured],
             ),
         )
 
@@ -438,9 +442,9 @@ class Engine:
             pin_memory=pin_memory,
         )
 
-    def watch(self, module: nn.Module) -> None:
-        """Refuse steps from now on when the user's module is no longer what it is."""
-        self._untouched = Untouched(module)
+    def watch(self, module: nn.Module, loss: Any = None) -> None:
+        """Refuse steps from now on when the user's module, or the loss, is no longer what it is."""
+        self._untouched = Untouched(module, loss)
 
     @property
     def job(self) -> Job | None:
@@ -475,6 +479,7 @@ class Engine:
                 self._statistics.begin()
         with self._drawn(), watching(self, fetch) as seen:
             losses = self._executor.train(self._accumulation.add(feed, is_last=update))
+        feed.check()
         # The loss is summed over ranks beside the reduction of gradients and the optimizer's step.
         loss, shared = self._share_loss(losses, feed)
         if update:
@@ -574,6 +579,7 @@ class Engine:
         with self._drawn():
             feed = self._feed(batch)
             loss, shared = self._share_loss(self._executor.evaluate(feed), feed)
+        feed.check()
         if shared is not None:
             shared.wait()
         return loss
@@ -595,6 +601,8 @@ class Engine:
     def _feed(self, batch: Any) -> Feed:
         with self._executor.phase("its part of the batch, which all ranks agree on"):
             feed = self._feeder.feed(batch)
+        if self._zero_stage:
+            zero.quiet_views()
         for programs in self._made_programs:
             programs.bucket = feed.bucket
         return feed

@@ -8,7 +8,8 @@ whole model.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from planner.runtime.state.host import Host
 from planner.runtime.state.masters import MasterParams
 from planner.runtime.state.optimizers.host_optimizer import HostMasters, HostUpdates
 from planner.runtime.state.optimizers.optimizer import build_optimizer, read_beyond_elements
+from planner.runtime.state.optimizers.owned import Owned
 from planner.runtime.state.optimizers.whole_params import WholeParams, stepped_on
 from planner.runtime.state.tied import tied_copies
 from planner.runtime.step.clip import clip_gradients
@@ -73,6 +75,7 @@ class TrainedParams:
         self._host = host
         self._updates: HostUpdates | None = None
         self._whole: WholeParams | None = None
+        self._owned: Owned | None = None
 
     def _is_shard(self, param: nn.Parameter) -> bool:
         """Whether FSDP2 holds it: not what can't be cut (`planner.runtime.state.zero`)."""
@@ -94,8 +97,16 @@ class TrainedParams:
             for owner in self._owners.values()
         )
 
-    def build_optimizer(self, given: Any, module: nn.Module) -> torch.optim.Optimizer | None:
-        """Return the optimizer that `step` uses (`planner.runtime.state.optimizers.optimizer`)."""
+    def build_optimizer(
+        self,
+        given: Any,
+        module: nn.Module,
+        *,
+        is_accumulating: Callable[[], bool] = lambda: False,
+    ) -> torch.optim.Optimizer | None:
+        """Return the optimizer that `step` uses (`planner.runtime.state.optimizers.optimizer`), and
+        nothing else does from now on (`planner.runtime.state.optimizers.owned`).
+        """
         optimizer = build_optimizer(given, module, self.stepped_by_name())
         # (AdamW, the default, works by element: nothing to measure.)
         if optimizer is not None and given is not None and self._plan.world_size > 1:
@@ -104,6 +115,8 @@ class TrainedParams:
         if masters and optimizer is not None and self._host is not None:
             trained = [master for owner in masters for master in owner.trained.values()]
             self._updates = HostUpdates(trained, optimizer, self._host)
+        if optimizer is not None:
+            self._owned = Owned(optimizer, is_accumulating)
         return optimizer
 
     def _make_whole(self, optimizer: torch.optim.Optimizer) -> None:
@@ -201,7 +214,8 @@ class TrainedParams:
         whole parameters, whose pieces are gathered.
         """
         named = self.by_name() if unreached and self._whole is None else {}
-        with without_gradients(param for fqn in unreached for param in named.get(fqn, ())):
+        owned = nullcontext() if self._owned is None else self._owned.stepping()
+        with owned, without_gradients(p for fqn in unreached for p in named.get(fqn, ())):
             self._step(optimizer)
 
     def _step(self, optimizer: torch.optim.Optimizer | None) -> None:

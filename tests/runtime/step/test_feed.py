@@ -44,6 +44,10 @@ def test_parts_are_the_users_own_structure(graph):
         ),
         (lambda b: {"ids": b["ids"]}, "the batch lacks labels"),
         (lambda b: b | {"mask": b["ids"]}, "the batch has mask in addition"),
+        (
+            lambda b: b | {"labels": b["labels"] / 2},
+            "labels is float32 and the plan was made with int64, to which a cast would change its",
+        ),
     ],
 )
 def test_other_batches_are_refused(graph, change, says):

@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from planner.errors import ModelError, PlannerError
 from planner.graph.batch_split import BatchSplit
@@ -163,6 +165,45 @@ def _split_of_parts(said: Sequence[Said], plan: Plan) -> BatchSplit:
     return BatchSplit.of_parts(samples, num_microbatches=plan.num_microbatches)
 
 
+class Alike:
+    """An exchange of the checksums of whole batches, under way beside a step.
+
+    Each rank takes its part of the batch it is given, so ranks that are given others (a loader that
+    shuffles by a seed of each process) would train on samples of one and labels of another.
+    """
+
+    def __init__(self, mesh: Mesh, leaves: Mapping[str, Tensor]) -> None:
+        """Every rank begins it at the same time. Tensors on other devices are not looked at."""
+        marks = marks_of(leaves)
+        self._paths = sorted(leaves)
+        self._num_ranks = dist.get_world_size()
+        own = torch.tensor([marks.get(path, 0) for path in self._paths])
+        # The largest of marks and of their negatives: equal where all ranks have one mark.
+        self._found = torch.stack([own, -own])
+        self._work = dist.all_reduce(
+            self._found, op=dist.ReduceOp.MAX, group=mesh.control, async_op=True
+        )
+
+    def check(self) -> None:
+        """Wait for the others. Raises ModelError, on every rank, where batches differ."""
+        self._work.wait()
+        if isinstance(self._found, FakeTensor):  # in a dry run, which has no values
+            return
+        largest, smallest = self._found[0], -self._found[1]
+        different = [
+            path
+            for path, is_one in zip(self._paths, (largest == smallest).tolist(), strict=True)
+            if not is_one
+        ]
+        if different:
+            raise ModelError(
+                f"the {self._num_ranks} ranks were given different batches (other values of "
+                f"{different[0]}); give every rank the same whole batch (one seed for a loader "
+                "that shuffles), let engine.loader deal the data, or give each replica's own part "
+                "as planner.OwnPart"
+            )
+
+
 def refuse_other_cuts(plan: Plan) -> None:
     """Raise ModelError where stages cut the batch differently, so that no part is a replica's."""
     cuts = {plan.stage_degrees(index).along("batch") for index in range(len(plan.stages))}
@@ -176,7 +217,12 @@ def refuse_other_cuts(plan: Plan) -> None:
 
 def marks_of(leaves: Mapping[str, Tensor]) -> dict[str, int]:
     """Return a checksum of some elements of each tensor that lies in host memory."""
-    return {path: _mark(t) for path, t in leaves.items() if t.device.type == "cpu" and t.numel()}
+    return {path: _mark(t) for path, t in leaves.items() if _is_on_host(t)}
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    is_real = not isinstance(tensor, FakeTensor)
+    return is_real and tensor.device.type == "cpu" and tensor.numel() > 0
 
 
 def _mark(tensor: Tensor) -> int:

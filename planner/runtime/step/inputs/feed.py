@@ -30,7 +30,8 @@ class Feed:
     it has of each microbatch; `loss_weights` are what the mean loss of those counts for in the
     batch's (0-d; the gradients they start from). Over all microbatches and parts of them they sum
     to one. `total` gives what the whole batch counts: its samples, or what the user counts in it;
-    None where losses are sums, whose weights are one.
+    None where losses are sums, whose weights are one. `check` waits for what ranks tell each other
+    of the batch beside the step, and raises ModelError where they were given different ones.
     """
 
     split: BatchSplit
@@ -39,19 +40,22 @@ class Feed:
     loss_weights: Sequence[Tensor]
     total: Callable[[], float] | None
     bucket: int = 0
+    check: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutBatch:
     """A batch found to be one the plan can take, and where it is cut.
 
-    Its `leaves` are of the whole batch, or of the samples of one replica.
+    Its `leaves` are of the whole batch, or of the samples of one replica; `bucket` says which of
+    the plan's shapes `metas` are of (0: its own).
     """
 
     split: BatchSplit
     tree: Tree
     leaves: Mapping[str, Tensor]
     metas: Mapping[str, TensorMeta]
+    bucket: int = 0
 
     def tensor(self, path: str, samples: range) -> Tensor:
         """Return some samples of a tensor; one without a batch dim is in every part."""
@@ -138,7 +142,8 @@ def count_samples(
 ) -> int:
     """Return the number of samples that the shapes of all tensors agree on.
 
-    Dims that are `filled_up` may be smaller. Raises ModelError where shapes are others.
+    Dims that are `filled_up` may be smaller. Raises ModelError where shapes are others, or dtypes
+    that a cast to the captured one would not keep.
     """
     first, found = "", 0
     for path, tensor in leaves.items():
@@ -147,6 +152,7 @@ def count_samples(
             if isinstance(size, Affine) and not first and dim < len(shape):
                 first, found = path, (shape[dim] - size.fixed) // size.per_sample
     for path, tensor in leaves.items():
+        _check_dtype(path, tensor, metas[path])
         shape, meta = tuple(tensor.shape), metas[path]
         wanted, may_differ = meta.shape_at(found), filled_up.get(path, frozenset())
         if len(shape) != len(wanted) or any(
@@ -159,6 +165,20 @@ def count_samples(
                 f"{wanted}{' or less, filled up' if may_differ else ''}"
             )
     return found
+
+
+def _check_dtype(path: str, tensor: Tensor, meta: TensorMeta) -> None:
+    """Raise ModelError for values that a cast to the captured dtype would change."""
+    wanted = getattr(torch, meta.dtype)
+    loses_fractions = tensor.is_floating_point() and not (
+        wanted.is_floating_point or wanted.is_complex
+    )
+    if loses_fractions or (tensor.is_complex() and not wanted.is_complex):
+        raise ModelError(
+            f"the batch tensor {path} is {str(tensor.dtype).removeprefix('torch.')} and the plan "
+            f"was made with {meta.dtype}, to which a cast would change its values; give "
+            f"{meta.dtype}, or search again with this batch"
+        )
 
 
 def _piece(tensor: Tensor, meta: TensorMeta, samples: range) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,14 @@ from planner.graph.batch import flatten_batch
 from planner.graph.batch_split import BatchSplit
 from planner.plan import Plan
 from planner.runtime.start.groups.mesh import Mesh
-from planner.runtime.step.inputs.agreement import Agreed, Said, agree, marks_of, refuse_other_cuts
+from planner.runtime.step.inputs.agreement import (
+    Agreed,
+    Alike,
+    Said,
+    agree,
+    marks_of,
+    refuse_other_cuts,
+)
 from planner.runtime.step.inputs.feed import (
     CutBatch,
     Feed,
@@ -73,10 +80,8 @@ class Feeder:
         self._smallest_first = (*range(1, len(shapes)), 0)
         used = {name for preamble in shapes[0].preambles.values() for name in preamble.inputs}
         self._used = sorted(used)
-        self.reads = frozenset(
-            self._metas[0]
-            if loss_weights.reads_batch
-            else (self._graph.tensor[name].fqn for name in used)
+        self.reads = loss_weights.reads(self._metas[0]).union(
+            self._graph.tensor[name].fqn for name in used
         )
 
     @property
@@ -109,12 +114,16 @@ class Feeder:
             tree=tree,
             leaves=leaves,
             metas=self._metas[bucket],
+            bucket=bucket,
         )
         count, number = self._mesh.size("batch"), self._mesh.rank("batch")
         runs = [cut.split.part(m, count, number) for m in range(cut.split.num_microbatches)]
-        return self._feed(
-            cut, runs, self._weights.of(cut), bucket, partial(self._weights.total, cut)
-        )
+        # (Begun when nothing can raise any more: every rank takes part.)
+        weights, total = self._weights.of(cut), partial(self._weights.total, cut)
+        feed = self._feed(cut, runs, weights, total)
+        if self._plan.world_size == 1:
+            return feed
+        return replace(feed, check=Alike(self._mesh, leaves).check)
 
     def _fitting(self, leaves: Mapping[str, Tensor]) -> tuple[tuple[int, ...], int]:
         """Return the shapes that tensors have or may be filled up to, and their samples.
@@ -145,16 +154,18 @@ class Feeder:
         agreed = part.agreed if isinstance(part.agreed, Agreed) else self._asked(part)
         leaves, tree = flatten_batch(part.batch)
         metas = self._metas[agreed.bucket]
-        cut = CutBatch(split=agreed.split, tree=tree, leaves=leaves, metas=metas)
+        cut = CutBatch(
+            split=agreed.split, tree=tree, leaves=leaves, metas=metas, bucket=agreed.bucket
+        )
         runs = agreed.split.own(self._mesh.size("batch"), self._mesh.rank("batch"))
         if agreed.counted is None:
             weights = self._weights.by_samples(agreed.split)
-        elif self._weights.reads_batch:
+        elif self._weights.counts:
             weights = self._weights.by_counts(self._weights.count(cut, runs), agreed.counted)
         else:
             weights = ()
         counted = agreed.split.num_samples if agreed.counted is None else agreed.counted
-        return self._feed(cut, runs, weights, agreed.bucket, lambda: float(counted))
+        return self._feed(cut, runs, weights, lambda: float(counted))
 
     def _asked(self, part: OwnPart) -> Agreed:
         refuse_other_cuts(self._plan)
@@ -186,9 +197,9 @@ class Feeder:
                     f"its loader made {samples} samples of {runs[-1].stop}; a collate_fn keeps "
                     "the number of samples"
                 )
-            if self._weights.reads_batch and self._mesh.is_first_of_samples:
+            if self._weights.counts and self._mesh.is_first_of_samples:
                 metas = self._metas[fits[0]]
-                cut = CutBatch(split=split, tree=tree, leaves=leaves, metas=metas)
+                cut = CutBatch(split=split, tree=tree, leaves=leaves, metas=metas, bucket=fits[0])
                 counted = sum(self._weights.count(cut, runs))
         if "marks" not in more:
             more["marks"] = marks_of(leaves)
@@ -214,10 +225,9 @@ class Feeder:
         cut: CutBatch,
         runs: Sequence[range],
         weights: tuple[Tensor, ...],
-        bucket: int,
         total: Callable[[], float],
     ) -> Feed:
-        shaped = self._shapes[bucket]
+        shaped = self._shapes[cut.bucket]
         metas = [shaped.graph.tensor[name] for name in self._used]
 
         def piece(meta: TensorMeta, samples: range) -> Tensor:
@@ -241,5 +251,5 @@ class Feeder:
             side_inputs=side_inputs,
             loss_weights=weights,
             total=None if self._weights.are_sums else total,
-            bucket=bucket,
+            bucket=cut.bucket,
         )

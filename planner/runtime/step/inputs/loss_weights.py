@@ -1,13 +1,15 @@
 """What the mean loss of each part of a batch counts for in the mean loss of the whole.
 
-A part counts by its samples, or by what the user counts in it (`planner.count_tokens`). Where
-every rank is given the whole batch, no rank needs to ask another; where replicas have their own
+A part counts by what the user counts in it (`planner.count_tokens`); else by the labels that its
+loss is the mean over, where the graph says so (`label_counts`); else by its samples. Where every
+rank is given the whole batch, no rank needs to ask another; where replicas have their own
 parts, `agreement` sums what they count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -17,6 +19,7 @@ from planner.errors import ModelError
 from planner.graph.batch_split import BatchSplit
 from planner.runtime.start.groups.mesh import Mesh
 from planner.runtime.step.inputs.feed import CutBatch
+from planner.runtime.step.inputs.label_counts import LabelCounts
 
 LossWeight = Callable[[Any], float] | Literal["sum"]
 """What a part counts, by the user's function; "sum": every part once, as a loss that is a sum over
@@ -26,28 +29,49 @@ samples has it."""
 class LossWeights:
     """Weighs one rank's microbatches. Mutable: weights by sample are kept by how a batch is cut.
 
-    `count` is what the user says of a part; None: it counts by its samples.
+    `count` is what the user says of a part; None: it counts by its labels, as `labels` counts them
+    on each of the plan's shapes, or by its samples where no loss is a mean over labels.
     """
 
     def __init__(
-        self, mesh: Mesh, *, dtype: torch.dtype, has_loss: bool, count: LossWeight | None
+        self,
+        mesh: Mesh,
+        *,
+        dtype: torch.dtype,
+        has_loss: bool,
+        count: LossWeight | None,
+        labels: Sequence[LabelCounts | None] = (),
     ) -> None:
+        self._mesh = mesh
         self._num_parts, self._number = mesh.size("batch"), mesh.rank("batch")
         self._device = mesh.device
         self._dtype, self._has_loss, self._count = dtype, has_loss, count
+        known = [each for each in labels if each is not None]
+        self._labels = known if count is None and len(known) == len(labels) else []
         self._by_samples: dict[tuple[tuple[int, ...], int], tuple[Tensor, ...]] = {}
 
     @property
-    def reads_batch(self) -> bool:
-        """Whether it is given the rank's parts of the batch."""
-        return self._has_loss and callable(self._count)
+    def counts(self) -> bool:
+        """Whether it looks into the rank's parts of the batch."""
+        return self._has_loss and self._is_counted
+
+    @property
+    def _is_counted(self) -> bool:
+        """Whether any rank's does."""
+        return callable(self._count) or bool(self._labels)
+
+    def reads(self, paths: Collection[str]) -> frozenset[str]:
+        """Return which of the batch's tensors it looks into."""
+        if not self.counts:
+            return frozenset()
+        return self._labels[0].reads if self._labels else frozenset(paths)
 
     def of(self, cut: CutBatch) -> tuple[Tensor, ...]:
         """Return the weight of each of this rank's microbatches; () where no loss is.
 
         `cut` is a whole batch. Raises ModelError where the user's counts can't be weights.
         """
-        if not self.reads_batch:
+        if not self.counts:
             return self.by_samples(cut.split)
         counts = self._counts(cut)
         return self.by_counts(counts[self._number], sum(map(sum, counts)))
@@ -58,18 +82,17 @@ class LossWeights:
         return self._count == "sum"
 
     def total(self, cut: CutBatch) -> float:
-        """Return what a whole batch counts: its samples, or what the user counts in it."""
-        if not callable(self._count):
+        """Return what counts in a whole batch."""
+        if not self._is_counted:
             return float(cut.split.num_samples)
         return sum(map(sum, self._counts(cut)))
 
     def _counts(self, cut: CutBatch) -> list[list[float]]:
-        """Return what the user counts in each microbatch of each replica of a whole batch."""
-        split, parts = cut.split, self._num_parts
-        return [
-            self.count(cut, (split.part(m, parts, number) for m in range(split.num_microbatches)))
-            for number in range(parts)
-        ]
+        """Return what counts in each microbatch of each replica of a whole batch."""
+        split, parts, each = cut.split, self._num_parts, cut.split.num_microbatches
+        places = product(range(parts), range(each))
+        found = self.count(cut, [split.part(m, parts, number) for number, m in places])
+        return [found[number * each : (number + 1) * each] for number in range(parts)]
 
     def by_samples(self, split: BatchSplit) -> tuple[Tensor, ...]:
         """Return the weights where each sample counts the same, in a mean over all or in a sum;
@@ -85,11 +108,14 @@ class LossWeights:
             self._by_samples[key] = self._tensors(weights)
         return self._by_samples[key]
 
-    def count(self, cut: CutBatch, runs: Iterable[range]) -> list[float]:
-        """Return what the user counts in each of some runs of samples.
+    def count(self, cut: CutBatch, runs: Sequence[range]) -> list[float]:
+        """Return what counts in each of some runs of samples.
 
         Raises ModelError for what is less than zero, or no number.
         """
+        if self._labels:
+            warns = self._number == 0 and self._mesh.is_first_of_samples
+            return self._labels[cut.bucket].count(cut, runs, warns=warns)
         assert callable(self._count)
         counts = [float(self._count(cut.part(samples))) for samples in runs]
         if not all(count >= 0 for count in counts):
@@ -101,6 +127,11 @@ class LossWeights:
 
         Raises ModelError where nothing counts.
         """
+        if not total > 0 and self._labels:
+            raise ModelError(
+                "the batch has no label that is not ignored, so it has no mean loss; give batches "
+                "with labels"
+            )
         if not total > 0:
             raise _no_weights(own)
         return self._tensors(count / total for count in own)
