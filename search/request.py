@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 from costmodel.execution import find_execution
 from planner.errors import LayoutError
 from planner.layout.axes import find_axis
-from planner.plan import OURS, Plan, Precision
+from planner.plan import OURS, Plan, Precision, precision_named
 from planner.schedule import find_schedule
 from search.space.configuration import RECOMPUTE_CHOICES
 
@@ -146,11 +146,7 @@ class SearchRequest:
             raise LayoutError(
                 f"`meshes` {self.meshes} was given; use same (one dp and tp for all stages) or own"
             )
-        if self.precision not in get_args(Precision):
-            raise LayoutError(
-                f"`precision` {self.precision} was given; use {' or '.join(get_args(Precision))}; "
-                "model keeps the dtypes of the model file"
-            )
+        precision_named(self.precision)
         if self.num_best < 1:
             raise LayoutError(
                 f"`num_best` {self.num_best} was given; it counts plans, so use 1 or more"

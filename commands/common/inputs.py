@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from planner.errors import PlannerError, ProfileError
 from planner.units import DAY_S, HOUR_S
@@ -24,15 +24,9 @@ def graph_of(model: Path, precision: Precision = "model", length: int | None = N
 
 def parse_precision(text: str) -> Precision:
     """Return the precision of that name."""
-    from planner.plan import Precision
+    from planner.plan import precision_named  # loads pydantic
 
-    for known in get_args(Precision):
-        if text == known:
-            return known
-    raise PlannerError(
-        f"--precision {text} was given; use {' or '.join(get_args(Precision))}; "
-        "model keeps the dtypes of the model file"
-    )
+    return precision_named(text)
 
 
 def graph_of_plan(plan: Plan, model: Path) -> ModelGraph:

@@ -19,6 +19,7 @@ from planner.plan.parts import (
     Recompute,
     StagePlan,
     ZeroStage,
+    precision_named,
     recompute_fields,
 )
 from planner.plan.plan import OURS, Plan
@@ -37,6 +38,7 @@ __all__ = [
     "ZeroStage",
     "batch_spec",
     "load_plan",
+    "precision_named",
     "recompute_fields",
     "save_plan",
     "validate_model",

@@ -6,17 +6,28 @@ import json
 from collections.abc import Sequence
 from itertools import groupby
 from math import gcd
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, field_validator, model_validator
 
-from planner.errors import PlanError
+from planner.errors import LayoutError, PlanError
 from planner.graph.batch import tensor_paths
 from planner.layout.class_layout import MOST, OwnSizesField, Record, WithOwnSizes
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["model", "bf16"]
 ZeroStage = Literal[0, 1, 2, 3]
+
+
+def precision_named(text: str) -> Precision:
+    """Return the precision of that name; raise LayoutError where there is none."""
+    for known in get_args(Precision):
+        if text == known:
+            return known
+    raise LayoutError(
+        f"`precision` {text} was given; use {' or '.join(get_args(Precision))}; "
+        "model keeps the dtypes of the model file"
+    )
 
 
 _Size = Annotated[int, Field(ge=0, le=2**40)]

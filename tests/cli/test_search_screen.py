@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from commands.render.plans.answer import Answer, as_data
+from commands.render.plans.answer import Answer, _joined, as_data
 from commands.render.plans.pipeline import draw_step
 from commands.render.plans.words import labelled, loses, plan_sentence
 from costmodel import CostCache, estimate
@@ -162,3 +162,11 @@ def test_words(answer):
     )
     assert loses([]) == "the same time"
     assert [label for label, _, _ in labelled({"compute_s": 1.0, "host_s": 0.0})] == ["compute"]
+
+
+def test_stages_of_a_rank_share_a_line_and_a_name():
+    assert _joined(["embed, layers.0..1", "layers.8..9", "layers.31, norm"]) == (
+        "embed, layers.0..1; 8..9; 31, norm"
+    )
+    assert _joined(["embed", "layers.0"]) == "embed; layers.0"
+    assert _joined(["encoder.3", "decoder.1..2"]) == "encoder.3; decoder.1..2"

@@ -108,10 +108,10 @@ def timeline_chart(predicted: Sequence[RankTimeline], measured: Sequence[RankTim
     idle = {name: 1 - _works(spans) / end_s for name, spans in rows}
     least, most_idle = min(idle, key=idle.__getitem__), max(idle, key=idle.__getitem__)
     waits = (
-        f"{most_idle.capitalize()} works {1 - idle[most_idle]:.1%} of it, {least} "
+        f"{most_idle.capitalize()} runs jobs for {1 - idle[most_idle]:.1%} of it, {least} "
         f"{1 - idle[least]:.1%}."
         if len(rows) > 1
-        else f"It works {1 - idle[least]:.1%} of it."
+        else f"It runs jobs for {1 - idle[least]:.1%} of it."
     )
     return Chart(
         name="timeline",
@@ -120,7 +120,7 @@ def timeline_chart(predicted: Sequence[RankTimeline], measured: Sequence[RankTim
         summary=f"One step takes {format_seconds(end_s)}. {waits}{note} Numbers in bars are "
         "microbatches.",
         table=Table(
-            columns=("", "jobs", "works", "waits", "first job", "last job ends"),
+            columns=("", "jobs", "runs them", "waits or sends", "first job", "last job ends"),
             rows=tuple(
                 (
                     name,

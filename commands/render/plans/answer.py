@@ -5,9 +5,11 @@ The same as data is `as_data`, which `--json` prints.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -180,13 +182,15 @@ def _stages(overview: Overview, width: int) -> Table:
         if has_groups:
             devices += f" {mine[0].device_group}"
         memory = memory_cells(overview.memory[rank], memory_digits(overview.peak_bytes))
-        for stage in mine:  # the rank's own figures stand beside its first stage
-            is_first = stage is mine[0]
+        # The rank's own figures stand beside its first stages; equal recomputation shares a row.
+        alike = [list(some) for _, some in groupby(mine, key=lambda stage: stage.recompute)]
+        for stages in alike:
+            is_first, stage = stages is alike[0], stages[0]
             row = [str(rank), devices] if is_first else ["", ""]
             if is_wide:
                 mesh = " x ".join(f"{axis} {size}" for axis, size in stage.mesh) or "alone"
                 row.append(mesh if is_first else "")
-            row.append(stage.blocks.replace(prefix, ""))
+            row.append(_joined([each.blocks.replace(prefix, "") for each in stages]))
             if recomputes:
                 row.append(_shortened(stage.recompute))
             row.append(format_seconds(overview.path.rank_work_s[rank]) if is_first else "")
@@ -205,6 +209,16 @@ def _without(prefix: str) -> str:
 def _shortened(recompute: str) -> str:
     """Return ``selective 8/9`` of ``selective in 8 of 9 blocks``."""
     return recompute.replace(" in ", " ").replace(" of ", "/").removesuffix(" blocks")
+
+
+def _joined(stages: Sequence[str]) -> str:
+    """Return blocks of several stages, a repeated name left out: ``layers.0..1; 8..9``."""
+    told, base = "", ""
+    for blocks in stages:
+        told += f"{'; ' if told else ''}{blocks.removeprefix(base)}"
+        numbered = re.match(r"(?:.*, )?(\D+\.)\d", blocks)
+        base = numbered[1] if numbered else ""
+    return told
 
 
 def _common_prefix(blocks: Sequence[str]) -> str:

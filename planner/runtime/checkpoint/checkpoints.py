@@ -262,7 +262,7 @@ class Checkpoints:
                 try:
                     files = sorted(folders.read_manifest(checkpoint).files.items())
                 except PlanError as error:
-                    return str(error)
+                    return str(error).removesuffix(folders.USE_ANOTHER)
                 own = files[rank :: dist.get_world_size()]
                 return folders.what_is_wrong(checkpoint, own, file_checksum)
 
