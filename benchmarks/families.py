@@ -6,10 +6,16 @@ process is then searched and verified, at tp 2 x pp 2 and at dp 2, by the comman
 types them. What a command refuses in one line is told apart from what fails.
 
     python benchmarks/families.py --keep DIR [--kind causal ...] [--only NAME ...] [--again]
-    python benchmarks/families.py --keep DIR --write docs/families.md
+    python benchmarks/families.py --keep DIR --write docs/families.md [--beside DIR]
 
 Results are kept in DIR, beside the model files, and not made again without --again. The second form
 writes the page of what is kept, and tries nothing.
+
+A family would take 60 to 100 CPU seconds, most of them to import libraries in eight processes and
+to capture the same model three times. So a process that has imported the libraries forks one for
+each family, which imports the family's code, and that one forks the commands and their ranks; the
+captures of a family (`tests.captures`) and the reach of the optimizer (`tests.reaches`) are made
+once. --as-typed does without all this; --beside DIR compares its results on the page.
 """
 
 from __future__ import annotations
@@ -31,6 +37,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from families_models import MAPPINGS, write_model_file
@@ -52,6 +59,9 @@ IMPORTED = (
     *("transformers.modeling_utils", "transformers.generation", "transformers.masking_utils"),
     *("transformers.models.llama.modeling_llama", "cli", "planner.runtime.start.worker"),
     *("planner.capture", "planner.runtime.check.verify", "search", "costmodel"),
+    *("torch.export._trace", "planner.graph.capture_cache", "planner.runtime.checkpoint.parts"),
+    *("planner.runtime.start.agent", "planner.runtime.start.launch", "commands.render.checks"),
+    *("commands.render.plans", "search.measured", "search.report.explain", "costmodel.compare"),
 )
 """Imported before processes fork, so that each need not."""
 
@@ -150,6 +160,11 @@ def train(path: Path) -> int:
     return 0
 
 
+def typed(arguments: list[str]) -> int:
+    """Become a command of planner, as typed."""
+    os.execv(sys.executable, [sys.executable, "-m", "cli", *arguments])
+
+
 def command(arguments: list[str]) -> int:
     """Run a command of planner, as typed, but that its ranks are forks of this process."""
     import cli
@@ -212,23 +227,22 @@ def forked_ranks(command: Sequence[str], *, course: Any, ranks_here: int, **_: A
 OUTCOMES = {0: "works", 1: "differs", 2: "refused", 124: "late"}
 
 
-def try_family(kind: str, family: str, folder: Path, stop_at: str) -> Result:
+def try_family(
+    kind: str, family: str, folder: Path, stop_at: str, run: Callable[[list[str]], int]
+) -> Result:
     """Make a family's model, and plan and verify it, or stop before."""
     today = datetime.date.today().isoformat()
     result = Result(family=family, kind=kind, architecture="", day=today)
-
-    def make() -> int:
-        path, architecture = write_model_file(kind, family, folder)
-        print(f"made {path} {architecture}")
-        return train(path)
-
-    ended = in_fork(make)
-    lines = ended.said.splitlines()
-    made = next((line.split() for line in lines if line.startswith("made ")), None)
+    try:
+        path, result.architecture = write_model_file(kind, family, folder)
+    except Exception as error:
+        result.why["one process"] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:600]
+        return result
+    gc.freeze()  # with the family's code in it
+    ended = in_fork(lambda: train(path))
     result.trains = ended.code == 0
-    if made is not None:
-        result.architecture = made[2]
-    if ended.code or made is None:
+    result.cpu_s["one process"] = {"train": ended.cpu_s}
+    if ended.code:
         result.why["one process"] = last_line(ended.said)
         return result
     if stop_at == "train":
@@ -237,8 +251,8 @@ def try_family(kind: str, family: str, folder: Path, stop_at: str) -> Result:
     for label, flags in LAYOUTS.items():
         asked = ["--profile=h100-sxm5-80gb", "--global-batch=8", f"--out={plan}", *flags]
         result.cpu_s[label] = {}
-        for arguments in (["search", made[1], *asked], ["verify", str(plan), made[1]]):
-            ended = in_fork(lambda arguments=arguments: command(arguments))
+        for arguments in (["search", str(path), *asked], ["verify", str(plan), str(path)]):
+            ended = in_fork(lambda arguments=arguments: run(arguments))
             result.cpu_s[label][arguments[0]] = ended.cpu_s
             said = folder / f"{kind}_{family}.{label}.{arguments[0]}.log"
             said.write_text(ended.said)
@@ -250,6 +264,46 @@ def try_family(kind: str, family: str, folder: Path, stop_at: str) -> Result:
         if ended.code:
             result.why[label] = f"{arguments[0]}: {last_line(ended.said)}"
     return result
+
+
+def try_in_fork(
+    kind: str, family: str, folder: Path, stop_at: str, run: Callable[[list[str]], int]
+) -> Result:
+    """As `try_family`, in a process that this family's code and captures stay in."""
+    kept = folder / f"{kind}_{family}.result"
+    child = os.fork()
+    if child == 0:
+        try:
+            with TemporaryDirectory() as captures:
+                # nothing of an earlier code is taken for this one's
+                os.environ["PLANNER_TEST_CAPTURES"] = captures
+                os.environ["XDG_CACHE_HOME"] = captures
+                result = try_family(kind, family, folder, stop_at, run)
+            kept.write_text(json.dumps(asdict(result)))
+        finally:
+            os._exit(0)
+    *_, used = os.wait4(child, 0)
+    result = Result(**json.loads(kept.read_text()))
+    result.all_cpu_s = round(used.ru_utime + used.ru_stime, 1)
+    kept.write_text(json.dumps(asdict(result)))
+    return result
+
+
+def share_captures() -> None:
+    """Let a family's processes make its captures once, and all the reach of an optimizer."""
+    import torch
+
+    import planner.capture.module
+    import planner.runtime.state.optimizers.reach
+    from planner.graph.model_file import local_modules
+    from tests import captures, reaches
+
+    torch.set_num_threads(1)
+    local_modules()  # which keeps what it finds of the thousands of files imported
+    planner.capture.capture_module = captures.capture_module
+    planner.capture.module.capture_module = captures.capture_module
+    reaches.measure_usual()
+    planner.runtime.state.optimizers.reach._reach = reaches.reach_of
 
 
 def last_line(said: str) -> str:
@@ -266,6 +320,12 @@ def names_of(kind: str) -> list[str]:
     return list(getattr(modeling_auto, MAPPINGS[kind]))
 
 
+def results_in(folder: Path) -> list[Result]:
+    """Return the results kept in a folder."""
+    kept = sorted(folder.glob("*.result"))
+    return [Result(**json.loads(each.read_text())) for each in kept]
+
+
 def families(kinds: list[str], only: list[str]) -> Iterator[tuple[str, str]]:
     """Yield kinds and names, in the order of those that were given."""
     for kind in kinds:
@@ -280,17 +340,21 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="names of families")
     parser.add_argument("--again", action="store_true", help="also those with a result")
     parser.add_argument("--stop-at", choices=["train", "search", "verify"], default="verify")
+    parser.add_argument("--as-typed", action="store_true", help="each command in its own process")
     parser.add_argument("--write", type=Path, help="the page of all results kept in the folder")
+    parser.add_argument("--beside", type=Path, help="the folder of --as-typed, for the page")
     options = parser.parse_args()
     if options.write is not None:
-        kept = sorted(options.keep.glob("*.result"))
-        results = [Result(**json.loads(each.read_text())) for each in kept]
-        write_page(results, {kind: names_of(kind) for kind in MAPPINGS}, options.write, LIMIT_S)
+        names = {kind: names_of(kind) for kind in MAPPINGS}
+        beside = results_in(options.beside) if options.beside else []
+        write_page(results_in(options.keep), names, options.write, LIMIT_S, beside)
         return
     options.keep.mkdir(parents=True, exist_ok=True)
     for name in IMPORTED:
         importlib.import_module(name)
-    gc.freeze()
+    if not options.as_typed:
+        share_captures()
+    run = typed if options.as_typed else command
 
     counts: Counter[str] = Counter()
     for kind, family in families(options.kind, options.only):
@@ -298,12 +362,11 @@ def main() -> None:
         if kept.exists() and not options.again:
             result = Result(**json.loads(kept.read_text()))
         else:
-            result = try_family(kind, family, options.keep, options.stop_at)
-            kept.write_text(json.dumps(asdict(result)))
+            result = try_in_fork(kind, family, options.keep, options.stop_at, run)
         whole = result.whole if result.trains else "does not train"
         counts[whole] += 1
         why = next(iter(result.why.values()), "")
-        print(f"{kind:10} {family:28} {whole:15} {result.cpu_s} {why[:220]}", flush=True)
+        print(f"{kind:10} {family:28} {whole:15} {result.all_cpu_s:5} {why[:260]}", flush=True)
     print(dict(counts))
 
 

@@ -59,8 +59,13 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("patch_size", "out_hidden_size"), 8),
     **dict.fromkeys(("sliding_window", "attention_window", "window"), 8),
     **dict.fromkeys(("n_groups", "mamba_n_groups"), 1),
+    **dict.fromkeys(("groups_width", "num_latents"), 8),
+    **dict.fromkeys(("d_latents", "pooler_output_size"), 32),
 }
 """Sizes of tiny models, by what configurations call them; others stay as they are."""
+
+DEPTHS = ("depths", "depth", "n_attn_blocks", "num_block_repeats")
+"""Layers of stages: two of the first and one of each other stay, so that each kind is there."""
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
@@ -84,8 +89,20 @@ OWN: dict[str, dict[str, Any]] = {
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 2},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "zamba2": {"attention_hidden_size": 64, "attention_head_dim": 16, "mamba_headdim": 8},
-    "levit": {"image_size": 224},
-    "efficientnet": {"hidden_dim": 2560},
+    "levit": {"image_size": 224, "patch_size": 16, "hidden_sizes": [128, 256, 384]},
+    **dict.fromkeys(("swin", "donut-swin"), {"image_size": 64, "window_size": 2}),
+    "mobilevitv2": {"image_size": 64},
+    "hgnet_v2": {
+        "stem_channels": [3, 8, 16],
+        "stage_in_channels": [16, 32, 64, 128],
+        "stage_mid_channels": [8, 16, 32, 64],
+        "stage_out_channels": [32, 64, 128, 256],
+        "stage_num_blocks": [1, 1, 2, 1],
+        "stage_numb_of_layers": [2, 2, 2, 2],
+    },
+    "efficientnet": {"hidden_dim": 1280, "width_coefficient": 1.0, "depth_coefficient": 1.0},
+    "bit": {"num_groups": 4},
+    "textnet": {"image_size": [64, 64], "stem_out_channels": 32},
     "bamba": _MAMBA_HEADS | {"attn_layer_indices": [1]},
     "gemma3n_text": _GEMMA3N,
     "gemma3n": {"text_config": _GEMMA3N},
@@ -125,6 +142,8 @@ def batch(size):
 
 TEXT = """    ids = torch.randint(4, {vocabulary}, (size, {length}))
     return {{"input_ids": ids, "labels": ids}}"""
+CLASSIFIED = """    ids = torch.randint(4, {vocabulary}, (size, {length}))
+    return {{"input_ids": ids, "labels": torch.randint(0, 2, (size,))}}"""
 PICTURES = """    pictures = torch.randn(size, {channels}, {image}, {image})
     return {{"pixel_values": pictures, "labels": torch.randint(0, 2, (size,))}}"""
 SOUND = """    sound = torch.randn(size, {shape})
@@ -155,15 +174,18 @@ def shrunk(values: dict[str, Any]) -> dict[str, Any]:
             value = {
                 place: by_layer[layer] for place, layer in enumerate(kept) if layer in by_layer
             }
+        elif name in DEPTHS and isinstance(value, list):
+            value = [min(each, 1 if place else 2) for place, each in enumerate(value)]
+        elif name == "hidden_sizes" and isinstance(value, list) and value[0] > 32:
+            value = [-(-each * 4 // value[0]) * 8 for each in value]
         elif name in SIZES and isinstance(value, int) and not isinstance(value, bool):
             value = min(value, SIZES[name]) if value > 0 else value
         elif name.endswith("token_id") and isinstance(value, int):
             value = min(value, len(name) % 3)
         small[name] = value
     heads = small.get("num_heads")
-    if (
-        isinstance(heads, list) and "embed_dim" in small
-    ):  # of stages, of which each is twice as wide
+    if isinstance(heads, list) and isinstance(small.get("embed_dim"), int):
+        # of stages, of which each is twice as wide
         small["embed_dim"] = heads[0] * 8
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := small.get(name), dict) and "mrope_section" in rope:
@@ -209,6 +231,8 @@ def write_model_file(kind: str, family: str, folder: Path) -> tuple[Path, str]:
         values.setdefault("decoder_start_token_id", 0)
     if kind in ("causal", "masked", "multimodal", "seq2seq"):
         batch = TEXT.format(vocabulary=VOCABULARY, length=SEQUENCE)
+    elif kind == "image" and model_class.main_input_name == "input_ids":
+        batch = CLASSIFIED.format(vocabulary=VOCABULARY, length=SEQUENCE)
     elif kind == "image":
         size = values.get("image_size", IMAGE)
         size = size if isinstance(size, int) else size[0]

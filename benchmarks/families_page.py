@@ -47,6 +47,7 @@ class Result:
         trains: whether it trains in one process; if not, `why` says why not.
         outcome: by layout: "works", "refused", "differs", "fails" or "late".
         cpu_s: by layout and command, CPU seconds of all its processes.
+        all_cpu_s: CPU seconds of all that was done for it.
         why: by layout, the last line that was said.
         day: it was tried on, as YYYY-MM-DD.
     """
@@ -57,6 +58,7 @@ class Result:
     trains: bool = False
     outcome: dict[str, str] = field(default_factory=dict)
     cpu_s: dict[str, dict[str, float]] = field(default_factory=dict)
+    all_cpu_s: float = 0.0
     why: dict[str, str] = field(default_factory=dict)
     day: str = ""
 

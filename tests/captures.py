@@ -109,7 +109,10 @@ def _described(module: torch.nn.Module) -> list[Any]:
     return parts
 
 
-_HELD = ("_parameters", "_buffers", "_modules")
+_HELD = (
+    *("_parameters", "_buffers", "_modules"),
+    "_is_hf_initialized",  # read while weights get values alone, which those on meta have not
+)
 
 
 def _tensor(tensor: torch.Tensor) -> Any:

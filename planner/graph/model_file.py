@@ -218,8 +218,24 @@ _OWN = tuple(
 )
 
 
+@functools.cache
+def _real_folder(folder: str) -> str:
+    return os.path.realpath(folder)
+
+
+def _real_path(name: str) -> str:
+    """Return a path without links. The files of a folder share the walk of its links, which for
+    the thousands that torch and a library import takes half a CPU second.
+    """
+    folder, file = os.path.split(name)
+    if not os.path.isabs(folder) or file in ("", ".", ".."):
+        return os.path.realpath(name)
+    path = os.path.join(_real_folder(folder), file)
+    return os.path.realpath(path) if os.path.islink(path) else path
+
+
 def _is_local(name: str) -> bool:
-    path = str(Path(name).resolve()) if name else ""
+    path = _real_path(name) if name else ""
     return (
         bool(path)
         and not path.startswith((*_INSTALLED, "/proc/", "/sys/", "/dev/"))
@@ -238,5 +254,5 @@ def local_modules() -> set[Path]:
 @functools.cache  # torch brings thousands of modules, each with a walk of its path's links
 def _users_module(name: str) -> Path | None:
     """The file of a module, unless it is installed, part of Python or ours."""
-    file = Path(name).resolve()
-    return file if _is_local(name) and not str(file).startswith(_OWN) else None
+    path = _real_path(name)
+    return Path(path) if _is_local(path) and not path.startswith(_OWN) else None
