@@ -90,7 +90,7 @@ OWN: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"num_hidden_layers": 3},
     "zamba2": {"attention_hidden_size": 64, "attention_head_dim": 16, "mamba_headdim": 8},
     "levit": {"image_size": 224, "patch_size": 16, "hidden_sizes": [128, 256, 384]},
-    **dict.fromkeys(("swin", "donut-swin"), {"image_size": 64, "window_size": 2}),
+    **{name: {"image_size": 64, "window_size": 2} for name in ("swin", "donut-swin")},
     "mobilevitv2": {"image_size": 64},
     "hgnet_v2": {
         "stem_channels": [3, 8, 16],

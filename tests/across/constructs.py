@@ -271,6 +271,14 @@ def detached(m: Model, b: Any) -> Tensor:
     return plain(m, b) + 0 * b["x"].mean().detach()
 
 
+def cast_as_larger(m: Model, b: Any) -> Tensor:
+    """A tensor takes the dtype of others with more dims, with samples in any of them or none."""
+    others = (b["x"], b["x"].transpose(0, 1), m.experts)
+    return sum(
+        (_out(m, m.fc(_rows(b)).type_as(other), b) for other in others), b["x"].new_zeros(())
+    )
+
+
 def dot_with_itself(m: Model, b: Any) -> Tensor:
     h = m.fc(_rows(b))
     return torch.einsum("bi,bi->b", h, h).mean()
@@ -566,7 +574,8 @@ ALONE = (
     group_normed, recurrent, recurrent_sequence_first, bags, sorted_in_sample, two_views,
     two_views_by_number, sorted_by_expert, sorted_and_added_back, sorted_and_undone,
     every_expert, experts_by_weights, ignored_labels, weighted_elements, smoothed_labels,
-    padded_attention, nearest_codes, heads_in_front, triplets, counter, detached, dot_with_itself,
+    padded_attention, nearest_codes, heads_in_front, triplets, counter, detached, cast_as_larger,
+    dot_with_itself,
     mean_after_shift, frames,
 )  # fmt: skip
 

@@ -83,6 +83,7 @@ class Casting(nn.Module):
             y * torch.tensor(0.3, dtype=torch.bfloat16),
             y * torch.as_tensor([0.7] * WIDTH, dtype=torch.float32),
             y * y.new_tensor([0.9] * WIDTH),
+            y * torch.tensor(0.7, dtype=y.dtype),
             y.clamp(min=torch.finfo(y.dtype).eps * 1e6),
             y / (y.abs() + torch.finfo(torch.float32).eps * 1e5),
             y.masked_fill(y > 0.5, torch.finfo(y.dtype).min).softmax(-1),
@@ -132,6 +133,24 @@ def test_limits_of_a_dtype_are_those_the_model_would_see():
     with pytest.raises(ZeroDivisionError), ReferenceMode():
         raise ZeroDivisionError
     assert torch.finfo is given
+
+
+def test_numbers_of_a_tensors_dtype_are_rounded_as_the_model_would():
+    """N3: fp64 read from a tensor stands for the model's own dtype; fp64 by name is fp64."""
+
+    def as_read(x):
+        return torch.tensor(0.1, dtype=x.dtype).item()
+
+    def by_name():
+        return torch.tensor(0.1, dtype=torch.float64).item()
+
+    x = torch.ones(1, dtype=torch.float64)
+    for own in (torch.float32, torch.bfloat16):
+        rounded = torch.tensor(0.1, dtype=own).item()
+        with ReferenceMode(own):
+            assert as_read(x) == rounded
+            assert by_name() == 0.1
+    assert as_read(x) == 0.1
 
 
 def test_the_reference_neither_rounds_nor_drops():

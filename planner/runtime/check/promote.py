@@ -9,8 +9,10 @@ two share nothing else.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from types import FrameType
 from typing import Any, ClassVar
 
 import torch
@@ -275,14 +277,22 @@ class ReferenceMode(TorchFunctionMode):
             kwargs = {key: _promoted(value) for key, value in kwargs.items()}
             return func(*map(_promoted, args), **kwargs)
         if func is torch.Tensor.new_tensor:
-            dtype = self._own if args[0].dtype == torch.float64 else args[0].dtype
-            func, args, kwargs = torch.tensor, args[1:], {"dtype": dtype, **kwargs}
+            func, args, kwargs = torch.tensor, args[1:], {"dtype": args[0].dtype, **kwargs}
+        if kwargs.get("dtype") is torch.float64 and not _is_told_float64(sys._getframe(2)):
+            kwargs = {**kwargs, "dtype": self._own}
         before = torch.get_default_dtype()
         torch.set_default_dtype(self._numbers)
         try:
             return in_fp64(func(*args, **kwargs))
         finally:
             torch.set_default_dtype(before)
+
+
+def _is_told_float64(caller: FrameType) -> bool:
+    """Whether code names fp64 itself; else it has the dtype from a tensor, where fp64 stands for
+    the model's own.
+    """
+    return not {"float64", "double"}.isdisjoint(caller.f_code.co_names)
 
 
 def _writes(func: Any) -> bool:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
-from planner.layout.placement import OpSharding
+from planner.layout.placement import OpSharding, Shard
 from planner.ops.call import Call, P, R
 from planner.ops.kernel import KernelCall, View, in_order_of_inputs, same_memory, saves_nothing
 from planner.ops.letters import pointwise
@@ -27,6 +28,14 @@ def with_a_linear_input(call: Call) -> Iterator[OpSharding]:
     """Each entry from the entries at its place; linear in the first tensor."""
     yield from pointwise(call)
     yield OpSharding(inputs=(P, R)[: len(call.inputs)], outputs=(P,))
+
+
+def as_another(call: Call) -> Iterator[OpSharding]:
+    """The first tensor's entries; of a second, of any shape, only the dtype is read."""
+    first, *others = ((P, R, *map(Shard, range(len(shape)))) for shape in call.inputs)
+    for place in first:
+        for rest in product(*others):
+            yield OpSharding(inputs=(place, *rest), outputs=(place,))
 
 
 # ------------------------------------------------------------------------------------- memory
@@ -97,7 +106,7 @@ register(
         name="cast to another tensor's dtype",
         targets=aten("type_as"),
         shard=(),
-        across=Across(rule=with_a_linear_input),
+        across=Across(rule=as_another),
     )
 )
 register(
