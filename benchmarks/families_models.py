@@ -56,11 +56,11 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 64),
     **dict.fromkeys(("max_source_positions", "max_target_positions", "seq_length"), 64),
     **dict.fromkeys(("image_size", "img_size", "input_resolution"), IMAGE),
-    **dict.fromkeys(("patch_size", "out_hidden_size"), 8),
+    **dict.fromkeys(("patch_size",), 8),
     **dict.fromkeys(("sliding_window", "attention_window", "window"), 8),
     **dict.fromkeys(("n_groups", "mamba_n_groups"), 1),
     **dict.fromkeys(("groups_width", "num_latents"), 8),
-    **dict.fromkeys(("d_latents", "pooler_output_size"), 32),
+    **dict.fromkeys(("d_latents", "pooler_output_size", "out_hidden_size"), 32),
 }
 """Sizes of tiny models, by what configurations call them; others stay as they are."""
 
@@ -91,7 +91,8 @@ OWN: dict[str, dict[str, Any]] = {
     "zamba2": {"attention_hidden_size": 64, "attention_head_dim": 16, "mamba_headdim": 8},
     "levit": {"image_size": 224, "patch_size": 16, "hidden_sizes": [128, 256, 384]},
     **{name: {"image_size": 64, "window_size": 2} for name in ("swin", "donut-swin")},
-    "mobilevitv2": {"image_size": 64},
+    **dict.fromkeys(("glm46v", "glmga"), _BY_SECTIONS),
+    **{name: {"image_size": 64} for name in ("mobilevitv2", "pvt_v2")},
     "hgnet_v2": {
         "stem_channels": [3, 8, 16],
         "stage_in_channels": [16, 32, 64, 128],

@@ -70,6 +70,15 @@ class WhileSmall(nn.Module):
         return torch.stack(made), torch.tensor(turns, device=x.device)
 
 
+class DrawingExperts(LoopedExperts):
+    """The same with dropout in it, and skipped where a draw is small."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.rand(()) < 0.1:
+            return x
+        return F.dropout(super().forward(F.dropout(x, 0.1, self.training)), 0.1, self.training)
+
+
 class IfMean(nn.Module):
     """A choice by the mean over the batch: samples are not apart."""
 
@@ -108,6 +117,7 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "loop over experts": LoopedExperts,
     "boolean indexing": PickedRows,
     "item in a while loop": WhileSmall,
+    "draws": DrawingExperts,
 }
 """Those that compute samples apart."""
 

@@ -88,7 +88,7 @@ class Adds(nn.Module):
             self.last = x
         elif self.what == "changes":
             self.count += 1
-        return x + torch.rand(3) if self.what == "draws" else x + 1.0
+        return x + 1.0
 
 
 def tried(what: str) -> Callable[[], Any]:
@@ -266,8 +266,6 @@ REFUSED: dict[str, Callable[..., Any]] = {
         tried("changes")
     ),
     "it, stores a tensor in last, which is not registered; return it from forward": tried("stores"),
-    "it, draws random numbers (aten.rand.default); draw them outside (a dropout around it, not in "
-    "it), or pass them as an argument": tried("draws"),
     "the model writes a result of shape (4, 3) into a tensor of shape (2, 3); write the "
     "out-of-place form": writes_a_larger_result,
     "the model uses wrap_with_autocast": lambda: capture_module(

@@ -20,6 +20,8 @@ OPAQUE_MODULE = "planner.opaque_module.default"
 """The target of an op that calls one; its first argument is the key."""
 
 _OF_EVERY_MODULE = ("_parameters", "_buffers", "_modules", "training", "forward")
+_OF_VALUES = ("_is_hf_initialized",)
+"""What a library notes of a part whose parameters have values; no forward reads it."""
 _DEPTH = 6
 """So far into nested objects attributes are told."""
 
@@ -50,7 +52,7 @@ def attributes(module: Any) -> list[tuple[str, Any]]:
         # Hooks are kept by numbers that count on through the whole process.
         (name, list(value.values()) if "_hooks" in name else value)
         for name, value in vars(module).items()
-        if name not in _OF_EVERY_MODULE
+        if name not in (*_OF_EVERY_MODULE, *_OF_VALUES)
         and not isinstance(getattr(type(module), name, None), cached_property)
     ]
 

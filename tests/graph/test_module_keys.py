@@ -56,6 +56,11 @@ def test_attributes_tell(one, other):
     assert module_key(Part(**one)) != module_key(Part(**other))
 
 
+def test_a_note_that_values_are_there_does_not_tell():
+    """A library notes it of a real model, which runs a plan, and not of one on meta."""
+    assert module_key(Part(_is_hf_initialized=True)) == module_key(Part())
+
+
 def test_code_shapes_ties_and_hooks_tell():
     tied = Part()
     tied.second = nn.Linear(2, 2)

@@ -22,6 +22,7 @@ from planner.plan import Plan
 from planner.plan.defaults import default_plan
 from planner.runtime.check.by_block.prove import prove
 from planner.runtime.check.verify import VerifyReport, compare_with_one_process
+from planner.runtime.stage.calls import opaque_modules
 from tests.captures import capture_module
 from tests.opaque_models import PARTS, Chain, batch
 from tests.spawn import run_ranks
@@ -90,6 +91,34 @@ def test_plans_of_every_kind_equal_one_process():
 @pytest.mark.slow
 def test_all_parts_under_all_plans():
     check(REST)
+
+
+class Dropping(nn.Module):
+    """Its gradient is what it multiplies by."""
+
+    def forward(self, x):
+        return torch.nn.functional.dropout(x, 0.5, self.training)
+
+
+def test_draws_come_from_the_seed_alone_and_again_in_the_backward(monkeypatch):
+    monkeypatch.setitem(opaque_modules._kept, "it", Dropping())
+    x = torch.ones(64, 8, requires_grad=True)
+
+    def drawn(seed):
+        before = torch.get_rng_state()
+        made = opaque_modules.opaque_module(
+            "it", "model", (True, False), ((0,) * 5, (0,) * 5), [((64, 8), torch.float32, True)],
+            (x,), ((opaque_modules.SEED, torch.tensor([seed])),), (),
+        )  # fmt: skip
+        assert torch.equal(torch.get_rng_state(), before), "the script's own numbers go on"
+        torch.rand(3)  # others draw before the backward
+        (grad,) = torch.autograd.grad(made.sum(), x)
+        assert torch.equal(grad, made)
+        return made
+
+    first = drawn(5)
+    assert torch.equal(first, drawn(5))
+    assert not torch.equal(first, drawn(6))
 
 
 def test_a_plan_in_bf16_equals_one_process():

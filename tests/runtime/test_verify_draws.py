@@ -187,8 +187,16 @@ def test_most_likely_is_drawn_first_of_equals():
 def test_an_op_without_fixed_numbers_is_named():
     with (
         FixedDraws(),
-        pytest.raises(PlanError, match=r"aten\.native_dropout\.default draws random"),
+        pytest.raises(PlanError, match=r"aten\._fill_mem_eff_dropout_mask_\.default draws random"),
     ):
-        torch.native_dropout(torch.ones(3), 0.5, True)
+        torch.ops.aten._fill_mem_eff_dropout_mask_(torch.ones(3), 0.5, 0, 0)
+
+
+def test_dropout_keeps_what_is_likelier_kept_than_not():
+    x = torch.ones(3)
     with FixedDraws():
+        assert torch.equal(torch.native_dropout(x, 0.5, True)[0], 2 * x)
+        made, kept = torch.native_dropout(x, 1.0, True)
+        assert torch.equal(made, 0 * x)
+        assert not kept.any()
         assert torch.equal(torch.native_dropout(torch.ones(3), 0.0, True)[0], torch.ones(3))

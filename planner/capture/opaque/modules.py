@@ -17,7 +17,7 @@ from planner.capture.diagnose import calling_line, causes, depends_on_values, us
 from planner.capture.opaque.trial import SCALARS, ModuleCall, NotHeld, Place, Trial
 from planner.graph.module_keys import module_key
 from planner.plan import Precision
-from planner.runtime.stage.calls.opaque_modules import tensors_of
+from planner.runtime.stage.calls.opaque_modules import SEEDS, tensors_of
 
 torch.library.define("planner::opaque_module", "(Tensor[] tensors, int call) -> Tensor[]")
 
@@ -112,6 +112,8 @@ class OpaqueModules:
         places = placed(args), tuple((name, placed(value)) for name, value in kwargs.items())
         number = self._number_of(module, who, places, given)
         call = self.calls[number]
+        if call.num_given > len(given):
+            given.append(torch.randint(SEEDS, (1,)))  # an op of its own
         made = iter(torch.ops.planner.opaque_module([*given, *tensors_of(module)], number))
         leaves, spec = call.structure
         return tree_unflatten([next(made) if leaf is Tensor else leaf for leaf in leaves], spec)

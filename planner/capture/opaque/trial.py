@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from planner.capture.checks.functions import as_written, draws
+from planner.capture.checks.functions import as_written
 from planner.capture.checks.rehearsal import state_of
 from planner.capture.diagnose import first_line
 from planner.capture.opaque.cost import Cost, counted
+from planner.capture.opaque.draws import TrialDraws
 from planner.capture.opaque.samples import (
     DRAWS,
     WHOLE_NUMBERS,
@@ -30,7 +31,7 @@ from planner.capture.precision import MixedDtypes
 from planner.errors import CaptureError
 from planner.graph.module_keys import attributes
 from planner.plan import Precision
-from planner.runtime.stage.calls.opaque_modules import called, tensors_of
+from planner.runtime.stage.calls.opaque_modules import SEED, called, tensors_of
 
 SCALARS = (type(None), bool, int, float, str)
 
@@ -59,7 +60,8 @@ class ModuleCall:
         key: names the module, see `module_key`.
         args: of its forward, `Place(i)` for the i-th tensor of the call; tuples for lists.
         kwargs: likewise.
-        num_given: tensors in the arguments; the module's own follow them.
+        num_given: tensors in the arguments, with the seed of a module that draws random numbers as
+            the last; the module's own follow them.
         results: the tensors that it returns.
         structure: what it returns, `Tensor` for each of them, and its tree.
         holds_samples: of each tensor in the arguments, whether its first dim runs over samples as
@@ -81,6 +83,21 @@ class NotHeld(CaptureError):
     """What a module is given or returns is nothing that a graph can hold: one around it may do."""
 
 
+class Unread:
+    """Stands for what a module returns that no graph can hold (a cache of keys), and that training
+    leaves unread. Raises NotHeld for any use, so that the module around becomes the op.
+    """
+
+    def __init__(self, who: str, kind: str) -> None:
+        object.__setattr__(self, "_told", f"{who}, returns a {kind}; return tensors and numbers")
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise NotHeld(object.__getattribute__(self, "_told"))
+
+    __getattribute__ = __setattr__ = __getitem__ = __setitem__ = __len__ = __iter__ = _refuse
+    __bool__ = __contains__ = __call__ = __eq__ = __hash__ = __add__ = __radd__ = _refuse
+
+
 @dataclass(kw_only=True)
 class Trial:
     """A call that is to be tried. `who` names the module and the user's line, in messages.
@@ -97,6 +114,7 @@ class Trial:
     given: Sequence[Tensor]
     num_samples: int
     first: ModuleCall | None
+    _draws: TrialDraws = field(default_factory=TrialDraws)
 
     def run(self) -> ModuleCall:
         """Try it. Raises CaptureError for what a plan can't repeat, in one line."""
@@ -153,12 +171,9 @@ class Trial:
         result = self._untouched(values, own)
         leaves, spec = tree_flatten(result)
         made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if not made or any(not isinstance(leaf, (*SCALARS, Tensor)) for leaf in leaves):
-            raise NotHeld(
-                f"{self.who}, returns "
-                f"{self._strange(leaves) or 'no tensor'}; return tensors and numbers"
-            )
-        structure = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if not made:
+            raise NotHeld(f"{self.who}, returns no tensor; return tensors and numbers")
+        structure = [self._told(leaf) for leaf in leaves]
         results = tuple(
             Result(
                 shape=tuple(tensor.shape),
@@ -168,25 +183,31 @@ class Trial:
             for tensor in made
         )
         if self.first is None:
-            holds = self._compare_draws(own, whole, leaves)
+            holds = self._compare_draws(own, whole, leaves) if self._draws.are_apart else ()
             cost = self._cost(values, own, made)
+            if holds and self._draws.number:
+                holds = (*holds, False)
         else:
             holds, cost = self.first.holds_samples, self.first.cost
+        args, kwargs = self.places
+        if self._draws.number:
+            kwargs = (*kwargs, (SEED, Place(len(self.given))))
         return ModuleCall(
             key=self.key,
-            args=self.places[0],
-            kwargs=self.places[1],
-            num_given=len(self.given),
+            args=args,
+            kwargs=kwargs,
+            num_given=len(self.given) + bool(self._draws.number),
             results=results,
             structure=(structure, spec),
             holds_samples=holds,
             cost=cost,
         )
 
-    def _strange(self, leaves: Sequence[Any]) -> str:
-        return next(
-            (f"a {type(leaf).__name__}" for leaf in leaves if not isinstance(leaf, Tensor)), ""
-        )
+    def _told(self, leaf: Any) -> Any:
+        """What a call has of a part of its result."""
+        if isinstance(leaf, Tensor):
+            return Tensor
+        return leaf if isinstance(leaf, SCALARS) else Unread(self.who, type(leaf).__name__)
 
     def _values(self, draw: Draw, whole: Callable[[Tensor], Tensor]) -> list[Tensor]:
         return [input_like(tensor, draw, self.num_samples, whole) for tensor in self.given]
@@ -275,15 +296,15 @@ class Trial:
         """Return what the forward returns for these values."""
         args, kwargs = (_filled(place, values) for place in self.places)
         with ExitStack() as modes:
+            modes.enter_context(self._draws)
             if self.precision == "bf16":
                 modes.enter_context(MixedDtypes())
             return called(self.module, own, args, dict(kwargs))
 
     def _untouched(self, values: Sequence[Tensor], own: Sequence[Tensor]) -> Any:
-        """Return the result; refuse draws, and writes into what the module is given."""
+        """Return the result; refuse writes into what the module is given."""
         before = [tensor.detach().clone() for tensor in (*values, *own)]
-        with _NoDraws(self.who):
-            result = self._result(values, own)
+        result = self._result(values, own)
         for tensor, old in zip((*values, *own), before, strict=True):
             if not torch.equal(_whole(tensor), _whole(old)):
                 raise CaptureError(
@@ -303,7 +324,11 @@ def _filled(place: Any, values: Sequence[Tensor]) -> Any:
 def _fixed(leaves: Sequence[Any]) -> list[Any]:
     """What of a result must not depend on values."""
     return [
-        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else leaf
+        if isinstance(leaf, SCALARS)
+        else type(leaf)
         for leaf in leaves
     ]
 
@@ -325,19 +350,3 @@ def _plainly() -> Iterator[None]:
         as_written(),
     ):
         yield
-
-
-class _NoDraws(TorchDispatchMode):
-    """Refuses random draws, which ranks that hold replicas could not be made to repeat."""
-
-    def __init__(self, who: str) -> None:
-        super().__init__()
-        self._who = who
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if draws(func, args, kwargs):
-            raise CaptureError(
-                f"{self._who}, draws random numbers ({func}); "
-                "draw them outside (a dropout around it, not in it), or pass them as an argument"
-            )
-        return func(*args, **(kwargs or {}))

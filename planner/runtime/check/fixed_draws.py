@@ -137,7 +137,13 @@ def _rrelu(a: _Args) -> Tensor:
     return x * slopes
 
 
-_ANSWERS: dict[str, Callable[[_Args], Tensor]] = {
+def _dropout(a: _Args) -> tuple[Tensor, Tensor]:
+    kept = torch.full_like(a["input"], 1 - a["p"] > _POINT, dtype=torch.bool)
+    return a["input"] * kept / max(1 - a["p"], _POINT), kept  # (no more than _POINT: none is kept)
+
+
+_ANSWERS: dict[str, Callable[[_Args], Any]] = {
+    "native_dropout": _dropout,
     "rand": _filled(_POINT),
     "randn": _filled(_POINT),
     "randint": _randint,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from planner.capture.opaque.trial import NotHeld, Place, Trial
 from planner.errors import CaptureError
+from planner.runtime.stage.calls.opaque_modules import SEED
 
 
 def tried(module: nn.Module, *args, num_samples=2, precision="model"):
@@ -90,3 +92,47 @@ class Unregistered(nn.Module):
 def test_weights_that_no_part_holds():
     with pytest.raises(CaptureError, match="keeps a module in held, which is not registered"):
         tried(Unregistered(), meta(4, 3))
+
+
+class Drawing(nn.Module):
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x):
+        return self.draw(x)
+
+
+@pytest.mark.parametrize(
+    ("draw", "holds_samples"),
+    [
+        (lambda x: F.dropout(x, 0.1), (True, False)),
+        (lambda x: x + torch.randn_like(x), (True, False)),
+        (lambda x: x if torch.rand(()) < 0.1 else 2 * x, (True, False)),
+        (lambda x: x * (torch.rand(len(x), 1) + 0.9).floor(), (True, False)),
+        (lambda x: x[torch.rand(len(x)).argsort()], ()),
+        (lambda x: x[torch.randn(len(x)).topk(len(x)).indices.flip(0)], ()),
+        (lambda x: x[torch.randperm(len(x))], ()),
+        (lambda x: x[torch.randint(len(x), (len(x),))], ()),
+    ],
+)
+def test_a_module_that_draws_is_given_a_seed(draw, holds_samples):
+    """Its samples are apart unless a draw makes them change places."""
+    call = tried(Drawing(draw), meta(4, 3))
+    assert call.num_given == 2
+    assert call.kwargs == ((SEED, Place(1)),)
+    assert call.holds_samples == holds_samples
+
+
+class Cached(nn.Module):
+    def forward(self, x):
+        return x, object()
+
+
+def test_what_no_graph_can_hold_is_refused_where_it_is_used():
+    leaves, _ = tried(Cached(), meta(4, 3)).structure
+    unread = leaves[1]
+    uses = (bool, len, iter, hash, lambda it: it.keys, lambda it: it[0], lambda it: it == 1)
+    for use in (*uses, lambda it: isinstance(it, dict)):
+        with pytest.raises(NotHeld, match="it, returns a object; return tensors and numbers"):
+            use(unread)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from planner.layout.placement import OpSharding, Shard
+from planner.layout.placement import OpSharding, Placement, Shard
 from planner.ops.call import Call, P, R
 from planner.ops.kernel import KernelCall, View, in_order_of_inputs, same_memory, saves_nothing
 from planner.ops.letters import pointwise
@@ -32,7 +32,9 @@ def with_a_linear_input(call: Call) -> Iterator[OpSharding]:
 
 def as_another(call: Call) -> Iterator[OpSharding]:
     """The first tensor's entries; of a second, of any shape, only the dtype is read."""
-    first, *others = ((P, R, *map(Shard, range(len(shape)))) for shape in call.inputs)
+    places: list[tuple[Placement, ...]]
+    places = [(P, R, *map(Shard, range(len(shape)))) for shape in call.inputs]
+    first, *others = places
     for place in first:
         for rest in product(*others):
             yield OpSharding(inputs=(place, *rest), outputs=(place,))

@@ -2,6 +2,10 @@
 
 Nothing of what happens inside is kept for the backward but the op's inputs: the backward runs the
 module again. So what a step holds of it is bounded ahead, whatever course the values take.
+
+A module that draws random numbers is given a seed, which an op before it draws. It draws from that
+seed alone: the same in its backward and on ranks with the same samples, however many numbers the
+course takes.
 """
 
 from __future__ import annotations
@@ -19,6 +23,12 @@ from torch.utils._pytree import tree_leaves
 from planner.errors import PlanError
 from planner.graph import ModelGraph, Op, Program, Ref
 from planner.graph.module_keys import OPAQUE_MODULE, class_of, module_key
+from planner.runtime.start.device import forked_generators, is_accelerator, of
+
+SEED = "planner.seed"
+"""The name of a seed among the keyword arguments of a call; no forward has it."""
+SEEDS = 2**31
+"""Seeds are less."""
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
@@ -179,7 +189,14 @@ class _Call:
         """Return the tensors that the module returns."""
         args, kwargs = (_filled(place, tensors) for place in self.places)
         own = tensors[len(tensors) - self.num_own :]
+        named = dict(kwargs)
+        seed = named.pop(SEED, None)
         with ExitStack() as modes:
+            if seed is not None:
+                modes.enter_context(forked_generators(seed.device))
+                torch.default_generator.manual_seed(int(seed))
+                if is_accelerator(seed.device):
+                    of(seed.device).manual_seed(int(seed))
             if _inside:
                 modes.enter_context(_inside[-1]())
             if self.precision == "bf16":
@@ -187,7 +204,7 @@ class _Call:
 
                 modes.enter_context(MixedDtypes())
             module = find_module(self.key)
-            result = called(module, own, args, dict(kwargs))
+            result = called(module, own, args, named)
         return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
 
     def check(self, made: Sequence[Tensor]) -> None:
