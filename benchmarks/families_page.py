@@ -16,7 +16,9 @@ made, two layers at least and each kind of layer. A family that trains in one pr
 and verified (`planner search`, `planner verify`: losses, gradients, parameters and buffers of three
 steps in fp64 beside the user's unmodified module) at tp 2 x pp 2 and at dp 2, with torch {torch}.
 The runs were made {days}. Audio models are tried without SpecAugment, which draws by NumPy, and
-without skipped layers (`layerdrop`): a search refuses both in one line.
+without skipped layers (`layerdrop`). Multimodal models are trained on text alone.
+
+Processes of a family share its captures and imports; all else is what the commands do. {compared}
 
 | word | meaning |
 |---|---|
@@ -70,9 +72,15 @@ class Result:
 
 
 def write_page(
-    results: Sequence[Result], names: Mapping[str, Sequence[str]], page: Path, limit_s: int
+    results: Sequence[Result],
+    names: Mapping[str, Sequence[str]],
+    page: Path,
+    limit_s: int,
+    typed: Sequence[Result],
 ) -> None:
-    """Write the page; `names` are a mapping's families, of those tried or not."""
+    """Write the page; `names` are a mapping's families, of those tried or not, and `typed` results
+    of commands that share nothing.
+    """
     import torch
     import transformers
 
@@ -84,6 +92,7 @@ def write_page(
         torch=torch.__version__.partition("+")[0],
         days=span,
         limit=limit_s,
+        compared=compared(results, typed),
     )
     text += KINDS.format(first=first, second=second)
     for kind, all_names in names.items():
@@ -105,14 +114,16 @@ def write_page(
         f"\nOf {len(trained)} families that train in one process {len(working)} work at both "
         f"layouts ({share:.0%}).\n"
     )
-    text += "\n## CPU seconds\n\nOf all processes of a command, without the import of libraries"
-    text += ".\n\n| command | median | most | of |\n|---|---|---|---|\n"
+    each_s = [each.all_cpu_s for each in working if each.all_cpu_s]
+    text += "\n## CPU seconds\n\nOf all processes of a command, without the import of libraries. "
+    text += f"All of a family takes {statistics.median(each_s or [0]):.0f} at the median, with the "
+    text += "trial in one process.\n\n| command | median | most | of |\n|---|---|---|---|\n"
     for label in layouts:
         for command in ("search", "verify"):
             taken = {
                 f"{each.family} ({each.kind})": each.cpu_s[label][command]
                 for each in working
-                if command in each.cpu_s.get(label, {})
+                if each.all_cpu_s and command in each.cpu_s.get(label, {})
             }
             if taken:
                 most = max(taken, key=lambda family: taken[family])
@@ -130,6 +141,21 @@ def write_page(
         if found:
             text += f"\n{kind}: {', '.join(found)}.\n"
     page.write_text(text)
+
+
+def compared(results: Sequence[Result], typed: Sequence[Result]) -> str:
+    """Return how results are, beside those of commands that share nothing."""
+    found = {(each.kind, each.family): each for each in results}
+    both = [(found[place], each) for each in typed if (place := (each.kind, each.family)) in found]
+    if not both:
+        return "They were not compared with commands as typed."
+    same = sum((a.trains, a.outcome) == (b.trains, b.outcome) for a, b in both)
+    return (
+        f"Of {len(both)} families tried by commands as typed, each in its own process "
+        f"({', '.join(sorted(each.family for _, each in both))}), {same} came to the same "
+        f"(CPU seconds of a family: {statistics.median(a.all_cpu_s for a, _ in both):.0f} here, "
+        f"{statistics.median(b.all_cpu_s for _, b in both):.0f} as typed, at the median)."
+    )
 
 
 def told(rows: Sequence[tuple[Result, str, Mapping[str, str]]]) -> str:

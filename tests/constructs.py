@@ -1049,8 +1049,8 @@ _construct(
 )
 _construct(
     _VALUES,
-    "inside it: random draws (dropout)",
-    extra=_part(lambda: Experts(lambda self, x, index: F.dropout(x, 0.1))),
+    "inside it: random draws (dropout, layers skipped by a draw)",
+    extra=_part(lambda: Experts(lambda self, x, index: x if torch.rand(()) < 1 else 2 * x)),
     inner=_through_part,
     note="from a seed that is drawn outside",
 )
