@@ -152,8 +152,8 @@ def compared(results: Sequence[Result], typed: Sequence[Result]) -> str:
     others = [b.family for a, b in both if (a.trains, a.outcome) != (b.trains, b.outcome)]
     text = (
         f"\n{len(both)} families were also tried by commands that share no captures "
-        f"({', '.join(sorted(each.family for _, each in both))}): {len(both) - len(others)} came to "
-        "the same"
+        f"({', '.join(sorted(each.family for _, each in both))}): {len(both) - len(others)} came "
+        "to the same"
     )
     return f"{text}, all but {', '.join(sorted(others))}." if others else f"{text}."
 
