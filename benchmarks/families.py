@@ -354,7 +354,7 @@ def main() -> None:
     parser.add_argument("--stop-at", choices=["train", "search", "verify"], default="verify")
     parser.add_argument("--as-typed", action="store_true", help="each command in its own process")
     parser.add_argument("--write", type=Path, help="the page of all results kept in the folder")
-    parser.add_argument("--beside", type=Path, help="the folder of --as-typed, for the page")
+    parser.add_argument("--beside", type=Path, help="a folder of results to compare on the page")
     options = parser.parse_args()
     if options.write is not None:
         names = {kind: names_of(kind) for kind in MAPPINGS}

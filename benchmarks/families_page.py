@@ -144,18 +144,18 @@ def write_page(
 
 
 def compared(results: Sequence[Result], typed: Sequence[Result]) -> str:
-    """Return how results are, beside those of commands that share nothing."""
-    found = {(each.kind, each.family): each for each in results}
+    """Return how results are, beside those of commands that capture anew."""
+    found = {(each.kind, each.family): each for each in results if each.all_cpu_s}
     both = [(found[place], each) for each in typed if (place := (each.kind, each.family)) in found]
     if not both:
-        return "They were not compared with commands as typed."
-    same = sum((a.trains, a.outcome) == (b.trains, b.outcome) for a, b in both)
-    return (
-        f"Of {len(both)} families tried by commands as typed, each in its own process "
-        f"({', '.join(sorted(each.family for _, each in both))}), {same} came to the same "
-        f"(CPU seconds of a family: {statistics.median(a.all_cpu_s for a, _ in both):.0f} here, "
-        f"{statistics.median(b.all_cpu_s for _, b in both):.0f} as typed, at the median)."
+        return "They were not compared with commands that capture anew."
+    others = [b.family for a, b in both if (a.trains, a.outcome) != (b.trains, b.outcome)]
+    text = (
+        f"\n{len(both)} families were also tried by commands that share no captures "
+        f"({', '.join(sorted(each.family for _, each in both))}): {len(both) - len(others)} came "
+        "to the same"
     )
+    return f"{text}, all but {', '.join(sorted(others))}." if others else f"{text}."
 
 
 def told(rows: Sequence[tuple[Result, str, Mapping[str, str]]]) -> str:
