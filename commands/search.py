@@ -122,7 +122,7 @@ def search(
     from commands.render.plans.answer import as_data
     from commands.render.plans.search import describe_advice, describe_pareto
     from costmodel.memory.bound import NOTHING
-    from planner import deadline
+    from planner.deadline import is_late, within
     from planner.graph.called_modules import called_modules_messages
     from planner.ops.held_pairs import held_pairs_messages
     from planner.plan import OURS, save_plan
@@ -162,7 +162,7 @@ def search(
         buckets = [graph_of(model, request.precision, length) for length in sizes]
         for bucket in buckets:  # told before a long search
             check_bucket(graph, bucket)
-        with deadline.time_limit(request.time_limit_s):  # the capture is not counted
+        with within(request.time_limit_s):  # the capture is not counted
             result = find_plan_once(
                 graph, profile, request,
                 progress=progress, use_cache=cache, candidates_of=candidates,
@@ -180,7 +180,7 @@ def search(
                     num_devices=counts, price_per_device_hour=per_device_hour, progress=progress,
                     leave_out=lambda count, why: left_out.append(f"--pareto-gpus {count}: {why}"),
                 )  # fmt: skip
-                late = deadline.is_late()
+                late = is_late()
     if result.plan is None:
         limit = float(request.memory_limit_bytes or profile.memory_bytes)
         if as_json:

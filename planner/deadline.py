@@ -1,7 +1,7 @@
 """A time limit that holds for all that runs inside it, however deep.
 
 Long loops call `check_time` where they can be left without harm: nothing that is remembered is half
-made there. The limit of an outer `time_limit` is never passed by an inner one.
+made there. The limit of an outer `within` is never passed by an inner one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CURRENT: ContextVar[_Deadline | None] = ContextVar("deadline", default=None)
 
 
 @contextlib.contextmanager
-def time_limit(limit_s: float | None, *, clock: Clock = time.perf_counter) -> Iterator[None]:
+def within(limit_s: float | None, *, clock: Clock = time.perf_counter) -> Iterator[None]:
     """Let what runs inside end in `limit_s` seconds of a clock; None sets no limit.
 
     An inner limit is kept by the clock of the outer one.

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from planner.collector import no_gc
-from planner.deadline import OutOfTime, time_limit
+from planner.deadline import OutOfTime, within
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
 from profiles import Profile
@@ -86,7 +86,7 @@ def find_plan(
     `candidates_of` may return those of an earlier search (`KeptCandidates`).
     `first_look` gets the best so far where the search lasts.
     """
-    with time_limit(request.time_limit_s):
+    with within(request.time_limit_s):
         return _find_plan(graph, profile, request, progress, candidates_of, first_look)
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from planner.deadline import OutOfTime, check_time, is_late, left_s, time_limit
+from planner.deadline import OutOfTime, check_time, is_late, left_s, within
 
 
 class Clock:
@@ -20,7 +20,7 @@ class Clock:
 
 
 def test_without_a_limit_time_never_passes():
-    with time_limit(None):
+    with within(None):
         check_time()
         assert not is_late()
         assert left_s() == math.inf
@@ -28,7 +28,7 @@ def test_without_a_limit_time_never_passes():
 
 def test_what_is_late_may_go_on_for_a_twentieth_of_the_limit():
     clock = Clock()
-    with time_limit(20.0, clock=clock):
+    with within(20.0, clock=clock):
         clock.now = 19.9
         assert not is_late()
         clock.now = 20.0
@@ -45,11 +45,11 @@ def test_what_is_late_may_go_on_for_a_twentieth_of_the_limit():
 
 def test_an_inner_limit_ends_no_later_than_the_outer_one():
     clock = Clock()
-    with time_limit(20.0, clock=clock):
+    with within(20.0, clock=clock):
         clock.now = 10.0
-        with time_limit(5.0):
+        with within(5.0):
             assert left_s() == pytest.approx(5.25)
-        with time_limit(100.0):
+        with within(100.0):
             assert left_s() == pytest.approx(11.0)
             clock.now = 21.0
             with pytest.raises(OutOfTime):

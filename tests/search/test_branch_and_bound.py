@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from planner.deadline import check_time, time_limit
+from planner.deadline import check_time, within
 from search.branch_and_bound import BEATEN, BranchAndBound, Node
 
 
@@ -93,7 +93,7 @@ def test_a_time_limit_ends_what_has_a_bound_once_there_is_a_plan():
     search.push(sums(((10.0,),)))
     search.push(sums(((1.0, 2.0),), wave=(1,)))
     now = iter([0.0])
-    with time_limit(20.0, clock=lambda: next(now, 20.5)):  # late, and in the grace of 1 s
+    with within(20.0, clock=lambda: next(now, 20.5)):  # late, and in the grace of 1 s
         search.run()
     assert (search.best_s, search.lower_bound_s) == (10.0, 1.0)
     assert search.num_unexplored == 2
@@ -122,7 +122,7 @@ def test_a_refinement_cut_short_leaves_its_bound_and_all_its_configurations_open
         root = sums(rows)
         search = BranchAndBound(time_limit_s=readings, num_considered=root.num_configurations)
         search.push(SlowSum(bound=root.bound, wave=root.wave, rows=rows))
-        with time_limit(readings, clock=count().__next__):
+        with within(readings, clock=count().__next__):
             search.run()
         counted = search.num_evaluated + search.num_unexplored + search.pruned.total()
         assert counted == search.num_considered

@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 
 from costmodel import CostCache, estimate
-from planner.deadline import time_limit
+from planner.deadline import within
 from planner.errors import LayoutError, ScheduleError
 from planner.plan import load_plan, save_plan
 from planner.units import GIB
@@ -294,7 +294,7 @@ def test_other_searchers_of_stage_boundaries_agree_or_report_a_gap(gpt, solver):
 
 def find_plan_in(readings: int, graph, **settings):
     """Search until the clock was read so often: the same work on every machine."""
-    with time_limit(readings, clock=count().__next__):
+    with within(readings, clock=count().__next__):
         return find_plan(graph, MACHINE, ask(time_limit_s=readings), **settings)
 
 
@@ -328,7 +328,7 @@ def test_late_degrees_are_bounded_not_laid_out(gpt):
     """Past the limit, what has no bound gets a quick one: the gap is below 100%."""
     best = find_plan(gpt, MACHINE, ask()).certificate
     readings = itertools.chain([0.0] * first_plan_after(gpt), itertools.repeat(10.2))
-    with time_limit(10.0, clock=readings.__next__):
+    with within(10.0, clock=readings.__next__):
         proof = find_plan(gpt, MACHINE, ask(time_limit_s=10.0)).certificate
     assert proof.stopped_early == "`time_limit_s` 10.0 s passed"
     assert 0 < proof.lower_bound_s <= best.best_s * (1 + 1e-9)
