@@ -59,7 +59,8 @@ def print_comparison():
         ("peak memory", estimate["peak_bytes"] / 2**30, peak_gib, "GiB"),
     ):
         ratio = f"{predicted / measured:.2f}"
-        table.add_row(name, f"{predicted:.3g} {unit}", f"{measured:.3g} {unit}", ratio)
+        shown = (f"{float(f'{value:.3g}'):,g} {unit}" for value in (predicted, measured))
+        table.add_row(name, *shown, ratio)
     print()
     Console().print(table)
 

@@ -262,7 +262,8 @@ class Checkpoints:
                 try:
                     files = sorted(folders.read_manifest(checkpoint).files.items())
                 except PlanError as error:
-                    return str(error).removesuffix(folders.USE_ANOTHER)
+                    # What to do is told below, once.
+                    return str(error).removesuffix("; use another checkpoint")
                 own = files[rank :: dist.get_world_size()]
                 return folders.what_is_wrong(checkpoint, own, file_checksum)
 

@@ -58,10 +58,6 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
-USE_ANOTHER = "; use another checkpoint"
-"""What to do about a damaged manifest; who reads several checkpoints has words of their own."""
-
-
 def read_manifest(checkpoint: Path) -> Manifest:
     """Read a checkpoint's manifest. Raises PlanError where it is missing, damaged or too new."""
     path = checkpoint / MANIFEST
@@ -77,7 +73,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     except FileNotFoundError:
         raise PlanError(f"{checkpoint} is no checkpoint: it has no {MANIFEST}") from None
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise PlanError(f"{path} is damaged ({error}){USE_ANOTHER}") from None
+        raise PlanError(f"{path} is damaged ({error}); use another checkpoint") from None
     raise PlanError(
         f"{checkpoint} has checkpoint version {version!r} and this planner reads {VERSION}; "
         "update planner"
