@@ -63,9 +63,9 @@ def test_the_text_says_the_step_and_who_works_most():
     """Rank 0 works 0.4 s of 0.6 s; rank 1 0.2 s."""
     chart = timeline_chart(PREDICTED, ())
     assert "One step takes 600 ms." in chart.summary
-    assert "Rank 1 works 33.3% of its step, rank 0 66.7%." in chart.summary
+    assert "Rank 1 runs jobs for 33.3% of its step, rank 0 66.7%." in chart.summary
     assert cells(chart)["rank 1"] == {
-        "jobs": "3", "works": "200 ms", "waits": "400 ms", "first job": "100 ms",
+        "jobs": "3", "runs them": "200 ms", "waits or sends": "400 ms", "first job": "100 ms",
         "last job ends": "300 ms",
     }  # fmt: skip
 
@@ -99,9 +99,12 @@ def test_what_a_rank_waits_is_a_part_of_its_own_step(monkeypatch):
     monkeypatch.setattr("costmodel.compare.WARM_UP_STEPS", 2)
     chart = timeline_chart(PREDICTED[:1], (recorded(),))
     assert "One step is predicted to take 600 ms and took 2 s." in chart.summary
-    assert cells(chart)["rank 0 predicted"]["waits"] == "200 ms"
-    assert cells(chart)["rank 0 measured (0)"]["waits"] == "200 ms"
-    assert "Rank 0 predicted works 66.7% of its step, rank 0 measured (0) 90.0%" in chart.summary
+    assert cells(chart)["rank 0 predicted"]["waits or sends"] == "200 ms"
+    assert cells(chart)["rank 0 measured (0)"]["waits or sends"] == "200 ms"
+    assert (
+        "Rank 0 predicted runs jobs for 66.7% of its step, rank 0 measured (0) 90.0%"
+        in chart.summary
+    )
 
 
 def test_a_rank_that_lacks_the_step_has_no_row(monkeypatch):
