@@ -113,5 +113,5 @@ class _Made:
         return dict(zip(self._outputs, made, strict=True))
 
 
-def _in_proportion(one: Sequence[int], other: Sequence[int]) -> bool:
-    return all(a * sum(other) == b * sum(one) for a, b in zip(one, other, strict=True))
+def _in_proportion(first: Sequence[int], second: Sequence[int]) -> bool:
+    return all(a * sum(second) == b * sum(first) for a, b in zip(first, second, strict=True))
