@@ -115,6 +115,8 @@ def _arange(at: Following) -> Known | None:
     if len(at.op.args) != 1:
         return None
     (size,) = at.made.shape
+    if at.made.dtype not in _WHOLE:
+        return None
     if not isinstance(size, int):
         return Along(dim=-1, size=None) if size == Affine(1) else None
     return Along(dim=-1, size=size)
@@ -139,7 +141,9 @@ def _cast(at: Following) -> Known | None:
     value, dtype = at.of(at.op.args[0]), at.made.dtype
     was = at.tensors[at.op.inputs[0]].dtype
     if isinstance(value, Constant):
-        return Constant(value=int(bool(value.value))) if dtype == "bool" else value
+        if dtype == "bool":
+            return Constant(value=int(bool(value.value)))
+        return value if "float" in dtype or isinstance(value.value, int) else None
     if dtype == "bool":
         if isinstance(value, Pattern | Denied):
             return value
@@ -306,21 +310,25 @@ def _cumsum(at: Following) -> Known | None:
 # ------------------------------------------------------------------------------------------- truth
 
 
-def _as_pattern(value: Known | None, meta: TensorMeta | None) -> Known | None:
-    """What truth of a table is where it is part of a mask: keys that may be looked at."""
-    if isinstance(value, Along) and meta is not None and meta.dtype == "bool" and value.table:
-        plain = value.add == 0 and value.divided_by == 1
-        names = frozenset((value.table,))
-        dims = Dims(key=value.dim, sample=value.sample)
-        return Pattern(keys=names, dims=dims) if plain else None
-    return value
+def _truth(at: Following, arg: Any) -> Known | None:
+    """Return what is known of an argument as truth: of a table of truth the keys that may be looked
+    at. None where its numbers may be others than 0 and 1: `arange(n) & 1` is no position.
+    """
+    value = at.of(arg)
+    if isinstance(value, Pattern | Denied):
+        return value
+    if isinstance(value, Constant):
+        return value if value.value in (0, 1) else None
+    is_truth = isinstance(arg, Ref) and at.tensors[arg.name].dtype == "bool"
+    if not isinstance(value, Along) or not is_truth or value.table is None:
+        return None
+    plain = value.add == 0 and value.divided_by == 1
+    dims = Dims(key=value.dim, sample=value.sample)
+    return Pattern(keys=frozenset((value.table,)), dims=dims) if plain else None
 
 
 def _and(at: Following) -> Known | None:
-    metas = [at.tensors[arg.name] if isinstance(arg, Ref) else None for arg in at.op.args[:2]]
-    first, second = (
-        _as_pattern(at.of(arg), meta) for arg, meta in zip(at.op.args, metas, strict=False)
-    )
+    first, second = (_truth(at, arg) for arg in at.op.args[:2])
     for each, other in ((first, second), (second, first)):
         if isinstance(each, Constant):
             return other if each.value else each
@@ -330,10 +338,13 @@ def _and(at: Following) -> Known | None:
 
 
 def _or(at: Following) -> Known | None:
-    first, second = at.of(at.op.args[0]), at.of(at.op.args[1])
+    first, second = (_truth(at, arg) for arg in at.op.args[:2])
     for each, other in ((first, second), (second, first)):
-        if isinstance(each, Constant):
-            return Constant(value=1) if each.value else other
+        if isinstance(each, Constant) and not each.value:
+            return other
+        # Of whole numbers bits are joined: 1 and what is not known may be 3.
+        if isinstance(each, Constant) and (at.made.dtype == "bool" or other is not None):
+            return each
     if isinstance(first, Denied) and isinstance(second, Denied):
         pattern = both(first.pattern, second.pattern)
         return None if pattern is None else Denied(pattern=pattern)
@@ -341,7 +352,9 @@ def _or(at: Following) -> Known | None:
 
 
 def _not(at: Following) -> Known | None:
-    value = _as_pattern(at.of(at.op.args[0]), at.tensors[at.op.inputs[0]])
+    value = _truth(at, at.op.args[0])
+    if at.made.dtype != "bool":  # bits of whole numbers: not 0 is -1
+        return None
     if isinstance(value, Constant):
         return Constant(value=int(not value.value))
     if isinstance(value, Denied):
@@ -386,28 +399,27 @@ def _triangle(is_lower: bool) -> Callable[[Following], Known | None]:
 
 
 def _where(at: Following) -> Known | None:
-    condition = _as_pattern(at.of(at.op.args[0]), at.tensors[at.op.inputs[0]])
+    condition = _truth(at, at.op.args[0])
     return _chosen(condition, at.of(at.arg(1, "self")), at.of(at.arg(2, "other")))
 
 
 def _masked_fill(at: Following) -> Known | None:
-    condition = at.op.args[1]
-    assert isinstance(condition, Ref)
-    known = _as_pattern(at.of(condition), at.tensors[condition.name])
-    return _chosen(known, at.of(at.op.args[2]), at.of(at.op.args[0]))
+    return _chosen(_truth(at, at.op.args[1]), at.of(at.op.args[2]), at.of(at.op.args[0]))
 
 
 def _chosen(condition: Known | None, chosen: Known | None, other: Known | None) -> Known | None:
     if isinstance(condition, Constant):
         return chosen if condition.value else other
+    if chosen == other:
+        return chosen
     if isinstance(condition, Denied):
         return _chosen(condition.pattern, other, chosen)
     if not isinstance(condition, Pattern):
         return None
-    if isinstance(chosen, Constant) and chosen.value <= LEAST_MASKED:
-        elsewhere = opposite(condition)
+    if _is_low(chosen):
+        elsewhere = None if _is_low(other) else opposite(condition)
         return None if elsewhere is None else _chosen(elsewhere, other, chosen)
-    if isinstance(other, Constant) and other.value <= LEAST_MASKED:
+    if _is_low(other):
         if chosen == Constant(value=0):
             return Additive(pattern=condition)
         if isinstance(chosen, Additive):
@@ -419,6 +431,10 @@ def _chosen(condition: Known | None, chosen: Known | None, other: Known | None) 
         if chosen.value == 0 and other.value == 1:
             return Denied(pattern=condition)
     return None
+
+
+def _is_low(value: Known | None) -> bool:
+    return isinstance(value, Constant) and value.value <= LEAST_MASKED
 
 
 _Rule = Callable[[Following], Known | None]

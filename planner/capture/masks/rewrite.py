@@ -121,14 +121,15 @@ def _flattened(table: TensorMeta, kind: str, op: Op, tensors: dict[str, TensorMe
 def mask_pattern(known: Known | None, dtype: str) -> Pattern | None:
     """Return the pattern that a mask of attention lets through, if it is known.
 
-    What is added to scores counts as one only where each query is left a key: of one that is left
-    none, low numbers that are all equal change nothing.
+    Truth lets through; numbers are added to scores, those of a triangle of ones, too. What is added
+    counts as a pattern only where each query is left a key: of one that is left none, low numbers
+    that are all equal change nothing.
     """
     if known == Constant(value=1 if dtype == "bool" else 0):
         return Pattern()
-    if isinstance(known, Additive):
+    if isinstance(known, Additive) and dtype != "bool":
         return known.pattern if known.pattern.allows_itself else None
-    return known if isinstance(known, Pattern) else None
+    return known if isinstance(known, Pattern) and dtype == "bool" else None
 
 
 def simplified(

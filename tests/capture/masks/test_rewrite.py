@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from planner.graph import Ref
+from planner.capture.masks.rewrite import mask_pattern, simplified, with_told_masks
+from planner.capture.masks.values import ANYWHERE, Additive, Constant, Dims, Pattern
+from planner.graph import Affine, Ref
+from planner.graph.blocks import RawGraph
 from tests.capture.masks.attending import (
     LENGTH,
     attention_of,
@@ -247,7 +250,30 @@ def of_another_table(tables):
     return key <= query
 
 
-UNKNOWN = [earlier_or_first, slightly_lowered, later_halves, squares, turned, of_another_table]
+def even_places(tables):
+    bits = torch.arange(S) & 1
+    return bits[:, None] == bits[None]
+
+
+def joined_bits(tables):
+    bits = torch.arange(S) | 1
+    return bits[:, None] == bits[None]
+
+
+def rounded_places(tables):
+    at = torch.arange(S, dtype=torch.bfloat16) + 256
+    return at[None] <= at[:, None]
+
+
+def ones_that_are_added(tables):
+    """Added to scores, a triangle of ones hides nothing."""
+    return torch.ones(S, S, dtype=torch.float64).tril()
+
+
+UNKNOWN = [
+    earlier_or_first, slightly_lowered, later_halves, squares, turned, of_another_table,
+    even_places, joined_bits, rounded_places, ones_that_are_added,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("make", UNKNOWN, ids=lambda make: make.__name__)
@@ -257,3 +283,57 @@ def test_a_mask_that_is_not_recognised_stays(make):
     (attention,) = attention_of(graph)
     assert isinstance(attention.args[3], Ref)
     check_equal(module, graph, batch_of(5, "positions"))
+
+
+CAUSAL_PATTERN = Pattern(ahead=(0, None), dims=Dims(query=-2, key=-1))
+
+
+@pytest.mark.parametrize(
+    ("known", "dtype", "found"),
+    [
+        (CAUSAL_PATTERN, "bool", CAUSAL_PATTERN),
+        (CAUSAL_PATTERN, "float32", None),
+        (Additive(pattern=CAUSAL_PATTERN), "float32", CAUSAL_PATTERN),
+        (Additive(pattern=CAUSAL_PATTERN), "bool", None),
+        (Constant(value=1), "bool", Pattern()),
+        (Constant(value=0), "float32", Pattern()),
+        (Constant(value=0), "bool", None),
+        (Constant(value=1), "float32", None),
+        # A query that is left no key: low numbers that are all equal hide nothing.
+        (Additive(pattern=Pattern(ahead=(1, None))), "float32", None),
+        (None, "bool", None),
+    ],
+)
+def test_truth_lets_through_and_numbers_are_added(known, dtype, found):
+    assert mask_pattern(known, dtype) == found
+
+
+def test_bounds_that_bound_nothing_are_left_out():
+    """8 queries, 6 keys: a query is 5 behind the last key at most, 7 ahead of the first."""
+    for ahead, told in (((-5, 7), (None, None)), ((-4, 6), (-4, 6)), ((-4, 9), (-4, None))):
+        found = simplified(Pattern(ahead=ahead), {}, 8, 6)
+        assert found is not None
+        assert found.ahead == told
+    for chunk in (7, 8):
+        found = simplified(Pattern(chunk=chunk), {}, 8, 6)
+        assert found is not None
+        assert found.chunk == (7 if chunk == 7 else None)
+
+
+def test_a_pattern_of_other_dims_or_sizes_is_not_told():
+    assert simplified(CAUSAL_PATTERN, {}, 8, 8) == CAUSAL_PATTERN
+    for dims in (Dims(query=-1, key=-2), Dims(query=-3, key=-1), Dims(key=-1, sample=-3)):
+        assert simplified(Pattern(ahead=(0, None), dims=dims), {}, 8, 8) is None
+    assert simplified(CAUSAL_PATTERN, {}, Affine(8), 8) is None
+
+
+def test_numbers_of_a_table_bound_places_inside_the_runs_that_they_number():
+    bounded = Pattern(same=frozenset({"runs"}), table_ahead=(("positions", (0, 2)),))
+    found = simplified(bounded, {"runs": "positions"}, 8, 8)
+    assert found == Pattern(same=frozenset({"runs"}), ahead=(0, 2), dims=ANYWHERE)
+    assert simplified(bounded, {"runs": "others"}, 8, 8) is None
+
+
+def test_a_graph_without_attention_is_as_it_was():
+    raw = RawGraph(tensors={}, inputs=(), ops=(), loss="")
+    assert with_told_masks(raw) is raw
