@@ -117,13 +117,26 @@ def _is_caught(frame: FrameType) -> bool:
 
 @functools.lru_cache
 def _caught_lines(file: str) -> list[tuple[int, int]]:
-    """Return the lines whose exceptions a file catches and does not raise again."""
+    """Return the lines whose exceptions a file may catch and not raise again.
+
+    A handler that ends in ``raise`` may return before that.
+    """
     return [
         (node.body[0].lineno, node.body[-1].end_lineno or node.body[-1].lineno)
         for node in ast.walk(_parsed(file))
-        if isinstance(node, ast.Try)
-        and any(not isinstance(each.body[-1], ast.Raise) for each in node.handlers)
+        if (
+            isinstance(node, ast.Try | ast.TryStar)
+            and not all(_only_raises(each.body) for each in node.handlers)
+        )
+        or (isinstance(node, ast.With) and any(map(_suppresses, node.items)))
     ]
+
+
+def _suppresses(item: ast.withitem) -> bool:
+    """Whether it is ``contextlib.suppress(...)``; other contexts let exceptions through."""
+    call = item.context_expr
+    func = call.func if isinstance(call, ast.Call) else call
+    return "suppress" in (getattr(func, "attr", ""), getattr(func, "id", ""))
 
 
 @functools.lru_cache(maxsize=8)
