@@ -44,7 +44,9 @@ _MEMORY_COLORS = {
 def timeline_chart(predicted: Sequence[RankTimeline], measured: Sequence[RankTimeline]) -> Chart:
     """Return what each rank does when: as predicted, and in one recorded step beside it."""
     rows = [(f"rank {line.pp_rank}", _of_step(line, 0, 0.0)) for line in predicted]
-    note = ""
+    predicted_s = max(span.end_s for _, spans in rows for span in spans)
+    told, note = f"One step takes {format_seconds(predicted_s)}.", ""
+    step_s = dict.fromkeys((name for name, _ in rows), predicted_s)
     if measured:
         step = _typical_step(measured)
         start_s = min(
@@ -62,9 +64,22 @@ def timeline_chart(predicted: Sequence[RankTimeline], measured: Sequence[RankTim
             rows.append((f"rank {line.pp_rank} predicted", _of_step(line, 0, 0.0)))
             for run in of_rank.get(line.pp_rank, [])[:most]:
                 name = f"rank {line.pp_rank} measured ({run.rank})"
-                rows.append((name, _of_step(run, step, start_s - run.clock_offset_s)))
+                # A rank that was killed may lack the step.
+                if spans := _of_step(run, step, start_s - run.clock_offset_s):
+                    rows.append((name, spans))
+        recorded = [name for name, _ in rows if " measured (" in name]
+        measured_s = max(
+            (span.end_s for name, spans in rows if name in recorded for span in spans),
+            default=0.0,
+        )
+        # What a rank waits is a part of its own step: the other may be longer.
+        step_s = {name: measured_s if name in recorded else predicted_s for name, _ in rows}
+        told = (
+            f"One step is predicted to take {format_seconds(predicted_s)} and took "
+            f"{format_seconds(measured_s)}."
+        )
         note = f" Step {step} of the recorded run is the one of median length."
-    end_s = max(span.end_s for _, spans in rows for span in spans)
+    end_s = max(step_s.values())
     shown, cut = _first_and_last(rows)
     if cut:
         note += (
@@ -105,10 +120,10 @@ def timeline_chart(predicted: Sequence[RankTimeline], measured: Sequence[RankTim
         barmode="overlay", bargap=0.12, dragmode="zoom",
         uniformtext={"minsize": 9, "mode": "hide"},
     )  # fmt: skip
-    idle = {name: 1 - _works(spans) / end_s for name, spans in rows}
+    idle = {name: 1 - _works(spans) / step_s[name] for name, spans in rows}
     least, most_idle = min(idle, key=idle.__getitem__), max(idle, key=idle.__getitem__)
     waits = (
-        f"{most_idle.capitalize()} runs jobs for {1 - idle[most_idle]:.1%} of it, {least} "
+        f"{most_idle.capitalize()} runs jobs for {1 - idle[most_idle]:.1%} of its step, {least} "
         f"{1 - idle[least]:.1%}."
         if len(rows) > 1
         else f"It runs jobs for {1 - idle[least]:.1%} of it."
@@ -117,8 +132,7 @@ def timeline_chart(predicted: Sequence[RankTimeline], measured: Sequence[RankTim
         name="timeline",
         data=data,
         layout=layout,
-        summary=f"One step takes {format_seconds(end_s)}. {waits}{note} Numbers in bars are "
-        "microbatches.",
+        summary=f"{told} {waits}{note} Numbers in bars are microbatches.",
         table=Table(
             columns=("", "jobs", "runs them", "waits or sends", "first job", "last job ends"),
             rows=tuple(
@@ -126,7 +140,7 @@ def timeline_chart(predicted: Sequence[RankTimeline], measured: Sequence[RankTim
                     name,
                     str(len(spans)),
                     format_seconds(_works(spans)),
-                    format_seconds(end_s - _works(spans)),
+                    format_seconds(step_s[name] - _works(spans)),
                     format_seconds(spans[0].start_s),
                     format_seconds(spans[-1].end_s),
                 )
