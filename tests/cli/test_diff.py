@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import cli
+from commands.diff import diff
 from planner.plan import load_plan, save_plan
 from planner.plan.diff import patched
 from tests.plan.test_diff import plan_of
@@ -46,3 +47,31 @@ def test_a_patch_over_a_plan_is_refused(files, capsys):
     assert cli.run(["diff", first, second, "--patch", first]) == 2
     assert load_plan(files[0]) == plan_of("pp2")
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_data_and_a_patch_go_from_the_first_plan_to_the_second(files, capsys, tmp_path):
+    first, second = files
+    made = tmp_path / "patch.json"
+    diff(second, first, patch=made, as_json=True)
+    data = json.loads(capsys.readouterr().out)
+    assert (data["blocks"][0]["before"], data["blocks"][0]["after"]) == (
+        "recompute full",
+        "recompute none",
+    )
+    assert data["parameters"] == []  # of a model that is not known
+    assert patched(load_plan(second), json.loads(made.read_text())) == load_plan(first)
+
+
+def test_with_the_model_parameters_that_move_are_named(planner, write_model, tmp_path, capfd):
+    from planner.graph.capture_cache import load_graph
+    from planner.plan.defaults import default_plan
+
+    path = write_model()
+    graph = load_graph(path)
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for each, pp in zip(paths, (1, 2), strict=True):
+        save_plan(default_plan(graph, file="model.py", pp=pp, num_microbatches=2), each)
+    capfd.readouterr()
+    diff(paths[0], paths[1], path, as_json=True)
+    moved = json.loads(capfd.readouterr().out)["parameters"]
+    assert any("layers.3" in name for each in moved for name in each["names"])

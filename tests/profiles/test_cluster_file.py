@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner.errors import ProfileError
-from profiles import load_cluster
+from profiles.cluster_file import load_cluster
 
 TWO = """
 name = "two halls"
@@ -65,9 +65,31 @@ def test_a_file_of_a_single_group_is_a_profile_with_tiers(tmp_path):
     assert [tier.link.name for tier in profile.cluster.tiers] == ["site"]
 
 
+def test_units_are_decimal_rates_and_microseconds(tmp_path):
+    """25 GB/s are 25e9 bytes; a link that is slower than its part of the uplink keeps its rate."""
+    text = TWO.replace("uplink_gb_per_s = 800", "uplink_gb_per_s = 6400")
+    spine = load_cluster(written(tmp_path, text)).groups[0].profile.cluster.tiers[0]
+    assert spine.devices == 128
+    assert spine.link.beta_s_per_byte == pytest.approx(1 / 25e9)
+    assert spine.link.alpha_s == pytest.approx(12e-6)
+
+
+def test_tiers_are_those_of_the_group_or_of_all_from_the_innermost_out(tmp_path):
+    """A tier that joins more devices than there are is left out: nothing leaves it."""
+    tier = '[[tier]]\nname = "{}"\ndevices = {}\ngb_per_s = 9\nlatency_us = 9\n'
+    text = TWO + tier.format("all", 16) + tier.format("huge", 256)
+    old, new = load_cluster(written(tmp_path, text)).groups
+    assert [tier.link.name for tier in old.profile.cluster.tiers][:2] == ["all", "spine"]
+    assert [tier.devices for tier in old.profile.cluster.tiers] == [16, 128, 256]
+    assert [tier.devices for tier in new.profile.cluster.tiers] == [16, 32]
+    # Links between groups are outermost, and have a name where none was given.
+    assert {g.profile.cluster.tiers[-1].link.name for g in (old, new)} == {"between groups"}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (('name = "new"', 'name = "a+b"'), r"a group called 'a\+b'; plans join names"),
         (("nodes = 4", "nodes = 0"), "wrong at group.1.nodes"),
         (("gb_per_s = 5", "gbps = 5"), "wrong at between"),
         (('name = "new"', 'name = "a100-sxm4-80gb"'), "several groups called 'a100-sxm4-80gb'"),

@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 
 from commands.render.plans.search import describe_pareto
+from planner.errors import LayoutError
 from planner.graph.batch import tokens_per_sample
-from search import SearchRequest, find_pareto
+from search import SearchRequest
+from search.report.pareto import Point, cost_of, find_pareto, non_dominated
 from tests.captures import capture_tiny
 from tests.referees.plans import every_answer
 from tests.search.machine import Machine
@@ -88,3 +90,29 @@ def test_cost_per_token():
     assert titles[0.0].title == "Time against memory"
     assert titles[3.0].title == "Time, memory against cost"
     assert tokens_per_sample(capture_tiny("mlp")) == 0
+
+
+def point(step_s, peak_bytes=1, num_devices=1, cost_per_step=0.0):
+    return Point(
+        plan=None, num_devices=num_devices, step_s=step_s, peak_bytes=peak_bytes,
+        cost_per_step=cost_per_step, tokens_per_step=0,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def test_a_point_stays_unless_another_is_as_good_in_everything():
+    fast, lean, few, cheap = point(1, 9, 8, 9), point(9, 1, 8, 9), point(9, 9, 1, 9), point(9, 9, 8)
+    worse, equal = point(1, 9, 8, 9.5), point(1, 9, 8, 9)
+    assert non_dominated([fast, lean, worse, few, cheap]) == [fast, lean, few, cheap]
+    assert non_dominated([fast, equal]) == [fast, equal]
+    assert non_dominated([]) == []
+
+
+def test_a_price_is_of_one_device_and_an_hour():
+    assert cost_of(2.0, 8, 1800.0) == 8.0
+    assert point(1.0).cost_per_million_tokens is None
+
+
+def test_a_count_that_cannot_be_used_is_refused_where_it_is_the_only_one():
+    graph, asked = capture_tiny("mlp"), SearchRequest(num_devices=7, global_batch=4, offload="none")
+    with pytest.raises(LayoutError, match="7 devices with a global batch of 4"):
+        find_pareto(graph, MACHINE, asked)

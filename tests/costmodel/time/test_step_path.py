@@ -6,6 +6,7 @@ import pytest
 
 from costmodel import CostCache, estimate
 from costmodel.time.plan_price import price_plan
+from costmodel.time.step_path import StepPath
 from profiles import load_profile
 from tests.builders import tiny_models
 from tests.captures import capture_module
@@ -104,3 +105,24 @@ def test_uneven_recomputation_is_imbalance(graph, profile):
     assert step_path(mixed, costs).work_s["recompute_s"] == pytest.approx(
         work["recompute_s"][0] / 2
     )
+
+
+def test_the_step_is_the_sum_of_causes_and_the_bottleneck_the_rank_with_the_most_work():
+    """Rank 1 works 7 + 2 s, rank 0 5 + 1 s; by kind the mean is 6 + 1.5 s, and 1.5 s imbalance."""
+    path = StepPath(
+        work_s={"compute_s": 6.0, "tp_comm_s": 1.5}, imbalance_s=1.5, fill_drain_s=0.5,
+        messages_s=0.25, inputs_s=0.125, clipping_s=0.0625,
+        by_rank_s={"compute_s": (5.0, 7.0), "tp_comm_s": (1.0, 2.0)},
+    )  # fmt: skip
+    assert path.rank_work_s == (6.0, 9.0)
+    assert path.bottleneck == 1
+    assert path.step_s == 9.9375
+    assert [*path.parts] == [
+        "compute_s", "tp_comm_s", "imbalance_s", "fill_drain_s", "messages_s", "inputs_s",
+        "clipping_s",
+    ]  # fmt: skip
+    assert path.to_dict() == {
+        "parts": path.parts,
+        "bottleneck_pp_rank": 1,
+        "by_pp_rank_s": {"compute_s": [5.0, 7.0], "tp_comm_s": [1.0, 2.0]},
+    }

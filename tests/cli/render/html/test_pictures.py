@@ -90,7 +90,7 @@ def test_each_pipeline_rank_has_its_devices_and_its_blocks():
 
 def test_a_device_is_told_by_its_place_in_the_mesh():
     """Neighbours are of one tp group: dp is outside of it."""
-    first, second = model_picture(numbers())["rows"]
+    first, _ = model_picture(numbers())["rows"]
     assert first["cells"] == [
         "rank 0, node 0: dp 0, tp 0", "rank 1, node 0: dp 0, tp 1",
         "rank 2, node 0: dp 1, tp 0", "rank 3, node 0: dp 1, tp 1",
