@@ -129,6 +129,7 @@ RAISES = "    if x: raise ValueError\n"
         # The model may go on from within a handler that raises in the end.
         f"try:\n{RAISES}except ValueError:\n    if not y: return 3\n    raise",
         f"try:\n{RAISES}except TypeError: raise\nexcept ValueError: pass",
+        f"try:\n{RAISES}except ValueError: pass\nexcept TypeError: raise",
         f"try:\n{RAISES}except* ValueError: pass",
         f"with suppress(ValueError):\n{RAISES}",
     ],
