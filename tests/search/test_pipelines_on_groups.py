@@ -15,10 +15,10 @@ from search.nodes.pipelines_on_groups import (
     Others,
     PipelinesNode,
     pipelines_node,
-    plan_on_groups,
 )
 from search.partition.chain_dp import solve_chain
 from search.partition.chain_problem import Cut
+from search.priced_configuration import PricedConfiguration
 from search.search_state import SearchState
 from search.space.configuration import Configuration
 from tests.search.machine import Machine
@@ -95,7 +95,7 @@ def test_a_stage_recomputes_where_any_group_is_too_full():
     each = node(search, recompute="none|full")
     table = each.views[0].table
     cut = Cut(cuts=(0, 2, len(search.candidates.costs.graph.blocks)), choices=(0, 0), value=0.0)
-    plan = plan_on_groups(search, each.configuration, table, cut)
+    plan = PricedConfiguration(search.candidates, each.configuration, table).plan(cut)
     need = rank_bytes_by_group(plan, search.candidates.costs, range(2))
     fullest = max(of_groups["fast"] for of_groups in need)
     over = [of_groups["fast"] == fullest for of_groups in need]

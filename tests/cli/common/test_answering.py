@@ -64,7 +64,7 @@ def test_the_prices_of_the_search_are_used(graph, profile, plan):
     costs = CostCache(graph, profile, clips_gradients=True)
     found = predict_result(graph, profile, asked(), plan, costs=costs)
     assert found.costs is costs
-    assert found.estimate.time.clipping_s > 0
+    assert found.estimate.path.clipping_s > 0
 
 
 def test_the_file_is_told_what_the_screen_is(graph, profile, plan):
