@@ -22,8 +22,8 @@ from functools import lru_cache
 from math import ceil, log2
 from typing import Literal
 
+from costmodel.execution.casts import CASTS, Casts
 from costmodel.execution.execution import Execution, Overlapped
-from costmodel.execution.narrow import CASTS, Casts
 from costmodel.table.kernels import DeviceRates, has_rates, load_rates
 from planner.errors import PlannerError
 from profiles import Group, Lookup, OpQuery, Profile

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 
+from costmodel.execution.casts import Casts
 from costmodel.execution.executed import ExecutedProfile, KernelSeconds
 from costmodel.execution.execution import Execution
-from costmodel.execution.narrow import Casts, gradient_is_ready, input_is_ready
+from costmodel.execution.narrow import gradient_is_ready, input_is_ready
 from costmodel.memory.saved import SavedTensors
 from costmodel.table.fusion import fused_groups, module_groups
 from costmodel.time.block.compute import bytes_of, op_works

@@ -29,7 +29,7 @@ RunKind = Literal["dense", "experts", "adapters"]
 """What is trained: all of a dense model, a mixture of experts, adapters of a frozen model."""
 
 Scaling = Literal["delayed", "tensorwise", "rowwise", "rowwise-forward", "blocks"]
-"""What the scale of a tensor in 8 bits is of (`costmodel.execution.narrow`)."""
+"""What the scale of a tensor in 8 bits is of (`costmodel.execution.casts`)."""
 
 Prices = Literal["profile", "rates"]
 """Where an op's time comes from: a profile's measurements and fits of single ops; or the few rates

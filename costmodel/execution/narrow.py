@@ -1,29 +1,10 @@
-"""Casts of products in 8 bits: the bytes that each way of scaling moves beside the products.
-
-A product takes narrow copies of its input, its weight and, in the backward, the gradient that
-arrives. An element is read in 16 bits, and written narrow twice: products want it along either side
-of the matrix. What else is moved depends on what a scale is of:
-
-delayed          the last steps' largest values: a norm of a library of layers writes its result
-                 narrow itself (Transformer Engine, module/layernorm_linear.py)
-tensorwise       the tensor's own largest value: one more pass, unless the kernel that makes the
-                 tensor finds it; weights are cast by shard, gathered in 8 bits, and turned for the
-                 backward
-rowwise          each row's, each column's: the turned copy is made in 16 bits, and cast after that
-rowwise-forward  the same, with the gradient of weights in 16 bits
-blocks           that of 32 elements, once along either side
-
-Bytes of the last four: pytorch/ao at 0598012907 (2025), testing/training/roofline_utils.py,
-get_tensor_memory_traffic_ovhd_s, kernel by kernel; of tensorwise weights float8/fsdp_utils.py and
-float8/float8_ops.py (preprocess_addmm).
-"""
+"""Which kernels do their part of a cast to 8 bits for the product beside them (`casts`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from costmodel.execution.execution import Execution, Scaling
+from costmodel.execution.execution import Execution
 from costmodel.time.block.compute import op_works
 from planner.graph import Op, Program
 from planner.layout.redistribution.redistribute import REDISTRIBUTE
@@ -31,50 +12,6 @@ from planner.ops.record import family_of, packet_of
 from profiles.lookup.families import ATTENTION, MATMUL
 
 NORMS = ("rms_norm", "layer_norm", "native_layer_norm")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Casts:
-    """What a way of scaling moves; bytes are of one element that is cast."""
-
-    ready_bytes: int
-    """Of an input or a gradient whose maker writes it narrow, or finds its scale."""
-    alone_bytes: int
-    """Of another input or gradient."""
-    weight_bytes: int = 0
-    """Of a weight, for each forward."""
-    weight_back_bytes: int = 0
-    """Of a weight, for each backward."""
-    gathers_narrow: bool = False
-    """Shards of weights are gathered in 8 bits."""
-    wide_weight_gradient: bool = False
-    """The gradient of a weight is a product in 16 bits."""
-    saves_narrow: bool = False
-    """What is saved for the backward is the narrow copy of an input, not the input."""
-    rate_part: float = 1.0
-    """Rate of products over that of kernels with one scale a tensor."""
-
-
-CUTLASS_PART = 0.95
-"""PyTorch's kernel with a scale a row reaches 0.90 to 1.00 of cuBLAS's rate with one a tensor
-(pytorch/pytorch issue 147971, February 2025, H100): the middle of both."""
-
-CASTS: Mapping[Scaling, Casts] = {
-    "delayed": Casts(ready_bytes=0, alone_bytes=4, saves_narrow=True),
-    "tensorwise": Casts(ready_bytes=4, alone_bytes=6, weight_back_bytes=2, gathers_narrow=True),
-    "rowwise": Casts(
-        ready_bytes=6, alone_bytes=8, weight_bytes=3, weight_back_bytes=7, rate_part=CUTLASS_PART
-    ),
-    "rowwise-forward": Casts(
-        ready_bytes=1,
-        alone_bytes=3,
-        weight_bytes=3,
-        weight_back_bytes=3,
-        wide_weight_gradient=True,
-        rate_part=CUTLASS_PART,
-    ),
-    "blocks": Casts(ready_bytes=4, alone_bytes=6, weight_bytes=3, weight_back_bytes=3),
-}
 
 
 def input_is_ready(ops: Sequence[Op], local: Program, execution: Execution) -> bool:

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from costmodel.execution import find_execution
+from costmodel.execution.casts import CASTS, CUTLASS_PART
 from costmodel.execution.executed import ExecutedProfile
 from costmodel.execution.executed_exchange import executed_exchange
 from costmodel.execution.executed_kernels import is_layer_product, kernel_seconds
-from costmodel.execution.narrow import CASTS, CUTLASS_PART, gradient_is_ready, input_is_ready
+from costmodel.execution.narrow import gradient_is_ready, input_is_ready
 from costmodel.memory.saved import saved_tensors
 from costmodel.table.kernels import load_rates
 from costmodel.table.rows.run_row import parse_row
