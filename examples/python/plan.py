@@ -10,7 +10,7 @@
 # machine a profile, a question a plan. Nothing is trained, and no GPU is needed.
 
 # %%
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import profiles
@@ -32,12 +32,12 @@ print(f"{plan.schedule} on dp={plan.dp} tp={plan.tp} pp={plan.pp}, ZeRO {plan.ze
 print(f"gap to the lower bound: {result.certificate.gap:.1%}")
 
 # %% [markdown]
-# An estimate keeps its parts: seconds on the rank that ends last, bytes on every rank.
+# An estimate keeps its parts: seconds by cause, the mean over ranks, and bytes on every rank.
 
 # %%
 found = estimate(graph, profile, plan)
 print(format_seconds(found.step_s), "a step,", format_bytes(found.peak_bytes), "at most")
-for part, seconds in asdict(found.time).items():
+for part, seconds in found.path.parts.items():
     if seconds:
         print(f"  {part.removesuffix('_s'):12} {format_seconds(seconds)}")
 

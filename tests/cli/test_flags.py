@@ -62,7 +62,8 @@ def test_every_field_of_a_request_has_a_flag():
 def test_no_room_names_a_flag(room):
     ours = flags()
     found = []
-    for file in (TREE / room).rglob("*.py"):
+    emit = TREE / "planner" / "emit"  # which writes command lines of other programs
+    for file in set((TREE / room).rglob("*.py")) - set(emit.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             text = node.value if isinstance(node, ast.Constant) else None
             if isinstance(text, str):

@@ -69,7 +69,12 @@ def outcome(seed: int) -> str:
     for step, expected in enumerate(losses):
         torch.manual_seed(step)
         found = engine.step(batch(6))
+        if "_dropped" in names:  # by draws of its own
+            assert found.isfinite(), (seed, names)
+            continue
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12, msg=f"{seed} {names}")
+    if "_dropped" in names:
+        return "draws"
     state = engine.full_state_dict()
     for name, param in alone.named_parameters():
         torch.testing.assert_close(

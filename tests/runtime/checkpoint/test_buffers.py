@@ -55,10 +55,11 @@ def test_a_buffer_without_values_is_refused(tmp_path):
         module = Rotated(2.0, persistent=False)
     with pytest.raises(PlanError, match=r"has no rate, a buffer that the model has on the meta"):
         planner.apply(plan, module, weights=tmp_path / "weights.pt")
-    module.rate = kept.rate
+    given = batch(plan.global_batch)
+    expected = kept(*given).detach()
+    module.rate = kept.rate  # whose values the engine has afterwards
     engine = planner.apply(plan, module, weights=tmp_path / "weights.pt")
-    size = plan.global_batch
-    torch.testing.assert_close(engine.forward(batch(size)), kept(*batch(size)).detach())
+    torch.testing.assert_close(engine.forward(given), expected)
 
 
 def losses_after_loading(plan: Plan, folder: Path) -> list[float]:

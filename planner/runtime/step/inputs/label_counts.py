@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from planner.across.counted import CountedLoss, Labels, counted_loss
-from planner.graph import ModelGraph, Program
+from planner.across.counted import CountedLoss, counted_loss
+from planner.graph import Affine, ModelGraph, Program
 from planner.plan.batch_statistics import BatchStatisticsWarning
 from planner.runtime.stage.program_fx import to_graph_module
 from planner.runtime.step.inputs.feed import CutBatch, filled
@@ -57,8 +58,7 @@ class LabelCounts:
         """
 
         def counts(number: int) -> list[int]:
-            labels = self._counted.means[number]
-            return [self._count(number, labels, cut, samples) for samples in runs]
+            return self._counts(number, cut, runs)
 
         first = counts(0)
         if not (warns and not self._has_warned):
@@ -79,9 +79,30 @@ class LabelCounts:
             )
         return [float(n) for n in first]
 
+    def _counts(self, number: int, cut: CutBatch, runs: Sequence[range]) -> list[int]:
+        """Return how many labels count in each run; where they lie sample by sample they are made
+        once for all runs, of which a batch has as many as replicas times microbatches.
+        """
+        labels = self._counted.means[number]
+        rows = labels.made.tensor[labels.made.outputs[0]].shape[:1]
+        if not (rows and isinstance(rows[0], Affine) and not rows[0].fixed):
+            return [sum(self._of_samples(number, cut, samples)) for samples in runs]
+        first = min((samples.start for samples in runs if samples), default=0)
+        last = max((samples.stop for samples in runs if samples), default=0)
+        before = list(accumulate(self._of_samples(number, cut, range(first, last)), initial=0))
+        return [
+            before[samples.stop - first] - before[samples.start - first] if samples else 0
+            for samples in runs
+        ]
+
     @torch.no_grad()
-    def _count(self, number: int, labels: Labels, cut: CutBatch, samples: range) -> int:
-        size = len(samples)
+    def _of_samples(self, number: int, cut: CutBatch, samples: range) -> list[int]:
+        """Return how many labels count in each of some samples; in no order where labels do not
+        lie sample by sample.
+        """
+        labels, size = self._counted.means[number], len(samples)
+        if not size:
+            return []
         if (number, size) not in self._programs:
             self._programs[number, size] = (
                 _Made(labels.preamble.bind(size)),
@@ -97,8 +118,11 @@ class LabelCounts:
         found = made(dict(zip(made.inputs, (values[n] for n in labels.inputs), strict=True)))
         (target,) = found.values()
         if isinstance(target, FakeTensor):  # in a dry run, which has no values
-            return target.numel()
-        return int((target != labels.ignore_index).sum())
+            return [target.numel() // size] * size
+        counting = target != labels.ignore_index
+        if counting.numel() % size:
+            return [int(counting.sum())]
+        return list(map(int, counting.reshape(size, -1).sum(1).tolist()))
 
 
 class _Made:
