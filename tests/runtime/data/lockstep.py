@@ -113,7 +113,7 @@ def run(
             global_rank=rank,
             is_first_of_samples=True,
         )
-        weights: Any = SimpleNamespace(reads=lambda paths: frozenset())
+        weights: Any = SimpleNamespace(counts=False, reads=lambda paths: frozenset())
         preamble: Any = SimpleNamespace(inputs=graph.batch_inputs)
         feeder = Feeder(
             [Shaped(graph, {0: preamble})],

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from planner.errors import ModelError, PlannerError
 from planner.graph.batch_split import BatchSplit
@@ -218,7 +219,8 @@ def marks_of(leaves: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _is_on_host(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.numel() > 0
+    is_real = not isinstance(tensor, FakeTensor)
+    return is_real and tensor.device.type == "cpu" and tensor.numel() > 0
 
 
 def _mark(tensor: Tensor) -> int:
