@@ -5,7 +5,7 @@
 #   make check       format, lint, types, import contracts
 
 PYTHON ?= python3
-WORKERS ?= 3
+WORKERS ?= 2
 BIN := .venv/bin
 
 .PHONY: demo test test-slow check clean
