@@ -47,11 +47,6 @@ def node_runs(plan: Plan) -> tuple[NodeRun, ...]:
     )
 
 
-def nodes_of(plan: Plan) -> tuple[int, ...]:
-    """Return the ranks of each node of a plan on groups of devices, in the order of ranks."""
-    return tuple(run.ranks for run in node_runs(plan) for _ in range(run.nodes))
-
-
 def described(runs: Sequence[NodeRun]) -> str:
     """Say which nodes there are: ``2 nodes of old with 4 ranks each, then 1 of new with 8``."""
     first, *others = runs
@@ -71,7 +66,7 @@ def ranks_of_nodes(plan: Plan, num_nodes: int) -> tuple[int, ...]:
     node if need be. Raises PlanError where that can't be.
     """
     runs = node_runs(plan) if num_nodes > 1 else ()
-    sizes = nodes_of(plan) if num_nodes > 1 else ()
+    sizes = tuple(run.ranks for run in runs for _ in range(run.nodes))
     if len(sizes) == num_nodes:
         return sizes
     if num_nodes < 1 or plan.world_size % num_nodes:

@@ -10,7 +10,7 @@ from pathlib import Path
 from planner.errors import PlanError
 from planner.nodes.launchers import Started, started
 from planner.plan import Plan, load_plan
-from planner.plan.node_runs import described, node_runs, nodes_of, ranks_of_nodes
+from planner.plan.node_runs import described, node_runs, ranks_of_nodes
 from planner.runtime.check.watchdog import ENDS_S
 from planner.runtime.checkpoint.kept import KEEP, SAVE_EVERY
 from planner.runtime.start.course import LAUNCHED, Keeping
@@ -167,7 +167,8 @@ def _check_place(place: Started, plan: Plan, *, restarts_by_plan: bool) -> None:
             f"{place.launcher} started {place.count} ranks and the plan has {plan.world_size}; "
             f"start {plan.world_size}, or run `planner launch` once a node without it"
         )
-    if plan.world_size % place.count and place.count != len(nodes_of(plan)):
+    of_groups = sum(run.nodes for run in node_runs(plan))
+    if plan.world_size % place.count and place.count != of_groups:
         raise PlanError(
             f"{place.launcher} started {place.count} processes and the plan has "
             f"{plan.world_size} ranks; start as many processes, or one a node"
