@@ -208,18 +208,16 @@ def _zero_stage(run: Run) -> int:
 
 def _show_price(row: dict[str, Any], notes: list[str], *, as_json: bool) -> None:
     from commands.render.plans.parts import memory_range
-    from costmodel.table.rows.row_plan import RowPrices
-    from costmodel.table.rows.rows import device_bytes, predict_row, run_of
+    from costmodel.table.rows.rows import device_bytes, price_row
     from costmodel.uncertainty import memory_interval, row_interval
     from planner.units import GIB, format_bytes, format_seconds
 
     begin_stage("pricing the flags")
-    texts, prices = {name: str(value) for name, value in row.items()}, RowPrices()
-    predicted = predict_row(texts, prices)
-    run, profile, rates = run_of(texts, prices)
-    memory = prices.estimate(run, profile, rates).memory
-    fullest = max(memory, key=lambda parts: parts.total)
-    held = memory_interval(fullest, profile, run.stack)
+    texts = {name: str(value) for name, value in row.items()}
+    priced = price_row(texts)
+    predicted, profile = priced.predicted, priced.profile
+    fullest = max(priced.estimate.memory, key=lambda parts: parts.total)
+    held = memory_interval(fullest, profile, priced.run.stack)
     limit = device_bytes(texts, profile)
     step_s = predicted["predicted_step_time_s"]
     interval = row_interval(step_s, profile)

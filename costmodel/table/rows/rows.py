@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from costmodel.estimate import Estimate
 from costmodel.table.kernels import DeviceRates, load_rates
 from costmodel.table.rows.devices import device_of, is_scaled, scaled_rates
 from costmodel.table.rows.row_files import read_rows, write_rows
@@ -72,11 +73,30 @@ def estimate_rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]
         yield {**row, **predicted}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricedRow:
+    """A row with what was made of it."""
+
+    run: RunRow
+    """The run that it describes."""
+    profile: Profile
+    """The machine that it is priced on."""
+    estimate: Estimate
+    """The run's step."""
+    predicted: dict[str, Any]
+    """Its predicted columns."""
+
+
 def predict_row(row: Mapping[str, Any], prices: RowPrices | None = None) -> dict[str, Any]:
     """Return the predicted columns of one row; raise PlannerError when it can't be priced.
 
     `prices` keeps what rows share.
     """
+    return price_row(row, prices).predicted
+
+
+def price_row(row: Mapping[str, Any], prices: RowPrices | None = None) -> PricedRow:
+    """Return a row priced; raise PlannerError when it can't be. `prices` keeps what rows share."""
     prices = prices or RowPrices()
     run, profile, rates = run_of(row, prices)
     found = prices.estimate(run, profile, rates)
@@ -86,7 +106,7 @@ def predict_row(row: Mapping[str, Any], prices: RowPrices | None = None) -> dict
         fits = _remedy(row, run, profile, rates, prices)
     step_s = found.step_s + retry_seconds(found, run, room)
     samples_per_gpu_s = run.global_batch / step_s / run.gpus
-    return {
+    predicted = {
         "predicted_step_time_s": step_s,
         "predicted_tflops_per_gpu": samples_per_gpu_s * run.shape.model_flop() / TFLOP,
         "predicted_tokens_per_s_per_gpu": samples_per_gpu_s * run.shape.seq_len,
@@ -94,6 +114,7 @@ def predict_row(row: Mapping[str, Any], prices: RowPrices | None = None) -> dict
         "predicted_fits": fits,
         "assumed": "; ".join(run.assumed),
     }
+    return PricedRow(run=run, profile=profile, estimate=found, predicted=predicted)
 
 
 def run_of(
