@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from commands.render.tables import light_table
 from planner.runtime.check.by_block.report import Proof
 from planner.runtime.check.dryrun import DryRun
 from planner.runtime.check.ledger import MemorySample
@@ -20,10 +20,9 @@ MAX_MOMENTS = 40
 
 def describe_dry_run(run: DryRun) -> list[RenderableType]:
     """Return a rank's bytes after each part of a step, and where they are highest."""
-    table = Table("part of the step", "bytes at its end", "highest inside")
     offloads = bool(run.host_peak_bytes)
-    if offloads:
-        table.add_column("on the host")
+    numbers = ["bytes at its end", "highest inside", *["on the host"] * offloads]
+    table = light_table("part of the step", *numbers, numbers=numbers)
     top = max((moment.peak_bytes for moment in run.samples), default=0)
     shown = run.samples if len(run.samples) <= MAX_MOMENTS else _new_heights(run.samples)
     for moment in shown:
@@ -71,7 +70,8 @@ def _new_heights(moments: Sequence[MemorySample]) -> list[MemorySample]:
 
 def describe_verification(report: VerifyReport) -> list[RenderableType]:
     """Return how far a plan's training is from one process's, and the verdict."""
-    table = Table("", "difference", "rounding", "times rounding", "in", "at step")
+    numbers = ("difference", "rounding", "times rounding")
+    table = light_table("", *numbers, "in", "at step", numbers=numbers)
     for kind in KINDS:
         found: Difference = getattr(report, kind)
         if not found.name:  # a model without buffers
@@ -121,7 +121,8 @@ def describe_verification(report: VerifyReport) -> list[RenderableType]:
 
 def describe_proof(proof: Proof) -> list[RenderableType]:
     """Return what was proven of a plan by its blocks, what was cut, what is wrong, what is open."""
-    table = Table("part", "shown on", "times rounding", "took", "")
+    numbers = ("times rounding", "took")
+    table = light_table("part", "shown on", *numbers, "", numbers=numbers)
     for part in proof.parts:
         table.add_row(
             part.name,

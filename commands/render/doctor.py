@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from commands.render.flags import with_flags
+from commands.render.tables import light_table
 from planner.doctor import Finding
 
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "red"}
@@ -16,7 +16,7 @@ _STYLES = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 def describe_findings(findings: Sequence[Finding]) -> list[RenderableType]:
     """Return a table of the checks, a line of advice for each trouble, and a verdict."""
-    table = Table("check", "found", "")
+    table = light_table("check", "found", "")
     for finding in findings:
         state = Text(finding.state, _STYLES[finding.state])
         table.add_row(finding.name, Text(finding.found), state)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from commands.render.tables import light_table
 from planner.units import DAY_S, HOUR_S, format_seconds
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _PARTS = {
 
 def describe_goodput(found: Goodput, *, num_nodes: int, step_s: float) -> list[RenderableType]:
     """Return the parts of the time, and how often to save."""
-    table = Table("part", "share", title="Over weeks, with failures", title_justify="left")
+    table = light_table("part", "share", title="Over weeks, with failures", numbers=("share",))
     for name, label in _PARTS.items():
         if share := getattr(found, name):
             style = "bold" if name == "useful" else ""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from commands.render.flags import with_flags
+from commands.render.tables import light_table
 
 if TYPE_CHECKING:
     from planner.runtime.preflight import Report
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def describe_preflight(report: Report) -> list[RenderableType]:
     """Return a table with a row for each check."""
-    table = Table("check", "planned", "found", "")
+    table = light_table("check", "planned", "found", "")
     for check in report.checks:
         state = Text("problem", "red") if check.problems else Text("ok", "green")
         table.add_row(check.name, check.planned, check.found, state)

@@ -41,10 +41,10 @@ def _heading(profile: Profile) -> str:
 
 
 def _machine(profile: Profile) -> Any:
-    from rich.table import Table
+    from commands.render.tables import light_table
 
     file, cluster = profile.file, profile.file.cluster
-    table = Table("figure", "value", "from", title="machine", title_justify="left")
+    table = light_table("figure", "value", "from", title="machine")
 
     def row(name: str, value: str, figure: Any) -> None:
         table.add_row(name, value, f"{figure.origin}: {figure.detail}")
@@ -92,16 +92,17 @@ def _machine(profile: Profile) -> Any:
 
 def describe_calibration(profile: Profile) -> tuple[Any, ...]:
     """Return the factors that recorded runs taught a profile, and which runs; () without any."""
-    from rich.table import Table
     from rich.text import Text
+
+    from commands.render.tables import light_table
 
     found = profile.file.calibration
     if found is None:
         return ()
-    table = Table(
+    table = light_table(
         *("work", "takes longer by", "one sigma"),
         title="calibration: factors on what is said above",
-        title_justify="left",
+        numbers=("takes longer by", "one sigma"),
     )
     for term, factor in found.factors.items():
         table.add_row(term, f"x {factor.value:.2f}", f"{factor.sigma:.2f}")
@@ -113,15 +114,16 @@ def describe_calibration(profile: Profile) -> tuple[Any, ...]:
 
 
 def _rates(profile: Profile) -> Any | None:
-    from rich.table import Table
+    from commands.render.tables import light_table
 
     fits = [fit for fit in profile.file.op_fits if "." not in fit.family]
     if not fits:
         return None
-    table = Table(
-        *("family", "dtype", "direction", "overhead", "flop/s", "bytes/s", "median error"),
+    numbers = ("overhead", "flop/s", "bytes/s", "median error")
+    table = light_table(
+        *("family", "dtype", "direction", *numbers),
         title="ops: overhead + flop/rate + bytes/rate",
-        title_justify="left",
+        numbers=numbers,
     )
     for fit in fits:
         table.add_row(
@@ -137,18 +139,17 @@ def _rates(profile: Profile) -> Any | None:
 
 
 def _collectives(profile: Profile) -> Any | None:
-    from rich.table import Table
+    from commands.render.tables import light_table
 
     cluster = profile.cluster
     groups = {fit.group for fit in profile.file.collective_fits}
     if not groups:
         groups = {Group(ranks_per_node=cluster.devices_per_node)}
-    table = Table(
-        *("collective", "group", "alpha", "1/beta, large"),
-        *(format_bytes(n) for n in MESSAGE_BYTES),
-        "from",
+    numbers = ["alpha", "1/beta, large", *(format_bytes(n) for n in MESSAGE_BYTES)]
+    table = light_table(
+        *("collective", "group", *numbers, "from"),
         title="collectives: seconds by full size",
-        title_justify="left",
+        numbers=numbers,
     )
     fits = {(fit.kind, fit.group): fit for fit in profile.file.collective_fits}
     for group in sorted(groups, key=lambda g: (g.num_nodes, g.ranks_per_node)):

@@ -7,10 +7,10 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from commands.render.plans.plan import draw_timetable
+from commands.render.tables import light_table
 from planner.schedule import StageTimes, StepJobKind, step_jobs
 from planner.schedule.draw import Behind
 from planner.timeline import RankBubble, RankTimeline, bubbles
@@ -23,11 +23,10 @@ if TYPE_CHECKING:
 
 def describe_timeline(timeline: Timeline, seconds: JobSeconds) -> list[RenderableType]:
     """Return the timetable drawn to scale and each pipeline rank's working and waiting time."""
-    ranks = Table("pp rank", "jobs", "works", "waits", "bubble", "ends")
     once = timeline.step_jobs_s
-    if once:
-        ranks.add_column("optimizer")
-        ranks.add_column("step ends")
+    numbers = ["jobs", "works", "waits", "bubble", "ends"]
+    numbers += ["optimizer", "step ends"] if once else []
+    ranks = light_table("pp rank", *numbers, numbers=numbers)
     behind: list[Behind] = []
     rows = zip(timeline.busy_s, timeline.bubble_s, timeline.rank_end_s, strict=True)
     for rank, (busy_s, bubble_s, end_s) in enumerate(rows):
@@ -67,10 +66,8 @@ def describe_recording(timeline: Sequence[RankTimeline]) -> list[RenderableType]
     by_rank: dict[int, list[RankBubble]] = {}
     for bubble in bubbles(timeline):
         by_rank.setdefault(bubble.rank, []).append(bubble)
-    table = Table(
-        "rank", "pp rank", "steps", "median pipeline", "compute", "collectives", "bubble",
-        "optimizer",
-    )  # fmt: skip
+    numbers = ("steps", "median pipeline", "compute", "collectives", "bubble", "optimizer")
+    table = light_table("rank", "pp rank", *numbers, numbers=numbers)
     for rank, found in sorted(by_rank.items()):
         table.add_row(
             str(rank),
@@ -87,7 +84,8 @@ def describe_recording(timeline: Sequence[RankTimeline]) -> list[RenderableType]
 
 def describe_run(comparison: RunComparison) -> list[RenderableType]:
     """Return predicted against measured seconds of each job, of the step, and the bubbles."""
-    table = Table("of", "job", "predicted", "measured", "predicted / measured", "jobs timed")
+    numbers = ("predicted", "measured", "predicted / measured", "jobs timed")
+    table = light_table("of", "job", *numbers, numbers=numbers)
     for job in comparison.jobs:
         table.add_row(
             job.jobs.place,

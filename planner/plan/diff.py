@@ -256,8 +256,12 @@ def _spelled(layout: _Layout | None, other: _Layout | None) -> str:
     ops = _missing_in(layout[0], other[0] if other else ())
     params = _missing_in(layout[1], other[1] if other else ())
     shown = ", ".join(ops[:3]) + (", ..." if len(ops) > 3 else "")
-    said = [f"{len(ops)} ops ({shown})"] if ops else []
-    return "; ".join([*said, *([f"{len(params)} parameters otherwise"] if params else [])]) or "-"
+    said = []
+    if ops:
+        said.append(f"{len(ops)} op{'s' * (len(ops) > 1)} ({shown})")
+    if params:
+        said.append(f"{len(params)} parameter{'s' * (len(params) > 1)} otherwise")
+    return "; ".join(said) or "-"
 
 
 def parameters(before: Plan, after: Plan, graph: ModelGraph) -> tuple[Moved, ...]:

@@ -120,7 +120,7 @@ def test_what_is_wrong_is_told_before_any_search(planner, tmp_path, given, says)
 def test_a_model_that_takes_no_such_argument_is_a_row(planner, files):
     told = planner("what-if", *files, "--set", "depth=3")
     assert told.code == 0
-    told = " ".join(told.stdout.replace("│", " ").split())
+    told = " ".join(told.stdout.split())
     assert "none: model() of model.py was given depth=3" in told
 
 

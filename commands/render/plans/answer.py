@@ -13,7 +13,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -34,6 +33,7 @@ from commands.render.plans.parts import (
 )
 from commands.render.plans.pipeline import draw_step
 from commands.render.plans.words import compact, loses, plan_sentence
+from commands.render.tables import light_table
 from planner.plan import OURS, Plan
 from planner.timeline import RankTimeline
 from planner.units import TFLOP, format_bytes, format_seconds
@@ -154,7 +154,7 @@ def _heading(answer: Answer) -> Text:
 
 
 def _stages(overview: Overview, width: int) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    table = light_table()
     is_wide = width >= WIDE
     has_groups = any(stage.device_group for stage in overview.stages)
     recomputes = is_wide and any(stage.recompute != "none" for stage in overview.stages)

@@ -8,6 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from commands.render.tables import light_table
 from planner.plan.diff import Amount, Change, Difference, Moved
 from planner.units import format_bytes, format_seconds
 from search.report.words import PART_WORDS
@@ -61,7 +62,7 @@ def _costs(costs: Iterable[Amount]) -> Table | None:
 def _table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table | None:
     if not rows:
         return None
-    table = Table(*columns, title=title, title_justify="left")
+    table = light_table(*columns, title=title, numbers=("bytes", "change"))
     for row in rows[:MOST_ROWS]:
         table.add_row(*row)
     if len(rows) > MOST_ROWS:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from rich import box
 from rich.console import Console, ConsoleOptions
 from rich.table import Table
 from rich.text import Text
 
 from commands.render.plans.words import labelled
+from commands.render.tables import light_table
 from planner.units import GIB, format_bytes, format_seconds
 
 WIDE = 100
@@ -40,7 +40,7 @@ class StepParts:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
         """Yield the table; explanations stand in it where there is room."""
         is_wide = options.max_width >= WIDE
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+        table = light_table()
         table.add_column("part of a step", no_wrap=True)
         table.add_column("time", justify="right", no_wrap=True)
         table.add_column("share", justify="right", no_wrap=True)
@@ -116,7 +116,7 @@ def memory_digits(peak_bytes: float) -> int:
 
 def memory_table(memory: Sequence[Mapping[str, int]]) -> Table:
     """Return the memory of a device of each pipeline rank in parts."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    table = light_table()
     table.add_column("rank", justify="right")
     for name, _ in MEMORY_COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)

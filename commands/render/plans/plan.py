@@ -20,6 +20,7 @@ from commands.render.plans.parts import (
     memory_warning,
     stage_name,
 )
+from commands.render.tables import light_table
 from planner.graph import ModelGraph
 from planner.graph.called_modules import called_modules_messages
 from planner.layout.axes import Degrees, batch_axes, own_axes, rest_axis
@@ -53,7 +54,10 @@ def describe_plan(plan: Plan, graph: ModelGraph | None = None) -> list[Renderabl
         parts += map(Text, (*called_modules_messages(graph), *held_pairs_messages(graph)))
     schedule = schedule_of(plan)
     if plan.pp > 1:
-        parts.append(draw_timetable(schedule))
+        drawn = (
+            "\nThe order of jobs, as if all F, I and W took as long; `planner simulate` has times"
+        )
+        parts += [Text(drawn), draw_timetable(schedule)]
     if graph is not None:
         parts.append(_jobs(schedule, work_of_jobs(graph, plan, schedule)))
     if plan.estimate:
@@ -91,7 +95,7 @@ def _summary(plan: Plan) -> Table:
 
 
 def _stages(plan: Plan, graph: ModelGraph | None) -> Table:
-    table = Table("stage", "pp rank", "blocks", "recompute", title="Stages", title_justify="left")
+    table = light_table("stage", "pp rank", "blocks", "recompute", title="Stages")
     has_meshes = any(stage.own_sizes for stage in plan.stages)
     has_trips = any(stage.activations_on_host for stage in plan.stages)
     has_groups = any(plan.device_groups)
@@ -146,7 +150,7 @@ def _layouts(plan: Plan, graph: ModelGraph | None) -> list[RenderableType]:
         others = [own.name for own in own_axes() if own.name != axis]
         if others and any(stage.own_sizes for stage in plan.stages):
             title += f" of stages with {' and '.join(f'{n} {degrees[n]}' for n in others)}"
-        table = Table("block class", "ops split", "parameters", title=title, title_justify="left")
+        table = light_table("block class", "ops split", "parameters", title=title)
         for layout in layouts:
             table.add_row(*_layout_row(layout, graph))
         tables.append(table)
@@ -189,7 +193,7 @@ def _jobs(schedule: Schedule, work: WorkOfJobs) -> Table:
     """What a step is made of, by kind of job, and how much of the model each microbatch's jobs do
     on all stages together.
     """
-    table = Table("job", "role", "in a step", "one microbatch", title="Jobs", title_justify="left")
+    table = light_table("job", "role", "in a step", "one microbatch", title="Jobs")
     jobs = Counter(str(job.kind) for job in jobs_of_step(schedule))
     for kind, role in ROLES.items():
         if not jobs[str(kind)]:

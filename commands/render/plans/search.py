@@ -7,11 +7,13 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from commands.render.flags import with_flags
 from commands.render.plans.parts import memory_range
+from commands.render.tables import light_table
 from costmodel.uncertainty import plan_memory_interval
 from planner.layout.axes import own_axes
 from planner.plan import OURS, Plan
@@ -35,9 +37,8 @@ def describe_pareto(points: Sequence[Point]) -> Table:
     priced = any(point.cost_per_step for point in points)
     compared = ["time", "memory", *["GPUs"] * counts, *["cost"] * priced]
     title = f"{', '.join(compared[:-1])} against {compared[-1]}"
-    table = Table(title=title[0].upper() + title[1:], title_justify="left")
-    for name in ("step", "memory", *["GPUs"] * counts, *["cost"] * priced, "plan"):
-        table.add_column(name)
+    columns = ["step", "memory", *["GPUs"] * counts, *["cost"] * priced]
+    table = light_table(*columns, "plan", title=title[0].upper() + title[1:], numbers=columns)
     shown = points
     if len(points) > MOST_POINTS:  # evenly along the front
         last = len(points) - 1
@@ -55,10 +56,8 @@ def describe_pareto(points: Sequence[Point]) -> Table:
 
 def describe_trials(plans: Sequence[Plan], trials: Sequence[Trial]) -> Table:
     """Return what the best plans took on this machine beside what was predicted of them."""
-    table = Table(
-        "plan", "predicted", "measured", "turns differ by", title="Measured here, in turns",
-        title_justify="left",
-    )  # fmt: skip
+    numbers = ("predicted", "measured", "turns differ by")
+    table = light_table("plan", *numbers, title="Measured here, in turns", numbers=numbers)
     ran = [trial.step_s for trial in trials if not trial.failure]
     for plan, trial in zip(plans, trials, strict=True):
         predicted = format_seconds(plan.estimate["step_s"])
@@ -86,13 +85,10 @@ def describe_advice(infeasible: SearchResult, advice: Advice, limit_bytes: float
     ways = [way for way in (*advice.remedies, advice.devices, advice.memory) if way]
     if not ways:
         return parts
-    table = Table(
-        "instead",
-        "step",
-        "memory",
-        "against the leanest plan asked for",
+    table = light_table(
+        *("instead", "step", "memory", "against the leanest plan asked for"),
         title="What would fit",
-        title_justify="left",
+        numbers=("step", "memory"),
     )
     for way in ways:
         table.add_row(
@@ -120,16 +116,17 @@ def describe_comparison(comparison: Comparison) -> list[RenderableType]:
     mine, theirs = given.estimate["step_s"], best.estimate["step_s"]
     if mine <= theirs:
         return [Text("this is the best plan:"), _chosen(given, comparison.profile)]
-    table = Table("part", "given", "best", "difference")
+    numbers = ("given", "best", "difference")
+    table = light_table("part of a step", *numbers, title="Where the time goes", numbers=numbers)
     for name, seconds, best_seconds in differences(given.estimate, best.estimate):
         table.add_row(PART_WORDS.get(name, name), *_difference(seconds, best_seconds))
     table.add_row("step", *_difference(mine, theirs), style="bold")
     return [
         Text(f"{mine / theirs - 1:.1%} slower than the best plan"),
         Text("given, at its best: ") + Text(choices_of(given)),
-        Text("  " + _memory_of(given, comparison.profile)),
+        Padding(_memory_of(given, comparison.profile), (0, 0, 0, 2)),
         Text("best of all: ") + Text(choices_of(best)),
-        Text("  " + _memory_of(best, comparison.profile)),
+        Padding(_memory_of(best, comparison.profile), (0, 0, 0, 2)),
         table,
     ]
 

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from commands.render.flags import with_flags
 from commands.render.plans.search import choices_of
+from commands.render.tables import light_table
 from planner.plan import Plan
 from planner.units import DAY_S, GIB, HOUR_S, format_bytes, format_seconds
 from search.report.what_if import Answer, Case
@@ -53,10 +53,8 @@ def describe_answers(base: Answer, answers: Sequence[Answer], terms: Terms) -> l
         if any(name in answer.case.differences(base.case) for answer in answers)
     ]
     has_tokens = base.tokens_per_s > 0
-    table = Table(
-        *(_COLUMNS[name][0] for name in varied),
-        title="The plan (first row), and what if",
-        title_justify="left",
+    table = light_table(
+        *(_COLUMNS[name][0] for name in varied), title="The plan (first row), and what if"
     )
     table.add_column("step", justify="right")
     table.add_column("tokens/s" if has_tokens else "samples/s", justify="right")

@@ -30,7 +30,7 @@ def test_every_kind_of_difference_has_its_table():
             costs=(Amount(name="step_s", unit="seconds", before=2.0, after=1.0),), rest=("/name",),
         )
     )  # fmt: skip
-    assert [table.title for table in found if isinstance(table, Table)] == [
+    assert [str(table.title).strip() for table in found if isinstance(table, Table)] == [
         "Decisions", "Blocks", "Layouts", "Parameters on other ranks", "Predicted cost", "Else"
     ]  # fmt: skip
     assert rows(found[0]) == [("tp", "1", "2")]
