@@ -124,13 +124,21 @@ def memory_interval(parts: MemoryParts, profile: Profile, execution: Execution) 
     return MemoryInterval(
         low_bytes=round(held * (1 - less) + context),
         high_bytes=round(held * (1 + more) + context),
-        basis=f"{' and '.join(residuals) or 'no runs of this runtime'}; the allocator's share "
+        basis=f"{_spelled_sources(residuals)}; the allocator's share "
         + ("as measured" if allocator.high is not None else "as in 26 published runs")
         # A process's resident memory grows while it trains: 41 MiB in the demo.
         + (
             "; without growth of the process itself" if profile.cluster.device_type == "cpu" else ""
         ),
     )
+
+
+def _spelled_sources(residuals: Mapping[str, float]) -> str:
+    """Say what residuals are from: their names are words already, or those of published data."""
+    published = ", ".join(name for name in residuals if " " not in name)
+    named = [name for name in residuals if " " in name]
+    named += [f"published runs ({published})"] if published else []
+    return " and ".join(named) or "no runs of this runtime"
 
 
 def plan_memory_interval(plan: Plan, profile: Profile) -> MemoryInterval | None:
@@ -195,7 +203,7 @@ def step_sigma(profile: Profile) -> tuple[float, str]:
     residuals = residuals_of(profile)
     if not residuals:
         return _NOTHING_KNOWN, "no published runs of this device"
-    return _of_sources(residuals), f"published runs of {len(residuals)} sources"
+    return _of_sources(residuals), _published(residuals)
 
 
 def _of_sources(residuals: Mapping[str, float]) -> float:
@@ -205,8 +213,12 @@ def _of_sources(residuals: Mapping[str, float]) -> float:
 def runtime_interval(graph: ModelGraph, execution: Execution, step_s: float) -> Interval:
     """Return where a step lies that was estimated for a runtime priced with rates."""
     found = residuals_of_runs(execution.name, run_kind(graph))
-    basis = f"published runs of {len(found)} sources" if found else "no published runs of its kind"
+    basis = _published(found) if found else "no published runs of its kind"
     return _interval(step_s, sigma_of(found), basis)
+
+
+def _published(residuals: Mapping[str, float]) -> str:
+    return f"published runs of {len(residuals)} source{'s' * (len(residuals) > 1)}"
 
 
 def run_kind(graph: ModelGraph) -> RunKind:
