@@ -287,7 +287,7 @@ class Checkpoints:
             part
             for part in model_parts(engine)
             # A buffer outside the state dict was stored if steps move it; else the model has it.
-            if part.holding.meta.fqn in engine._state_dtypes
+            if part.holding.meta.fqn in engine.outside.dtypes
             or part.holding.meta.kind == "param"
             or part.key in metadata.state_dict_metadata
         ]

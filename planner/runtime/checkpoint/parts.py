@@ -85,8 +85,8 @@ def model_parts(engine: Engine) -> list[Part]:
     # What no block uses, and what the preamble reads, each rank has whole, on the CPU.
     is_first = dist.get_rank() == 0
     return parts + [
-        whole_part(model_key(fqn), tensor, is_written=is_first and fqn in engine._unused)
-        for fqn, tensor in (engine._unused | engine._also_read).items()
+        whole_part(model_key(fqn), tensor, is_written=is_first and fqn in engine.outside.unused)
+        for fqn, tensor in engine.outside.tensors.items()
     ]
 
 

@@ -109,7 +109,7 @@ def describe(engine: Engine) -> Manifest:
         fingerprint=plan.model.fingerprint,
         state={
             name: (stored.get(name, name), dtype_name(dtype))
-            for name, dtype in engine._state_dtypes.items()
+            for name, dtype in engine.outside.dtypes.items()
         },
         versions=versions(),
     )

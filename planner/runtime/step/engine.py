@@ -8,7 +8,6 @@ one and takes the same path.
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -30,32 +29,23 @@ from planner.runtime.check.intermediates import gathered, intermediates, watchin
 from planner.runtime.check.recorder import start_recorder
 from planner.runtime.check.values import ValueCheck
 from planner.runtime.check.watchdog import start_watchdog
-from planner.runtime.checkpoint.pieces import Piece
-from planner.runtime.initial.values import FirstValues, ModuleValues, Place
+from planner.runtime.initial.places import take_first_values
+from planner.runtime.initial.values import FirstValues, ModuleValues
 from planner.runtime.stage.calls import collectives
 from planner.runtime.stage.calls.opaque_modules import keep_modules
 from planner.runtime.stage.host_activations import ActivationsOnHost
 from planner.runtime.stage.programs import Programs
 from planner.runtime.stage.recompute import Keeper
-from planner.runtime.stage.stage import StageModule
 from planner.runtime.stage.weight_grads import WeightQueue
 from planner.runtime.start.groups.mesh import Mesh
 from planner.runtime.state import zero
 from planner.runtime.state.average import WeightAverage
 from planner.runtime.state.gather import gather
 from planner.runtime.state.host import Host
-from planner.runtime.state.masters import MasterParams, cast_params, rest_dtype
-from planner.runtime.state.optimizers.host_optimizer import HostMasters
 from planner.runtime.state.optimizers.optimizer import OWN_SCHEDULER, check_schedulers
+from planner.runtime.state.outside import OutsideTensors
 from planner.runtime.state.untouched import Untouched
-from planner.runtime.state.weights import (
-    constant,
-    empty_tensors,
-    materialized,
-    own_piece,
-    shape_of,
-    stored_tensors,
-)
+from planner.runtime.state.weights import constant, materialized, shape_of
 from planner.runtime.step.accumulation import Accumulation
 from planner.runtime.step.batch_norm import DeferredStatistics
 from planner.runtime.step.evaluation import Evaluation
@@ -66,16 +56,15 @@ from planner.runtime.step.inputs.label_counts import LabelCounts
 from planner.runtime.step.inputs.loss_weights import LossWeight, LossWeights
 from planner.runtime.step.messages.p2p import Post
 from planner.runtime.step.messages.wiring import (
-    block_placements,
     build_edges,
     param_placements,
     shaped_edges,
     stage_params,
-    wire_stage,
 )
 from planner.runtime.step.randomness import RandomStream
 from planner.runtime.step.reached import Reached
-from planner.runtime.step.trained import Owner, TrainedParams
+from planner.runtime.step.stages import build_stages
+from planner.runtime.step.trained import TrainedParams
 from planner.schedule import Job, StepJobKind, schedule_of, step_jobs
 from planner.timeline import CHECK
 
@@ -91,11 +80,18 @@ if TYPE_CHECKING:
 class Engine:
     """A rank's part of a model in training. Mutable: weights and optimizer state.
 
-    `optimizer` is over this rank's parameters (None when it holds none that train);
-    `stages` are this rank's stage modules by stage index; `grad_norm` is the norm of the
-    last step's gradients before clipping, when they are clipped; `fetched` what the last step was
-    told to fetch; functions in `after_step` are given each step's loss, those in `after_load` run
-    when a training was loaded.
+    Attributes:
+        plan, graph, mesh: what is trained, and this rank's process groups.
+        captured: the graphs of the plan's shapes of batches, the largest first.
+        stages: this rank's stage modules, by stage index.
+        outside: the tensors of the state dict that lie in no stage.
+        optimizer: over this rank's parameters; None when it holds none that train.
+        steps, samples: how many updates were made, and of how many samples.
+        grad_norm: of the last step's gradients before clipping, when they are clipped.
+        fetched: what the last step was told to fetch.
+        average: the average of weights, once `average_weights` began it.
+        after_step: functions that are given each step's loss.
+        after_load: functions that run when a training was loaded.
     """
 
     def __init__(
@@ -142,32 +138,20 @@ class Engine:
         if deferred_batch_norm:
             graph = replace(graph, classes=tuple(map(deferred, graph.classes)))
         self.plan, self.graph, self.mesh, self.captured = plan, graph, mesh, (captured, *buckets)
-        used = {name for names in stage_params(graph, plan) for name in names}
-        held = {n for t in graph.tensors if t.name in used for n in (t.fqn, *t.aliases)}
         self.steps = self.samples = 0
         self.after_step: list[Callable[[Tensor], None]] = []
         self.after_load: list[Callable[[], None]] = []
         self.average: WeightAverage | None = None
         for each in (graph, *buckets):
             keep_modules(each, model)
-        self._empty = empty_tensors(model) if may_be_empty else frozenset()
-        if values is not None:
-            # What files need not have is made as at a start without files.
-            self._empty -= frozenset(n for n, _ in model.named_buffers(remove_duplicate=False))
-        # The preamble reads whole buffers, also those that lie elsewhere as a block's, or cut. What
-        # is not in the state dict keeps the model's values, unless it came without.
-        read = {g.tensor[n].fqn for g in (graph, *buckets) for n in g.preamble.params}
-        lacking = {n: t for n, t in model.named_buffers() if n in self._empty and n in read}
-        stored = stored_tensors(model)
-        outside = {
-            n: torch.empty_like(t, device="cpu")
-            for n, t in (lacking | stored).items()
-            if n in read or n not in held
-        }
-        # What no block uses no step changes.
-        self._unused = {n: t for n, t in outside.items() if n not in held}
-        self._also_read = {n: t for n, t in outside.items() if n in held}
-        self._state_dtypes = {n: t.dtype for n, t in stored.items()}
+        used = {name for names in stage_params(graph, plan) for name in names}
+        self.outside = OutsideTensors.of(
+            model,
+            (graph, *buckets),
+            {name for t in graph.tensors if t.name in used for name in (t.fqn, *t.aliases)},
+            may_be_empty=may_be_empty,
+            makes_buffers=values is not None,
+        )
         self.schedule = schedule_of(plan)
         own_stages = self.schedule.stages_of(mesh.rank("pp"))
         # With one replica there is nothing to shard over, whatever ZeRO stage is planned.
@@ -177,13 +161,27 @@ class Engine:
         self._weight_queue = None if self._zero_stage else WeightQueue()
         self._keeper = Keeper()
         self._host = host or Host(mesh.device)
-        self._away = self._activations_on_host()
+        away = [index for index in own_stages if plan.stages[index].activations_on_host]
+        jobs = self.schedule.jobs[mesh.rank("pp")]
+        self._away = ActivationsOnHost(self._host, jobs, away) if away else None
         self._param_placements = param_placements(graph, plan, mesh.rank("pp"))
         edges = build_edges(graph, plan)
-        self.stages: dict[int, StageModule] = {}
         self._made_programs: list[Programs] = []
         self.programs = self.programs_of((graph, *buckets))
-        owners = self._build_stages(model, edges)
+        self.stages, owners = build_stages(
+            own_stages,
+            model,
+            graph,
+            plan,
+            mesh,
+            edges=edges,
+            placements=self._param_placements,
+            zero_stage=self._zero_stage,
+            programs=self.programs,
+            keeper=self._keeper,
+            host=self._host,
+            away=self._away,
+        )
         preambles = [self._build_preambles(model, each) for each in (graph, *buckets)]
         self._preambles = preambles[0]
         self._trained = TrainedParams(
@@ -199,7 +197,10 @@ class Engine:
         self._reached = Reached(
             self.stages, mesh, [[graph.tensor[n].fqn for n in names] for names in by_stage]
         )
-        self._take_first_values(values or ModuleValues(model, mesh), preambles)
+        take_first_values(
+            self, values or ModuleValues(model, mesh), zip(self.captured, preambles, strict=True)
+        )
+        self._trained.write_back()
         self._accumulation = Accumulation()
         self.optimizer = self._trained.build_optimizer(
             optimizer, model, is_accumulating=lambda: self.is_accumulating
@@ -260,105 +261,6 @@ class Engine:
         )
 
     # -- building -----------------------------------------------------------------------
-
-    def _build_stages(self, model: nn.Module, edges: tuple[Any, ...]) -> dict[int, Owner]:
-        """Make this rank's stages; return, by stage, who names what is trained of it."""
-        plan, graph, mesh = self.plan, self.graph, self.mesh
-        mine = self.schedule.stages_of(mesh.rank("pp"))
-        names = stage_params(graph, plan)
-        owners: dict[int, Owner] = {}
-        for index in mine:
-            metas = [graph.tensor[n] for n in names[index]]
-            pieces = {meta.name: self._own_shape(model, meta) for meta in metas}
-            # FSDP2 keeps shards in fp32 and casts what it gathers.
-            in_fp32 = plan.precision == "bf16" and self._zero_stage > 0
-            tensors = pieces if in_fp32 else cast_params(pieces, metas)
-            for meta in metas:
-                # What FSDP2 shards gets memory as shards.
-                if not (self._zero_stage and meta.kind == "param"):
-                    tensors[meta.name] = materialized(tensors[meta.name], mesh.device)
-            stage = StageModule(
-                graph=graph,
-                plan=plan.stages[index],
-                wiring=wire_stage(graph, plan, edges, index),
-                placements=lambda b: block_placements(graph, plan, b),
-                programs=self.programs,
-                tensors=tensors,
-                groups={axis: mesh.group_name(axis) for axis in mesh.lowered_groups()},
-                keeper=self._keeper,
-                device=mesh.device,
-                away=self._away,
-            )
-            self.stages[index] = owners[index] = stage
-            if self._zero_stage:
-                by_fqn = {meta.fqn: self._param_placements[meta.name] for meta in metas}
-                zero.shard_stage(
-                    stage,
-                    mesh,
-                    self._zero_stage,
-                    by_fqn,
-                    plan.precision,
-                    on_host=plan.optimizer_on_host,
-                )
-                continue
-            params = {meta.fqn: meta.name for meta in metas if meta.kind == "param"}
-            if plan.optimizer_on_host:
-                values = {fqn: pieces[name] for fqn, name in params.items()}
-                owners[index] = HostMasters(stage.named_params(), values, self._host)
-            elif plan.precision == "bf16":
-                values = {
-                    fqn: tensors[name]
-                    if tensors[name].dtype == pieces[name].dtype
-                    else materialized(pieces[name], mesh.device)
-                    for fqn, name in params.items()
-                }
-                owners[index] = MasterParams(stage.named_params(), values)
-        return owners
-
-    def _own_shape(self, model: nn.Module, meta: TensorMeta) -> Tensor:
-        """Return this rank's piece of a tensor in the dtype it rests in, without values yet."""
-        placements = self._param_placements[meta.name]
-        if meta.data is not None:
-            return own_piece(constant(meta).to(self.mesh.device), placements, self.mesh, meta.fqn)
-        whole = shape_of(model, meta).to(rest_dtype(meta, self.plan.precision))
-        return own_piece(whole, placements, self.mesh, meta.fqn)
-
-    def _take_first_values(self, values: FirstValues, preambles: list[dict[int, Preamble]]) -> None:
-        """Bring first values to all that this rank holds; each rank does so for all tensors."""
-        from planner.runtime.checkpoint.parts import model_parts
-
-        places: dict[str, list[Place]] = defaultdict(list)
-        for part in model_parts(self):
-            for tensor in part.tensors:
-                places[part.holding.meta.fqn].append(Place(part.piece, tensor))
-        graphs = self.captured
-        for stage in self.stages.values():
-            for name, tensor in stage.passed.items():
-                meta = self.graph.tensor[name]
-                if meta.kind == "constant" and meta.data is None:
-                    places[meta.fqn].append(Place(Piece.whole(tensor.shape), tensor))
-        for graph, by_stage in zip(graphs, preambles, strict=True):
-            for preamble in by_stage.values():
-                for name, tensor in preamble.tensors.items():
-                    meta = graph.tensor[name]
-                    if meta.data is None:
-                        places[meta.fqn].append(Place(Piece.whole(tensor.shape), tensor))
-        kinds = ("param", "buffer", "constant")
-        held = (t.fqn for g in graphs for t in g.tensors if t.kind in kinds and t.data is None)
-        aliases = {a for t in self.graph.tensors for a in t.aliases}
-        outside = (name for name in self._state_dtypes if name not in aliases)
-        names = dict.fromkeys((*held, *outside))
-        values.fill(places, [name for name in names if name not in self._empty])
-        self._trained.write_back()
-
-    def _activations_on_host(self) -> ActivationsOnHost | None:
-        pp_rank = self.mesh.rank("pp")
-        stages = [
-            s for s in self.schedule.stages_of(pp_rank) if self.plan.stages[s].activations_on_host
-        ]
-        if not stages:
-            return None
-        return ActivationsOnHost(self._host, self.schedule.jobs[pp_rank], stages)
 
     def _build_preambles(self, model: nn.Module, graph: ModelGraph) -> dict[int, Preamble]:
         mesh = self.mesh
@@ -759,7 +661,7 @@ class Engine:
 
     def is_empty(self, fqn: str) -> bool:
         """Whether a tensor was on the meta device when the plan was applied: without values."""
-        return fqn in self._empty
+        return fqn in self.outside.empty
 
     def rest(self) -> None:
         """Hold parameters as they are between steps: as shards, where ZeRO shards them."""
@@ -771,7 +673,7 @@ class Engine:
         """Bring new values of what the optimizer steps on, and of buffers, to all that use them."""
         self._trained.write_back()
         names = {t.fqn: t.name for t in self.graph.tensors if t.kind == "buffer"}
-        outside = self._unused | self._also_read
+        outside = self.outside.tensors
         values = {names[fqn]: t for fqn, t in outside.items() if fqn in names}
         for preamble in self._feeder.preambles:
             preamble.take_values(values)
@@ -787,13 +689,13 @@ class Engine:
         self.rest()
         wanted = [t for t in self.graph.tensors if t.kind in ("param", "buffer")]
         held = gather(self.graph, self.plan, self.mesh, wanted, self._piece)
-        whole = self._unused | held
+        whole = self.outside.unused | held
         if not held:
             return {}
         # A parameter that never trains may rest in a shorter dtype than the user's.
         return {
             name: whole[name].to(torch.promote_types(dtype, whole[name].dtype))
-            for name, dtype in self._state_dtypes.items()
+            for name, dtype in self.outside.dtypes.items()
         }
 
     def full_gradients(self) -> dict[str, Tensor]:

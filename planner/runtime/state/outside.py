@@ -1,0 +1,71 @@
+"""What a model's state dict has beside what stages train: kept whole on every rank, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from planner.graph import ModelGraph
+from planner.runtime.state.weights import empty_tensors, stored_tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutsideTensors:
+    """Tensors of a model by the user's names, as far as no stage alone holds them.
+
+    Attributes:
+        unused: what no block uses, so that no step changes it.
+        also_read: buffers that stages hold, cut or elsewhere, and that the preamble reads whole.
+        empty: names of the tensors that came on the meta device, so without first values.
+        dtypes: the user's dtype of each tensor of the state dict.
+    """
+
+    unused: dict[str, Tensor]
+    also_read: dict[str, Tensor]
+    empty: frozenset[str]
+    dtypes: dict[str, torch.dtype]
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        graphs: Sequence[ModelGraph],
+        held: Collection[str],
+        *,
+        may_be_empty: bool,
+        makes_buffers: bool,
+    ) -> OutsideTensors:
+        """Return those of a model whose stages hold the tensors `held`, by the user's names.
+
+        Where the start `makes_buffers`, a buffer on the meta device gets its value like any other:
+        files need not have it.
+        """
+        empty = empty_tensors(model) if may_be_empty else frozenset[str]()
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        if makes_buffers:
+            empty -= buffers.keys()
+        read = {graph.tensor[name].fqn for graph in graphs for name in graph.preamble.params}
+        # A buffer beside the state dict keeps the model's values, unless it came without.
+        lacking = {
+            name: buffer for name, buffer in model.named_buffers() if name in empty and name in read
+        }
+        stored = stored_tensors(model)
+        outside = {
+            name: torch.empty_like(tensor, device="cpu")
+            for name, tensor in (lacking | stored).items()
+            if name in read or name not in held
+        }
+        return cls(
+            unused={name: tensor for name, tensor in outside.items() if name not in held},
+            also_read={name: tensor for name, tensor in outside.items() if name in held},
+            empty=empty,
+            dtypes={name: tensor.dtype for name, tensor in stored.items()},
+        )
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them, by name."""
+        return self.unused | self.also_read

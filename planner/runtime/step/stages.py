@@ -1,0 +1,108 @@
+"""Making a rank's stages: their weights get memory, as pieces, and ZeRO shards them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from planner.graph import ModelGraph, TensorMeta
+from planner.layout.placements import Placements
+from planner.plan import Plan
+from planner.runtime.stage.host_activations import ActivationsOnHost
+from planner.runtime.stage.programs import Programs
+from planner.runtime.stage.recompute import Keeper
+from planner.runtime.stage.stage import StageModule
+from planner.runtime.start.groups.mesh import Mesh
+from planner.runtime.state import zero
+from planner.runtime.state.host import Host
+from planner.runtime.state.masters import MasterParams, cast_params, rest_dtype
+from planner.runtime.state.optimizers.host_optimizer import HostMasters
+from planner.runtime.state.weights import constant, materialized, own_piece, shape_of
+from planner.runtime.step.messages.wiring import (
+    Edge,
+    block_placements,
+    stage_params,
+    wire_stage,
+)
+from planner.runtime.step.trained import Owner
+
+
+def build_stages(
+    indices: Sequence[int],
+    model: nn.Module,
+    graph: ModelGraph,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    edges: tuple[Edge, ...],
+    placements: Mapping[str, Placements],
+    zero_stage: int,
+    programs: Programs,
+    keeper: Keeper,
+    host: Host,
+    away: ActivationsOnHost | None,
+) -> tuple[dict[int, StageModule], dict[int, Owner]]:
+    """Return the stages of a rank by index, and by index who names what is trained of each.
+
+    Weights lie in memory without values yet, on the device or, as shards of ZeRO 1 and above,
+    where FSDP2 has them. `placements` are those of the rank's parameters and buffers; `zero_stage`
+    is 0 where there is one replica.
+    """
+    names = stage_params(graph, plan)
+    stages: dict[int, StageModule] = {}
+    owners: dict[int, Owner] = {}
+    for index in indices:
+        metas = [graph.tensor[name] for name in names[index]]
+        pieces = {
+            meta.name: _piece(model, meta, plan, mesh, placements[meta.name]) for meta in metas
+        }
+        # FSDP2 keeps shards in fp32 and casts what it gathers.
+        in_fp32 = plan.precision == "bf16" and zero_stage > 0
+        tensors = pieces if in_fp32 else cast_params(pieces, metas)
+        for meta in metas:
+            # What FSDP2 shards gets memory as shards.
+            if not (zero_stage and meta.kind == "param"):
+                tensors[meta.name] = materialized(tensors[meta.name], mesh.device)
+        stage = StageModule(
+            graph=graph,
+            plan=plan.stages[index],
+            wiring=wire_stage(graph, plan, edges, index),
+            placements=lambda block: block_placements(graph, plan, block),
+            programs=programs,
+            tensors=tensors,
+            groups={axis: mesh.group_name(axis) for axis in mesh.lowered_groups()},
+            keeper=keeper,
+            device=mesh.device,
+            away=away,
+        )
+        stages[index] = owners[index] = stage
+        if zero_stage:
+            by_fqn = {meta.fqn: placements[meta.name] for meta in metas}
+            zero.shard_stage(
+                stage, mesh, zero_stage, by_fqn, plan.precision, on_host=plan.optimizer_on_host
+            )
+            continue
+        params = {meta.fqn: meta.name for meta in metas if meta.kind == "param"}
+        if plan.optimizer_on_host:
+            values = {fqn: pieces[name] for fqn, name in params.items()}
+            owners[index] = HostMasters(stage.named_params(), values, host)
+        elif plan.precision == "bf16":
+            values = {
+                fqn: tensors[name]
+                if tensors[name].dtype == pieces[name].dtype
+                else materialized(pieces[name], mesh.device)
+                for fqn, name in params.items()
+            }
+            owners[index] = MasterParams(stage.named_params(), values)
+    return stages, owners
+
+
+def _piece(
+    model: nn.Module, meta: TensorMeta, plan: Plan, mesh: Mesh, placements: Placements
+) -> Tensor:
+    """Return a rank's piece of a tensor in the dtype it rests in, without values yet."""
+    if meta.data is not None:
+        return own_piece(constant(meta).to(mesh.device), placements, mesh, meta.fqn)
+    whole = shape_of(model, meta).to(rest_dtype(meta, plan.precision))
+    return own_piece(whole, placements, mesh, meta.fqn)

@@ -1,0 +1,55 @@
+"""What of a state dict lies in no stage: by the user's names, whole, in the user's dtypes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from planner.runtime.state.outside import OutsideTensors
+from tests.captures import capture_module
+
+
+class Net(nn.Module):
+    """Reads a buffer before its blocks, as a mask; has a weight that it never reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+        self.spare = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        self.register_buffer("shift", torch.arange(4.0))
+        self.register_buffer("hidden", torch.ones(4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x + self.shift * self.hidden).square().mean()
+
+
+def outside_of(model: nn.Module, **options: bool) -> OutsideTensors:
+    graph = capture_module(Net(), {"x": torch.randn(2, 4)}, {"x": torch.randn(3, 4)})
+    held = {tensor.fqn for tensor in graph.tensors if tensor.kind in ("param", "buffer")}
+    held -= {"spare"}
+    options = {"may_be_empty": False, "makes_buffers": False} | options
+    return OutsideTensors.of(model, (graph,), held, **options)
+
+
+def test_what_no_block_uses_is_kept_whole_under_its_name():
+    found = outside_of(Net())
+    assert found.unused.keys() == {"spare"}
+    assert found.unused["spare"].shape == (3,)
+    assert found.dtypes == {
+        "up.weight": torch.float32,
+        "up.bias": torch.float32,
+        "spare": torch.float64,
+        "shift": torch.float32,
+    }
+    assert found.empty == frozenset()
+    assert found.tensors.keys() == found.unused.keys() | found.also_read.keys()
+
+
+def test_what_came_without_values_is_named():
+    model = Net().to("meta")
+    assert outside_of(model).empty == frozenset()
+    named = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    assert outside_of(model, may_be_empty=True).empty == named
+    made = outside_of(model, may_be_empty=True, makes_buffers=True)
+    assert made.empty == named - {"shift", "hidden"}
+    assert all(not tensor.is_meta for tensor in made.tensors.values())
