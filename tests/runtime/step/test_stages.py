@@ -17,7 +17,7 @@ from tests.captures import capture_tiny
 
 
 def test_a_model_on_the_meta_device_gets_pieces_in_memory():
-    graph = capture_tiny("gpt")
+    graph = capture_tiny("gpt", precision="bf16")
     plan = default_plan(graph, num_microbatches=1).model_copy(update={"precision": "bf16"})
     mesh = build_mesh(plan, torch.device("cpu"))
     keeper = Keeper()
