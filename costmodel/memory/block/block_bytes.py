@@ -249,33 +249,22 @@ def block_load(block: BlockBytes, recomputed: Collection[str]) -> StageLoad:
 
     `block` is without recomputation; `recomputed` names the ops that run again where it is
     selective. The activation inputs stay resident until the block's backward, saved by autograd or
-    not: their gradients are left where they are. A peak starts from nothing of the block alive but
-    its inputs, and a backward's from all that is saved and the gradients of the outputs; both
-    count these. A later microbatch's gradient of a parameter lives as long as its op.
+    not: their gradients are left where they are.
     """
     saved, tensor = block.saved, block.saved.program.tensor
     activations = [edge for edge in block.inputs if edge.requires_grad]
     side = sum(edge.num_bytes for edge in block.inputs if edge.is_kept and not edge.requires_grad)
     input_bytes = sum(edge.num_bytes for edge in activations)
-    unsaved_input = sum(edge.num_bytes for edge in activations if not edge.is_kept)
     arriving = {edge.name for edge in block.outputs if edge.requires_grad}
-    forward_peak = block.forward_rise_bytes + input_bytes
-    backward_peak = saved.num_bytes - side + block.backward(first=False).rise_bytes
-    backward_peak += sum(tensor[name].bytes_at(1) for name in arriving)
-    recompute_peak = max(forward_peak, backward_peak + unsaved_input)
     # Blocks without a backward are not recomputed.
-    kept, needed = kept_storages(saved, recomputed if arriving else ()), saved.roots
-    unsaved = sum(size for root, size in kept.roots.items() if root not in needed)
+    kept = kept_storages(saved, recomputed if arriving else ())
     params = saved.program.params
     frozen_param_bytes = sum(block.frozen.values())
     spread = [size for name, size in block.params.items() if name in block.spread]
     return StageLoad(
         saved_bytes=saved.num_bytes - side,
-        saved_peak_bytes=max(forward_peak, backward_peak),
         input_bytes=input_bytes,
-        recompute_peak_bytes=recompute_peak,
         selective_bytes=input_bytes + kept.num_bytes,
-        selective_peak_bytes=recompute_peak + unsaved,
         side_bytes=side,
         tail_bytes=sum(tensor[name].bytes_at(1) for name in saved.outputs),
         param_bytes=sum(block.params.values()),
@@ -283,7 +272,6 @@ def block_load(block: BlockBytes, recomputed: Collection[str]) -> StageLoad:
         frozen_param_bytes=frozen_param_bytes,
         frozen_backward_bytes=frozen_param_bytes * bool(arriving),
         largest_param_bytes=sum(block.params.values()),
-        largest_frozen_bytes=frozen_param_bytes,
         num_params=len(block.params),
         spread_bytes=sum(spread),
         num_spread=len(spread),
