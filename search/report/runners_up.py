@@ -83,7 +83,7 @@ def _evaluate_set_aside(
             continue
         if not partitioned:
             return
-        *_, node, cut = heapq.heappop(partitioned)
+        _, wave, ticket, node, cut = heapq.heappop(partitioned)
         configuration = node.configuration
         work -= _num_jobs(node)
         if _degrees_of(configuration) in found or work < 0:
