@@ -33,14 +33,8 @@ import numpy as np
 from accuracy_configured import as_configured
 from accuracy_groups import Ranking, plot, print_rankings, rankings
 from accuracy_page import TITLES, Section, cells_of, write_page
+from fit_rates import RANGES, MeasuredRun, PricedRuns, fit_rates, held_out_errors
 
-from costmodel.table.fit_rates import (
-    RANGES,
-    MeasuredRun,
-    PricedRuns,
-    fit_rates,
-    held_out_errors,
-)
 from costmodel.table.rows.named_models import named_model
 from costmodel.table.rows.row_files import read_rows
 from costmodel.table.rows.row_plan import RowPrices, is_nearly_full, needed_bytes

@@ -1,9 +1,10 @@
 """What a training step takes, predicted: pure functions of a graph, a profile and a plan.
 
 `estimate` is the front door: time and memory in named parts. Below it, each usable alone:
-`time.block.program` prices a block on one rank, `StageCosts` any run of blocks, `time.simulate`
-runs a job table, `memory.exact` and `memory.bound` count bytes. All of it is free of torch, and
-`CostCache` computes each expensive answer once: a search calls it thousands of times a second.
+`execution.executed_program` prices a block on one rank, `StageCosts` any run of blocks,
+`time.simulate` runs a job table, `memory.exact` and `memory.bound` count bytes. None of it loads
+torch. `CostCache` computes each expensive answer once: a search needs them thousands of times a
+second.
 """
 
 from costmodel.cache import CostCache

@@ -11,12 +11,13 @@ from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from costmodel.execution import Execution, find_execution
+from costmodel.execution.executed_program import price_program
 from costmodel.execution.own_modules import with_own_modules
 from costmodel.execution.rings import with_rings
 from costmodel.execution.saves import as_saved, saved_instead, with_sized_losses
 from costmodel.links import Links, SideValues, find_links, find_side_values
-from costmodel.memory.block.block_bytes import BlockBytes, block_bytes, block_load
-from costmodel.time.block.program import price_program
+from costmodel.memory.block.block_bytes import block_bytes, block_load
+from costmodel.memory.block.placed_block import BlockBytes
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.stage_costs.times import RunTimes
 from costmodel.topology import lowered_groups

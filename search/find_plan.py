@@ -290,7 +290,10 @@ def _infeasible_result(search: SearchState, shapes: Sequence[Shape]) -> SearchRe
     leanest = find_leanest(search.candidates, shapes)
     reasons, smallest = explain_infeasible(leanest, search.request, search.memory_limit_bytes)
     return SearchResult(
-        plan=None, reasons=reasons, smallest_memory_bytes=smallest, leanest=leanest.plan
+        plan=None,
+        reasons=reasons,
+        smallest_memory_bytes=smallest,
+        leanest=with_estimate(leanest.plan, leanest.estimate),
     )
 
 

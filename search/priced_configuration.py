@@ -44,15 +44,13 @@ class PricedConfiguration:
         memory_limit_bytes: float,
         *,
         infeasible: tuple[InfeasibleStage, ...] = (),
-        is_conservative: bool = False,
         is_mixed: bool = False,
     ) -> ChainProblem:
         """Return the chain problem of a configuration with one stage a rank.
 
-        Without the stages that are known to be infeasible, and with those only that pass the
-        conservative memory check, if that is set. Transfers that do not overlap are part of the
-        jobs that wait for them, and on the way between stages each counts as the cheapest; where
-        neighbours may have other meshes (`is_mixed`), they are on the way alone.
+        Without the stages that are known to be infeasible. Transfers that do not overlap are part
+        of the jobs that wait for them, and on the way between stages each counts as the cheapest;
+        where neighbours may have other meshes (`is_mixed`), they are on the way alone.
         """
         configuration, table = self.configuration, self.table
         stages = RankStages(
@@ -85,7 +83,6 @@ class PricedConfiguration:
             cuts=self.candidates.cuts,
             infeasible=(*self._kept_apart(stages.num_choices), *infeasible),
             copied=self._copied,
-            is_conservative=is_conservative,
         )
 
     def _kept_apart(self, num_choices: int) -> Iterator[InfeasibleStage]:
@@ -161,12 +158,6 @@ class PricedConfiguration:
         """Return stages of an even cut whose ranks cannot hold what their job table has alive."""
         levels = self.interleaved.levels(self.configuration).of_cut(cut.choices, cut.until)
         return self.interleaved.levels_too_low(self.configuration, levels, memory_limit_bytes)
-
-    def seems_to_fit(self, cut: Cut, memory_limit_bytes: float) -> bool:
-        """Whether an even cut fits as far as can be guessed without an estimate."""
-        recomputed = self.recompute_by_block(cut)
-        guess = self.interleaved.guess_bytes(self.configuration, recomputed)
-        return bool((guess <= memory_limit_bytes).all())
 
     def quick_step_s(self, cut: Cut) -> float:
         """Return the simulated step time without making a plan."""

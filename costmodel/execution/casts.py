@@ -23,8 +23,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from costmodel.execution.execution import Scaling
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Casts:
@@ -52,7 +50,7 @@ CUTLASS_PART = 0.95
 """PyTorch's kernel with a scale a row reaches 0.90 to 1.00 of cuBLAS's rate with one a tensor
 (pytorch/pytorch issue 147971, February 2025, H100): the middle of both."""
 
-CASTS: Mapping[Scaling, Casts] = {
+CASTS: Mapping[str, Casts] = {
     "delayed": Casts(ready_bytes=0, alone_bytes=4, saves_narrow=True),
     "tensorwise": Casts(ready_bytes=4, alone_bytes=6, weight_back_bytes=2, gathers_narrow=True),
     "rowwise": Casts(

@@ -126,16 +126,6 @@ class ExecutedProfile(TrainingProfile):
         """What casts for products in 8 bits move; None where layers multiply in 16."""
         return CASTS[self.execution.scaling] if self.multiplies_narrow else None
 
-    def with_rates(self, rates: DeviceRates) -> ExecutedProfile:
-        """Return the same machine with other rates."""
-        return ExecutedProfile(
-            self.alone,
-            rates,
-            num_nodes=self.num_nodes,
-            execution=self.execution,
-            product_dtype=self.product_dtype,
-        )
-
     def _reached_part(self, group: Group) -> float:
         """Return what part of its links' rate a group reaches."""
         if group.num_nodes == 1:

@@ -1,5 +1,8 @@
 """What a block takes as a runtime executes it: kernels, collectives that show, and the host.
 
+Of an execution that is priced with a profile (ours), ops are added up
+(`costmodel.time.block.program`). Of those priced with rates (others):
+
 forward  = products + attention + passes over memory         (device, `executed_kernels`)
 host     = what issuing the kernels adds where the device does not keep it busy
 """
@@ -8,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from costmodel.execution.executed import ExecutedProfile, KernelSeconds
+from costmodel.execution.executed import ExecutedProfile, KernelSeconds, rated_profile
 from costmodel.execution.executed_comm import exposed_comm
 from costmodel.execution.executed_kernels import (
     LOSSES,
@@ -22,17 +25,64 @@ from costmodel.execution.executed_kernels import (
 )
 from costmodel.execution.execution import Execution
 from costmodel.memory.saved import saved_tensors
+from costmodel.table.fusion import Kernels
 from costmodel.time.block.compute import ProgramTimes, Spent, op_works
+from costmodel.time.block.program import accumulate_seconds, profiled_times
+from costmodel.time.stage_costs.times import RunTimes
 from costmodel.topology import Axis
 from planner.graph import Program
 from planner.layout.experts import grouped_products
 from planner.layout.redistribution.redistribute import REDISTRIBUTE
 from planner.ops.flops import needing_gradient
 from planner.ops.record import family_of, packet_of
+from profiles import Profile
 
 HOST_SHARPNESS = 4
 """How sharply a phase turns from waiting for the device to waiting for the host: where both are
 as slow, it takes 2 ** (1/4) times as long as either."""
+
+
+def price_program(
+    local: Program,
+    profile: Profile,
+    *,
+    axes: Mapping[str, Axis],
+    execution: Execution,
+    recomputed: frozenset[str] = frozenset(),
+    polls: bool = False,
+) -> RunTimes:
+    """Price a bound program that `planner.layout.lowering.lower` made local: a run of one block.
+
+    `axes` are those it was lowered on, `execution` the runtime that runs it; `recomputed` names the
+    ops that run again under selective recomputation. Collectives run on the compute stream's time,
+    as the runtime waits for each. `polls`: as in `Split`. Before a model's first trained parameter
+    no gradient arrives, and nothing is recomputed.
+    """
+    has_backward = any(local.tensor[name].requires_grad for name in local.outputs)
+    recomputed = recomputed if has_backward else frozenset()
+    if execution.prices == "rates":
+        rated = rated_profile(profile)
+        times = executed_times(local, rated, axes=axes, recomputed=recomputed, polls=polls)
+    else:
+        kernels: Kernels = "fused" if execution.kernels == "fused" else "eager"
+        times = profiled_times(local, profile, axes=axes, recomputed=recomputed, kernels=kernels)
+    accumulate_s = accumulate_seconds(local, profile)
+    forward_s = sum(times.forward)
+    return RunTimes(
+        forward_s=forward_s,
+        backward_s=sum(times.backward) + accumulate_s,
+        weight_s=times.weight_s + accumulate_s,
+        recomputed_s=sum(times.recomputed),
+        rerun_s=has_backward * (forward_s + times.forward_comm_s),
+        rerun_host_s=has_backward * times.forward.host_s,
+        rerun_comm_s=has_backward * times.forward_comm_s,
+        comm_forward_s=times.forward_comm_s,
+        comm_backward_s=times.backward_comm_s,
+        host_forward_s=times.forward.host_s,
+        host_backward_s=times.backward.host_s,
+        forward_flop=times.forward_flop,
+        backward_flop=times.backward_flop,
+    )
 
 
 def executed_times(

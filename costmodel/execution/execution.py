@@ -83,8 +83,6 @@ class Execution:
     """A fused kernel saves what it takes for its backward, not what it makes inside."""
     regathers: bool
     """What tp ranks gather for a product is saved in parts, and gathered again for the backward."""
-    copies_values: bool
-    """Attention's values are copied out of the product that makes them with queries and keys."""
     loss_bytes: int
     """Memory of a logit while the loss over parts of a vocabulary is computed: the logit, and what
     is made of it in fp32."""

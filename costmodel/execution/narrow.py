@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from costmodel.execution.execution import Execution
-from costmodel.time.block.compute import op_works
 from planner.graph import Op, Program
 from planner.layout.redistribution.redistribute import REDISTRIBUTE
+from planner.ops.flops import op_work
 from planner.ops.record import family_of, packet_of
 from profiles.lookup.families import ATTENTION, MATMUL
 
@@ -50,7 +50,7 @@ def gradient_is_ready(op: Op, local: Program, execution: Execution) -> bool:
 
 
 def _is_view(op: Op, local: Program) -> bool:
-    return op_works(op, local.tensor)[0].num_bytes == 0 and not _multiplies(op)
+    return op_work(op, local.tensor).num_bytes == 0 and not _multiplies(op)
 
 
 def _is_pass(op: Op) -> bool:

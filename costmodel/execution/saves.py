@@ -5,7 +5,6 @@ fused_saves      a fused kernel saves what it takes and makes the rest again: a 
 regathers        what tp ranks gather for a product is saved as each rank's part, and gathered
                  again for the weight's gradient (Korthikanti et al. 2022, arXiv 2205.05198,
                  section 4.2.2)
-copies_values    attention's values are a copy, not a part of the product that made them
 loss_bytes       how much memory a loss over parts of a vocabulary takes for a logit
 
 A product of a layer that multiplies in 8 bits casts what it takes, and keeps the cast for its
@@ -32,7 +31,6 @@ from planner.layout.redistribution.redistribute import REDISTRIBUTE
 from planner.ops.families.losses.cross_entropy import SIZED_CROSS_ENTROPY, VOCAB_CROSS_ENTROPY
 from planner.ops.record import family_of
 from profiles import Profile
-from profiles.lookup.families import ATTENTION
 
 CAST = "aten._to_copy.default"
 NARROW = "float8_e4m3fn"
@@ -52,10 +50,6 @@ def saved_instead(local: Program, execution: Execution) -> SavedInstead:
             inside = _inside(ops)
             for op in ops:
                 found[op.name] |= inside
-    if execution.copies_values:
-        for op in local.ops:
-            if family_of(op.target).arithmetic == ATTENTION:
-                found[op.name][op.inputs[2]] = ()
     if execution.regathers:
         gathered = {op.outputs[0]: op.inputs for op in local.ops if _gathers(op, local)}
         for op in local.ops:

@@ -22,14 +22,14 @@ fullest point, and one microbatch less once it has them.
 Each `PARTS` entry has a counterpart in the exact fidelity (`exact.resident`, or the walk itself).
 A new part of memory is an entry there and an entry here.
 
-`RankBound.least` is the bound: a search prunes by it alone. `RankBound.conservative` is no bound.
-It adds the inside of the highest job, posted receive buffers and FSDP messages. A search uses it to
-choose a stage that is likely to fit when the exact walk rejected the one that the bound allowed.
+`RankBound.least` is the bound. It leaves out the inside of the highest job, posted receive buffers
+and FSDP messages; where the exact walk rejects a stage that the bound allows, the search asks the
+walk how much the stage must recompute (`search.nodes.exact_recompute`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property, lru_cache, reduce
@@ -38,29 +38,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from costmodel.memory.parts import Ranks
-from costmodel.time.stage_costs.load import SAVED_AND_PEAK, Held, StageLoad
+from costmodel.time.stage_costs.load import SAVED, StageLoad
 from planner.plan import Recompute
 from profiles import Profile
 from profiles.profile import Amount
 
 
-def kept_bytes(load: StageLoad, *, recompute: Recompute | Held) -> Amount:
-    """Return the bytes a stage keeps for each microbatch in flight: its blocks recompute alike, or
-    hold this.
-    """
-    return _held(load, recompute).kept_bytes + load.side_bytes
-
-
-def job_peak_bytes(load: StageLoad, *, recompute: Recompute | Held) -> Amount:
-    """Return the peak inside one microbatch's forward or backward, what it keeps included."""
-    return _held(load, recompute).peak_bytes + load.side_bytes
-
-
-def _held(load: StageLoad, recompute: Recompute | Held) -> Held:
-    if isinstance(recompute, Held):
-        return recompute
-    kept, peak = SAVED_AND_PEAK[recompute]
-    return Held(kept_bytes=getattr(load, kept), peak_bytes=getattr(load, peak))
+def kept_bytes(load: StageLoad, *, recompute: Recompute) -> Amount:
+    """Return the bytes a stage keeps for each microbatch in flight: its blocks recompute alike."""
+    kept: Amount = getattr(load, SAVED[recompute])
+    return kept + load.side_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +110,12 @@ class RankBound:
     """What one microbatch and the parameters take on the stage; fields may be arrays."""
     num_microbatches: int
     """Microbatches of a step."""
-    recompute: Recompute | Held
-    """Which activations are recomputed in the backward, or what a microbatch holds where blocks
-    differ in that."""
+    recompute: Recompute
+    """Which activations are recomputed in the backward."""
     ranks: Ranks
     """How the ranks of the stage keep parameters, gradients and optimizer state."""
     profile: Profile
     """The device's: allocator overhead, context."""
-    receive_bytes: Any = 0
-    """Receive buffers that are posted ahead (bytes); only `conservative` counts them."""
     batch_bytes: int = 0
     """The global batch (bytes), which every rank gets whole."""
     splits_backward: bool = False
@@ -142,59 +126,33 @@ class RankBound:
 
     def least(self, in_flight: int) -> Any:
         """Return the bytes that the rank needs at least with so many microbatches in flight."""
-        return self._worst(self._samples(in_flight, splits=self.splits_backward))
-
-    def conservative(self, in_flight: int) -> Any:
-        """Return about what the exact walk finds with so many microbatches in flight: no bound."""
-        # Where backward is split, gradients are supposed to come as early as where it is not.
-        splits = self.splits_backward and in_flight >= self.num_microbatches
-        return self._worst(self._samples(in_flight, splits=splits), self.beside_bytes)
-
-    def _worst(self, samples: Iterable[tuple[Any, Phase]], more: Any = 0) -> Any:
-        """Return the bytes of the fullest sample, with `more` beside what is saved at each."""
         return reduce(
             np.maximum,
-            (self.with_saved(live * self._kept + more, phase) for live, phase in samples),
+            (self.with_saved(live * self._kept, phase) for live, phase in self._samples(in_flight)),
         )
 
     def may_fit(self, in_flight: int, limit_bytes: float) -> Any:
         """Whether `least(in_flight)` is within a limit, with as few array operations as it can."""
         room = self._room(limit_bytes)
         fits: Any = self.resident_bytes[Phase.UPDATE] <= room
-        for live, phase in self._samples(in_flight, splits=self.splits_backward):
+        for live, phase in self._samples(in_flight):
             fits = fits & (live * self._kept <= room - self.resident_bytes[phase])
         return fits
 
-    def most_kept(
-        self, in_flight: int, limit_bytes: float, *, more: Any = 0.0, is_conservative: bool = False
-    ) -> Any:
+    def most_kept(self, in_flight: int, limit_bytes: float) -> Any:
         """Return the most that a microbatch may keep of the stage, side inputs apart, for the rank
-        to be within a limit, with `more` bytes beside; below 0 where nothing is.
+        to be within a limit; below 0 where nothing is.
         """
         room = self._room(limit_bytes)
-        splits = self.splits_backward and (
-            not is_conservative or in_flight >= self.num_microbatches
-        )
         most = reduce(
             np.minimum,
             (
-                (room - more - self.resident_bytes[phase]) / live
-                for live, phase in self._samples(in_flight, splits=splits)
+                (room - self.resident_bytes[phase]) / live
+                for live, phase in self._samples(in_flight)
             ),
         )
         fits = self.resident_bytes[Phase.UPDATE] <= room
         return np.where(fits, most - self.load.side_bytes, -np.inf)
-
-    @property
-    def beside_bytes(self) -> Any:
-        """About what is alive beside what microbatches keep: inside a job (values between its ops,
-        gradients on their way, kernels' scratch), FSDP messages and posted receives.
-        """
-        # A job's height beyond what the microbatch keeps. FSDP's messages come at another point of
-        # the job, so the higher of the two counts.
-        peak = job_peak_bytes(self.load, recompute=self.recompute)
-        inside = np.maximum(peak, self._kept) - self._kept
-        return np.maximum(inside, self._fsdp_message_bytes) + self.receive_bytes
 
     def with_saved(self, saved_bytes: Any, phase: Phase = Phase.BEFORE_BACKWARD) -> Any:
         """Return what the rank needs at least if in a phase it keeps so many bytes at once."""
@@ -207,14 +165,14 @@ class RankBound:
         this rank's options and its `fixed` bytes, whatever its parameters and activations.
         """
         room = self._room(limit_bytes)
-        samples = self._samples(in_flight, splits=self.splits_backward)
         return tuple(
             Line(live, self.slopes[phase].per_param_byte, self._fixed_bytes(phase) - room)
-            for live, phase in (*samples, (0.0, Phase.UPDATE))
+            for live, phase in (*self._samples(in_flight), (0.0, Phase.UPDATE))
         )
 
-    def _samples(self, in_flight: int, *, splits: bool) -> tuple[tuple[Any, Phase], ...]:
+    def _samples(self, in_flight: int) -> tuple[tuple[Any, Phase], ...]:
         """Return (microbatches in flight, phase) of each point that may be the fullest."""
+        splits = self.splits_backward
         live = live_on_device(in_flight, on_host=self.activations_on_host)
         if self.ranks.has_buckets or (in_flight < self.num_microbatches and not splits):
             # The rank refills after its first backward: as many microbatches, and gradients.
@@ -260,18 +218,6 @@ class RankBound:
         return [
             self.slopes[phase].per_param_byte * params + self._fixed_bytes(phase) for phase in Phase
         ]
-
-    @property
-    def _fsdp_message_bytes(self) -> Any:
-        """About what FSDP2 holds at the largest block under ZeRO 2 and 3: the message of its
-        gradients and, under ZeRO 3, its gathered weights and those of the block prefetched.
-        """
-        if not self.ranks.is_sharded or self.ranks.zero_stage == 1:
-            return 0.0
-        gathered = 2 * int(self.ranks.zero_stage == 3)
-        factor = self.ranks.sum_factor + gathered
-        frozen_bytes = gathered * self.load.largest_frozen_bytes
-        return factor * self.load.largest_param_bytes + frozen_bytes
 
 
 Part = Callable[[Ranks, Phase], Resident]

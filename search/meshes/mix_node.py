@@ -72,7 +72,7 @@ class MixNode(PartitionableNode):
         alone = self.alone()
         mixed = mixed_problem(alone, self.mix.members_of_stage)
         mixed = replace(mixed, views=self.mix.stage_views(alone))
-        return replace(mixed, infeasible=self.infeasible, is_conservative=self.is_conservative)
+        return replace(mixed, infeasible=self.infeasible)
 
     def problems(self, search: SearchState) -> list[ChainProblem]:
         """Return the exact problems."""

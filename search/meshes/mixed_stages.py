@@ -58,10 +58,10 @@ class MixedCostWindow:
         down, up = zip(*(window.copies_s for window in self.windows), strict=True)
         return np.concatenate(down), np.concatenate(up)
 
-    def peak_bytes(self, in_flight: int, choice: int) -> Floats:
-        """About the bytes of a rank holding each run."""
+    def least_bytes(self, in_flight: int, choice: int) -> Floats:
+        """Least bytes of a rank that holds each run."""
         member, own = divmod(choice, self._kinds)
-        return self.windows[member].peak_bytes(in_flight, own)
+        return self.windows[member].least_bytes(in_flight, own)
 
     def on_rank(self, rank: RankLimit, part: Part) -> tuple[Floats, Flags]:
         """Return backward seconds of a part's runs, by choice, and whether each may fit."""

@@ -146,7 +146,7 @@ class ConfigurationNode(PartitionableNode):
         if known not in self._made:
             self._made.clear()
             self._made[known] = self.priced(search).problem(
-                search.memory_limit_bytes, infeasible=known, is_conservative=self.is_conservative
+                search.memory_limit_bytes, infeasible=known
             )
         return self._made[known]
 
@@ -160,8 +160,6 @@ class ConfigurationNode(PartitionableNode):
     ) -> tuple[InfeasibleStage, ...]:
         """Return what stages that are too large recompute too little, up to what fits exactly."""
         found = super().infeasible_stages(search, cut, done)
-        if self.is_conservative and self.configuration.vpp == 1:
-            return found
         exact = ExactRecompute(priced=self.priced(search), limit_bytes=search.memory_limit_bytes)
         if self.configuration.vpp > 1:
             ranks = sorted({done.plan.stages[known.stage].pp_rank for known in found})
@@ -194,15 +192,12 @@ class ConfigurationNode(PartitionableNode):
     def _exclude(self, search: SearchState, rule: str, bound: float = float("inf")) -> None:
         """Prune the configuration: nothing that fits is faster than the bound."""
         search.prune(rule)
-        # The conservative check may refuse what does fit.
-        if not self.is_conservative:
-            search.warm_start.raise_bound(self.key, bound)
+        search.warm_start.raise_bound(self.key, bound)
 
     def remember(self, search: SearchState) -> None:
         """Keep the stages that are too large, and the bound of what is left."""
         search.warm_start.infeasible[self.key] = self.infeasible
-        if not self.is_conservative:
-            search.warm_start.raise_bound(self.key, self.bound)
+        search.warm_start.raise_bound(self.key, self.bound)
 
 
 def evaluated_plan(configuration: Configuration, plan: Plan, estimate: Estimate) -> EvaluatedPlan:

@@ -7,8 +7,7 @@
                            all given: a plan to evaluate
 
 Where the estimate finds a stage over the memory limit, the node is partitioned again without this
-stage. After too many attempts the memory check becomes conservative: it refuses most of what does
-not fit, and perhaps what does.
+stage. After too many attempts it is left with a gap.
 
 A configuration is counted when its best partition is evaluated. The nodes of the k best count for
 none, and stop after `MOST_EXTRA_WORK`.
@@ -31,7 +30,6 @@ from search.stages.stage_table import StageTable
 
 _MOST_ATTEMPTS = 48
 """How often a node is partitioned again when its estimate is over the memory limit."""
-_MOST_CONSERVATIVE_ATTEMPTS = 8
 
 JOBS_PER_ESTIMATE = 2000
 """What an estimate costs beside its simulation, in simulated jobs."""
@@ -89,11 +87,6 @@ class PartitionableNode(Node[SearchState]):
         """A single configuration."""
         return 1
 
-    @property
-    def is_conservative(self) -> bool:
-        """Whether a partition must pass the conservative memory check."""
-        return self.num_attempts > _MOST_ATTEMPTS
-
     def infeasible_ranks(self, search: SearchState, cut: Cut) -> tuple[InfeasibleStage, ...]:
         """Return stages of ranks that are too large by their job table, before any estimate."""
         return ()
@@ -134,9 +127,8 @@ class PartitionableNode(Node[SearchState]):
         Its bound, the least of all partitions that were left, holds for those that still are.
         """
         if self.num_attempts == _MOST_ATTEMPTS:
-            # What the conservative check leaves out, and how fast that is, is unknown.
+            # Partitions are left that nobody has looked at.
             search.leave_open(self.bound)
-        if self.num_attempts == _MOST_ATTEMPTS + _MOST_CONSERVATIVE_ATTEMPTS:
             search.prune(PLAN_TOO_LARGE)
             return
         node = replace(self, infeasible=(*self.infeasible, *infeasible))
@@ -184,7 +176,7 @@ class PartitionedNode(Node[SearchState]):
             return
         else:
             search.num_evaluated += 1
-        is_listed = of.configuration.pp > 1 and not is_interleaved and not of.is_conservative
+        is_listed = of.configuration.pp > 1 and not is_interleaved
         if is_listed and search.request.solver != INEXACT_SOLVER:
             yield PartitionsNode(bound=self.bound, wave=of.wave_of_others, of=of)
         else:

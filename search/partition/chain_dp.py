@@ -213,8 +213,9 @@ def smallest_peak(problem: ChainProblem) -> Cut | None:
     value, steps = _end_of(problem), []
     for stage in range(stages - 1, -1, -1):
         paths = Paths(problem, windows[stage])
-        peaks = np.stack([paths.peak(stage, choice) for choice in range(len(problem.choices))])
-        value, step = _fold(paths.of_stage(stage), peaks, value)
+        choices = range(len(problem.choices))
+        needed = np.stack([paths.least_bytes(stage, choice) for choice in choices])
+        value, step = _fold(paths.of_stage(stage), needed, value)
         steps.append(step)
     if not np.isfinite(value[0]):
         return None

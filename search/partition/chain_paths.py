@@ -172,7 +172,6 @@ class Paths:
             rank = RankLimit(
                 in_flight=problem.in_flight[stage],
                 limit_bytes=problem.memory_limit_bytes,
-                is_conservative=problem.is_conservative,
                 infeasible=infeasible,
             )
             backward_s, fits = self.costs.on_rank(rank, part)
@@ -187,10 +186,10 @@ class Paths:
             fits[[choice not in own for choice in range(len(fits))]] = False
         return backward_s, fits
 
-    def peak(self, stage: int, choice: int) -> Floats:
-        """Peak bytes of every run on this stage, inf where there is none."""
-        peak = self.costs.peak_bytes(self.problem.in_flight[stage], choice)
-        return np.where(self.window.valid, peak, np.inf)
+    def least_bytes(self, stage: int, choice: int) -> Floats:
+        """Least bytes of every run on this stage, inf where there is none."""
+        least = self.costs.least_bytes(self.problem.in_flight[stage], choice)
+        return np.where(self.window.valid, least, np.inf)
 
 
 def _is_fastest(backward_s: Floats, fits: Flags, problem: ChainProblem) -> Flags:

@@ -44,8 +44,8 @@ class CostWindow(Protocol):
         """Seconds, by choice, in which a microbatch's activations leave a device and return."""
         ...
 
-    def peak_bytes(self, in_flight: int, choice: int) -> Floats:
-        """About the bytes of a rank holding each run with this many microbatches in flight;
+    def least_bytes(self, in_flight: int, choice: int) -> Floats:
+        """Least bytes of a rank that holds each run with this many microbatches in flight;
         infinite for choices that depend on what fits.
         """
         ...
@@ -71,8 +71,6 @@ class RankLimit:
     """Most microbatches that it keeps."""
     limit_bytes: float
     """Bytes of its device."""
-    is_conservative: bool = False
-    """Whether `CostWindow.peak_bytes` must be within that."""
     infeasible: tuple[InfeasibleStage, ...] = ()
     """What is known not to fit on its stage."""
 
@@ -217,9 +215,6 @@ class ChainProblem:
     those of stage 0 share one."""
     views: tuple[StageView, ...] = ()
     """(S) What each stage is near to, where that differs by stage; empty: it does not."""
-    is_conservative: bool = False
-    """Whether a run fits only if `CostWindow.peak_bytes` do: that refuses most of what does not
-    fit, and perhaps what does."""
 
     @property
     def num_blocks(self) -> int:

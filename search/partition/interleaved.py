@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 
 from costmodel import StageCosts, StageLoad
 from costmodel.memory.bound import RankBound, live_on_device
-from costmodel.time.simulate import job_table
 from costmodel.time.stage_costs.stage_costs import BlockRuns, cut_runs, transfers
 from planner.plan import Recompute
-from planner.schedule import most_kept, stage_to_pp_rank
+from planner.schedule import stage_to_pp_rank
 from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind
 from search.partition.chain_problem import Floats, InfeasibleStage
 from search.partition.interleaved_levels import RecomputeLevels
@@ -145,8 +144,8 @@ class InterleavedStages:
         copied: Sequence[CopiedRow],
     ) -> Floats:
         """Return by how much copies lengthen each rank's jobs."""
-        held = self.table.runs.held(self._first, np.asarray(self.cuts[1:]), recomputed)
-        down_s, up_s = self.table.copies_s(held.kept_bytes)
+        kept = self.table.runs.kept(self._first, np.asarray(self.cuts[1:]), recomputed)
+        down_s, up_s = self.table.copies_s(kept)
         weight_s = self._runs.times.weight_s
         job_s = seconds_by_kind(
             seconds.forward_s,
@@ -253,20 +252,6 @@ class InterleavedStages:
         stage = int(np.flatnonzero(self.homes == rank)[0])
         first, end = self.cuts[stage], self.cuts[stage + 1]
         return InfeasibleStage(stage=stage, first=first, end=end, choice=level)
-
-    def guess_bytes(self, configuration: Configuration, recomputed: Sequence[Recompute]) -> Floats:
-        """Return about what each rank needs if the blocks recompute this: at its fullest, and
-        inside the highest of its jobs there, with gradients still to come.
-        """
-        held = self.table.runs.held(self._first, np.asarray(self.cuts[1:]), recomputed)
-        # Inside a job more is alive than between jobs: recomputed activations and gradients.
-        top = np.zeros(self.pp)
-        np.maximum.at(top, self.homes, held.peak_bytes - held.kept_bytes)
-        kept = self.table.runs.kept_along(recomputed)[0][list(self.cuts)]
-        schedule = job_table(*configuration.pipeline).schedule
-        most = np.array(most_kept(schedule, np.diff(kept).tolist()))
-        needed: Floats = self._rank(configuration).with_saved(most + top)
-        return needed
 
     def least_bytes(self, configuration: Configuration) -> Floats:
         """Return what each rank needs at least, by (recompute choice, rank): its parameters, and

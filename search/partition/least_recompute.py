@@ -39,7 +39,6 @@ def _find(problem: ChainProblem, runs: Sequence[Run]) -> None:
         rank = RankLimit(
             in_flight=problem.in_flight[stage],
             limit_bytes=problem.memory_limit_bytes,
-            is_conservative=problem.is_conservative,
             infeasible=tuple(known for known in problem.infeasible if known.stage == stage),
         )
         seconds, fits = (of_runs[:, at] for of_runs in window.on_rank(rank, ...))

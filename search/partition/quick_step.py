@@ -103,7 +103,7 @@ def _copies_beside_jobs(
     if not table.on_host.activations:
         return None
     runs = stages.runs
-    kept = runs.chain.loads.held(runs.start, runs.end, recomputed).kept_bytes
+    kept = runs.chain.loads.kept(runs.start, runs.end, recomputed)
     moved = dict(enumerate(kept.tolist()))
     rows = job_table(*config.pipeline).schedule.jobs
     found = copies_of(*config.pipeline)

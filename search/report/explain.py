@@ -21,7 +21,7 @@ from profiles import Profile
 from search.branch_and_bound import Progress
 from search.find_plan import find_plan
 from search.report.words import MEMORY_WORDS
-from search.request import SearchRequest
+from search.request import CHOICES, SearchRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,21 +47,8 @@ def compare_choices(
     Raises LayoutError, naming the rule, when the choices can't be met by any plan.
     """
     fixed = find_plan(graph, profile, request, _half(progress, 0.0))
-    free = replace(
-        request,
-        dp=None,
-        tp=None,
-        pp=None,
-        vpp=None,
-        cp=None,
-        microbatch_size=None,
-        schedule=None,
-        zero=None,
-        recompute=None,
-        pins=(),
-        balance=(),
-        split_rank=None,
-    )
+    nothing: dict[str, Any] = dict.fromkeys(CHOICES)
+    free = replace(request, **nothing, pins=(), balance=(), split_rank=None)
     best = find_plan(graph, profile, free, _half(progress, 0.5)).plan
     if fixed.plan is not None:
         return Comparison(given=fixed.plan, best=best, shortfall=(), profile=profile)
@@ -125,7 +112,7 @@ def fullest_rank(plan: Plan) -> dict[str, int]:
 def memory_parts(parts: dict[str, int]) -> dict[str, int]:
     """Return the device's parts by the words for them; they add up to the total."""
     return {
-        MEMORY_WORDS.get(name, _words(name)): size
+        MEMORY_WORDS[name]: size
         for name, size in parts.items()
         if name not in ("total_bytes", "host_bytes")
     }
@@ -137,10 +124,6 @@ def differences(given: dict[str, Any], best: dict[str, Any]) -> list[tuple[str, 
     return sorted(
         (row for row in rows if row[1] or row[2]), key=lambda row: row[1] - row[2], reverse=True
     )
-
-
-def _words(key: str) -> str:
-    return key.removesuffix("_bytes").replace("_", " ")
 
 
 def _half(progress: Progress | None, start: float) -> Progress | None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from planner.plan import Plan
 from planner.units import GIB, format_bytes
 from search.bounds.catalogue import TableBounds
-from search.candidates import Candidates, with_estimate
+from search.branch_and_bound import EvaluatedPlan
+from search.candidates import Candidates
 from search.partition.chain_dp import smallest_peak
 from search.priced_configuration import PricedConfiguration
 from search.request import SearchRequest
@@ -17,20 +16,11 @@ from search.space.configuration import Configuration, Shape
 from search.stages.stage_table import StageTable, TableKey
 
 
-@dataclass(frozen=True, kw_only=True)
-class Leanest:
-    """The plan of a space that needs the fewest bytes on its fullest device."""
-
-    configuration: Configuration
-    plan: Plan
-    peak_bytes: float
-
-
 def explain_infeasible(
-    leanest: Leanest, request: SearchRequest, memory_limit_bytes: float
+    leanest: EvaluatedPlan, request: SearchRequest, memory_limit_bytes: float
 ) -> tuple[tuple[str, ...], int]:
     """Return the reasons, most useful first, and the smallest limit that would fit in bytes."""
-    limit_gib = round_up(leanest.peak_bytes / GIB)
+    limit_gib = round_up(leanest.estimate.peak_bytes / GIB)
     reasons = (
         f"nothing fits {format_bytes(memory_limit_bytes)} per device on {request.num_devices} "
         f"devices with a global batch of {request.global_batch}: the smallest limit that would "
@@ -59,17 +49,17 @@ def round_up(number: float, digits: int = 4) -> float:
 
 def find_leanest(
     candidates: Candidates, shapes: Sequence[Shape], *, enough_bytes: float = 0.0
-) -> Leanest:
-    """Return the configuration that needs the fewest bytes per device.
+) -> EvaluatedPlan:
+    """Return the plan that needs the fewest bytes on its fullest device.
 
     Best first by the arithmetic bound: a configuration whose bound is no smaller than the
     least found need not be cut. Interleaved stages are left out: they never need less than the
     same pipeline without. Ends early at one that needs no more than `enough_bytes`.
     """
     tries = _by_least_bytes(candidates, shapes)
-    best: Leanest | None = None
+    best: EvaluatedPlan | None = None
     for bound, _, configuration, table in tries:
-        if best is not None and bound >= best.peak_bytes:
+        if best is not None and bound >= best.estimate.peak_bytes:
             break
         priced = PricedConfiguration(candidates, configuration, table)
         cut = (
@@ -81,13 +71,9 @@ def find_leanest(
             continue
         plan = priced.plan(cut)
         answer = candidates.estimate(plan)
-        if best is None or answer.peak_bytes < best.peak_bytes:
-            best = Leanest(
-                configuration=configuration,
-                plan=with_estimate(plan, answer),
-                peak_bytes=float(answer.peak_bytes),
-            )
-        if best.peak_bytes <= enough_bytes:
+        if best is None or answer.peak_bytes < best.estimate.peak_bytes:
+            best = EvaluatedPlan(configuration=configuration, plan=plan, estimate=answer)
+        if best.estimate.peak_bytes <= enough_bytes:
             break
     assert best is not None, "without a limit every configuration has a cut"
     return best
@@ -98,7 +84,7 @@ def can_fit(candidates: Candidates, shapes: Sequence[Shape], memory_limit_bytes:
     if _by_least_bytes(candidates, shapes)[0][0] > memory_limit_bytes:
         return False
     leanest = find_leanest(candidates, shapes, enough_bytes=memory_limit_bytes)
-    return leanest.peak_bytes <= memory_limit_bytes
+    return leanest.estimate.peak_bytes <= memory_limit_bytes
 
 
 def _by_least_bytes(

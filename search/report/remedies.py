@@ -24,7 +24,7 @@ from search.candidates import Candidates
 from search.find_plan import find_plan, search_among
 from search.on_host import offload_fallbacks
 from search.report.infeasible import can_fit, round_up
-from search.request import SearchRequest, SearchResult
+from search.request import CHOICES, SearchRequest, SearchResult
 from search.space.request_checks import divisors
 
 Recapture = Callable[[Precision], ModelGraph]
@@ -33,19 +33,6 @@ Recapture = Callable[[Precision], ModelGraph]
 _MOST_COUNTS = 256
 """How many numbers of devices are tried, in ascending order."""
 _MEMORY_STEPS = (1.0, 1.01, 1.03, 1.1)
-_FREE = (
-    "recompute",
-    "zero",
-    "microbatch_size",
-    "schedule",
-    "vpp",
-    "cp",
-    "rp",
-    "tp",
-    "pp",
-    "dp",
-    "split_rank",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +150,7 @@ class _Trials:
     def _changes(self) -> Iterator[tuple[str, dict[str, object]]]:
         """Yield named changes of the request's fields."""
         request = self.request
-        for name in _FREE:
+        for name in (*CHOICES, "split_rank"):
             if getattr(request, name) is not None:
                 yield name, {name: None}
         for name in ("balance", "pins", "forbid", "allow"):

@@ -83,17 +83,24 @@ def _evaluate_set_aside(
             continue
         if not partitioned:
             return
-        *_, node, cut = heapq.heappop(partitioned)
+        _, wave, ticket, node, cut = heapq.heappop(partitioned)
         configuration = node.configuration
         work -= _num_jobs(node)
         if _degrees_of(configuration) in found or work < 0:
             continue
         if node.simulate(search, cut) > ceiling:
             continue
-        estimates += 1
-        done = node.evaluate(search, cut)
-        if done.estimate.peak_bytes <= search.memory_limit_bytes:
-            found[_degrees_of(done.configuration)] = done
+        if not (too_large := node.infeasible_ranks(search, cut)):
+            estimates += 1
+            done = node.evaluate(search, cut)
+            if search.fits(done):
+                found[_degrees_of(done.configuration)] = done
+                continue
+            too_large = node.infeasible_stages(search, cut, done)
+        # As in the search itself: cut again, with more recomputation where it did not fit.
+        for again in node.again_without(search, too_large):
+            assert isinstance(again, ConfigurationNode), "a node is cut again as a node"
+            heapq.heappush(waiting, (again.bound, wave, ticket, again))
 
 
 Waiting = ShapeNode | ConfigurationNode
@@ -142,13 +149,10 @@ def _cut(search: SearchState, node: ConfigurationNode, ceiling: float) -> Cut | 
     """
     priced, limit = node.priced(search), search.memory_limit_bytes
     if node.configuration.vpp == 1 and node.configuration.pp > 1:
-        problem = priced.problem(limit, is_conservative=True)
+        problem = priced.problem(limit, infeasible=node.infeasible)
         found = solve_chain(problem, ceiling=ceiling).cut
         return found and with_recompute(problem, found)
-    cut = priced.only_cut(limit, node.infeasible, ceiling=search.to_beat_s)
-    if cut and node.configuration.vpp > 1 and not priced.seems_to_fit(cut, limit):
-        return None
-    return cut
+    return priced.only_cut(limit, node.infeasible, ceiling=search.to_beat_s)
 
 
 def why_slower(answer: Estimate, best: Estimate) -> str:

@@ -93,13 +93,13 @@ class RankCostWindow:
         spread: Floats = of_kinds[..., self.kinds.of]
         return spread
 
-    def peak_bytes(self, in_flight: int, choice: int) -> Floats:
-        """About the bytes of a rank holding each run with this many microbatches in flight;
-        infinite for partial recomputation, which depends on what fits.
+    def least_bytes(self, in_flight: int, choice: int) -> Floats:
+        """Least bytes of a rank that holds each run with this many microbatches in flight; infinite
+        for partial recomputation, which depends on what fits.
         """
         if choice >= len(self.stages.choices):
             return np.full(self.kinds.of.shape, np.inf)
-        return self._spread(self.bounds[choice].conservative(in_flight))
+        return self._spread(self.bounds[choice].least(in_flight))
 
     def on_rank(self, rank: RankLimit, part: Part) -> tuple[Floats, Flags]:
         """Return the backward seconds of the runs of a part on a rank, by choice, and whether each
@@ -144,19 +144,12 @@ class RankCostWindow:
         return start[part], end[part]
 
     def _within(self, rank: RankLimit, choice: int, part: Part) -> Flags:
-        if rank.is_conservative:
-            return self.peak_bytes(rank.in_flight, choice)[part] <= rank.limit_bytes
         flags: Flags = self.bounds[choice].may_fit(rank.in_flight, rank.limit_bytes)
         return flags[self.kinds.of[part]]
 
     def _most_kept(self, rank: RankLimit) -> Floats:
         """Return what a microbatch may keep of a run of each kind."""
-        more = 0.0
-        if rank.is_conservative:
-            more = np.max([bound.beside_bytes for bound in self.bounds], axis=0)
-        most: Floats = self.bounds[0].most_kept(
-            rank.in_flight, rank.limit_bytes, more=more, is_conservative=rank.is_conservative
-        )
+        most: Floats = self.bounds[0].most_kept(rank.in_flight, rank.limit_bytes)
         return most
 
     @cached_property
@@ -166,10 +159,7 @@ class RankCostWindow:
         # Side inputs that a rank holds once are shared by its blocks: the largest counts.
         once = table.once_bytes.max(initial=0.0)
         load = replace(load, frozen_bytes=load.frozen_bytes + once)
-        receive_bytes = table.receive_bytes(self.kinds.start, self.kinds.end)
-        return tuple(
-            self.stages.bound(load, choice, receive_bytes) for choice in self.stages.choices
-        )
+        return tuple(self.stages.bound(load, choice) for choice in self.stages.choices)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -271,14 +261,13 @@ class RankStages:
         chain = self.table.chain_where(polls=self.polls)
         return StageCosts(runs=cut_runs(chain, cuts), replication=self.replication)
 
-    def bound(self, load: StageLoad, recompute: Recompute, receive_bytes: Any = 0) -> RankBound:
+    def bound(self, load: StageLoad, recompute: Recompute) -> RankBound:
         """Return the bytes of ranks that have a load, each a stage of its own."""
         return rank_bound(
             self.table,
             self.configuration,
             load,
             recompute,
-            receive_bytes=receive_bytes,
             batch_bytes=self._batch_bytes,
             splits_backward=find_schedule(self.configuration.schedule).splits_backward,
         )

@@ -20,7 +20,7 @@ from costmodel.time.inputs import input_seconds
 from costmodel.time.offload import copy_seconds
 from costmodel.time.stage_costs.chain import ChainCosts, Split, chain_costs
 from costmodel.time.stage_costs.load import StageLoad
-from costmodel.time.stage_costs.runs import Floats, Indices, RunLoads
+from costmodel.time.stage_costs.runs import Floats, RunLoads
 from costmodel.time.stage_costs.stage_costs import BlockRuns, StageCosts
 from costmodel.topology import pipeline_group
 from planner.graph import ModelGraph
@@ -283,11 +283,6 @@ class StageTable:
             for way in (True, False)
         )
         return down[inverse], up[inverse]
-
-    def receive_bytes(self, start: Indices, end: Indices) -> Floats:
-        """Bytes of the buffers each run posts for its input and its output's gradient."""
-        there, back = self.chain.messages.arrivals[:, 0]
-        return there[start] + back[end]
 
     def most_edge_bytes(self, first: int, end: int, *, in_flight: int) -> float:
         """Return the most that a run needs and longer ones that hold it may not.

@@ -78,14 +78,12 @@ def test_views_of_one_storage_count_once():
     assert sum(s.root in roots for s in storages) == 1
 
 
-def test_backward_peak_holds_everything_saved_and_the_arriving_gradient():
+def test_a_block_keeps_all_that_its_ops_save():
     model = tiny_models()["gpt"]
     graph = capture_module(model.build(), model.batch(2), model.batch(3), name="gpt")
     layer = max(graph.classes, key=lambda c: len(c.ops)).bind(2)
     block = block_bytes(layer, device_type="cpu", recompute="none", recomputed=frozenset())
     saved, load = block.saved, block_load(block, ())
-    gradient = layer.tensor[layer.outputs[0]].bytes_at(1)
-    assert load.saved_peak_bytes >= load.saved_bytes + gradient
     assert saved.num_bytes == load.saved_bytes + load.side_bytes
     inputs_bytes = sum(layer.tensor[name].bytes_at(1) for name in saved.inputs)
     assert block.forward_rise_bytes >= saved.num_bytes - inputs_bytes

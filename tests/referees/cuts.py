@@ -55,6 +55,6 @@ def cut_value(paths: Paths, cuts: Sequence[int], choices: Sequence[int]) -> floa
 def cut_peak(paths: Paths, cuts: Sequence[int], choices: Sequence[int]) -> float:
     """Return the bytes of the rank that needs most under one given cut."""
     return max(
-        float(paths.peak(stage, choice)[cuts[stage + 1] - cuts[stage] - 1, cuts[stage]])
+        float(paths.least_bytes(stage, choice)[cuts[stage + 1] - cuts[stage] - 1, cuts[stage]])
         for stage, choice in enumerate(choices)
     )

@@ -23,13 +23,13 @@ class SumBand:
     working: np.ndarray
     resident: np.ndarray
 
-    def peak_bytes(self, in_flight: int, choice: int) -> np.ndarray:
+    def least_bytes(self, in_flight: int, choice: int) -> np.ndarray:
         return self.resident + in_flight * self.kept[choice] + self.working[choice]
 
     def on_rank(self, rank, part) -> tuple[np.ndarray, np.ndarray]:
         fits = np.stack(
             [
-                self.peak_bytes(rank.in_flight, choice)[part] <= rank.limit_bytes
+                self.least_bytes(rank.in_flight, choice)[part] <= rank.limit_bytes
                 for choice in range(len(self.kept))
             ]
         )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from costmodel.execution import find_execution
-from costmodel.time.block.program import price_program
+from costmodel.execution.executed_program import price_program
 from costmodel.topology import group_along, lowered_groups
 from planner.graph import TensorMeta
 from planner.layout.axes import Degrees

@@ -43,6 +43,7 @@ def test_free_choices_are_the_best_plan(gpt, machine):
     found = compare(gpt, machine)
     assert found.given == found.best
     assert "this is the best plan" in str(describe_comparison(found)[0])
+    assert compare(gpt, machine, rp=2).best == found.best
 
 
 def test_refusal_names_what_the_memory_is_for(gpt, machine):

@@ -80,7 +80,7 @@ def test_with_each_level_a_stage_keeps_no_more_and_no_more_than_the_cost_model_s
     assert len(levels.kept) == levels.most.max() + 1
     for level, kept in enumerate(levels.kept):
         by_block = [CHOICES[at] for at in heaviness(levels, np.minimum(level, levels.most))]
-        held = runs.held(start, end, by_block).kept_bytes
+        held = runs.kept(start, end, by_block)
         assert (kept <= held * (1 + 1e-9)).all()
         assert kept.sum() > 0.9 * held.sum()
     assert (np.diff(levels.kept, axis=0) <= 0).all()

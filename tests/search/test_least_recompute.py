@@ -97,7 +97,7 @@ def test_of_a_model_the_first_blocks_recompute_more_where_that_is_enough():
     cut = Cut(cuts=(0, 4, 8), choices=(0, 0), value=0.0)
     priced = PricedConfiguration(candidates, configuration, table)
     free = priced.problem(float("inf"))
-    most = free.stages.costs_of(np.array([0]), np.array([4])).peak_bytes(2, 0).item()
+    most = free.stages.costs_of(np.array([0]), np.array([4])).least_bytes(2, 0).item()
     added, untils = [], set()
     for part in np.linspace(1.0, 0.2, 40):
         problem = priced.problem(part * most)

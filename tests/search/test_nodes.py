@@ -124,3 +124,21 @@ def test_runners_up_are_slower_of_other_degrees_and_say_why():
     degrees = [tuple(runner_up.label.split()[:3]) for runner_up in found]
     assert len(set(degrees)) == len(degrees)
     assert why_slower(search.best.estimate, search.best.estimate).startswith("0.0% slower")
+
+
+def test_runners_up_that_do_not_fit_are_cut_again(monkeypatch):
+    """Each a second time, when it fits: the answer is made of the same configurations."""
+    search = searched(SearchRequest(num_devices=4, global_batch=8, offload="none"))
+    assert search.best is not None
+    usual = {runner_up.label for runner_up in find_runners_up(search, search.best)}
+    tried: list[str] = []
+
+    def fits(_: SearchState, done: EvaluatedPlan) -> bool:
+        tried.append(done.configuration.label)
+        return tried.count(tried[-1]) > 1
+
+    monkeypatch.setattr(SearchState, "fits", fits)
+    found = {runner_up.label for runner_up in find_runners_up(search, search.best)}
+    assert found
+    assert found <= usual
+    assert len(tried) > len(set(tried))

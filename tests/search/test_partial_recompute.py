@@ -51,7 +51,7 @@ def test_the_least_that_fits_is_found(chain):
     start, end = np.array(runs).T
     found_some = 0
     for pair in pairs:
-        light = chain.loads.held(start, end, pair.light).kept_bytes
+        light = chain.loads.kept(start, end, pair.light)
         for part in (0.0, 0.3, 0.5, 0.7, 0.9, 0.99, 1.0):
             most = part * light
             until = pair.until(start, end, most)
@@ -62,7 +62,7 @@ def test_the_least_that_fits_is_found(chain):
                 for x in range(i + 1, j + 1):
                     by_block = [*pair.light[:i], *pair.by_block(i, j, x), *pair.light[j:]]
                     run = np.array([i]), np.array([j])
-                    kept = chain.loads.held(*run, by_block).kept_bytes.item()
+                    kept = chain.loads.kept(*run, by_block).item()
                     seconds = chain.times.recompute_s(by_block)[i:j].sum()
                     if pair.freed[x] > pair.freed[x - 1] and kept <= most[at] * (1 + 1e-9) + 1e-6:
                         fitting.append((seconds, x))
@@ -83,7 +83,7 @@ def test_more_is_needed_of_longer_runs_and_less_room(chain):
     """Seconds never fall with a run's end, nor with less room, and never rise with its start."""
     n = chain.num_blocks
     for pair in partial_recomputes(chain, CHOICES):
-        room = 0.6 * chain.loads.held(np.array([0]), np.array([n]), pair.light).kept_bytes
+        room = 0.6 * chain.loads.kept(np.array([0]), np.array([n]), pair.light)
         ends = np.arange(1, n + 1)
         least = pair.least_again_s(0 * ends, ends, np.full(n, room))
         assert (np.diff(least[np.isfinite(least)]) >= -1e-15).all()

@@ -8,39 +8,13 @@ freed by the earliest op that saved it. How gradients share buffers is in
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from costmodel.memory.block.backward_facts import BackwardFacts, InputGradient, Product
 from costmodel.memory.block.deferred_weights import DeferredWeight
 from costmodel.memory.block.gradients import Gradients, seen_through
+from costmodel.memory.block.placed_block import BackwardWalk, Given
 from planner.graph import Op
 from planner.ops.weight_products import LARGE_BYTES
-
-
-class Given(NamedTuple):
-    """The gradient of a program's input."""
-
-    num_bytes: int
-    """Bytes of its buffer."""
-    output: str | None
-    """The output whose gradient has the same buffer, if one has."""
-    gaps: bool
-    """Whether it is a view with gaps."""
-    is_sum: bool = False
-    """Whether it was added to a gradient that was there before."""
-
-
-class BackwardWalk(NamedTuple):
-    """A program's backward. At its start all that it saved, and its outputs' gradients, live."""
-
-    rise_bytes: int
-    """Its height above the start."""
-    made: frozenset[str]
-    """Parameters whose gradients it makes."""
-    deferred: tuple[DeferredWeight, ...]
-    """Weight gradients it defers, in that order."""
-    given: Mapping[str, Given]
-    """Gradients of the inputs."""
 
 
 def backward_walk(

@@ -4,21 +4,20 @@ Values at a block's edges depend on its neighbours and are counted by the stage 
 Here they only count where this block makes, keeps or frees them. All amounts are local bytes.
 
 Both fidelities of memory read the same walks: the exact one places the block in its stage, by
-names and with copies of what it takes in another placement (`PlacedBlock`); the bound adds up what
+names and with copies of what it takes in another placement (`placed_block`); the bound adds up what
 `block_load` takes from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from typing import NamedTuple
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import cache
 
 from costmodel.memory.block.backward_facts import backward_facts
-from costmodel.memory.block.backward_walk import BackwardWalk, backward_walk
-from costmodel.memory.block.copies import Copy
+from costmodel.memory.block.backward_walk import backward_walk
 from costmodel.memory.block.forward_walk import forward_walk
+from costmodel.memory.block.placed_block import BlockBytes, Edge
 from costmodel.memory.block.recomputed import kept_storages
 from costmodel.memory.saved import (
     HELD_ANYWAY,
@@ -35,111 +34,6 @@ from planner.plan import Recompute
 
 _COPIED = frozenset({"buffer", "constant"})
 """Kinds that a block's second run gets as copies, which only its graph refers to."""
-
-
-class Edge(NamedTuple):
-    """A value a block takes or makes."""
-
-    name: str
-    """Its local name."""
-    num_bytes: int
-    requires_grad: bool
-    """Whether a gradient belongs to it."""
-    is_kept: bool
-    """Whether the block keeps it for its backward."""
-    viewed: int | None = None
-    """The position of the input that it is a view of, if any."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockBytes:
-    """One block of a class on one rank, under one choice of recomputation."""
-
-    inputs: tuple[Edge, ...]
-    """The activations it takes."""
-    outputs: tuple[Edge, ...]
-    """The activations it makes."""
-    params: Mapping[str, int]
-    """Bytes of trained parameters, by local name."""
-    frozen: Mapping[str, int]
-    """Bytes of frozen parameters, by local name."""
-    param_rows: Mapping[str, int]
-    """Lengths of their first dims, along which ZeRO shards."""
-    kept_bytes: int
-    """Kept between forward and backward, values at the edges apart."""
-    recomputed_bytes: int
-    """What recomputation adds to that at its end."""
-    forward_rise_bytes: int
-    """Height of the forward: outputs count, inputs do not."""
-    recompute_rise_bytes: int
-    """Height of the recomputation."""
-    backward: Callable[..., BackwardWalk]
-    """`backward_walk` of the block; it remembers its results."""
-    saved: SavedTensors
-    """What autograd saves of its program."""
-    spread: frozenset[str] = frozenset()
-    """Those of its parameters that lie on the experts' mesh."""
-    deferred: Callable[[], BlockBytes | None] = lambda: None
-    """The block with its weight gradients deferred, if it keeps other things then."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class BlockKind:
-    """What blocks hold that differ in names only. Inputs and outputs go by position and local
-    name.
-    """
-
-    bytes: BlockBytes
-    """What the block holds itself."""
-    copies: tuple[Copy | None, ...]
-    """For each input, its copy if it is brought to another placement for the block."""
-
-    @cached_property
-    def kept_bytes(self) -> int:
-        """Bytes kept beside what lies at the edges, copies of inputs counted."""
-        edges = zip(self.bytes.inputs, self.copies, strict=True)
-        copied = sum(c.num_bytes for edge, c in edges if edge.is_kept and c is not None)
-        return self.bytes.kept_bytes + copied
-
-    @cached_property
-    def copied(self) -> frozenset[str]:
-        """Inputs that the block has in copies of its own."""
-        edges = zip(self.bytes.inputs, self.copies, strict=True)
-        return frozenset(edge.name for edge, c in edges if c is not None and not c.is_view)
-
-    @cached_property
-    def uncopied(self) -> tuple[tuple[int, str], ...]:
-        """Inputs that the block takes as they lie."""
-        edges = enumerate(self.bytes.inputs)
-        return tuple((at, edge.name) for at, edge in edges if self.copies[at] is None)
-
-    @cached_property
-    def kept_inputs(self) -> tuple[int, ...]:
-        """Inputs that the block keeps for its backward, where they are no copies."""
-        edges = enumerate(self.bytes.inputs)
-        return tuple(at for at, edge in edges if edge.is_kept and edge.name not in self.copied)
-
-    @cached_property
-    def viewed(self) -> tuple[int | None, ...]:
-        """For each output, the input in whose memory it lies, if any: a copy is the block's own."""
-        own = {at for at, edge in enumerate(self.bytes.inputs) if edge.name in self.copied}
-        return tuple(None if e.viewed in own else e.viewed for e in self.bytes.outputs)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedBlock:
-    """A block of a stage."""
-
-    kind: BlockKind
-    """All of it but names."""
-    inputs: tuple[str, ...]
-    """What it takes, by name in the stage."""
-    outputs: tuple[str, ...]
-    """What it makes, by name in the stage."""
-    params: Mapping[str, str]
-    """Its trained parameters: local name to name in the model."""
-    frozen: Mapping[str, str]
-    """Its frozen parameters, in the same way."""
 
 
 def block_bytes(
@@ -249,33 +143,22 @@ def block_load(block: BlockBytes, recomputed: Collection[str]) -> StageLoad:
 
     `block` is without recomputation; `recomputed` names the ops that run again where it is
     selective. The activation inputs stay resident until the block's backward, saved by autograd or
-    not: their gradients are left where they are. A peak starts from nothing of the block alive but
-    its inputs, and a backward's from all that is saved and the gradients of the outputs; both
-    count these. A later microbatch's gradient of a parameter lives as long as its op.
+    not: their gradients are left where they are.
     """
     saved, tensor = block.saved, block.saved.program.tensor
     activations = [edge for edge in block.inputs if edge.requires_grad]
     side = sum(edge.num_bytes for edge in block.inputs if edge.is_kept and not edge.requires_grad)
     input_bytes = sum(edge.num_bytes for edge in activations)
-    unsaved_input = sum(edge.num_bytes for edge in activations if not edge.is_kept)
     arriving = {edge.name for edge in block.outputs if edge.requires_grad}
-    forward_peak = block.forward_rise_bytes + input_bytes
-    backward_peak = saved.num_bytes - side + block.backward(first=False).rise_bytes
-    backward_peak += sum(tensor[name].bytes_at(1) for name in arriving)
-    recompute_peak = max(forward_peak, backward_peak + unsaved_input)
     # Blocks without a backward are not recomputed.
-    kept, needed = kept_storages(saved, recomputed if arriving else ()), saved.roots
-    unsaved = sum(size for root, size in kept.roots.items() if root not in needed)
+    kept = kept_storages(saved, recomputed if arriving else ())
     params = saved.program.params
     frozen_param_bytes = sum(block.frozen.values())
     spread = [size for name, size in block.params.items() if name in block.spread]
     return StageLoad(
         saved_bytes=saved.num_bytes - side,
-        saved_peak_bytes=max(forward_peak, backward_peak),
         input_bytes=input_bytes,
-        recompute_peak_bytes=recompute_peak,
         selective_bytes=input_bytes + kept.num_bytes,
-        selective_peak_bytes=recompute_peak + unsaved,
         side_bytes=side,
         tail_bytes=sum(tensor[name].bytes_at(1) for name in saved.outputs),
         param_bytes=sum(block.params.values()),
@@ -283,7 +166,6 @@ def block_load(block: BlockBytes, recomputed: Collection[str]) -> StageLoad:
         frozen_param_bytes=frozen_param_bytes,
         frozen_backward_bytes=frozen_param_bytes * bool(arriving),
         largest_param_bytes=sum(block.params.values()),
-        largest_frozen_bytes=frozen_param_bytes,
         num_params=len(block.params),
         spread_bytes=sum(spread),
         num_spread=len(spread),

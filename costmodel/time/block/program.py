@@ -1,6 +1,6 @@
-"""Seconds of one local program: a block on one rank, in our own runtime or as another executes it.
+"""Seconds of one local program: a block on one rank in our own runtime.
 
-In our own runtime ops run one by one or compiled, as the profile answers:
+Ops run one by one or compiled, as the profile answers:
 
     forward = sum of ops, times what whole blocks showed, + what the device waits for its host
 """
@@ -10,9 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from costmodel.execution import Execution
-from costmodel.execution.executed import rated_profile
-from costmodel.execution.executed_program import executed_times
 from costmodel.table.fusion import Kernels, fused_seconds, num_kernels
 from costmodel.time.block.compute import (
     ProgramTimes,
@@ -22,7 +19,6 @@ from costmodel.time.block.compute import (
     op_works,
     redistribute_seconds,
 )
-from costmodel.time.stage_costs.times import RunTimes
 from costmodel.topology import Axis
 from planner.graph import Program
 from planner.layout.redistribution.redistribute import THERE_AND_BACK
@@ -30,49 +26,6 @@ from planner.ops.flops import Work, op_kernels
 from planner.ops.weight_products import deferrable_products
 from profiles import Profile
 from profiles.records import Direction
-
-
-def price_program(
-    local: Program,
-    profile: Profile,
-    *,
-    axes: Mapping[str, Axis],
-    execution: Execution,
-    recomputed: frozenset[str] = frozenset(),
-    polls: bool = False,
-) -> RunTimes:
-    """Price a bound program that `planner.layout.lowering.lower` made local: a run of one block.
-
-    `axes` are those it was lowered on, `execution` the runtime that runs it; `recomputed` names the
-    ops that run again under selective recomputation. Collectives run on the compute stream's time,
-    as the runtime waits for each. `polls`: as in `Split`. Before a model's first trained parameter
-    no gradient arrives, and nothing is recomputed.
-    """
-    has_backward = any(local.tensor[name].requires_grad for name in local.outputs)
-    recomputed = recomputed if has_backward else frozenset()
-    if execution.prices == "rates":
-        rated = rated_profile(profile)
-        times = executed_times(local, rated, axes=axes, recomputed=recomputed, polls=polls)
-    else:
-        kernels: Kernels = "fused" if execution.kernels == "fused" else "eager"
-        times = profiled_times(local, profile, axes=axes, recomputed=recomputed, kernels=kernels)
-    accumulate_s = accumulate_seconds(local, profile)
-    forward_s = sum(times.forward)
-    return RunTimes(
-        forward_s=forward_s,
-        backward_s=sum(times.backward) + accumulate_s,
-        weight_s=times.weight_s + accumulate_s,
-        recomputed_s=sum(times.recomputed),
-        rerun_s=has_backward * (forward_s + times.forward_comm_s),
-        rerun_host_s=has_backward * times.forward.host_s,
-        rerun_comm_s=has_backward * times.forward_comm_s,
-        comm_forward_s=times.forward_comm_s,
-        comm_backward_s=times.backward_comm_s,
-        host_forward_s=times.forward.host_s,
-        host_backward_s=times.backward.host_s,
-        forward_flop=times.forward_flop,
-        backward_flop=times.backward_flop,
-    )
 
 
 def accumulate_seconds(program: Program, profile: Profile, *, cut: float = 1) -> float:

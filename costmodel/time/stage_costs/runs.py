@@ -5,7 +5,7 @@ the next block, and K its running sum,
 
     sums      a field of run i .. j-1 is a difference of running sums
     saved     K[j-1] - K[i] + saved(j-1)
-    peaks     max over b in i .. j-1 of (K[b] + peak(b)) - K[i]
+    largest   the maximum of a field over i .. j-1
 
 and a maximum over a range is that of two overlapping ranges whose lengths are powers of two,
 known for every start (a sparse table). So a run costs O(1), however long; the tables take
@@ -21,7 +21,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodel.time.stage_costs.load import LOAD_FIELDS, SAVED_AND_PEAK, Held, StageLoad
+from costmodel.time.stage_costs.load import LOAD_FIELDS, SAVED, StageLoad
 from planner.plan import Recompute
 
 Floats = NDArray[np.float64]
@@ -31,15 +31,13 @@ Tie = tuple[int, int, Mapping[str, float]]
 """(i, j, amounts by field of `StageLoad`): what blocks i < j share is resident once in a run of
 both; j is the next user."""
 
-_LARGEST = ("side_bytes", "largest_param_bytes", "largest_frozen_bytes")
+_LARGEST = ("side_bytes", "largest_param_bytes")
 _LAST = "tail_bytes"
 _FROZEN = ("frozen_bytes", "frozen_param_bytes", "frozen_backward_bytes")
 _SPREAD = ("spread_bytes", "num_spread")
 _PARAMS = ("param_bytes", "num_params")
 _SUMS = (*_PARAMS, *_FROZEN, *_SPREAD)
-assert {name for pair in SAVED_AND_PEAK.values() for name in pair} | {*_LARGEST, _LAST, *_SUMS} == {
-    *LOAD_FIELDS
-}, "every field has a rule"
+assert {*SAVED.values(), *_LARGEST, _LAST, *_SUMS} == {*LOAD_FIELDS}, "every field has a rule"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,18 +54,13 @@ class RunLoads:
         # Two runs of 2 ** level blocks, from either end, cover the run.
         level = np.frexp((end - start).astype(float))[1] - 1
         right = end - (1 << level)
-
-        def largest(name: str) -> Floats:
-            table = self._maxima[name]
-            return np.maximum(table[level, start], table[level, right])
-
         columns = dict(zip(_SUMS, self._added(_SUMS, start, end), strict=True))
-        for saved, peak in SAVED_AND_PEAK.values():
+        for saved in SAVED.values():
             before = self._before[saved]
             columns[saved] = before[end - 1] - before[start] + getattr(self.blocks, saved)[end - 1]
-            columns[peak] = largest(peak) - before[start]
         for name in _LARGEST:
-            columns[name] = largest(name)
+            table = self._maxima[name]
+            columns[name] = np.maximum(table[level, start], table[level, right])
         columns[_LAST] = np.broadcast_to(getattr(self.blocks, _LAST)[end - 1], level.shape)
         return StageLoad(**columns)
 
@@ -98,36 +91,30 @@ class RunLoads:
         """Return running sums (n + 1) of what blocks save of a microbatch, side inputs apart: a run
         saves the difference of two at least.
         """
-        name, _ = SAVED_AND_PEAK[recompute]
+        name = SAVED[recompute]
         before = self._before[name]
         return np.append(before, before[-1] + getattr(self.blocks, name)[-1])
 
-    def held(self, start: Indices, end: Indices, by_block: Sequence[Recompute]) -> Held:
-        """Return what a microbatch holds of runs if the blocks of the chain recompute this."""
+    def kept(self, start: Indices, end: Indices, by_block: Sequence[Recompute]) -> Floats:
+        """Return what a microbatch keeps of runs if the blocks of the chain recompute this, side
+        inputs apart.
+        """
         sums, shared = self.kept_along(by_block)
-        peak, before = self._chosen(by_block, at=1), sums[:-1]
-        heights = zip(start.tolist(), end.tolist(), strict=True)
-        return Held(
-            kept_bytes=sums[end] - sums[start] + shared[end - 1],
-            peak_bytes=np.array([(before + peak)[i:j].max() - before[i] for i, j in heights]),
-        )
+        kept: Floats = sums[end] - sums[start] + shared[end - 1]
+        return kept
 
     def kept_along(self, by_block: Sequence[Recompute]) -> tuple[Floats, Floats]:
         """Return running sums (n + 1) of what blocks that recompute this save of a microbatch, and
         what each (n) saves that its next block saves, too, and that is counted there.
         """
-        saved = self._chosen(by_block, at=0)
-        before = self._before_each(saved, keeps_all=np.array(by_block) == "none")
+        names = np.array(by_block)
+        saved = np.select(
+            [names == choice for choice in SAVED],
+            [getattr(self.blocks, field) for field in SAVED.values()],
+        )
+        before = self._before_each(saved, keeps_all=names == "none")
         sums = np.append(before, before[-1] + saved[-1])
         return sums, saved - np.diff(sums)
-
-    def _chosen(self, by_block: Sequence[Recompute], *, at: int) -> Floats:
-        """Return what each block saves under its choice (at 0), or its peak (1)."""
-        names = np.array(by_block)
-        return np.select(
-            [names == choice for choice in SAVED_AND_PEAK],
-            [getattr(self.blocks, pair[at]) for pair in SAVED_AND_PEAK.values()],
-        )
 
     @cached_property
     def sums(self) -> dict[str, Floats]:
@@ -142,7 +129,7 @@ class RunLoads:
                 getattr(self.blocks, name),
                 keeps_all=np.full(len(self.blocks.saved_bytes), name == "saved_bytes"),
             )
-            for name, _ in SAVED_AND_PEAK.values()
+            for name in SAVED.values()
         }
 
     def _before_each(self, saved: Floats, *, keeps_all: Flags) -> Floats:
@@ -156,11 +143,7 @@ class RunLoads:
     @cached_property
     def _maxima(self) -> dict[str, Floats]:
         """Sparse tables by (level, start): the maximum of 2 ** level blocks from a start on."""
-        tables = {
-            peak: sparse_table(self._before[saved] + getattr(self.blocks, peak))
-            for saved, peak in SAVED_AND_PEAK.values()
-        }
-        return tables | {name: sparse_table(getattr(self.blocks, name)) for name in _LARGEST}
+        return {name: sparse_table(getattr(self.blocks, name)) for name in _LARGEST}
 
 
 def sparse_table(values: Floats) -> Floats:

@@ -7,8 +7,8 @@ import pytest
 from costmodel.estimate import Estimate, cost_cache, estimate
 from costmodel.execution import Execution, execution_names, find_execution
 from costmodel.execution.executed import ExecutedProfile
+from costmodel.execution.executed_program import price_program
 from costmodel.memory.parts import MemoryParts
-from costmodel.time.block.program import price_program
 from costmodel.time.stage_costs.times import RunTimes
 from costmodel.topology import lowered_groups
 from planner.errors import PlannerError

@@ -68,11 +68,6 @@ def test_a_loss_takes_as_many_bytes_of_a_logit_as_its_record_says(bytes_per_logi
     assert rise - least == (bytes_per_logit - 6) * logits
 
 
-def test_copied_values_are_saved_without_what_they_were_made_with() -> None:
-    """Of queries, keys and values of one product, as wide each, only values are left."""
-    assert kept(1) - kept(1, copies_values=True) == 2 * TOKENS * 2 * HIDDEN
-
-
 def test_our_own_runtime_saves_what_autograd_does() -> None:
     """Its record is not read: the profile's prices are for the program as it runs."""
     profile = load_profile("h100-sxm5-80gb")
@@ -80,7 +75,7 @@ def test_our_own_runtime_saves_what_autograd_does() -> None:
     assert own == kept(1)
 
 
-NOTHING = replace(BASE, kernels="fused", copies_values=False)
+NOTHING = replace(BASE, kernels="fused")
 
 
 def test_a_fused_kernel_makes_what_is_inside_of_it_again():

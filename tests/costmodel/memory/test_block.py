@@ -43,7 +43,6 @@ def test_recomputation_keeps_less_and_runs_again(layer):
     load = block_load(none, recomputed)
     kept_bytes = sum(kept.roots.values()) + sum(kept.extra.values())
     assert load.selective_bytes == load.input_bytes + kept_bytes < load.saved_bytes
-    assert 0 <= load.selective_peak_bytes - load.recompute_peak_bytes < kept_bytes
     assert kept.results <= kept.roots.keys()
 
 

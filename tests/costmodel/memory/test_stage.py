@@ -5,9 +5,15 @@ from fractions import Fraction
 
 import pytest
 
-from costmodel.memory.block.backward_walk import BackwardWalk, Given
-from costmodel.memory.block.block_bytes import BlockBytes, BlockKind, Edge, PlacedBlock
 from costmodel.memory.block.copies import Copy
+from costmodel.memory.block.placed_block import (
+    BackwardWalk,
+    BlockBytes,
+    BlockKind,
+    Edge,
+    Given,
+    PlacedBlock,
+)
 from costmodel.memory.exact.stage.backward import backward_job
 from costmodel.memory.exact.stage.fsdp_units import Unit, sharded_stage
 from costmodel.memory.exact.stage.jobs import StageJobs, job_variants

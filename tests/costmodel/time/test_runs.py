@@ -9,10 +9,6 @@ from costmodel.time.stage_costs.load import LOAD_FIELDS, StageLoad
 from costmodel.time.stage_costs.replicas import distinct
 from costmodel.time.stage_costs.runs import RunLoads
 
-SAVED_AND_PEAK = (
-    ("input_bytes", "recompute_peak_bytes"),
-    ("selective_bytes", "selective_peak_bytes"),
-)
 FROZEN = ("frozen_bytes", "frozen_param_bytes", "frozen_backward_bytes")
 SUMS = ("param_bytes", "num_params", *FROZEN, "spread_bytes", "num_spread")
 
@@ -20,22 +16,19 @@ SUMS = ("param_bytes", "num_params", *FROZEN, "spread_bytes", "num_spread")
 def joined(first: StageLoad, second: StageLoad) -> StageLoad:
     """The rule of `load`: a run followed by another."""
     columns = {name: getattr(first, name) + getattr(second, name) for name in SUMS}
-    for name in ("side_bytes", "largest_param_bytes", "largest_frozen_bytes"):
+    for name in ("side_bytes", "largest_param_bytes"):
         columns[name] = max(getattr(first, name), getattr(second, name))
-    for saved, peak in SAVED_AND_PEAK:
-        before = getattr(first, saved)
-        columns[saved] = before + getattr(second, saved)
-        columns[peak] = max(getattr(first, peak), before + getattr(second, peak))
+    for saved in ("input_bytes", "selective_bytes"):
+        columns[saved] = getattr(first, saved) + getattr(second, saved)
     # The first run's last outputs are the second's saved inputs: one tensor.
     before = first.saved_bytes - min(first.tail_bytes, second.saved_bytes)
     columns["saved_bytes"] = before + second.saved_bytes
-    columns["saved_peak_bytes"] = max(first.saved_peak_bytes, before + second.saved_peak_bytes)
     return StageLoad(tail_bytes=second.tail_bytes, **columns)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 5, 9])
 def test_runs_are_what_joining_their_blocks_gives(num_blocks):
-    """Sums, shared outputs, peaks and the rest, of every run of chains of random blocks; what the
+    """Sums, shared outputs and the rest, of every run of chains of random blocks; what the
     first and the last block share counts once in the run of both."""
     n = num_blocks
     rng = np.random.default_rng(3)

@@ -7,14 +7,13 @@ microbatch and for the length of an op in later ones; and what deferred weight g
 
 from __future__ import annotations
 
-from costmodel.memory.block.backward_walk import BackwardWalk
-from costmodel.memory.block.block_bytes import PlacedBlock
 from costmodel.memory.block.deferred_weights import (
     DeferredWeight,
     deferred_storages,
     weight_job,
 )
 from costmodel.memory.block.gradients import Gradients
+from costmodel.memory.block.placed_block import BackwardWalk, PlacedBlock
 from costmodel.memory.exact.stage.stage_walk import (
     BackwardBytes,
     BackwardVariant,

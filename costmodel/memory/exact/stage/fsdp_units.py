@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from costmodel.memory.block.block_bytes import PlacedBlock
+from costmodel.memory.block.placed_block import PlacedBlock
 from planner.plan.replication import Replication
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from math import prod
 
 from costmodel.cache import CostCache
-from costmodel.memory.block.block_bytes import BlockKind, PlacedBlock
 from costmodel.memory.block.copies import copy_between
+from costmodel.memory.block.placed_block import BlockKind, PlacedBlock
 from costmodel.memory.exact.stage.fsdp_units import sharded_stage
 from costmodel.memory.exact.stage.jobs import Message, StageJobs
 from costmodel.memory.exact.stage.stage_walk import StageWalk

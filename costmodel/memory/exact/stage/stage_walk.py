@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from costmodel.memory.block.block_bytes import PlacedBlock
 from costmodel.memory.block.copies import Copy
 from costmodel.memory.block.deferred_weights import DeferredWeight
+from costmodel.memory.block.placed_block import PlacedBlock
 
 
 class BlockSample(NamedTuple):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from costmodel.table.fit_rates import (
+from benchmarks.fit_rates import (
     RANGES,
     MeasuredRun,
     PricedRuns,

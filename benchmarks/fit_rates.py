@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from costmodel.cache import CostCache
 from costmodel.estimate import step_seconds
-from costmodel.execution.executed import rated_profile
+from costmodel.execution.executed import ExecutedProfile, rated_profile
 from costmodel.table.kernels import DeviceRates
 from costmodel.table.rows.row_plan import RowPrices
 from costmodel.table.rows.run_row import RunRow
@@ -119,7 +119,15 @@ class PricedRuns:
 def _with_rates(costs: CostCache, values: Mapping[str, float]) -> CostCache:
     profile = rated_profile(costs.profile)
     new: dict[str, Any] = dict(values)
-    return costs.on(profile.with_rates(replace(profile.rates, **new)))
+    return costs.on(
+        ExecutedProfile(
+            profile.alone,
+            replace(profile.rates, **new),
+            num_nodes=profile.num_nodes,
+            execution=profile.execution,
+            product_dtype=profile.product_dtype,
+        )
+    )
 
 
 def fit_rates(
