@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,9 +155,18 @@ class Engine:
         if values is not None:
             # What files need not have is made as at a start without files.
             self._empty -= frozenset(n for n, _ in model.named_buffers(remove_duplicate=False))
-        # The preamble reads whole buffers, also those that lie elsewhere as a block's, or cut. What
-        # is not in the state dict keeps the model's values, unless it came without.
+        # The preamble and counts of labels read whole buffers, also those that lie elsewhere as a
+        # block's, or cut. What is not in the state dict keeps the model's values, unless it came
+        # without.
+        self._labels = [
+            LabelCounts.of(each, pad or {}, partial(_on_host, model)) for each in self.captured
+        ]
         read = {g.tensor[n].fqn for g in (graph, *buckets) for n in g.preamble.params}
+        read |= {
+            each.tensor[n].fqn
+            for each, labels in zip(self.captured, self._labels, strict=True)
+            for n in (labels.tensors if labels is not None else ())
+        }
         lacking = {n: t for n, t in model.named_buffers() if n in self._empty and n in read}
         stored = stored_tensors(model)
         outside = {
@@ -255,7 +265,7 @@ class Engine:
                 dtype=self._loss_dtype,
                 has_loss=any(stage.wiring.has_loss for stage in self.stages.values()),
                 count=loss_weight,
-                labels=[LabelCounts.of(each, pad or {}) for each in self.captured],
+                labels=self._labels,
             ),
         )
 
@@ -337,9 +347,9 @@ class Engine:
                 meta = self.graph.tensor[name]
                 if meta.kind == "constant" and meta.data is None:
                     places[meta.fqn].append(Place(Piece.whole(tensor.shape), tensor))
-        for graph, by_stage in zip(graphs, preambles, strict=True):
-            for preamble in by_stage.values():
-                for name, tensor in preamble.tensors.items():
+        for graph, by_stage, labels in zip(graphs, preambles, self._labels, strict=True):
+            for reader in (*by_stage.values(), *([] if labels is None else [labels])):
+                for name, tensor in reader.tensors.items():
                     meta = graph.tensor[name]
                     if meta.data is None:
                         places[meta.fqn].append(Place(Piece.whole(tensor.shape), tensor))
@@ -775,6 +785,9 @@ class Engine:
         values = {names[fqn]: t for fqn, t in outside.items() if fqn in names}
         for preamble in self._feeder.preambles:
             preamble.take_values(values)
+        for labels in self._labels:
+            for name, tensor in () if labels is None else labels.tensors.items():
+                tensor.copy_(values.get(name, tensor))
 
     # -- what it holds ------------------------------------------------------------------
 
@@ -832,6 +845,13 @@ def _shared_seed(mesh: Mesh) -> int:
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(seed, src=0, group=mesh.control)
     return seed[0]
+
+
+def _on_host(model: nn.Module, meta: TensorMeta) -> Tensor:
+    """Return memory for what a rank reads of a model on the host, or the values the graph has."""
+    if meta.data is not None:
+        return constant(meta)
+    return materialized(shape_of(model, meta), torch.device("cpu"))
 
 
 def _grad_of(param: nn.Parameter) -> Tensor:
