@@ -348,8 +348,9 @@ class Engine:
                 if meta.kind == "constant" and meta.data is None:
                     places[meta.fqn].append(Place(Piece.whole(tensor.shape), tensor))
         for graph, by_stage, labels in zip(graphs, preambles, self._labels, strict=True):
-            for reader in (*by_stage.values(), *([] if labels is None else [labels])):
-                for name, tensor in reader.tensors.items():
+            readers = [preamble.tensors for preamble in by_stage.values()]
+            for tensors in (*readers, {} if labels is None else labels.tensors):
+                for name, tensor in tensors.items():
                     meta = graph.tensor[name]
                     if meta.data is None:
                         places[meta.fqn].append(Place(Piece.whole(tensor.shape), tensor))
