@@ -34,9 +34,14 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
+def format_number(number: float) -> str:
+    """Return a number with three digits, or all before the point: ``6.4``, ``1250``."""
+    return f"{number:.0f}" if abs(number) >= 100 else f"{number:.3g}"
+
+
 def format_seconds(seconds: float) -> str:
     """Return a short human text such as ``12.3 ms``."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= size:
-            return f"{seconds / size:.3g} {unit}"
+            return f"{format_number(seconds / size)} {unit}"
     return "0 s" if seconds == 0 else f"{seconds / 1e-9:.3g} ns"

@@ -10,7 +10,6 @@ from planner.across.state import ANY_ORDER, IN_ORDER, WHOLE, State
 from planner.across.step import Fault, Kind, Walk
 from planner.graph import Affine, ModelGraph, Op, Program, TensorMeta
 from planner.layout.placement import Shard
-from planner.ops.record import mutates
 
 PREAMBLE = -1
 """The place of what comes before the first block."""
@@ -24,6 +23,8 @@ class Finding:
     """What is wrong (see `Kind`)."""
     op: str
     """The op to blame, as the user calls it."""
+    name: str
+    """Its name in its block."""
     line: str
     """Where the op stands in the model's source."""
     block_index: int
@@ -43,25 +44,6 @@ def across_samples(graph: ModelGraph) -> tuple[Finding, ...]:
     BatchNorm is not among it: see `planner.plan.batch_statistics`.
     """
     return _Model(graph).findings()
-
-
-def blocks_across_samples(graph: ModelGraph) -> frozenset[int]:
-    """Return the blocks whose results on a batch are not those on its parts, by index.
-
-    A loss that is a sum, or by a number of samples too large, is none of it; nor are ops of
-    which nothing is known.
-    """
-    found: set[int] = set()
-    for block in graph.blocks:
-        if any(mutates(op) for op in graph.classes[block.class_index].ops):
-            found.add(block.index)
-    for finding in across_samples(graph):
-        if finding.kind in ("mixed", "pairs", "normaliser", "buffer", "repeated"):
-            found.update((finding.block_index, finding.used_in))
-    if PREAMBLE in found:
-        made = set(graph.preamble.outputs)
-        found |= {block.index for block in graph.blocks if made.intersection(block.inputs)}
-    return frozenset(found - {PREAMBLE})
 
 
 class _Model:
@@ -132,6 +114,7 @@ class _Model:
         finding = Finding(
             kind=kind,
             op=_called(op),
+            name=op.name,
             line=op.line,
             block_index=at,
             used_by="" if cause == used else _called(user),

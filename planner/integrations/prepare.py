@@ -8,14 +8,15 @@
         optimizer.step(); scheduler.step(); optimizer.zero_grad()
 
 A call of the model in training mode is `Engine.step`: forward, backward and, at the last of
-`accumulate` calls, the update. `backward`, `zero_grad` and `optimizer.step` find it done; the last
-says where the loop does not count as `accumulate` does.
+`accumulate` calls, the update. `backward`, `zero_grad` and `optimizer.step` find it done; they say
+where the loop does not count as `accumulate` does, or would train on another multiple of the loss.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from math import isclose
 from typing import Any
 
 import torch
@@ -101,6 +102,7 @@ class PreparedModel:
         self.engine, self.training = engine, True
         self._loader, self._accumulate = loader, accumulate
         self._calls = 0
+        self._losses: list[Loss] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Loss:
         """Train on a batch, or evaluate it; return its mean loss over all ranks.
@@ -125,17 +127,31 @@ class PreparedModel:
             batch = self._loader.part_of(batch)
         loss = self.engine.step(batch, update=self._calls + 1 == self._accumulate)
         self._calls += 1
-        return Loss.of(loss)
+        self._losses.append(Loss.of(loss))
+        return self._losses[-1]
 
     def end_update(self) -> None:
-        """Count calls anew; raise PlanError where the loop updates before they are complete."""
+        """Count calls anew; raise PlanError where the loop updates before they are complete, or
+        from other gradients than those of the mean loss.
+        """
         if self._calls != self._accumulate:
             raise PlanError(
                 f"optimizer.step() came after {self._calls} calls of the model in training mode "
                 f"and accumulate={self._accumulate} was given; the update is made in the last of "
                 "them"
             )
+        # What a backward of the loop leaves at a loss is the factor that it has in the update.
+        factors = [0.0 if loss.grad is None else loss.grad.item() for loss in self._losses]
         self._calls = 0
+        self._losses.clear()
+        other = next((f for f in factors if not isclose(f, 1 / self._accumulate, rel_tol=1e-2)), 0)
+        if any(factors) and (other or not all(factors)):
+            raise PlanError(
+                f"the loop's backward takes {other:g} times the loss of a call, and the engine's "
+                f"update is of the mean of {self._accumulate} calls "
+                f"({1 / self._accumulate:g} times each): divide losses by `accumulate`, put other "
+                "factors and terms into the model's own loss, and leave a GradScaler out"
+            )
 
     def train(self, mode: bool = True) -> PreparedModel:
         """Train in calls from now on, or evaluate."""
@@ -147,7 +163,15 @@ class PreparedModel:
         return self.train(mode=False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: the next step begins with gradients of its own."""
+        """Do nothing: the next update begins with gradients of its own. Raise PlanError where that
+        is not made yet, so that gradients would be lost.
+        """
+        if 0 < self._calls < self._accumulate:
+            raise PlanError(
+                f"zero_grad() came after {self._calls} of {self._accumulate} calls of the model "
+                "for an update, whose gradients the engine keeps; call it after optimizer.step(), "
+                "and let a pass have a multiple of `accumulate` batches"
+            )
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the whole model's values on rank 0's CPU, {} elsewhere; every rank calls it."""
@@ -174,7 +198,8 @@ class PreparedOptimizer:
         self._model.end_update()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: the next step begins with gradients of its own."""
+        """As `PreparedModel.zero_grad`."""
+        self._model.zero_grad(set_to_none)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._optimizer, name)

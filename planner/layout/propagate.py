@@ -91,19 +91,17 @@ def propagate_graph(
 
     Tensors between blocks are Replicate, or placed `boundary` where their sizes divide: with
     Shard(1) the residual stream is sharded along the sequence (sequence parallelism). A
-    parameter shared by several classes (a tied embedding) has one placement at rest: the
-    class nearest the loss, which multiplies by it, decides.
+    parameter shared by several classes (a tied embedding), or by several places of a class, has one
+    placement at rest: the class nearest the loss, which multiplies by it, decides, and of its
+    places the last.
 
     `programs` are the classes' programs where they are not the graph's own, for example
     already lowered on another axis. With `whole_params` every rank has all weights and a part of
     every sample; with a Shard(1) boundary that is context parallelism.
     """
-    used_by: dict[str, set[int]] = {}
-    for block in graph.blocks:
-        for name in block.params:
-            used_by.setdefault(name, set()).add(block.class_index)
+    shared = _shared_places(graph)
     pinned = class_pins(graph, pins)
-    decided: dict[str, Placement] = {}
+    decided: dict[_Place, Placement] = {}
     layouts: dict[int, ClassLayout] = {}
     # From the loss back: a tied head is a product, worth a cut; the embedding takes what is left.
     for block in reversed(graph.blocks):
@@ -111,28 +109,64 @@ def propagate_graph(
         if index in layouts:
             continue
         program = programs[index] if programs else graph.classes[index].bind(microbatch_size)
-        names = dict(zip(block.params, program.params, strict=True))
-        layouts[index] = propagate_layout(
-            index,
-            program,
-            axis_size,
-            whole_params=whole_params,
-            may_lie=(
-                _keeps_samples(graph.classes[index], microbatch_size)
-                if whole_params
-                else lambda name, placement: True
-            ),
-            pins=pinned.get(index),
-            at_rest={local: decided[name] for name, local in names.items() if name in decided},
-            inputs=_at_boundary(graph, program, block.inputs, program.inputs, boundary, axis_size),
-            outputs=_at_boundary(
-                graph, program, block.outputs, program.outputs, boundary, axis_size
-            ),
-        )
-        for name, placement in zip(block.params, layouts[index].param_placements, strict=True):
-            if len(used_by[name]) > 1:
-                decided[name] = placement
+        of_local = {local: shared.get((index, i)) for i, local in enumerate(program.params)}
+        # Places of a class that were chosen apart are chosen anew, where the last of them lies.
+        for _ in range(2):
+            layouts[index] = propagate_layout(
+                index,
+                program,
+                axis_size,
+                whole_params=whole_params,
+                may_lie=(
+                    _keeps_samples(graph.classes[index], microbatch_size)
+                    if whole_params
+                    else lambda name, placement: True
+                ),
+                pins=pinned.get(index),
+                at_rest={
+                    local: decided[first]
+                    for local, first in of_local.items()
+                    if first is not None and first in decided
+                },
+                inputs=_at_boundary(
+                    graph, program, block.inputs, program.inputs, boundary, axis_size
+                ),
+                outputs=_at_boundary(
+                    graph, program, block.outputs, program.outputs, boundary, axis_size
+                ),
+            )
+            found = zip(of_local.values(), layouts[index].param_placements, strict=True)
+            lie: dict[_Place, list[Placement]] = {}
+            for first, placement in found:
+                if first is not None:
+                    lie.setdefault(first, []).append(placement)
+            decided |= {first: places[-1] for first, places in lie.items()}
+            if all(len(set(places)) == 1 for places in lie.values()):
+                break
     return tuple(layouts[index] for index in sorted(layouts))
+
+
+_Place = tuple[int, int]
+"""A class, and the position of one of its params."""
+
+
+def _shared_places(graph: ModelGraph) -> dict[_Place, _Place]:
+    """Return, for each place that shares parameters with others, the first of all these.
+
+    Blocks of a class have one layout, so places are alike that share a parameter with a third.
+    """
+    first: dict[_Place, _Place] = {}
+    together: dict[_Place, list[_Place]] = {}
+    place_of: dict[str, _Place] = {}
+    for block in graph.blocks:
+        for position, name in enumerate(block.params):
+            place = (block.class_index, position)
+            known, own = (first.get(p, p) for p in (place_of.setdefault(name, place), place))
+            if known == own:
+                continue
+            together[known] = together.pop(known, [known]) + together.pop(own, [own])
+            first |= dict.fromkeys(together[known], known)
+    return first
 
 
 def propagate_on(

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from planner.across import Finding, Kind, across_samples
+from planner.across import Finding, Kind, across_samples, uncounted
 from planner.graph import Block, ModelGraph, Op, Program, Ref
 from planner.layout.axes import batch_axes
 from planner.plan import Plan
@@ -91,7 +91,7 @@ def cut_batch_messages(
             "the whole batch, a larger microbatch or GroupNorm lessens the rest"
         )
     by_kind: dict[tuple[Kind, int], list[Finding]] = {}
-    for finding in across_samples(graph):
+    for finding in uncounted(graph, across_samples(graph)):
         by_kind.setdefault((finding.kind, finding.power), []).append(finding)
     for (kind, power), findings in by_kind.items():
         if kind == "normaliser" and weighted_loss:

@@ -67,6 +67,14 @@ def test_another_label_may_be_the_ignored_one():
     assert counted.means[0].ignore_index == 0
 
 
+def test_classes_may_have_weights_of_a_buffer():
+    counted = found(lambda m, logits, labels: mean(logits, labels, weight=m.weights / 2))
+    assert counted is not None
+    (labels,) = counted.means
+    assert len(labels.made.outputs) == 2
+    assert len(labels.buffers) == 1
+
+
 @pytest.mark.parametrize(
     "loss",
     [
@@ -85,7 +93,9 @@ def test_other_terms_of_the_batch_are_seen(loss):
     [
         lambda m, logits, labels: logits.square().mean() + 0 * labels.sum(),
         lambda m, logits, labels: mean(logits, labels, reduction="sum"),
-        lambda m, logits, labels: mean(logits, labels, weight=m.weights),
+        # Weights that train, or that a block writes, are not those of all parts of a step.
+        lambda m, logits, labels: mean(logits, labels, weight=m.head.bias.detach()),
+        lambda m, logits, labels: mean(logits, labels, weight=m.weights.mul_(0.9)),
         lambda m, logits, labels: mean(logits, labels).exp(),
         lambda m, logits, labels: F.cross_entropy(logits.mT, F.one_hot(labels, CLASSES).mT.float()),
         # Labels that the model makes itself.

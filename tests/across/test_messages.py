@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import planner
-from planner.across.walk import blocks_across_samples
+from planner.across import blocks_across_samples
 from planner.capture.module import capture_module
 from planner.graph import ModelGraph
 from planner.plan.batch_statistics import BatchStatisticsWarning, cut_batch_messages

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.across.walk import across_samples, blocks_across_samples
+from planner.across import across_samples, blocks_across_samples
 from planner.graph import ModelGraph
 from tests.builders import telling_first, tiny_models
 from tests.captures import capture_module, capture_tiny

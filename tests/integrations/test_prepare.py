@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -127,6 +128,36 @@ def test_a_loop_that_counts_otherwise_is_told():
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     with pytest.raises(PlanError, match="not in both ways"):
         model(second["x"], target=second["target"])
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "factors", "says"),
+    [
+        (1, (3.0,), "takes 3 times the loss of a call.* mean of 1 calls"),
+        (2, (1.0, 1.0), r"takes 1 times the loss of a call.* mean of 2 calls \(0.5 times each\)"),
+        (2, (0.5, None), "takes 0 times the loss"),
+        (1, (None,), ""),  # a loop without backwards
+    ],
+)
+def test_a_loop_that_trains_on_another_multiple_of_the_loss_is_told(accumulate, factors, says):
+    """One process would have the sum of two losses that are not divided: twice the gradients."""
+    model, optimizer, loader, _ = prepared(accumulate=accumulate)
+    for part, factor in zip(loader, factors, strict=False):
+        loss = model(**part)
+        if factor is not None:
+            (loss * factor).backward()
+    with pytest.raises(PlanError, match=says) if says else nullcontext():
+        optimizer.step()
+
+
+def test_gradients_are_not_dropped_in_silence():
+    model, optimizer, loader, _ = prepared(accumulate=2)
+    for each in (optimizer, model):
+        each.zero_grad()
+    model(**next(iter(loader)))
+    for each in (optimizer, model):
+        with pytest.raises(PlanError, match=r"zero_grad\(\) came after 1 of 2 calls of the model"):
+            each.zero_grad()
 
 
 def test_a_loader_that_has_a_sampler_of_batches_is_taken():

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
@@ -23,7 +25,7 @@ from planner.loss_weight import count_tokens
 from planner.plan import Plan
 from planner.plan.batch_statistics import BatchStatisticsWarning
 from planner.plan.defaults import default_plan
-from tests.builders import PlainGPT, gpt_batch
+from tests.builders import VOCABULARY, PlainGPT, gpt_batch
 from tests.captures import capture_module
 from tests.runtime.scenarios import capture, gap_to_largest, models
 from tests.spawn import run_ranks
@@ -153,6 +155,88 @@ def test_token_weighted_loss_equals_one_process():
         assert gap < RTOL, f"{case.plan.dp=} {case.plan.tp=} {case.plan.pp=}: {gap}"
 
 
+class Weighted(PlainGPT):
+    """Classes have weights, in a buffer that the model makes of another."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        self.register_buffer("rarity", torch.linspace(0.1, 3, VOCABULARY))
+
+    def forward(self, ids, labels):
+        x = self.token(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x)).view(-1, VOCABULARY)
+        return F.cross_entropy(logits, labels.view(-1), weight=self.rarity / 2, label_smoothing=0.1)
+
+
+def _weighted_gap(plans: list[Plan], folder: str) -> float:
+    torch.set_default_dtype(torch.float64)
+    worst = 0.0
+    for plan in plans:
+        torch.manual_seed(0)
+        module = Weighted()
+        alone = copy.deepcopy(module)
+        sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", BatchStatisticsWarning)  # it is what one process does
+            engine = planner.apply(plan, module, optimizer=sgd)
+        if dist.get_rank() == 0:
+            save_file(
+                {**alone.state_dict(), "rarity": alone.rarity.flip(0)}, f"{folder}/m.safetensors"
+            )
+        dist.barrier(group=engine.mesh.control)
+        for _ in range(2):
+            batch = batch_of(Case("gpt", plan, (), counts_tokens=True), plan.global_batch)
+            alone.zero_grad()
+            expected = alone(**batch)
+            expected.backward()
+            worst = max(worst, abs(engine.step(batch).item() / expected.item() - 1))
+            grads = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+            worst = max(worst, gap_to_largest(engine.full_gradients(), grads))
+            # Other weights of classes come with other values of the model.
+            alone.rarity.copy_(alone.rarity.flip(0))
+            engine.load_weights(f"{folder}/m.safetensors")
+        engine.close()
+    return worst
+
+
+def test_weights_of_classes_count_parts_of_a_batch(tmp_path):
+    """M6: the mean is divided by the weights of the labels, which parts have more or less of."""
+    torch.set_default_dtype(torch.float64)
+    graph = capture_module(Weighted(), gpt_batch(2), gpt_batch(3))
+    layouts: list[dict[str, Any]] = [{"dp": 2, "zero_stage": 3}, {"pp": 2}]
+    plans = [default_plan(graph, num_microbatches=2, microbatch_size=2, **each) for each in layouts]
+    assert max(run_ranks(_weighted_gap, 2, plans, str(tmp_path))) < RTOL
+
+
+def test_a_weight_that_is_not_what_the_loss_is_divided_by_is_told():
+    """A callable alone would silence what is said of class weights, right or wrong."""
+    torch.set_default_dtype(torch.float64)
+    module = Weighted()
+    plan = default_plan(
+        capture_module(module, gpt_batch(2), gpt_batch(3)), num_microbatches=2, microbatch_size=2
+    )
+    batch = batch_of(Case("gpt", plan, (), counts_tokens=True), 4)
+    state = copy.deepcopy(module.state_dict())
+
+    def weights(part: Any) -> float:
+        labels = part["labels"].flatten()
+        return state["rarity"][labels[labels >= 0]].sum().item()
+
+    engine = planner.apply(plan, copy.deepcopy(module), loss_weight=weights)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BatchStatisticsWarning)
+        engine.step(batch)
+    engine.close()
+    engine = planner.apply(plan, module, loss_weight=planner.count_tokens("labels"))
+    with pytest.warns(
+        BatchStatisticsWarning,
+        match=r"loss_weight counts \[1.0, 5.0\] in parts of the batch, and the loss is divided by ",
+    ):
+        engine.step(batch)
+
+
 def test_means_over_tokens_and_over_samples_differ():
     """M6: a user's weight comes first; without it labels count as the loss counts them."""
     torch.manual_seed(0)
@@ -168,7 +252,8 @@ def test_means_over_tokens_and_over_samples_differ():
     samples, told, found = (
         planner.apply(plan, copy.deepcopy(module), loss_weight=weight) for weight in weights
     )
-    assert samples.step(batch).item() == pytest.approx(by_sample.mean().item(), rel=1e-6)
+    with pytest.warns(BatchStatisticsWarning, match="loss_weight counts"):
+        assert samples.step(batch).item() == pytest.approx(by_sample.mean().item(), rel=1e-6)
     assert told.step(batch).item() == pytest.approx(expected, rel=1e-6)
     assert found.step(batch).item() == pytest.approx(expected, rel=1e-6)
     assert abs(by_sample.mean().item() - expected) > 1e-3

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from commands.render.plans.words import labelled
 from commands.render.tables import light_table
-from planner.units import GIB, format_bytes, format_seconds
+from planner.units import GIB, format_bytes, format_number, format_seconds
 
 WIDE = 100
 """Columns from which on there is room for explanations."""
@@ -141,8 +141,8 @@ def memory_warning(peak_bytes: float, high_bytes: float, limit_bytes: float) -> 
     """Return what to know where memory may pass its limit; nothing where it hardly can."""
     if high_bytes <= limit_bytes:
         return ""
-    safe = limit_bytes * peak_bytes / high_bytes / GIB
+    safe = format_number(limit_bytes * peak_bytes / high_bytes / GIB)
     return (
         f"the fullest device may need {format_bytes(high_bytes)} of {format_bytes(limit_bytes)}, "
-        f"or more in one case of ten; search with `memory_limit_bytes` {safe:.3g} GiB to be surer"
+        f"or more in one case of ten; search with `memory_limit_bytes` {safe} GiB to be surer"
     )

@@ -13,7 +13,7 @@ from commands.render.flags import with_flags
 from commands.render.plans.search import choices_of
 from commands.render.tables import light_table
 from planner.plan import Plan
-from planner.units import DAY_S, GIB, HOUR_S, format_bytes, format_seconds
+from planner.units import DAY_S, GIB, HOUR_S, format_bytes, format_number, format_seconds
 from search.report.what_if import Answer, Case
 
 _BAR = 10
@@ -164,7 +164,7 @@ def _memory_cell(answer: Answer) -> str:
     if answer.memory is None:
         return ""
     low, high = answer.memory.low_bytes / GIB, answer.memory.high_bytes / GIB
-    return f"{low:.3g} to {high:.3g} GiB{' !' * answer.may_not_fit}"
+    return f"{format_number(low)} to {format_number(high)} GiB{' !' * answer.may_not_fit}"
 
 
 def _per_device(answer: Answer) -> float:

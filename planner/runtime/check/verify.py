@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 
 from planner.across import blocks_across_samples
 from planner.errors import PlanError
-from planner.graph import ModelGraph
+from planner.graph import ModelGraph, TensorMeta
 from planner.graph.batch import flatten_batch, unflatten_batch
 from planner.graph.batch_split import BatchSplit
 from planner.graph.function_keys import AUTOGRAD_FUNCTION
@@ -47,6 +48,7 @@ from planner.runtime.check.promote import (
 )
 from planner.runtime.start.apply import shared_capture
 from planner.runtime.start.groups.mesh import build_mesh
+from planner.runtime.state.weights import constant
 from planner.runtime.step.engine import Engine
 from planner.runtime.step.inputs.feed import cut_batch
 from planner.runtime.step.inputs.label_counts import LabelCounts
@@ -270,7 +272,7 @@ def compare_with_one_process(
     ):
         functions = partial(ReferenceMode, own, torch.get_default_dtype())
     report = VerifyReport(num_ranks=plan.world_size, tolerance=tolerance, notes=notes)
-    labels = LabelCounts.of(graph, {})
+    labels = LabelCounts.of(graph, {}, partial(_values_of, module))
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -368,6 +370,14 @@ def _pieces(split: BatchSplit, replicas: int | None) -> list[Piece]:
         for microbatch in range(split.num_microbatches)
         for replica in range(replicas)
     ]
+
+
+def _values_of(module: nn.Module, meta: TensorMeta) -> Tensor:
+    """Return a buffer's values, of the module or of the graph itself."""
+    if meta.data is not None:
+        return constant(meta)
+    found: Tensor = attrgetter(meta.fqn)(module)
+    return found.detach().clone()
 
 
 def _usual_dtype(module: nn.Module) -> torch.dtype:

@@ -11,21 +11,22 @@ from planner.runtime.checkpoint.pieces import Piece
 from planner.runtime.initial.values import FirstValues, Place
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from planner.graph import ModelGraph
     from planner.runtime.step.engine import Engine
-    from planner.runtime.step.inputs.feed import Preamble
 
 
 def take_first_values(
     engine: Engine,
     values: FirstValues,
-    preambles: Iterable[tuple[ModelGraph, Mapping[int, Preamble]]],
+    read: Iterable[tuple[ModelGraph, Mapping[str, Tensor]]],
 ) -> None:
     """Bring first values to all that this rank holds; each rank does so for all tensors.
 
-    `preambles` are those of each captured shape, by stage.
+    `read` has, by the names of a captured graph, what is read beside stages: by preambles, and to
+    count labels.
     """
-    preambles = tuple(preambles)
     places: dict[str, list[Place]] = defaultdict(list)
     for part in model_parts(engine):
         for tensor in part.tensors:
@@ -35,14 +36,14 @@ def take_first_values(
             meta = engine.graph.tensor[name]
             if meta.kind == "constant" and meta.data is None:
                 places[meta.fqn].append(Place(Piece.whole(tensor.shape), tensor))
-    for graph, by_stage in preambles:
-        for preamble in by_stage.values():
-            for name, tensor in preamble.tensors.items():
-                meta = graph.tensor[name]
-                if meta.data is None:
-                    places[meta.fqn].append(Place(Piece.whole(tensor.shape), tensor))
+    for graph, tensors in read:
+        for name, tensor in tensors.items():
+            meta = graph.tensor[name]
+            if meta.data is None:
+                places[meta.fqn].append(Place(Piece.whole(tensor.shape), tensor))
     kinds = ("param", "buffer", "constant")
-    held = (t.fqn for g, _ in preambles for t in g.tensors if t.kind in kinds and t.data is None)
+    tensors_held = (t for g in engine.captured for t in g.tensors if t.kind in kinds)
+    held = (tensor.fqn for tensor in tensors_held if tensor.data is None)
     aliases = {alias for tensor in engine.graph.tensors for alias in tensor.aliases}
     stored = (name for name in engine.outside.dtypes if name not in aliases)
     names = dict.fromkeys((*held, *stored))

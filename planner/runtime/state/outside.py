@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from planner.graph import ModelGraph
 from planner.runtime.state.weights import empty_tensors, stored_tensors
 
 
@@ -18,7 +17,7 @@ class OutsideTensors:
 
     Attributes:
         unused: what no block uses, so that no step changes it.
-        also_read: buffers that stages hold, cut or elsewhere, and that the preamble reads whole.
+        also_read: buffers that stages hold, cut or elsewhere, and that are read whole beside them.
         empty: names of the tensors that came on the meta device, so without first values.
         dtypes: the user's dtype of each tensor of the state dict.
     """
@@ -32,13 +31,14 @@ class OutsideTensors:
     def of(
         cls,
         model: nn.Module,
-        graphs: Sequence[ModelGraph],
-        held: Collection[str],
         *,
+        held: Collection[str],
+        read: Collection[str],
         may_be_empty: bool,
         makes_buffers: bool,
     ) -> OutsideTensors:
-        """Return those of a model whose stages hold the tensors `held`, by the user's names.
+        """Return those of a model of which stages hold `held`, and preambles or counts of labels
+        read `read`, by the user's names.
 
         Where the start `makes_buffers`, a buffer on the meta device gets its value like any other:
         files need not have it.
@@ -47,7 +47,6 @@ class OutsideTensors:
         buffers = dict(model.named_buffers(remove_duplicate=False))
         if makes_buffers:
             empty -= buffers.keys()
-        read = {graph.tensor[name].fqn for graph in graphs for name in graph.preamble.params}
         # A buffer beside the state dict keeps the model's values, unless it came without.
         lacking = {
             name: buffer for name, buffer in model.named_buffers() if name in empty and name in read

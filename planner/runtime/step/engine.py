@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,11 +145,19 @@ class Engine:
         self.average: WeightAverage | None = None
         for each in (graph, *buckets):
             keep_modules(each, model)
+        self._labels = [
+            LabelCounts.of(each, pad or {}, partial(_on_host, model)) for each in self.captured
+        ]
+        counted = [() if labels is None else labels.tensors for labels in self._labels]
         used = {name for names in stage_params(graph, plan) for name in names}
         self.outside = OutsideTensors.of(
             model,
-            (graph, *buckets),
-            {name for t in graph.tensors if t.name in used for name in (t.fqn, *t.aliases)},
+            held={name for t in graph.tensors if t.name in used for name in (t.fqn, *t.aliases)},
+            read={
+                each.tensor[name].fqn
+                for each, names in zip(self.captured, counted, strict=True)
+                for name in (*each.preamble.params, *names)
+            },
             may_be_empty=may_be_empty,
             makes_buffers=values is not None,
         )
@@ -197,9 +206,17 @@ class Engine:
         self._reached = Reached(
             self.stages, mesh, [[graph.tensor[n].fqn for n in names] for names in by_stage]
         )
-        take_first_values(
-            self, values or ModuleValues(model, mesh), zip(self.captured, preambles, strict=True)
-        )
+        read: list[tuple[ModelGraph, Mapping[str, Tensor]]] = [
+            (each, preamble.tensors)
+            for each, by_stage in zip(self.captured, preambles, strict=True)
+            for preamble in by_stage.values()
+        ]
+        read += [
+            (each, labels.tensors)
+            for each, labels in zip(self.captured, self._labels, strict=True)
+            if labels is not None
+        ]
+        take_first_values(self, values or ModuleValues(model, mesh), read)
         self._trained.write_back()
         self._accumulation = Accumulation()
         self.optimizer = self._trained.build_optimizer(
@@ -256,7 +273,7 @@ class Engine:
                 dtype=self._loss_dtype,
                 has_loss=any(stage.wiring.has_loss for stage in self.stages.values()),
                 count=loss_weight,
-                labels=[LabelCounts.of(each, pad or {}) for each in self.captured],
+                labels=self._labels,
             ),
         )
 
@@ -677,6 +694,9 @@ class Engine:
         values = {names[fqn]: t for fqn, t in outside.items() if fqn in names}
         for preamble in self._feeder.preambles:
             preamble.take_values(values)
+        for labels in self._labels:
+            for name, tensor in () if labels is None else labels.tensors.items():
+                tensor.copy_(values.get(name, tensor))
 
     # -- what it holds ------------------------------------------------------------------
 
@@ -734,6 +754,13 @@ def _shared_seed(mesh: Mesh) -> int:
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(seed, src=0, group=mesh.control)
     return seed[0]
+
+
+def _on_host(model: nn.Module, meta: TensorMeta) -> Tensor:
+    """Return memory for what a rank reads of a model on the host, or the values the graph has."""
+    if meta.data is not None:
+        return constant(meta)
+    return materialized(shape_of(model, meta), torch.device("cpu"))
 
 
 def _grad_of(param: nn.Parameter) -> Tensor:

@@ -28,7 +28,8 @@ def outside_of(model: nn.Module, **options: bool) -> OutsideTensors:
     held = {tensor.fqn for tensor in graph.tensors if tensor.kind in ("param", "buffer")}
     held -= {"spare"}
     options = {"may_be_empty": False, "makes_buffers": False} | options
-    return OutsideTensors.of(model, (graph,), held, **options)
+    read = {graph.tensor[name].fqn for name in graph.preamble.params}
+    return OutsideTensors.of(model, held=held, read=read, **options)
 
 
 def test_what_no_block_uses_is_kept_whole_under_its_name():

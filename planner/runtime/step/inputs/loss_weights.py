@@ -30,7 +30,8 @@ class LossWeights:
     """Weighs one rank's microbatches. Mutable: weights by sample are kept by how a batch is cut.
 
     `count` is what the user says of a part; None: it counts by its labels, as `labels` counts them
-    on each of the plan's shapes, or by its samples where no loss is a mean over labels.
+    on each of the plan's shapes, or by its samples where no loss is a mean over labels. What the
+    user says is compared with `labels`.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class LossWeights:
         self._device = mesh.device
         self._dtype, self._has_loss, self._count = dtype, has_loss, count
         known = [each for each in labels if each is not None]
-        self._labels = known if count is None and len(known) == len(labels) else []
+        known = known if len(known) == len(labels) else []
+        self._labels = known if count is None else []
+        self._compared = known if callable(count) else []
         self._by_samples: dict[tuple[tuple[int, ...], int], tuple[Tensor, ...]] = {}
 
     @property
@@ -120,6 +123,8 @@ class LossWeights:
         counts = [float(self._count(cut.part(samples))) for samples in runs]
         if not all(count >= 0 for count in counts):
             raise _no_weights(counts)
+        if self._compared and self._number == 0 and self._mesh.is_first_of_samples:
+            self._compared[cut.bucket].compare(counts, cut, runs)
         return counts
 
     def by_counts(self, own: Sequence[float], total: float) -> tuple[Tensor, ...]:

@@ -118,3 +118,5 @@ def test_a_warning_names_the_limit_under_which_the_range_fits():
     told = memory_warning(8.0 * GIB, 10.0 * GIB, 8.0 * GIB)
     assert "may need 10.00 GiB of 8.00 GiB" in told
     assert "--memory-limit 6.4 to be surer" in with_flags(told)
+    told = memory_warning(1600.0 * GIB, 1602.0 * GIB, 1600.0 * GIB)
+    assert "--memory-limit 1598 to be surer" in with_flags(told)
