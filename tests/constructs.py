@@ -1097,6 +1097,26 @@ def _unlike_where_compiled(self: Chain, x: Tensor, index: int) -> Tensor:
     return x * mask[None]
 
 
+def _other_where_compiled(self: Chain, x: Tensor, index: int) -> Tensor:
+    is_traced = isinstance(x, torch._subclasses.FakeTensor)  # as libraries test it, too
+    x = x if torch.compiler.is_compiling() else 2 * x
+    return x if is_traced else 3 * x
+
+
+def _looks_where_not_compiled(self: Chain, x: Tensor, index: int) -> Tensor:
+    x = x if torch.compiler.is_compiling() else 2 * x
+    seen = x.abs() < 9
+    if not torch.compiler.is_compiling() and seen.all():
+        return x
+    return torch.where(seen, x, 0)
+
+
+def _looks_at_positions(self: Chain, x: Tensor, index: int) -> Tensor:
+    places = torch.arange(WIDTH) + 1
+    is_packed = (places.diff(prepend=places[:1] - 1) != 1).any()
+    return x * 0 if is_packed else x * torch.ones(len(x), 1).mean(0)
+
+
 def _autocast(enabled: bool) -> Inner:
     def inner(self: Chain, x: Tensor, index: int) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
@@ -1127,6 +1147,24 @@ _construct(
     "a branch of `torch.compiler.is_compiling()` that fails",
     inner=_unlike_where_compiled,
     note="the other branch, as in training",
+)
+_construct(
+    _OTHER,
+    "a branch of `torch.compiler.is_compiling()` that computes something else",
+    inner=_other_where_compiled,
+    note="the same",
+)
+_construct(
+    _OTHER,
+    "a branch without a compiler that looks at values (`mask.all()`)",
+    inner=_looks_where_not_compiled,
+    note="that test alone is answered as for a compiler",
+)
+_construct(
+    _OTHER,
+    "a condition on what the forward makes of sizes alone (`torch.arange(n)`, `torch.ones(b, n)`)",
+    inner=_looks_at_positions,
+    note="the branch that its values say",
 )
 _construct(
     _OTHER,
