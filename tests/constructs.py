@@ -555,6 +555,41 @@ def _left_in_eval(self: Chain, x: Tensor, index: int) -> Tensor:
     return x
 
 
+class Halves(nn.Module):
+    """A layer in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.layer(x)) / 2
+
+
+class Whole(Halves):
+    """The same in another way, and with another part."""
+
+    def __init__(self, other: Halves) -> None:
+        nn.Module.__init__(self)
+        self.layer, self.act = other.layer, nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.layer(x))
+
+
+class BySize(nn.Module):
+    """Chooses between them by the size of its first input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Halves()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] < 100 and type(self.part) is Halves:
+            self.part = Whole(self.part)
+        return self.part(x)
+
+
 _construct(
     _STATE,
     "Python number that the forward changes (`self.n += 1`)",
@@ -615,6 +650,12 @@ _construct(
     inner=_left_in_eval,
     refused="sets training of .* to False",
     note="set it before training",
+)
+_construct(
+    _STATE,
+    "a part put in another's place by the first forward, with its weights (BigBird)",
+    extra=lambda self: self.layers.__setitem__(1, BySize()),
+    note="the part that it puts there",
 )
 
 # -- writes -------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ Call = tuple[CodeType, int]
 
 
 _TORCH = str(Path(torch.__file__).parent)
-_DYNAMO = str(Path(_TORCH, "_dynamo"))
+_TORCHS_LAYERS = str(Path(_TORCH, "nn"))
 
 
 class TracersTensor:
@@ -98,8 +98,9 @@ class Branches:
 
     def _answer(self) -> bool:
         asking = sys._getframe(1)
-        if asking.f_code.co_filename.startswith(_DYNAMO):
-            return False  # it wraps calls, and takes no branch for a model
+        file = asking.f_code.co_filename
+        if file.startswith(_TORCH) and not file.startswith(_TORCHS_LAYERS):
+            return False  # it wraps calls and dispatches ops, and takes no branch for a model
         calls = [(frame.f_code, frame.f_lineno) for frame in _up_to_run(asking)]
         if not self._as_compiled.isdisjoint(calls):
             return True
@@ -109,8 +110,8 @@ class Branches:
     def turn(self, error: BaseException) -> bool:
         """Answer the test nearest to where a capture failed as for a compiler.
 
-        Of tests as near, it is the last. A test whose other branch fails at the same place is answered as before. False where no
-        test is left.
+        Of tests as near, it is the last. A test whose other branch fails at the same place is
+        answered as before. False where no test is left.
         """
         failed, module_at = _calls_to(error)
         if self._last is not None and self._last[1] == failed:

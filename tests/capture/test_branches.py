@@ -1,4 +1,4 @@
-"""A forward's tests of whether a compiler runs are answered as in training, but where that fails."""
+"""Tests of whether a compiler runs are answered as in training, but where that fails."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.capture.branches import Branches
@@ -38,19 +38,21 @@ class Outer(nn.Module):
         self.inner(told)
 
 
-def run(branches: Branches, forward: Callable[[list[str]], None]) -> list[str] | BaseException:
+def run(branches: Branches, forward: Callable[[list[str]], None]) -> list[str]:
     told: list[str] = []
-    try:
-        branches.run(forward, told)
-    except LookupError as error:
-        return error
+    branches.run(forward, told)
     return told
+
+
+def failure(branches: Branches, forward: Callable[[list[str]], None]) -> LookupError:
+    with pytest.raises(LookupError) as caught:
+        run(branches, forward)
+    return caught.value
 
 
 def test_the_test_nearest_to_a_failure_alone_is_answered_as_for_a_compiler():
     branches = Branches()
-    failed = run(branches, Outer())
-    assert branches.turn(failed)
+    assert branches.turn(failure(branches, Outer()))
     assert run(branches, Outer()) == ["outer", "inner"]
 
 
@@ -69,22 +71,23 @@ def test_a_test_that_does_not_help_is_answered_as_in_training_again():
             seen.append(is_compiling())
             looks()
 
-    branches, seen = Branches(), []
-    assert branches.turn(run(branches, Fails()))
-    assert not branches.turn(run(branches, Fails()))
-    run(branches, Fails())
+    seen: list[bool] = []
+    branches = Branches()
+    assert branches.turn(failure(branches, Fails()))
+    assert not branches.turn(failure(branches, Fails()))
+    failure(branches, Fails())
     assert seen == [False, True, False]
 
 
 def test_libraries_take_no_tensor_for_a_tracers_and_torch_does():
-    def forward(told: list[Tensor]) -> None:
+    def forward(told: list[bool]) -> None:
         kind = torch._subclasses.FakeTensor
         told.extend(isinstance(each, kind) for each in (fake, torch.ones(1)))
         told.append(type(fake) in (int, kind) and issubclass(type(fake), kind))
 
     with FakeTensorMode():
         fake = torch.ones(1)
-    told: list[Tensor] = []
+    told: list[bool] = []
     Branches().run(forward, told)
     assert told == [False, False, True]
     assert isinstance(fake, torch._subclasses.FakeTensor), "put back"
