@@ -555,6 +555,41 @@ def _left_in_eval(self: Chain, x: Tensor, index: int) -> Tensor:
     return x
 
 
+class Halves(nn.Module):
+    """A layer in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.layer(x)) / 2
+
+
+class Whole(Halves):
+    """The same in another way, and with another part."""
+
+    def __init__(self, other: Halves) -> None:
+        nn.Module.__init__(self)
+        self.layer, self.act = other.layer, nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.layer(x))
+
+
+class BySize(nn.Module):
+    """Chooses between them by the size of its first input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Halves()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] < 100 and type(self.part) is Halves:
+            self.part = Whole(self.part)
+        return self.part(x)
+
+
 _construct(
     _STATE,
     "Python number that the forward changes (`self.n += 1`)",
@@ -615,6 +650,12 @@ _construct(
     inner=_left_in_eval,
     refused="sets training of .* to False",
     note="set it before training",
+)
+_construct(
+    _STATE,
+    "a part put in another's place by the first forward, with its weights (BigBird)",
+    extra=lambda self: self.layers.__setitem__(1, BySize()),
+    note="the part that it puts there",
 )
 
 # -- writes -------------------------------------------------------------------------------
@@ -1097,6 +1138,26 @@ def _unlike_where_compiled(self: Chain, x: Tensor, index: int) -> Tensor:
     return x * mask[None]
 
 
+def _other_where_compiled(self: Chain, x: Tensor, index: int) -> Tensor:
+    is_traced = isinstance(x, torch._subclasses.FakeTensor)  # as libraries test it, too
+    x = x if torch.compiler.is_compiling() else 2 * x
+    return x if is_traced else 3 * x
+
+
+def _looks_where_not_compiled(self: Chain, x: Tensor, index: int) -> Tensor:
+    x = x if torch.compiler.is_compiling() else 2 * x
+    seen = x.abs() < 9
+    if not torch.compiler.is_compiling() and seen.all():
+        return x
+    return torch.where(seen, x, 0)
+
+
+def _looks_at_positions(self: Chain, x: Tensor, index: int) -> Tensor:
+    places = torch.arange(WIDTH) + 1
+    is_packed = (places.diff(prepend=places[:1] - 1) != 1).any()
+    return x * 0 if is_packed else x * torch.ones(len(x), 1).mean(0)
+
+
 def _autocast(enabled: bool) -> Inner:
     def inner(self: Chain, x: Tensor, index: int) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
@@ -1127,6 +1188,24 @@ _construct(
     "a branch of `torch.compiler.is_compiling()` that fails",
     inner=_unlike_where_compiled,
     note="the other branch, as in training",
+)
+_construct(
+    _OTHER,
+    "a branch of `torch.compiler.is_compiling()` that computes something else",
+    inner=_other_where_compiled,
+    note="the same",
+)
+_construct(
+    _OTHER,
+    "a branch without a compiler that looks at values (`mask.all()`)",
+    inner=_looks_where_not_compiled,
+    note="that test alone is answered as for a compiler",
+)
+_construct(
+    _OTHER,
+    "a condition on what the forward makes of sizes alone (`torch.arange(n)`, `torch.ones(b, n)`)",
+    inner=_looks_at_positions,
+    note="the branch that its values say",
 )
 _construct(
     _OTHER,

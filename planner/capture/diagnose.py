@@ -53,14 +53,6 @@ def depends_on_values(error: BaseException) -> bool:
     return any(sign in text for sign in _SIGNS_OF_VALUES)
 
 
-_PYTHONS_OWN = (TypeError, AttributeError, LookupError, NameError, ValueError, AssertionError)
-
-
-def fails_in_python(error: BaseException) -> bool:
-    """Whether a capture failed because the forward made a mistake in Python (None has no shape)."""
-    return isinstance(error.__cause__, _PYTHONS_OWN) and not depends_on_values(error)
-
-
 def _text(error: BaseException) -> str:
     return " ".join(f"{type(e).__name__} {e}" for e in causes(error))
 

@@ -12,7 +12,6 @@ import logging
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -82,17 +81,17 @@ class _LossModule(torch.nn.Module):
         super().__init__()
         self.user = user
         self._planner_tree, self._planner_paths, self._planner_loss = tree, paths, loss
-        self._planner_precision, self._planner_compiled = opaque.precision, opaque.as_compiled
+        self._planner_precision, self._planner_branches = opaque.precision, opaque.branches
         self.made = OnMeta()
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
         leaves = dict(zip(self._planner_paths, tensors, strict=True))
         batch = unflatten_batch(self._planner_tree, leaves)
-        with self.made, nullcontext() if self._planner_compiled else _as_in_training():
+        with self.made:
             if self._planner_precision == "model":
-                return self._loss(batch)
+                return self._planner_branches.run(self._loss, batch)
             with MixedDtypes():
-                return self._loss(batch).float()
+                return self._planner_branches.run(self._loss, batch).float()
 
     def _loss(self, batch: Any) -> torch.Tensor:
         return loss_of(call_with_batch(self.user, batch), batch, self._planner_loss)
@@ -208,20 +207,6 @@ def _as_captured() -> Iterator[None]:
     """Let a forward run as it is captured, rehearsed and traced alike."""
     with _quiet(), no_gc(), torch.enable_grad(), _buffers_assigned_in_place():
         yield
-
-
-@contextlib.contextmanager
-def _as_in_training() -> Iterator[None]:
-    """Let ``torch.compiler.is_compiling()`` be false, as it is when a forward trains."""
-    flags = ("_is_compiling_flag", "_is_exporting_flag")
-    given = {flag: getattr(torch.compiler, flag) for flag in flags}
-    try:
-        for flag in flags:
-            setattr(torch.compiler, flag, False)
-        yield
-    finally:
-        for flag, value in given.items():
-            setattr(torch.compiler, flag, value)
 
 
 @contextlib.contextmanager

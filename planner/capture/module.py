@@ -11,7 +11,7 @@ from planner.capture.align import BATCH_SIZES, align
 from planner.capture.checks.hooks import refuse_lost
 from planner.capture.checks.kept_calls import KeptCalls
 from planner.capture.checks.on_meta import StaysOnMeta
-from planner.capture.diagnose import fails_in_python, first_line, user_line
+from planner.capture.diagnose import first_line, user_line
 from planner.capture.export import export_batch, meta_copy, rehearse_batch, trace_batch
 from planner.capture.masks import with_told_masks
 from planner.capture.opaque import OpaqueModules
@@ -152,12 +152,8 @@ def capture_module(
                 merged = captured()
                 break
             except CaptureError as error:
-                if opaque.add_from(error, module):
-                    continue
-                if not opaque.as_compiled or not fails_in_python(error):
+                if not opaque.branches.turn(error) and not opaque.add_from(error, module):
                     raise
-                # It may take a branch for compilers that training does not take.
-                opaque = OpaqueModules(precision=precision, as_compiled=False)
     finally:
         kept_calls.forget()
     return build_graph(with_told_masks(merged), name=name, batch_tree=leaves[0][1])

@@ -17,6 +17,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from planner.capture.checks.constants import Constants
 from planner.capture.checks.guards import value_that_passes
 from planner.capture.checks.hooks import HOOK_ADVICE
 from planner.capture.diagnose import calling_line
@@ -60,6 +61,7 @@ class OnMeta(TorchFunctionMode):
         super().__init__()
         # By identity, which torch.export keeps; the tensor is held so that its id stays its own.
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._constants = Constants()
 
     def values_of(self, constant: torch.Tensor) -> torch.Tensor | None:
         """Return the values of a tensor made under this mode from data, on the CPU."""
@@ -78,6 +80,17 @@ class OnMeta(TorchFunctionMode):
     ) -> Any:
         """Call `func`, on meta where it makes a tensor."""
         kwargs = dict(kwargs or {})
+        if func in _TRUTHS:
+            value = self._constants.value_of(args[0])
+            if value is None:
+                value = value_that_passes(sys._getframe(1))
+            if value is not None:
+                return bool(value) if func is torch.Tensor.__bool__ else value
+        made = self._call(func, args, kwargs)
+        self._constants.note(func, args, kwargs, made)
+        return made
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _HOOKING:
             raise CaptureError(f"forward sets a hook on a gradient{calling_line()}; {HOOK_ADVICE}")
         if func is torch.Tensor.backward:
@@ -91,10 +104,6 @@ class OnMeta(TorchFunctionMode):
                 "which can't be planned; write it with plain tensor operations, or use "
                 "torch.autograd.grad"
             )
-        if func in _TRUTHS:
-            passes = value_that_passes(sys._getframe(1))
-            if passes is not None:
-                return passes
         if func is torch.autograd.grad and not kwargs.get("create_graph"):
             return tuple(None if g is None else g.detach() for g in func(*args, **kwargs))
         if func == _DATA:

@@ -106,7 +106,12 @@ def _refuse_evolving(
 ) -> None:
     """Refuse a module that is not the same in each step."""
     changed = [name for name, value in after_first.items() if value != before.get(name)]
-    flags = [name for name in changed if name.endswith((".requires_grad", ".training"))]
+    # Those of a module that the forward puts in another's place are no changes.
+    flags = [
+        name
+        for name in changed
+        if name in before and name.endswith((".requires_grad", ".training"))
+    ]
     if flags:
         owner, _, flag = flags[0].rpartition(".")
         raise CaptureError(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from planner.capture.align import BATCH_SIZES
+from planner.capture.branches import Branches
 from planner.capture.diagnose import calling_line, causes, depends_on_values, user_line
 from planner.capture.opaque.trial import SCALARS, ModuleCall, NotHeld, Place, Trial
 from planner.graph.module_keys import module_key
@@ -28,12 +29,12 @@ class OpaqueModules:
 
     Attributes:
         precision: that the model is captured in.
-        as_compiled: whether ``torch.compiler.is_compiling()`` is true in its forward.
+        branches: that its forward takes where it tests whether a compiler runs.
         calls: each once, however often it is made; ops name them by their number.
     """
 
     precision: Precision = "model"
-    as_compiled: bool = True
+    branches: Branches = field(default_factory=Branches)
     calls: list[ModuleCall] = field(default_factory=list)
     _forwards: dict[type[nn.Module], Callable[..., Any]] = field(default_factory=dict)
     _because: dict[type[nn.Module], str] = field(default_factory=dict)
