@@ -28,6 +28,11 @@ _HOOKING = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_gr
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _TRUTHS = (torch.Tensor.__bool__, torch.Tensor.item)
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+_CHANGED = _device_constructors().union(
+    (*_FROM_DATA, *_MOVES, *_HOOKING, *_TRUTHS, *_INDEXING),
+    (torch.Tensor.backward, torch.Tensor.to, torch.autograd.grad, _DATA),
+)
+"""Functions that `OnMeta` does not call as they are."""
 
 
 class StaysOnMeta(TorchFunctionMode):
@@ -78,18 +83,20 @@ class OnMeta(TorchFunctionMode):
     ) -> Any:
         """Call `func`, on meta where it makes a tensor."""
         kwargs = dict(kwargs or {})
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise CaptureError(
+                f"forward uses a transform of torch.func (vmap, grad, jvp, ...){calling_line()}, "
+                "which can't be planned; write it with plain tensor operations, or use "
+                "torch.autograd.grad"
+            )
+        if func not in _CHANGED:
+            return func(*args, **kwargs)
         if func in _HOOKING:
             raise CaptureError(f"forward sets a hook on a gradient{calling_line()}; {HOOK_ADVICE}")
         if func is torch.Tensor.backward:
             raise CaptureError(
                 f"forward calls backward(){calling_line()}; return the loss, whose backward a plan "
                 "runs itself, or use torch.autograd.grad"
-            )
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise CaptureError(
-                f"forward uses a transform of torch.func (vmap, grad, jvp, ...){calling_line()}, "
-                "which can't be planned; write it with plain tensor operations, or use "
-                "torch.autograd.grad"
             )
         if func in _TRUTHS:
             passes = value_that_passes(sys._getframe(1))
