@@ -42,7 +42,7 @@ def _run(forward: Callable[[Tensor], Tensor]) -> list[tuple[Any, ...]]:
         lambda x: F.layer_norm(x, (6,)).max(dim=1).values,
         lambda x: torch.where(x > 0, x.int() / 2, torch.arange(6, device="meta")),
         lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True, dropout_p=0.5),
-        lambda x: x.clone().add_(1).split(2, dim=1)[1].relu_(),
+        lambda x: x.clone().add_(1).narrow(1, 2, 2).relu_(),
         lambda x: torch.cat([x[..., 3:], -x[..., :3]], dim=-1),
         lambda x: torch.complex(x, x).conj() * x,
     ],
