@@ -12,6 +12,7 @@ import logging
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from planner.capture.opaque import OpaqueModules
 from planner.capture.precision import MixedDtypes
 from planner.capture.read import Reader
 from planner.capture.record import Exported
-from planner.capture.repeats.trace import Trace, trace_forward
+from planner.capture.repeats.trace import Trace, noted_forward, trace_forward
 from planner.collector import no_gc
 from planner.errors import CaptureError, ModelError
 from planner.graph.batch import Tree, call_with_batch, loss_of, unflatten_batch
@@ -102,19 +103,32 @@ def rehearse_batch(
     tensors: Mapping[str, Any],
     tree: Tree,
     loss: Any,
+    paths: tuple[str, ...],
     opaque: OpaqueModules,
-) -> Rehearsal:
+) -> tuple[Rehearsal, Trace | None]:
     """Run a module on meta tensors shaped like `tensors`, twice; see `rehearse`.
 
-    `fresh` returns a copy of the module; calls of modules that are `opaque` are ops. Raises
-    CaptureError in one line, or ModelError when batch and forward do not fit.
+    `fresh` returns a copy of the module; calls of modules that are `opaque` are ops. Returns what
+    the first forward does, too, unless it takes fake tensors alone; `paths` are the lists of layers
+    that are told apart. Raises CaptureError in one line, or ModelError when batch and forward do
+    not fit.
     """
     for faked in (False, True):
         module = fresh()
         wrapped = _LossModule(module, tree, tuple(tensors), loss, opaque)
+        trace = Trace()
+        noted = functools.partial(noted_forward, trace, module, wrapped.made, paths)
         try:
             with _as_captured(), saved_tensors_untouched(), opaque.as_ops():
-                return rehearse(wrapped, module, _empty(tensors), wrapped.made, faked=faked)
+                rehearsal = rehearse(
+                    wrapped,
+                    module,
+                    _empty(tensors),
+                    wrapped.made,
+                    faked=faked,
+                    noted=nullcontext if faked else noted,
+                )
+                return rehearsal, None if faked else trace
         except ModelError:
             raise
         except Exception as error:
@@ -132,7 +146,7 @@ def trace_batch(
     paths: tuple[str, ...],
     opaque: OpaqueModules,
 ) -> Trace | None:
-    """Return what a forward does on meta tensors shaped like `tensors`; None where it fails.
+    """Return what one forward does on meta tensors shaped like `tensors`; None where it fails.
 
     `paths` are the lists of layers that are told apart. The module is spent afterwards.
     """

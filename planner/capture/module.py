@@ -16,7 +16,7 @@ from planner.capture.export import export_batch, meta_copy, rehearse_batch, trac
 from planner.capture.masks import with_told_masks
 from planner.capture.opaque import OpaqueModules
 from planner.capture.precision import cast_parameters
-from planner.capture.repeats.in_part import capture_in_part
+from planner.capture.repeats.in_part import capture_in_part, long_lists
 from planner.errors import CaptureError, ModelError
 from planner.graph import ModelGraph
 from planner.graph.batch import Tree, flatten_batch, unflatten_batch
@@ -112,23 +112,24 @@ def capture_module(
 
     kept_calls = KeptCalls()
 
-    def fresh() -> torch.nn.Module:
+    def fresh(of: torch.nn.Module = module) -> torch.nn.Module:
         # For each run anew: what one leaves in its module, another must not find.
         kept_calls.forget()
         try:
-            meta = meta_copy(module)
+            meta = meta_copy(of)
         except Exception as error:
             raise CaptureError(
                 f"{name} can't be captured, because it can't be copied ({first_line(error)}); "
                 "leave out of its attributes what copy.deepcopy does not take (locks, files, "
                 "nodes of an autograd graph)"
             ) from error
-        return cast_parameters(meta) if precision == "bf16" else meta
+        return cast_parameters(meta) if precision == "bf16" and of is module else meta
 
+    paths = long_lists(module)
     opaque = OpaqueModules(precision=precision)
 
     def captured() -> RawGraph:
-        rehearsal = rehearse_batch(fresh, *leaves[0], loss, opaque)
+        rehearsal, whole = rehearse_batch(fresh, *leaves[0], loss, paths, opaque)
         kept_calls.find()  # a forward may import what it needs
 
         def export(make: Callable[[], torch.nn.Module]) -> RawGraph:
@@ -139,12 +140,16 @@ def capture_module(
                 )
             )
 
-        return capture_in_part(
-            fresh,
+        in_part = whole and capture_in_part(
+            module,
+            whole,
+            paths,
+            copy=fresh,
             trace=lambda module, paths: trace_batch(module, *leaves[0], loss, paths, opaque),
             export=export,
             reached=rehearsal.reached,
-        ) or export(fresh)
+        )
+        return in_part or export(fresh)
 
     try:
         while True:

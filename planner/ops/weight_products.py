@@ -23,9 +23,7 @@ def deferrable_products(program: Program) -> dict[str, ProductArgs]:
     A weight is a parameter or made from parameters only (a transpose, a cast). A product
     whose x never needs a gradient counts too: its weight gradient is as much work.
     """
-    from_params = {
-        t.name for t in program.tensors if t.name in program.params and t.kind == "param"
-    }
+    from_params = {name for name in program.params if program.tensor[name].kind == "param"}
     found = {}
     for op in program.ops:
         if op.inputs and from_params.issuperset(op.inputs):

@@ -136,19 +136,16 @@ def read_layouts(problem: BlockProblem, choice: Sequence[int]) -> dict[int, Clas
     layouts = {}
     for class_index, program in problem.programs:
         ops = {op.name: picked[f"{class_index}:{op.name}"] for op in program.ops}
+        first_read: dict[str, tuple[str, int]] = {}
+        for op in program.ops:
+            for position, name in enumerate(op.inputs):
+                first_read.setdefault(name, (op.name, position))
         params = []
         for name in program.params:
             place = param_place.get((class_index, name))
-            if place is None and program.tensor[name].kind == "param":
-                place = next(
-                    (
-                        ops[op.name].inputs[position]
-                        for op in program.ops
-                        for position, used in enumerate(op.inputs)
-                        if used == name
-                    ),
-                    None,
-                )
+            if place is None and name in first_read and program.tensor[name].kind == "param":
+                reader, position = first_read[name]
+                place = ops[reader].inputs[position]
             params.append(str(at_rest(place or Replicate())))
         layouts[class_index] = ClassLayout(
             class_index=class_index,

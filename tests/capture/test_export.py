@@ -46,7 +46,7 @@ def test_a_copy_keeps_ties_and_has_no_values():
 def test_what_is_read_of_an_export():
     """P: parameters once, gradients, constants by name, a buffer assigned in forward put back."""
     module = Tied()
-    rehearsal = rehearse_batch(lambda: meta_copy(module), *BATCH, None, OpaqueModules())
+    rehearsal, _ = rehearse_batch(lambda: meta_copy(module), *BATCH, None, (), OpaqueModules())
     assert rehearsal.reached == {"first.weight"}
     setattr_before, frames_before = nn.Module.__setattr__, TracerBase._filter_traceback_frames
     found = export_batch(meta_copy(module), *BATCH, None, rehearsal, OpaqueModules(), 2)
@@ -70,5 +70,5 @@ def test_a_failing_forward_is_one_line():
             return super().forward(x[:, :3]).sum()
 
     with pytest.raises(CaptureError, match=r"test_export\.py:\d+: `return super") as told:
-        rehearse_batch(lambda: meta_copy(Fails(4, 4)), *BATCH, None, OpaqueModules())
+        rehearse_batch(lambda: meta_copy(Fails(4, 4)), *BATCH, None, (), OpaqueModules())
     assert "\n" not in str(told.value)

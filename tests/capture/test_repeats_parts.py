@@ -12,7 +12,7 @@ from torch import nn
 from planner.capture.checks.on_meta import OnMeta
 from planner.capture.repeats.expand import NotRepeated, expand
 from planner.capture.repeats.find import PERIODS, Repeat, does_the_same, find_repeat
-from planner.capture.repeats.in_part import capture_in_part
+from planner.capture.repeats.in_part import capture_in_part, long_lists
 from planner.capture.repeats.trace import Held, Made, Trace, is_tied, layer_lists, trace_forward
 from planner.graph import Op, Ref, TensorMeta
 from planner.graph.blocks import RawGraph, RawOp
@@ -149,4 +149,10 @@ def test_a_model_without_lists_is_exported_whole() -> None:
     def never(*_: Any) -> Any:
         raise AssertionError("nothing is to be traced or exported")
 
-    assert capture_in_part(lambda: nn.Linear(2, 2), trace=never, export=never, reached=()) is None
+    model = nn.Linear(2, 2)
+    paths = long_lists(model)
+    assert paths == ()
+    found = capture_in_part(
+        model, Trace(), paths, copy=never, trace=never, export=never, reached=()
+    )
+    assert found is None

@@ -29,6 +29,11 @@ _HOOKING = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_gr
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _TRUTHS = (torch.Tensor.__bool__, torch.Tensor.item)
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+_CHANGED = _device_constructors().union(
+    (*_FROM_DATA, *_MOVES, *_HOOKING, *_TRUTHS, *_INDEXING),
+    (torch.Tensor.backward, torch.Tensor.to, torch.autograd.grad, _DATA),
+)
+"""Functions that `OnMeta` does not call as they are."""
 
 
 class StaysOnMeta(TorchFunctionMode):
@@ -80,13 +85,19 @@ class OnMeta(TorchFunctionMode):
     ) -> Any:
         """Call `func`, on meta where it makes a tensor."""
         kwargs = dict(kwargs or {})
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise CaptureError(
+                f"forward uses a transform of torch.func (vmap, grad, jvp, ...){calling_line()}, "
+                "which can't be planned; write it with plain tensor operations, or use "
+                "torch.autograd.grad"
+            )
         if func in _TRUTHS:
             value = self._constants.value_of(args[0])
             if value is None:
                 value = value_that_passes(sys._getframe(1))
             if value is not None:
                 return bool(value) if func is torch.Tensor.__bool__ else value
-        made = self._call(func, args, kwargs)
+        made = self._call(func, args, kwargs) if func in _CHANGED else func(*args, **kwargs)
         self._constants.note(func, args, kwargs, made)
         return made
 
@@ -97,12 +108,6 @@ class OnMeta(TorchFunctionMode):
             raise CaptureError(
                 f"forward calls backward(){calling_line()}; return the loss, whose backward a plan "
                 "runs itself, or use torch.autograd.grad"
-            )
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise CaptureError(
-                f"forward uses a transform of torch.func (vmap, grad, jvp, ...){calling_line()}, "
-                "which can't be planned; write it with plain tensor operations, or use "
-                "torch.autograd.grad"
             )
         if func is torch.autograd.grad and not kwargs.get("create_graph"):
             return tuple(None if g is None else g.detach() for g in func(*args, **kwargs))

@@ -12,10 +12,11 @@ loss is read off, too: a parameter that no gradient reaches has none in training
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import deque
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from types import FunctionType, MethodType, ModuleType
@@ -30,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from planner.capture.checks.functions import AutogradFunction, checkpoints_inside
+from planner.capture.checks.meta_results import MetaResults
 from planner.capture.checks.on_meta import OnMeta
 from planner.capture.diagnose import calling_line
 from planner.errors import CaptureError
@@ -60,21 +62,24 @@ def rehearse(
     made: OnMeta,
     *,
     faked: bool = False,
+    noted: Callable[[tuple[Tensor, ...]], AbstractContextManager[Any]] = nullcontext,
 ) -> Rehearsal:
     """Run `run(*inputs)`, which is `module` with its loss, twice, and compare.
 
     Tensors are on the meta device, `faked` as torch.export fakes them or plain; `made` is the mode
-    that `run` enters. The module is spent
+    that `run` enters, `noted(inputs)` what the first forward runs in. The module is spent
     afterwards: it keeps what its forward leaves. Raises CaptureError where the second forward
     computes something else than the first, or would in time; whatever the forward itself raises
     passes through.
     """
     numbers = _Numbers(module, made)
     before, draws = state_of(module), _python_draws()
-    fakes = FakeTensorMode(allow_non_fake_inputs=True) if faked else nullcontext()
+    kernels = FakeTensorMode(allow_non_fake_inputs=True) if faked else MetaResults()
     try:
-        with _compiling_state_context(), fakes, checkpoints_inside():
-            loss, first = numbers.of_loss(run, _like(inputs))
+        with _compiling_state_context(), kernels, checkpoints_inside():
+            first_inputs = _like(inputs)
+            with noted(first_inputs):
+                loss, first = numbers.of_loss(run, first_inputs)
             after_first = state_of(module)
             found = _walk_back(loss, module)
             numbers.forget_batch()
@@ -242,6 +247,18 @@ def release_in_order(tensors: list[Tensor]) -> None:
 # -- value numbering ----------------------------------------------------------------------
 
 
+def flattened(value: Any, leaves: list[Any]) -> Hashable:
+    """Append the leaves of an op's arguments, and return what holds them; as `tree_flatten`, but
+    faster for the plain containers that ops take.
+    """
+    if isinstance(value, list | tuple):
+        return type(value), *(flattened(item, leaves) for item in value)
+    if isinstance(value, dict):
+        return dict, *((key, flattened(item, leaves)) for key, item in value.items())
+    leaves.append(value)
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Run:
     """The number of a forward's loss, and whether an earlier forward's batch went into it."""
@@ -262,6 +279,12 @@ class _Value:
         """Return the value for a forward that has another batch."""
         old = self.from_batch or self.from_old_batch
         return _Value(self.number, from_old_batch=old)
+
+
+@functools.cache
+def _aliased(func: Any) -> tuple[Any, ...]:
+    """The arguments of an op that it writes to, or returns views of."""
+    return tuple(each for each in func._schema.arguments if each.alias_info is not None)
 
 
 class _Numbers(TorchDispatchMode):
@@ -309,10 +332,12 @@ class _Numbers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        parts: list[Any] = [str(func)]
+        leaves: list[Any] = []
+        flattened((args, kwargs or {}), leaves)
+        parts: list[Any] = [func]
         # What is drawn is this forward's, like its batch.
         from_batch, from_old = torch.Tag.nondeterministic_seeded in func.tags, False
-        for leaf in tree_leaves((args, kwargs)):
+        for leaf in leaves:
             if isinstance(leaf, Tensor):
                 # Equal ops on equal numbers have equal results.
                 value = self._value(leaf)
@@ -324,11 +349,12 @@ class _Numbers(TorchDispatchMode):
         for index, leaf in enumerate(tree_leaves(made)):
             if isinstance(leaf, Tensor):
                 self._set(leaf, _Value(hash((*parts, index)), from_batch, from_old))
+        aliased = _aliased(func)
+        if not aliased:
+            return made
         named = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
         named |= kwargs or {}
-        for argument in func._schema.arguments:
-            if argument.alias_info is None:
-                continue
+        for argument in aliased:
             for leaf in tree_leaves(named.get(argument.name)):
                 param = self._params.get(id(leaf))
                 if argument.alias_info.is_write:

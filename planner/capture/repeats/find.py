@@ -58,13 +58,15 @@ def find_repeat(trace: Trace, path: str, layers: int) -> Repeat | None:
     if told is None:
         return None
     best: Repeat | None = None
-    inner = [each[0] for each in told]
+    # A number for each unlike layer: these are compared many times.
+    inner = _numbered([each[0] for each in told])
+    whole = _numbered(told)
     for period in range(1, min(_LONGEST, layers // (PERIODS + 1)) + 1):
         first = layers - period
         while first > 0:
             k, like = first - 1, first - 1 + period
             # What follows the last layer is no part of a repetition.
-            is_equal = told[k] == told[like] if like < layers - 1 else inner[k] == inner[like]
+            is_equal = whole[k] == whole[like] if like < layers - 1 else inner[k] == inner[like]
             if not is_equal:
                 break
             first -= 1
@@ -73,6 +75,11 @@ def find_repeat(trace: Trace, path: str, layers: int) -> Repeat | None:
         if layers - kept >= LEAST_SAVED and (best is None or kept < best.kept):
             best = Repeat(path=path, first=first, period=period, layers=layers, kept=kept)
     return best
+
+
+def _numbered(values: Sequence[Hashable]) -> list[int]:
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(value, len(numbers)) for value in values]
 
 
 def does_the_same(whole: Trace, short: Trace, repeat: Repeat) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from torch import nn
 
@@ -25,62 +26,51 @@ from planner.capture.repeats.trace import (
 from planner.errors import PlannerError
 from planner.graph.blocks import RawGraph
 
-Fresh = Callable[[], nn.Module]
+Copy = Callable[[nn.Module], nn.Module]
+Make = Callable[[], nn.Module]
 TraceOf = Callable[[nn.Module, tuple[str, ...]], Trace | None]
 
 
-def capture_in_part(
-    fresh: Fresh,
-    *,
-    trace: TraceOf,
-    export: Callable[[Fresh], RawGraph],
-    reached: Collection[str],
-) -> RawGraph | None:
-    """Return all ops of a model of which a part was exported; None where all must be.
-
-    `fresh` returns a copy of the module on the meta device, `trace` what the forward of such a
-    copy does, `export` the ops of a module that it is given the maker of. `reached` names the
-    parameters that a gradient reaches.
-    """
-    module = fresh()
+def long_lists(module: nn.Module) -> tuple[str, ...]:
+    """Return the paths of lists of layers that may be captured in part, the longest first."""
     sizes = {
         path: len(layers_of(layers))
         for path, layers in layer_lists(module, least=PERIODS + LEAST_SAVED)
     }
-    paths = tuple(sorted(sizes, key=lambda path: -sizes[path]))
-    if not paths:
-        return None
-    whole = trace(module, paths)
-    return None if whole is None else _shortened(fresh, whole, paths, trace, export, reached)
+    return tuple(sorted(sizes, key=lambda path: -sizes[path]))
 
 
-def _shortened(
-    fresh: Fresh,
+def capture_in_part(
+    module: nn.Module,
     whole: Trace,
     paths: tuple[str, ...],
+    *,
+    copy: Copy,
     trace: TraceOf,
-    export: Callable[[Fresh], RawGraph],
+    export: Callable[[Make], RawGraph],
     reached: Collection[str],
 ) -> RawGraph | None:
-    """Leave layers out of the first list that repeats, then of the others."""
+    """Return all ops of a model of which a part was exported; None where all must be.
+
+    Layers are left out of the first list of `paths` that repeats in `whole`, what the forward of
+    `module` does, then of the others. `copy` returns a copy of a module on the meta device, `trace`
+    what the forward of such a copy does, `export` the ops of a module that it is given the maker
+    of. `reached` names the parameters that a gradient reaches.
+    """
     for number, path in enumerate(paths):
-        module = fresh()
         layers = layers_of(module.get_submodule(path))
         repeat = find_repeat(whole, path, len(layers))
         if repeat is None or is_tied(module, path) or not _alike(layers, repeat, reached):
             continue
-
-        def short(path: str = path, repeat: Repeat = repeat) -> nn.Module:
-            return truncated(fresh(), path, repeat.kept)
-
-        others = paths[number + 1 :]
-        fewer = trace(short(), (path, *others))
+        short, others = truncated(copy(module), path, repeat.kept), paths[number + 1 :]
+        fewer = trace(copy(short), (path, *others))
         if fewer is None or not does_the_same(whole, fewer, repeat):
             continue
-        order = [name for name, _ in module.named_parameters()]
         try:
-            found = _shortened(short, fewer, others, trace, export, reached) or export(short)
-            return expand(found, repeat, order)
+            found = capture_in_part(
+                short, fewer, others, copy=copy, trace=trace, export=export, reached=reached
+            ) or export(partial(copy, short))
+            return expand(found, repeat, [name for name, _ in module.named_parameters()])
         except (NotRepeated, PlannerError):
             # Exported whole, the model is captured, or the error is told of all of it.
             continue

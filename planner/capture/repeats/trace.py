@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
+from planner.capture.checks.meta_results import MetaResults
 from planner.capture.checks.on_meta import OnMeta
-from planner.capture.checks.rehearsal import release_in_order
+from planner.capture.checks.rehearsal import flattened, release_in_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class Held:
 
 
 Event = tuple[Hashable, ...]
-"""An op: its name and whether autograd records it, the structure of its arguments, each of them,
+"""An op: itself and whether autograd records it, the structure of its arguments, each of them,
 and what it returned."""
 
 
@@ -76,21 +78,37 @@ def trace_forward(
 ) -> Trace:
     """Run a forward and return its ops; `paths` are the lists of layers to be told apart.
 
-    The module is spent afterwards: it has hooks, and keeps what its forward leaves.
+    The module is spent afterwards: it keeps what its forward leaves.
     """
     trace = Trace()
+    with MetaResults(), noted_forward(trace, module, made, paths, inputs):
+        run(*inputs)
+    return trace
+
+
+@contextmanager
+def noted_forward(
+    trace: Trace,
+    module: nn.Module,
+    made: OnMeta,
+    paths: tuple[str, ...],
+    inputs: tuple[Tensor, ...],
+) -> Iterator[None]:
+    """Note the ops of the forward inside, which reads `inputs`."""
+    hooks = []
     for path in paths:
         trace.begins[path], trace.ends[path], trace.called[path] = [], [], []
         for number, layer in enumerate(module.get_submodule(path).children()):
-            layer.register_forward_pre_hook(_note_begin(trace, path, number))
-            layer.register_forward_hook(_note_end(trace, path))
+            hooks.append(layer.register_forward_pre_hook(_note_begin(trace, path, number)))
+            hooks.append(layer.register_forward_hook(_note_end(trace, path)))
     ops = _Ops(module, inputs, made, trace)
     try:
         with ops:
-            run(*inputs)
+            yield
     finally:
+        for hook in hooks:
+            hook.remove()
         ops.release()
-    return trace
 
 
 def _note_begin(trace: Trace, path: str, number: int) -> Callable[..., None]:
@@ -129,19 +147,20 @@ class _Ops(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op and note it."""
         kwargs = kwargs or {}
-        leaves, structure = tree_flatten((args, kwargs))
+        leaves: list[Any] = []
+        structure = flattened((args, kwargs), leaves)
         read = tuple(map(self._told, leaves))
         result = func(*args, **kwargs)
         number = len(self._trace.events)
         shapes: list[Hashable] = []
-        for position, leaf in enumerate(tree_flatten(result)[0]):
+        for position, leaf in enumerate(tree_leaves(result)):
             if isinstance(leaf, Tensor):
                 shapes.append((tuple(leaf.shape), leaf.stride(), leaf.dtype))
                 self._origin[id(leaf)] = (leaf, Made(number, position))
             else:
                 shapes.append(repr(leaf))
-        name = str(func), torch.is_grad_enabled()  # no op shows a region without gradients
-        self._trace.events.append((name, str(structure), read, tuple(shapes)))
+        name = func, torch.is_grad_enabled()  # no op shows a region without gradients
+        self._trace.events.append((name, structure, read, tuple(shapes)))
         return result
 
     def release(self) -> None:
