@@ -75,8 +75,7 @@ def _tell(value: Any, told: list[Hashable]) -> bool:
         told.append((value.shape, value.stride(), value.dtype))
         return not value.is_complex()  # which may be a conjugate in name
     if kind in _PLAIN:
-        told.append(kind)
-        told.append(value)
+        told += kind.__qualname__, value
         return True
     if kind is tuple or kind is list:
         told.append(len(value))
