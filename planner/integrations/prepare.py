@@ -149,7 +149,7 @@ class PreparedModel:
             raise PlanError(
                 f"the loop's backward takes {other:g} times the loss of a call, and the engine's "
                 f"update is of the mean of {self._accumulate} calls "
-                f"({1 / self._accumulate:g} times each): divide losses by `accumulate`, put other "
+                f"({1 / self._accumulate:g} times each); divide losses by `accumulate`, put other "
                 "factors and terms into the model's own loss, and leave a GradScaler out"
             )
 

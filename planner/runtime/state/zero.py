@@ -199,6 +199,25 @@ def before_backward(
     stage.set_is_last_backward(is_last)
 
 
+def forget_gradients(stage: nn.Module) -> None:
+    """Let go of gradients that FSDP2 has not reduced: of batches that no update followed.
+
+    ZeRO 1 keeps them whole over all batches of an update, beside the shards' `grad`.
+    """
+    for module in stage.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        # (Before torch 2.13 a unit has one group.)
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for group in filter(None, groups):
+            group._partial_reduce_output = None
+            for param in group.fsdp_params:
+                param.unsharded_accumulated_grad = None
+                if hasattr(param, "_unsharded_param"):
+                    param._unsharded_param.grad = None
+
+
 def end_without_backward(stage: nn.Module) -> None:
     """Tell FSDP2 that no backward follows a forward: nothing before the stage's end is trained.
 

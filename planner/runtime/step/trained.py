@@ -26,6 +26,7 @@ from planner.plan import Plan
 from planner.runtime.checkpoint.pieces import Holdings
 from planner.runtime.stage.stage import StageModule
 from planner.runtime.start.groups.mesh import Mesh
+from planner.runtime.state import zero
 from planner.runtime.state.host import Host
 from planner.runtime.state.masters import MasterParams
 from planner.runtime.state.optimizers.host_optimizer import HostMasters, HostUpdates
@@ -159,6 +160,9 @@ class TrainedParams:
             buckets.zero()
         for param in self._unbucketed:
             param.grad = None
+        for owner in self._owners.values() if self._sharded else ():
+            assert isinstance(owner, StageModule)
+            zero.forget_gradients(owner)
 
     def start_sums(self, stage_index: int) -> None:
         """Begin summing a stage's gradients over the replicas; they must be complete."""
