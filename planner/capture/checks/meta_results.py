@@ -75,7 +75,8 @@ def _tell(value: Any, told: list[Hashable]) -> bool:
         told.append((value.shape, value.stride(), value.dtype))
         return not value.is_complex()  # which may be a conjugate in name
     if kind in _PLAIN:
-        told += (kind, value)
+        told.append(kind)
+        told.append(value)
         return True
     if kind is tuple or kind is list:
         told.append(len(value))
