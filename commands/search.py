@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from search import Point, SearchRequest, SearchResult
 
 
+_ENDS = "ending with the best plan so far; Ctrl-C again gives up"
+
+
 @spread(Question)
 def search(
     model: ModelFile,
@@ -88,7 +91,8 @@ def search(
     time_limit: Annotated[
         str | None,
         typer.Option(
-            help="Stop after this time, such as 30s, and say how sure.", rich_help_panel=SEARCHING
+            help="Stop after this time, such as 30s, and say how sure; Ctrl-C does so at once.",
+            rich_help_panel=SEARCHING,
         ),
     ] = None,
     lengths: Annotated[
@@ -122,7 +126,7 @@ def search(
     from commands.render.plans.answer import as_data
     from commands.render.plans.search import describe_advice, describe_pareto
     from costmodel.memory.bound import NOTHING
-    from planner.deadline import is_late, within
+    from planner.deadline import ends_on_interrupt, is_interrupted, is_late, within
     from planner.graph.called_modules import called_modules_messages
     from planner.ops.held_pairs import held_pairs_messages
     from planner.plan import OURS, save_plan
@@ -152,7 +156,7 @@ def search(
     per_device_hour = parse_price(price)
     points: tuple[Point, ...] = ()
     candidates = KeptCandidates()
-    late = False
+    late = ""
     left_out: list[str] = []
     profile, note = profile_named(question.profile, question.cluster)
     device = None if measure is None else check_measurable(profile, request.num_devices)
@@ -162,7 +166,8 @@ def search(
         buckets = [graph_of(model, request.precision, length) for length in sizes]
         for bucket in buckets:  # told before a long search
             check_bucket(graph, bucket)
-        with within(request.time_limit_s):  # the capture is not counted
+        # The capture is not counted.
+        with ends_on_interrupt(lambda: show_note(_ENDS)), within(request.time_limit_s):
             result = find_plan_once(
                 graph, profile, request,
                 progress=progress, use_cache=cache, candidates_of=candidates,
@@ -180,7 +185,10 @@ def search(
                     num_devices=counts, price_per_device_hour=per_device_hour, progress=progress,
                     leave_out=lambda count, why: left_out.append(f"--pareto-gpus {count}: {why}"),
                 )  # fmt: skip
-                late = is_late()
+                if is_late():
+                    late = (
+                        "interrupted" if is_interrupted() else f"--time-limit {time_limit} passed"
+                    )
     if result.plan is None:
         limit = float(request.memory_limit_bytes or profile.memory_bytes)
         if as_json:
@@ -220,7 +228,7 @@ def search(
     for line in left_out:
         show_note(line)
     if late:
-        show_note(f"--time-limit {time_limit} passed: more plans may trade time for memory")
+        show_note(f"{late}: more plans may trade time for memory")
     if points and not as_json:
         show_results(describe_pareto(points))
     if pareto:

@@ -33,7 +33,7 @@ from math import inf
 from typing import Any, Generic, TypeVar
 
 from costmodel import Estimate
-from planner.deadline import OutOfTime, check_time, is_late
+from planner.deadline import OutOfTime, check_time, is_interrupted, is_late
 from planner.plan import Plan
 from planner.units import format_seconds
 from search.space.configuration import Configuration
@@ -226,6 +226,8 @@ class BranchAndBound:
 
     @property
     def _time_passed(self) -> str:
+        if is_interrupted():
+            return "it was interrupted"
         return f"`time_limit_s` {self.time_limit_s} s passed"
 
     def _stop_in(self, node: Node[Any]) -> None:

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from planner.collector import no_gc
-from planner.deadline import OutOfTime, within
+from planner.deadline import OutOfTime, is_interrupted, within
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
 from profiles import Profile
@@ -274,9 +274,11 @@ def _result_without_plan(search: SearchState, shapes: Sequence[Shape]) -> Search
         with suppress(OutOfTime):
             result = _infeasible_result(search, shapes)
     if result is None:
+        limit = f"in `time_limit_s` {search.time_limit_s:g} s" if search.time_limit_s else ""
+        when = "before the search was interrupted" if is_interrupted() else limit
         reasons = (
-            f"no plan was found in `time_limit_s` {search.time_limit_s:g} s, and it is not known "
-            "whether any fits; give more time, or fix choices such as `tp` and `pp`",
+            f"no plan was found {when}, and it is not known whether any fits; give more time, or "
+            "fix choices such as `tp` and `pp`",
         )
         result = SearchResult(plan=None, reasons=reasons, is_out_of_time=True)
     return replace(result, search_s=time.perf_counter() - search.started)

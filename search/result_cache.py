@@ -18,6 +18,7 @@ from typing import Any
 from costmodel.execution import find_execution
 from costmodel.table.kernels import has_rates, load_rates
 from planner.cache_folder import cache_dir, write_entry
+from planner.deadline import is_interrupted
 from planner.graph import ModelGraph
 from planner.ops.users import rule_digests
 from planner.plan import Plan
@@ -53,7 +54,7 @@ def find_plan_once(
     result = find_plan(
         graph, profile, request, progress, candidates_of=candidates_of, first_look=first_look
     )
-    cut_short = request.time_limit_s is not None and (
+    cut_short = (request.time_limit_s is not None or is_interrupted()) and (
         result.certificate is None or result.certificate.stopped_early
     )
     if use_cache and not cut_short:

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import math
+import signal
 
 import pytest
 
-from planner.deadline import OutOfTime, check_time, is_late, left_s, within
+from planner.deadline import (
+    INTERRUPT_GRACE_S,
+    OutOfTime,
+    check_time,
+    ends_on_interrupt,
+    is_interrupted,
+    is_late,
+    left_s,
+    within,
+)
 
 
 class Clock:
@@ -54,3 +64,26 @@ def test_an_inner_limit_ends_no_later_than_the_outer_one():
             clock.now = 21.0
             with pytest.raises(OutOfTime):
                 check_time()
+
+
+def test_an_interrupt_is_a_limit_that_passes_and_the_second_is_an_interrupt():
+    """P: limits inside end with it, and those that begin afterwards; outside nothing is left."""
+    told, given = [], signal.getsignal(signal.SIGINT)
+    with ends_on_interrupt(lambda: told.append(1)):
+        with within(None):
+            assert left_s() == math.inf
+        with within(100.0):
+            assert not is_late()
+            signal.raise_signal(signal.SIGINT)
+            assert is_late()
+            assert is_interrupted()
+            assert told == [1]
+            assert left_s() <= INTERRUPT_GRACE_S
+            check_time()
+        with within(100.0):
+            assert is_late()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert not is_late()
+    assert not is_interrupted()
+    assert signal.getsignal(signal.SIGINT) is given

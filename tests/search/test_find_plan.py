@@ -1,6 +1,7 @@
 """find_plan on small models and a machine with round numbers."""
 
 import itertools
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,7 +10,8 @@ from itertools import count
 import pytest
 
 from costmodel import CostCache, estimate
-from planner.deadline import within
+from planner import deadline
+from planner.deadline import ends_on_interrupt, is_interrupted, within
 from planner.errors import LayoutError, ScheduleError
 from planner.plan import load_plan, save_plan
 from planner.units import GIB
@@ -333,6 +335,29 @@ def test_late_degrees_are_bounded_not_laid_out(gpt):
     assert proof.stopped_early == "`time_limit_s` 10.0 s passed"
     assert 0 < proof.lower_bound_s <= best.best_s * (1 + 1e-9)
     assert proof.unexplored > 0
+
+
+def test_an_interrupt_ends_a_search_with_the_best_so_far(gpt, monkeypatch):
+    """P: the proof says so; without a plan, the reason does."""
+
+    def interrupt_when(is_time):
+        def progress(fraction, doing):
+            if is_time(doing) and not is_interrupted():
+                signal.raise_signal(signal.SIGINT)
+
+        with ends_on_interrupt(lambda: None):
+            return find_plan(gpt, MACHINE, ask(), progress)
+
+    proof = interrupt_when(lambda doing: "best" in doing).certificate
+    assert proof.stopped_early == "it was interrupted"
+    assert proof.unexplored > 0
+    monkeypatch.setattr(deadline, "INTERRUPT_GRACE_S", 0.0)
+    found = interrupt_when(lambda doing: True)
+    assert found.is_out_of_time
+    assert found.reasons == (
+        "no plan was found before the search was interrupted, and it is not known whether any "
+        "fits; give more time, or fix choices such as `tp` and `pp`",
+    )
 
 
 def test_a_gap_or_a_time_limit_stops_early_and_says_so(gpt):

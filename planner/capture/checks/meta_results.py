@@ -38,7 +38,7 @@ class MetaResults(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return new tensors like those that an equal call returned, or make the call."""
         kwargs = kwargs or {}
-        told: list[Hashable] = [func, torch.get_default_dtype()]
+        told: list[Any] = [func, torch.get_default_dtype()]
         if not (_returns_new(func) and _tell(args, told) and _tell(tuple(kwargs.items()), told)):
             return func(*args, **kwargs)
         key = tuple(told)
@@ -66,7 +66,7 @@ def _returns_new(func: Any) -> bool:
     return all(each.alias_info is None for each in (*func._schema.arguments, *func._schema.returns))
 
 
-def _tell(value: Any, told: list[Hashable]) -> bool:
+def _tell(value: Any, told: list[Any]) -> bool:
     """Append what a kernel reads of an argument; False where it may read more."""
     kind = type(value)
     if kind is Tensor or kind is nn.Parameter:
@@ -75,7 +75,8 @@ def _tell(value: Any, told: list[Hashable]) -> bool:
         told.append((value.shape, value.stride(), value.dtype))
         return not value.is_complex()  # which may be a conjugate in name
     if kind in _PLAIN:
-        told += kind.__qualname__, value
+        told.append(kind)
+        told.append(value)
         return True
     if kind is tuple or kind is list:
         told.append(len(value))
