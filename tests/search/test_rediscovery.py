@@ -11,6 +11,7 @@ from planner.plan import ClassLayout
 from profiles import Group, Lookup
 from search import SearchRequest, find_plan
 from search.op_layout.layouts import LayoutSolver
+from tests.captures import capture_wide_llama
 from tests.search.machine import Machine
 
 TP = 8
@@ -44,12 +45,17 @@ def collectives_of(graph: ModelGraph, layout: ClassLayout) -> tuple[Counter, Cou
     return counts
 
 
+def split(graph: ModelGraph):
+    """Return the layout of a layer in the fastest plan on TP devices, and its weights."""
+    plan = find_plan(graph, MACHINE, SearchRequest(num_devices=TP, global_batch=8, tp=TP)).plan
+    assert plan is not None
+    return layer_of(graph, plan.layouts)
+
+
 def test_a_layer_is_split_as_megatron_splits_it(llama):
     """P2, D19: q, k, v, gate, up by column and o, down by row, with all else on pieces of the
     sequence (Korthikanti et al., Reducing Activation Recomputation, 2022, figure 5)."""
-    plan = find_plan(llama, MACHINE, SearchRequest(num_devices=TP, global_batch=8, tp=TP)).plan
-    assert plan is not None
-    layout, placements = layer_of(llama, plan.layouts)
+    layout, placements = split(llama)
     by_column = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
     assert placements == (
         dict.fromkeys(by_column, "S(0)")
@@ -58,6 +64,24 @@ def test_a_layer_is_split_as_megatron_splits_it(llama):
     )
     assert (layout.inputs[0], layout.outputs) == ("S(1)", ("S(1)",))
     assert collectives_of(llama, layout) == ({"all_gather": 2, "reduce_scatter": 2},) * 2
+
+
+def test_few_keys_travel_where_they_are_smaller_than_the_stream():
+    """With 8 key heads of 32, gathered keys and values are half of the residual stream: attention
+    is divided by query position, as context parallelism does it (Llama 3, section 3.3.2)."""
+    llama = capture_wide_llama(
+        2048,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    )
+    layout, placements = split(llama)
+    alike = ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert {placements[name] for name in alike} == {"R"}
+    assert (placements["up_proj"], placements["down_proj"]) == ("S(0)", "S(1)")
+    assert (layout.inputs[0], layout.outputs) == ("S(1)", ("S(1)",))
+    assert collectives_of(llama, layout)[0] == {"all_gather": 3, "reduce_scatter": 1}
 
 
 def test_where_sums_are_cheap_and_norms_free_sequences_stay_whole(llama):
