@@ -6,6 +6,7 @@ from collections.abc import Container
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 
 def light_table(*columns: str, title: str = "", numbers: Container[str] = ()) -> Table:
@@ -19,7 +20,8 @@ def light_table(*columns: str, title: str = "", numbers: Container[str] = ()) ->
         pad_edge=False,
         show_edge=False,
         padding=(0, 1, 0, 0),
-        title=f"\n{title}" if title else None,
+        # A title wider than its table is not broken.
+        title=Text(f"\n{title}", no_wrap=True, overflow="ignore") if title else None,
         title_justify="left",
         title_style="bold",
     )

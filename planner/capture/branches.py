@@ -75,6 +75,7 @@ class Branches:
         self._as_compiled: set[Call] = set()
         self._tests: list[list[Call]] = []  # of the last forward: the calls that lead to each
         self._tried: set[Call] = set()
+        self._truth = False  # whether a compiler runs around the forward
         self._last: tuple[Call, list[Call]] | None = None  # the last that was added, and for what
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -87,6 +88,7 @@ class Branches:
             (torch._subclasses, "FakeTensor", TracersTensor(self._answer)),
         ]
         given = [getattr(where, name) for where, name, _ in answers]
+        self._truth = torch.compiler.is_compiling()
         self._tests.clear()
         try:
             for where, name, answer in answers:
@@ -100,7 +102,7 @@ class Branches:
         asking = sys._getframe(1)
         file = asking.f_code.co_filename
         if file.startswith(_TORCH) and not file.startswith(_TORCHS_LAYERS):
-            return False  # it wraps calls and dispatches ops, and takes no branch for a model
+            return self._truth  # it wraps calls and dispatches ops, and branches for no model
         calls = [(frame.f_code, frame.f_lineno) for frame in _up_to_run(asking)]
         if not self._as_compiled.isdisjoint(calls):
             return True

@@ -136,8 +136,6 @@ def _attention(tape: Tape, model: Transformer, x: Value, cos: Value, sin: Value)
     value = heads("v", model.kv_heads)
     cos, sin = tape.unsqueeze(cos, 1), tape.unsqueeze(sin, 1)
     query, key = (_turned(tape, each, cos, sin, width) for each in (query, key))
-    if model.kv_heads != model.heads:
-        key, value = (_repeated(tape, each, model) for each in (key, value))
     return attended(tape, model, query, key, value, scale=width**-0.5)
 
 
@@ -149,17 +147,6 @@ def _turned(tape: Tape, x: Value, cos: Value, sin: Value, width: int) -> Value:
     crossed = tape.cat((tape.pointwise("aten.neg.default", second), first))
     return tape.pointwise(
         "aten.add.Tensor", straight, tape.pointwise("aten.mul.Tensor", crossed, sin)
-    )
-
-
-def _repeated(tape: Tape, x: Value, model: Transformer) -> Value:
-    """Keys or values, once for each query head that shares them."""
-    groups, (_, heads, s, width) = model.heads // model.kv_heads, x.shape
-    wide = tape.unsqueeze(x, 2)
-    shape: Shape = (BATCH, heads, groups, s, width)
-    wide = tape.call("aten.expand.default", wide, shape, shapes=(shape,))[0]
-    return tape.view(
-        wide, (BATCH, model.heads, s, width), target="aten.reshape.default", place=x.place
     )
 
 

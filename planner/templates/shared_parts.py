@@ -36,6 +36,7 @@ def attended(
     s, width = model.seq_len, value.shape[-1]
     assert isinstance(width, int)
     shape = (*query.shape[:-1], width)
+    grouped = (("enable_gqa", True),) if key.shape[1] != query.shape[1] else ()
     attended = tape.call(
         "aten.scaled_dot_product_attention.default",
         query,
@@ -46,7 +47,7 @@ def attended(
         True,
         shapes=(shape,),
         places=(query.place,),
-        kwargs=(("scale", scale),),
+        kwargs=(("scale", scale), *grouped),
     )[0]
     reshape = "aten.reshape.default"
     attended = tape.view(attended, shape, said=(BATCH, -1, s, width), target=reshape)

@@ -22,6 +22,7 @@ BY_COMMAND = {
     "precision": "`what-if` takes both; `profile` measures what the search will ask for",
     "profile": "plans have one; `what-if` takes others",
     "rendezvous": "`launch` reads its launcher's",
+    "time_limit": "Ctrl-C ends a search with a plan, and the page without a question",
     "to": "into what differs by command",
 }
 """Options that say something else on some commands, and why they may."""

@@ -27,10 +27,12 @@ def test_a_layer_of_llama_has_three_matrices_and_shares_heads():
     program = written(huggingface.layer, LLAMA, dense=True)
     kv = 2 * (H // HEADS)
     assert num_params(program) == H * (H + 2 * kv) + H**2 + 3 * H * WIDE + 2 * H
-    # Keys and values of 2 heads are repeated for 4 heads of queries.
-    assert count(program, "expand") == 2
+    # The kernel reads keys and values of 2 heads for 4 heads of queries: none is repeated.
     whole = written(huggingface.layer, replace(LLAMA, kv_heads=HEADS), dense=True)
-    assert count(whole, "expand") == 0
+    for each, grouped in ((program, True), (whole, False)):
+        (attention,) = [op for op in each.ops if "attention" in op.target]
+        assert dict(attention.kwargs).get("enable_gqa", False) is grouped
+        assert count(each, "expand") == 0
 
 
 def test_latent_attention_multiplies_narrow_vectors():

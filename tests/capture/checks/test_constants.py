@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from planner.capture.checks.constants import MOST
 from planner.capture.checks.on_meta import OnMeta
 
 BATCH = torch.empty(2, 3, device="meta")
@@ -55,10 +56,11 @@ def written_through_a_view() -> Tensor:
         lambda: (torch.ones(2, 3) * BATCH).all(),
         lambda: torch.rand(3).all(),
         lambda: torch.empty(3).all(),
+        lambda: torch.ones(MOST + 1).all(),
         written,
         written_through_a_view,
     ],
 )
-def test_of_what_the_batch_a_draw_or_a_write_goes_into_no_value_is_known(made):
+def test_what_is_of_the_batch_drawn_written_or_too_large_has_no_known_value(made):
     with OnMeta(), pytest.raises(RuntimeError):
         bool(made())
