@@ -231,8 +231,8 @@ class _Lowering:
             for name, placement in zip(op.inputs, sharding.inputs, strict=True)
         ]
         made = {meta.name for meta in form.tensors} | set(op.outputs)
-        for position, local in enumerate(form.ops):
-            self.ops.append(_with_inputs(local, op, fetched, made, by_place=position == 0))
+        for local in form.ops:
+            self.ops.append(_with_inputs(local, op, fetched, made))
         for meta in form.tensors:
             self._add(meta.name, meta, sharding.outputs[0])
         for name, placement in zip(op.outputs, sharding.outputs, strict=True):
@@ -327,15 +327,15 @@ class _Lowering:
         self.tensors[name] = replace(meta, name=name, shape=local, kind=kind)
 
 
-def _with_inputs(local: Op, op: Op, fetched: list[str], made: set[str], *, by_place: bool) -> Op:
+def _with_inputs(local: Op, op: Op, fetched: list[str], made: set[str]) -> Op:
     """Return an op of a local form with the op's inputs replaced by those fetched.
 
-    The first op takes them in the op's own order, since one tensor may stand there in two
-    placements; those that follow name them. What the form itself made keeps its name.
+    An op with the same inputs takes them in order, since one tensor may stand there in two
+    placements; others name them. What the form itself made keeps its name.
     """
     if tuple(fetched) == op.inputs:
         return local
-    names = iter(fetched)
+    names, by_place = iter(fetched), local.inputs == op.inputs
     by_name = dict(zip(op.inputs, fetched, strict=True))
 
     def rename(ref: Ref) -> Ref:

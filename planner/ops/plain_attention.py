@@ -26,9 +26,9 @@ class _Sizes(NamedTuple):
     query: int
     """A copy of the query."""
     key: int
-    """A copy of the key."""
+    """A copy of the key, with a head for each of the query's."""
     value: int
-    """A copy of the value."""
+    """A copy of the value, likewise."""
     output: int
     """The result."""
     matrix: int
@@ -42,10 +42,12 @@ def _sizes(call: KernelCall) -> _Sizes:
     dtype_bytes = call.element_bytes(query)
     element = max(4, dtype_bytes)
     rows = prod(call.shape(query)[:-1])
+    grouped = call.arg(7, "enable_gqa", False)
+    copies = call.shape(query)[-3] // call.shape(key)[-3] if grouped else 1
     return _Sizes(
         query=element * call.numel(query),
-        key=element * call.numel(key),
-        value=element * call.numel(value),
+        key=element * call.numel(key) * copies,
+        value=element * call.numel(value) * copies,
         output=element * call.numel(call.op.outputs[0]),
         matrix=element * rows * call.shape(key)[-2],
         narrow=dtype_bytes < 4,

@@ -556,6 +556,21 @@ def _(rng, n):
     )
 
 
+@case("attention_grouped_wide")
+def _(rng, n):
+    """Heads of keys that the ranks do not divide: of each rank's own queries, or shared by two."""
+    b, _, q, k, d = heads(rng, n)
+    keys = rng.choice([count for count in (2, 3, 5) if count % n])
+    return one_op(
+        "aten.scaled_dot_product_attention.default",
+        randn(b, keys * n * rng.randint(1, 2), q, d),
+        randn(b, keys, k, d),
+        randn(b, keys, k, d),
+        randn(b, 1, q, k),
+        enable_gqa=True,
+    )
+
+
 def targets(samples, classes, ignored=True):
     found = torch.randint(classes, samples)
     if ignored:

@@ -15,6 +15,7 @@ from planner.graph import Op, Program, Ref, Symbol, TensorMeta
 from planner.layout.lowering import lower
 from planner.layout.placement import Placement, Replicate, Shard, parse_placement
 from planner.plan import ClassLayout
+from planner.runtime.stage.calls import local_ops
 from planner.runtime.stage.program_fx import aten_overload, to_graph_module
 from planner.runtime.stage.recompute import Keeper, Recomputed
 from tests.sharding.ranks import on_ranks
@@ -49,7 +50,7 @@ class OneOp:
 
 
 def one_op(target: str, *args: Any, **kwargs: Any) -> OneOp:
-    """Record one call of an ATen op on real tensors."""
+    """Record one call of an op, ATen's or the runtime's own, on real tensors."""
     tensors: list[Tensor] = []
 
     def record(arg: Any) -> Any:
@@ -66,7 +67,9 @@ def one_op(target: str, *args: Any, **kwargs: Any) -> OneOp:
 
     recorded = tuple(record(arg) for arg in args)
     keywords = tuple((key, record(value)) for key, value in kwargs.items())
-    result = aten_overload(target)(*args, **kwargs)
+    namespace, _, name = target.partition(".")
+    function = getattr(local_ops, name) if namespace == "planner" else aten_overload(target)
+    result = function(*args, **kwargs)
     outputs = tuple(result) if isinstance(result, list | tuple) else (result,)
     names = tuple(f"y{i}" for i in range(len(outputs)))
     inputs = tuple(f"x{i}" for i in range(len(tensors)))

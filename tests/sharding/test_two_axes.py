@@ -16,6 +16,7 @@ from planner.layout.lowering import local_program, lower
 from planner.layout.placement import Partial, Replicate, Shard, parse_placement
 from planner.layout.propagate import propagate_graph, propagate_layout, propagate_on
 from planner.layout.redistribution.redistribute import REDISTRIBUTE, op_collectives
+from planner.ops.families.products.grouped_heads import OWN_KEYS
 from planner.plan import ClassLayout
 from planner.plan.defaults import default_plan
 from planner.runtime.stage.program_fx import to_graph_module
@@ -32,6 +33,8 @@ from tests.sharding.programs import (
     whole,
 )
 from tests.sharding.ranks import on_ranks
+
+SDPA = "aten.scaled_dot_product_attention.default"
 
 MESH = ProcessMesh(axes=("cp", "tp"), shape=(2, 2), ranks=(0, 1, 2, 3))
 
@@ -200,6 +203,22 @@ def test_context_and_tensor_parallelism_together(name):
     )
     for tp_layout, cp_layout in zip(tp, cp, strict=True):
         check_on_mesh(graph.classes[tp_layout.class_index].bind(2), tp_layout, cp_layout)
+
+
+@pytest.mark.parametrize("on_cp", ["S(0),S(0),S(0)->S(0)", "S(2),R,R->S(2)"])
+def test_heads_of_queries_on_tp_and_samples_or_positions_on_cp(on_cp):
+    """M14: three heads of keys on two ranks of tp; each takes those of its queries."""
+    query, key, value = (torch.randn(2, heads, 8, 4, dtype=torch.float64) for heads in (6, 3, 3))
+    single = one_op(SDPA, query, key, value, None, 0.0, True, enable_gqa=True)
+    by_head = "S(1),R,R->S(1)"
+    on_tp = simple(by_head, "S(1),R,R", "S(1)")
+    local = lower(single.program, on_tp, axis_size=2)
+    assert [op.target for op in local.ops].count(OWN_KEYS) == 2
+    inputs, _, output = on_cp.partition("->")
+    of_keys = inputs.split(",")[1]
+    others = ((op.name, f"{of_keys}->{of_keys}") for op in local.ops if op.name != "op")
+    layout = simple("", inputs, output).model_copy(update={"ops": (*others, ("op", on_cp))})
+    check_on_mesh(single.program, on_tp, layout)
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,9 @@ def own_random_stream_on_shard(placed: Placed) -> LocalForm:
     form = local_ops(
         op_inside(op), placed.sharding, call.tensor, axis=placed.axis, axis_size=call.axis_size
     )
-    (local,) = form.ops
-    return LocalForm((replace(local, kwargs=(*local.kwargs, ("outer_group", op.args[1]))),))
+    *before, local = form.ops
+    local = replace(local, kwargs=(*local.kwargs, ("outer_group", op.args[1])))
+    return LocalForm((*before, local), form.tensors)
 
 
 # ------------------------------------------------------------------------------------- memory

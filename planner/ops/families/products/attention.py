@@ -11,6 +11,7 @@ from planner.layout.placement import OpSharding, Shard
 from planner.ops.attention_pairs import pairs_met, tile_scratch
 from planner.ops.call import Call, LocalForm, Placed, R
 from planner.ops.families.entries.creation import own_stream
+from planner.ops.families.products.grouped_heads import heads_of_queries, with_own_keys
 from planner.ops.flops import Work, arriving_bytes, made_bytes
 from planner.ops.kernel import KernelCall, Saved
 from planner.ops.letters import Letters, broadcast, by_letters
@@ -52,6 +53,12 @@ def attention(call: Call) -> Iterator[OpSharding]:
         all_letters = [*batch, positions, None]
         letters.append([None if i is None else all_letters[i] for i in aligned])
     yield from by_letters(letters, [[*batch, positions, None]])
+
+
+def grouped_by_query_head(call: Call) -> Iterator[OpSharding]:
+    """Heads of queries on more ranks than there are heads of keys."""
+    if call.arg(7, "enable_gqa", False):
+        yield from heads_of_queries(call)
 
 
 def causal_by_query(call: Call) -> Iterator[OpSharding]:
@@ -191,9 +198,10 @@ ATTENTION = register(
         targets=aten("scaled_dot_product_attention"),
         shard=(
             ShardRule(attention),
+            ShardRule(grouped_by_query_head, contiguous=True),
             ShardRule(causal_by_query, contiguous=True, together=True),
         ),
-        local_form=attention_on_shard,
+        local_form=lambda placed: with_own_keys(placed, attention_on_shard),
         worth_moving=True,
         arithmetic="attention",
         flop=_flop,

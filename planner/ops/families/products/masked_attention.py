@@ -11,6 +11,7 @@ from planner.layout.placement import OpSharding, Shard
 from planner.ops.attention_pairs import pairs_met, runs_by_tiles, tile_scratch
 from planner.ops.call import Call, LocalForm, Placed, R
 from planner.ops.families.products.attention import ATTENTION
+from planner.ops.families.products.grouped_heads import heads_of_queries, with_own_keys
 from planner.ops.kernel import KernelCall, Saved
 from planner.ops.letters import Letters, by_letters
 from planner.ops.record import ShardRule, register
@@ -39,6 +40,12 @@ def by_head(call: Call) -> Iterator[OpSharding]:
     letters: list[Letters] = [[0, 1, None, None], [0, heads, None, None], [0, heads, None, None]]
     letters += [[0, None]] * (len(call.inputs) - 3)
     yield from by_letters(letters, [[0, 1, None, None]])
+
+
+def grouped_by_query_head(call: Call) -> Iterator[OpSharding]:
+    """Yield shards of heads on more ranks than there are heads of keys."""
+    if call.inputs[0][1] != call.inputs[1][1]:
+        yield from heads_of_queries(call)
 
 
 def by_query(call: Call) -> Iterator[OpSharding]:
@@ -91,8 +98,12 @@ register(
         ATTENTION,
         name="attention told of its mask",
         targets=(MASKED,),
-        shard=(ShardRule(by_head), ShardRule(by_query, contiguous=True, together=True)),
-        local_form=on_shard,
+        shard=(
+            ShardRule(by_head),
+            ShardRule(grouped_by_query_head, contiguous=True),
+            ShardRule(by_query, contiguous=True, together=True),
+        ),
+        local_form=lambda placed: with_own_keys(placed, on_shard),
         flop=_flop,
         saved=_saved,
         scratch=_scratch,

@@ -23,6 +23,7 @@ __all__ = [
     "divide_by_count",
     "masked_attention",
     "masked_attention_of_queries",
+    "own_key_heads",
     "vocab_cross_entropy",
     "vocab_embedding",
     "vocab_log_softmax",
@@ -164,6 +165,19 @@ def causal_attention(
     return own_attention(
         stream, query, key, value, mask, dropout_p, scale=scale, enable_gqa=enable_gqa
     )
+
+
+def own_key_heads(keys: Tensor, queries: int, of_group: int, heads: int, group: str) -> Tensor:
+    """Return the heads of keys (or values) [..., K, k, d] that this rank's queries read.
+
+    A rank has `queries` heads of queries; `of_group` of them in a row share a head of keys. Where
+    `heads` is `queries`, each gets one, a copy if need be; else they lie side by side in memory.
+    """
+    first = collectives.rank(group) * queries
+    if heads == queries:
+        own = torch.arange(first, first + queries, device=keys.device) // of_group
+        return keys.index_select(-3, own)
+    return keys.narrow(-3, first // of_group, heads)
 
 
 def masked_attention(
