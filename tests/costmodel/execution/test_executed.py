@@ -53,7 +53,7 @@ def priced(name: str, h100: Profile, plan: Plan) -> Estimate:
     return estimate(GRAPH, h100, plan, execution=find_execution(name))
 
 
-GOLDEN = {"dp": 0.32332159263002086, "pp": 0.509516863927966}
+GOLDEN = {"dp": 0.32108826757757347, "pp": 0.5064460419808506}
 """Frozen seconds of a step: the template is what a capture of the model is."""
 
 
