@@ -41,7 +41,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "full on stages": {"pp": 2, "recompute": "full"},
 }
 QUICK = [("loop over experts", name) for name in LAYOUTS]
-QUICK += [(what, name) for what in list(PARTS)[1:] for name in ("dp", "tp")]
+QUICK += [(what, ("dp", "tp")[number % 2]) for number, what in enumerate(list(PARTS)[1:])]
 REST = [(what, name) for what in PARTS for name in LAYOUTS if (what, name) not in QUICK]
 
 
