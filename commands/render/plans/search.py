@@ -17,6 +17,7 @@ from commands.render.tables import light_table
 from costmodel.uncertainty import plan_memory_interval
 from planner.layout.axes import own_axes
 from planner.plan import OURS, Plan
+from planner.plan.spelled import spell_choices
 from planner.runtime.check.trials import Trial
 from planner.units import format_bytes, format_seconds
 from profiles import Profile
@@ -156,20 +157,17 @@ def _chosen(plan: Plan, profile: Profile) -> Text:
 
 def choices_of(plan: Plan) -> str:
     """Return what a plan decides, in a line."""
-    axes = (*plan.degrees.items(), ("pp", plan.pp), ("vpp", plan.vpp))
-    degrees = " ".join(f"{axis}={degree}" for axis, degree in axes if degree > 1) or "one device"
+    sizes: dict[str, object] = {**plan.degrees, "pp": plan.pp}
     if any(stage.own_sizes for stage in plan.stages):
         for axis in own_axes():
-            sizes = [plan.stage_degrees(s)[axis.name] for s in range(len(plan.stages))]
-            degrees += f" ({axis.name} of stages: {', '.join(map(str, sizes))})"
+            found = [plan.stage_degrees(s)[axis.name] for s in range(len(plan.stages))]
+            sizes[axis.name] = "/".join(map(str, found))
     if any(plan.device_groups):
-        degrees += f" (pp ranks on {', '.join(plan.device_groups)})"
-    recompute = set(plan.recompute_by_block)
+        sizes["pp"] = f"{plan.pp} on {'/'.join(plan.device_groups)}"
     away = ["optimizer"] * plan.optimizer_on_host
     away += ["activations"] * any(stage.activations_on_host for stage in plan.stages)
     shares = f" (replicas of {plan.shares_spelled})" if plan.shares else ""
-    return (
-        f"{degrees}, microbatches {plan.num_microbatches} of {plan.microbatch_size}{shares}, "
-        f"{plan.schedule}, ZeRO {plan.zero_stage}, recompute {' or '.join(sorted(recompute))}"
-        + (f", {' and '.join(away)} on the host" if away else "")
-    )
+    return spell_choices(
+        sizes, plan.vpp, (plan.num_microbatches, plan.microbatch_size), plan.schedule,
+        plan.zero_stage, " or ".join(sorted(set(plan.recompute_by_block))), shares=shares,
+    ) + (f", {' and '.join(away)} on the host" if away else "")  # fmt: skip
