@@ -61,6 +61,7 @@ SPELLINGS = {
     "rendezvous": "--rendezvous",
     "on_oom": "--on-oom",
     "out": "--out",
+    "pareto": "--pareto",
     "budget_s": "--budget",
     "use_cache": "--no-cache",
     # Functions that are commands

@@ -87,8 +87,8 @@ def test_cost_per_token():
         price: describe_pareto(find_pareto(gpt, MACHINE, request, price_per_device_hour=price))
         for price in (0.0, 3.0)
     }
-    assert titles[0.0].title.strip() == "Time against memory"
-    assert titles[3.0].title.strip() == "Time, memory against cost"
+    assert titles[0.0].title.plain.strip() == "Time against memory"
+    assert titles[3.0].title.plain.strip() == "Time, memory against cost"
     assert tokens_per_sample(capture_tiny("mlp")) == 0
 
 

@@ -157,9 +157,9 @@ def _tiles(numbers: ReportNumbers) -> list[tuple[str, str, str]]:
 
 def _memory_warning(overview: Overview) -> str:
     fullest = overview.fullest
-    held, limit = overview.memory[fullest]["total_bytes"], overview.limit_bytes[fullest]
+    held, has = overview.memory[fullest]["total_bytes"], overview.device_bytes[fullest]
     high = overview.memory_intervals[fullest].high_bytes
-    return with_flags(memory_warning(held, high, limit))
+    return with_flags(memory_warning(held, high, has))
 
 
 def _parts(numbers: ReportNumbers) -> list[dict[str, Any]]:

@@ -268,9 +268,10 @@ def describe_estimate(
     parts.append(Text(f"\n{format_bytes(estimate['peak_bytes'])} at most on one device", "bold"))
     parts.append(memory_table([_with_total(rank) for rank in estimate["memory"]]))
     if (interval := estimate.get("memory_interval")) is not None:
-        low, high, limit = (interval[f"{name}_bytes"] for name in ("low", "high", "limit"))
+        low, high = interval["low_bytes"], interval["high_bytes"]
+        has = interval.get("device_bytes", interval["limit_bytes"])  # files of before have no more
         parts.append(Text(f"The fullest: {memory_range(low, high, interval['basis'])}"))
-        if warning := memory_warning(interval["total_bytes"], high, limit):
+        if warning := memory_warning(interval["total_bytes"], high, has):
             parts.append(Text("! ", style="yellow") + Text(with_flags(warning)))
     return parts
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
@@ -32,7 +33,7 @@ MOST_POINTS = 12
 """Plans of a front that are shown."""
 
 
-def describe_pareto(points: Sequence[Point]) -> Table:
+def describe_pareto(points: Sequence[Point], file: Path | None = None) -> Table:
     """Return the plans of which none is worse than another in everything that is compared."""
     counts = len({point.num_devices for point in points}) > 1
     priced = any(point.cost_per_step for point in points)
@@ -44,8 +45,8 @@ def describe_pareto(points: Sequence[Point]) -> Table:
     if len(points) > MOST_POINTS:  # evenly along the front
         last = len(points) - 1
         shown = [points[round(n * last / (MOST_POINTS - 1))] for n in range(MOST_POINTS)]
-        table.caption = f"{MOST_POINTS} of {len(points)} plans; the file of `pareto` has all"
-        table.caption = with_flags(table.caption)
+        others = f"{file} has all" if file else with_flags("`pareto` FILE writes all")
+        table.caption = Text(f"{MOST_POINTS} of {len(points)} plans; {others}")
         table.caption_justify = "left"
     for point in shown:
         row = [format_seconds(point.step_s), format_bytes(point.peak_bytes)]

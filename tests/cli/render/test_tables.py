@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
-from commands.render.tables import light_table
+from commands.render.tables import NextCommands, light_table
 
 
 def test_numbers_end_at_one_edge_below_a_title():
@@ -24,3 +25,15 @@ def test_numbers_end_at_one_edge_below_a_title():
         "compute    7.68 s",
         "optimizer  524 us",
     ]
+
+
+@pytest.mark.parametrize(("width", "lines"), [(40, 3), (24, 5)])
+def test_what_a_command_does_stands_above_it_where_a_line_has_no_room(width, lines):
+    commands = NextCommands(("planner show plan.json", "look"), ("planner x", "do x"))
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(commands)
+    told = [line.rstrip() for line in console.export_text().splitlines()]
+    assert told[:2] == ["", "Next:"]
+    assert len(told) == 1 + lines
+    assert max(map(len, told)) <= width
+    assert "  planner show plan.json" in [line[:24] for line in told]
