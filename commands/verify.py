@@ -66,7 +66,10 @@ def verify(
             proof = prove(loaded, graph, load_model_file(model), progress=progress)
         else:
             from commands.render.checks import describe_verification
+            from planner.runtime.check.verify import check_memory
             from planner.runtime.check.verify import verify as verify_plan
+
+            check_memory(graph, device)
 
             report = verify_plan(
                 plan, model, steps=steps or DEFAULT_STEPS, device=device, progress=progress

@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 
 from commands.render.checks import describe_verification
+from planner.errors import PlanError
 from planner.graph import ModelGraph
 from planner.graph.model_file import ModelSource
 from planner.plan import Plan
@@ -28,10 +29,12 @@ from planner.runtime.check.promote import has_dropout, promote_graph
 from planner.runtime.check.verify import (
     KINDS,
     VerifyReport,
+    check_memory,
     compare_with_one_process,
     report_from_json,
 )
 from planner.runtime.step.engine import Engine
+from tests.captures import capture_tiny
 from tests.runtime.scenarios import capture, models
 from tests.spawn import run_ranks
 
@@ -240,3 +243,12 @@ def test_the_graph_neither_rounds_nor_drops():
     promoted = promote_graph(graph)
     assert "float32" not in repr(promoted.classes)
     assert not has_dropout(graph)
+
+
+def test_a_model_too_large_for_this_machine_is_refused_before_any_rank_starts():
+    """Weights and gradients in fp64, in the one process and in all ranks together: 32 bytes."""
+    graph = capture_tiny("mlp")
+    count = sum(tensor.numel_at(1) for tensor in graph.tensors if tensor.kind == "param")
+    check_memory(graph, "cpu", 32 * count)
+    with pytest.raises(PlanError, match=r"parameters take .* in fp64 .* with `by_block`"):
+        check_memory(graph, "cpu", 32 * count - 1)
