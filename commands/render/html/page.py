@@ -166,7 +166,7 @@ def _parts(numbers: ReportNumbers) -> list[dict[str, Any]]:
     path = numbers.overview.path
     return [
         {
-            "label": label + (f" (rank {path.bottleneck})" if label == "imbalance" else ""),
+            "label": label + (f" (pp rank {path.bottleneck})" if label == "imbalance" else ""),
             "meaning": meaning,
             "time": format_seconds(seconds),
             "share": seconds / path.step_s,

@@ -97,6 +97,8 @@ def bottleneck_line(words: str) -> Text:
 
 def stage_name(stage: int, first_block: int, last_block: int) -> str:
     """Return what a stage is called where its blocks matter."""
+    if first_block == last_block:
+        return f"stage {stage}, block {first_block}"
     return f"stage {stage}, blocks {first_block}..{last_block}"
 
 

@@ -50,7 +50,7 @@ def test_parts_are_shares_of_the_step_and_imbalance_names_its_rank():
     assert sum(part["share"] for part in parts) == pytest.approx(1)
     found = {part["label"]: (part["time"], part["share"]) for part in parts}
     assert found["compute"] == ("6 s", 0.6)
-    assert "imbalance (rank 1)" in found
+    assert "imbalance (pp rank 1)" in found
     assert "offload to the host" not in found  # takes no time
 
 

@@ -62,11 +62,11 @@ def test_a_bar_is_as_long_as_its_share_and_never_nothing():
 def test_the_slowest_rank_is_named_with_what_even_stages_would_save():
     words = bottleneck_words(
         {"compute_s": 0.8, "imbalance_s": 0.2}, pp_rank=3, work_s=0.9,
-        stages=(stage_name(3, 6, 8), "stage 7"),
+        stages=(stage_name(3, 6, 8), stage_name(7, 9, 9)),
     )  # fmt: skip
     assert words == (
-        "pp rank 3 (stage 3, blocks 6..8; stage 7) works 90.0% of the step; with even stages it "
-        "would work 200 ms (20.0%) less"
+        "pp rank 3 (stage 3, blocks 6..8; stage 7, block 9) works 90.0% of the step; with even "
+        "stages it would work 200 ms (20.0%) less"
     )
     even = {"compute_s": 1.0, "imbalance_s": 0.001}
     assert "as long" in bottleneck_words(even, pp_rank=0, work_s=1.0, stages=())
