@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -75,6 +78,22 @@ def test_the_stage_of_the_work_is_known_to_an_error():
         assert console.stage() == "searching"
         progress(0.5, "cutting")
     assert console.stage() == "searching, cutting"
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_a_narrow_screen_cuts_only_what_is_being_done(monkeypatch, width):
+    """The title stays whole, in one line."""
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", shown)
+    for name, value in {"COLUMNS": width, "LINES": 25, "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, str(value))
+    with console.show_progress("searching") as progress:
+        progress(0.5, "best 1.81 ms, gap 0.3%; trying dp 16 x pp 4" + ", and more" * 20)
+    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.getvalue()).replace("\r", "\n").split("\n")
+    told = [line for line in lines if "best" in line]
+    assert told
+    assert all(line.startswith("searching ") and len(line) <= width for line in told)
 
 
 # `estimate` has two forms, which do not mix
