@@ -103,7 +103,7 @@ def show_results(*renderables: Any) -> None:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(width=120)  # a file or a log has room
     for renderable in renderables:
-        console.print(renderable)
+        console.print(renderable, crop=False)  # a long command is not cut
 
 
 def show_json(data: Mapping[str, Any]) -> None:

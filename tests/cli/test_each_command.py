@@ -208,7 +208,10 @@ def test_dryrun_runs_the_rank_asked_for(plan, monkeypatch, capsys):
     monkeypatch.setattr("planner.runtime.check.dryrun.dry_run", run)
     commands.dryrun.dryrun(plan, MODEL, rank=1)
     said = capsys.readouterr().out
-    assert "rank 1 (pp rank 0) holds 1.00 MiB between steps" in said
+    said = " ".join(said.split())
+    assert "rank 1 (pp rank 0) needs " in said
+    assert "1.00 MiB between steps, in tensors" in said
+    assert "F0.2: forward of stage 0, microbatch 2" in said
     assert "when it starts it holds 512" in said
 
 
@@ -221,12 +224,14 @@ def test_verify_exits_with_the_verdict(plan, monkeypatch, capsys, times, code):
     rounding = 1e-9
     found = Difference(relative=times * rounding, rounding=rounding, name="fc1.weight", step=1)
     report = VerifyReport(num_ranks=2, tolerance=1e-8, parameter=found, notes=("a note",))
-    monkeypatch.setattr(commands.verify, "graph_of_plan", lambda plan, model: None)
+    graph = capture_tiny("mlp")
+    monkeypatch.setattr(commands.verify, "graph_of_plan", lambda plan, model: graph)
     monkeypatch.setattr("planner.runtime.check.verify.verify", lambda *args, **more: report)
     assert commands.verify.verify(plan, MODEL) == code
     said = capsys.readouterr().out
     assert ("NOT the same" in said) == bool(code)
     assert "note: a note" in said
+    assert ("planner launch" in said) == (not code)  # what to type next
 
 
 def _proof(*faults: str) -> Proof:

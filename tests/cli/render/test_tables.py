@@ -7,6 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
+from commands.render.console import show_results
 from commands.render.tables import NextCommands, light_table
 
 
@@ -37,3 +38,11 @@ def test_what_a_command_does_stands_above_it_where_a_line_has_no_room(width, lin
     assert len(told) == 1 + lines
     assert max(map(len, told)) <= width
     assert "  planner show plan.json" in [line[:24] for line in told]
+
+
+def test_a_long_command_is_not_cut(capsys, monkeypatch):
+    """Else what is typed next would name another file."""
+    monkeypatch.setenv("COLUMNS", "40")
+    command = "planner compare plan.json model.py run --calibrate --profile a-folder"
+    show_results(NextCommands((command, "correct the profile")))
+    assert f"  {command}" in capsys.readouterr().out.splitlines()
