@@ -117,7 +117,7 @@ def describe_comparison(comparison: Comparison) -> list[RenderableType]:
     assert best is not None, "a plan of the given choices is one of all plans"
     mine, theirs = given.estimate["step_s"], best.estimate["step_s"]
     if mine <= theirs:
-        return [Text("this is the best plan:"), _chosen(given, comparison.profile)]
+        return [Text("this is the ") + _chosen(given, comparison.profile)]
     numbers = ("given", "best", "difference")
     table = light_table("part of a step", *numbers, title="Where the time goes", numbers=numbers)
     for name, seconds, best_seconds in differences(given.estimate, best.estimate):
