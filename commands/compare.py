@@ -84,6 +84,18 @@ def compare(
         told["calibration"] = _calibrate(predicted, measured, profile, out, as_json=as_json)
     if as_json:
         show_json(told)
+    elif not calibrate and cluster is None:
+        from commands.render.tables import NextCommands
+
+        named = f" --profile {profile}" if profile else ""
+        show_results(
+            NextCommands(
+                (
+                    f"planner compare {plan} {model} {folder} --calibrate{named}",
+                    "correct the profile by this run",
+                ),
+            )
+        )
     write_trace(
         trace, as_json=as_json, predicted=as_rank_timelines(estimated.timeline), measured=measured
     )

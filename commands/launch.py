@@ -137,6 +137,15 @@ def launch(
             devices=None if devices is None else _numbers(devices),
             keeping=keeping,
         )
+    if code == 0 and timeline is not None and not as_json and not node_rank:
+        from commands.render.tables import NextCommands
+
+        model = load_plan(plan).model.file or "MODEL"
+        show_results(
+            NextCommands(
+                (f"planner compare {plan} {model} {timeline}", "was the prediction right?"),
+            )
+        )
     if as_json:
         show_json(
             {

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commands.common.answering import answer_of, predict_result
-from commands.common.inputs import graph_of, parse_price, parse_seconds, profile_named
+from commands.common.inputs import (
+    graph_of,
+    machine_options,
+    parse_price,
+    parse_seconds,
+    profile_named,
+)
 from commands.common.options import (
     CHOICES,
     COMPARED,
@@ -205,7 +211,11 @@ def search(
     # What the search has priced is not priced again.
     costs = None if result.was_kept else candidates(graph, profile, request, NOTHING).costs
     predicted = predict_result(graph, profile, request, result.plan, costs=costs)
-    answer = answer_of(predicted, request, result, model=model, out=out, points=points)
+    answer = answer_of(
+        predicted, request, result,
+        model=model, out=out, points=points,
+        machine=machine_options(question.profile, question.cluster),
+    )  # fmt: skip
     chosen = with_buckets(answer.plan, graph, buckets)
     save_plan(chosen, out)
     for message in (
@@ -215,10 +225,11 @@ def search(
     ):
         show_note(message)
     if as_json:
-        front = [point.to_dict() for point in points]
-        show_json({"fits": True, **as_data(answer), "front": front})
+        told = [point.to_dict() for point in points]
+        show_json({"fits": True, **as_data(answer), "front": told})
     else:
-        show_results(answer)
+        front = describe_pareto(points, pareto) if points else None
+        show_results(replace(answer, front=front))
     show_written(f"wrote {out}", as_json)
     if request.meshes == "own" and request.tp is not None:
         show_note(
@@ -229,8 +240,6 @@ def search(
         show_note(line)
     if late:
         show_note(f"{late}: more plans may trade time for memory")
-    if points and not as_json:
-        show_results(describe_pareto(points))
     if pareto:
         text = json.dumps([point.to_dict() for point in points], indent=1)
         write_atomically(pareto, text + "\n")

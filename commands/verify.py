@@ -12,6 +12,7 @@ from commands.render.console import show_json, show_progress, show_results
 from planner.errors import PlannerError
 
 DEFAULT_STEPS = 3
+_TRAINS = "train, by your script that calls planner.apply"
 
 
 def verify(
@@ -40,7 +41,8 @@ def verify(
     Example: planner verify plan.json model.py
     """
     from commands.render.data import proof_data, verification_data
-    from planner.plan import load_plan
+    from commands.render.tables import NextCommands
+    from planner.plan import OURS, load_plan
 
     if by_block and (steps is not None or device is not None):
         given = "--device" if steps is None else "--steps"
@@ -64,7 +66,10 @@ def verify(
             proof = prove(loaded, graph, load_model_file(model), progress=progress)
         else:
             from commands.render.checks import describe_verification
+            from planner.runtime.check.verify import check_memory
             from planner.runtime.check.verify import verify as verify_plan
+
+            check_memory(graph, device)
 
             report = verify_plan(
                 plan, model, steps=steps or DEFAULT_STEPS, device=device, progress=progress
@@ -79,4 +84,6 @@ def verify(
         show_json(verification_data(report))
     else:
         show_results(*describe_verification(report))
+        if report.passed and loaded.execution == OURS:
+            show_results(NextCommands((f"planner launch {plan} train.py", _TRAINS)))
     return 0 if report.passed else 1

@@ -264,15 +264,17 @@ class BranchAndBound:
         self._refined += 1
         if self.progress:
             waiting = sum(map(len, self._queue.values()))
-            self.progress(self._refined / (self._refined + waiting), node.label + self._so_far())
+            self.progress(self._refined / (self._refined + waiting), self._so_far() + node.label)
 
     def _so_far(self) -> str:
         """Say how fast the best plan is, and how far from it anything open may be."""
         if self.best is None:
             return ""
         least_s = self.least_waiting_s
-        best = f"; best {format_seconds(self.best_s)}"
-        return f"{best}, gap {1 - least_s / self.best_s:.1%}" if 0 < least_s < self.best_s else best
+        best = f"best {format_seconds(self.best_s)}"
+        if 0 < least_s < self.best_s:
+            best += f", gap {1 - least_s / self.best_s:.1%}"
+        return f"{best}; "
 
     def prune(self, rule: str, num_configurations: int = 1) -> None:
         """Count configurations as excluded by a rule."""

@@ -51,6 +51,7 @@ def answer_of(
     model: Path,
     out: Path,
     points: Sequence[Point] = (),
+    machine: str = "",
 ) -> Answer:
     """Return the plan found with all that is told of it; its file says so, too."""
     from commands.render.plans.answer import Answer
@@ -84,4 +85,5 @@ def answer_of(
         predicted=as_rank_timelines(priced.timeline),
         model_file=model,
         out=out,
+        machine=machine,
     )

@@ -58,6 +58,13 @@ def profile_named(name: str | None, cluster: Path | None = None) -> tuple[Profil
     return profiles.default_profile(None)
 
 
+def machine_options(name: str | None, cluster: Path | None) -> str:
+    """Return the options that name a machine which a plan's file alone does not lead to."""
+    if cluster is not None:
+        return f" --cluster {cluster}"
+    return f" --profile {name}" if name is not None and Path(name).is_dir() else ""
+
+
 def profile_of_plan(plan: Plan) -> tuple[Profile, str]:
     """Return the profile that a plan was searched for, else this machine's, and a line on it."""
     import profiles

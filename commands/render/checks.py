@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
+from commands.render.flags import with_flags
 from commands.render.tables import light_table
 from planner.runtime.check.by_block.report import Proof
 from planner.runtime.check.dryrun import DryRun
@@ -16,6 +17,12 @@ from planner.units import format_bytes
 
 MAX_MOMENTS = 40
 """Parts of a step that a dry run lists; of more, only those that set a new height."""
+
+JOB_NAMES = (
+    "F0.2: forward of stage 0, microbatch 2; B, I, W: backward, of inputs alone, of weights alone; "
+    "REDUCE: sums of gradients; O: optimizer"
+)
+"""What the names of parts of a step mean."""
 
 
 def describe_dry_run(run: DryRun) -> list[RenderableType]:
@@ -35,13 +42,15 @@ def describe_dry_run(run: DryRun) -> list[RenderableType]:
         )
     left_out = len(run.samples) - len(shown)
     return [
-        table,
-        *([Text(f"{left_out} parts that reached no new height are left out")] if left_out else []),
         Text(
-            f"rank {run.rank} (pp rank {run.pp_rank}) holds {format_bytes(run.rest_bytes)} between "
-            f"steps and {format_bytes(run.peak_bytes)} at the height of a step, in tensors: the "
-            "framework's own memory and what its allocator rounds up come on top"
+            f"rank {run.rank} (pp rank {run.pp_rank}) needs {format_bytes(run.peak_bytes)} at the "
+            f"height of a step and {format_bytes(run.rest_bytes)} between steps, in tensors; the "
+            "context of its process and what the allocator rounds up come on top\n",
+            style="bold",
         ),
+        table,
+        Text(JOB_NAMES),
+        *([Text(f"{left_out} parts that reached no new height are left out")] if left_out else []),
         Text(
             f"when it starts it holds {format_bytes(run.start_bytes)} at most, and "
             f"{format_bytes(run.start_host_bytes)} of host memory beside them to make first values"
@@ -71,7 +80,8 @@ def _new_heights(moments: Sequence[MemorySample]) -> list[MemorySample]:
 def describe_verification(report: VerifyReport) -> list[RenderableType]:
     """Return how far a plan's training is from one process's, and the verdict."""
     numbers = ("difference", "rounding", "times rounding")
-    table = light_table("", *numbers, "in", "at step", numbers=numbers)
+    table = light_table("", *numbers, "at step", numbers=(*numbers, "at step"))
+    table.add_column("in", overflow="fold")
     for kind in KINDS:
         found: Difference = getattr(report, kind)
         if not found.name:  # a model without buffers
@@ -81,8 +91,8 @@ def describe_verification(report: VerifyReport) -> list[RenderableType]:
             f"{found.relative:.2e}",
             f"{found.rounding:.2e}",
             f"{found.times:.3g}",
-            Text(found.name),
             str(found.step),
+            Text(found.name),
         )
     worst = report.worst
     if report.passed:
@@ -91,13 +101,14 @@ def describe_verification(report: VerifyReport) -> list[RenderableType]:
         )
     elif report.is_undecided:
         return [
-            table,
             Text(
                 f"undecided: {worst.name} differs by {worst.relative:.2e} of the largest, more "
                 f"than the {report.tolerance:.0e} that is allowed, but one process differs from "
                 f"itself by {worst.rounding:.2e} there by rounding; rounding grows from step to "
-                "step, so verify with --steps 1"
+                "step, so verify with --steps 1\n",
+                style="bold",
             ),
+            table,
         ]
     else:
         verdict = (
@@ -105,6 +116,11 @@ def describe_verification(report: VerifyReport) -> list[RenderableType]:
             f"{worst.times:.3g} times its rounding ({ROUNDINGS:.0f} are allowed)"
         )
     return [
+        Text(
+            f"{report.num_ranks} ranks compute {verdict}, or {report.tolerance:.0e} of the "
+            f"largest, in fp64 over {report.steps} step{'s' * (report.steps > 1)}\n",
+            style="bold",
+        ),
         table,
         Text(
             "difference: the worst of each kind, relative to the largest entry of that kind; "
@@ -112,24 +128,20 @@ def describe_verification(report: VerifyReport) -> list[RenderableType]:
             "its weights moved by one unit in the last place and its samples in another order"
         ),
         *(Text(f"note: {note}") for note in report.notes),
-        Text(
-            f"{report.num_ranks} ranks compute {verdict}, or {report.tolerance:.0e} of the "
-            f"largest, in fp64 over {report.steps} steps"
-        ),
     ]
 
 
 def describe_proof(proof: Proof) -> list[RenderableType]:
     """Return what was proven of a plan by its blocks, what was cut, what is wrong, what is open."""
     numbers = ("times rounding", "took")
-    table = light_table("part", "shown on", *numbers, "", numbers=numbers)
+    table = light_table("", "part", "shown on", *numbers, numbers=numbers)
     for part in proof.parts:
         table.add_row(
+            "WRONG" if part.faults else "proven",
             part.name,
             part.counted,
             "" if part.times_rounding is None else f"{part.times_rounding:.3g}",
             f"{part.seconds:.1f} s",
-            "WRONG" if part.faults else "proven",
         )
     faults = [fault for part in proof.parts for fault in part.faults]
     verdict = (
@@ -138,9 +150,9 @@ def describe_proof(proof: Proof) -> list[RenderableType]:
         else f"NOT proven: {faults[0]}"
     )
     return [
+        Text(f"plan of {proof.world_size} ranks: {verdict}\n", style="bold"),
         table,
         *(Text(f"wrong: {fault}") for fault in faults[1:]),
         *(Text(f"run as: {cut}") for cut in proof.cuts),
-        *(Text(f"not proven: {each}") for each in proof.unproven),
-        Text(f"plan of {proof.world_size} ranks: {verdict}"),
+        *(Text(f"not proven: {with_flags(each)}") for each in proof.unproven),
     ]

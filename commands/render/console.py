@@ -43,16 +43,18 @@ def show_progress(title: str) -> Iterator[Progress]:
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Column
 
+    console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[doing]}"),
+        BarColumn(bar_width=min(40, console.width // 6)),
         TimeElapsedColumn(),
+        # Only what is being done is cut where the screen is narrow.
+        TextColumn("{task.fields[doing]}", table_column=Column(ratio=1, no_wrap=True)),
     )
-    console = Console(stderr=True)
     with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
+        *columns, console=console, transient=True, expand=True, disable=not console.is_terminal
     ) as bar:
         task = bar.add_task(title, total=None, doing="")  # pulses until something moves it
 
@@ -101,7 +103,7 @@ def show_results(*renderables: Any) -> None:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(width=120)  # a file or a log has room
     for renderable in renderables:
-        console.print(renderable)
+        console.print(renderable, crop=False)  # a long command is not cut
 
 
 def show_json(data: Mapping[str, Any]) -> None:

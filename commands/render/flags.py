@@ -61,6 +61,8 @@ SPELLINGS = {
     "rendezvous": "--rendezvous",
     "on_oom": "--on-oom",
     "out": "--out",
+    "by_block": "--by-block",
+    "pareto": "--pareto",
     "budget_s": "--budget",
     "use_cache": "--no-cache",
     # Functions that are commands

@@ -11,7 +11,10 @@ from profiles.profile import Profile
 from profiles.records import COLLECTIVE_KINDS, CollectiveFit, Group, OpFit
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
+
+    from rich.console import Console, ConsoleOptions
 
 WORST_FITS = 5
 MESSAGE_BYTES = tuple(KIB * 4**k for k in range(0, 11, 2))
@@ -19,7 +22,7 @@ MESSAGE_BYTES = tuple(KIB * 4**k for k in range(0, 11, 2))
 
 def describe_profile(profile: Profile) -> tuple[Any, ...]:
     """Return rich renderables: the machine, rates, collectives per group, the worst fits."""
-    parts = [_heading(profile), _machine(profile), _rates(profile), _collectives(profile)]
+    parts = [_heading(profile), _machine(profile), _rates(profile), _Collectives(profile)]
     parts += [
         *describe_calibration(profile),
         _others(profile),
@@ -73,11 +76,11 @@ def _machine(profile: Profile) -> Any:
     for direction, figure in file.compiled_block_correction.items():
         row(f"compiled blocks, {direction}", f"x {figure.value:.2f} the sum of ops", figure)
     for fit in file.step_fits:
-        each = format_seconds(fit.s_per_tensor)
-        per_gb = format_seconds(fit.s_per_byte * GB)
-        block = f"{format_seconds(fit.s_per_call)} a block + " if fit.s_per_call else ""
-        name = fit.work.replace("_", " ")
-        line = f"{block}{each} a tensor + {per_gb} a GB"
+        terms = (
+            (fit.s_per_call, "block"), (fit.s_per_tensor, "tensor"), (fit.s_per_byte * GB, "GB"),
+        )  # fmt: skip
+        told = [f"{format_seconds(seconds)} a {each}" for seconds, each in terms if seconds]
+        name, line = fit.work.replace("_", " "), " + ".join(told) or format_seconds(0.0)
         table.add_row(name, line, f"{fit.origin}: {fit.detail}")
     for part, figure in file.overlap_slowdown.items():
         row(f"{part} slowed by overlap", f"x {figure.value:.2f}", figure)
@@ -138,17 +141,31 @@ def _rates(profile: Profile) -> Any | None:
     return table
 
 
-def _collectives(profile: Profile) -> Any | None:
+class _Collectives:
+    """What collectives take; a narrow screen has fewer sizes of messages, and no rates."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
+        """Yield the table."""
+        from commands.render.plans.parts import WIDE
+
+        yield _collectives(self._profile, is_wide=options.max_width >= WIDE)
+
+
+def _collectives(profile: Profile, *, is_wide: bool) -> Any:
     from commands.render.tables import light_table
 
     cluster = profile.cluster
     groups = {fit.group for fit in profile.file.collective_fits}
     if not groups:
         groups = {Group(ranks_per_node=cluster.devices_per_node)}
-    numbers = ["alpha", "1/beta, large", *(format_bytes(n) for n in MESSAGE_BYTES)]
+    sizes = MESSAGE_BYTES if is_wide else MESSAGE_BYTES[1::2]
+    numbers = ["alpha", *["1/beta, large"] * is_wide, *(format_bytes(n) for n in sizes)]
     table = light_table(
         *("collective", "group", *numbers, "from"),
-        title="collectives: seconds by full size",
+        title="collectives: time by size of the full tensor",
         numbers=numbers,
     )
     fits = {(fit.kind, fit.group): fit for fit in profile.file.collective_fits}
@@ -158,14 +175,14 @@ def _collectives(profile: Profile) -> Any | None:
         for kind in COLLECTIVE_KINDS:
             if kind == "send_recv" and group.size != 2:
                 continue
-            answers = [profile.collective_seconds(kind, n, group) for n in MESSAGE_BYTES]
+            answers = [profile.collective_seconds(kind, n, group) for n in sizes]
             fit = fits.get((kind, group))
             last = fit.pieces[-1].beta_s_per_byte if fit else 0.0
             table.add_row(
                 kind,
                 str(group),
                 format_seconds(fit.pieces[0].alpha_s) if fit else "-",
-                f"{1 / last / GB:.3g} GB/s" if last else "-",
+                *[f"{1 / last / GB:.3g} GB/s" if last else "-"] * is_wide,
                 *(format_seconds(answer.seconds) for answer in answers),
                 answers[-1].source if fit is None else f"{fit.origin}, {_error(fit)} off",
             )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.text import Text
 
-from commands.render.plans.plan import draw_timetable
+from commands.render.plans.plan import Timetable
 from commands.render.tables import light_table
 from planner.schedule import StageTimes, StepJobKind, step_jobs
 from planner.schedule.draw import Behind
@@ -56,7 +56,7 @@ def describe_timeline(timeline: Timeline, seconds: JobSeconds) -> list[Renderabl
         backward_weight_s=seconds.backward_weight_s,
         transfer_s=max((*seconds.receive_forward_s, *seconds.receive_backward_s), default=0.0),
     )
-    return [draw_timetable(timeline.schedule, times, behind), ranks]
+    return [Timetable(timeline.schedule, times, behind), ranks]
 
 
 def describe_recording(timeline: Sequence[RankTimeline]) -> list[RenderableType]:
@@ -85,7 +85,7 @@ def describe_recording(timeline: Sequence[RankTimeline]) -> list[RenderableType]
 def describe_run(comparison: RunComparison) -> list[RenderableType]:
     """Return predicted against measured seconds of each job, of the step, and the bubbles."""
     numbers = ("predicted", "measured", "predicted / measured", "jobs timed")
-    table = light_table("of", "job", *numbers, numbers=numbers)
+    table = light_table("where", "job", *numbers, numbers=numbers)
     for job in comparison.jobs:
         table.add_row(
             job.jobs.place,
@@ -104,8 +104,13 @@ def describe_run(comparison: RunComparison) -> list[RenderableType]:
         f"{comparison.num_steps} steps",
         style="bold",
     )
+    ratio = comparison.measured_step_s / comparison.predicted_step_s
+    verdict = (
+        f"a step took {format_seconds(comparison.measured_step_s)}, {ratio:.2f} times the "
+        f"{format_seconds(comparison.predicted_step_s)} predicted"
+    )
     bubble = (
         f"bubble: {comparison.predicted_bubble_fraction:.1%} predicted, "
         f"{comparison.measured_bubble_fraction:.1%} measured"
     )
-    return [table, Text(bubble)]
+    return [Text(verdict, style="bold"), table, Text(bubble)]

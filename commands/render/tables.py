@@ -1,10 +1,11 @@
-"""The one look that tables have in a terminal."""
+"""The one look that tables, and commands to type next, have in a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 
 from rich import box
+from rich.console import Console, ConsoleOptions
 from rich.table import Table
 from rich.text import Text
 
@@ -28,3 +29,24 @@ def light_table(*columns: str, title: str = "", numbers: Container[str] = ()) ->
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left")
     return table
+
+
+class NextCommands:
+    """What to type next, as (command, what it does): that stands behind the command, or above it
+    where a line has no room for both.
+    """
+
+    def __init__(self, *commands: tuple[str, str]) -> None:
+        self._commands = commands
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        """Yield the lines."""
+        longest = max(len(command) for command, _ in self._commands)
+        fits = all(longest + len(does) + 6 <= options.max_width for _, does in self._commands)
+        yield Text("\nNext:", style="bold")
+        for command, does in self._commands:
+            if fits:
+                yield Text(f"  {command.ljust(longest)}", style="cyan") + Text(f"  # {does}")
+            else:
+                yield Text(f"  # {does}")
+                yield Text(f"  {command}", style="cyan", no_wrap=True, overflow="ignore")

@@ -78,7 +78,7 @@ class ConfigurationNode(PartitionableNode):
     @property
     def label(self) -> str:
         """What is partitioned."""
-        return f"cutting {self.configuration.label}"
+        return f"trying {self.configuration.label}"
 
     @property
     def key(self) -> NodeKey:

@@ -74,7 +74,7 @@ class PipelinesNode(PartitionableNode):
     @property
     def label(self) -> str:
         """What is partitioned."""
-        return f"cutting {self.configuration.label}"
+        return f"trying {self.configuration.label}"
 
     @property
     def num_jobs(self) -> int:

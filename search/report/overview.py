@@ -81,7 +81,9 @@ class Overview:
     peak_bytes: int
     """Memory of the fullest device."""
     limit_bytes: tuple[float, ...]
-    """What a device of each pp rank may hold."""
+    """What a device of each pp rank may hold: its memory, or the limit of the search."""
+    device_bytes: tuple[float, ...]
+    """What a device of each pp rank has; never less than its limit."""
     memory: tuple[dict[str, int], ...]
     """Bytes of each pp rank by part."""
     memory_intervals: tuple[MemoryInterval, ...]
@@ -124,6 +126,7 @@ class Overview:
                 "total_bytes": self.memory[rank]["total_bytes"],
                 **asdict(self.memory_intervals[rank]),
                 "limit_bytes": round(self.limit_bytes[rank]),
+                "device_bytes": round(self.device_bytes[rank]),
             },
         }
 
@@ -159,6 +162,9 @@ def find_overview(
         peak_flop_per_s=costs.profile.cluster.peak_flop_per_s,
         peak_bytes=estimate.peak_bytes,
         limit_bytes=tuple(memory_limit_bytes or profile.memory_bytes for profile in profiles),
+        device_bytes=tuple(
+            max(memory_limit_bytes or 0.0, profile.memory_bytes) for profile in profiles
+        ),
         memory=tuple(parts.to_dict() for parts in estimate.memory),
         memory_intervals=tuple(
             memory_interval(parts, profile, costs.execution)

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
-from planner.layout.axes import AXES, Degrees
+from planner.layout.axes import Degrees
 from planner.plan import Recompute
 from planner.plan.replication import Replication
+from planner.plan.spelled import spell_choices
 from planner.schedule import find_schedule
 
 RECOMPUTE_CHOICES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -94,23 +95,19 @@ class Configuration(_OnMesh):
 
     @property
     def label(self) -> str:
-        """Short name such as ``dp2 tp4 pp8 mbs1x16 1f1b zero1 recompute-none``."""
+        """What it decides: ``dp 2 x tp 4 x pp 8, 16 microbatches of 1, 1f1b, ZeRO 1, recompute
+        none``.
+        """
         sizes: dict[str, object] = dict(self.degrees)
         if self.stage_tps:
             sizes["tp"] = "/".join(map(str, self.stage_tps))
-        always = [axis.name for axis in AXES if axis.in_every_file]
-        others = [name for name in sizes if name not in always and self.degrees[name] > 1]
-        parts = [f"{name}{sizes[name]}" for name in always]
-        parts.append(f"pp{self.pp}")
+        sizes["pp"] = self.pp
         if self.device_groups:
-            parts[-1] += f"@{'/'.join(self.device_groups)}"
-        parts += [f"{name}{sizes[name]}" for name in others]
-        if self.vpp > 1:
-            parts.append(f"vpp{self.vpp}")
-        parts.append(f"mbs{self.microbatch_size}x{self.num_microbatches}")
-        if self.pp > 1:
-            parts.append(self.schedule)
-        return " ".join([*parts, f"zero{self.zero}", f"recompute-{self.recompute}"])
+            sizes["pp"] = f"{self.pp} on {'/'.join(self.device_groups)}"
+        return spell_choices(
+            sizes, self.vpp, (self.num_microbatches, self.microbatch_size),
+            self.schedule, self.zero, self.recompute,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

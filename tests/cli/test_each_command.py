@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -75,6 +78,22 @@ def test_the_stage_of_the_work_is_known_to_an_error():
         assert console.stage() == "searching"
         progress(0.5, "cutting")
     assert console.stage() == "searching, cutting"
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_a_narrow_screen_cuts_only_what_is_being_done(monkeypatch, width):
+    """The title stays whole, in one line."""
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", shown)
+    for name, value in {"COLUMNS": width, "LINES": 25, "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, str(value))
+    with console.show_progress("searching") as progress:
+        progress(0.5, "best 1.81 ms, gap 0.3%; trying dp 16 x pp 4" + ", and more" * 20)
+    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.getvalue()).replace("\r", "\n").split("\n")
+    told = [line for line in lines if "best" in line]
+    assert told
+    assert all(line.startswith("searching ") and len(line) <= width for line in told)
 
 
 # `estimate` has two forms, which do not mix
@@ -189,7 +208,10 @@ def test_dryrun_runs_the_rank_asked_for(plan, monkeypatch, capsys):
     monkeypatch.setattr("planner.runtime.check.dryrun.dry_run", run)
     commands.dryrun.dryrun(plan, MODEL, rank=1)
     said = capsys.readouterr().out
-    assert "rank 1 (pp rank 0) holds 1.00 MiB between steps" in said
+    said = " ".join(said.split())
+    assert "rank 1 (pp rank 0) needs " in said
+    assert "1.00 MiB between steps, in tensors" in said
+    assert "F0.2: forward of stage 0, microbatch 2" in said
     assert "when it starts it holds 512" in said
 
 
@@ -202,12 +224,14 @@ def test_verify_exits_with_the_verdict(plan, monkeypatch, capsys, times, code):
     rounding = 1e-9
     found = Difference(relative=times * rounding, rounding=rounding, name="fc1.weight", step=1)
     report = VerifyReport(num_ranks=2, tolerance=1e-8, parameter=found, notes=("a note",))
-    monkeypatch.setattr(commands.verify, "graph_of_plan", lambda plan, model: None)
+    graph = capture_tiny("mlp")
+    monkeypatch.setattr(commands.verify, "graph_of_plan", lambda plan, model: graph)
     monkeypatch.setattr("planner.runtime.check.verify.verify", lambda *args, **more: report)
     assert commands.verify.verify(plan, MODEL) == code
     said = capsys.readouterr().out
     assert ("NOT the same" in said) == bool(code)
     assert "note: a note" in said
+    assert ("planner launch" in said) == (not code)  # what to type next
 
 
 def _proof(*faults: str) -> Proof:

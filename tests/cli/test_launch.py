@@ -70,6 +70,7 @@ def test_trains_with_equal_losses_on_all_ranks(folder, planner):
     )
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
+    assert re.search(r"planner compare plan.json \S+ run", run.stdout)  # what to type next
     assert not [rank for rank in (0, 1) if is_running(int((folder / f"pid-{rank}").read_text()))]
     losses = [json.loads((folder / f"losses-{rank}.json").read_text()) for rank in (0, 1)]
     assert losses[0] == losses[1]

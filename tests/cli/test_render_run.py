@@ -1,5 +1,6 @@
 """A simulated timetable printed for people."""
 
+import pytest
 from rich.console import Console
 
 from commands.render.plans.plan import LINE_WIDTH, draw_timetable
@@ -44,6 +45,7 @@ def test_a_run_is_printed_beside_its_prediction():
         "0.50",
         "0.75",
         "7 steps",
+        "a step took 4 s, 1.33 times the 3 s predicted",
         "25.0% predicted",
         "50.0% measured",
         "stage 3",
@@ -52,12 +54,15 @@ def test_a_run_is_printed_beside_its_prediction():
         assert part in text
 
 
-def test_a_timetable_is_cut_to_the_width_of_a_line():
+@pytest.mark.parametrize("width", [80, LINE_WIDTH])
+def test_a_timetable_is_cut_to_the_width_of_a_line(width):
     """Of 200 microbatches the jobs that have no room are counted; of two all are drawn."""
     few, many = (
-        draw_timetable(build_schedule("1f1b", pp=2, vpp=1, num_microbatches=count)).plain
+        draw_timetable(
+            build_schedule("1f1b", pp=2, vpp=1, num_microbatches=count), width=width
+        ).plain
         for count in (2, 200)
     )
     assert "B1" in few
     assert "B199" not in many
-    assert max(map(len, many.splitlines())) < LINE_WIDTH + 36  # what stands before and after jobs
+    assert max(map(len, many.splitlines())) <= width

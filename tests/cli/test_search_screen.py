@@ -80,7 +80,9 @@ def test_one_screen(answer, width):
     assert "±10%" in told
     assert "MFU" in told
     assert "fill and drain" in told
-    assert f"Bottleneck: rank {overview.path.bottleneck} (stage {overview.path.bottleneck}," in told
+    assert (
+        f"Bottleneck: pp rank {overview.path.bottleneck} (stage {overview.path.bottleneck}," in told
+    )
     assert "of 30 configurations 20 can't be faster, 7 do not fit, 3 priced in full" in told
     assert "Second: dp1.05, +5.0% (too close to call), 1.00 GiB: loses 2 ms in tensor" in told
     assert "Third: dp1.5, +50.0%, 1.00 GiB" in told
@@ -94,9 +96,9 @@ def test_warnings_that_matter(answer):
     float32, shipped = answer.warnings[0], answer.warnings[-2]
     assert "67 of the 989 TFLOP/s that this device has in bfloat16; `precision` bf16" in float32
     assert "shipped description (h100-sxm5-80gb)" in shipped
-    full = replace(answer.overview, limit_bytes=(1.0,) * 3, dtype="bfloat16", source="measured")
+    full = replace(answer.overview, device_bytes=(1.0,) * 3, dtype="bfloat16", source="measured")
     warnings = replace(answer, overview=full).warnings
-    assert "the fullest device may need" in warnings[0]
+    assert "memory is tight" in warnings[0]
     assert not any("float32" in line or "shipped" in line for line in warnings)
 
 

@@ -269,7 +269,7 @@ def test_an_answer_comes_in_lines_and_a_report_and_a_plan_with_it(get):
     assert last["is_last"]
     assert last["chosen"]["pp"] == "2"
     assert set(last["figures"]) == {"timeline", "memory"}
-    assert "Bottleneck: rank" in last["head"]
+    assert "Bottleneck: pp rank" in last["head"]
     assert "Stages of the plan" in last["rest"]
     status, headers, text = get("/report", {**SMALL, "pp": "2"})
     assert status == 200

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from commands.render.plans.what_if import Terms, answers_as_data, describe_answers
 from commands.what_if import what_if
@@ -161,3 +163,25 @@ def test_an_answer_without_a_plan_has_its_reason_in_the_data():
 def test_a_deadline_answers_the_number_of_devices():
     with pytest.raises(PlannerError, match="without --gpus, which it answers"):
         what_if(Path("plan.json"), Path("model.py"), gpus="8", tokens=1e9, deadline="30d")
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_plans_have_room_on_a_narrow_screen_and_refusals_are_lines(planner, files, width):
+    """Figures stay on one line each; a reason is not squeezed into a column."""
+    plan = load_plan("plan.json")
+    answer, none = (
+        Answer(
+            case=replace(CASE, num_devices=gpus), plan=found, reason="" if found else "too few",
+            step_s=0.1, peak_bytes=2.0**30, tokens_per_s=1e6,
+        )
+        for gpus, found in ((4096, plan), (8, None))
+    )  # fmt: skip
+    console = Console(width=width)
+    with console.capture() as told:
+        console.print(*describe_answers(answer, [none], Terms(price=2.5, tokens=1e12)))
+    lines = [line.rstrip() for line in told.get().splitlines()]
+    assert "! GPUs 8: none: too few" in lines
+    assert "…" not in told.get()
+    assert ("Plans" in lines) == (width < 100)
+    (figures,) = [line for line in lines if "1,000,000" in line]
+    assert figures.split()[0] == "4096"

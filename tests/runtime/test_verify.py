@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 
 from commands.render.checks import describe_verification
+from planner.errors import PlanError
 from planner.graph import ModelGraph
 from planner.graph.model_file import ModelSource
 from planner.plan import Plan
@@ -28,10 +29,12 @@ from planner.runtime.check.promote import has_dropout, promote_graph
 from planner.runtime.check.verify import (
     KINDS,
     VerifyReport,
+    check_memory,
     compare_with_one_process,
     report_from_json,
 )
 from planner.runtime.step.engine import Engine
+from tests.captures import capture_tiny
 from tests.runtime.scenarios import capture, models
 from tests.spawn import run_ranks
 
@@ -227,7 +230,7 @@ def _shown(report: VerifyReport) -> str:
 def test_the_report_shows_the_rounding_beside_each_difference():
     report = _judge({"a": 1.0, "b": 1e-6}, {"a": 1.0, "b": 1.1e-6})
     text = _shown(report)
-    assert re.search(r"gradient +1\.00e-07 +2\.22e-19 +4\.5e\+11 +b ", text)
+    assert re.search(r"gradient +1\.00e-07 +2\.22e-19 +4\.5e\+11 +0 +b", text)
     assert "NOT the same as one process: b differs by 1.00e-07" in text
     assert "buffer" not in text.split("difference: the worst")[0]
     assert report_from_json(json.loads(json.dumps(asdict(report)))) == report
@@ -240,3 +243,12 @@ def test_the_graph_neither_rounds_nor_drops():
     promoted = promote_graph(graph)
     assert "float32" not in repr(promoted.classes)
     assert not has_dropout(graph)
+
+
+def test_a_model_too_large_for_this_machine_is_refused_before_any_rank_starts():
+    """Weights and gradients in fp64, in the one process and in all ranks together: 32 bytes."""
+    graph = capture_tiny("mlp")
+    count = sum(tensor.numel_at(1) for tensor in graph.tensors if tensor.kind == "param")
+    check_memory(graph, "cpu", 32 * count)
+    with pytest.raises(PlanError, match=r"parameters take .* in fp64 .* with `by_block`"):
+        check_memory(graph, "cpu", 32 * count - 1)

@@ -149,7 +149,7 @@ def test_progress_tells_the_best_so_far_and_the_gap_to_what_is_open():
     search.push(sums(((8.0, 9.0),), wave=(1,)))
     search.run()
     assert told[0] == "searching"  # nothing is known
-    assert told[3] == "searching; best 10 s, gap 20.0%"
+    assert told[3] == "best 10 s, gap 20.0%; searching"
     assert search.best_s == 8.0
     assert all("gap 0" not in label for label in told)
 

@@ -57,7 +57,7 @@ def test_short_sequences_are_divided_only_when_asked(gpt):
         result = find_plan(gpt, MACHINE, ask(**choices))
         assert result.plan.cp == 2
         assert result.plan.dp * result.plan.cp * result.plan.tp * result.plan.pp == 4
-        assert all("cp2" in runner_up.label for runner_up in result.runners_up)
+        assert all("cp 2" in runner_up.label for runner_up in result.runners_up)
         certificate = result.certificate
         total = certificate.evaluated + sum(n for _, n in certificate.pruned)
         assert certificate.considered == total + certificate.unexplored

@@ -157,16 +157,16 @@ def _tiles(numbers: ReportNumbers) -> list[tuple[str, str, str]]:
 
 def _memory_warning(overview: Overview) -> str:
     fullest = overview.fullest
-    held, limit = overview.memory[fullest]["total_bytes"], overview.limit_bytes[fullest]
+    held, has = overview.memory[fullest]["total_bytes"], overview.device_bytes[fullest]
     high = overview.memory_intervals[fullest].high_bytes
-    return with_flags(memory_warning(held, high, limit))
+    return with_flags(memory_warning(held, high, has))
 
 
 def _parts(numbers: ReportNumbers) -> list[dict[str, Any]]:
     path = numbers.overview.path
     return [
         {
-            "label": label + (f" (rank {path.bottleneck})" if label == "imbalance" else ""),
+            "label": label + (f" (pp rank {path.bottleneck})" if label == "imbalance" else ""),
             "meaning": meaning,
             "time": format_seconds(seconds),
             "share": seconds / path.step_s,

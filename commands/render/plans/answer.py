@@ -20,6 +20,7 @@ from rich.text import Text
 from commands.render.flags import with_flags
 from commands.render.plans.parts import (
     MEMORY_COLUMNS,
+    NARROW_MEMORY_COLUMNS,
     WIDE,
     StepParts,
     bottleneck_line,
@@ -33,7 +34,7 @@ from commands.render.plans.parts import (
 )
 from commands.render.plans.pipeline import draw_step
 from commands.render.plans.words import compact, loses, plan_sentence
-from commands.render.tables import light_table
+from commands.render.tables import NextCommands, light_table
 from planner.plan import OURS, Plan
 from planner.timeline import RankTimeline
 from planner.units import TFLOP, format_bytes, format_seconds
@@ -60,6 +61,10 @@ class Answer:
     """The model, as it was given."""
     out: Path
     """Where the plan is written."""
+    front: Table | None = None
+    """Plans of which none is worse than another in all that is compared."""
+    machine: str = ""
+    """Options that name the machine in other commands, where the plan's file alone does not."""
 
     @property
     def warnings(self) -> list[str]:
@@ -71,9 +76,9 @@ class Answer:
         """(command, what it does) that come next."""
         plan, model = self.out, self.model_file
         return [
-            (f"planner show {plan} {model} --html report.html", "see it drawn"),
+            (f"planner show {plan} {model} --html report.html{self.machine}", "see it drawn"),
             (f"planner verify {plan} {model}", "prove that it trains as one device would"),
-            (f"planner launch {plan} train.py", "train")
+            (f"planner launch {plan} train.py", "train, by your script that calls planner.apply")
             if self.plan.execution == OURS
             else (f"planner emit {plan} {model} --to SYSTEM", "write it for what trains it"),
         ]
@@ -95,8 +100,9 @@ class Answer:
         yield from _alternatives(self.result.runners_up, self.overview)
         for warning in self.warnings:
             yield Text("! ", style="yellow") + Text(with_flags(warning))
-        yield ""
-        yield _next(self.next_commands)
+        if self.front is not None:
+            yield self.front
+        yield NextCommands(*self.next_commands)
 
 
 def as_data(answer: Answer) -> dict[str, Any]:
@@ -158,15 +164,16 @@ def _stages(overview: Overview, width: int) -> Table:
     is_wide = width >= WIDE
     has_groups = any(stage.device_group for stage in overview.stages)
     recomputes = is_wide and any(stage.recompute != "none" for stage in overview.stages)
-    table.add_column("rank", justify="right")
+    table.add_column("pp rank", justify="right")
     table.add_column("devices", no_wrap=True)
     if is_wide:
         table.add_column("mesh", no_wrap=True)
     table.add_column("blocks", ratio=1, overflow="fold")
     if recomputes:
         table.add_column("recomputes")
-    table.add_column("works", justify="right", no_wrap=True)
-    for name, _ in MEMORY_COLUMNS:
+    table.add_column("work", justify="right", no_wrap=True)
+    columns = MEMORY_COLUMNS if is_wide else NARROW_MEMORY_COLUMNS
+    for name, _ in columns:
         table.add_column(name, justify="right", no_wrap=True)
     prefix = _common_prefix([stage.blocks for stage in overview.stages])
     ranks = sorted({stage.pp_rank for stage in overview.stages})
@@ -181,7 +188,7 @@ def _stages(overview: Overview, width: int) -> Table:
             devices = str(mine[0].first_rank)
         if has_groups:
             devices += f" {mine[0].device_group}"
-        memory = memory_cells(overview.memory[rank], memory_digits(overview.peak_bytes))
+        memory = memory_cells(overview.memory[rank], memory_digits(overview.peak_bytes), columns)
         # The rank's own figures stand beside its first stages; equal recomputation shares a row.
         alike = [list(some) for _, some in groupby(mine, key=lambda stage: stage.recompute)]
         for stages in alike:
@@ -197,7 +204,8 @@ def _stages(overview: Overview, width: int) -> Table:
             row += memory if is_first else [""] * len(memory)
             is_slowest = len(ranks) > 1 and rank == overview.path.bottleneck
             table.add_row(*map(Text, row), style="bold" if is_slowest else "")
-    table.caption = Text(f"memory in GiB of a device{_without(prefix)}")
+    state = "" if is_wide else "; state: weights, gradients, optimizer"
+    table.caption = Text(f"memory in GiB per device{state}{_without(prefix)}")
     table.caption_justify = "left"
     return table
 
@@ -318,7 +326,7 @@ def _warnings(answer: Answer) -> list[str]:
         memory_warning(
             overview.memory[fullest]["total_bytes"],
             overview.memory_intervals[fullest].high_bytes,
-            overview.limit_bytes[fullest],
+            overview.device_bytes[fullest],
         )
     )
     if overview.source == "shipped":
@@ -334,11 +342,3 @@ def _warnings(answer: Answer) -> list[str]:
             f"`measure` {len(close) + 1} lets a few steps decide"
         )
     return [warning for warning in found if warning]
-
-
-def _next(commands: Sequence[tuple[str, str]]) -> Text:
-    longest = max(len(command) for command, _ in commands)
-    text = Text("Next:", style="bold")
-    for command, does in commands:
-        text += Text("\n  " + command.ljust(longest), style="cyan") + Text(f"  # {does}")
-    return text

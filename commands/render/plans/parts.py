@@ -6,6 +6,7 @@ Comes from the estimate of a plan as its file has it (`Plan.estimate`) or from a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import floor, log10
 
 from rich.console import Console, ConsoleOptions
 from rich.table import Table
@@ -29,6 +30,9 @@ MEMORY_COLUMNS = (
     ("total", ("total_bytes",)),
 )
 """Columns of memory, GiB, with the parts that each adds up."""
+_STATE, _REST = MEMORY_COLUMNS[:3], MEMORY_COLUMNS[3:]
+NARROW_MEMORY_COLUMNS = (("state", tuple(part for _, parts in _STATE for part in parts)), *_REST)
+"""The same with weights, gradients and optimizer as one."""
 
 
 class StepParts:
@@ -50,6 +54,8 @@ class StepParts:
         step_s, rest_s, rest = sum(self._seconds.values()), 0.0, []
         for label, meaning, seconds in labelled(self._seconds):
             share = seconds / step_s
+            if share < 1e-6:  # what sums of floats leave
+                continue
             if share < 0.0005:
                 rest_s += seconds
                 rest.append(label)
@@ -77,7 +83,7 @@ def bottleneck_words(
     """
     step_s, imbalance_s = sum(seconds.values()), seconds["imbalance_s"]
     even = imbalance_s / step_s
-    return f"rank {pp_rank} ({'; '.join(stages)}) works {work_s / step_s:.1%} of the step; " + (
+    return f"pp rank {pp_rank} ({'; '.join(stages)}) works {work_s / step_s:.1%} of the step; " + (
         "the others work as long"
         if even < 0.005
         else f"with even stages it would work {format_seconds(imbalance_s)} ({even:.1%}) less"
@@ -91,6 +97,8 @@ def bottleneck_line(words: str) -> Text:
 
 def stage_name(stage: int, first_block: int, last_block: int) -> str:
     """Return what a stage is called where its blocks matter."""
+    if first_block == last_block:
+        return f"stage {stage}, block {first_block}"
     return f"stage {stage}, blocks {first_block}..{last_block}"
 
 
@@ -101,12 +109,13 @@ def ranks_shown(count: int, important: int) -> list[int]:
     return sorted({*range(4), important, *range(count - 4, count)})
 
 
-def memory_cells(parts: Mapping[str, int], digits: int) -> list[str]:
-    """Return the GiB of `MEMORY_COLUMNS`."""
-    return [
-        f"{sum(parts.get(part, 0) for part in names) / GIB:.{digits}f}"
-        for _, names in MEMORY_COLUMNS
-    ]
+def memory_cells(
+    parts: Mapping[str, int],
+    digits: int,
+    columns: Sequence[tuple[str, tuple[str, ...]]] = MEMORY_COLUMNS,
+) -> list[str]:
+    """Return the GiB of columns of memory."""
+    return [f"{sum(parts.get(part, 0) for part in names) / GIB:.{digits}f}" for _, names in columns]
 
 
 def memory_digits(peak_bytes: float) -> int:
@@ -117,7 +126,7 @@ def memory_digits(peak_bytes: float) -> int:
 def memory_table(memory: Sequence[Mapping[str, int]]) -> Table:
     """Return the memory of a device of each pipeline rank in parts."""
     table = light_table()
-    table.add_column("rank", justify="right")
+    table.add_column("pp rank", justify="right")
     for name, _ in MEMORY_COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     totals = [parts["total_bytes"] for parts in memory]
@@ -127,7 +136,7 @@ def memory_table(memory: Sequence[Mapping[str, int]]) -> Table:
             table.add_row("⋮", f"{rank - last - 1} more")
         last = rank
         table.add_row(str(rank), *memory_cells(memory[rank], digits))
-    table.caption = Text("memory in GiB of a device")
+    table.caption = Text("memory in GiB per device")
     table.caption_justify = "left"
     return table
 
@@ -137,12 +146,18 @@ def memory_range(low_bytes: float, high_bytes: float, basis: str) -> str:
     return f"{format_bytes(low_bytes)} to {format_bytes(high_bytes)} in 4 of 5 cases, from {basis}"
 
 
-def memory_warning(peak_bytes: float, high_bytes: float, limit_bytes: float) -> str:
-    """Return what to know where memory may pass its limit; nothing where it hardly can."""
-    if high_bytes <= limit_bytes:
+def memory_warning(peak_bytes: float, high_bytes: float, device_bytes: float) -> str:
+    """Return what to know where memory may pass a device's; nothing where it hardly can.
+
+    `device_bytes` is what the device has: a lower limit of a search leaves room, and the warning
+    names that limit, so whoever follows it is not warned again.
+    """
+    if high_bytes <= device_bytes:
         return ""
-    safe = format_number(limit_bytes * peak_bytes / high_bytes / GIB)
+    safe = device_bytes * peak_bytes / high_bytes / GIB
+    step = 10 ** (floor(log10(safe)) - 2)  # three digits, rounded down: up could pass the device's
     return (
-        f"the fullest device may need {format_bytes(high_bytes)} of {format_bytes(limit_bytes)}, "
-        f"or more in one case of ten; search with `memory_limit_bytes` {safe} GiB to be surer"
+        f"memory is tight: the fullest device has {format_bytes(device_bytes)} and needs more than "
+        f"{format_bytes(high_bytes)} in one case of ten; to leave room, search with "
+        f"`memory_limit_bytes` {format_number(floor(safe / step) * step)} GiB"
     )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -34,8 +34,10 @@ from planner.schedule.draw import Behind
 from planner.schedule.step_jobs import ROLES, jobs_of_step
 from planner.units import format_bytes, format_seconds
 
-LINE_WIDTH = 84
-"""Characters of jobs in a line of a timetable; the jobs beyond are counted, not drawn."""
+LINE_WIDTH = 120
+"""Characters in a line of a timetable, if the screen has no fewer."""
+_BEFORE_JOBS, _BEHIND_JOBS = 9, 27
+"""Characters that name the rank, and that count the columns which have no room."""
 
 
 def describe_plan(plan: Plan, graph: ModelGraph | None = None) -> list[RenderableType]:
@@ -57,7 +59,7 @@ def describe_plan(plan: Plan, graph: ModelGraph | None = None) -> list[Renderabl
         drawn = (
             "\nThe order of jobs, as if all F, I and W took as long; `planner simulate` has times"
         )
-        parts += [Text(drawn), draw_timetable(schedule)]
+        parts += [Text(drawn), Timetable(schedule)]
     if graph is not None:
         parts.append(_jobs(schedule, work_of_jobs(graph, plan, schedule)))
     if plan.estimate:
@@ -217,8 +219,10 @@ def draw_timetable(
     schedule: Schedule,
     times: StageTimes | None = None,
     behind: Sequence[Behind] | None = None,
+    *,
+    width: int = LINE_WIDTH,
 ) -> Text:
-    """Return a step's picture over time, cut to the width of a line.
+    """Return a step's picture over time in lines of `width`; columns that have no room are counted.
 
     `behind` are the jobs behind each row; by default an optimizer's job as long as a forward.
     """
@@ -230,8 +234,28 @@ def draw_timetable(
     last = schedule.num_microbatches - 1
     with_stage = schedule.num_stages > schedule.pp
     label = f"{schedule.num_stages - 1}F{last}" if with_stage else f"F{last}"
-    most = LINE_WIDTH // (len(label) + 1)
-    return Text(draw_schedule(schedule, times=times, behind=behind, max_columns=most))
+    for room in (width - _BEFORE_JOBS, width - _BEFORE_JOBS - _BEHIND_JOBS):
+        most = max(1, room // (len(label) + 1))
+        drawn = draw_schedule(schedule, times=times, behind=behind, max_columns=most)
+        if max(map(len, drawn.splitlines()[1:])) <= width:
+            break
+    return Text(drawn)
+
+
+class Timetable:
+    """A step's picture over time, as wide as the screen."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        times: StageTimes | None = None,
+        behind: Sequence[Behind] | None = None,
+    ) -> None:
+        self._drawn = schedule, times, behind
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        """Yield the picture."""
+        yield draw_timetable(*self._drawn, width=min(options.max_width, LINE_WIDTH))
 
 
 _BASES = {
@@ -258,7 +282,7 @@ def describe_estimate(
     if error is not None:
         basis += f"; expected to be within {error:.0%} in 4 of 5 cases"
     parts: list[RenderableType] = [
-        Text(f"{format_seconds(estimate['step_s'])} a step", style="bold"),
+        Text(f"\n{format_seconds(estimate['step_s'])} a step", style="bold"),
         StepParts(estimate["time"]),
         *_bottleneck(estimate, stages),
         Text(basis),
@@ -268,9 +292,10 @@ def describe_estimate(
     parts.append(Text(f"\n{format_bytes(estimate['peak_bytes'])} at most on one device", "bold"))
     parts.append(memory_table([_with_total(rank) for rank in estimate["memory"]]))
     if (interval := estimate.get("memory_interval")) is not None:
-        low, high, limit = (interval[f"{name}_bytes"] for name in ("low", "high", "limit"))
+        low, high = interval["low_bytes"], interval["high_bytes"]
+        has = interval.get("device_bytes", interval["limit_bytes"])  # files of before have no more
         parts.append(Text(f"The fullest: {memory_range(low, high, interval['basis'])}"))
-        if warning := memory_warning(interval["total_bytes"], high, limit):
+        if warning := memory_warning(interval["total_bytes"], high, has):
             parts.append(Text("! ", style="yellow") + Text(with_flags(warning)))
     return parts
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
@@ -17,6 +18,7 @@ from commands.render.tables import light_table
 from costmodel.uncertainty import plan_memory_interval
 from planner.layout.axes import own_axes
 from planner.plan import OURS, Plan
+from planner.plan.spelled import spell_choices
 from planner.runtime.check.trials import Trial
 from planner.units import format_bytes, format_seconds
 from profiles import Profile
@@ -31,7 +33,7 @@ MOST_POINTS = 12
 """Plans of a front that are shown."""
 
 
-def describe_pareto(points: Sequence[Point]) -> Table:
+def describe_pareto(points: Sequence[Point], file: Path | None = None) -> Table:
     """Return the plans of which none is worse than another in everything that is compared."""
     counts = len({point.num_devices for point in points}) > 1
     priced = any(point.cost_per_step for point in points)
@@ -43,8 +45,8 @@ def describe_pareto(points: Sequence[Point]) -> Table:
     if len(points) > MOST_POINTS:  # evenly along the front
         last = len(points) - 1
         shown = [points[round(n * last / (MOST_POINTS - 1))] for n in range(MOST_POINTS)]
-        table.caption = f"{MOST_POINTS} of {len(points)} plans; the file of `pareto` has all"
-        table.caption = with_flags(table.caption)
+        others = f"{file} has all" if file else with_flags("`pareto` FILE writes all")
+        table.caption = Text(f"{MOST_POINTS} of {len(points)} plans; {others}")
         table.caption_justify = "left"
     for point in shown:
         row = [format_seconds(point.step_s), format_bytes(point.peak_bytes)]
@@ -115,7 +117,7 @@ def describe_comparison(comparison: Comparison) -> list[RenderableType]:
     assert best is not None, "a plan of the given choices is one of all plans"
     mine, theirs = given.estimate["step_s"], best.estimate["step_s"]
     if mine <= theirs:
-        return [Text("this is the best plan:"), _chosen(given, comparison.profile)]
+        return [Text("this is the ") + _chosen(given, comparison.profile)]
     numbers = ("given", "best", "difference")
     table = light_table("part of a step", *numbers, title="Where the time goes", numbers=numbers)
     for name, seconds, best_seconds in differences(given.estimate, best.estimate):
@@ -156,20 +158,17 @@ def _chosen(plan: Plan, profile: Profile) -> Text:
 
 def choices_of(plan: Plan) -> str:
     """Return what a plan decides, in a line."""
-    axes = (*plan.degrees.items(), ("pp", plan.pp), ("vpp", plan.vpp))
-    degrees = " ".join(f"{axis}={degree}" for axis, degree in axes if degree > 1) or "one device"
+    sizes: dict[str, object] = {**plan.degrees, "pp": plan.pp}
     if any(stage.own_sizes for stage in plan.stages):
         for axis in own_axes():
-            sizes = [plan.stage_degrees(s)[axis.name] for s in range(len(plan.stages))]
-            degrees += f" ({axis.name} of stages: {', '.join(map(str, sizes))})"
+            found = [plan.stage_degrees(s)[axis.name] for s in range(len(plan.stages))]
+            sizes[axis.name] = "/".join(map(str, found))
     if any(plan.device_groups):
-        degrees += f" (pp ranks on {', '.join(plan.device_groups)})"
-    recompute = set(plan.recompute_by_block)
+        sizes["pp"] = f"{plan.pp} on {'/'.join(plan.device_groups)}"
     away = ["optimizer"] * plan.optimizer_on_host
     away += ["activations"] * any(stage.activations_on_host for stage in plan.stages)
     shares = f" (replicas of {plan.shares_spelled})" if plan.shares else ""
-    return (
-        f"{degrees}, microbatches {plan.num_microbatches} of {plan.microbatch_size}{shares}, "
-        f"{plan.schedule}, ZeRO {plan.zero_stage}, recompute {' or '.join(sorted(recompute))}"
-        + (f", {' and '.join(away)} on the host" if away else "")
-    )
+    return spell_choices(
+        sizes, plan.vpp, (plan.num_microbatches, plan.microbatch_size), plan.schedule,
+        plan.zero_stage, " or ".join(sorted(set(plan.recompute_by_block))), shares=shares,
+    ) + (f", {' and '.join(away)} on the host" if away else "")  # fmt: skip

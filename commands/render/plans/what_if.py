@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Console, ConsoleOptions
+from rich.table import Table
 from rich.text import Text
 
 from commands.render.flags import with_flags
+from commands.render.plans.parts import WIDE, memory_digits
 from commands.render.plans.search import choices_of
 from commands.render.tables import light_table
-from planner.plan import Plan
-from planner.units import DAY_S, GIB, HOUR_S, format_bytes, format_number, format_seconds
+from planner.units import DAY_S, GIB, HOUR_S, format_bytes, format_seconds
 from search.report.what_if import Answer, Case
 
 _BAR = 10
@@ -43,58 +44,8 @@ class Terms:
 
 
 def describe_answers(base: Answer, answers: Sequence[Answer], terms: Terms) -> list[Any]:
-    """Return a table of the base and of each answer beside it, and what a deadline needs.
-
-    "of one device" compares tokens (samples) per second of one device with the plan's.
-    """
-    varied = [
-        name
-        for name in _COLUMNS
-        if any(name in answer.case.differences(base.case) for answer in answers)
-    ]
-    has_tokens = base.tokens_per_s > 0
-    table = light_table(
-        *(_COLUMNS[name][0] for name in varied), title="The plan (first row), and what if"
-    )
-    table.add_column("step", justify="right")
-    table.add_column("tokens/s" if has_tokens else "samples/s", justify="right")
-    table.add_column("of one device")
-    table.add_column("memory", justify="right")
-    table.add_column("4 of 5 cases", justify="right")
-    if terms.price:
-        table.add_column("cost" if terms.tokens else "cost a million", justify="right")
-    if terms.tokens:
-        table.add_column("days", justify="right")
-    table.add_column("plan", ratio=1)
-    best = max((_per_device(answer) for answer in (base, *answers)), default=0.0)
-    for answer in (base, *answers):
-        cells: list[RenderableType] = [_case_cell(name, answer.case, base) for name in varied]
-        if answer.plan is None:
-            why = Text(f"none: {with_flags(answer.reason)}", style="yellow")
-            blank = [""] * (5 + bool(terms.price) + bool(terms.tokens))
-            table.add_row(*cells, *blank, why)
-            continue
-        rate = answer.tokens_per_s if has_tokens else answer.samples_per_s
-        cells += [
-            format_seconds(answer.step_s),
-            f"{rate:,.0f}" if rate >= 10 else f"{rate:.3g}",
-            _scaling(answer, base, best),
-            format_bytes(answer.peak_bytes),
-            _memory_cell(answer),
-        ]
-        if terms.price:
-            cost = _cost(answer, terms)
-            cells.append(f"{cost:,.0f}" if cost >= 1000 else f"{cost:.4g}")
-        if terms.tokens:
-            cells.append(_days(answer, terms))
-        in_time = terms.deadline_s is not None and _in_time(answer, terms)
-        table.add_row(
-            *cells,
-            Text(_short(answer.plan)),
-            style="bold" if in_time else "",
-            end_section=answer is base,
-        )
-    parts: list[Any] = [table]
+    """Return a table of the base and of each answer beside it, and what a deadline needs."""
+    parts: list[Any] = [AnswerTable(base, answers, terms)]
     if terms.deadline_s is not None:
         parts.append(Text(_deadline(answers, terms)))
     if any(answer.may_not_fit for answer in (base, *answers)):
@@ -102,6 +53,84 @@ def describe_answers(base: Answer, answers: Sequence[Answer], terms: Terms) -> l
     if not answers:
         parts.append(Text("nothing was changed: give another number of devices, machine, ..."))
     return parts
+
+
+class AnswerTable:
+    """Figures of the base and of each answer, and their plans: beside them on a wide screen, in a
+    table of their own on a narrow one. Why there is no plan is told in lines below.
+    """
+
+    def __init__(self, base: Answer, answers: Sequence[Answer], terms: Terms) -> None:
+        self._base, self._answers, self._terms = base, (base, *answers), terms
+        self._varied = [
+            name
+            for name in _COLUMNS
+            if any(name in answer.case.differences(base.case) for answer in answers)
+        ]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
+        """Yield the tables, then a line for each case without a plan."""
+        is_wide = options.max_width >= WIDE
+        yield self._figures(is_wide)
+        if not is_wide and any(answer.plan for answer in self._answers):
+            yield self._plans()
+        for answer in self._answers:
+            if answer.plan is None:
+                named = ", ".join(
+                    f"{_COLUMNS[name][0]} {self._cell(name, answer)}" for name in self._varied
+                )
+                yield Text(f"! {named or 'the plan'}: none: {with_flags(answer.reason)}", "yellow")
+
+    def _figures(self, is_wide: bool) -> Table:
+        terms, has_tokens = self._terms, self._base.tokens_per_s > 0
+        digits = memory_digits(max(answer.peak_bytes for answer in self._answers))
+        numbers = ["step", "tokens/s" if has_tokens else "samples/s", "per device", "memory, GiB"]
+        numbers += ["in 4 of 5 cases"]
+        numbers += ["cost" if terms.tokens else "cost of 1 M"] * bool(terms.price)
+        numbers += ["days"] * bool(terms.tokens)
+        varied = [_COLUMNS[name][0] for name in self._varied]
+        table = light_table(
+            *varied, *numbers, *["plan"] * is_wide,
+            title="The plan (first row), and what if", numbers=numbers,
+        )  # fmt: skip
+        best = max(map(_per_device, self._answers), default=0.0)
+        for answer in self._answers:
+            cells = [self._cell(name, answer) for name in self._varied]
+            if answer.plan is None:
+                table.add_row(*cells, *["-"] * len(numbers), *["none"] * is_wide, style="yellow")
+                continue
+            rate = answer.tokens_per_s if has_tokens else answer.samples_per_s
+            cells += [
+                format_seconds(answer.step_s),
+                f"{rate:,.0f}" if rate >= 10 else f"{rate:.3g}",
+                _scaling(answer, self._base, best, with_bar=is_wide),
+                f"{answer.peak_bytes / GIB:.{digits}f}",
+                _memory_cell(answer, digits),
+            ]
+            if terms.price:
+                cost = _cost(answer, terms)
+                cells.append(f"{cost:,.0f}" if cost >= 1000 else f"{cost:.3g}")
+            if terms.tokens:
+                cells.append(_days(answer, terms))
+            in_time = terms.deadline_s is not None and _in_time(answer, terms)
+            table.add_row(
+                *cells,
+                *[Text(choices_of(answer.plan))] * is_wide,
+                style="bold" if in_time else "",
+                end_section=answer is self._base,
+            )
+        return table
+
+    def _plans(self) -> Table:
+        table = light_table(*(_COLUMNS[name][0] for name in self._varied), "plan", title="Plans")
+        for answer in self._answers:
+            if answer.plan is not None:
+                cells = [self._cell(name, answer) for name in self._varied]
+                table.add_row(*cells, Text(choices_of(answer.plan)))
+        return table
+
+    def _cell(self, name: str, answer: Answer) -> str:
+        return _case_cell(name, answer.case, self._base)
 
 
 def answers_as_data(base: Answer, answers: Sequence[Answer], terms: Terms) -> dict[str, Any]:
@@ -150,31 +179,24 @@ def _case_cell(name: str, case: Case, base: Answer) -> str:
     return _COLUMNS[name][1](value) or "-"
 
 
-def _short(plan: Plan) -> str:
-    """The plan in few words; `choices_of` says all."""
-    axes = (*plan.degrees.items(), ("pp", plan.pp), ("vpp", plan.vpp))
-    degrees = " ".join(f"{axis}{size}" for axis, size in axes if size > 1) or "one device"
-    recompute = "/".join(sorted(set(plan.recompute_by_block)))
-    schedule = f" {plan.schedule}" if plan.pp > 1 else ""
-    return f"{degrees}{schedule} ZeRO {plan.zero_stage} recompute {recompute}"
-
-
-def _memory_cell(answer: Answer) -> str:
-    """Where memory lies, in GiB, marked where that passes the limit."""
+def _memory_cell(answer: Answer, digits: int) -> str:
+    """Where memory lies, marked where that passes the limit."""
     if answer.memory is None:
         return ""
     low, high = answer.memory.low_bytes / GIB, answer.memory.high_bytes / GIB
-    return f"{format_number(low)} to {format_number(high)} GiB{' !' * answer.may_not_fit}"
+    return f"{low:.{digits}f} to {high:.{digits}f}{' !' * answer.may_not_fit}"
 
 
 def _per_device(answer: Answer) -> float:
     return (answer.tokens_per_s or answer.samples_per_s) / answer.case.num_devices
 
 
-def _scaling(answer: Answer, base: Answer, best: float) -> str:
-    """A bar for the tokens (samples) of one device, and their ratio to the plan's."""
-    bar = "█" * max(1, round(_BAR * _per_device(answer) / best))
-    return f"{bar:<{_BAR}} {_per_device(answer) / _per_device(base):.0%}"
+def _scaling(answer: Answer, base: Answer, best: float, *, with_bar: bool) -> str:
+    """The tokens (samples) of one device against the plan's, and a bar of them."""
+    share = f"{_per_device(answer) / _per_device(base):.0%}"
+    if not with_bar:
+        return share
+    return f"{'█' * max(1, round(_BAR * _per_device(answer) / best)):<{_BAR}} {share:>4}"
 
 
 def _cost(answer: Answer, terms: Terms) -> float:

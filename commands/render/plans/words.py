@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from planner.layout.axes import Degrees
 from planner.plan import OURS, Plan
+from planner.plan.spelled import spell_degrees, spell_microbatches
 from planner.units import format_seconds
 from search.report.overview import Overview, recompute_spelled
 from search.report.words import PART_MEANING, PART_WORDS
@@ -23,11 +23,7 @@ AXIS_WORDS = {
 
 def degrees_spelled(plan: Plan) -> str:
     """Return the degrees above 1: ``dp 4 x pp 2``."""
-    return " x ".join([*_axes(plan.degrees), *[f"pp {plan.pp}"] * (plan.pp > 1)]) or "one device"
-
-
-def _axes(degrees: Degrees) -> list[str]:
-    return [f"{axis} {size}" for axis, size in degrees.items() if size > 1]
+    return spell_degrees({**plan.degrees, "pp": plan.pp})
 
 
 def plan_sentence(plan: Plan, overview: Overview) -> str:
@@ -39,10 +35,8 @@ def plan_sentence(plan: Plan, overview: Overview) -> str:
         parts.append(f"schedule {plan.schedule}{stages}")
     samples = "sample" if plan.microbatch_size == 1 else "samples"
     of_replica = "" if plan.degrees.along("batch") == 1 else " a replica"
-    parts.append(
-        f"{counted(plan.num_microbatches, 'microbatch', 'microbatches')} of "
-        f"{plan.microbatch_size} {samples}{of_replica}"
-    )
+    microbatches = spell_microbatches(plan.num_microbatches, plan.microbatch_size)
+    parts.append(f"{microbatches} {samples}{of_replica}")
     if plan.degrees.along("data") > 1:
         parts.append(f"ZeRO {plan.zero_stage}" if plan.zero_stage else "no ZeRO")
     recompute = recompute_spelled(Counter(plan.recompute_by_block))

@@ -53,6 +53,7 @@ from planner.runtime.step.engine import Engine
 from planner.runtime.step.inputs.feed import cut_batch
 from planner.runtime.step.inputs.label_counts import LabelCounts
 from planner.runtime.step.messages.wiring import stage_of
+from planner.units import format_bytes
 
 # How much of the largest loss, gradient, parameter or buffer a difference may be, whatever the
 # rounding. A model in which rounding is more can't be verified.
@@ -205,6 +206,29 @@ def verify(
         if code or not answer.exists():
             raise RuntimeError(f"a rank ended with code {code} and left no report")
         return report_from_json(json.loads(answer.read_text()))
+
+
+def check_memory(graph: ModelGraph, device: str | None, have_bytes: int | None = None) -> None:
+    """Raise PlanError where the host can't hold what `verify` trains at the least; on CPU alone.
+
+    The one process and the ranks together each hold weights and gradients in fp64. `have_bytes` is
+    the host's memory; None: this one's.
+    """
+    from planner.runtime.start.device import device_type
+
+    if device_type(device) != "cpu":
+        return
+    if have_bytes is None:
+        have_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    count = sum(tensor.numel_at(1) for tensor in graph.tensors if tensor.kind == "param")
+    needed = count * 8 * 2 * 2
+    if needed > have_bytes:
+        raise PlanError(
+            f"{count:,} parameters take {format_bytes(needed)} at least, with their gradients in "
+            f"fp64 on the ranks and on one process, and this machine has "
+            f"{format_bytes(have_bytes)}; prove the plan part by part with `by_block`, which "
+            "takes less"
+        )
 
 
 def verify_worker(request: Path) -> None:

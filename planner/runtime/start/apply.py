@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.capture.checks.hooks import refuse_lost
-from planner.errors import PlanError, PlannerError
+from planner.errors import CaptureError, PlanError, PlannerError
 from planner.graph import ModelGraph, from_json, to_json
 from planner.plan import Plan, load_plan, validate_model
 from planner.plan.batch_statistics import BatchStatisticsWarning, cut_batch_messages
@@ -114,7 +114,13 @@ def shared_captures(
     """
 
     def captured() -> tuple[ModelGraph, ...]:
-        graph, *others = graphs = _captures(plan, model, loss)
+        try:
+            graph, *others = graphs = _captures(plan, model, loss)
+        except CaptureError as error:  # the plan's own model was captured when it was searched
+            raise CaptureError(
+                f"{error} (the plan is for {plan.model.name} from {plan.model.file or 'no file'} "
+                f"and its batches; a {type(model).__name__} was given)"
+            ) from error
         validate_model(plan, graph)
         for bucket, other in zip(plan.model.buckets, others, strict=True):
             validate_bucket(bucket, graph, other)

@@ -42,7 +42,7 @@ def overview(**changes: Any) -> Overview:
         "interval": Interval(low_s=9.0, high_s=12.0, basis="a test"), "samples_per_s": 0.8,
         "tokens_per_s": 2048.0, "mfu": 0.41, "dtype": "bfloat16",
         "peak_flop_per_s": (("bfloat16", 1e14),), "peak_bytes": 6 * GIB,
-        "limit_bytes": (16.0 * GIB, 8.0 * GIB),
+        "limit_bytes": (16.0 * GIB, 8.0 * GIB), "device_bytes": (16.0 * GIB, 8.0 * GIB),
         "memory": ({"total_bytes": 4 * GIB}, {"total_bytes": 6 * GIB}),
         "memory_intervals": (
             MemoryInterval(low_bytes=3 * GIB, high_bytes=5 * GIB, basis="dry runs"),

@@ -42,7 +42,7 @@ def unproven(plan: Plan, graph: ModelGraph, cut: Cut) -> Iterator[str]:
         )
     yield (
         "that the captured blocks are the model: they were run against themselves, whole; verify "
-        "a small model of the same code without by-block for that"
+        "a small model of the same code without `by_block` for that"
     )
     yield "the whole step in numbers: losses, the optimizer's update, learning rates, clipping"
     if plan.precision == "bf16":

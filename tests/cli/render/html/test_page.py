@@ -50,7 +50,7 @@ def test_parts_are_shares_of_the_step_and_imbalance_names_its_rank():
     assert sum(part["share"] for part in parts) == pytest.approx(1)
     found = {part["label"]: (part["time"], part["share"]) for part in parts}
     assert found["compute"] == ("6 s", 0.6)
-    assert "imbalance (rank 1)" in found
+    assert "imbalance (pp rank 1)" in found
     assert "offload to the host" not in found  # takes no time
 
 
@@ -86,7 +86,7 @@ def test_runners_up_say_by_how_much_they_lost():
 
 def test_a_warning_of_memory_is_of_the_fullest_rank_in_flags():
     """Rank 1 may need 9 GiB of 8; rank 0 is far from its 16."""
-    assert "9.00 GiB of 8.00 GiB" in _memory_warning(overview())
+    assert "has 8.00 GiB and needs more than 9.00 GiB" in _memory_warning(overview())
     assert "--memory-limit" in _memory_warning(overview())
     sure = tuple(MemoryInterval(low_bytes=1, high_bytes=8 * GIB, basis="") for _ in range(2))
     assert _memory_warning(overview(memory_intervals=sure)) == ""
