@@ -95,9 +95,9 @@ def rehearse(
         )
     if seeds.set_by is not None:
         raise CaptureError(
-            f"forward sets the random state ({seeds.set_by}), and a plan draws from a stream of its "
-            "own, new numbers in each step; for the same ones draw them in __init__ into a buffer, "
-            "or pass them with the batch"
+            f"forward sets the random state ({seeds.set_by}), and a plan draws from a stream of "
+            "its own, new numbers in each step; for the same ones draw them in __init__ into a "
+            "buffer, or pass them with the batch"
         )
     # Equal numbers are not enough: a loss may read what an earlier forward kept of its batch.
     is_same = first.number == second.number and not second.reads_old_batch
