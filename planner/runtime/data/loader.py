@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,8 @@ from torch.utils.data import (
 
 from planner.data import OwnPart
 from planner.errors import ModelError, PlanError, PlannerError
-from planner.runtime.data.order import AtEnd, Order, seed_of
+from planner.runtime.data.draws import seed_of
+from planner.runtime.data.order import AtEnd, Order
 from planner.runtime.data.samples import Collate, Loaded, MapParts, PartKey, as_it_is
 from planner.runtime.data.streams import ShardedStream, WholeStream, places_of
 from planner.runtime.step.inputs.agreement import Agreed, Said, agree
@@ -86,10 +88,11 @@ class Loader:
             batches = given.batch_sampler
             if batches is not None and type(batches) is not BatchSampler:
                 sampler, gives_batches = batches, True
-            elif isinstance(given.sampler, RandomSampler):
+            elif _draws_a_permutation(given.sampler):
                 shuffle = True
             elif not isinstance(given.sampler, SequentialSampler):
                 sampler = given.sampler
+            _refuse_dealt(sampler, getattr(sampler, "sampler", None))
             if not gives_batches and given.batch_size not in (None, self._plan.global_batch):
                 raise ModelError(
                     f"the DataLoader has batch_size={given.batch_size} and the plan's global batch "
@@ -138,6 +141,7 @@ class Loader:
                 return self._feeder.say(
                     loaded.batch,
                     whole=loaded.whole,
+                    order=loaded.order,
                     marks=loaded.marks,
                     has_ended=all(ended.values()),
                     progress=loaded.progress,
@@ -200,6 +204,7 @@ class Loader:
             yield PartKey(
                 epoch=self.epoch,
                 whole=len(samples),
+                order=zlib.crc32(repr(samples).encode()),
                 places=[first + place for place in own],
                 numbers=[samples[place] for place in own],
             )
@@ -261,6 +266,23 @@ def _is_stream(data: Any) -> bool:
     if isinstance(data, IterableDataset):
         return True
     return not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+
+
+def _draws_a_permutation(sampler: Any) -> bool:
+    """Whether a sampler gives each sample once, as `shuffle` does."""
+    if type(sampler) is not RandomSampler:
+        return False
+    return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+
+
+def _refuse_dealt(*samplers: Any) -> None:
+    """Refuse samplers that give each rank other samples, of which a replica would take a part."""
+    for sampler in samplers:
+        if getattr(sampler, "num_replicas", 1) != 1:
+            raise ModelError(
+                f"the DataLoader has a {type(sampler).__name__} of {sampler.num_replicas} replicas "
+                "and the loader deals samples itself; leave the sampler out (shuffle=True)"
+            )
 
 
 def _check_stream(data: Any, shuffle: bool | None) -> None:

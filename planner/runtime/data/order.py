@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from planner.errors import ModelError
+from planner.runtime.data.draws import drawn_from, seed_of
 
 AtEnd = Literal["wrap", "drop", "short"]
 """What becomes of the samples left at the end of a pass, fewer than a batch: the batch is filled
@@ -25,7 +26,7 @@ class Order:
         least: samples of the smallest batch that can be trained on.
         at_end: what becomes of the rest of a pass.
         shuffle: whether each pass has an order of its own.
-        seed: what these orders are drawn from.
+        seed: what these orders, and random numbers of a sampler, are drawn from.
         sampler: gives the order of a pass instead, on all ranks the same.
         batches_of_sampler: whether that gives whole batches.
     """
@@ -78,7 +79,7 @@ class Order:
     def _order(self, epoch: int) -> Sequence[Any] | torch.Tensor:
         if self.sampler is not None:
             _set_epoch(self.sampler, epoch)
-            return list(self.sampler)
+            return list(drawn_from(self.sampler, self.seed, epoch))
         if not self.shuffle:
             return range(self.num_samples)
         generator = torch.Generator().manual_seed(seed_of(self.seed, epoch))
@@ -88,7 +89,7 @@ class Order:
         assert self.sampler is not None
         _set_epoch(self.sampler, epoch)
         place = 0
-        for given in self.sampler:
+        for given in drawn_from(self.sampler, self.seed, epoch):
             samples = list(given)
             if not self.least <= len(samples) <= self.batch:
                 raise ModelError(
@@ -107,17 +108,6 @@ class Order:
         whole, rest = divmod(count, self.batch)
         goes_on = {"wrap": rest > 0, "drop": False, "short": rest >= self.least}
         return whole + goes_on[self.at_end]
-
-
-def seed_of(*numbers: int) -> int:
-    """Return a seed that follows from some numbers, and from no process."""
-    mixed = 0x9E3779B97F4A7C15
-    for number in numbers:
-        # The finaliser of splitmix64 (Steele et al. 2014): every bit of a number moves all.
-        mixed = (mixed + number) * 0xBF58476D1CE4E5B9 % 2**64
-        mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % 2**64
-        mixed ^= mixed >> 31
-    return mixed % 2**63
 
 
 def _set_epoch(sampler: Any, epoch: int) -> None:
