@@ -198,7 +198,7 @@ class PlannerTrainer(Trainer):
         data, collate = self._columns(self.train_dataset, "Training")
         args = self.args
         is_stream = isinstance(data, TorchStream) or not hasattr(data, "__getitem__")
-        return self.engine.loader(
+        loader = self.engine.loader(
             data,
             shuffle=None if is_stream else _ORDERS[args.train_sampling_strategy],
             seed=args.seed if args.data_seed is None else args.data_seed,
@@ -207,6 +207,8 @@ class PlannerTrainer(Trainer):
             num_workers=args.dataloader_num_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
         )
+        loader.warn_of_rest("dataloader_drop_last=True leaves them out")
+        return loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Return whole batches of an evaluation's data in order, the same on every rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,8 @@ class Loader:
         given = data if isinstance(data, DataLoader) else None
         if given is not None:
             data = given.dataset
+        # A loop that was written for a DataLoader has a smaller batch at the end of a pass.
+        tells_rest = at_end is None and given is not None
         if at_end is None:
             at_end = "drop" if given is not None and given.drop_last else "wrap"
         if at_end not in _ENDS:
@@ -81,6 +84,8 @@ class Loader:
                 self._num_shards = shards
         self.epoch = self.samples = 0
         self._progress: dict[int, int] = {}
+        if tells_rest:
+            self.warn_of_rest("at_end='short' does, too (prepare takes it as loader_options)")
 
     def _map_order(self, given: DataLoader[Any] | None, shuffle: bool) -> Order:
         sampler, gives_batches = None, False
@@ -109,6 +114,27 @@ class Loader:
             sampler=sampler,
             batches_of_sampler=gives_batches,
         )
+
+    def warn_of_rest(self, instead: str) -> None:
+        """Warn where batches at the end of a pass are filled up, so that some samples count twice.
+
+        `instead` says how they are not. On rank 0.
+        """
+        order = self._order
+        if self._mesh.global_rank or order is None or order.at_end != "wrap":
+            return
+        count = order.samples_of_pass
+        rest = 0 if count is None else count % order.batch
+        if rest:
+            warnings.warn(
+                LoaderWarning(
+                    f"a pass of {count} samples ends with {rest} that make no batch of "
+                    f"{order.batch}; they are filled up from the front, so {order.batch - rest} "
+                    "samples are trained on twice in it, where a DataLoader gives a smaller batch; "
+                    f"{instead}"
+                ),
+                stacklevel=3,
+            )
 
     def __len__(self) -> int:
         """Batches of a pass. Raises TypeError for a stream, whose length nobody has."""
@@ -266,6 +292,10 @@ def _is_stream(data: Any) -> bool:
     if isinstance(data, IterableDataset):
         return True
     return not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+
+
+class LoaderWarning(UserWarning):
+    """A loader gives other batches than the DataLoader that it was made of."""
 
 
 def _draws_a_permutation(sampler: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import length_hint
 from typing import Any, Literal
 
 import torch
@@ -56,6 +57,16 @@ class Order:
                 f"the dataset has {self.num_samples} samples, which make no batch of "
                 f"{self.batch} with at_end={self.at_end!r}; give more, or choose 'wrap'"
             )
+
+    @property
+    def samples_of_pass(self) -> int | None:
+        """How many samples a pass has, not counting what fills up its last batch; None where the
+        sampler does not say it, or gives whole batches.
+        """
+        if self.batches_of_sampler:
+            return None
+        count = self.num_samples if self.sampler is None else length_hint(self.sampler, -1)
+        return None if count < 0 else count
 
     def batches(self, epoch: int, start: int) -> Iterator[tuple[int, list[int]]]:
         """Yield the batches of a pass from its sample `start` on: place in the pass, and samples.

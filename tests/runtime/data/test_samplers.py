@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import warnings
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import (
@@ -21,6 +23,7 @@ from planner.errors import PlannerError
 from planner.plan import Plan
 from planner.plan.defaults import default_plan
 from planner.runtime.data.draws import drawn_from
+from planner.runtime.data.loader import LoaderWarning
 from tests.builders import tiny_models
 from tests.captures import capture_tiny
 from tests.runtime.data.lockstep import Numbered
@@ -124,6 +127,21 @@ def test_ranks_with_other_orders_are_told():
     for found in run_ranks(passes, 2, plan_of(dp=2, microbatch_size=2), ["own order", "dealt"]):
         assert found[0].startswith("ranks have other samples in one global batch, so replicas")
         assert "has a DistributedSampler of 2 replicas and the loader deals samples" in found[1]
+
+
+def test_samples_that_are_trained_on_twice_are_told():
+    """A DataLoader without drop_last ends a pass with a smaller batch."""
+    engine = planner.apply(plan_of(microbatch_size=8), tiny_models()["mlp"].build())
+    data: Any = Numbered(SAMPLES)
+    with pytest.warns(LoaderWarning, match="12 samples ends with 4 that .* of 8; .* so 4 samples"):
+        engine.loader(DataLoader(data, batch_size=8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.loader(DataLoader(data, batch_size=8), at_end="short")
+        engine.loader(DataLoader(data, batch_size=8, drop_last=True))
+        engine.loader(DataLoader(data, batch_sampler=Batches(range(SAMPLES), 8, drop_last=False)))
+        engine.loader(data)
+    dist.destroy_process_group()
 
 
 def test_the_scripts_generators_stay():
