@@ -21,7 +21,7 @@ def rrelu(
     training: bool = False,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return what `aten.rrelu` does, bit for bit: x times the slopes drawn, 1 where x is positive."""
+    """Return what `aten.rrelu` does, bit for bit: x times its slopes, drawn where x is negative."""
     if not training:
         return torch.ops.aten.rrelu.default(x, lower, upper, False)
     slopes = torch.empty_like(x, requires_grad=False)
