@@ -138,6 +138,7 @@ def search(
     from planner.plan import OURS, save_plan
     from planner.plan.batch_statistics import cut_batch_messages
     from planner.plan.buckets import check_bucket, with_buckets
+    from planner.plan.short_sums import short_sums_messages
     from search import KeptCandidates, find_advice, find_pareto, find_plan_once
     from search.measured import check_measurable
 
@@ -220,6 +221,7 @@ def search(
     save_plan(chosen, out)
     for message in (
         *cut_batch_messages(graph, chosen),
+        *short_sums_messages(graph, chosen),
         *called_modules_messages(graph),
         *held_pairs_messages(graph),
     ):

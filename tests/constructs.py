@@ -590,6 +590,12 @@ class BySize(nn.Module):
         return self.part(x)
 
 
+def _seeded(self: Chain, x: Tensor, index: int) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return x + torch.rand_like(x)
+
+
 _construct(
     _STATE,
     "Python number that the forward changes (`self.n += 1`)",
@@ -642,6 +648,13 @@ _construct(
     inner=lambda self, x, index: x * random.random(),
     refused="draws random numbers from Python or NumPy",
     note="`torch.rand`",
+)
+_construct(
+    _STATE,
+    "`torch.manual_seed`, `set_rng_state`, `fork_rng` in forward",
+    inner=_seeded,
+    refused=r"forward sets the random state \(manual_seed at .*`torch.manual_seed\(1\)`",
+    note="numbers in a buffer, or passed with the batch",
 )
 _construct(_STATE, "`train()` and `eval()` in forward, put back", inner=_toggled)
 _construct(

@@ -62,6 +62,19 @@ _DECIDED: Mapping[str, str] = {
 """Arguments of a Trainer that a plan decides, with what to do instead."""
 
 
+_NOT_CALLED: Mapping[str, str] = {
+    "training_step": "forward, backward and update are one step of the engine; what happens around "
+    "it goes into callbacks",
+    "_prepare_inputs": "change batches in `data_collator`",
+    "get_batch_samples": "change batches in `data_collator`",
+    "_get_train_sampler": "give a DataLoader with that sampler: override get_train_dataloader to "
+    "return self.engine.loader(DataLoader(..., sampler=...))",
+    "prediction_step": "give `predictions`, and `compute_metrics`",
+    "evaluation_loop": "give `predictions`, and `compute_metrics`",
+}
+"""Methods of a Trainer that have no place here, with what to do instead of an own one."""
+
+
 _ORDERS = {"random": True, "sequential": False}
 """Whether samples are shuffled, by `train_sampling_strategy`."""
 
@@ -151,6 +164,18 @@ class PlannerTrainer(Trainer):
                 "a Trainer's own loss is no part of the plan; give `loss`, a function of (output, "
                 'batch), as apply={"loss": ...} and in the model file'
             )
+        for name, instead in _NOT_CALLED.items():
+            if getattr(type(self), name, None) is not getattr(Trainer, name, None):
+                raise PlanError(
+                    f"{type(self).__name__}.{name} would never be called under a plan; leave it "
+                    f"out: {instead}"
+                )
+        if getattr(self.args, "include_num_input_tokens_seen", "no") not in ("no", False):
+            raise PlanError(
+                f"TrainingArguments has include_num_input_tokens_seen="
+                f"{self.args.include_num_input_tokens_seen!r} and no rank reads all of a batch; "
+                "leave it out: a callback counts state.global_step times the tokens of a batch"
+            )
         if (order := self.args.train_sampling_strategy) not in _ORDERS:
             raise PlanError(
                 f"train_sampling_strategy={order!r} sorts samples by length; use one of "
@@ -173,7 +198,7 @@ class PlannerTrainer(Trainer):
         data, collate = self._columns(self.train_dataset, "Training")
         args = self.args
         is_stream = isinstance(data, TorchStream) or not hasattr(data, "__getitem__")
-        return self.engine.loader(
+        loader = self.engine.loader(
             data,
             shuffle=None if is_stream else _ORDERS[args.train_sampling_strategy],
             seed=args.seed if args.data_seed is None else args.data_seed,
@@ -182,6 +207,8 @@ class PlannerTrainer(Trainer):
             num_workers=args.dataloader_num_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
         )
+        loader.warn_of_rest("dataloader_drop_last=True leaves them out")
+        return loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Return whole batches of an evaluation's data in order, the same on every rank."""
@@ -298,11 +325,14 @@ class PlannerTrainer(Trainer):
         args, handler = self.args, self.callback_handler
         self.control = handler.on_step_begin(args, self.state, self.control)
         self.model.train()
+        losses = []
         for at, part in enumerate(parts, 1):
-            loss = self.engine.step(part, update=at == len(parts))
-            logged.add(loss / len(parts))
+            losses.append(self.engine.step(part, update=at == len(parts)))
             if at < len(parts):
                 self.control = handler.on_substep_end(args, self.state, self.control)
+        counted = self.engine.counted
+        for loss, count in zip(losses, counted, strict=True):
+            logged.add(loss * (count / sum(counted)))
         self.control = handler.on_optimizer_step(args, self.state, self.control)
         logged.rate = self._get_learning_rate()
         if not isinstance(self.lr_scheduler, ReduceLROnPlateau):

@@ -179,7 +179,7 @@ def test_a_trainer_trains_logs_and_evaluates_as_in_one_process(tmp_path):
 
 
 def test_batches_of_one_update_are_counted_by_their_tokens(tmp_path):
-    changes = {"gradient_accumulation_steps": 2, "max_steps": 3, "logging_steps": 100}
+    changes = {"gradient_accumulation_steps": 2, "max_steps": 3, "logging_steps": 1}
     expected = alone(tmp_path / "alone", **changes)
     replicas, layout = LAYOUTS[1]
     job = {"plan": plan_of(**layout), "replicas": replicas, "arguments": changes}
@@ -219,6 +219,7 @@ def test_a_training_goes_on_from_the_end_of_a_pass(tmp_path):
     [
         ({"per_device_train_batch_size": 3}, "makes batches of 3 and the plan's global batch is 4"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1, which the plan decides"),
+        ({"include_num_input_tokens_seen": "all"}, "'all' and no rank reads all of a batch"),
         ({"bf16": True}, "bf16=True and the plan's precision is model"),
         ({"train_sampling_strategy": "group_by_length"}, "sorts samples by length"),
     ],
@@ -231,6 +232,17 @@ def test_what_the_plan_decides_is_refused(tmp_path, changes, message):
         PlannerTrainer(
             build(), arguments(tmp_path, **changes), plan=plan, train_dataset=Text()
         ).train()
+
+
+@pytest.mark.parametrize("name", ["training_step", "_get_train_sampler", "prediction_step"])
+def test_methods_that_would_not_be_called_are_refused(tmp_path, name):
+    """A sampler of one's own, as for rare classes, would have been left out in silence."""
+    from planner.integrations.huggingface import PlannerTrainer
+
+    plan = plan_of(num_microbatches=2, microbatch_size=2)
+    own = type("OwnTrainer", (PlannerTrainer,), {name: lambda self, *_: None})
+    with pytest.raises(PlanError, match=f"OwnTrainer.{name} would never be called"):
+        own(build(), arguments(tmp_path), plan=plan, train_dataset=Text())
 
 
 def test_a_folder_without_a_training_is_named(tmp_path):

@@ -17,6 +17,7 @@ from torch import nn
 
 import planner
 from planner.graph import ModelGraph
+from planner.graph.batch import call_with_batch, loss_of
 from planner.graph.model_file import ModelSource
 from planner.plan import Plan
 from planner.plan.defaults import default_plan
@@ -91,6 +92,53 @@ def test_plans_of_every_kind_equal_one_process():
 @pytest.mark.slow
 def test_all_parts_under_all_plans():
     check(REST)
+
+
+def train_by_wholes(plans: list[Plan]) -> list[dict[str, torch.Tensor]]:
+    """What an optimizer that reads whole matrices, and decays, makes of experts in three steps."""
+    torch.set_default_dtype(torch.float64)
+    found = []
+    for plan in plans:
+        module = build("loop over experts")
+        engine = planner.apply(plan, module, optimizer=decaying(module))
+        for step in range(3):
+            engine.step(batch_of(step))
+        found.append(engine.full_state_dict())
+        engine.close()
+    return found
+
+
+def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(step)
+    return batch(4)
+
+
+def decaying(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(module.parameters(), lr=0.05, weight_decay=0.5)
+
+
+def test_an_expert_that_nothing_reaches_is_left_alone_by_optimizers_of_whole_parameters():
+    """It decayed there, and moved by its moments, where one process passes it over."""
+    torch.set_default_dtype(torch.float64)
+    graph = graph_of("loop over experts")
+    plans = [
+        default_plan(graph, microbatch_size=2, **layout)
+        for layout in (
+            {"dp": 2, "num_microbatches": 1, "zero_stage": 1},
+            {"dp": 2, "num_microbatches": 1, "zero_stage": 3},
+            {"tp": 2, "num_microbatches": 2},
+        )
+    ]
+    alone = build("loop over experts")
+    optimizer = decaying(alone)
+    for step in range(3):
+        optimizer.zero_grad()
+        given = batch_of(step)
+        loss_of(call_with_batch(alone, given), given, None).backward()
+        optimizer.step()
+    assert any(param.grad is None for param in alone.parameters())
+    for state in run_ranks(train_by_wholes, 2, plans)[0]:
+        torch.testing.assert_close(state, dict(alone.state_dict()), rtol=1e-10, atol=1e-12)
 
 
 class Dropping(nn.Module):

@@ -56,7 +56,22 @@ class DroppingGPT(PlainGPT):
         self.layers = nn.ModuleList(DroppingLayer() for _ in range(2))
 
 
+class LeakyNet(nn.Module):
+    """A random slope, which autograd saves before it is drawn, as the last thing of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = F.rrelu(layer(x), 0.1, 0.9, training=True)
+        return F.mse_loss(self.head(x), target)
+
+
 CASES = {
+    "leaky-mlp": (LeakyNet, mlp_batch),
     "gpt": (partial(PlainGPT, layers=2), gpt_batch),
     "dropping-gpt": (DroppingGPT, gpt_batch),
     "batchnorm-mlp": (tiny_models()["batchnorm-mlp"].build, mlp_batch),
@@ -104,6 +119,7 @@ def alone(tmp_path):
         ("dropping-gpt", "zb_h1"),
         ("batchnorm-mlp", "1f1b"),
         ("resnet", "zb_h1"),
+        ("leaky-mlp", "1f1b"),
     ],
 )
 def test_every_mode_gives_the_same_bits(alone, name, schedule):

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from planner.capture.checks.functions import AutogradFunction, checkpoints_inside
 from planner.capture.checks.meta_results import MetaResults
 from planner.capture.checks.on_meta import OnMeta
+from planner.capture.checks.seeds import Seeds
 from planner.capture.diagnose import calling_line
 from planner.errors import CaptureError
 
@@ -73,10 +74,10 @@ def rehearse(
     passes through.
     """
     numbers = _Numbers(module, made)
-    before, draws = state_of(module), _python_draws()
+    before, draws, seeds = state_of(module), _python_draws(), Seeds()
     kernels = FakeTensorMode(allow_non_fake_inputs=True) if faked else MetaResults()
     try:
-        with _compiling_state_context(), kernels, checkpoints_inside():
+        with _compiling_state_context(), kernels, checkpoints_inside(), seeds.noted():
             first_inputs = _like(inputs)
             with noted(first_inputs):
                 loss, first = numbers.of_loss(run, first_inputs)
@@ -91,6 +92,12 @@ def rehearse(
         raise CaptureError(
             "forward draws random numbers from Python or NumPy, and a captured model would repeat "
             "one draw in every step; draw with torch (torch.rand, torch.where)"
+        )
+    if seeds.set_by is not None:
+        raise CaptureError(
+            f"forward sets the random state ({seeds.set_by}), and a plan draws from a stream of "
+            "its own, new numbers in each step; for the same ones draw them in __init__ into a "
+            "buffer, or pass them with the batch"
         )
     # Equal numbers are not enough: a loss may read what an earlier forward kept of its batch.
     is_same = first.number == second.number and not second.reads_old_batch

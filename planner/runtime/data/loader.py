@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,8 @@ from torch.utils.data import (
 
 from planner.data import OwnPart
 from planner.errors import ModelError, PlanError, PlannerError
-from planner.runtime.data.order import AtEnd, Order, seed_of
+from planner.runtime.data.draws import seed_of
+from planner.runtime.data.order import AtEnd, Order
 from planner.runtime.data.samples import Collate, Loaded, MapParts, PartKey, as_it_is
 from planner.runtime.data.streams import ShardedStream, WholeStream, places_of
 from planner.runtime.step.inputs.agreement import Agreed, Said, agree
@@ -53,6 +56,8 @@ class Loader:
         given = data if isinstance(data, DataLoader) else None
         if given is not None:
             data = given.dataset
+        # A loop that was written for a DataLoader has a smaller batch at the end of a pass.
+        tells_rest = at_end is None and given is not None
         if at_end is None:
             at_end = "drop" if given is not None and given.drop_last else "wrap"
         if at_end not in _ENDS:
@@ -79,6 +84,8 @@ class Loader:
                 self._num_shards = shards
         self.epoch = self.samples = 0
         self._progress: dict[int, int] = {}
+        if tells_rest:
+            self.warn_of_rest("at_end='short' does, too (prepare takes it as loader_options)")
 
     def _map_order(self, given: DataLoader[Any] | None, shuffle: bool) -> Order:
         sampler, gives_batches = None, False
@@ -86,10 +93,11 @@ class Loader:
             batches = given.batch_sampler
             if batches is not None and type(batches) is not BatchSampler:
                 sampler, gives_batches = batches, True
-            elif isinstance(given.sampler, RandomSampler):
+            elif _draws_a_permutation(given.sampler):
                 shuffle = True
             elif not isinstance(given.sampler, SequentialSampler):
                 sampler = given.sampler
+            _refuse_dealt(sampler, getattr(sampler, "sampler", None))
             if not gives_batches and given.batch_size not in (None, self._plan.global_batch):
                 raise ModelError(
                     f"the DataLoader has batch_size={given.batch_size} and the plan's global batch "
@@ -106,6 +114,27 @@ class Loader:
             sampler=sampler,
             batches_of_sampler=gives_batches,
         )
+
+    def warn_of_rest(self, instead: str) -> None:
+        """Warn where batches at the end of a pass are filled up, so that some samples count twice.
+
+        `instead` says how they are not. On rank 0.
+        """
+        order = self._order
+        if self._mesh.global_rank or order is None or order.at_end != "wrap":
+            return
+        count = order.samples_of_pass
+        rest = 0 if count is None else count % order.batch
+        if rest:
+            warnings.warn(
+                LoaderWarning(
+                    f"a pass of {count} samples ends with {rest} that make no batch of "
+                    f"{order.batch}; they are filled up from the front, so {order.batch - rest} "
+                    "samples are trained on twice in it, where a DataLoader gives a smaller batch; "
+                    f"{instead}"
+                ),
+                stacklevel=3,
+            )
 
     def __len__(self) -> int:
         """Batches of a pass. Raises TypeError for a stream, whose length nobody has."""
@@ -138,6 +167,7 @@ class Loader:
                 return self._feeder.say(
                     loaded.batch,
                     whole=loaded.whole,
+                    order=loaded.order,
                     marks=loaded.marks,
                     has_ended=all(ended.values()),
                     progress=loaded.progress,
@@ -200,6 +230,7 @@ class Loader:
             yield PartKey(
                 epoch=self.epoch,
                 whole=len(samples),
+                order=zlib.crc32(repr(samples).encode()),
                 places=[first + place for place in own],
                 numbers=[samples[place] for place in own],
             )
@@ -261,6 +292,27 @@ def _is_stream(data: Any) -> bool:
     if isinstance(data, IterableDataset):
         return True
     return not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+
+
+class LoaderWarning(UserWarning):
+    """A loader gives other batches than the DataLoader that it was made of."""
+
+
+def _draws_a_permutation(sampler: Any) -> bool:
+    """Whether a sampler gives each sample once, as `shuffle` does."""
+    if type(sampler) is not RandomSampler:
+        return False
+    return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+
+
+def _refuse_dealt(*samplers: Any) -> None:
+    """Refuse samplers that give each rank other samples, of which a replica would take a part."""
+    for sampler in samplers:
+        if getattr(sampler, "num_replicas", 1) != 1:
+            raise ModelError(
+                f"the DataLoader has a {type(sampler).__name__} of {sampler.num_replicas} replicas "
+                "and the loader deals samples itself; leave the sampler out (shuffle=True)"
+            )
 
 
 def _check_stream(data: Any, shuffle: bool | None) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import length_hint
 from typing import Any, Literal
 
 import torch
 
 from planner.errors import ModelError
+from planner.runtime.data.draws import drawn_from, seed_of
 
 AtEnd = Literal["wrap", "drop", "short"]
 """What becomes of the samples left at the end of a pass, fewer than a batch: the batch is filled
@@ -25,7 +27,7 @@ class Order:
         least: samples of the smallest batch that can be trained on.
         at_end: what becomes of the rest of a pass.
         shuffle: whether each pass has an order of its own.
-        seed: what these orders are drawn from.
+        seed: what these orders, and random numbers of a sampler, are drawn from.
         sampler: gives the order of a pass instead, on all ranks the same.
         batches_of_sampler: whether that gives whole batches.
     """
@@ -56,6 +58,16 @@ class Order:
                 f"{self.batch} with at_end={self.at_end!r}; give more, or choose 'wrap'"
             )
 
+    @property
+    def samples_of_pass(self) -> int | None:
+        """How many samples a pass has, not counting what fills up its last batch; None where the
+        sampler does not say it, or gives whole batches.
+        """
+        if self.batches_of_sampler:
+            return None
+        count = self.num_samples if self.sampler is None else length_hint(self.sampler, -1)
+        return None if count < 0 else count
+
     def batches(self, epoch: int, start: int) -> Iterator[tuple[int, list[int]]]:
         """Yield the batches of a pass from its sample `start` on: place in the pass, and samples.
 
@@ -78,7 +90,7 @@ class Order:
     def _order(self, epoch: int) -> Sequence[Any] | torch.Tensor:
         if self.sampler is not None:
             _set_epoch(self.sampler, epoch)
-            return list(self.sampler)
+            return list(drawn_from(self.sampler, self.seed, epoch))
         if not self.shuffle:
             return range(self.num_samples)
         generator = torch.Generator().manual_seed(seed_of(self.seed, epoch))
@@ -88,7 +100,7 @@ class Order:
         assert self.sampler is not None
         _set_epoch(self.sampler, epoch)
         place = 0
-        for given in self.sampler:
+        for given in drawn_from(self.sampler, self.seed, epoch):
             samples = list(given)
             if not self.least <= len(samples) <= self.batch:
                 raise ModelError(
@@ -107,17 +119,6 @@ class Order:
         whole, rest = divmod(count, self.batch)
         goes_on = {"wrap": rest > 0, "drop": False, "short": rest >= self.least}
         return whole + goes_on[self.at_end]
-
-
-def seed_of(*numbers: int) -> int:
-    """Return a seed that follows from some numbers, and from no process."""
-    mixed = 0x9E3779B97F4A7C15
-    for number in numbers:
-        # The finaliser of splitmix64 (Steele et al. 2014): every bit of a number moves all.
-        mixed = (mixed + number) * 0xBF58476D1CE4E5B9 % 2**64
-        mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % 2**64
-        mixed ^= mixed >> 31
-    return mixed % 2**63
 
 
 def _set_epoch(sampler: Any, epoch: int) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,38 +11,9 @@ from torch.utils.data import Dataset, Subset, default_collate
 
 from planner.errors import ModelError
 from planner.graph.batch import flatten_batch, unflatten_batch
-from planner.runtime.data.order import seed_of
+from planner.runtime.data.draws import draw_from, generators_kept
 from planner.runtime.step.inputs.agreement import marks_of
 from planner.runtime.step.inputs.feed import filled
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Leave the script's random generators as they were."""
-    own, numpy = torch.default_generator, sys.modules.get("numpy")
-    held = own.get_state(), random.getstate()
-    held_by_numpy = None if numpy is None else numpy.random.get_state()
-    try:
-        yield
-    finally:
-        own.set_state(held[0])
-        random.setstate(held[1])
-        if numpy is not None:
-            numpy.random.set_state(held_by_numpy)
-
-
-def draw_from(*numbers: int) -> None:
-    """Let random numbers follow from some numbers; call it where `generators_kept`.
-
-    So what a dataset draws for a sample is the same on all ranks that read it, by whichever worker,
-    and when it is read again after a checkpoint. Generators of a dataset's own are its own affair.
-    """
-    seed, numpy = seed_of(*numbers), sys.modules.get("numpy")
-    # By name: torch.manual_seed would seed devices, too.
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +24,7 @@ class Loaded:
         batch: in the user's structure, None for tensors that the rank does not read.
         marks: checksums of all its tensors, those not read among them (`agreement.marks_of`).
         whole: samples of the whole batch; None where replicas read shards of their own.
+        order: a checksum of which samples of the dataset these are; None of a stream.
         has_ended: of what goes round again at its end, whether it has come round once.
         progress: samples read of each shard that this part was made of.
         worker: which of the loader's workers has made it.
@@ -64,6 +33,7 @@ class Loaded:
     batch: Any
     marks: Mapping[str, int]
     whole: int | None = None
+    order: int | None = None
     has_ended: bool = False
     progress: Mapping[int, int] = field(default_factory=dict)
     worker: int = 0
@@ -107,12 +77,14 @@ class PartKey:
     Attributes:
         epoch: the pass.
         whole: samples of the whole batch.
+        order: a checksum of which samples of the dataset these are.
         places: of the part's samples in the pass.
         numbers: theirs in the dataset.
     """
 
     epoch: int
     whole: int
+    order: int
     places: Sequence[int]
     numbers: Sequence[Any]
 
@@ -129,7 +101,7 @@ class MapParts(Dataset[Loaded]):
             samples = self._read(key)
             # A collate_fn may draw, too: masks of language models.
             draw_from(self._seed, key.epoch, key.places[0], len(key.places))
-            return replace(self._collate(samples), whole=key.whole)
+            return replace(self._collate(samples), whole=key.whole, order=key.order)
 
     def _read(self, key: PartKey) -> list[Any]:
         if _reads_together(self._dataset):  # `datasets` is many times as fast so

@@ -19,8 +19,9 @@ from torch.utils.data._utils import worker
 
 from planner.errors import ModelError
 from planner.graph.batch_split import BatchSplit
+from planner.runtime.data.draws import draw_from, generators_kept
 from planner.runtime.data.order import AtEnd
-from planner.runtime.data.samples import Collate, Loaded, draw_from, generators_kept
+from planner.runtime.data.samples import Collate, Loaded
 
 
 class WholeStream(IterableDataset[Loaded]):

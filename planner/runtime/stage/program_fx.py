@@ -29,6 +29,7 @@ from planner.runtime.stage.calls import collectives, local_ops
 from planner.runtime.stage.calls.autograd_functions import autograd_function
 from planner.runtime.stage.calls.exchanged_rows import exchanged_embedding
 from planner.runtime.stage.calls.opaque_modules import find_module, opaque_module, own_params
+from planner.runtime.stage.calls.pure import PURE
 from planner.runtime.stage.recompute import Keeper, KeptOp
 from planner.runtime.stage.weight_grads import WeightProduct, WeightQueue
 
@@ -121,7 +122,7 @@ def _keep_results(
 def _emit_aten(graph: fx.Graph, op: Op, env: dict[str, fx.Node], device: torch.device) -> fx.Node:
     target = aten_overload(op.target)
     node = graph.call_function(
-        BINDINGS.get(op.target, target),
+        PURE.get(op.target) or BINDINGS.get(op.target, target),
         tuple(_fx_arg(arg, env, device) for arg in op.args),
         {key: _fx_arg(arg, env, device) for key, arg in op.kwargs},
     )

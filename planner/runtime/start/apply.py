@@ -17,6 +17,7 @@ from planner.graph import ModelGraph, from_json, to_json
 from planner.plan import Plan, load_plan, validate_model
 from planner.plan.batch_statistics import BatchStatisticsWarning, cut_batch_messages
 from planner.plan.buckets import validate_bucket
+from planner.plan.short_sums import ShortSumsWarning, short_sums_messages
 from planner.plugins import load_plugins
 from planner.runtime.check import out_of_memory
 from planner.runtime.initial.build import without_values
@@ -70,6 +71,8 @@ def apply_plan(
             summed_loss=loss_weight == "sum",
         ):
             warnings.warn(BatchStatisticsWarning(message), stacklevel=3)
+        for message in short_sums_messages(graph, plan):
+            warnings.warn(ShortSumsWarning(message), stacklevel=3)
     engine = Engine(
         plan,
         graph,

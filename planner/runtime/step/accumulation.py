@@ -23,12 +23,18 @@ from planner.runtime.step.inputs.feed import Feed
 
 
 class Accumulation:
-    """The batches since the last update. Mutable."""
+    """The batches since the last update. Mutable.
+
+    Attributes:
+        is_last: whether the batch that was added last ends the update.
+        counted: how much each batch of the last update counted in its mean.
+    """
 
     def __init__(self) -> None:
         self._weights: list[float] = []
         self._are_sums = False
         self.is_last = True
+        self.counted: tuple[float, ...] = (1.0,)
 
     @property
     def is_open(self) -> bool:
@@ -39,6 +45,7 @@ class Accumulation:
         """Take in a batch; return its feed with the gradients that its backwards start from."""
         self.is_last = is_last
         if is_last and not self.is_open:
+            self.counted = (1.0,)
             return feed  # a batch alone, as ever
         self._weights.append(1.0 if feed.total is None else feed.total())
         self._are_sums = feed.total is None
@@ -53,6 +60,7 @@ class Accumulation:
         if not self._weights:
             return
         count = 1.0 if self._are_sums else sum(self._weights) / self._weights[0]
+        self.counted = tuple(self._weights)
         self._weights.clear()
         grads = [_local(param.grad) for param in params if param.grad is not None]
         if grads:

@@ -634,6 +634,11 @@ class Engine:
         return loaded
 
     @property
+    def counted(self) -> tuple[float, ...]:
+        """How much each batch of the last update counted: by its samples, labels or loss weight."""
+        return self._accumulation.counted
+
+    @property
     def is_accumulating(self) -> bool:
         """Whether gradients of batches wait for the step that updates."""
         return self._accumulation.is_open

@@ -214,10 +214,10 @@ class TrainedParams:
     ) -> None:
         """Let the optimizer step, and bring the parameters of the stages to what was trained.
 
-        The `unreached`, by the user's names, have no gradient; zeros for an optimizer that takes
-        whole parameters, whose pieces are gathered.
+        The `unreached`, by the user's names and the same on all ranks, have no gradient; those that
+        are made whole are passed over by all ranks that share them.
         """
-        named = self.by_name() if unreached and self._whole is None else {}
+        named = self.by_name() if unreached else {}
         owned = nullcontext() if self._owned is None else self._owned.stepping()
         with owned, without_gradients(p for fqn in unreached for p in named.get(fqn, ())):
             self._step(optimizer)

@@ -12,14 +12,13 @@ from torch.utils.data import Subset
 
 from planner.errors import ModelError
 from planner.graph.batch_split import BatchSplit
+from planner.runtime.data.draws import draw_from, generators_kept
 from planner.runtime.data.samples import (
     Collate,
     MapParts,
     PartKey,
     as_it_is,
-    draw_from,
     fill_up,
-    generators_kept,
 )
 from planner.runtime.data.streams import ShardedStream, WholeStream, places_of, read
 
@@ -58,7 +57,7 @@ class Noisy:
 
 
 def key(*places: int) -> PartKey:
-    return PartKey(epoch=1, whole=8, places=places, numbers=[10 * p for p in places])
+    return PartKey(epoch=1, whole=8, order=0, places=places, numbers=[10 * p for p in places])
 
 
 class Many(Noisy):

@@ -39,6 +39,8 @@ class Said:
             read none.
         whole: samples of the whole batch, where samples are dealt as those of a batch that lies
             together; None where each replica has its own.
+        order: a checksum of which samples of a dataset are in the whole batch; None where it reads
+            none, or no dataset.
         has_ended: whether its data have come to an end; None where it read none.
         counted: what the user's loss weight counts in it; None where others say it.
         marks: a checksum of some elements of each tensor, by path.
@@ -50,6 +52,7 @@ class Said:
     samples: int | None = None
     fits: tuple[int, ...] | None = None
     whole: int | None = None
+    order: int | None = None
     has_ended: bool | None = None
     counted: float | None = None
     marks: Mapping[str, int] = field(default_factory=dict)
@@ -91,6 +94,12 @@ def agree(mesh: Mesh, plan: Plan, say: Callable[[], Said]) -> Agreed | None:
         raise ModelError(
             f"ranks read global batches of {' and '.join(map(str, sorted(wholes)))} samples; every "
             "rank must read the same data"
+        )
+    if len({each.order for each in said if each.order is not None}) > 1:
+        raise ModelError(
+            "ranks have other samples in one global batch, so replicas would train on some twice "
+            "and on others never; let the dataset and its sampler give one order on every rank, "
+            "from a seed that all have"
         )
     split = whole_split(wholes.pop(), plan) if wholes else _split_of_parts(said, plan)
     counts = [each.counted for each in said if each.counted is not None]
