@@ -29,7 +29,8 @@ def _flatten(value: Any, path: str, leaves: dict[str, Any]) -> Tree:
     def inner(key: object) -> str:
         return f"{path}.{key}" if path else str(key)
 
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
+    is_numpys = hasattr(value, "__array_interface__")
+    if hasattr(value, "shape") and hasattr(value, "dtype") and not is_numpys:
         leaves[path or "batch"] = value
         return {"tensor": path or "batch"}
     if isinstance(value, Mapping):
@@ -41,7 +42,8 @@ def _flatten(value: Any, path: str, leaves: dict[str, Any]) -> Tree:
         return {"value": value}
     raise ModelError(
         f"batch leaf {path or 'batch'!r} is a {type(value).__name__}; "
-        "use tensors, numbers, strings or None inside dicts, tuples and lists"
+        "use tensors (torch.from_numpy makes one), numbers, strings or None inside dicts, tuples "
+        "and lists"
     )
 
 

@@ -357,7 +357,8 @@ def test_batches_keep_their_structure():
         ({"pair": (x, x[:4])}, r"pair\.1 has shape \(4, 3\); for 5 samples, as pair\.0 has"),
         ({"pair": (x[:2], x[:2])}, r"the batch has 2 samples; .* take 3 to 6; give"),
         ({"pair": (x.repeat(2, 1),) * 2}, r"the batch has 10 samples; .* take 3 to 6; give"),
-        ({"pair": (x, object())}, r"'pair\.1' is a object; use tensors, numbers"),
+        ({"pair": (x, object())}, r"'pair\.1' is a object; use tensors .torch.from_numpy"),
+        ({"ids": x.numpy()}, "'ids' is a ndarray; use tensors"),
     ]:
         with pytest.raises(ModelError, match=complaint):
             engine.step(options(5) | change)

@@ -32,6 +32,7 @@ from planner.runtime.state.masters import MasterParams
 from planner.runtime.state.optimizers.host_optimizer import HostMasters, HostUpdates
 from planner.runtime.state.optimizers.optimizer import build_optimizer, read_beyond_elements
 from planner.runtime.state.optimizers.owned import Owned
+from planner.runtime.state.optimizers.shards import stepping_shards
 from planner.runtime.state.optimizers.whole_params import WholeParams, stepped_on
 from planner.runtime.state.tied import tied_copies
 from planner.runtime.step.clip import clip_gradients
@@ -231,7 +232,8 @@ class TrainedParams:
             with self._host.working("update"):
                 optimizer.step()
         elif optimizer is not None:
-            optimizer.step()
+            with stepping_shards(optimizer):
+                optimizer.step()
         if self._whole is not None:
             self._whole.hand_out()
         for owner in self._owners.values():
