@@ -28,11 +28,13 @@ def align(first: Exported, second: Exported) -> RawGraph:
                 f"op {small_op.target}{line} differs with the batch size; "
                 "forward must do the same for every batch size"
             )
+        tensors_of = (*small_op.inputs, *small_op.outputs)
+        is_floating = all("float" in first.tensors[name].dtype for name in tensors_of)
         merged = Op(
             name=small_op.name,
             target=small_op.target,
-            args=_merge_arg(small_op.args, large_op.args, small_op, line),
-            kwargs=_merge_arg(small_op.kwargs, large_op.kwargs, small_op, line),
+            args=_merge_arg(small_op.args, large_op.args, small_op, line, is_floating),
+            kwargs=_merge_arg(small_op.kwargs, large_op.kwargs, small_op, line, is_floating),
             outputs=small_op.outputs,
             line=small_op.line,
         )
@@ -82,15 +84,23 @@ def _power(at_small: int, at_large: int) -> str:
     return "cube" if at_small * large**3 == at_large * small**3 else ""
 
 
-def _merge_arg(at_small: Any, at_large: Any, op: Op, line: str) -> Any:
+def _merge_arg(at_small: Any, at_large: Any, op: Op, line: str, is_floating: bool) -> Any:
+    """Return what an argument is for any number of samples.
+
+    A whole number is the same to an op of floats whether it is written as an int or as a float:
+    rows that were counted from 0.0 on.
+    """
     if (
         isinstance(at_small, tuple)
         and isinstance(at_large, tuple)
         and len(at_small) == len(at_large)
     ):
-        return tuple(_merge_arg(a, b, op, line) for a, b in zip(at_small, at_large, strict=True))
+        pairs = zip(at_small, at_large, strict=True)
+        return tuple(_merge_arg(a, b, op, line, is_floating) for a, b in pairs)
     if at_small == at_large and type(at_small) is type(at_large):
         return at_small
+    if is_floating and _is_whole_float(at_small) and _is_whole_float(at_large):
+        at_small, at_large = int(at_small), int(at_large)
     if type(at_small) is int and type(at_large) is int:
         power = _power(at_small, at_large)
         if power:
@@ -104,3 +114,7 @@ def _merge_arg(at_small: Any, at_large: Any, op: Op, line: str) -> Any:
         f"an argument of {op.target}{line} is {at_small} for {BATCH_SIZES[0]} samples and "
         f"{at_large} for {BATCH_SIZES[1]}; it must not depend on the batch size except as a size"
     )
+
+
+def _is_whole_float(value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer()

@@ -32,6 +32,24 @@ def test_sizes_and_arguments_follow_the_number_of_samples():
     assert graph.ops[0].op.args == (Ref("x"), (Affine(3, -1), -1), 7, Affine(1, 0))
 
 
+def test_rows_counted_in_floats_are_a_number_of_samples_to_an_op_of_floats():
+    """As of Mixtral's auxiliary loss, which counts rows from 0.0 on."""
+    small, large = exported(2, 32.0), exported(3, 48.0)
+    (divided,) = align(small, large).ops
+    assert divided.op.args == (Ref("x"), Affine(16))
+    for name in ("x", "y"):  # with integers, 32.0 makes another dtype than 32
+        whole = (
+            replace(small.tensors[name], dtype="int64"),
+            replace(large.tensors[name], dtype="int64"),
+        )
+        pair = (
+            replace(each, tensors=each.tensors | {name: meta})
+            for each, meta in zip((small, large), whole, strict=True)
+        )
+        with pytest.raises(CaptureError, match=r"is 32\.0 for 2 samples and 48\.0 for 3"):
+            align(*pair)
+
+
 @pytest.mark.parametrize(
     ("small", "large", "says"),
     [
