@@ -186,8 +186,18 @@ def _fail(error: Exception, arguments: Sequence[str]) -> int:
     return 3
 
 
+_SAID_PLAINLY = {
+    "Input should be": "it should be",
+    ", unable to parse string as an integer": "",
+    ", unable to parse string as a number": "",
+}
+"""Words of pydantic, by which newer typers read values, and ours."""
+
+
 def _with_what_was_given(message: str, cause: BaseException | None) -> str:
     """Name the refused value where the message does not: newer typers leave it in the cause."""
+    for said, plainly in _SAID_PLAINLY.items():
+        message = message.replace(said, plainly)
     errors = getattr(cause, "errors", None)
     given = repr(errors()[0]["input"]) if errors else ""
     return message if given in message else f"{message}; {given} was given"

@@ -79,3 +79,4 @@ def test_usage_error_is_one_line(planner, arguments, says):
     complaint = planner(*arguments).complaint
     assert says in complaint
     assert "--help" in complaint
+    assert "Input should" not in complaint  # pydantic's words
