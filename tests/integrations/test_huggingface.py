@@ -204,6 +204,7 @@ def test_a_training_goes_on_from_a_checkpoint_under_another_plan(tmp_path):
     assert state["global_step"] == 6
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_from_the_end_of_a_pass(tmp_path):
     changes = {"save_strategy": "steps", "save_steps": SAMPLES // BATCH, "logging_steps": 100}
     expected = alone(tmp_path / "alone", **(changes | {"save_strategy": "no"}))
