@@ -195,7 +195,9 @@ _SAID_PLAINLY = {
 
 
 def _with_what_was_given(message: str, cause: BaseException | None) -> str:
-    """Name the refused value where the message does not: newer typers leave it in the cause."""
+    """Say in our words what was refused, and name the value where the message does not: newer
+    typers leave it in the cause.
+    """
     for said, plainly in _SAID_PLAINLY.items():
         message = message.replace(said, plainly)
     errors = getattr(cause, "errors", None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from planner.graph import Affine
 from planner.ops.families.entries.routing import GROUPED_MM, SORT_ROWS, UNSORT_ROWS
-from planner.templates.shared_parts import width_of
+from planner.templates.shared_parts import shared_heads, width_of
 from planner.templates.tape import COUNTS, LAST, ROWS, STREAM, Tape, Value, experts_place
 from planner.templates.transformer import Experts, Transformer
 
@@ -181,7 +181,6 @@ def _attended(tape: Tape, model: Transformer, query: Value, key: Value, value: V
     tape.module = "self_attention.core_attention"
     query, key, value = (tape.transpose(each, 1, 2) for each in (query, key, value))
     if model.fused_attention:
-        grouped = (("enable_gqa", True),) if key.shape[1] != query.shape[1] else ()
         made = tape.call(
             "aten.scaled_dot_product_attention.default",
             query,
@@ -192,7 +191,7 @@ def _attended(tape: Tape, model: Transformer, query: Value, key: Value, value: V
             True,
             shapes=((*query.shape[:-1], width),),
             places=("S(1)",),
-            kwargs=grouped,
+            kwargs=shared_heads(query, key),
         )[0]
     else:
         made = _attended_by_parts(tape, model, query, key, value)

@@ -36,7 +36,6 @@ def attended(
     s, width = model.seq_len, value.shape[-1]
     assert isinstance(width, int)
     shape = (*query.shape[:-1], width)
-    grouped = (("enable_gqa", True),) if key.shape[1] != query.shape[1] else ()
     attended = tape.call(
         "aten.scaled_dot_product_attention.default",
         query,
@@ -47,7 +46,7 @@ def attended(
         True,
         shapes=(shape,),
         places=(query.place,),
-        kwargs=(("scale", scale), *grouped),
+        kwargs=(("scale", scale), *shared_heads(query, key)),
     )[0]
     reshape = "aten.reshape.default"
     attended = tape.view(attended, shape, said=(BATCH, -1, s, width), target=reshape)
@@ -74,6 +73,11 @@ def gated(tape: Tape, x: Value, width: int, module: str) -> Value:
     both = tape.pointwise("aten.mul.Tensor", gate, up)
     tape.module = f"{module}.down_proj"
     return tape.linear(both, width_of(x), split="rows")
+
+
+def shared_heads(query: Value, key: Value) -> tuple[tuple[str, bool], ...]:
+    """Return the option of attention whose heads of keys are each that of several of queries."""
+    return (("enable_gqa", True),) if key.shape[1] != query.shape[1] else ()
 
 
 def width_of(x: Value) -> int:

@@ -55,12 +55,6 @@ def attention(call: Call) -> Iterator[OpSharding]:
     yield from by_letters(letters, [[*batch, positions, None]])
 
 
-def grouped_by_query_head(call: Call) -> Iterator[OpSharding]:
-    """Heads of queries on more ranks than there are heads of keys."""
-    if call.arg(7, "enable_gqa", False):
-        yield from heads_of_queries(call)
-
-
 def causal_by_query(call: Call) -> Iterator[OpSharding]:
     """With is_causal a rank's queries are at later positions than it counts itself."""
     if call.arg(5, "is_causal", False):
@@ -198,7 +192,7 @@ ATTENTION = register(
         targets=aten("scaled_dot_product_attention"),
         shard=(
             ShardRule(attention),
-            ShardRule(grouped_by_query_head, contiguous=True),
+            ShardRule(heads_of_queries, contiguous=True),
             ShardRule(causal_by_query, contiguous=True, together=True),
         ),
         local_form=lambda placed: with_own_keys(placed, attention_on_shard),

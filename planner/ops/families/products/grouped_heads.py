@@ -31,10 +31,12 @@ it makes, axis).
 
 
 def heads_of_queries(call: Call) -> Iterator[OpSharding]:
-    """Yield heads of queries (and of a mask that has them) divided, keys and values whole."""
+    """Yield heads of queries (and of a mask that has them) divided, keys and values whole, on more
+    ranks than there are heads of keys.
+    """
     query, key = call.inputs[:2]
     heads = len(query) - 3
-    if heads >= 0 and key[heads] > 1 and key[heads] % call.axis_size:
+    if heads >= 0 and 1 < key[heads] < query[heads] and key[heads] % call.axis_size:
         place = Shard(heads)
         masks = (
             place if len(mask) == len(query) and mask[heads] == query[heads] else R

@@ -42,12 +42,6 @@ def by_head(call: Call) -> Iterator[OpSharding]:
     yield from by_letters(letters, [[0, 1, None, None]])
 
 
-def grouped_by_query_head(call: Call) -> Iterator[OpSharding]:
-    """Yield shards of heads on more ranks than there are heads of keys."""
-    if call.inputs[0][1] != call.inputs[1][1]:
-        yield from heads_of_queries(call)
-
-
 def by_query(call: Call) -> Iterator[OpSharding]:
     """Yield shards of queries, which are at later positions than a rank counts itself."""
     for count in (1, *call.segments):
@@ -100,7 +94,7 @@ register(
         targets=(MASKED,),
         shard=(
             ShardRule(by_head),
-            ShardRule(grouped_by_query_head, contiguous=True),
+            ShardRule(heads_of_queries, contiguous=True),
             ShardRule(by_query, contiguous=True, together=True),
         ),
         local_form=lambda placed: with_own_keys(placed, on_shard),

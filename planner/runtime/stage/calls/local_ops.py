@@ -171,10 +171,10 @@ def own_key_heads(keys: Tensor, queries: int, of_group: int, heads: int, group: 
     """Return the heads of keys (or values) [..., K, k, d] that this rank's queries read.
 
     A rank has `queries` heads of queries; `of_group` of them in a row share a head of keys. Where
-    `heads` is `queries`, each gets one, a copy if need be; else they lie side by side in memory.
+    `heads` is `queries`, each gets a copy of one; fewer, and one alone, lie side by side in memory.
     """
     first = collectives.rank(group) * queries
-    if heads == queries:
+    if queries == heads > 1:
         own = torch.arange(first, first + queries, device=keys.device) // of_group
         return keys.index_select(-3, own)
     return keys.narrow(-3, first // of_group, heads)

@@ -50,6 +50,8 @@ def test_a_run_of_heads_is_a_view_and_shared_heads_are_copied():
     assert offered(single) == {"S(0)->S(0)", "S(3)->S(3)", "P->P"}  # on another axis, not by head
     assert view(single).strides == keys.stride()
     assert own_key_heads(keys, 2, 2, 1, "").data_ptr() == keys.data_ptr()
+    assert view(one_op(OWN_KEYS, keys, 1, 2, 1, "")).strides == keys.stride()  # one of each
+    assert own_key_heads(keys, 1, 2, 1, "").data_ptr() == keys.data_ptr()
     copied = one_op(OWN_KEYS, keys, 3, 2, 3, "")
     assert view(copied) is None
     assert own_key_heads(keys, 3, 2, 3, "")[0, :, 0, 0].tolist() == [0, 0, 1]
