@@ -20,6 +20,7 @@ from tests.runtime.scenarios import capture
 from tests.runtime.start.test_started import TRAIN, losses_alone
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not())]
+NEEDS_DELAY = pytest.mark.skipif(bool(why_no_delay()), reason=why_no_delay())
 
 PORT = "29511"
 WHERE = """
@@ -81,9 +82,13 @@ def preflight(nodes, folder, *, rate=1e3, meet_s=60, variables=None, names=None)
     ("count", "sizes"),
     [(2, {"dp": 2, "pp": 2}), (2, {"tp": 2, "dp": 2}), (4, {"dp": 4, "pp": 2, "zero_stage": 2})],
 )
-def test_nodes_train_as_one_process(tmp_path, count, sizes):
+@pytest.mark.parametrize("is_bad", [False, pytest.param(True, marks=NEEDS_DELAY)])
+def test_nodes_train_as_one_process(tmp_path, count, sizes, is_bad):
+    """With good links, and where one of them is long and loses a frame in a hundred."""
     plan = write_run(tmp_path, num_microbatches=2, **sizes)
     with Nodes(count) as nodes:
+        if is_bad:
+            nodes.delay("node-b", 0.02, loss=0.01)
         started = launch(nodes, tmp_path)
         told = [process.communicate(timeout=250)[1] for process in started.values()]
         assert [process.returncode for process in started.values()] == [0] * count, told
@@ -204,11 +209,11 @@ def test_a_name_that_stands_for_the_loopback_is_named(tmp_path):
     assert "node-b gives an address that only it can reach" in told
 
 
-@pytest.mark.skipif(bool(why_no_delay()), reason=why_no_delay())
+@NEEDS_DELAY
 def test_preflight_names_the_node_with_the_long_delay(tmp_path):
     write_run(tmp_path, dp=3, per_node=1)
     with Nodes(3) as nodes:
-        nodes.delay("node-c", "80ms")
+        nodes.delay("node-c", 0.08, loss=0.01)
         _, reports = preflight(nodes, tmp_path, rate=1e7)
     told = "\n".join(reports["node-a"]["problems"])
     assert "all links of node-c to other nodes are slow" in told
@@ -282,11 +287,31 @@ def test_a_profile_names_the_node_with_the_slow_link(tmp_path):
         assert (rate < 0.02e9) == ("node-b" in pair)  # 100 Mbit/s are 0.0125 GB/s
 
 
+@NEEDS_DELAY
 @pytest.mark.timeout(500)
-def test_a_search_lays_no_tp_over_a_slow_link(tmp_path):
+def test_a_profile_names_the_node_with_the_long_delay(tmp_path):
+    with Nodes(3) as nodes:
+        nodes.delay("node-b", 0.02, loss=0.01)
+        printed = profile(nodes, tmp_path, per_node=1, out="profile")
+    kept = load_profile(tmp_path / "profile").file
+    (line,) = [line for line in kept.findings if "links of" in line]
+    assert line.startswith("slow node: the links of node-b to all other nodes: ")
+    assert line in printed
+    assert len(kept.node_links) == 3
+    for link in kept.node_links:
+        # Half of the way there and back, of which half is delayed.
+        assert (link.latency_s > 0.008) == ("node-b" in link.nodes)
+
+
+@pytest.mark.parametrize("bad", ["slow", pytest.param("long", marks=NEEDS_DELAY)])
+@pytest.mark.timeout(500)
+def test_a_search_lays_no_tp_over_a_bad_link(tmp_path, bad):
     """Two nodes of two: the best plan keeps tp inside them; tp over both is priced by the link."""
     with Nodes(2) as nodes:
-        nodes.limit_rate("node-b", "500mbit")
+        if bad == "slow":
+            nodes.limit_rate("node-b", "500mbit")
+        else:
+            nodes.delay("node-b", 0.005, loss=0.01)
         profile(nodes, tmp_path, per_node=2, out="profile")
     measured = load_profile(tmp_path / "profile")
     assert measured.cluster.devices_per_node == 2
