@@ -15,7 +15,7 @@ from tests.model_matrix import REFUSED, model_matrix
 LENGTH = 13
 """Of sequences: no width of a model is as large, so that pairs of positions are told by sizes."""
 
-WRITTEN_OUT = {"hf-gemma2", "hf-bloom", "hf-gptj", "hf-gpt-oss", "hf-deberta-v2"}
+WRITTEN_OUT = {"hf-gemma2", "hf-bloom", "hf-gpt-oss", "hf-deberta-v2"}
 """Their attention is products, a mask that is added, and softmax: it makes all scores."""
 
 WITHOUT = {"hf-mamba", "hf-mamba2"}
