@@ -275,8 +275,8 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "the model writes in place into p; write the out-of-place form (x = x + y)": writes(
         aten.add_.Tensor, "p", "x"
     ),
-    "the in-place op aten.bernoulli_.float has no pure form; write the out-of-place form": writes(
-        aten.bernoulli_.float, "x"
+    "the in-place op aten.fill_diagonal_.default has no pure form; write the out-of-place ": writes(
+        aten.fill_diagonal_.default, "x"
     ),
     "model file none.py does not exist; give a .py file that defines model()": lambda: (
         load_model_file("none.py")

@@ -48,14 +48,27 @@ def pure_form(
         if (old.shape, old.dtype) == (new.shape, new.dtype):
             return None, args, written
         return torch.ops.aten.copy.default, args, written
-    packet = getattr(torch.ops.aten, name, None)
-    overload = target._overloadname
-    if packet is None or overload not in packet.overloads():
+    pure = _of_arguments(target, name) or _of_arguments(target, f"{name}_functional")
+    if pure is None:
         raise CaptureError(
             f"the in-place op {target}{node_line(node)} has no pure form; "
             "write the out-of-place form"
         )
-    return getattr(packet, overload), args, written
+    return pure, args, written
+
+
+def _of_arguments(target: Any, name: str) -> Any:
+    """Return the op of a name that takes what `target` takes, its ``out`` aside; None without."""
+
+    def taken(op: Any) -> list[Any]:
+        arguments = [(a.name, str(a.type)) for a in op._schema.arguments if a.name != "out"]
+        # What is written is `self`, where the pure form has `input` (dropout) too.
+        return [arguments[0][1], *arguments[1:]] if arguments else []
+
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = () if packet is None else (getattr(packet, each) for each in packet.overloads())
+    pure = (each for each in overloads if not any(a.is_out for a in each._schema.arguments))
+    return next((each for each in pure if taken(each) == taken(target)), None)
 
 
 def without_out(
@@ -63,14 +76,9 @@ def without_out(
 ) -> tuple[Any, Any, Ref]:
     """Return an op that writes into its ``out`` without it: target, kwargs, the tensor written."""
     written = dict(kwargs).get("out")
-    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if a.name != "out"]
-    packet = getattr(torch.ops.aten, target._schema.name.split("::")[1])
-    for overload in packet.overloads():
-        pure = getattr(packet, overload)
-        if [(a.name, str(a.type)) for a in pure._schema.arguments] == wanted and isinstance(
-            written, Ref
-        ):
-            return pure, tuple((k, v) for k, v in kwargs if k != "out"), written
+    pure = _of_arguments(target, target._schema.name.split("::")[1])
+    if pure is not None and isinstance(written, Ref):
+        return pure, tuple((k, v) for k, v in kwargs if k != "out"), written
     raise CaptureError(
         f"the op {target}{node_line(node)} writes into tensors it is given; write the "
         "out-of-place form"

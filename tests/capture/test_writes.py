@@ -37,6 +37,22 @@ def test_the_pure_form_of_an_op_in_place():
         pure_form(record, NODE, aten.add_.Tensor, (Ref("p"), Ref("x")))
 
 
+@pytest.mark.parametrize(
+    ("in_place", "args", "pure"),
+    [
+        (aten.bernoulli_.float, (0.5,), aten.bernoulli.p),  # stochastic depth
+        (aten.normal_.default, (0.0, 1.0), aten.normal_functional.default),
+        (aten.pow_.Scalar, (2,), aten.pow.Tensor_Scalar),
+        (aten.pow_.Tensor, (Ref("p"),), aten.pow.Tensor_Tensor),
+        (aten.floor_divide_.Tensor, (Ref("p"),), aten.floor_divide.default),
+        (aten.dropout_.default, (0.5, True), aten.dropout.default),
+    ],
+)
+def test_a_pure_form_takes_the_same_by_whatever_name(in_place, args, pure):
+    """N1: overloads of one name may take other things: pow.Scalar a tensor as exponent."""
+    assert pure_form(recorder(), NODE, in_place, (Ref("x"), *args))[0] is pure
+
+
 def test_an_op_with_an_out_without_it():
     record = recorder()
     given = (("out", Ref("x")),)

@@ -41,6 +41,8 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "randperm": lambda y: y[:, torch.randperm(WIDTH)],
     "bernoulli": lambda y: y * torch.bernoulli(y.sigmoid()),
     "multinomial": lambda y: y * F.one_hot(torch.multinomial(y.softmax(-1), 2), WIDTH).sum(1),
+    "stochastic depth": lambda y: y * y.new_empty(y.shape[0], 1).bernoulli_(0.8).div_(0.8),
+    "normal_": lambda y: y + 0.1 * torch.empty_like(y).normal_(),
     "uniform_": lambda y: y + torch.zeros_like(y).uniform_(-1, 1),
     "gumbel_softmax": lambda y: F.gumbel_softmax(y, tau=0.5),
     "hard gumbel_softmax": lambda y: F.gumbel_softmax(y, hard=True),
@@ -51,7 +53,9 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", telling_first(DRAWS, {"uniform_", "poisson", "dropout beside"}))
+@pytest.mark.parametrize(
+    "name", telling_first(DRAWS, {"stochastic depth", "poisson", "dropout beside"})
+)
 def test_a_forward_that_draws_is_compared_with_fixed_draws(name):
     """N3: two microbatches draw what the whole batch does, and the report names the op."""
     report = verify_here(lambda: Noisy(DRAWS[name]), steps=2)

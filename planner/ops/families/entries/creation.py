@@ -187,8 +187,8 @@ register(
     OpFamily(
         name="random numbers of a tensor's size",
         targets=aten(
-            "rand_like randn_like randint_like bernoulli exponential uniform normal log_normal"
-            " cauchy geometric random poisson rrelu rrelu_with_noise"
+            "rand_like randn_like randint_like bernoulli exponential uniform normal"
+            " normal_functional log_normal cauchy geometric random poisson rrelu rrelu_with_noise"
         ),
         random=True,
         across=Across(rule=like),
