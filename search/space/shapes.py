@@ -18,6 +18,7 @@ from math import prod
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
+from planner.graph.tables import sparse_tables
 from planner.layout.axes import (
     Axis,
     Degrees,
@@ -126,7 +127,14 @@ class Space:
             return
         cuts = " * ".join(axis.name for axis in batch_axes())
         mixed = block_of_several_dtypes(graph, request.precision)
+        tables = [graph.tensor[name].fqn for name in sparse_tables(graph)]
         for degrees, pp in self.meshes():
+            if tables and degrees.along("data") > degrees.along("batch"):
+                reasons.setdefault(
+                    "sparse tables and the batch",
+                    f"{tables[0]} has a sparse gradient, of whole samples; leave out `cp`",
+                )
+                continue
             if pp > len(graph.blocks):
                 reasons.setdefault(
                     "too few blocks", f"pp={pp} is more than {len(graph.blocks)} blocks"
@@ -159,6 +167,12 @@ class Space:
                     reasons.setdefault(
                         "zero takes one dtype a block",
                         f"ZeRO gathers a block's parameters as one tensor, and {mixed}",
+                    )
+                    zeros = [zero for zero in zeros if zero == 0]
+                if tables and degrees.along("shards") > 1 and any(zeros):
+                    reasons.setdefault(
+                        "zero leaves sparse tables",
+                        f"ZeRO cuts no table with a sparse gradient, such as {tables[0]}",
                     )
                     zeros = [zero for zero in zeros if zero == 0]
                 if degrees.along("shards") == 1 or not can_shard:

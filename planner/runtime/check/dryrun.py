@@ -22,6 +22,7 @@ from torch import nn
 from planner.errors import PlanError
 from planner.graph import ModelGraph
 from planner.plan import Plan
+from planner.runtime.check.adam_of_rows import AdamOfRows
 from planner.runtime.check.ledger import CountedHost, Ledger, MemorySample, count_shards_as_host
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def _track(
             model,
             mesh,
             # Fused: the plain loop reads step counters, which have no value in a dry run.
-            optimizer=lambda p: torch.optim.AdamW(p, fused=True),
+            optimizer=lambda p: AdamOfRows(p, fused=True),
             host=CountedHost(mesh.device, ledger),
             values=values,
         )

@@ -71,7 +71,8 @@ class Ledger(TorchDispatchMode):
             message = args[1].untyped_storage().nbytes()
             self._peak_bytes = max(self._peak_bytes, self.live_bytes + message)
         for leaf in torch.utils._pytree.tree_leaves(made):
-            if isinstance(leaf, Tensor):
+            # (A sparse tensor has tensors of numbers and values, which other ops made.)
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
                 # A DTensor is a shell of the whole's size around its local tensor.
                 held = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
                 if held.device.type != "meta":  # which takes no memory

@@ -62,12 +62,14 @@ def shard_stage(
     placements: Mapping[str, Placements],
     precision: Precision,
     *,
+    whole: Set[str] = frozenset(),
     on_host: bool = False,
 ) -> None:
     """Shard a stage in place, one FSDP2 unit per block and one for shared parameters.
 
     Parameters on the meta device get memory once they are shards, without values: so no rank ever
-    holds a stage whole. `placements` gives those of each parameter by the user's name. Raises
+    holds a stage whole. `placements` gives those of each parameter by the user's name; those in
+    `whole` are left alone. Raises
     LayoutError where more than one axis cuts parameters: FSDP2 takes DTensors of one axis.
     """
     device_mesh = mesh.device_mesh()
@@ -77,6 +79,7 @@ def shard_stage(
     _refuse_dtypes(stage)
     _make_contiguous(stage)
     ignored = {p for p in stage.parameters() if not can_shard(p, zero_stage)}
+    ignored |= {p for fqn, p in stage.named_params().items() if fqn in whole}
     for axis in cut:
         _as_dtensors(stage, device_mesh[axis], axis, placements, ignored)
     data_mesh = device_mesh["shards"]

@@ -8,8 +8,9 @@ whole model.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from planner.runtime.state.optimizers.optimizer import build_optimizer, read_bey
 from planner.runtime.state.optimizers.owned import Owned
 from planner.runtime.state.optimizers.shards import stepping_shards
 from planner.runtime.state.optimizers.whole_params import WholeParams, stepped_on
+from planner.runtime.state.tables import build_tables, check_takes_rows
 from planner.runtime.state.tied import tied_copies
 from planner.runtime.step.clip import clip_gradients
 from planner.runtime.step.messages.wiring import stage_params
@@ -55,6 +57,7 @@ class TrainedParams:
         graph: ModelGraph,
         plan: Plan,
         mesh: Mesh,
+        stages: Mapping[int, StageModule],
         owners: Mapping[int, Owner],
         placements: Mapping[str, Placements],
         *,
@@ -67,13 +70,21 @@ class TrainedParams:
         self._buckets: dict[int, GradBuckets] = {}
         group = mesh.group("data")
         self._unbucketed: list[nn.Parameter] = []
+        self._tables = build_tables(
+            graph,
+            plan,
+            mesh,
+            weights={index: stage.named_params() for index, stage in stages.items()},
+            stepped={index: _stepped(owner) for index, owner in owners.items()},
+        )
         for index, owner in owners.items():
-            params = list(owner.named_params().values())
+            named = owner.named_params()
+            params = [param for fqn, param in named.items() if fqn not in self._tables]
             summed = [p for p in params if not self._is_shard(p)] if group is not None else []
             if group is not None and summed:
                 self._buckets[index] = GradBuckets(summed, group)
             self._unbucketed += params if group is None else filter(self._is_shard, params)
-        self._tied = tied_copies(graph, plan, mesh, owners)
+        self._tied = tied_copies(graph, plan, mesh, owners, without=self._tables)
         self._host = host
         self._updates: HostUpdates | None = None
         self._whole: WholeParams | None = None
@@ -88,16 +99,14 @@ class TrainedParams:
         return _by_name(owner.named_params() for owner in self._owners.values())
 
     def with_gradients(self) -> Iterator[nn.Parameter]:
-        """Yield all that has a gradient of its own."""
+        """Yield all that has a gradient of its own; of a table what stands for its rows'."""
         for owner in self._owners.values():
-            yield from owner.named_params().values()
+            yield from (p for fqn, p in owner.named_params().items() if fqn not in self._tables)
+        yield from (table.sums for table in self._tables.values() if table.sums is not None)
 
     def stepped_by_name(self) -> dict[str, list[nn.Parameter]]:
         """Return what the optimizer steps on, by the user's names."""
-        return _by_name(
-            owner.masters() if isinstance(owner, HostMasters) else owner.named_params()
-            for owner in self._owners.values()
-        )
+        return _by_name(map(_stepped, self._owners.values()))
 
     def build_optimizer(
         self,
@@ -110,6 +119,8 @@ class TrainedParams:
         nothing else does from now on (`planner.runtime.state.optimizers.owned`).
         """
         optimizer = build_optimizer(given, module, self.stepped_by_name())
+        if optimizer is not None:
+            check_takes_rows(optimizer, self._tables.values())
         # (AdamW, the default, works by element: nothing to measure.)
         if optimizer is not None and given is not None and self._plan.world_size > 1:
             self._make_whole(optimizer)
@@ -161,6 +172,8 @@ class TrainedParams:
             buckets.zero()
         for param in self._unbucketed:
             param.grad = None
+        for table in self._tables.values():
+            table.clear()
         for owner in self._owners.values() if self._sharded else ():
             assert isinstance(owner, StageModule)
             zero.forget_gradients(owner)
@@ -176,6 +189,8 @@ class TrainedParams:
             buckets.finish()
         for tied in self._tied:
             tied.sum()
+        for table in self._tables.values():
+            table.sum()
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients to a joint norm of at most `max_norm`; return the norm before."""
@@ -190,6 +205,7 @@ class TrainedParams:
     def _shares(self) -> Iterator[tuple[nn.Parameter, float]]:
         """Yield parameters with the share of each that counts for the gradient's norm."""
         metas = {meta.fqn: meta for meta in self._graph.params}
+        of_tables: dict[str, float] = defaultdict(float)
         users = stage_params(self._graph, self._plan)
         for index, owner in self._owners.items():
             for fqn, param in owner.named_params().items():
@@ -200,7 +216,14 @@ class TrainedParams:
                     is_piece = isinstance(self._placements[name][axis.name], Shard)
                     # Whole on the axis: each of its ranks has the same gradient.
                     copies *= 1 if is_piece else self._mesh.size(axis.name)
+                if fqn in self._tables:
+                    of_tables[fqn] += is_first_copy / copies
+                    continue
                 yield param, is_first_copy / copies
+        for fqn, share in of_tables.items():
+            sums = self._tables[fqn].sums
+            if sums is not None:
+                yield sums, share
 
     def write_back(self) -> None:
         """Bring the parameters of the stages to the values of what the optimizer steps on."""
@@ -220,7 +243,12 @@ class TrainedParams:
         """
         named = self.by_name() if unreached else {}
         owned = nullcontext() if self._owned is None else self._owned.stepping()
-        with owned, without_gradients(p for fqn in unreached for p in named.get(fqn, ())):
+        with ExitStack() as around:
+            around.enter_context(owned)
+            passed_over = (p for fqn in unreached for p in named.get(fqn, ()))
+            around.enter_context(without_gradients(passed_over))
+            for table in self._tables.values():
+                around.enter_context(table.given())
             self._step(optimizer)
 
     def _step(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -239,6 +267,10 @@ class TrainedParams:
         for owner in self._owners.values():
             if isinstance(owner, MasterParams):
                 owner.write_back()
+
+
+def _stepped(owner: Owner) -> dict[str, nn.Parameter]:
+    return owner.masters() if isinstance(owner, HostMasters) else owner.named_params()
 
 
 def _by_name(stages: Iterable[Mapping[str, nn.Parameter]]) -> dict[str, list[nn.Parameter]]:

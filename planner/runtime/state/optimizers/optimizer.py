@@ -214,8 +214,6 @@ def _check_step(optimizer: torch.optim.Optimizer) -> None:
             f"{name} evaluates the model several times in a step, which the "
             "engine does not; use an optimizer whose step() needs no closure"
         )
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise ModelError(f"{name} takes sparse gradients, and those of a plan are dense; use Adam")
     hooks = {
         **_global_optimizer_pre_hooks,
         **_global_optimizer_post_hooks,
