@@ -58,6 +58,8 @@ class OnHost:
     """The optimizer's state."""
     activations: bool = False
     """What microbatches keep for their backwards."""
+    tables: bool = False
+    """Tables with sparse gradients."""
 
 
 NOTHING = OnHost()

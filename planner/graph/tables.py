@@ -3,16 +3,22 @@
 A model says so with ``nn.Embedding(sparse=True)``: an optimizer then changes touched rows alone.
 In a captured graph the lookup is ATen's, with its argument `sparse`; what runs is an op of ours
 (`TABLE_LOOKUP`), which hands the gradients of rows to whoever keeps the table.
+
+A plan may keep tables in the host's memory, sparse or not: their lookups are this op, too.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 
+from planner.errors import PlanError
 from planner.graph.model_graph import Arg, ModelGraph, Op, Program, Ref
 
 TABLE_LOOKUP = "planner.table_lookup"
-"""Target of a lookup whose gradient is rows; args (Ref of the table, Ref of indices, padding)."""
+"""Target of a lookup whose gradient is rows; args (Ref of the table, Ref of indices, padding,
+whether the model has the gradient as a sparse tensor)."""
 
 _LOOKUP = "aten.embedding.default"
 _PADDING, _BY_FREQUENCY, _SPARSE = 2, 3, 4
@@ -20,11 +26,15 @@ _PADDING, _BY_FREQUENCY, _SPARSE = 2, 3, 4
 
 def is_sparse_lookup(op: Op) -> bool:
     """Whether an op is a lookup whose gradient the model has as rows."""
+    if op.target == TABLE_LOOKUP:
+        return bool(op.args[3])
     return op.target == _LOOKUP and bool(_arg(op, _SPARSE, "sparse", False))
 
 
 def can_have_rows(op: Op, name: str) -> bool:
     """Whether an op reads a table by lookups alone, whose gradients no count scales."""
+    if op.target == TABLE_LOOKUP:
+        return True
     is_table = (
         isinstance(op.args[0], Ref) and op.inputs.count(name) == 1 and op.args[0].name == name
     )
@@ -32,33 +42,138 @@ def can_have_rows(op: Op, name: str) -> bool:
     return is_table and op.target == _LOOKUP and not by_frequency
 
 
-def sparse_tables(graph: ModelGraph) -> tuple[str, ...]:
-    """Return the parameters whose gradients are rows, by their names in the graph."""
-    found: dict[str, None] = {}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A trained parameter that lookups alone read.
+
+    Attributes:
+        name, fqn: its names in the graph and in the user's module.
+        rows, width: its shape.
+        is_sparse: whether its gradient is a sparse tensor in the model.
+        per_sample: rows looked up for a sample, some perhaps several times.
+    """
+
+    name: str
+    fqn: str
+    rows: int
+    width: int
+    is_sparse: bool
+    per_sample: int
+
+
+def tables_of(graph: ModelGraph) -> tuple[Table, ...]:
+    """Return the tables of a graph, in the order of their first blocks."""
+    readers: dict[str, list[tuple[Op, str, Program]]] = defaultdict(list)
     for block in graph.blocks:
         program = graph.classes[block.class_index]
         names = dict(zip(program.params, block.params, strict=True))
         for op in program.ops:
-            if op.target == TABLE_LOOKUP or is_sparse_lookup(op):
-                found[names[op.inputs[0]]] = None
+            for inner in dict.fromkeys(op.inputs):
+                if inner in names:
+                    readers[names[inner]].append((op, inner, program))
+    found = []
+    for name, ops in readers.items():
+        meta = graph.tensor[name]
+        if meta.kind != "param" or not meta.requires_grad or len(meta.shape) != 2:
+            continue
+        if not all(can_have_rows(op, inner) for op, inner, _ in ops):
+            continue
+        rows, width = meta.shape_at(1)
+        indices = [program.tensor[op.inputs[1]] for op, _, program in ops]
+        found.append(
+            Table(
+                name=name,
+                fqn=meta.fqn,
+                rows=rows,
+                width=width,
+                is_sparse=all(is_sparse_lookup(op) for op, _, _ in ops),
+                per_sample=sum(each.numel_at(2) - each.numel_at(1) for each in indices),
+            )
+        )
     return tuple(found)
 
 
-def with_table_lookups(graph: ModelGraph) -> ModelGraph:
-    """Return the graph that runs: lookups with a gradient of rows are ops of ours."""
-    classes = tuple(_with_lookups(program) for program in graph.classes)
-    return graph if classes == graph.classes else replace(graph, classes=classes)
+def tables_with_rows(graph: ModelGraph) -> tuple[str, ...]:
+    """Return the parameters whose gradients are rows, by their names in the graph."""
+    return tuple(
+        table.name
+        for table in tables_of(graph)
+        if table.is_sparse or graph.tensor[table.name].on_host
+    )
 
 
-def _with_lookups(program: Program) -> Program:
-    if not any(map(is_sparse_lookup, program.ops)):
+def without_mixed_classes(graph: ModelGraph, names: Collection[str]) -> frozenset[str]:
+    """Return the parameters, and those that blocks of their classes have in their places."""
+    found = set(names)
+    while True:
+        more = {
+            other
+            for at, own in _places(graph)
+            if found.intersection(own) and not found.issuperset(own)
+            for other in own
+        }
+        if more <= found:
+            return frozenset(found)
+        found |= more
+
+
+def with_table_lookups(graph: ModelGraph, on_host: Collection[str] = ()) -> ModelGraph:
+    """Return the graph that runs: lookups with a gradient of rows are ops of ours.
+
+    `on_host` names the tables that are kept in the host's memory, as the user's module does. Raises
+    PlanError for what is no table, or where a block has one there that an equal block has not.
+    """
+    tables = {table.fqn: table for table in tables_of(graph)} if on_host else {}
+    for fqn in on_host:
+        if fqn not in tables:
+            raise PlanError(
+                f"the plan keeps {fqn} on the host, which is no trained table that lookups alone "
+                "read; search again"
+            )
+    names = {tables[fqn].name for fqn in on_host}
+    if without_mixed_classes(graph, names) != names:
+        raise PlanError(
+            "the plan keeps a table on the host and not that of an equal block; search again"
+        )
+    own: dict[int, set[str]] = defaultdict(set)
+    for (class_index, inner), params in _places(graph):
+        if names.intersection(params):
+            own[class_index].add(inner)
+    classes = tuple(_with_lookups(p, own[index]) for index, p in enumerate(graph.classes))
+    if classes == graph.classes:
+        return graph
+    tensors = tuple(
+        replace(meta, on_host=True) if meta.name in names else meta for meta in graph.tensors
+    )
+    return replace(graph, classes=classes, tensors=tensors)
+
+
+def _places(graph: ModelGraph) -> Iterator[tuple[tuple[int, str], set[str]]]:
+    """Yield each class's places of parameters, with the parameters that blocks have there."""
+    found: dict[tuple[int, str], set[str]] = defaultdict(set)
+    for block in graph.blocks:
+        program = graph.classes[block.class_index]
+        for inner, name in zip(program.params, block.params, strict=True):
+            found[block.class_index, inner].add(name)
+    yield from found.items()
+
+
+def _with_lookups(program: Program, on_host: Collection[str]) -> Program:
+    def is_changed(op: Op) -> bool:
+        return op.target == _LOOKUP and (is_sparse_lookup(op) or op.inputs[0] in on_host)
+
+    if not on_host and not any(map(is_changed, program.ops)):
         return program
-    ops = (_own(op) if is_sparse_lookup(op) else op for op in program.ops)
-    return replace(program, ops=tuple(ops))
+    ops = tuple(_own(op) if is_changed(op) else op for op in program.ops)
+    tensors = (
+        replace(meta, on_host=True) if meta.name in on_host else meta for meta in program.tensors
+    )
+    return replace(program, ops=ops, tensors=tuple(tensors))
 
 
 def _own(op: Op) -> Op:
-    args = (*op.args[:2], _arg(op, _PADDING, "padding_idx", -1))
+    padding = _arg(op, _PADDING, "padding_idx", -1)
+    args = (*op.args[:2], padding, is_sparse_lookup(op))
     return replace(op, target=TABLE_LOOKUP, args=args, kwargs=())
 
 

@@ -18,7 +18,7 @@ from math import prod
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
-from planner.graph.tables import sparse_tables
+from planner.graph.tables import tables_with_rows
 from planner.layout.axes import (
     Axis,
     Degrees,
@@ -127,12 +127,13 @@ class Space:
             return
         cuts = " * ".join(axis.name for axis in batch_axes())
         mixed = block_of_several_dtypes(graph, request.precision)
-        tables = [graph.tensor[name].fqn for name in sparse_tables(graph)]
+        with_rows = [graph.tensor[name] for name in tables_with_rows(graph)]
+        tables = [meta.fqn for meta in with_rows if not meta.on_host]
         for degrees, pp in self.meshes():
-            if tables and degrees.along("data") > degrees.along("batch"):
+            if with_rows and degrees.along("data") > degrees.along("batch"):
                 reasons.setdefault(
-                    "sparse tables and the batch",
-                    f"{tables[0]} has a sparse gradient, of whole samples; leave out `cp`",
+                    "rows of tables and the batch",
+                    f"{with_rows[0].fqn} has a gradient of rows, of whole samples; leave out `cp`",
                 )
                 continue
             if pp > len(graph.blocks):
@@ -172,7 +173,8 @@ class Space:
                 if tables and degrees.along("shards") > 1 and any(zeros):
                     reasons.setdefault(
                         "zero leaves sparse tables",
-                        f"ZeRO cuts no table with a sparse gradient, such as {tables[0]}",
+                        f"ZeRO cuts no table with a sparse gradient, such as {tables[0]}: leave it "
+                        "out, or put tables on the host (`offload` tables)",
                     )
                     zeros = [zero for zero in zeros if zero == 0]
                 if degrees.along("shards") == 1 or not can_shard:

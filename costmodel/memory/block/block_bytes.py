@@ -98,7 +98,7 @@ def _block_bytes(
         )
         copied = (name for name in program.params if tensor[name].kind in _COPIED)
         recompute_rise += sum(tensor[name].bytes_at(1) for name in copied)
-    params = [n for n in program.params if tensor[n].kind == "param"]
+    params = [n for n in program.params if tensor[n].kind == "param" and not tensor[n].on_host]
     sizes = {name: tensor[name].bytes_at(1) for name in params}
     edges = {storage[name].root for name in program.outputs}
     # Pieces of the batch are in memory through the step: nobody keeps or frees them. Of the other

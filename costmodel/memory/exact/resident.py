@@ -29,10 +29,12 @@ from costmodel.memory.parts import ADAMW_STATES, COUNTER_BYTES, Ranks
 from costmodel.time.offload import HOST_BUCKET_BYTES
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.tied import tied_sum_bytes
+from planner.graph.tables import tables_of
 from planner.layout.placements import Placements
 from planner.plan import Plan
 from planner.plan.replication import Replication
 from planner.runtime.step.messages.wiring import block_placements
+from planner.units import DTYPE_BYTES
 from profiles.profile import Amount
 
 
@@ -154,24 +156,51 @@ def batch(rank: RankState) -> Amount:
 def on_host(rank: RankState) -> Amount:
     """Return what an optimizer on the host has there: its state, and what it steps on.
 
-    Without ZeRO that is a copy of the weights, and slots for two buckets of gradients and of
-    weights on their variant (`planner.runtime.state.optimizers.host_optimizer`). A bucket is at
-    least as large as the largest tensor, for which the largest block stands. With ZeRO it is shards
-    of both.
+    Tables are there with two moments, and a step's gradients of rows with what adds them up. Of an
+    optimizer, without ZeRO, that is a copy of the weights, and slots for two buckets of gradients
+    and of weights on their variant (`planner.runtime.state.optimizers.host_optimizer`). A bucket is
+    at least as large as the largest tensor, for which the largest block stands. With ZeRO it is
+    shards of both.
     """
+    tables = _tables_on_host(rank)
     if not rank.plan.optimizer_on_host:
-        return 0
+        return tables
     load, ranks, factor = rank.weights, rank.ranks, rank.ranks.gradient_factor
     counters = COUNTER_BYTES * load.num_params
     if ranks.is_sharded:
         experts = load.spread_bytes
         shard = (load.param_bytes - experts) / ranks.shards + experts / ranks.of_experts.shards
         trained = (ADAMW_STATES + 2) * (factor * shard) + counters
-        return trained + rank.frozen_shard_bytes
+        return tables + trained + rank.frozen_shard_bytes
     stepped = factor * load.param_bytes
     bucket = np.maximum(HOST_BUCKET_BYTES, factor * load.largest_param_bytes)
     buckets = np.minimum(_HOST_SLOTS * bucket, stepped)
-    return (ADAMW_STATES + 1) * stepped + counters + buckets * (1 + 1 / factor)
+    return tables + (ADAMW_STATES + 1) * stepped + counters + buckets * (1 + 1 / factor)
+
+
+def _tables_on_host(rank: RankState) -> int:
+    graph, plan = rank.costs.graph, rank.plan
+    placed: dict[str, Placements] = {}
+    for s in rank.stages:
+        for index in plan.stages[s].blocks:
+            names = graph.blocks[index].params
+            if any(graph.tensor[name].on_host for name in names):
+                _, params, _ = block_placements(graph, plan, index, s)
+                placed |= dict(zip(names, params, strict=True))
+    first = min(rank.stages)
+    samples = plan.stage_microbatch_size(first) * plan.num_microbatches
+    total = 0
+    for table in tables_of(graph):
+        if table.name not in placed or not graph.tensor[table.name].on_host:
+            continue
+        element = DTYPE_BYTES[graph.tensor[table.name].dtype] * rank.ranks.gradient_factor
+        width = table.width // placed[table.name].parts(plan.stage_degrees(first))
+        row = width * element
+        total += (1 + ADAMW_STATES) * table.rows * row + COUNTER_BYTES
+        replicas = plan.stage_degrees(first).along("data")
+        touched = min(table.rows, replicas * table.per_sample * samples)
+        total += _COPIES_OF_ROWS * touched * (row + _NUMBER_BYTES)
+    return total
 
 
 class Part(NamedTuple):
@@ -201,3 +230,6 @@ def resident_parts(rank: RankState) -> Counter[str]:
 
 
 _HOST_SLOTS = 2
+_NUMBER_BYTES, _COPIES_OF_ROWS = 8, 6
+"""Of the gradients of rows that all ranks touch in a step: themselves, and what a lazy Adam makes
+beside them (gathered moments, new ones, their quotient)."""

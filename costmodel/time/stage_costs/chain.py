@@ -188,7 +188,7 @@ class ChainCosts:
         graph, degrees = self.graph, self.split.degrees
         for name, users in graph.shared_params.items():
             meta = graph.tensor[name]
-            for i, j in pairwise(users):
+            for i, j in pairwise(users if not meta.on_host else ()):
                 block = graph.blocks[j]
                 size = meta.bytes_at(1)
                 for axis, layouts in self.layouts.items():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from planner.runtime.state.tables import table_of
 
 
 class AdamOfRows(torch.optim.AdamW):
@@ -15,8 +18,16 @@ class AdamOfRows(torch.optim.AdamW):
     `verify` and dry runs train whatever the user's optimizers are: one that takes both.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], **settings: Any) -> None:
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        *,
+        holding: Callable[[], AbstractContextManager[None]] = nullcontext,
+        **settings: Any,
+    ) -> None:
+        """Inside of `holding`, what is allocated is counted as the host's."""
         super().__init__(params, **settings)
+        self._holding = holding
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -31,7 +42,9 @@ class AdamOfRows(torch.optim.AdamW):
             param.grad = None
         super().step()
         for param, group, grad in rows:
-            self._step_rows(param, group, grad.coalesce())
+            table = table_of(param)
+            with self._holding() if table is not None and table.is_on_host else nullcontext():
+                self._step_rows(param, group, grad.coalesce())
             param.grad = grad
 
     def _step_rows(self, param: Tensor, group: dict[str, Any], grad: Tensor) -> None:

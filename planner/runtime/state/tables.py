@@ -13,21 +13,27 @@ not change.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from planner.errors import LayoutError, ModelError
 from planner.graph import ModelGraph
-from planner.graph.tables import sparse_tables
+from planner.graph.tables import tables_of, tables_with_rows
 from planner.plan import Plan
 from planner.runtime.start.groups.mesh import Mesh
+from planner.runtime.state.host import Host
+from planner.runtime.state.masters import rest_dtype
 from planner.runtime.state.optimizers.reach import takes
 from planner.runtime.state.optimizers.several import Several
 from planner.runtime.step.messages.wiring import stage_params
+
+PART_BYTES = 32 * 2**20
+"""Of rows, exchanged at once."""
 
 ROWS = "rows_of_table"
 """Attribute of a parameter that has its `RowTable`."""
@@ -39,34 +45,51 @@ def table_of(weight: Tensor) -> RowTable | None:
     return found
 
 
-def takes_rows(params: Iterable[Tensor]) -> bool:
-    """Whether the gradient of any of these parameters is sparse."""
-    return any(table_of(param) is not None for param in params)
-
-
 class RowTable:
     """A table on this rank: the gradients of its rows in a step. Mutable.
 
     Attributes:
         fqn: its name in the user's module.
-        stepped: what the optimizer steps on: copies where several stages of the rank have one.
+        stepped: what the optimizer steps on: copies where several stages of the rank have one; on
+            the host there is one.
     """
 
-    def __init__(self, fqn: str, groups: Sequence[dist.ProcessGroup]) -> None:
-        """`groups` are the ranks that have a copy: replicas, then other stages."""
-        self.fqn = fqn
+    def __init__(
+        self,
+        fqn: str,
+        groups: Sequence[dist.ProcessGroup],
+        *,
+        is_sparse: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        host: Host | None = None,
+    ) -> None:
+        """`groups` are the ranks that have a copy: replicas, then other stages. `host` has the
+        table, in this `dtype`. With a gradient that is not sparse in the model the optimizer is
+        given a dense one.
+        """
+        self.fqn, self.is_sparse, self._dtype = fqn, is_sparse, dtype
         self.stepped: list[nn.Parameter] = []
-        self._groups = groups
+        self._weights: list[nn.Parameter] = []
+        self._groups, self._device, self._host = groups, device, host
         self._numbers: list[Tensor] = []
         self._rows: list[Tensor] = []
         self._touched: Tensor | None = None
         self._sums: nn.Parameter | None = None
 
     def keep(self, weight: nn.Parameter, stepped: nn.Parameter) -> None:
-        """Take a copy, as a stage has it and as the optimizer does."""
+        """Take a copy, as a stage has it and as the optimizer does; on the host that is its own."""
+        if self._host is not None:
+            if not self.stepped:
+                master = nn.Parameter(self._host.empty(weight.shape, self._dtype))
+                setattr(master, ROWS, self)
+                self.stepped.append(master)
+            stepped = self.stepped[0]
+        else:
+            self.stepped.append(stepped)
+        self._weights.append(weight)
         for each in (weight, stepped):
             setattr(each, ROWS, self)
-        self.stepped.append(stepped)
 
     def clear(self) -> None:
         """Forget the step before."""
@@ -75,17 +98,40 @@ class RowTable:
         self._touched = self._sums = None
 
     @torch.no_grad()
+    def lookup(self, weight: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the numbers, where the table is, and their rows, on the device, in the dtype of
+        `weight`.
+        """
+        if self._host is None:
+            return indices, F.embedding(indices, weight)
+        with self._host.holding():
+            numbers = torch.empty(indices.numel(), dtype=torch.int64).copy_(indices.reshape(-1))
+            rows = self.stepped[0].detach().index_select(0, numbers)
+            sent = self._host.empty(rows.shape, weight.dtype, is_copied=True).copy_(rows)
+        shape = (*indices.shape, weight.shape[1])
+        made = torch.empty(shape, dtype=weight.dtype, device=self._device)
+        made.view(sent.shape).copy_(sent, non_blocking=True)
+        return numbers, made
+
+    @torch.no_grad()
     def add(self, numbers: Tensor, rows: Tensor, padding_idx: int) -> None:
-        """Keep gradients of rows, [n, width], whose `numbers` [n] are not that of the padding."""
-        if padding_idx >= 0 and not isinstance(numbers, FakeTensor):
-            counts = numbers != padding_idx
-            numbers, rows = numbers[counts], rows[counts]
-        self._numbers.append(numbers)
-        self._rows.append(rows.to(self.stepped[0].dtype, copy=True))
-        if sum(map(len, self._numbers)) > len(self.stepped[0]):
-            # More rows than the table has: each once, they take no more memory than it.
-            numbers, rows = self._take()
-            self._numbers, self._rows = [numbers], [rows]
+        """Keep gradients of rows, [n, width], whose `numbers` [n], as they were looked up, are not
+        that of the padding.
+        """
+        with self._holding():
+            if self._host is not None:
+                sent = self._host.empty(rows.shape, rows.dtype, is_copied=True)
+                self._host.down([(rows, sent)], f"rows of {self.fqn}").wait()
+                rows = sent
+            if padding_idx >= 0 and not isinstance(numbers, FakeTensor):
+                counts = numbers != padding_idx
+                numbers, rows = numbers[counts], rows[counts]
+            self._numbers.append(numbers)
+            self._rows.append(rows.to(self.stepped[0].dtype, copy=True))
+            if sum(map(len, self._numbers)) > len(self.stepped[0]):
+                # More rows than the table has: each once, they take no more memory than it.
+                numbers, rows = self._take()
+                self._numbers, self._rows = [numbers], [rows]
 
     def _take(self) -> tuple[Tensor, Tensor]:
         """Return what was kept, each number once, and let go of it."""
@@ -99,13 +145,26 @@ class RowTable:
     @torch.no_grad()
     def sum(self) -> None:
         """Add up the gradients of the step by row, over all ranks with a copy; all call it."""
-        numbers, rows = self._take()
-        for group in self._groups:
-            numbers, rows = by_row(*_gathered(numbers, rows, group), len(self.stepped[0]))
-        self._touched = numbers
-        # (A parameter with a gradient, and no memory of its own.)
-        self._sums = nn.Parameter(rows.new_empty(()).expand(rows.shape))
-        self._sums.grad = rows
+        assert all(weight.grad is None for weight in self._weights), (
+            "a gradient passed the table by"
+        )
+        with self._holding():
+            numbers, rows = self._take()
+            for group in self._groups:
+                numbers, rows = _gathered(numbers, rows, group, self._device)
+                numbers, rows = by_row(numbers, rows, len(self.stepped[0]))
+            self._touched = numbers
+            # (A parameter with a gradient, and no memory of its own.)
+            self._sums = nn.Parameter(rows.new_empty(()).expand(rows.shape))
+            self._sums.grad = rows
+
+    def _holding(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._host is None else self._host.holding()
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the host has the table."""
+        return self._host is not None
 
     @property
     def sums(self) -> nn.Parameter | None:
@@ -113,19 +172,21 @@ class RowTable:
         return self._sums
 
     def gradient(self) -> Tensor | None:
-        """Return the step's gradient as the optimizer takes it: a sparse tensor."""
+        """Return the step's gradient as the optimizer takes it."""
         if self._touched is None or self._sums is None or self._sums.grad is None:
             return None
-        shape = tuple(self.stepped[0].shape)
-        numbers = self._touched[None]
+        shape, rows = tuple(self.stepped[0].shape), self._sums.grad
+        if not self.is_sparse:
+            return rows.new_zeros(shape).index_copy_(0, self._touched, rows)
         return torch.sparse_coo_tensor(
-            numbers, self._sums.grad, shape, is_coalesced=True, check_invariants=False
+            self._touched[None], rows, shape, is_coalesced=True, check_invariants=False
         )
 
     @contextmanager
     def given(self) -> Iterator[None]:
         """Inside, what the optimizer steps on has the gradient."""
-        gradient = self.gradient()
+        with self._holding():
+            gradient = self.gradient()
         for param in self.stepped:
             param.grad = gradient
         try:
@@ -142,17 +203,22 @@ def build_tables(
     *,
     weights: Mapping[int, Mapping[str, nn.Parameter]],
     stepped: Mapping[int, Mapping[str, nn.Parameter]],
+    host: Host,
 ) -> dict[str, RowTable]:
     """Return this rank's tables by the user's names; every rank calls it, as groups are made.
 
     `weights` and `stepped` give by stage and name what its programs take and what the optimizer
-    steps on. Raises LayoutError for a table of stages with meshes of different shapes.
+    steps on; `host` has those that the plan keeps there. Raises LayoutError for a table of stages
+    with meshes of different shapes.
     """
-    tables: dict[str, RowTable] = {}
+    found: dict[str, RowTable] = {}
     users = stage_params(graph, plan)
     replicas = mesh.group("data")
-    for name in sparse_tables(graph):
-        fqn = graph.tensor[name].fqn
+    with_rows = tables_with_rows(graph)
+    for each in tables_of(graph):
+        name, fqn = each.name, each.fqn
+        if name not in with_rows:
+            continue
         own = [index for index in weights if name in users[index]]
         holders = sorted({plan.stages[s].pp_rank for s, used in enumerate(users) if name in used})
         groups = [] if replicas is None else [replicas]
@@ -160,23 +226,31 @@ def build_tables(
             meshes = [mesh.meshes[pp_rank] for pp_rank in holders]
             if len({each.shape for each in meshes}) > 1:
                 raise LayoutError(
-                    f"{fqn} has a sparse gradient, and stages with other degrees share it; give "
+                    f"{fqn} has a gradient of rows, and stages with other degrees share it; give "
                     "them the same, or leave sparse=True out"
                 )
             group = mesh.open_group(zip(*(each.ranks for each in meshes), strict=True))
             groups += [] if group is None else [group]
         if own:
-            table = tables[fqn] = RowTable(fqn, groups)
+            table = found[fqn] = RowTable(
+                fqn,
+                groups,
+                is_sparse=each.is_sparse,
+                dtype=rest_dtype(graph.tensor[name], plan.precision),
+                device=mesh.device,
+                host=host if graph.tensor[name].on_host else None,
+            )
             for index in own:
                 table.keep(weights[index][fqn], stepped[index][fqn])
-    return tables
+    return found
 
 
 def check_takes_rows(optimizer: torch.optim.Optimizer, tables: Iterable[RowTable]) -> None:
     """Raise ModelError where an optimizer can't step on the gradients it will be given: sparse ones
     of tables, dense ones of all else. A copy of it is tried on small tensors.
     """
-    names = {id(param): table.fqn for table in tables for param in table.stepped}
+    sparse = [table for table in tables if table.is_sparse]
+    names = {id(param): table.fqn for table in sparse for param in table.stepped}
     parts = optimizer.parts if isinstance(optimizer, Several) else (optimizer,)
     groups = [(each, at, g) for each in parts for at, g in enumerate(each.param_groups)]
     for part, at, group in groups:
@@ -211,27 +285,44 @@ def by_row(numbers: Tensor, rows: Tensor, most: int) -> tuple[Tensor, Tensor]:
     return unique, sums.index_put_((inverse,), rows, accumulate=True)
 
 
-def _gathered(numbers: Tensor, rows: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Return the numbers and rows of all ranks of a group, in their order."""
+def _gathered(
+    numbers: Tensor, rows: Tensor, group: dist.ProcessGroup, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the numbers and rows of all ranks of a group, in their order, where they were.
+
+    They are exchanged on the device, as groups are the devices', a part of them at a time.
+    """
     ranks = dist.get_world_size(group)
-    count = torch.tensor([len(numbers)], device=numbers.device)
+    count = torch.tensor([len(numbers)], device=device)
     counts = [torch.empty_like(count) for _ in range(ranks)]
     dist.all_gather(counts, count, group=group)
-    if isinstance(numbers, FakeTensor):
-        lengths = [len(numbers)] * ranks
-    else:
-        lengths = [int(each) for each in counts]
-    most = max(lengths)
-    padded_numbers = numbers.new_zeros(most)
-    padded_numbers[: len(numbers)] = numbers
-    padded_rows = rows.new_zeros((most, *rows.shape[1:]))
-    padded_rows[: len(rows)] = rows
-    all_numbers = [torch.empty_like(padded_numbers) for _ in range(ranks)]
-    all_rows = [torch.empty_like(padded_rows) for _ in range(ranks)]
-    dist.all_gather(all_numbers, padded_numbers, group=group)
-    dist.all_gather(all_rows, padded_rows, group=group)
-    pairs = list(zip(all_numbers, all_rows, lengths, strict=True))
-    return (
-        torch.cat([found[:length] for found, _, length in pairs]),
-        torch.cat([found[:length] for _, found, length in pairs]),
-    )
+    is_fake = isinstance(numbers, FakeTensor)
+    lengths = [len(numbers) if is_fake else int(each) for each in counts]
+    step = max(1, PART_BYTES // max(1, rows[:1].nbytes))
+    parts = range(0, max(lengths), step)
+    found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(ranks)]
+    for start in parts:
+        size = min(step, max(lengths) - start)
+        theirs = [
+            _all_gather(tensor[start : start + size], size, group, device)
+            for tensor in (numbers, rows)
+        ]
+        for rank, length in enumerate(lengths):
+            here = max(0, min(size, length - start))
+            own = (each[rank][:here].to(numbers.device) for each in theirs)
+            found[rank].append(tuple(own))  # type: ignore[arg-type]
+    ordered = [part for own in found for part in own]
+    if not ordered:
+        return numbers, rows
+    return torch.cat([each for each, _ in ordered]), torch.cat([each for _, each in ordered])
+
+
+def _all_gather(
+    tensor: Tensor, size: int, group: dist.ProcessGroup, device: torch.device
+) -> list[Tensor]:
+    """Return the ranks' tensors, each filled up to `size` entries."""
+    own = torch.zeros((size, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
+    own[: len(tensor)] = tensor
+    made = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(made, own, group=group)
+    return made

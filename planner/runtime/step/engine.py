@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from planner.errors import PlanError
 from planner.graph import ModelGraph, TensorMeta
-from planner.graph.tables import sparse_tables, with_table_lookups
+from planner.graph.tables import tables_with_rows, with_table_lookups
 from planner.layout.placements import Placements
 from planner.ops.record import is_random
 from planner.plan import Plan
@@ -138,8 +138,8 @@ class Engine:
                 f"last block is {len(graph.blocks) - 1}; search again"
             )
         captured = graph
-        graph = with_table_lookups(graph)
-        buckets = tuple(map(with_table_lookups, buckets))
+        graph = with_table_lookups(graph, plan.tables_on_host)
+        buckets = tuple(with_table_lookups(each, plan.tables_on_host) for each in buckets)
         _refuse_tables(graph, plan)
         if deferred_batch_norm:
             graph = replace(graph, classes=tuple(map(deferred, graph.classes)))
@@ -206,7 +206,7 @@ class Engine:
             owners,
             self._param_placements,
             sharded=self._zero_stage > 0,
-            host=self._host if plan.optimizer_on_host else None,
+            host=self._host,
         )
         by_stage = stage_params(graph, plan)
         self._reached = Reached(
@@ -304,7 +304,7 @@ class Engine:
     def programs_of(self, graphs: Sequence[ModelGraph]) -> Programs:
         """Return the programs of this rank's blocks, by graphs of the plan's shapes."""
         made = Programs(
-            [with_table_lookups(graph) for graph in graphs],
+            [with_table_lookups(graph, self.plan.tables_on_host) for graph in graphs],
             self.plan,
             self.mesh,
             keeper=self._keeper,
@@ -764,12 +764,12 @@ class Engine:
 
 
 def _refuse_tables(graph: ModelGraph, plan: Plan) -> None:
-    tables = sparse_tables(graph)
+    tables = [n for n in tables_with_rows(graph) if not graph.tensor[n].on_host]
     where = f"`zero` {plan.zero_stage}" if plan.zero_stage else "the optimizer on the host"
     if tables and (plan.zero_stage or plan.optimizer_on_host):
         raise PlanError(
             f"{graph.tensor[tables[0]].fqn} has a sparse gradient, and the plan has {where}; "
-            "search with `zero` 0 and `offload` none, or leave sparse=True out"
+            "search with `zero` 0 or `offload` tables, or leave sparse=True out"
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -62,9 +62,11 @@ class TrainedParams:
         placements: Mapping[str, Placements],
         *,
         sharded: bool,
-        host: Host | None = None,
+        host: Host,
     ) -> None:
-        """Every rank builds one at the same time: groups are made. `host` has the optimizer."""
+        """Every rank builds one at the same time: groups are made. `host` has what the plan puts
+        there.
+        """
         self._graph, self._plan, self._mesh = graph, plan, mesh
         self._owners, self._placements, self._sharded = owners, placements, sharded
         self._buckets: dict[int, GradBuckets] = {}
@@ -76,6 +78,7 @@ class TrainedParams:
             mesh,
             weights={index: stage.named_params() for index, stage in stages.items()},
             stepped={index: _stepped(owner) for index, owner in owners.items()},
+            host=host,
         )
         for index, owner in owners.items():
             named = owner.named_params()
@@ -85,7 +88,7 @@ class TrainedParams:
                 self._buckets[index] = GradBuckets(summed, group)
             self._unbucketed += params if group is None else filter(self._is_shard, params)
         self._tied = tied_copies(graph, plan, mesh, owners, without=self._tables)
-        self._host = host
+        self._host = host if plan.optimizer_on_host else None
         self._updates: HostUpdates | None = None
         self._whole: WholeParams | None = None
         self._owned: Owned | None = None
@@ -106,7 +109,8 @@ class TrainedParams:
 
     def stepped_by_name(self) -> dict[str, list[nn.Parameter]]:
         """Return what the optimizer steps on, by the user's names."""
-        return _by_name(map(_stepped, self._owners.values()))
+        on_host = {f: list(t.stepped) for f, t in self._tables.items() if t.is_on_host}
+        return _by_name(map(_stepped, self._owners.values())) | on_host
 
     def build_optimizer(
         self,
@@ -243,24 +247,27 @@ class TrainedParams:
         """
         named = self.by_name() if unreached else {}
         owned = nullcontext() if self._owned is None else self._owned.stepping()
-        with ExitStack() as around:
-            around.enter_context(owned)
-            passed_over = (p for fqn in unreached for p in named.get(fqn, ()))
-            around.enter_context(without_gradients(passed_over))
-            for table in self._tables.values():
-                around.enter_context(table.given())
+        with owned, without_gradients(p for fqn in unreached for p in named.get(fqn, ())):
             self._step(optimizer)
+
+    @contextmanager
+    def _gradients_of_tables(self) -> Iterator[None]:
+        """Inside, tables have the gradients of their rows."""
+        with ExitStack() as given:
+            for table in self._tables.values():
+                given.enter_context(table.given())
+            yield
 
     def _step(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self._whole is not None:
             self._whole.gather_gradients()
         if self._updates is not None:
-            self._updates.step()
+            self._updates.step(beside=self._gradients_of_tables())
         elif optimizer is not None and self._host is not None:
-            with self._host.working("update"):
+            with self._host.working("update"), self._gradients_of_tables():
                 optimizer.step()
         elif optimizer is not None:
-            with stepping_shards(optimizer):
+            with stepping_shards(optimizer), self._gradients_of_tables():
                 optimizer.step()
         if self._whole is not None:
             self._whole.hand_out()

@@ -102,6 +102,12 @@ def _backward_of_rows(call: Call, forward: Work) -> Work:
     return Work(flop=0, read_bytes=arriving, write_bytes=arriving)
 
 
+def _numbers_on_the_device(call: KernelCall) -> Saved:
+    """Of a table on the host the numbers are there, too."""
+    on_host = call.tensor[call.op.inputs[0]].on_host
+    return Saved() if on_host else saves_inputs(1)(call)
+
+
 def _local_rows(call: KernelCall) -> Saved:
     """Indices counted from this rank's first row (int64) and which of them lie elsewhere."""
     return Saved(extra_bytes=9 * call.numel(call.op.inputs[1]))
@@ -144,7 +150,8 @@ register(
         shard=(ShardRule(embedding_of_rows), ShardRule(embedding_apart, offered=False)),
         backward=_backward_of_rows,
         reads=_gathered_bytes,
-        saved=saves_inputs(1),
+        saved=_numbers_on_the_device,
+        recomputed=False,  # rows may come from the host
     )
 )
 register(

@@ -11,13 +11,15 @@ from torch import Tensor
 from planner.runtime.state.tables import RowTable, table_of
 
 
-def table_lookup(weight: Tensor, indices: Tensor, padding_idx: int) -> Tensor:
+def table_lookup(weight: Tensor, indices: Tensor, padding_idx: int, is_sparse: bool) -> Tensor:
     """Return the rows of `weight` [rows, width] that `indices` name, [*indices, width].
 
-    Their gradients go to the keeper of the table's rows; without one the gradient is dense.
+    Their gradients go to the keeper of the table's rows (which may have the table on the host);
+    without one the gradient is dense.
     """
     table = table_of(weight)
     if table is None:
+        assert weight.stride(0) or len(weight) < 2, "a stand-in of a table on the host has no rows"
         return F.embedding(indices, weight, None if padding_idx < 0 else padding_idx)
     found: Tensor = _TableLookup.apply(weight, indices, padding_idx, table)
     return found
@@ -29,11 +31,15 @@ class _TableLookup(torch.autograd.Function):
         ctx: Any, weight: Tensor, indices: Tensor, padding_idx: int, table: RowTable
     ) -> Tensor:
         ctx.table, ctx.padding_idx = table, padding_idx
-        ctx.save_for_backward(indices)
-        return F.embedding(indices, weight.detach())
+        numbers, rows = table.lookup(weight.detach(), indices)
+        if table.is_on_host:
+            ctx.numbers = numbers  # there already: the device need not keep them
+        else:
+            ctx.save_for_backward(numbers)
+        return rows
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        (indices,) = ctx.saved_tensors
-        ctx.table.add(indices.reshape(-1), grad.reshape(-1, grad.shape[-1]), ctx.padding_idx)
+        numbers = ctx.numbers if ctx.table.is_on_host else ctx.saved_tensors[0]
+        ctx.table.add(numbers.reshape(-1), grad.reshape(-1, grad.shape[-1]), ctx.padding_idx)
         return None, None, None, None
