@@ -45,6 +45,12 @@ def table_of(weight: Tensor) -> RowTable | None:
     return found
 
 
+def has_sparse_gradient(param: Tensor) -> bool:
+    """Whether the model has a parameter's gradient as a sparse tensor."""
+    table = table_of(param)
+    return table is not None and table.is_sparse
+
+
 class RowTable:
     """A table on this rank: the gradients of its rows in a step. Mutable.
 

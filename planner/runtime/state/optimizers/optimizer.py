@@ -115,6 +115,8 @@ def _built(
     if not params:
         return None
     made = (given or torch.optim.AdamW)(params)
+    if isinstance(made, list | tuple):
+        made = Several(made)
     if not isinstance(made, torch.optim.Optimizer):
         raise ModelError(
             f"optimizer= made a {type(made).__name__}; give a torch optimizer, its class, or a "
