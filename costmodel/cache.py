@@ -304,9 +304,9 @@ def costs_of_groups(profile: Profile, on: Callable[[Profile], CostCache]) -> Cos
 
 
 def _with_tables(times: RunTimes, local: Program, profile: Profile) -> RunTimes:
-    """Add what lookups in tables on the host take."""
+    """Add what tables with a gradient of rows take."""
     forward_s, backward_s = table_seconds(local, profile)
-    if not forward_s:
+    if not backward_s:
         return times
     return replace(
         times,

@@ -58,13 +58,13 @@ def apply(
     optimizer over ``model.parameters()``, taken over by the engine with its param groups; or a
     class or function that makes one, or a list, from parameters; or None for AdamW. `scheduler` is
     a learning-rate scheduler of that optimizer, or several, which every update steps; without it
-    the script steps its own after ``engine.step``. `loss` is a function of (output, batch) for a model
-    that does not return its loss. With `max_grad_norm`, gradients are clipped by the norm over the
-    whole model. With `deferred_batch_norm`, running statistics of BatchNorm are those of the whole
-    batch, though each microbatch is normalised by its own; a plan that cuts the batch of such a
-    model warns without it (BatchStatisticsWarning). `loss_weight` is for a loss that is a mean over
-    something else than samples, or than the labels of a cross-entropy: from a part of the batch to
-    how much of it counts, such as ``lambda part: part["mask"].sum()``; "sum" is for a loss that is
+    the script steps its own after ``engine.step``. `loss` is a function of (output, batch) for a
+    model that does not return its loss. With `max_grad_norm`, gradients are clipped by the norm
+    over the whole model. With `deferred_batch_norm`, running statistics of BatchNorm are those of
+    the whole batch, though each microbatch is normalised by its own; a plan that cuts the batch of
+    such a model warns without it (BatchStatisticsWarning). `loss_weight` is for a loss that is a
+    mean over something else than samples, or than the labels of a cross-entropy: from a part of the
+    batch to how much of it counts, such as ``lambda part: part["mask"].sum()``; "sum" is for a loss that is
     a sum over samples, whose parts are added instead of averaged. `weights` is a path to take the
     model's values from (safetensors, a ``.pt`` state dict or a checkpoint), of which each rank
     reads its own pieces. `pad` gives by path what fills a batch's tensors up to the next of the

@@ -289,7 +289,7 @@ PARTS: Mapping[str, Part] = {
     "buckets": buckets,
     "optimizer": optimizer,
     "update_scratch": update_scratch,
-    "frozen": frozen,
+    "frozen": frozen,  # with moments of tables whose gradients are rows (`block_bytes.rest_bytes`)
     "batch": batch,
 }
 """Every part of memory that is resident between two jobs, activations apart."""

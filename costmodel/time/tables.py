@@ -1,11 +1,14 @@
-"""What lookups in tables on the host take: rows on their way, and the host's work on them.
+"""What tables with a gradient of rows take: rows on their way, and the optimizer's steps on them.
+
+Of a table on the host, for each microbatch and lookup:
 
     forward    numbers down, the host gathers rows (3 passes over them), rows up
     backward   gradients of rows down, the host adds them up, and its optimizer steps on them
 
-For each microbatch, on the path of its job: the runtime waits for each (`planner.runtime.state.
-tables`). All numbers of a microbatch are taken for different. Left out: what replicas exchange at
-the end of a step, and the host's work on the rows of others.
+All on the path of its job: the runtime waits for each (`planner.runtime.state.tables`). Of a table
+on the device it is the optimizer's steps on the rows of a microbatch. All numbers of a microbatch
+are taken for different. Left out: what replicas exchange at the end of a step, and steps on the
+rows of others.
 """
 
 from __future__ import annotations
@@ -26,12 +29,17 @@ def table_seconds(local: Program, profile: Profile) -> tuple[float, float]:
     """Return what the lookups of a bound local program add to its forward and its backward."""
     forward_s = backward_s = 0.0
     for op in local.ops:
-        if op.target != TABLE_LOOKUP or not local.tensor[op.inputs[0]].on_host:
+        if op.target != TABLE_LOOKUP:
             continue
         count = local.tensor[op.inputs[1]].numel_at(1)
         made = local.tensor[op.outputs[0]]
         num_bytes, numbers_bytes = made.bytes_at(1), _NUMBER_BYTES * count
         master_bytes = num_bytes // DTYPE_BYTES[made.dtype] * _MASTER_BYTES
+        if not local.tensor[op.inputs[0]].on_host:
+            backward_s += profile.optimizer_seconds(
+                param_bytes=master_bytes, num_tensors=1, sharded=False
+            ).seconds
+            continue
         forward_s += copy_seconds(profile, numbers_bytes, to_host=True)
         forward_s += _host_seconds(profile, _PASSES * num_bytes)
         forward_s += copy_seconds(profile, num_bytes, to_host=False)

@@ -70,8 +70,9 @@ class TensorMeta:
 
     `fqn` is the qualified name in the user's module for params and buffers (`aliases` its
     other names when tied); for an input it is its path in the batch. `data` holds the
-    flattened values of a small constant made inside forward. `on_host` marks a table that a plan
-    keeps in the host's memory: it takes none of a device's (`planner.graph.tables`).
+    flattened values of a small constant made inside forward. `table` says where a table lies whose
+    gradient is rows (`planner.graph.tables`): "device", or "host", which takes none of a device's
+    memory; "" for all else, and in a capture.
     """
 
     name: str
@@ -82,7 +83,12 @@ class TensorMeta:
     fqn: str = ""
     aliases: tuple[str, ...] = ()
     data: tuple[bool | int | float, ...] | None = None
-    on_host: bool = False
+    table: Literal["", "device", "host"] = ""
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it is a table that a plan keeps in the host's memory."""
+        return self.table == "host"
 
     def shape_at(self, microbatch_size: int) -> tuple[int, ...]:
         """Return the concrete shape at this microbatch size."""
@@ -326,8 +332,8 @@ def to_json(value: Any, *, lines: bool = True) -> Any:
         return {"s": [value.kind, value.value]}
     if isinstance(value, TensorMeta | Op | Program | Block | ModelGraph):
         names = [name for name in value.__dataclass_fields__ if lines or name != "line"]
-        if isinstance(value, TensorMeta) and not value.on_host:
-            names.remove("on_host")  # a plan's word: captures are what they were without
+        if isinstance(value, TensorMeta) and not value.table:
+            names.remove("table")  # a plan's word: captures are what they were without
         fields = {name: to_json(getattr(value, name), lines=lines) for name in names}
         return {"t": type(value).__name__, **fields}
     if isinstance(value, tuple | list):

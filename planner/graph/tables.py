@@ -10,11 +10,15 @@ A plan may keep tables in the host's memory, sparse or not: their lookups are th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from planner.errors import PlanError
-from planner.graph.model_graph import Arg, ModelGraph, Op, Program, Ref
+from planner.graph.model_graph import Arg, ModelGraph, Op, Program, Ref, TensorMeta
+
+Where = Literal["", "device", "host"]
+"""Where a table with a gradient of rows lies."""
 
 TABLE_LOOKUP = "planner.table_lookup"
 """Target of a lookup whose gradient is rows; args (Ref of the table, Ref of indices, padding,
@@ -93,15 +97,6 @@ def tables_of(graph: ModelGraph) -> tuple[Table, ...]:
     return tuple(found)
 
 
-def tables_with_rows(graph: ModelGraph) -> tuple[str, ...]:
-    """Return the parameters whose gradients are rows, by their names in the graph."""
-    return tuple(
-        table.name
-        for table in tables_of(graph)
-        if table.is_sparse or graph.tensor[table.name].on_host
-    )
-
-
 def without_mixed_classes(graph: ModelGraph, names: Collection[str]) -> frozenset[str]:
     """Return the parameters, and those that blocks of their classes have in their places."""
     found = set(names)
@@ -123,29 +118,27 @@ def with_table_lookups(graph: ModelGraph, on_host: Collection[str] = ()) -> Mode
     `on_host` names the tables that are kept in the host's memory, as the user's module does. Raises
     PlanError for what is no table, or where a block has one there that an equal block has not.
     """
-    tables = {table.fqn: table for table in tables_of(graph)} if on_host else {}
+    tables = {table.fqn: table for table in tables_of(graph)}
     for fqn in on_host:
         if fqn not in tables:
             raise PlanError(
                 f"the plan keeps {fqn} on the host, which is no trained table that lookups alone "
                 "read; search again"
             )
-    names = {tables[fqn].name for fqn in on_host}
-    if without_mixed_classes(graph, names) != names:
-        raise PlanError(
-            "the plan keeps a table on the host and not that of an equal block; search again"
-        )
-    own: dict[int, set[str]] = defaultdict(set)
+    lies: dict[str, Where] = {t.name: "device" for t in tables.values() if t.is_sparse}
+    lies |= {tables[fqn].name: "host" for fqn in on_host}
+    own: dict[int, dict[str, Where]] = defaultdict(dict)
     for (class_index, inner), params in _places(graph):
-        if names.intersection(params):
-            own[class_index].add(inner)
+        found = {lies.get(name, "") for name in params}
+        if len(found) > 1:
+            raise PlanError(
+                "the plan keeps a table on the host and not that of an equal block; search again"
+            )
+        own[class_index][inner] = found.pop()
     classes = tuple(_with_lookups(p, own[index]) for index, p in enumerate(graph.classes))
     if classes == graph.classes:
         return graph
-    tensors = tuple(
-        replace(meta, on_host=True) if meta.name in names else meta for meta in graph.tensors
-    )
-    return replace(graph, classes=classes, tensors=tensors)
+    return replace(graph, classes=classes, tensors=_lying(graph.tensors, lies))
 
 
 def _places(graph: ModelGraph) -> Iterator[tuple[tuple[int, str], set[str]]]:
@@ -158,17 +151,19 @@ def _places(graph: ModelGraph) -> Iterator[tuple[tuple[int, str], set[str]]]:
     yield from found.items()
 
 
-def _with_lookups(program: Program, on_host: Collection[str]) -> Program:
-    def is_changed(op: Op) -> bool:
-        return op.target == _LOOKUP and (is_sparse_lookup(op) or op.inputs[0] in on_host)
-
-    if not on_host and not any(map(is_changed, program.ops)):
+def _with_lookups(program: Program, lies: Mapping[str, Where]) -> Program:
+    if not any(lies.values()):
         return program
-    ops = tuple(_own(op) if is_changed(op) else op for op in program.ops)
-    tensors = (
-        replace(meta, on_host=True) if meta.name in on_host else meta for meta in program.tensors
+    ops = (
+        _own(op) if op.target == _LOOKUP and lies.get(op.inputs[0]) else op for op in program.ops
     )
-    return replace(program, ops=ops, tensors=tuple(tensors))
+    return replace(program, ops=tuple(ops), tensors=_lying(program.tensors, lies))
+
+
+def _lying(tensors: Sequence[TensorMeta], lies: Mapping[str, Where]) -> tuple[TensorMeta, ...]:
+    return tuple(
+        replace(meta, table=lies[meta.name]) if lies.get(meta.name) else meta for meta in tensors
+    )
 
 
 def _own(op: Op) -> Op:

@@ -18,7 +18,6 @@ from math import prod
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
-from planner.graph.tables import tables_with_rows
 from planner.layout.axes import (
     Axis,
     Degrees,
@@ -127,13 +126,12 @@ class Space:
             return
         cuts = " * ".join(axis.name for axis in batch_axes())
         mixed = block_of_several_dtypes(graph, request.precision)
-        with_rows = [graph.tensor[name] for name in tables_with_rows(graph)]
-        tables = [meta.fqn for meta in with_rows if not meta.on_host]
+        tables = [meta.fqn for meta in graph.params if meta.table]
         for degrees, pp in self.meshes():
-            if with_rows and degrees.along("data") > degrees.along("batch"):
+            if tables and degrees.along("data") > degrees.along("batch"):
                 reasons.setdefault(
                     "rows of tables and the batch",
-                    f"{with_rows[0].fqn} has a gradient of rows, of whole samples; leave out `cp`",
+                    f"{tables[0]} has a gradient of rows, of whole samples; leave out `cp`",
                 )
                 continue
             if pp > len(graph.blocks):
@@ -168,13 +166,6 @@ class Space:
                     reasons.setdefault(
                         "zero takes one dtype a block",
                         f"ZeRO gathers a block's parameters as one tensor, and {mixed}",
-                    )
-                    zeros = [zero for zero in zeros if zero == 0]
-                if tables and degrees.along("shards") > 1 and any(zeros):
-                    reasons.setdefault(
-                        "zero leaves sparse tables",
-                        f"ZeRO cuts no table with a sparse gradient, such as {tables[0]}: leave it "
-                        "out, or put tables on the host (`offload` tables)",
                     )
                     zeros = [zero for zero in zeros if zero == 0]
                 if degrees.along("shards") == 1 or not can_shard:

@@ -68,19 +68,23 @@ def graph() -> ModelGraph:
     ],
     ids=str,
 )
-def test_bytes_are_those_of_the_dry_run(layout: dict[str, Any]):
-    """Within 1% on the device, which has neither tables nor states, and within 5% on the host."""
+@pytest.mark.parametrize("on_host", [True, False], ids=["on the host", "on the device"])
+def test_bytes_are_those_of_the_dry_run(layout: dict[str, Any], on_host: bool):
+    """Within 1% on the device, which has neither tables nor states if the host has them, and within
+    5% on the host; with tables within 5% on the device, as an update's copies of rows are.
+    """
     costs = CostCache(graph(), CpuProfile())
     plan = default_plan(graph(), microbatch_size=32, **layout)
-    plan = plan.model_copy(update={"tables_on_host": TABLES})
+    plan = plan.model_copy(update={"tables_on_host": TABLES if on_host else ()})
     predicted = estimate(graph(), costs.profile, plan, costs=costs).memory
     # (A matrix of one row is priced less well, tables or not, where a rank has few others.)
-    near = 0.05 if "pp" in layout or "tp" in layout else 0.01
+    near = 0.05 if "pp" in layout or "tp" in layout or not on_host else 0.01
     for pp_rank in range(plan.pp):
         run = dry_run(plan, graph(), Recommender, rank=pp_rank * plan.dp * plan.tp, on_gloo=True)
         found = predicted[pp_rank]
-        assert float(found.tensor_bytes) == pytest.approx(run.peak_bytes, rel=near)
-        # (A dry run takes the rows of other stages for as many as its own.)
+        # (A dry run takes the rows of other stages for as many as its own, in the exchange.)
+        if on_host or plan.pp == 1:
+            assert float(found.tensor_bytes) == pytest.approx(run.peak_bytes, rel=near)
         if plan.pp == 1:
             assert float(found.host_bytes) == pytest.approx(run.host_peak_bytes, rel=0.05)
 

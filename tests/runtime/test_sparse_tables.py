@@ -108,7 +108,7 @@ def _train(plan: Plan, clip: float | None) -> tuple[float, float, bool]:
 
 @pytest.mark.parametrize("clip", [None, 0.01])
 def test_they_equal_one_process_on_two_ranks(clip):
-    plans = [plan_of(dp=2), plan_of(tp=2), plan_of(pp=2)]
+    plans = [plan_of(dp=2), plan_of(tp=2), plan_of(pp=2), plan_of(dp=2, zero_stage=3)]
     for found in run_ranks(train, 2, plans, clip):
         for plan, (loss_gap, gap, is_untouched) in zip(plans, found, strict=True):
             assert max(loss_gap, gap) < 1e-12, (plan.degrees, plan.pp)
@@ -221,15 +221,15 @@ def test_tables_that_are_tied_are_one_table():
 
 
 def test_what_can_t_be_is_refused_in_a_line():
-    with pytest.raises(ModelError, match="AdamW takes no sparse gradients, such as that of items"):
+    with pytest.raises(ModelError, match="AdamW takes no sparse gradients, such as that of users"):
         one_rank(built(), torch.optim.AdamW)
     with pytest.raises(ModelError, match="AdamW takes no sparse gradients"):
         one_rank(built(), None)
     graph = capture_module(built(), batch(2), batch(3), name="towers")
     plan = default_plan(graph, num_microbatches=1, microbatch_size=4)
-    for change in ({"zero_stage": 1}, {"optimizer_on_host": True}):
-        with pytest.raises(PlanError, match=r"users.weight has a sparse gradient, and the plan"):
-            planner.apply(plan.model_copy(update=change), built(), optimizer=torch.optim.SGD)
+    plan = plan.model_copy(update={"optimizer_on_host": True})
+    with pytest.raises(PlanError, match=r"users.weight has a sparse gradient, and the plan"):
+        planner.apply(plan, built(), optimizer=torch.optim.SGD)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad])

@@ -139,7 +139,7 @@ def _op_facts(op: Op, args: ProductArgs | None, saved: SavedTensors) -> OpFacts:
     scratch = deferred_scratch = 0
     if any(tensor[name].requires_grad for name in op.outputs):
         metas = (tensor[name] for name in dict.fromkeys(op.inputs))
-        needing = [meta.name for meta in metas if meta.requires_grad and not meta.on_host]
+        needing = [meta.name for meta in metas if meta.requires_grad and not meta.table]
         weight = None if args is None else args[1].name
         has_gaps = leaves_gaps(op, storages.program)
         gradients = tuple(

@@ -203,7 +203,7 @@ def _holding(
 
 
 def _is_sharded(meta: TensorMeta, plan: Plan, stage: int) -> bool:
-    if meta.on_host:
+    if meta.table:  # with a gradient of rows: each replica has it whole
         return False
     if meta.kind != "param" or not meta.shape or not Replication.of(plan, stage).is_sharded:
         return False

@@ -175,14 +175,14 @@ class StageModule(nn.Module):
             meta = graph.tensor[name]
             if meta.kind != "param":
                 self.passed[name] = tensors[name]
-            elif uses[name] > 1 and not meta.on_host:
+            elif uses[name] > 1 and not meta.table:
                 self._shared[name] = attribute(meta.fqn)
                 self._register(self, meta.fqn, tensors[name], meta.requires_grad, "")
-        # A table on the host is every block's own: FSDP2 hands blocks copies of what is passed.
+        # A table with a gradient of rows is every block's own: FSDP2 hands on copies of the rest.
         tables = {
             name: nn.Parameter(tensors[name], requires_grad=graph.tensor[name].requires_grad)
             for name in uses
-            if graph.tensor[name].on_host
+            if graph.tensor[name].table
         }
         self.blocks = nn.ModuleList()
         steps = []

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from planner.errors import LayoutError, ModelError
 from planner.graph import ModelGraph
-from planner.graph.tables import tables_of, tables_with_rows
+from planner.graph.tables import tables_of
 from planner.plan import Plan
 from planner.runtime.start.groups.mesh import Mesh
 from planner.runtime.state.host import Host
@@ -66,15 +66,16 @@ class RowTable:
         groups: Sequence[dist.ProcessGroup],
         *,
         is_sparse: bool,
+        made: torch.dtype,
         dtype: torch.dtype,
         device: torch.device,
         host: Host | None = None,
     ) -> None:
         """`groups` are the ranks that have a copy: replicas, then other stages. `host` has the
-        table, in this `dtype`. With a gradient that is not sparse in the model the optimizer is
-        given a dense one.
+        table, in this `dtype`; lookups have the dtype `made`. With a gradient that is not sparse in
+        the model the optimizer is given a dense one.
         """
-        self.fqn, self.is_sparse, self._dtype = fqn, is_sparse, dtype
+        self.fqn, self.is_sparse, self._made, self._dtype = fqn, is_sparse, made, dtype
         self.stepped: list[nn.Parameter] = []
         self._weights: list[nn.Parameter] = []
         self._groups, self._device, self._host = groups, device, host
@@ -105,17 +106,17 @@ class RowTable:
 
     @torch.no_grad()
     def lookup(self, weight: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the numbers, where the table is, and their rows, on the device, in the dtype of
-        `weight`.
+        """Return the numbers, where the table is, and their rows, on the device, in the dtype that
+        programs take.
         """
         if self._host is None:
-            return indices, F.embedding(indices, weight)
+            return indices, F.embedding(indices, weight).to(self._made)
         with self._host.holding():
             numbers = torch.empty(indices.numel(), dtype=torch.int64).copy_(indices.reshape(-1))
             rows = self.stepped[0].detach().index_select(0, numbers)
-            sent = self._host.empty(rows.shape, weight.dtype, is_copied=True).copy_(rows)
+            sent = self._host.empty(rows.shape, self._made, is_copied=True).copy_(rows)
         shape = (*indices.shape, weight.shape[1])
-        made = torch.empty(shape, dtype=weight.dtype, device=self._device)
+        made = torch.empty(shape, dtype=self._made, device=self._device)
         made.view(sent.shape).copy_(sent, non_blocking=True)
         return numbers, made
 
@@ -220,10 +221,9 @@ def build_tables(
     found: dict[str, RowTable] = {}
     users = stage_params(graph, plan)
     replicas = mesh.group("data")
-    with_rows = tables_with_rows(graph)
     for each in tables_of(graph):
         name, fqn = each.name, each.fqn
-        if name not in with_rows:
+        if not graph.tensor[name].table:
             continue
         own = [index for index in weights if name in users[index]]
         holders = sorted({plan.stages[s].pp_rank for s, used in enumerate(users) if name in used})
@@ -242,6 +242,7 @@ def build_tables(
                 fqn,
                 groups,
                 is_sparse=each.is_sparse,
+                made=getattr(torch, graph.tensor[name].dtype),
                 dtype=rest_dtype(graph.tensor[name], plan.precision),
                 device=mesh.device,
                 host=host if graph.tensor[name].on_host else None,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from planner.errors import PlanError
 from planner.graph import ModelGraph, TensorMeta
-from planner.graph.tables import tables_with_rows, with_table_lookups
+from planner.graph.tables import with_table_lookups
 from planner.layout.placements import Placements
 from planner.ops.record import is_random
 from planner.plan import Plan
@@ -764,12 +764,11 @@ class Engine:
 
 
 def _refuse_tables(graph: ModelGraph, plan: Plan) -> None:
-    tables = [n for n in tables_with_rows(graph) if not graph.tensor[n].on_host]
-    where = f"`zero` {plan.zero_stage}" if plan.zero_stage else "the optimizer on the host"
-    if tables and (plan.zero_stage or plan.optimizer_on_host):
+    tables = [meta.fqn for meta in graph.params if meta.table == "device"]
+    if tables and plan.optimizer_on_host:
         raise PlanError(
-            f"{graph.tensor[tables[0]].fqn} has a sparse gradient, and the plan has {where}; "
-            "search with `zero` 0 or `offload` tables, or leave sparse=True out"
+            f"{tables[0]} has a sparse gradient, and the plan has the optimizer on the host and "
+            "not this table; search again, or name it in tables_on_host of the plan"
         )
 
 

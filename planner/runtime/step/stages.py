@@ -66,7 +66,7 @@ def build_stages(
                 tensors[meta.name] = _stand_in(pieces[meta.name], meta, mesh)
                 continue
             # What FSDP2 shards gets memory as shards.
-            if not (zero_stage and meta.kind == "param"):
+            if meta.table or not (zero_stage and meta.kind == "param"):
                 tensors[meta.name] = materialized(tensors[meta.name], mesh.device)
         stage = StageModule(
             graph=graph,
@@ -89,7 +89,7 @@ def build_stages(
                 zero_stage,
                 by_fqn,
                 plan.precision,
-                whole={meta.fqn for meta in metas if meta.on_host},
+                whole={meta.fqn for meta in metas if meta.table},
                 on_host=plan.optimizer_on_host,
             )
             continue
