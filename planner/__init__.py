@@ -64,13 +64,14 @@ def apply(
     the whole batch, though each microbatch is normalised by its own; a plan that cuts the batch of
     such a model warns without it (BatchStatisticsWarning). `loss_weight` is for a loss that is a
     mean over something else than samples, or than the labels of a cross-entropy: from a part of the
-    batch to how much of it counts, such as ``lambda part: part["mask"].sum()``; "sum" is for a loss that is
-    a sum over samples, whose parts are added instead of averaged. `weights` is a path to take the
-    model's values from (safetensors, a ``.pt`` state dict or a checkpoint), of which each rank
-    reads its own pieces. `pad` gives by path what fills a batch's tensors up to the next of the
-    shapes that the plan states, such as ``{"ids": 0, "labels": -100}``. With `check_values` a step
-    whose loss or gradients are NaN or infinite raises, before weights change, and says where that
-    began. Raises PlanError or ModelError when plan, model and processes do not belong together.
+    batch to how much of it counts, such as ``lambda part: part["mask"].sum()``; "sum" is for a loss
+    that is a sum over samples, whose parts are added instead of averaged. `weights` is a path to
+    take the model's values from (safetensors, a ``.pt`` state dict or a checkpoint), of which each
+    rank reads its own pieces. `pad` gives by path what fills a batch's tensors up to the next of
+    the shapes that the plan states, such as ``{"ids": 0, "labels": -100}``. With `check_values` a
+    step whose loss or gradients are NaN or infinite raises, before weights change, and says where
+    that began. Raises PlanError or ModelError when plan, model and processes do not belong
+    together.
     """
     from planner.runtime.start.apply import apply_plan
 
