@@ -7,6 +7,7 @@ blocks are lowered on with the sizes of these, never on where in the model it st
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,6 +21,7 @@ from costmodel.memory.block.block_bytes import block_bytes, block_load
 from costmodel.memory.block.placed_block import BlockBytes
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.stage_costs.times import RunTimes
+from costmodel.time.tables import table_seconds
 from costmodel.topology import lowered_groups
 from planner.deadline import check_time
 from planner.errors import PlanError
@@ -212,15 +214,16 @@ class CostCache:
             if key not in self._loads:
                 self._loads[key] = block_load(held, again)
             check_time()
+            times = price_program(
+                local,
+                self.profile,
+                axes=lowered_groups(self.profile.cluster, degrees),
+                execution=self.execution,
+                recomputed=again,
+                polls=polls,
+            )
             self._blocks[key] = BlockPrice(
-                times=price_program(
-                    local,
-                    self.profile,
-                    axes=lowered_groups(self.profile.cluster, degrees),
-                    execution=self.execution,
-                    recomputed=again,
-                    polls=polls,
-                ),
+                times=_with_tables(times, local, self.profile),
                 load=self._loads[key],
                 has_backward=any(edge.requires_grad for edge in held.outputs),
                 side_positions=tuple(
@@ -298,6 +301,19 @@ def costs_of_groups(profile: Profile, on: Callable[[Profile], CostCache]) -> Cos
     costs.groups = {group.name: on(group.profile) for group in profile.groups}
     costs.group_sizes = {group.name: group.num_devices for group in profile.groups}
     return costs
+
+
+def _with_tables(times: RunTimes, local: Program, profile: Profile) -> RunTimes:
+    """Add what tables with a gradient of rows take."""
+    forward_s, backward_s = table_seconds(local, profile)
+    if not backward_s:
+        return times
+    return replace(
+        times,
+        forward_s=times.forward_s + forward_s,
+        backward_s=times.backward_s + backward_s,
+        rerun_s=times.rerun_s + forward_s,
+    )
 
 
 def _key(

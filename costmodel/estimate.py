@@ -40,6 +40,7 @@ from costmodel.time.simulate import (
 )
 from costmodel.time.step_path import StepPath
 from planner.graph import ModelGraph
+from planner.graph.tables import with_table_lookups
 from planner.plan import OURS, Plan
 from planner.schedule import StepJobKind, schedule_of, step_jobs
 from planner.schedule.timing.offloads import offloads_of
@@ -110,6 +111,7 @@ def estimate(
     if costs is None:
         execution = execution or find_execution(plan.execution)
         costs = cost_cache(graph, profile, plan.world_size, execution=execution)
+    costs = costs_under(plan, costs)
     views = replica_views(plan, costs)
     num_replicas = sum(view.replicas for view in views)
     found = [_simulated(view, costs) for view in views]
@@ -218,6 +220,26 @@ def cost_cache(
         )
 
     return costs_of_groups(profile, on)
+
+
+def costs_under(plan: Plan, costs: CostCache) -> CostCache:
+    """Return prices of the graph as a plan runs it: with its tables on the host."""
+    graph = with_table_lookups(costs.graph, plan.tables_on_host)
+    if graph is costs.graph:
+        return costs
+
+    def of(costs: CostCache) -> CostCache:
+        return CostCache(
+            graph,
+            costs.profile,
+            execution=costs.execution,
+            clips_gradients=costs.clips_gradients,
+        )
+
+    made = of(costs)
+    made.groups = {name: of(each) for name, each in costs.groups.items()}
+    made.group_sizes = costs.group_sizes
+    return made
 
 
 def _table_of(plan: Plan) -> JobTable:

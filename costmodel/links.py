@@ -47,7 +47,9 @@ def find_links(graph: ModelGraph) -> Links:
             for name in block.inputs
         )
         metas = [graph.tensor[name] for name in block.params]
-        is_trained = tuple(meta.kind == "param" and meta.requires_grad for meta in metas)
+        is_trained = tuple(
+            meta.kind == "param" and meta.requires_grad and not meta.table for meta in metas
+        )
         names = tuple(name if name in shared else "" for name in block.params)
         signature = block.class_index, taken, names, is_trained
         signatures.append(known.setdefault(signature, len(known)))

@@ -7,7 +7,10 @@ Search a plan, prove it on as many CPU ranks, and train with it:
     planner launch plan.json examples/recommender.py
 
 Where the tables do not fit, each is cut over ranks, by columns or by rows, whichever is faster
-(docs/training.md). ROWS is the size of a table.
+(docs/training.md). ROWS is the size of a table. With SPARSE=1 an update changes the rows of its
+batch alone (lazy Adam), and tables that do not fit may go to the host's memory, too:
+
+    SPARSE=1 planner search --gpus 4 --offload tables examples/recommender.py
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from torch.nn import functional as F
 ROWS = int(os.environ.get("ROWS", 400_000))
 WIDTH = int(os.environ.get("WIDTH", 64))
 STEPS = int(os.environ.get("STEPS", 100))
+SPARSE = os.environ.get("SPARSE") == "1"
 HISTORY = 20
 
 
@@ -30,8 +34,8 @@ class Recommender(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.users = nn.Embedding(ROWS, WIDTH)
-        self.items = nn.Embedding(ROWS, WIDTH)
+        self.users = nn.Embedding(ROWS, WIDTH, sparse=SPARSE)
+        self.items = nn.Embedding(ROWS, WIDTH, sparse=SPARSE)
         self.tower = nn.Sequential(
             nn.Linear(3 * WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, 1)
         )
@@ -56,11 +60,17 @@ def batch(size: int) -> dict[str, Tensor]:
     return {"user": user, "history": history, "item": item, "taken": taken}
 
 
+def optimizers(params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Lazy Adam for tables with sparse gradients, and Adam for the rest."""
+    tables = [param for param in params if planner.has_sparse_gradient(param)]
+    others = [param for param in params if not planner.has_sparse_gradient(param)]
+    made: list[torch.optim.Optimizer] = [torch.optim.Adam(others, lr=1e-2)] if others else []
+    return [*made, torch.optim.SparseAdam(tables, lr=1e-2)] if tables else made
+
+
 def main() -> None:
     """Train as plan.json says; every rank runs this."""
-    engine = planner.apply(
-        "plan.json", model, optimizer=lambda params: torch.optim.Adam(params, lr=1e-2)
-    )
+    engine = planner.apply("plan.json", model, optimizer=optimizers)
     torch.manual_seed(1)  # the same batches on every rank
     for step in range(1, STEPS + 1):
         loss = engine.step(batch(engine.plan.global_batch))

@@ -28,6 +28,7 @@ __all__ = [
     "StepLog",
     "apply",
     "count_tokens",
+    "has_sparse_gradient",
     "prepare",
     "register_rule",
 ]
@@ -55,21 +56,22 @@ def apply(
     weights of a module over and leaves it on the meta device, without values; get them back with
     ``model.load_state_dict(engine.full_state_dict(), assign=True)``. `optimizer` is a torch
     optimizer over ``model.parameters()``, taken over by the engine with its param groups; or a
-    class or function that makes one from parameters; or None for AdamW. `scheduler` is a
-    learning-rate scheduler of that optimizer, or several, which every update steps; without it the
-    script steps its own after ``engine.step``. `loss` is a function of (output, batch) for a model
-    that does not return its loss. With `max_grad_norm`, gradients are clipped by the norm over the
-    whole model. With `deferred_batch_norm`, running statistics of BatchNorm are those of the whole
-    batch, though each microbatch is normalised by its own; a plan that cuts the batch of such a
-    model warns without it (BatchStatisticsWarning). `loss_weight` is for a loss that is a mean over
-    something else than samples, or than the labels of a cross-entropy: from a part of the batch to
-    how much of it counts, such as ``lambda part: part["mask"].sum()``; "sum" is for a loss that is
-    a sum over samples, whose parts are added instead of averaged. `weights` is a path to take the
-    model's values from (safetensors, a ``.pt`` state dict or a checkpoint), of which each rank
-    reads its own pieces. `pad` gives by path what fills a batch's tensors up to the next of the
-    shapes that the plan states, such as ``{"ids": 0, "labels": -100}``. With `check_values` a step
-    whose loss or gradients are NaN or infinite raises, before weights change, and says where that
-    began. Raises PlanError or ModelError when plan, model and processes do not belong together.
+    class or function that makes one, or a list, from parameters; or None for AdamW. `scheduler` is
+    a learning-rate scheduler of that optimizer, or several, which every update steps; without it
+    the script steps its own after ``engine.step``. `loss` is a function of (output, batch) for a
+    model that does not return its loss. With `max_grad_norm`, gradients are clipped by the norm
+    over the whole model. With `deferred_batch_norm`, running statistics of BatchNorm are those of
+    the whole batch, though each microbatch is normalised by its own; a plan that cuts the batch of
+    such a model warns without it (BatchStatisticsWarning). `loss_weight` is for a loss that is a
+    mean over something else than samples, or than the labels of a cross-entropy: from a part of the
+    batch to how much of it counts, such as ``lambda part: part["mask"].sum()``; "sum" is for a loss
+    that is a sum over samples, whose parts are added instead of averaged. `weights` is a path to
+    take the model's values from (safetensors, a ``.pt`` state dict or a checkpoint), of which each
+    rank reads its own pieces. `pad` gives by path what fills a batch's tensors up to the next of
+    the shapes that the plan states, such as ``{"ids": 0, "labels": -100}``. With `check_values` a
+    step whose loss or gradients are NaN or infinite raises, before weights change, and says where
+    that began. Raises PlanError or ModelError when plan, model and processes do not belong
+    together.
     """
     from planner.runtime.start.apply import apply_plan
 
@@ -86,6 +88,15 @@ def apply(
         check_values=check_values,
         pad=pad,
     )
+
+
+def has_sparse_gradient(param: Any) -> bool:
+    """Whether a parameter that a function `optimizer=` is given has a sparse gradient: a table that
+    the model looks up with ``sparse=True`` alone. Such are for SparseAdam.
+    """
+    from planner.runtime.state.tables import has_sparse_gradient
+
+    return has_sparse_gradient(param)
 
 
 def prepare(

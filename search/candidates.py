@@ -14,13 +14,14 @@ from costmodel.memory.bound import OnHost
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
+from planner.graph.tables import with_table_lookups
 from planner.layout.axes import Degrees
 from planner.layout.placement import parse_placement
 from planner.plan import ClusterRef, ModelRef, Plan
 from planner.plan.defaults import model_ref
 from profiles import Profile
 from search.ilp import check_ortools
-from search.on_host import offload_fallbacks
+from search.on_host import offload_fallbacks, tables_to_host
 from search.op_layout.layouts import LayoutSolver
 from search.partition.balance import balanced_cut
 from search.partition.interleaved import InterleavedStages
@@ -36,7 +37,9 @@ class Candidates:
     """Everything about one model on one machine that configurations share; remembers answers.
 
     Attributes:
-        graph: the model.
+        graph: the model as plans run it, with tables on the host where they have any there.
+        captured: the model as it was captured; None: the same.
+        tables_on_host: these tables.
         profile: the machine.
         costs: the cost model's prices.
         layouts: the layouts there are, each with its table.
@@ -52,6 +55,8 @@ class Candidates:
     profile: Profile
     costs: CostCache
     layouts: LayoutCandidates
+    captured: ModelGraph | None = None
+    tables_on_host: tuple[str, ...] = ()
     group_layouts: Mapping[str, LayoutCandidates] = field(default_factory=dict)
     model_file: str = ""
     receive_ahead: int = 2
@@ -78,7 +83,9 @@ class Candidates:
         """
         if profile.groups:
             _check_groups(profile, request)
-        on_host = on_host or offload_fallbacks(request.offload, profile)[0][0]
+        on_host = on_host or offload_fallbacks(request.offload, profile, graph)[0][0]
+        captured, tables = graph, tables_to_host(graph) if on_host.tables else ()
+        graph = with_table_lookups(graph, tables)
         costs = cost_cache(
             graph,
             profile,
@@ -104,6 +111,8 @@ class Candidates:
 
         return cls(
             graph=graph,
+            captured=captured,
+            tables_on_host=tables,
             profile=profile if profile.groups else costs.profile,
             costs=costs,
             layouts=layouts(costs, costs.profile),
@@ -212,7 +221,7 @@ class Candidates:
     @cached_property
     def model(self) -> ModelRef:
         """How plans name the model."""
-        return model_ref(self.graph, file=self.model_file)
+        return model_ref(self.captured or self.graph, file=self.model_file)
 
     def estimate(self, plan: Plan) -> Estimate:
         """Return the cost model's answer for a plan."""

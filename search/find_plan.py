@@ -99,7 +99,7 @@ def _find_plan(
     first_look: FirstLook | None,
 ) -> SearchResult:
     infeasible: list[SearchResult] = []
-    for fallback in offload_fallbacks(request.offload, profile):
+    for fallback in offload_fallbacks(request.offload, profile, graph):
         results = [
             search_among(
                 candidates_of(graph, profile, request, on_host),

@@ -1,17 +1,22 @@
-"""What a search puts on the host: the optimizer, activations, both, nothing; and the room there."""
+"""What a search puts on the host: tables, the optimizer, activations, and the room there."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from costmodel.memory.bound import NOTHING, OnHost
+from planner.errors import LayoutError
+from planner.graph import ModelGraph
+from planner.graph.tables import tables_of, without_mixed_classes
 from planner.plan import Plan
 from planner.units import format_bytes
 from profiles import Profile
 from search.request import Offload, SearchResult
 
 
-def offload_fallbacks(offload: Offload, profile: Profile) -> tuple[tuple[OnHost, ...], ...]:
+def offload_fallbacks(
+    offload: Offload, profile: Profile, graph: ModelGraph
+) -> tuple[tuple[OnHost, ...], ...]:
     """Return what to put on the host: fallbacks in turn until a plan fits, the fastest of each.
 
     A plan with nothing on the host comes first and, where there is one, alone: offload adds copies
@@ -19,15 +24,39 @@ def offload_fallbacks(offload: Offload, profile: Profile) -> tuple[tuple[OnHost,
     than the copies all the same (Llama-3-70B on 64 H100, global batch 512: 78.4 s a step with both
     on the host, 79.1 s with neither), which only `offload` both finds. A CPU's memory is
     the host's already, so there nothing is moved unless the request says so.
+
+    Tables with sparse gradients go first, where the model has any: rows that a step touches are
+    few. The optimizer goes with them, as it would step on both sides. Raises LayoutError where the
+    request names tables and there are none.
     """
-    plain, optimizer, activations = NOTHING, OnHost(optimizer=True), OnHost(activations=True)
-    both = OnHost(optimizer=True, activations=True)
+    has_tables = bool(tables_to_host(graph))
+    if offload == "tables" and not has_tables:
+        raise LayoutError(
+            "`offload` tables was given, and the model has no table that lookups with sparse=True "
+            "alone read; use nn.Embedding(..., sparse=True) and an optimizer such as SparseAdam"
+        )
+    plain, tables = NOTHING, OnHost(tables=True)
+    optimizer = OnHost(optimizer=True, tables=has_tables)
+    activations = OnHost(activations=True, tables=has_tables)
+    both = OnHost(optimizer=True, activations=True, tables=has_tables)
     if offload == "auto":
         if profile.cluster.device_type == "cpu":
             return ((plain,),)
-        return ((plain,), (optimizer, activations), (both,))
-    asked = {"none": plain, "optimizer": optimizer, "activations": activations, "both": both}
+        first = ((plain,), (tables,)) if has_tables else ((plain,),)
+        return (*first, (optimizer, activations), (both,))
+    if offload == "activations":  # and nothing else
+        return ((OnHost(activations=True),),)
+    asked = {"none": plain, "optimizer": optimizer, "both": both, "tables": tables}
     return ((asked[offload],),)
+
+
+def tables_to_host(graph: ModelGraph) -> tuple[str, ...]:
+    """Return the tables that can be on the host, by the model's names: those whose gradients are
+    sparse. Others would be stepped on there row by row, however few were looked up.
+    """
+    sparse = {table.name for table in tables_of(graph) if table.is_sparse}
+    together = without_mixed_classes(graph, sparse)
+    return tuple(graph.tensor[name].fqn for name in sorted(together)) if together == sparse else ()
 
 
 def host_bytes(plan: Plan, profile: Profile) -> int:

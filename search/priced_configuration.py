@@ -183,6 +183,7 @@ class PricedConfiguration:
             execution=candidates.costs.execution.name,
             receive_ahead=candidates.receive_ahead,
             optimizer_on_host=self.table.on_host.optimizer,
+            tables_on_host=candidates.tables_on_host,
             zero_stage=configuration.zero,  # type: ignore[arg-type]
             stages=tuple(
                 StagePlan(

@@ -21,7 +21,7 @@ CHOICES = ("dp", "tp", "pp", "vpp", "cp", "rp", "microbatch_size", "zero", *_NAM
 """What can be fixed, allowed or forbidden by value."""
 
 Meshes = Literal["same", "own"]
-Offload = Literal["auto", "none", "optimizer", "activations", "both"]
+Offload = Literal["auto", "none", "optimizer", "activations", "both", "tables"]
 
 Value = TypeVar("Value")
 

@@ -28,7 +28,7 @@ def predict_result(
 ) -> Prediction:
     """Return what a plan that a search found should cost; `costs` are the search's, if kept."""
     from costmodel import estimate
-    from costmodel.estimate import cost_cache
+    from costmodel.estimate import cost_cache, costs_under
     from costmodel.execution import find_execution
 
     if costs is None:
@@ -39,6 +39,7 @@ def predict_result(
             execution=find_execution(request.execution),
             clips_gradients=request.clip_gradients,
         )
+    costs = costs_under(plan, costs)
     priced = estimate(graph, profile, plan, costs=costs)
     return Prediction(plan=plan, profile=profile, costs=costs, estimate=priced, note="")
 

@@ -48,7 +48,7 @@ def predict(
     or that which the plan was searched for.
     """
     from costmodel import estimate as estimate_plan
-    from costmodel.estimate import cost_cache
+    from costmodel.estimate import cost_cache, costs_under
     from costmodel.execution import find_execution
     from planner.plan import load_plan
 
@@ -68,6 +68,7 @@ def predict(
             execution=runtime,
             clips_gradients=clip_gradients,
         )
+        costs = costs_under(loaded, costs)
         estimated = estimate_plan(graph, machine, loaded, costs=costs)
     return Prediction(plan=loaded, profile=machine, costs=costs, estimate=estimated, note=note)
 

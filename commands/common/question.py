@@ -104,7 +104,7 @@ class Question:
     offload: Annotated[
         str,
         typer.Option(
-            help="On the host: none, optimizer, activations, both; auto: what it takes to fit.",
+            help="On the host: none, optimizer, activations, both, tables; auto: what it takes.",
             rich_help_panel=CHOICES,
         ),
     ] = "auto"

@@ -205,8 +205,6 @@ def draw(asked: Asked, answer: Answer, numbers: ReportNumbers, *, is_last: bool)
 
 def chosen_of(plan: Plan) -> dict[str, str]:
     """Return what a plan has of each choice of the form."""
-    away = ["optimizer"] * plan.optimizer_on_host
-    away += ["activations"] * any(stage.activations_on_host for stage in plan.stages)
     own: dict[str, Any] = {
         **plan.degrees,
         "pp": plan.pp,
@@ -215,7 +213,7 @@ def chosen_of(plan: Plan) -> dict[str, str]:
         "schedule": plan.schedule if plan.pp > 1 else "no pipeline",
         "zero": plan.zero_stage if plan.degrees.along("data") > 1 else "one copy",
         "recompute": " or ".join(sorted(set(plan.recompute_by_block))),
-        "offload": " and ".join(away) or "none",
+        "offload": " and ".join(plan.on_host) or "none",
         "precision": plan.precision,
         "execution": plan.execution,
     }

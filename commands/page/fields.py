@@ -159,7 +159,7 @@ CHOICES = (
     ),
     Field(
         name="offload", label="On the host", flag="--offload",
-        values=("", "none", "optimizer", "activations", "both"),
+        values=("", "none", "tables", "optimizer", "activations", "both"),
         meaning="What waits in the host's memory. Left open, only where nothing else fits.",
     ),
     Field(

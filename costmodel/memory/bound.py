@@ -58,6 +58,8 @@ class OnHost:
     """The optimizer's state."""
     activations: bool = False
     """What microbatches keep for their backwards."""
+    tables: bool = False
+    """Tables with sparse gradients."""
 
 
 NOTHING = OnHost()
@@ -287,7 +289,7 @@ PARTS: Mapping[str, Part] = {
     "buckets": buckets,
     "optimizer": optimizer,
     "update_scratch": update_scratch,
-    "frozen": frozen,
+    "frozen": frozen,  # with moments of tables whose gradients are rows (`block_bytes.rest_bytes`)
     "batch": batch,
 }
 """Every part of memory that is resident between two jobs, activations apart."""

@@ -98,7 +98,8 @@ def check_copies(plan: Plan, graph: ModelGraph) -> None:
 def _trained(graph: ModelGraph) -> list[str]:
     """The trained parameters of several blocks."""
     metas = [graph.tensor[name] for name in graph.shared_params]
-    return [meta.name for meta in metas if meta.kind == "param" and meta.requires_grad]
+    trained = (meta for meta in metas if meta.kind == "param" and meta.requires_grad)
+    return [meta.name for meta in trained if not meta.table]  # (which exchanges rows)
 
 
 def _shared(plan: Plan, graph: ModelGraph) -> Iterator[tuple[int, int, float]]:

@@ -15,6 +15,7 @@ from planner.capture.checks.on_meta import OnMeta
 from planner.capture.diagnose import node_line
 from planner.capture.opaque import ModuleCall, OpaqueModules, Place
 from planner.capture.record import Exported, Recorder
+from planner.capture.sparse import dense_where_mixed
 from planner.capture.writes import (
     Env,
     is_only_counted,
@@ -90,6 +91,7 @@ class Reader:
                 continue
             break
         self._put_back()
+        self.record.ops[:] = dense_where_mixed(self.record.ops, self.record.tensors)
         (loss,) = outputs
         if not isinstance(loss, Ref):
             raise CaptureError("the model's loss does not depend on any op; return a computed loss")
@@ -306,9 +308,6 @@ class Reader:
             if dtype is None:
                 return args[0]
             target, args, kwargs = torch.ops.aten.to.dtype, (args[0], dtype), ()
-        if (at := _place_of_sparse(target)) is not None and len(args) > at:
-            # Gradients of a plan are dense: they are summed over ranks in one message.
-            args = (*args[:at], False, *args[at + 1 :])
         if packet == "cat":
             parts = tuple(part for part in args[0] if self.record.tensors[part.name].shape != (0,))
             if len(parts) == 1:
@@ -552,12 +551,6 @@ def _returned_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
         results = node.target(*args, **kwargs)  # type: ignore[operator]
     results = results if isinstance(results, tuple | list) else (results,)
     return [n for n in inputs if any(result is n.meta["val"] for result in results)]
-
-
-def _place_of_sparse(target: Any) -> int | None:
-    """Return where an op is told whether the gradient of its table is a sparse tensor."""
-    names = [argument.name for argument in target._schema.arguments]
-    return names.index("sparse") if "sparse" in names else None
 
 
 def _is_counted(args: Any, counters: Collection[str]) -> bool:

@@ -154,6 +154,11 @@ _OTHERS = (
         fields=("optimizer_on_host",),
         used=lambda plan: "the optimizer on the host" if plan.optimizer_on_host else "",
     ),
+    Feature(
+        name="tables-on-host",
+        fields=("tables_on_host",),
+        used=lambda plan: "tables on the host" if plan.tables_on_host else "",
+    ),
     Feature(name="activations-on-host", fields=("activations_on_host",), used=_on_host),
     Feature(name="shares", fields=("shares",), used=_shares),
     Feature(name="device-groups", fields=("device_group",), used=_device_groups),

@@ -70,7 +70,9 @@ class TensorMeta:
 
     `fqn` is the qualified name in the user's module for params and buffers (`aliases` its
     other names when tied); for an input it is its path in the batch. `data` holds the
-    flattened values of a small constant made inside forward.
+    flattened values of a small constant made inside forward. `table` says where a table lies whose
+    gradient is rows (`planner.graph.tables`): "device", or "host", which takes none of a device's
+    memory; "" for all else, and in a capture.
     """
 
     name: str
@@ -81,6 +83,12 @@ class TensorMeta:
     fqn: str = ""
     aliases: tuple[str, ...] = ()
     data: tuple[bool | int | float, ...] | None = None
+    table: Literal["", "device", "host"] = ""
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it is a table that a plan keeps in the host's memory."""
+        return self.table == "host"
 
     def shape_at(self, microbatch_size: int) -> tuple[int, ...]:
         """Return the concrete shape at this microbatch size."""
@@ -99,8 +107,8 @@ class TensorMeta:
         return prod(self.shape_at(microbatch_size))
 
     def bytes_at(self, microbatch_size: int) -> int:
-        """Return the size in bytes at this microbatch size."""
-        return self.numel_at(microbatch_size) * DTYPE_BYTES[self.dtype]
+        """Return the size in bytes, on a device, at this microbatch size."""
+        return 0 if self.on_host else self.numel_at(microbatch_size) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,6 +332,8 @@ def to_json(value: Any, *, lines: bool = True) -> Any:
         return {"s": [value.kind, value.value]}
     if isinstance(value, TensorMeta | Op | Program | Block | ModelGraph):
         names = [name for name in value.__dataclass_fields__ if lines or name != "line"]
+        if isinstance(value, TensorMeta) and not value.table:
+            names.remove("table")  # a plan's word: captures are what they were without
         fields = {name: to_json(getattr(value, name), lines=lines) for name in names}
         return {"t": type(value).__name__, **fields}
     if isinstance(value, tuple | list):

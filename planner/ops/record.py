@@ -54,6 +54,8 @@ class ShardRule:
     together: bool = False
     """A shard means nothing alone: inside the op ranks exchange numbers, or count from their own
     place in the whole."""
+    offered: bool = True
+    """Whether layouts may have it; else it only says which entries are computed apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

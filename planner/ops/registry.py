@@ -74,7 +74,8 @@ def strategies_of(
     call = Call(op, {meta.name: meta for meta in metas}, axis_size, segments)
     shapes = (*call.inputs, *call.outputs)
     found = {call.replicated(): None}
-    for rule in family_of(op.target).shard if axis_size > 1 else ():
+    rules = (rule for rule in family_of(op.target).shard if rule.offered)
+    for rule in rules if axis_size > 1 else ():
         for sharding in rule.function(call):
             places = (*sharding.inputs, *sharding.outputs)
             if not fits(places, shapes, axis_size):

@@ -156,6 +156,7 @@ def _decided(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "its job table", " | ".join(plan.table)
     yield "ZeRO stage", str(plan.zero_stage)
     yield "precision", plan.precision
+    yield "tables on the host", ", ".join(plan.tables_on_host)
     yield "optimizer", "on the host" if plan.optimizer_on_host else "on the device"
     yield "receives posted ahead", str(plan.receive_ahead)
     yield "priced for", plan.execution

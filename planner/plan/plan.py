@@ -64,6 +64,8 @@ class Plan(Record):
         precision: "bf16" holds parameters and activations in bfloat16, with fp32 master copies
             for the optimizer and fp32 sums of gradients; "model" keeps the model's dtypes.
         optimizer_on_host: the optimizer steps on copies in host memory, where its state is.
+        tables_on_host: parameters, by the model's names, that the host has: tables of which a
+            device gets the rows that are looked up. Their optimizer steps there.
         receive_ahead: how many jobs ahead a stage's receives are posted, so that messages travel
             while jobs run, at the cost of a buffer each; with 0 they travel when they are waited
             for. Two is enough where forwards and backwards alternate.
@@ -91,6 +93,7 @@ class Plan(Record):
     zero_stage: ZeroStage
     precision: Precision = "model"
     optimizer_on_host: bool = False
+    tables_on_host: tuple[str, ...] = ()
     receive_ahead: int = Field(ge=0, le=MOST, default=2)
     recomputed: tuple[ClassRecompute, ...] = ()
     stages: tuple[StagePlan, ...]
@@ -213,6 +216,16 @@ class Plan(Record):
             ),
             None,
         )
+
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """What the host's memory holds: tables, optimizer, activations."""
+        found = {
+            "tables": bool(self.tables_on_host),
+            "optimizer": self.optimizer_on_host,
+            "activations": any(stage.activations_on_host for stage in self.stages),
+        }
+        return tuple(what for what, is_there in found.items() if is_there)
 
     @property
     def device_groups(self) -> tuple[str, ...]:

@@ -68,6 +68,7 @@ class Point:
             "zero_stage": plan.zero_stage,
             "recompute": sorted(set(plan.recompute_by_block)),
             "optimizer_on_host": plan.optimizer_on_host,
+            "tables_on_host": list(plan.tables_on_host),
             "activations_on_host": any(stage.activations_on_host for stage in plan.stages),
         }
 
@@ -92,7 +93,7 @@ def find_pareto(
     """
     points: list[Point] = []
     counts = tuple(num_devices) or (request.num_devices,)
-    fallbacks = offload_fallbacks(request.offload, profile)
+    fallbacks = offload_fallbacks(request.offload, profile, graph)
     kinds = [on_host for fallback in fallbacks for on_host in fallback]
     tokens = request.global_batch * tokens_per_sample(graph)
     for done, (count, on_host) in enumerate(product(counts, kinds)):

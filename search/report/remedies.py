@@ -185,7 +185,7 @@ class _Trials:
 
     def _candidates(self, graph: ModelGraph, request: SearchRequest) -> Candidates:
         """Return candidates that put on the host what the request names, by itself nothing."""
-        on_host = offload_fallbacks(request.offload, self.profile)[0][0]
+        on_host = offload_fallbacks(request.offload, self.profile, graph)[0][0]
         return Candidates.of(graph, self.profile, request, on_host)
 
     def _may_fit(self, candidates: Candidates, changed: SearchRequest) -> bool:
@@ -227,6 +227,8 @@ def _offloaded(plan: Plan) -> str:
     activations = any(stage.activations_on_host for stage in plan.stages)
     if plan.optimizer_on_host and activations:
         return "both"
+    if plan.tables_on_host and not (plan.optimizer_on_host or activations):
+        return "tables"
     return "optimizer" if plan.optimizer_on_host else "activations"
 
 

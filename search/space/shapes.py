@@ -126,7 +126,14 @@ class Space:
             return
         cuts = " * ".join(axis.name for axis in batch_axes())
         mixed = block_of_several_dtypes(graph, request.precision)
+        tables = [meta.fqn for meta in graph.params if meta.table]
         for degrees, pp in self.meshes():
+            if tables and degrees.along("data") > degrees.along("batch"):
+                reasons.setdefault(
+                    "rows of tables and the batch",
+                    f"{tables[0]} has a gradient of rows, of whole samples; leave out `cp`",
+                )
+                continue
             if pp > len(graph.blocks):
                 reasons.setdefault(
                     "too few blocks", f"pp={pp} is more than {len(graph.blocks)} blocks"

@@ -13,6 +13,29 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "recommender.py"
 
 
+def test_sparse_tables_that_do_not_fit_are_on_the_host(sized, tmp_path, monkeypatch):
+    """M25, M27: without SPARSE they are cut over ranks, by the test below."""
+    monkeypatch.setenv("SPARSE", "1")
+    search = ("search", EXAMPLE, "--gpus", 4, "--profile", "h100", "--memory-limit", 4)
+    sized(*search, rows=40_000_000)
+    plan = load_plan(tmp_path / "plan.json")
+    assert plan.tables_on_host == ("items.weight", "users.weight")
+
+
+def test_a_plan_with_tables_on_the_host_is_proven_and_trains(
+    sized, tmp_path, monkeypatch, forked_ranks
+):
+    monkeypatch.setenv("SPARSE", "1")
+    search = ("search", EXAMPLE, "--gpus", 4, "--dp", 2, "--tp", 2, "--profile", "h100")
+    sized(*search, "--offload", "tables", "--global-batch", 64, rows=200)
+    proof = sized("verify", "plan.json", EXAMPLE, rows=200)
+    assert "4 ranks compute the same as one process" in proof
+    shown = sized("launch", "plan.json", EXAMPLE, rows=200)
+    losses = [float(found) for found in re.findall(r"step \d+: loss ([\d.]+)", shown)]
+    assert len(losses) == 6
+    assert losses[-1] < 0.8 * losses[0]
+
+
 BY_ROWS = "S(0),S(0)->S(0)"
 """A table by rows, indices and results by samples."""
 

@@ -180,8 +180,8 @@ def test_a_cpu_has_no_other_memory_to_move_to():
     class Cpu:
         cluster = on_cpu
 
-    assert len(offload_fallbacks("auto", Cpu())) == 1
-    assert len(offload_fallbacks("auto", a100())) == 3
+    assert len(offload_fallbacks("auto", Cpu(), gpt())) == 1
+    assert len(offload_fallbacks("auto", a100(), gpt())) == 3
 
 
 def test_a_host_without_room_refuses(monkeypatch):

@@ -90,6 +90,7 @@ def _summary(plan: Plan) -> Table:
         ("schedule", plan.schedule),
         ("ZeRO stage", str(plan.zero_stage)),
         *([("priced for", plan.execution)] if plan.execution != OURS else []),
+        *([("on the host", ", ".join(plan.tables_on_host))] if plan.tables_on_host else []),
         *([("on the host", "optimizer and its state")] if plan.optimizer_on_host else []),
     ):
         table.add_row(Text(name, style="bold"), Text(value))

@@ -165,10 +165,8 @@ def choices_of(plan: Plan) -> str:
             sizes[axis.name] = "/".join(map(str, found))
     if any(plan.device_groups):
         sizes["pp"] = f"{plan.pp} on {'/'.join(plan.device_groups)}"
-    away = ["optimizer"] * plan.optimizer_on_host
-    away += ["activations"] * any(stage.activations_on_host for stage in plan.stages)
     shares = f" (replicas of {plan.shares_spelled})" if plan.shares else ""
     return spell_choices(
         sizes, plan.vpp, (plan.num_microbatches, plan.microbatch_size), plan.schedule,
         plan.zero_stage, " or ".join(sorted(set(plan.recompute_by_block))), shares=shares,
-    ) + (f", {' and '.join(away)} on the host" if away else "")  # fmt: skip
+    ) + (f", {' and '.join(plan.on_host)} on the host" if plan.on_host else "")  # fmt: skip

@@ -41,10 +41,8 @@ def plan_sentence(plan: Plan, overview: Overview) -> str:
         parts.append(f"ZeRO {plan.zero_stage}" if plan.zero_stage else "no ZeRO")
     recompute = recompute_spelled(Counter(plan.recompute_by_block))
     parts.append("no recomputation" if recompute == "none" else f"recomputation {recompute}")
-    away = ["optimizer"] * plan.optimizer_on_host
-    away += ["activations"] * any(stage.activations_on_host for stage in plan.stages)
-    if away:
-        parts.append(f"{' and '.join(away)} on the host")
+    if plan.on_host:
+        parts.append(f"{' and '.join(plan.on_host)} on the host")
     runtime = "" if plan.execution == OURS else f", as {plan.execution} runs it"
     return ", ".join(parts) + runtime + "."
 

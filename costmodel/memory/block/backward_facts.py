@@ -138,7 +138,8 @@ def _op_facts(op: Op, args: ProductArgs | None, saved: SavedTensors) -> OpFacts:
     product = None
     scratch = deferred_scratch = 0
     if any(tensor[name].requires_grad for name in op.outputs):
-        needing = [name for name in dict.fromkeys(op.inputs) if tensor[name].requires_grad]
+        metas = (tensor[name] for name in dict.fromkeys(op.inputs))
+        needing = [meta.name for meta in metas if meta.requires_grad and not meta.table]
         weight = None if args is None else args[1].name
         has_gaps = leaves_gaps(op, storages.program)
         gradients = tuple(

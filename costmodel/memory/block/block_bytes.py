@@ -19,6 +19,7 @@ from costmodel.memory.block.backward_walk import backward_walk
 from costmodel.memory.block.forward_walk import forward_walk
 from costmodel.memory.block.placed_block import BlockBytes, Edge
 from costmodel.memory.block.recomputed import kept_storages
+from costmodel.memory.parts import ADAMW_STATES
 from costmodel.memory.saved import (
     HELD_ANYWAY,
     NOTHING_INSTEAD,
@@ -27,7 +28,7 @@ from costmodel.memory.saved import (
     saved_tensors,
 )
 from costmodel.time.stage_costs.load import StageLoad
-from planner.graph import Program
+from planner.graph import Program, TensorMeta
 from planner.layout.experts import spread_params
 from planner.ops.weight_products import ProductArgs, deferrable_products
 from planner.plan import Recompute
@@ -98,7 +99,7 @@ def _block_bytes(
         )
         copied = (name for name in program.params if tensor[name].kind in _COPIED)
         recompute_rise += sum(tensor[name].bytes_at(1) for name in copied)
-    params = [n for n in program.params if tensor[n].kind == "param"]
+    params = [n for n in program.params if tensor[n].kind == "param" and not tensor[n].table]
     sizes = {name: tensor[name].bytes_at(1) for name in params}
     edges = {storage[name].root for name in program.outputs}
     # Pieces of the batch are in memory through the step: nobody keeps or frees them. Of the other
@@ -138,6 +139,13 @@ def _edge(saved: SavedTensors, name: str, *, is_kept: bool) -> Edge:
     )
 
 
+def rest_bytes(meta: TensorMeta) -> int:
+    """Return the bytes that a tensor without a dense gradient takes at least through a step: of a
+    table with a gradient of rows its moments, too (in bf16 its master comes on top).
+    """
+    return meta.bytes_at(1) * (1 + ADAMW_STATES * bool(meta.table))
+
+
 def block_load(block: BlockBytes, recomputed: Collection[str]) -> StageLoad:
     """Return the bytes of a block as a run of blocks sums them up: what the bound of memory reads.
 
@@ -162,7 +170,7 @@ def block_load(block: BlockBytes, recomputed: Collection[str]) -> StageLoad:
         side_bytes=side,
         tail_bytes=sum(tensor[name].bytes_at(1) for name in saved.outputs),
         param_bytes=sum(block.params.values()),
-        frozen_bytes=sum(tensor[name].bytes_at(1) for name in params if name not in block.params),
+        frozen_bytes=sum(rest_bytes(tensor[name]) for name in params if name not in block.params),
         frozen_param_bytes=frozen_param_bytes,
         frozen_backward_bytes=frozen_param_bytes * bool(arriving),
         largest_param_bytes=sum(block.params.values()),

@@ -16,7 +16,7 @@ not come and go with jobs is an entry here and an entry there.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -29,10 +29,12 @@ from costmodel.memory.parts import ADAMW_STATES, COUNTER_BYTES, Ranks
 from costmodel.time.offload import HOST_BUCKET_BYTES
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.tied import tied_sum_bytes
+from planner.graph.tables import tables_of
 from planner.layout.placements import Placements
 from planner.plan import Plan
 from planner.plan.replication import Replication
 from planner.runtime.step.messages.wiring import block_placements
+from planner.units import DTYPE_BYTES
 from profiles.profile import Amount
 
 
@@ -94,7 +96,11 @@ class RankState:
         sums //= ranks.shards
         # Shards that are stepped on the host have left the device by then.
         has_left = ranks.is_sharded and plan.optimizer_on_host
-        return max(scratch, sums) + (0 if has_left else self.summed_bytes)
+        rows = sum(
+            _update_rows_bytes(self, table) for table in held_tables(self) if not table.on_host
+        )
+        kept = int(table_rows(self))
+        return max(scratch, sums) + (0 if has_left else self.summed_bytes) + max(0, rows - kept)
 
 
 def weights(rank: RankState) -> Amount:
@@ -119,7 +125,9 @@ def frozen(rank: RankState) -> Amount:
                 names = costs.graph.blocks[index].params
                 _, params, _ = block_placements(costs.graph, plan, index, s)
                 for at in untrained:
-                    if not (shards_frozen and costs.graph.tensor[names[at]].kind == "param"):
+                    meta = costs.graph.tensor[names[at]]
+                    # (A table with a gradient of rows is trained, and whole on each replica.)
+                    if meta.table or not (shards_frozen and meta.kind == "param"):
                         placed.setdefault(names[at], params[at])
     degrees = plan.stage_degrees(first)
     total = sum(
@@ -154,24 +162,100 @@ def batch(rank: RankState) -> Amount:
 def on_host(rank: RankState) -> Amount:
     """Return what an optimizer on the host has there: its state, and what it steps on.
 
-    Without ZeRO that is a copy of the weights, and slots for two buckets of gradients and of
-    weights on their variant (`planner.runtime.state.optimizers.host_optimizer`). A bucket is at
-    least as large as the largest tensor, for which the largest block stands. With ZeRO it is shards
-    of both.
+    Tables are there with two moments, and a step's gradients of rows with what adds them up. Of an
+    optimizer, without ZeRO, that is a copy of the weights, and slots for two buckets of gradients
+    and of weights on their variant (`planner.runtime.state.optimizers.host_optimizer`). A bucket is
+    at least as large as the largest tensor, for which the largest block stands. With ZeRO it is
+    shards of both.
     """
+    tables = _tables_on_host(rank)
     if not rank.plan.optimizer_on_host:
-        return 0
+        return tables
     load, ranks, factor = rank.weights, rank.ranks, rank.ranks.gradient_factor
     counters = COUNTER_BYTES * load.num_params
     if ranks.is_sharded:
         experts = load.spread_bytes
         shard = (load.param_bytes - experts) / ranks.shards + experts / ranks.of_experts.shards
         trained = (ADAMW_STATES + 2) * (factor * shard) + counters
-        return trained + rank.frozen_shard_bytes
+        return tables + trained + rank.frozen_shard_bytes
     stepped = factor * load.param_bytes
     bucket = np.maximum(HOST_BUCKET_BYTES, factor * load.largest_param_bytes)
     buckets = np.minimum(_HOST_SLOTS * bucket, stepped)
-    return (ADAMW_STATES + 1) * stepped + counters + buckets * (1 + 1 / factor)
+    return tables + (ADAMW_STATES + 1) * stepped + counters + buckets * (1 + 1 / factor)
+
+
+class HeldTable(NamedTuple):
+    """A table with a gradient of rows, as a rank has it."""
+
+    on_host: bool
+    """Whether the host has it."""
+    weight_bytes: int
+    """Bytes of its rows, or the rank's columns of them, as blocks read them."""
+    stepped_bytes: int
+    """Bytes of what the optimizer steps on."""
+    row_bytes: int
+    """Bytes of a row's gradient, with its number."""
+    rows: int
+    """Rows of the table."""
+    looked_up: int
+    """Rows that the rank looks up in a step, each as often as it is."""
+
+
+def held_tables(rank: RankState) -> Iterator[HeldTable]:
+    """Yield the tables with a gradient of rows of a rank's stages."""
+    graph, plan = rank.costs.graph, rank.plan
+    placed: dict[str, Placements] = {}
+    for s in rank.stages:
+        for index in plan.stages[s].blocks:
+            names = graph.blocks[index].params
+            if any(graph.tensor[name].table for name in names):
+                _, params, _ = block_placements(graph, plan, index, s)
+                placed |= dict(zip(names, params, strict=True))
+    first = min(rank.stages)
+    samples = plan.stage_microbatch_size(first) * plan.num_microbatches
+    for table in tables_of(graph) if placed else ():
+        meta = graph.tensor[table.name]
+        if table.name in placed and meta.table:
+            width = table.width // placed[table.name].parts(plan.stage_degrees(first))
+            row = width * DTYPE_BYTES[meta.dtype]
+            stepped = row * rank.ranks.gradient_factor
+            yield HeldTable(
+                on_host=meta.on_host,
+                weight_bytes=table.rows * row,
+                stepped_bytes=table.rows * stepped,
+                row_bytes=stepped + _NUMBER_BYTES,
+                rows=table.rows,
+                looked_up=table.per_sample * samples,
+            )
+
+
+def _tables_on_host(rank: RankState) -> int:
+    return sum(
+        (1 + ADAMW_STATES) * table.stepped_bytes + COUNTER_BYTES + _update_rows_bytes(rank, table)
+        for table in held_tables(rank)
+        if table.on_host
+    )
+
+
+def _update_rows_bytes(rank: RankState, table: HeldTable) -> int:
+    """Return what the gradients of rows that all replicas touch take while they are stepped on."""
+    replicas = rank.plan.stage_degrees(min(rank.stages)).along("data")
+    return _COPIES_OF_ROWS * min(table.rows, replicas * table.looked_up) * table.row_bytes
+
+
+def table_states(rank: RankState) -> Amount:
+    """Return the moments of tables with a gradient of rows on the device, and in bf16 masters."""
+    tables = [table for table in held_tables(rank) if not table.on_host]
+    masters = sum(t.stepped_bytes for t in tables if t.stepped_bytes > t.weight_bytes)
+    return masters + sum(ADAMW_STATES * t.stepped_bytes + COUNTER_BYTES for t in tables)
+
+
+def table_rows(rank: RankState) -> Amount:
+    """Return the gradients of rows of a step: before a table's are more than the table has rows,
+    each is added up.
+    """
+    tables = [table for table in held_tables(rank) if not table.on_host]
+    return sum(min(table.rows, table.looked_up) * table.row_bytes for table in tables)
 
 
 class Part(NamedTuple):
@@ -186,6 +270,8 @@ PARTS: Mapping[str, Part] = {
     "frozen": Part("parameter_bytes", frozen),
     "buckets": Part("gradient_bytes", buckets),
     "optimizer": Part("optimizer_bytes", optimizer),
+    "table_states": Part("optimizer_bytes", table_states),
+    "table_rows": Part("gradient_bytes", table_rows),
     "batch": Part("batch_bytes", batch),
     "on_host": Part("host_bytes", on_host),
 }
@@ -201,3 +287,6 @@ def resident_parts(rank: RankState) -> Counter[str]:
 
 
 _HOST_SLOTS = 2
+_NUMBER_BYTES, _COPIES_OF_ROWS = 8, 6
+"""Of the gradients of rows that all ranks touch in a step: themselves, and what a lazy Adam makes
+beside them (gathered moments, new ones, their quotient)."""

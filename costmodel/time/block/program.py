@@ -34,7 +34,8 @@ def accumulate_seconds(program: Program, profile: Profile, *, cut: float = 1) ->
     With `cut`, if a rank holds only that part of every parameter.
     """
     metas = (program.tensor[name] for name in program.params)
-    trained = [meta.numel_at(1) for meta in metas if meta.kind == "param" and meta.requires_grad]
+    metas = (meta for meta in metas if meta.kind == "param" and not meta.table)
+    trained = [meta.numel_at(1) for meta in metas if meta.requires_grad]
     return profile.step_seconds(
         "accumulate", num_bytes=sum(4 * numel for numel in trained) / cut, num_tensors=len(trained)
     ).seconds

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from costmodel.cache import BlockPrice, CostCache
+from costmodel.memory.block.block_bytes import rest_bytes
 from costmodel.time.block.boundary import block_entry_seconds
 from costmodel.time.stage_costs.load import LOAD_FIELDS, StageLoad
 from costmodel.time.stage_costs.messages import Messages
@@ -172,7 +173,7 @@ class ChainCosts:
         has_backward = [self._prices[block.class_index].has_backward for block in self.graph.blocks]
         shared: dict[tuple[int, int], Counter[str]] = {}
         for i, j, meta, size in self._shared_tensors():
-            is_param = meta.kind == "param"
+            is_param = meta.kind == "param" and not meta.table
             if is_param and meta.requires_grad:
                 held = {"param_bytes": size, "num_params": 1}
             else:
@@ -190,7 +191,7 @@ class ChainCosts:
             meta = graph.tensor[name]
             for i, j in pairwise(users):
                 block = graph.blocks[j]
-                size = meta.bytes_at(1)
+                size = rest_bytes(meta)
                 for axis, layouts in self.layouts.items():
                     layout = layouts.get(block.class_index)
                     if layout and layout.params[block.params.index(name)].startswith("S"):

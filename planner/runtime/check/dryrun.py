@@ -22,6 +22,7 @@ from torch import nn
 from planner.errors import PlanError
 from planner.graph import ModelGraph
 from planner.plan import Plan
+from planner.runtime.check.adam_of_rows import AdamOfRows
 from planner.runtime.check.ledger import CountedHost, Ledger, MemorySample, count_shards_as_host
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ def _track(
     values: FirstValues | None = None,
     start_host_bytes: int = 0,
 ) -> DryRun:
+    from planner.runtime.check.ledger import count_tables_as_host
     from planner.runtime.step.engine import Engine
 
     ledger = Ledger(is_dry=is_dry, copies_to_reduce=is_dry and on_gloo)
@@ -148,14 +150,15 @@ def _track(
     with ledger.watching():
         batch = make_batch()
         batch_bytes = ledger.live_bytes
+        host = CountedHost(mesh.device, ledger)
         engine = Engine(
             plan,
             graph,
             model,
             mesh,
             # Fused: the plain loop reads step counters, which have no value in a dry run.
-            optimizer=lambda p: torch.optim.AdamW(p, fused=True),
-            host=CountedHost(mesh.device, ledger),
+            optimizer=lambda p: AdamOfRows(p, holding=host.holding, fused=True),
+            host=host,
             values=values,
         )
         start_bytes = ledger.peak_bytes - batch_bytes
@@ -165,6 +168,7 @@ def _track(
             engine._executor._post._sending = _Gone()
         del model  # as `apply` does: only the pieces stay
         engine.step(batch)
+        count_tables_as_host(engine, ledger)
         rest_bytes, host_rest_bytes = ledger.live_bytes, ledger.host_bytes
         # Both call the same recorder, which is all that a timeline needs of them.
         engine._recorder = engine._executor._recorder = ledger  # type: ignore[assignment]

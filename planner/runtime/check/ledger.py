@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.runtime.state.host import Host, Pairs, Ticket
+from planner.runtime.state.tables import table_of
 
 if TYPE_CHECKING:
     from planner.runtime.step.engine import Engine
@@ -71,7 +72,8 @@ class Ledger(TorchDispatchMode):
             message = args[1].untyped_storage().nbytes()
             self._peak_bytes = max(self._peak_bytes, self.live_bytes + message)
         for leaf in torch.utils._pytree.tree_leaves(made):
-            if isinstance(leaf, Tensor):
+            # (A sparse tensor has tensors of numbers and values, which other ops made.)
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
                 # A DTensor is a shell of the whole's size around its local tensor.
                 held = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
                 if held.device.type != "meta":  # which takes no memory
@@ -216,6 +218,19 @@ def count_shards_as_host(engine: Engine, ledger: Ledger) -> None:
                     param.register_post_accumulate_grad_hook(
                         lambda shard: ledger.move_to_host(shard.grad._local_tensor)
                     )
+
+
+def count_tables_as_host(engine: Engine, ledger: Ledger) -> None:
+    """Count the optimizer's state of tables on the host as the host's, where it steps on them."""
+    optimizer = engine.optimizer
+    for copies in engine._trained.stepped_by_name().values() if optimizer is not None else ():
+        for param in copies:
+            table = table_of(param)
+            if table is not None and table.is_on_host:
+                assert optimizer is not None
+                for value in optimizer.state.get(param, {}).values():
+                    if isinstance(value, Tensor):
+                        ledger.move_to_host(value)
 
 
 _ONLY_USERS = 4, 2

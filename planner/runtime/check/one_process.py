@@ -132,7 +132,7 @@ class OneProcess:
         self._write_buffers(self._buffers.get(replicas[0], {}))
         named = dict(self.module.named_parameters(remove_duplicate=False))
         gradients = {
-            n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            n: torch.zeros_like(p) if p.grad is None else p.grad.to_dense().clone()
             for n, p in named.items()
             if p.requires_grad
         }

@@ -36,6 +36,7 @@ from planner.graph.model_file import ModelSource, load_model_file
 from planner.graph.module_keys import OPAQUE_MODULE
 from planner.layout.axes import own_axes, rest_axis
 from planner.plan import Plan, load_plan
+from planner.runtime.check.adam_of_rows import AdamOfRows
 from planner.runtime.check.fixed_draws import FixedDraws
 from planner.runtime.check.one_process import OneProcess, Piece, Step, build_with_values
 from planner.runtime.check.promote import (
@@ -324,7 +325,7 @@ def _optimizer(params: Any) -> torch.optim.Optimizer:
     (a key bias in attention) rounding would become a full step; this epsilon prevents it. The
     decay shows whether both sides decay the same parameters: torch skips those without gradient.
     """
-    return torch.optim.AdamW(params, lr=1e-2, eps=1e-3, weight_decay=0.1)
+    return AdamOfRows(params, lr=1e-2, eps=1e-3, weight_decay=0.1)
 
 
 def _notes(plan: Plan, run: Plan, graph: ModelGraph, replicas: int | None) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from zlib import crc32
 
 from planner.graph import ModelGraph, TensorMeta
 from planner.graph.blocks import written_buffers
+from planner.graph.tables import with_table_lookups
 from planner.layout.axes import data_axes, lowered_axes, members
 from planner.layout.layout import Box, ProcessMesh, Shape
 from planner.layout.placement import Shard
@@ -139,6 +140,7 @@ class Holdings:
     """What the ranks of a plan hold: what they have in common is found once for all of them."""
 
     def __init__(self, graph: ModelGraph, plan: Plan) -> None:
+        graph = with_table_lookups(graph, plan.tables_on_host)
         self._graph, self._plan = graph, plan
         self._used = [set(names) for names in stage_params(graph, plan)]
         self._written = _written(graph)
@@ -201,6 +203,8 @@ def _holding(
 
 
 def _is_sharded(meta: TensorMeta, plan: Plan, stage: int) -> bool:
+    if meta.table:  # with a gradient of rows: each replica has it whole
+        return False
     if meta.kind != "param" or not meta.shape or not Replication.of(plan, stage).is_sharded:
         return False
     return meta.requires_grad or plan.zero_stage == 3

@@ -22,6 +22,7 @@ from planner.errors import LayoutError
 from planner.graph import Affine, Op, Program, Ref, Symbol
 from planner.graph.function_keys import AUTOGRAD_FUNCTION
 from planner.graph.module_keys import OPAQUE_MODULE
+from planner.graph.tables import TABLE_LOOKUP
 from planner.ops.record import is_random
 from planner.ops.weight_products import deferrable_products
 from planner.runtime.stage.bindings import BINDINGS
@@ -30,6 +31,7 @@ from planner.runtime.stage.calls.autograd_functions import autograd_function
 from planner.runtime.stage.calls.exchanged_rows import exchanged_embedding
 from planner.runtime.stage.calls.opaque_modules import find_module, opaque_module, own_params
 from planner.runtime.stage.calls.pure import PURE
+from planner.runtime.stage.calls.table_lookup import table_lookup
 from planner.runtime.stage.recompute import Keeper, KeptOp
 from planner.runtime.stage.weight_grads import WeightProduct, WeightQueue
 
@@ -149,6 +151,11 @@ def _emit_own(
         *(_fx_arg(arg, env, device) for arg in op.args),
         **{key: _fx_arg(arg, env, device) for key, arg in op.kwargs},
     )
+    if op.target == TABLE_LOOKUP and op.inputs[0] not in program.params:
+        raise LayoutError(
+            f"op {op.name} looks up rows of a table whose gradient is sparse, and the plan has the "
+            "lookup or its table otherwise than whole or by columns; search again, without `cp`"
+        )
     if op.target == OPAQUE_MODULE:
         find_module(str(op.args[0]))  # in time, not in the first step
         bound.arguments["own_names"] = own_params(program, op)
@@ -168,6 +175,7 @@ def _emit_own(
 _OWN: dict[str, Callable[..., Any]] = {
     "exchanged_embedding": exchanged_embedding,
     "redistribute": collectives.redistribute,
+    "table_lookup": table_lookup,
     AUTOGRAD_FUNCTION.removeprefix("planner."): autograd_function,
     OPAQUE_MODULE.removeprefix("planner."): opaque_module,
 }

@@ -175,15 +175,25 @@ class StageModule(nn.Module):
             meta = graph.tensor[name]
             if meta.kind != "param":
                 self.passed[name] = tensors[name]
-            elif uses[name] > 1:
+            elif uses[name] > 1 and not meta.table:
                 self._shared[name] = attribute(meta.fqn)
                 self._register(self, meta.fqn, tensors[name], meta.requires_grad, "")
+        # A table with a gradient of rows is every block's own: FSDP2 hands on copies of the rest.
+        tables = {
+            name: nn.Parameter(tensors[name], requires_grad=graph.tensor[name].requires_grad)
+            for name in uses
+            if graph.tensor[name].table
+        }
         self.blocks = nn.ModuleList()
         steps = []
         again = plan.recompute_by_block
         for position, index in enumerate(plan.blocks):
             block = graph.blocks[index]
-            own = [n for n in block.params if graph.tensor[n].kind == "param" and uses[n] == 1]
+            own = [
+                n
+                for n in block.params
+                if n in tables or (graph.tensor[n].kind == "param" and uses[n] == 1)
+            ]
             passed = tuple(dict.fromkeys(n for n in block.params if n not in own))
             slots = tuple(
                 attribute(graph.tensor[n].fqn) if n in own else passed.index(n)
@@ -221,9 +231,8 @@ class StageModule(nn.Module):
             )
             for n in dict.fromkeys(own):
                 meta = graph.tensor[n]
-                self._register(
-                    module, meta.fqn, tensors[n], meta.requires_grad, f"blocks.{position}."
-                )
+                tensor = tables.get(n, tensors[n])
+                self._register(module, meta.fqn, tensor, meta.requires_grad, f"blocks.{position}.")
             self.blocks.append(module)
             takes, _, makes = placements(index)
             steps.append(
@@ -246,7 +255,9 @@ class StageModule(nn.Module):
     def _register(
         self, module: nn.Module, fqn: str, tensor: Tensor, requires_grad: bool, prefix: str
     ) -> None:
-        module.register_parameter(attribute(fqn), nn.Parameter(tensor, requires_grad=requires_grad))
+        if not isinstance(tensor, nn.Parameter):
+            tensor = nn.Parameter(tensor, requires_grad=requires_grad)
+        module.register_parameter(attribute(fqn), tensor)
         self.fqns[prefix + attribute(fqn)] = fqn
 
     def forward(

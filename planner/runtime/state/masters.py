@@ -35,11 +35,13 @@ class MasterParams:
     """
 
     def __init__(self, params: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
-        """`values` gives, by the user's name, a parameter's fp32 value, which is taken over."""
+        """`values` gives, by the user's name, a parameter's fp32 value, which is taken over; one
+        without is stepped on elsewhere.
+        """
         self._named = dict(params)
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         for fqn, param in params.items():
-            if not param.requires_grad:
+            if not param.requires_grad or fqn not in values:
                 continue
             master = self._named[fqn] = nn.Parameter(values[fqn])
             self._pairs.append((param, master))

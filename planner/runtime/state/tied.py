@@ -8,7 +8,7 @@ order of the pp ranks, so that the copies stay equal to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -38,17 +38,20 @@ def tied_copies(
     plan: Plan,
     mesh: Mesh,
     owners: Mapping[int, StageModule | MasterParams | HostMasters],
+    *,
+    without: Collection[str] = (),
 ) -> list[TiedCopies]:
     """Return this rank's parameters with copies on several stages, by the pp ranks that hold them.
 
-    `owners` name what is trained of each of this rank's stages. Every rank calls this and goes
+    `owners` name what is trained of each of this rank's stages; those `without` are summed
+    elsewhere (`planner.runtime.state.tables`). Every rank calls this and goes
     through the groups in the same order. Raises LayoutError for a copy that can't be matched
     with those on a mesh of another shape.
     """
     by_holders: dict[tuple[int, ...], list[TensorMeta]] = {}
     for meta in graph.params:
         users = [s for s, names in enumerate(stage_params(graph, plan)) if meta.name in names]
-        if meta.requires_grad and len(users) > 1:
+        if meta.requires_grad and len(users) > 1 and meta.fqn not in without:
             holders = tuple(sorted({plan.stages[s].pp_rank for s in users}))
             by_holders.setdefault(holders, []).append(meta)
     result = []

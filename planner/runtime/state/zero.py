@@ -62,21 +62,24 @@ def shard_stage(
     placements: Mapping[str, Placements],
     precision: Precision,
     *,
+    whole: Set[str] = frozenset(),
     on_host: bool = False,
 ) -> None:
     """Shard a stage in place, one FSDP2 unit per block and one for shared parameters.
 
     Parameters on the meta device get memory once they are shards, without values: so no rank ever
-    holds a stage whole. `placements` gives those of each parameter by the user's name. Raises
-    LayoutError where more than one axis cuts parameters: FSDP2 takes DTensors of one axis.
+    holds a stage whole. `placements` gives those of each parameter by the user's name; those in
+    `whole` are left alone. Raises LayoutError where more than one axis cuts parameters: FSDP2 takes
+    DTensors of one axis.
     """
     device_mesh = mesh.device_mesh()
     cut = [axis.name for axis in split_axes() if mesh.size(axis.name) > 1]
     if len(cut) > 1:
         raise LayoutError(f"ZeRO goes with one axis that cuts parameters, not {' and '.join(cut)}")
     _refuse_dtypes(stage)
-    _make_contiguous(stage)
-    ignored = {p for p in stage.parameters() if not can_shard(p, zero_stage)}
+    left = {p for fqn, p in stage.named_params().items() if fqn in whole}
+    _make_contiguous(stage, left)
+    ignored = {p for p in stage.parameters() if not can_shard(p, zero_stage)} | left
     for axis in cut:
         _as_dtensors(stage, device_mesh[axis], axis, placements, ignored)
     data_mesh = device_mesh["shards"]
@@ -150,11 +153,11 @@ def _refuse_dtypes(stage: StageModule) -> None:
             )
 
 
-def _make_contiguous(stage: StageModule) -> None:
-    """Lay parameters out in the order of their dims, as FSDP2 needs them."""
+def _make_contiguous(stage: StageModule, left: Set[nn.Parameter]) -> None:
+    """Lay parameters out in the order of their dims, as FSDP2 needs them; some are `left` alone."""
     for module in stage.modules():
         for name, param in module._parameters.items():
-            if param is not None and not param.is_contiguous():
+            if param is not None and param not in left and not param.is_contiguous():
                 made = nn.Parameter(param.detach().contiguous(), param.requires_grad)
                 module._parameters[name] = made
 

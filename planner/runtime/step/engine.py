@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from planner.errors import PlanError
 from planner.graph import ModelGraph, TensorMeta
+from planner.graph.tables import with_table_lookups
 from planner.layout.placements import Placements
 from planner.ops.record import is_random
 from planner.plan import Plan
@@ -45,6 +46,7 @@ from planner.runtime.state.gather import gather
 from planner.runtime.state.host import Host
 from planner.runtime.state.optimizers.optimizer import OWN_SCHEDULER, check_schedulers
 from planner.runtime.state.outside import OutsideTensors
+from planner.runtime.state.tables import table_of
 from planner.runtime.state.untouched import Untouched
 from planner.runtime.state.weights import constant, materialized, shape_of
 from planner.runtime.step.accumulation import Accumulation
@@ -136,6 +138,9 @@ class Engine:
                 f"last block is {len(graph.blocks) - 1}; search again"
             )
         captured = graph
+        graph = with_table_lookups(graph, plan.tables_on_host)
+        buckets = tuple(with_table_lookups(each, plan.tables_on_host) for each in buckets)
+        _refuse_tables(graph, plan)
         if deferred_batch_norm:
             graph = replace(graph, classes=tuple(map(deferred, graph.classes)))
         self.plan, self.graph, self.mesh, self.captured = plan, graph, mesh, (captured, *buckets)
@@ -197,10 +202,11 @@ class Engine:
             graph,
             plan,
             mesh,
+            self.stages,
             owners,
             self._param_placements,
             sharded=self._zero_stage > 0,
-            host=self._host if plan.optimizer_on_host else None,
+            host=self._host,
         )
         by_stage = stage_params(graph, plan)
         self._reached = Reached(
@@ -298,7 +304,11 @@ class Engine:
     def programs_of(self, graphs: Sequence[ModelGraph]) -> Programs:
         """Return the programs of this rank's blocks, by graphs of the plan's shapes."""
         made = Programs(
-            graphs, self.plan, self.mesh, keeper=self._keeper, weight_queue=self._weight_queue
+            [with_table_lookups(graph, self.plan.tables_on_host) for graph in graphs],
+            self.plan,
+            self.mesh,
+            keeper=self._keeper,
+            weight_queue=self._weight_queue,
         )
         self._made_programs.append(made)
         return made
@@ -753,6 +763,15 @@ class Engine:
         return self._trained.stepped_by_name()[meta.fqn][0]
 
 
+def _refuse_tables(graph: ModelGraph, plan: Plan) -> None:
+    tables = [meta.fqn for meta in graph.params if meta.table == "device"]
+    if tables and plan.optimizer_on_host:
+        raise PlanError(
+            f"{tables[0]} has a sparse gradient, and the plan has the optimizer on the host and "
+            "not this table; search again, or name it in tables_on_host of the plan"
+        )
+
+
 def _shared_seed(mesh: Mesh) -> int:
     """Rank 0's seed, on every rank."""
     seed = [torch.initial_seed()]
@@ -769,4 +788,7 @@ def _on_host(model: nn.Module, meta: TensorMeta) -> Tensor:
 
 
 def _grad_of(param: nn.Parameter) -> Tensor:
+    table = table_of(param)
+    if table is not None and (rows := table.gradient()) is not None:
+        return rows.to_dense()
     return torch.zeros_like(param) if param.grad is None else param.grad

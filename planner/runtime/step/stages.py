@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from planner.graph import ModelGraph, TensorMeta
@@ -61,8 +62,11 @@ def build_stages(
         in_fp32 = plan.precision == "bf16" and zero_stage > 0
         tensors = pieces if in_fp32 else cast_params(pieces, metas)
         for meta in metas:
+            if meta.on_host:
+                tensors[meta.name] = _stand_in(pieces[meta.name], meta, mesh)
+                continue
             # What FSDP2 shards gets memory as shards.
-            if not (zero_stage and meta.kind == "param"):
+            if meta.table or not (zero_stage and meta.kind == "param"):
                 tensors[meta.name] = materialized(tensors[meta.name], mesh.device)
         stage = StageModule(
             graph=graph,
@@ -80,10 +84,16 @@ def build_stages(
         if zero_stage:
             by_fqn = {meta.fqn: placements[meta.name] for meta in metas}
             zero.shard_stage(
-                stage, mesh, zero_stage, by_fqn, plan.precision, on_host=plan.optimizer_on_host
+                stage,
+                mesh,
+                zero_stage,
+                by_fqn,
+                plan.precision,
+                whole={meta.fqn for meta in metas if meta.table},
+                on_host=plan.optimizer_on_host,
             )
             continue
-        params = {meta.fqn: meta.name for meta in metas if meta.kind == "param"}
+        params = {m.fqn: m.name for m in metas if m.kind == "param" and not m.on_host}
         if plan.optimizer_on_host:
             values = {fqn: pieces[name] for fqn, name in params.items()}
             owners[index] = HostMasters(stage.named_params(), values, host)
@@ -96,6 +106,12 @@ def build_stages(
             }
             owners[index] = MasterParams(stage.named_params(), values)
     return stages, owners
+
+
+def _stand_in(piece: Tensor, meta: TensorMeta, mesh: Mesh) -> Tensor:
+    """Return what programs take for a table that the host has: its shape, and no memory."""
+    dtype = getattr(torch, meta.dtype)
+    return torch.zeros((), dtype=dtype, device=mesh.device).expand(piece.shape)
 
 
 def _piece(

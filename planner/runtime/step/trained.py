@@ -8,8 +8,9 @@ whole model.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from planner.runtime.state.optimizers.optimizer import build_optimizer, read_bey
 from planner.runtime.state.optimizers.owned import Owned
 from planner.runtime.state.optimizers.shards import stepping_shards
 from planner.runtime.state.optimizers.whole_params import WholeParams, stepped_on
+from planner.runtime.state.tables import build_tables, check_takes_rows
 from planner.runtime.state.tied import tied_copies
 from planner.runtime.step.clip import clip_gradients
 from planner.runtime.step.messages.wiring import stage_params
@@ -55,26 +57,38 @@ class TrainedParams:
         graph: ModelGraph,
         plan: Plan,
         mesh: Mesh,
+        stages: Mapping[int, StageModule],
         owners: Mapping[int, Owner],
         placements: Mapping[str, Placements],
         *,
         sharded: bool,
-        host: Host | None = None,
+        host: Host,
     ) -> None:
-        """Every rank builds one at the same time: groups are made. `host` has the optimizer."""
+        """Every rank builds one at the same time: groups are made. `host` has what the plan puts
+        there.
+        """
         self._graph, self._plan, self._mesh = graph, plan, mesh
         self._owners, self._placements, self._sharded = owners, placements, sharded
         self._buckets: dict[int, GradBuckets] = {}
         group = mesh.group("data")
         self._unbucketed: list[nn.Parameter] = []
+        self._tables = build_tables(
+            graph,
+            plan,
+            mesh,
+            weights={index: stage.named_params() for index, stage in stages.items()},
+            stepped={index: _stepped(owner) for index, owner in owners.items()},
+            host=host,
+        )
         for index, owner in owners.items():
-            params = list(owner.named_params().values())
+            named = owner.named_params()
+            params = [param for fqn, param in named.items() if fqn not in self._tables]
             summed = [p for p in params if not self._is_shard(p)] if group is not None else []
             if group is not None and summed:
                 self._buckets[index] = GradBuckets(summed, group)
             self._unbucketed += params if group is None else filter(self._is_shard, params)
-        self._tied = tied_copies(graph, plan, mesh, owners)
-        self._host = host
+        self._tied = tied_copies(graph, plan, mesh, owners, without=self._tables)
+        self._host = host if plan.optimizer_on_host else None
         self._updates: HostUpdates | None = None
         self._whole: WholeParams | None = None
         self._owned: Owned | None = None
@@ -88,16 +102,15 @@ class TrainedParams:
         return _by_name(owner.named_params() for owner in self._owners.values())
 
     def with_gradients(self) -> Iterator[nn.Parameter]:
-        """Yield all that has a gradient of its own."""
+        """Yield all that has a gradient of its own; of a table what stands for its rows'."""
         for owner in self._owners.values():
-            yield from owner.named_params().values()
+            yield from (p for fqn, p in owner.named_params().items() if fqn not in self._tables)
+        yield from (table.sums for table in self._tables.values() if table.sums is not None)
 
     def stepped_by_name(self) -> dict[str, list[nn.Parameter]]:
         """Return what the optimizer steps on, by the user's names."""
-        return _by_name(
-            owner.masters() if isinstance(owner, HostMasters) else owner.named_params()
-            for owner in self._owners.values()
-        )
+        on_host = {f: list(t.stepped) for f, t in self._tables.items() if t.is_on_host}
+        return _by_name(map(_stepped, self._owners.values())) | on_host
 
     def build_optimizer(
         self,
@@ -110,6 +123,8 @@ class TrainedParams:
         nothing else does from now on (`planner.runtime.state.optimizers.owned`).
         """
         optimizer = build_optimizer(given, module, self.stepped_by_name())
+        if optimizer is not None:
+            check_takes_rows(optimizer, self._tables.values())
         # (AdamW, the default, works by element: nothing to measure.)
         if optimizer is not None and given is not None and self._plan.world_size > 1:
             self._make_whole(optimizer)
@@ -161,6 +176,8 @@ class TrainedParams:
             buckets.zero()
         for param in self._unbucketed:
             param.grad = None
+        for table in self._tables.values():
+            table.clear()
         for owner in self._owners.values() if self._sharded else ():
             assert isinstance(owner, StageModule)
             zero.forget_gradients(owner)
@@ -176,6 +193,8 @@ class TrainedParams:
             buckets.finish()
         for tied in self._tied:
             tied.sum()
+        for table in self._tables.values():
+            table.sum()
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients to a joint norm of at most `max_norm`; return the norm before."""
@@ -190,6 +209,7 @@ class TrainedParams:
     def _shares(self) -> Iterator[tuple[nn.Parameter, float]]:
         """Yield parameters with the share of each that counts for the gradient's norm."""
         metas = {meta.fqn: meta for meta in self._graph.params}
+        of_tables: dict[str, float] = defaultdict(float)
         users = stage_params(self._graph, self._plan)
         for index, owner in self._owners.items():
             for fqn, param in owner.named_params().items():
@@ -200,7 +220,14 @@ class TrainedParams:
                     is_piece = isinstance(self._placements[name][axis.name], Shard)
                     # Whole on the axis: each of its ranks has the same gradient.
                     copies *= 1 if is_piece else self._mesh.size(axis.name)
+                if fqn in self._tables:
+                    of_tables[fqn] += is_first_copy / copies
+                    continue
                 yield param, is_first_copy / copies
+        for fqn, share in of_tables.items():
+            sums = self._tables[fqn].sums
+            if sums is not None:
+                yield sums, share
 
     def write_back(self) -> None:
         """Bring the parameters of the stages to the values of what the optimizer steps on."""
@@ -223,22 +250,34 @@ class TrainedParams:
         with owned, without_gradients(p for fqn in unreached for p in named.get(fqn, ())):
             self._step(optimizer)
 
+    @contextmanager
+    def _gradients_of_tables(self) -> Iterator[None]:
+        """Inside, tables have the gradients of their rows."""
+        with ExitStack() as given:
+            for table in self._tables.values():
+                given.enter_context(table.given())
+            yield
+
     def _step(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self._whole is not None:
             self._whole.gather_gradients()
         if self._updates is not None:
-            self._updates.step()
+            self._updates.step(beside=self._gradients_of_tables())
         elif optimizer is not None and self._host is not None:
-            with self._host.working("update"):
+            with self._host.working("update"), self._gradients_of_tables():
                 optimizer.step()
         elif optimizer is not None:
-            with stepping_shards(optimizer):
+            with stepping_shards(optimizer), self._gradients_of_tables():
                 optimizer.step()
         if self._whole is not None:
             self._whole.hand_out()
         for owner in self._owners.values():
             if isinstance(owner, MasterParams):
                 owner.write_back()
+
+
+def _stepped(owner: Owner) -> dict[str, nn.Parameter]:
+    return owner.masters() if isinstance(owner, HostMasters) else owner.named_params()
 
 
 def _by_name(stages: Iterable[Mapping[str, nn.Parameter]]) -> dict[str, list[nn.Parameter]]:

@@ -93,7 +93,6 @@ def hooked(module: nn.Module) -> torch.optim.Optimizer:
         (lambda m: [torch.optim.SGD([m.weight]), hooked_on(m.bias)], "has a hook on its step"),
         (lambda m: torch.optim.SGD(nn.Linear(1, 1).parameters()), "are not the model's"),
         (lambda m: torch.optim.LBFGS(m.parameters()), "evaluates the model several times"),
-        (lambda m: torch.optim.SparseAdam(m.parameters()), "sparse gradients"),
         (lambda m: lambda params: "none", "made a str; give a torch optimizer"),
         (lambda m: [], "has nothing in its list"),
         (lambda m: [torch.optim.SGD], "has type in its list"),

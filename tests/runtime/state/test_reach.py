@@ -105,7 +105,7 @@ TORCHS = {
     "RMSprop": "element",
     "Rprop": "element",
     "SGD": "element",
-    "SparseAdam": None,  # refused: it takes sparse gradients
+    "SparseAdam": "element",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from planner.graph.tables import TABLE_LOOKUP
 from planner.layout.placement import OpSharding, Shard
 from planner.layout.redistribution.redistribute import EXCHANGED_EMBEDDING
 from planner.ops.call import Call, LocalForm, P, Placed, R
@@ -22,8 +23,28 @@ def embedding_by_vocabulary(call: Call) -> Iterator[OpSharding]:
 def embedding(call: Call) -> Iterator[OpSharding]:
     """Weight [vocabulary, hidden], indices […], output […, hidden]."""
     if not _depends_on_the_batch(call):
-        indices = list(range(len(call.inputs[1])))
-        yield from by_letters([[None, "h"], indices], [[*indices, "h"]])
+        yield from _by_token_or_column(call)
+
+
+def embedding_of_rows(call: Call) -> Iterator[OpSharding]:
+    """With a gradient of rows the indices are whole: who adds up rows is the table, not the op."""
+    if _has_rows(call):
+        yield OpSharding(inputs=(Shard(1), R), outputs=(Shard(len(call.inputs[1])),))
+
+
+def embedding_apart(call: Call) -> Iterator[OpSharding]:
+    """Each index is looked up alone, whatever its table's gradient is."""
+    if _has_rows(call):
+        yield from _by_token_or_column(call)
+
+
+def _by_token_or_column(call: Call) -> Iterator[OpSharding]:
+    indices = list(range(len(call.inputs[1])))
+    yield from by_letters([[None, "h"], indices], [[*indices, "h"]])
+
+
+def _has_rows(call: Call) -> bool:
+    return call.op.target == TABLE_LOOKUP or bool(call.arg(4, "sparse", False))
 
 
 def embedding_by_exchange(call: Call) -> Iterator[OpSharding]:
@@ -75,6 +96,18 @@ def _backward(call: Call, forward: Work) -> Work:
     return Work(flop=arriving, read_bytes=arriving, write_bytes=made_bytes(call) + arriving)
 
 
+def _backward_of_rows(call: Call, forward: Work) -> Work:
+    """Keeps the gradient of each row that was looked up."""
+    arriving = arriving_bytes(call)
+    return Work(flop=0, read_bytes=arriving, write_bytes=arriving)
+
+
+def _numbers_on_the_device(call: KernelCall) -> Saved:
+    """Of a table on the host the numbers are there, too."""
+    on_host = call.tensor[call.op.inputs[0]].on_host
+    return Saved() if on_host else saves_inputs(1)(call)
+
+
 def _local_rows(call: KernelCall) -> Saved:
     """Indices counted from this rank's first row (int64) and which of them lie elsewhere."""
     return Saved(extra_bytes=9 * call.numel(call.op.inputs[1]))
@@ -100,12 +133,25 @@ register(
             ShardRule(embedding_by_vocabulary, contiguous=True, together=True),
             ShardRule(embedding_by_exchange, contiguous=True, together=True),
             ShardRule(embedding),
+            ShardRule(embedding_of_rows),
+            ShardRule(embedding_apart, offered=False),
         ),
         local_form=embedding_on_shard,
         worth_moving=True,
         backward=_backward,
         reads=_gathered_bytes,
         saved=saves_inputs(1),
+    )
+)
+register(
+    OpFamily(
+        name="embedding whose gradient is rows",
+        targets=(TABLE_LOOKUP,),
+        shard=(ShardRule(embedding_of_rows), ShardRule(embedding_apart, offered=False)),
+        backward=_backward_of_rows,
+        reads=_gathered_bytes,
+        saved=_numbers_on_the_device,
+        recomputed=False,  # rows may come from the host
     )
 )
 register(

@@ -15,6 +15,7 @@ from planner.errors import LayoutError, PlannerError
 from planner.graph import Affine, ModelGraph
 from planner.graph.batch import flatten_batch, unflatten_batch
 from planner.graph.model_file import ModelSource
+from planner.graph.tables import with_table_lookups
 from planner.layout.axes import lowered_axes
 from planner.layout.lowering import local_program
 from planner.layout.sequences import longest_sequence
@@ -68,7 +69,7 @@ def cut_down(
     dtype = "float64" if wide <= min(free, _QUICK_BYTES) else "float32"
     size = DTYPE_BYTES[dtype]
     return Cut(
-        graph=promote_graph(shorter, to=dtype),
+        graph=promote_graph(with_table_lookups(shorter), to=dtype),
         planned_length=planned,
         length=length,
         dtype=dtype,

@@ -51,7 +51,7 @@ def unproven(plan: Plan, graph: ModelGraph, cut: Cut) -> Iterator[str]:
     parts = ["the network and the devices' own kernels", "loading of data", "checkpoints"]
     if any(stage.is_recomputed for stage in plan.stages):
         parts.insert(0, "recomputation in the backward")
-    if plan.optimizer_on_host or any(stage.activations_on_host for stage in plan.stages):
+    if plan.on_host:
         parts.insert(0, "copies to and from the host")
     yield f"what runs around the blocks: {', '.join(parts)}"
     yield "that it fits in memory, and how fast it is (`planner dryrun`, `planner estimate`)"

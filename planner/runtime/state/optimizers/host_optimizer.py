@@ -14,8 +14,10 @@ and host are one, the bits are the same. (ZeRO-Offload, Ren et al. 2021, section
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,12 +53,13 @@ class HostMasters:
         self, params: Mapping[str, nn.Parameter], values: Mapping[str, Tensor], host: Host
     ) -> None:
         """`values` gives, by the user's name, the value a copy starts from, in its dtype; one on
-        the meta device comes later (`write_back` then brings it to the weight).
+        the meta device comes later (`write_back` then brings it to the weight), one without is
+        stepped on elsewhere.
         """
         self._named = dict(params)
         self.trained: dict[str, Trained] = {}
         for fqn, weight in params.items():
-            if not weight.requires_grad:
+            if not weight.requires_grad or fqn not in values:
                 continue
             value = values[fqn].detach()
             master = host.empty(value.shape, value.dtype)
@@ -118,11 +121,16 @@ class HostUpdates:
         self._leaving: list[Ticket | None] = [None] * slots
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, beside: AbstractContextManager[Any] | None = None) -> None:
         """Train on the gradients that the device holds; its weights are new when this returns.
 
-        A parameter without a gradient is passed over, as ever.
+        A parameter without a gradient is passed over, as ever. The optimizer's first step is made
+        inside of `beside`, if given, where other parameters have gradients.
         """
+        beside = beside or nullcontext()
+        if not self._buckets:
+            with self._host.working("update"), beside:
+                self._optimizer.step()
         coming = [self._bring_down(index) for index in range(len(self._buckets[:_SLOTS]))]
         for index, bucket in enumerate(self._buckets):
             slot = index % _SLOTS
@@ -140,7 +148,8 @@ class HostUpdates:
             with self._host.working(f"update {index}"):
                 for member, at_grad, _ in present:
                     member.master.grad = _place(self._grads[slot], at_grad, member.summed)
-                self._optimizer.step()
+                with beside if index == 0 else nullcontext():
+                    self._optimizer.step()
                 staged = []
                 for member, _, at_weight in present:
                     member.master.grad = None

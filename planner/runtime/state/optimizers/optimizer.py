@@ -115,6 +115,8 @@ def _built(
     if not params:
         return None
     made = (given or torch.optim.AdamW)(params)
+    if isinstance(made, list | tuple):
+        made = Several(made)
     if not isinstance(made, torch.optim.Optimizer):
         raise ModelError(
             f"optimizer= made a {type(made).__name__}; give a torch optimizer, its class, or a "
@@ -214,8 +216,6 @@ def _check_step(optimizer: torch.optim.Optimizer) -> None:
             f"{name} evaluates the model several times in a step, which the "
             "engine does not; use an optimizer whose step() needs no closure"
         )
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise ModelError(f"{name} takes sparse gradients, and those of a plan are dense; use Adam")
     hooks = {
         **_global_optimizer_pre_hooks,
         **_global_optimizer_post_hooks,

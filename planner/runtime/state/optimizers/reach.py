@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -99,33 +100,49 @@ def _are_equal(left: Any, other: Any) -> bool:
         return False
 
 
+def takes(optimizer: torch.optim.Optimizer, at: int, *, rows: bool) -> bool:
+    """Whether a param group steps on gradients that are sparse tensors of `rows`, or on dense ones.
+
+    Its state and the script's random numbers stay.
+    """
+    with _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.no_grad():
+        first = torch.ones(2, 8, 8, dtype=torch.float64)
+        try:
+            _trained(optimizer, at, [first], rows=rows)
+        except _TrialError:
+            return False
+    return True
+
+
 def _reach(optimizer: torch.optim.Optimizer, at: int) -> Reach | None:
     reach: Reach | None = None
+    rows = not takes(optimizer, at, rows=False)
+    train = partial(_trained, rows=rows)
     for shape, steps in _TRIALS:
         generator = torch.Generator().manual_seed(0)
         # A value and a gradient for each step, of two parameters.
         first, second = torch.randn(2, 1 + steps, *shape, dtype=torch.float64, generator=generator)
         try:
             with _Exchanged(type(optimizer).__name__):
-                whole = _trained(optimizer, at, [first])
+                whole = train(optimizer, at, [first])
         except _TrialError:
             continue
         # Opposite corners: what each reads of the others is not the same.
         corners = [_quarters(tensor)[::3] for tensor in (first, whole[0][None])]
         try:
             # Behind the other one: an update may go by a parameter's place in its group.
-            beside = _trained(optimizer, at, [second, first], seed=1)[1:]
-            apart = [_trained(optimizer, at, [corner])[0][None] for corner in corners[0]]
+            beside = train(optimizer, at, [second, first], seed=1)[1:]
+            apart = [train(optimizer, at, [corner])[0][None] for corner in corners[0]]
         except _TrialError:
             return "tensor"
         if not _agree(whole, beside):
-            if not _agree(whole, _trained(optimizer, at, [first], seed=1)):
+            if not _agree(whole, train(optimizer, at, [first], seed=1)):
                 raise ModelError(
                     f"{type(optimizer).__name__} draws random numbers in its step, which differ by "
                     "rank: replicas would drift apart; use an optimizer that draws none"
                 )
             return "model"
-        if not _agree(*_far_apart(optimizer, at, first, second)):
+        if not _agree(*_far_apart(train, optimizer, at, first, second)):
             return "model"
         if not _agree(corners[1], apart):
             return "tensor"
@@ -134,7 +151,11 @@ def _reach(optimizer: torch.optim.Optimizer, at: int) -> Reach | None:
 
 
 def _far_apart(
-    optimizer: torch.optim.Optimizer, at: int, first: Tensor, second: Tensor
+    train: Callable[..., Update],
+    optimizer: torch.optim.Optimizer,
+    at: int,
+    first: Tensor,
+    second: Tensor,
 ) -> tuple[Update, Update]:
     """Updates of a parameter alone and behind another, with gradients of many sizes."""
     steps = len(first) - 1
@@ -142,8 +163,8 @@ def _far_apart(
     scale = torch.cat([torch.ones(1), sizes]).view(-1, *[1] * (first.dim() - 1))
     larger = torch.cat([second[:1], second[1:] * scale[1:] * _BESIDE])
     try:
-        alone = _trained(optimizer, at, [first * scale])
-        return alone, _trained(optimizer, at, [larger, first * scale])[1:]
+        alone = train(optimizer, at, [first * scale])
+        return alone, train(optimizer, at, [larger, first * scale])[1:]
     except _TrialError:  # of such sizes it can't be said
         return [], []
 
@@ -165,11 +186,17 @@ def _quarters(tensor: Tensor) -> Update:
 
 
 def _trained(
-    optimizer: torch.optim.Optimizer, at: int, given: Sequence[Tensor], *, seed: int = 0
+    optimizer: torch.optim.Optimizer,
+    at: int,
+    given: Sequence[Tensor],
+    *,
+    seed: int = 0,
+    rows: bool = False,
 ) -> Update:
     """Return how far parameters move with a copy of the optimizer.
 
-    `given` has for each parameter its value, then its gradients, along dim 0.
+    `given` has for each parameter its value, then its gradients, along dim 0; as `rows` it is
+    given them as sparse tensors.
     """
     params = [nn.Parameter(each[0].clone()) for each in given]
     # By name: torch.manual_seed would seed devices, too, whose random numbers are not put back.
@@ -178,7 +205,7 @@ def _trained(
         probe = _copy(optimizer, at, params)
         for step in range(1, len(given[0])):
             for param, each in zip(params, given, strict=True):
-                param.grad = each[step].clone()
+                param.grad = each[step].to_sparse(1) if rows else each[step].clone()
             type(probe).step(probe)  # the class's own: schedulers wrap that of the object
     except ModelError:
         raise

@@ -1,0 +1,116 @@
+"""M25: tables on the host, of which devices get the rows they look up, train as in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import planner
+from planner.errors import PlanError
+from planner.plan import Plan
+from planner.plan.defaults import default_plan
+from tests.captures import capture_module
+from tests.runtime.scenarios import gap_to_largest
+from tests.runtime.test_sparse_tables import Towers, batch, optimizers
+from tests.spawn import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+TABLES = ("users.weight", "items.weight")
+
+
+def built(sparse: bool) -> Towers:
+    torch.manual_seed(0)
+    return Towers(sparse).double()
+
+
+def plan_of(sparse: bool, tables: tuple[str, ...] = TABLES, **options) -> Plan:
+    on_host = {"tables_on_host": tables, "optimizer_on_host": options.pop("on_host", False)}
+    size = 4 // options.get("dp", 1)
+    graph = capture_module(built(sparse), batch(2), batch(3), name="towers")
+    plan = default_plan(graph, num_microbatches=2, microbatch_size=size, **options)
+    return plan.model_copy(update=on_host)
+
+
+def stepping(module: Towers, sparse: bool) -> list[torch.optim.Optimizer]:
+    """Lazy Adam for sparse tables; without, AdamW for all, decay of every row included."""
+    if sparse:
+        return optimizers(module)
+    return [torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)]
+
+
+def train(cases: list[tuple[bool, Plan]], folder: str) -> list[float]:
+    """How far losses and parameters are from one process, a checkpoint in between."""
+    return [_train(*case, f"{folder}/{number}") for number, case in enumerate(cases)]
+
+
+def _train(sparse: bool, plan: Plan, folder: str) -> float:
+    alone = built(sparse)
+    reference, gap = stepping(alone, sparse), 0.0
+    for part in range(2):
+        module = built(sparse)
+        engine = planner.apply(plan, module, optimizer=stepping(module, sparse), max_grad_norm=9)
+        if part:
+            engine.load(folder)
+        for step in range(2):
+            torch.manual_seed(10 * part + step)
+            data = batch(plan.global_batch)
+            found = engine.step(data)
+            for each in reference:
+                each.zero_grad()
+            expected = alone(**data)
+            expected.backward()
+            for each in reference:
+                each.step()
+            gap = max(gap, abs(found.item() - expected.item()))
+        engine.evaluate(data)
+        gradients = engine.full_gradients()
+        if gradients:
+            wanted = {n: p.grad.to_dense() for n, p in alone.named_parameters()}
+            gap = max(gap, gap_to_largest(gradients, wanted))
+        state = engine.full_state_dict()
+        gap = max(gap, gap_to_largest(state, dict(alone.named_parameters())))
+        engine.save(folder)
+        engine.close()
+    return gap
+
+
+def check(ranks: int, cases: list[tuple[bool, Plan]], folder) -> None:
+    for found in run_ranks(train, ranks, cases, str(folder)):
+        for (sparse, plan), gap in zip(cases, found, strict=True):
+            assert gap < 1e-12, (sparse, plan.degrees, plan.pp, plan.zero_stage)
+
+
+def test_they_equal_one_process_on_two_ranks(tmp_path):
+    cases = [
+        (True, plan_of(True, dp=2)),
+        (False, plan_of(False, dp=2, zero_stage=3)),
+        (True, plan_of(True, tp=2, on_host=True)),
+        (False, plan_of(False, ("items.weight",), pp=2, recompute="full")),
+    ]
+    check(2, cases, tmp_path)
+
+
+def test_they_equal_one_process_on_four_ranks(tmp_path):
+    cases = [
+        (True, plan_of(True, dp=2, tp=2)),
+        (False, plan_of(False, dp=2, pp=2, vpp=2, schedule="interleaved_1f1b")),
+    ]
+    check(4, cases, tmp_path)
+
+
+def test_a_device_has_no_memory_of_a_table_on_the_host():
+    module = built(True)
+    graph = capture_module(module, batch(2), batch(3), name="towers")
+    plan = default_plan(graph, num_microbatches=2, microbatch_size=2)
+    plan = plan.model_copy(update={"tables_on_host": TABLES})
+    engine = planner.apply(plan, module, optimizer=optimizers(module))
+    held = {n: p for s in engine.stages.values() for n, p in s.named_params().items()}
+    for name in TABLES:
+        assert held[name].untyped_storage().nbytes() == held[name].element_size()
+    engine.step(batch(4))
+
+
+def test_what_is_no_table_is_refused():
+    plan = plan_of(True, ("out.weight",))
+    with pytest.raises(PlanError, match=r"keeps out.weight on the host, which is no trained table"):
+        planner.apply(plan, built(True), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))

@@ -1,0 +1,248 @@
+"""M25: tables with sparse gradients train as in one process: only touched rows change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import planner
+from planner.errors import ModelError, PlanError
+from planner.plan import Plan
+from planner.plan.defaults import default_plan
+from tests.captures import capture_module
+from tests.runtime.scenarios import gap_to_largest
+from tests.runtime.test_verify_faults import verify_here
+from tests.spawn import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+
+ROWS, WIDTH, STEPS = 24, 4, 3
+
+
+class Towers(nn.Module):
+    """Two tables; one is looked up twice, has a padding row, and is read by two stages."""
+
+    def __init__(self, sparse: bool = True, rows: int = ROWS) -> None:
+        super().__init__()
+        self.users = nn.Embedding(rows, WIDTH, sparse=sparse)
+        self.items = nn.Embedding(rows, WIDTH, sparse=sparse, padding_idx=0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.out = nn.Linear(2 * WIDTH, 1)
+
+    def forward(self, user: Tensor, seen: Tensor, item: Tensor, taken: Tensor) -> Tensor:
+        x = self.users(user) + self.items(seen).mean(1)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        x = torch.cat([x, self.items(item)], -1)
+        return F.binary_cross_entropy_with_logits(self.out(x).squeeze(-1), taken)
+
+
+def batch(size: int) -> dict[str, Tensor]:
+    """Numbers of the lower half of the rows, some of them several times; 0 is padding."""
+    user, item = torch.randint(0, ROWS // 2, (2, size))
+    seen = torch.randint(0, ROWS // 2, (size, 3))
+    return {"user": user, "seen": seen, "item": item, "taken": (item % 2).double()}
+
+
+def optimizers(module: Towers) -> list[torch.optim.Optimizer]:
+    tables = [module.users.weight, module.items.weight]
+    others = [p for n, p in module.named_parameters() if n not in ("users.weight", "items.weight")]
+    return [torch.optim.SparseAdam(tables, lr=0.1), torch.optim.AdamW(others, lr=1e-2, eps=1e-3)]
+
+
+def built() -> Towers:
+    torch.manual_seed(0)
+    return Towers().double()
+
+
+def plan_of(**options: Any) -> Plan:
+    size = 4 // options.get("dp", 1)
+    graph = capture_module(built(), batch(2), batch(3), name="towers")
+    return default_plan(graph, num_microbatches=2, microbatch_size=size, **options)
+
+
+def train(plans: list[Plan], clip: float | None) -> list[tuple[float, float, bool]]:
+    """How far losses and parameters are from one process, and whether other rows are as before."""
+    return [_train(plan, clip) for plan in plans]
+
+
+def _train(plan: Plan, clip: float | None) -> tuple[float, float, bool]:
+    module, alone = built(), built()
+    engine = planner.apply(plan, module, optimizer=optimizers(module), max_grad_norm=clip)
+    reference = optimizers(alone)
+    loss_gap = 0.0
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        data = batch(plan.global_batch)
+        found = engine.step({key: value.clone() for key, value in data.items()})
+        for each in reference:
+            each.zero_grad()
+        expected = alone(**data)
+        expected.backward()
+        if clip is not None:
+            # (torch's own takes no sparse gradients.)
+            grads = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad
+                     for p in alone.parameters()]  # fmt: skip
+            norm = torch.stack([grad.norm() for grad in grads]).norm()
+            for param in alone.parameters():
+                param.grad = (
+                    param.grad.coalesce() * min(1.0, clip / (norm + 1e-6))
+                    if (param.grad.is_sparse)
+                    else param.grad * min(1.0, clip / (norm + 1e-6))
+                )
+        for each in reference:
+            each.step()
+        loss_gap = max(loss_gap, abs(found.item() - expected.item()))
+    state = engine.full_state_dict()
+    first = built().state_dict()
+    untouched = all(
+        torch.equal(state[name][ROWS // 2 :], first[name][ROWS // 2 :])
+        for name in (("users.weight", "items.weight") if state else ())
+    )
+    return loss_gap, gap_to_largest(state, dict(alone.named_parameters())), untouched
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_they_equal_one_process_on_two_ranks(clip):
+    plans = [plan_of(dp=2), plan_of(tp=2), plan_of(pp=2), plan_of(dp=2, zero_stage=3)]
+    for found in run_ranks(train, 2, plans, clip):
+        for plan, (loss_gap, gap, is_untouched) in zip(plans, found, strict=True):
+            assert max(loss_gap, gap) < 1e-12, (plan.degrees, plan.pp)
+            assert is_untouched
+
+
+def test_they_equal_one_process_on_four_ranks():
+    plans = [
+        plan_of(dp=2, tp=2),
+        plan_of(dp=2, pp=2, vpp=2, schedule="interleaved_1f1b", recompute="full"),
+    ]
+    for found in run_ranks(train, 4, plans, None):
+        for plan, (loss_gap, gap, is_untouched) in zip(plans, found, strict=True):
+            assert max(loss_gap, gap) < 1e-12, (plan.degrees, plan.pp)
+            assert is_untouched
+
+
+def test_they_go_on_from_a_checkpoint_under_another_plan_and_over_several_batches(tmp_path):
+    plans = [plan_of(dp=2), plan_of(pp=2)]
+    for first, second in run_ranks(resumed, 2, plans, tmp_path):
+        assert max(first, second) < 1e-12
+
+
+def resumed(plans: list[Plan], folder: Any) -> list[float]:
+    """How far an update of two batches is from one process, before and after a change of plans."""
+    alone = built()
+    reference, gaps = optimizers(alone), []
+    for number, plan in enumerate(plans):
+        module = built()
+        engine = planner.apply(plan, module, optimizer=optimizers(module))
+        if number:
+            engine.load(folder)
+        torch.manual_seed(number)
+        batches = [batch(plan.global_batch) for _ in range(2)]
+        for part in batches:
+            engine.step(part, update=part is batches[-1])
+        for each in reference:
+            each.zero_grad()
+        sum(alone(**part) / 2 for part in batches).backward()
+        for each in reference:
+            each.step()
+        gaps.append(gap_to_largest(engine.full_state_dict(), dict(alone.named_parameters())))
+        gradients = engine.full_gradients()
+        if gradients:
+            expected = {n: p.grad.to_dense() for n, p in alone.named_parameters()}
+            gaps[-1] = max(gaps[-1], gap_to_largest(gradients, expected))
+        engine.evaluate(batches[0])
+        engine.save(folder)
+        engine.close()
+    return gaps
+
+
+def test_verify_proves_them():
+    assert verify_here(built, batch).passed
+
+
+def tied(module: Towers) -> Towers:
+    module.items.weight = module.users.weight
+    return module
+
+
+class Scored(Towers):
+    """Its users' table is a matrix in a product, too: the gradient is dense in one process."""
+
+    def forward(self, user: Tensor, seen: Tensor, item: Tensor, taken: Tensor) -> Tensor:
+        scores = self.users(user) @ self.users.weight.T
+        return super().forward(user, seen, item, taken) + scores.square().mean()
+
+
+def gradient_of(module: nn.Module, name: str = "users.weight") -> Tensor:
+    data = batch(4)
+    module(**data).backward()
+    return dict(module.named_parameters())[name].grad
+
+
+def one_rank(module: nn.Module, optimizer: Any) -> Any:
+    graph = capture_module(module, batch(2), batch(3), name="towers")
+    plan = default_plan(graph, num_microbatches=2, microbatch_size=2)
+    return planner.apply(plan, module, optimizer=optimizer)
+
+
+def test_a_table_that_is_read_otherwise_has_a_dense_gradient_as_in_one_process():
+    torch.manual_seed(0)
+    assert not gradient_of(Scored().double()).is_sparse
+    module = Scored().double()
+    optimizer = [
+        torch.optim.SparseAdam([module.items.weight]),
+        torch.optim.AdamW([p for n, p in module.named_parameters() if n != "items.weight"]),
+    ]
+    one_rank(module, optimizer).step(batch(4))
+    with pytest.raises(ModelError, match="those of all but tables"):
+        one_rank(module := Scored().double(), optimizers(module))
+
+
+def test_tables_that_are_tied_are_one_table():
+    torch.manual_seed(0)
+    module, alone = tied(built()), tied(built())
+
+    def two(module: nn.Module) -> list[torch.optim.Optimizer]:
+        others = [p for n, p in module.named_parameters() if n != "users.weight"]
+        return [torch.optim.SparseAdam([module.users.weight], lr=0.1), torch.optim.SGD(others)]
+
+    engine, reference, data = one_rank(module, two(module)), two(alone), batch(4)
+    engine.step(data)
+    alone(**data).backward()
+    for each in reference:
+        each.step()
+    found = engine.full_state_dict()
+    assert gap_to_largest(found, dict(alone.named_parameters())) < 1e-12
+
+
+def test_what_can_t_be_is_refused_in_a_line():
+    with pytest.raises(ModelError, match="AdamW takes no sparse gradients, such as that of users"):
+        one_rank(built(), torch.optim.AdamW)
+    with pytest.raises(ModelError, match="AdamW takes no sparse gradients"):
+        one_rank(built(), None)
+    graph = capture_module(built(), batch(2), batch(3), name="towers")
+    plan = default_plan(graph, num_microbatches=1, microbatch_size=4)
+    plan = plan.model_copy(update={"optimizer_on_host": True})
+    with pytest.raises(PlanError, match=r"users.weight has a sparse gradient, and the plan"):
+        planner.apply(plan, built(), optimizer=torch.optim.SGD)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad])
+def test_optimizers_that_take_both_do(optimizer):
+    module, alone = built(), built()
+    engine, reference = one_rank(module, optimizer(module.parameters(), lr=0.1)), optimizer(
+        alone.parameters(), lr=0.1
+    )  # fmt: skip
+    for step in range(2):
+        torch.manual_seed(step)
+        data = batch(4)
+        engine.step(data)
+        reference.zero_grad()
+        alone(**data).backward()
+        reference.step()
+    assert gap_to_largest(engine.full_state_dict(), dict(alone.named_parameters())) < 1e-12
