@@ -279,4 +279,5 @@ def infeasible_stages(
             choice=cut.choices[index],
             and_longer=bool(live)
             and over > tables[index].most_edge_bytes(first, end, in_flight=live[index]),
+            repeats=tables[index].repetition.part if live else (0, 0, 1),
         )

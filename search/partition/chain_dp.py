@@ -73,7 +73,7 @@ def solve_chain(problem: ChainProblem, *, ceiling: float = np.inf) -> Solved:
     while True:
         starts = possible_starts(problem, bound)
         if starts is None:
-            return found if found.cut else Solved(cut=None, fits=True)
+            return found if found.cut else Solved(cut=None, fits=np.isfinite(bound))
         allowed = reach_within(problem, bound)
         needed = min(longest, int((allowed - np.arange(n + 1)).max()))
         if needed <= _AT_ONCE * width:
