@@ -2,7 +2,7 @@
 
     python benchmarks/budgets.py [blocks] [first] [limit] [--only TEXT] [--json]
 
-blocks   blocks of odd shapes and up to 5,000 ops: capture, layouts, the whole search, tp on 8 devices
+blocks   odd shapes of up to 5,000 ops: capture, layouts, the whole search, tp 1 to 8 on 8 devices
 first    the whole search, and when it had its first plan to show, for each solver
 limit    `planner search --time-limit`: how long the command goes on past it (capture apart)
 
@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -162,20 +162,29 @@ class Clock:
 
     def __init__(self) -> None:
         self.wall_s = self.cpu_s = 0.0
-        self._depth = 0
+        self.depth = 0
+
+    def start(self) -> None:
+        """Begin to count."""
+        self.depth += 1
+        if self.depth == 1:
+            self._began = time.perf_counter(), time.process_time()
+
+    def stop(self) -> None:
+        """Count what has run since, once where it is nested."""
+        self.depth -= 1
+        if self.depth == 0:
+            self.wall_s += time.perf_counter() - self._began[0]
+            self.cpu_s += time.process_time() - self._began[1]
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Count what runs inside, once where it is nested."""
-        began, cpu = time.perf_counter(), time.process_time()
-        self._depth += 1
+        """Count what runs inside."""
+        self.start()
         try:
             yield
         finally:
-            self._depth -= 1
-            if not self._depth:
-                self.wall_s += time.perf_counter() - began
-                self.cpu_s += time.process_time() - cpu
+            self.stop()
 
     def around(self, function):
         """Return the function, timed."""
@@ -229,7 +238,7 @@ class Question:
         case = CASES[self.case]
         found = ["--gpus", str(case.gpus), "--global-batch", str(case.global_batch)]
         if self.memory_limit_gib:
-            found += ["--memory-limit", f"{self.memory_limit_gib}GiB"]
+            found += ["--memory-limit", f"{self.memory_limit_gib}"]
         for name, value in self.fixed:
             found += [f"--{name.replace('_', '-')}", str(value)]
         return found
@@ -239,18 +248,19 @@ QUESTIONS = {
     "70b@64": Question(case="llama3-70b@64"),
     "70b@64, 24 GiB": Question(case="llama3-70b@64", memory_limit_gib=24),
     "70b@64, own meshes": Question(case="llama3-70b@64", fixed=(("meshes", "own"),)),
+    "70b@64, 16 GiB": Question(case="llama3-70b@64", memory_limit_gib=16),
     "405b@16384": Question(case="llama3-405b@16384"),
     "405b@16384, 12 GiB": Question(case="llama3-405b@16384", memory_limit_gib=12),
+    "405b@16384, 4 GiB": Question(case="llama3-405b@16384", memory_limit_gib=4),
     "1000 layers": Question(case="1000-layer@512"),
     "1000 layers, 6 GiB": Question(case="1000-layer@512", memory_limit_gib=6),
     "1000 layers, pp 8, 6 GiB": Question(
         case="1000-layer@512", memory_limit_gib=6, fixed=(("pp", 8),)
     ),
-    "1000 layers, pp 8, 6 GiB, on 8": Question(
-        case="1000-layer@8", memory_limit_gib=6, fixed=(("pp", 8),)
+    "1000 layers, pp 16, 3 GiB": Question(
+        case="1000-layer@512", memory_limit_gib=3, fixed=(("pp", 16),)
     ),
 }
-CASES["1000-layer@8"] = replace(CASES["1000-layer@512"], gpus=8, global_batch=64)
 LIMITS_S = (5, 10, 30, 60)
 
 
@@ -309,39 +319,44 @@ def measure_limit(name: str, solver: str, limit_s: float) -> dict:
     import commands.search
     import planner.deadline
     from cli import app
+    from planner.errors import PlannerError
 
     question = QUESTIONS[name]
     graph = cached_graph(question.case, CASES[question.case])
     commands.search.graph_of = lambda *_: graph
-    searched = Clock()
-    planner.deadline.within = _timed_within(searched, planner.deadline.within)
-    whole, told = Clock(), io.StringIO()
+    searched, after, told = Clock(), Clock(), io.StringIO()
+    limited = planner.deadline.within
+
+    @contextmanager
+    def within(*args, **kwargs) -> Iterator[None]:
+        try:
+            with searched.running(), limited(*args, **kwargs):
+                yield
+        finally:
+            if not searched.depth:
+                after.start()
+
+    planner.deadline.within = within
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(told):
         model = Path(folder) / "model.py"
         model.write_text("")
         out = Path(folder) / "plan.json"
         arguments = ["search", str(model), "--out", str(out), "--profile", PROFILE, "--no-cache"]
         arguments += [*question.options, "--solver", solver, "--time-limit", f"{limit_s}s"]
-        with whole.running(), contextlib.redirect_stdout(io.StringIO()):
-            with contextlib.suppress(SystemExit):
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
                 app(arguments)
-        row = {**searched.told("search"), **whole.told("command"), "past": None}
-        row["past"] = round(whole.wall_s / limit_s - 1, 3)
+        except PlannerError as error:
+            told.write(str(error))
+        after.stop()
+        past = (searched.wall_s + after.wall_s) / limit_s - 1
+        row = {**searched.told("search"), **after.told("after"), "past": round(past, 3)}
         if out.exists():
             proof = json.loads(out.read_text())["estimate"]["certificate"]
             row |= {"gap": proof["gap"], "step_s": proof["best_s"], "why": proof["stopped_early"]}
         else:
             row["failed"] = " ".join(told.getvalue().split())
     return row
-
-
-def _timed_within(clock: Clock, within):
-    @contextmanager
-    def timed(*args, **kwargs) -> Iterator[None]:
-        with clock.running(), within(*args, **kwargs):
-            yield
-
-    return timed
 
 
 # ---------------------------------------------------------------------------------------

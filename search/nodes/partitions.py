@@ -126,6 +126,7 @@ class PartitionableNode(Node[SearchState]):
 
         Its bound, the least of all partitions that were left, holds for those that still are.
         """
+        search.note_too_large()
         if self.num_attempts == _MOST_ATTEMPTS:
             # Partitions are left that nobody has looked at.
             search.leave_open(self.bound)

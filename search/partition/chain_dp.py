@@ -212,6 +212,7 @@ def smallest_peak(problem: ChainProblem) -> Cut | None:
     assert windows is not None, "stages that hold half as much again as the average cover all"
     value, steps = _end_of(problem), []
     for stage in range(stages - 1, -1, -1):
+        check_time()
         paths = Paths(problem, windows[stage])
         choices = range(len(problem.choices))
         needed = np.stack([paths.least_bytes(stage, choice) for choice in choices])
