@@ -16,8 +16,13 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from planner.graph import ModelGraph
 
 # This file's folder comes first on the path, and would hide the package `search` behind it.
 sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -106,17 +111,22 @@ def cached_graph(name: str, case: Case):
     """Return the graph, from the cache folder when it was captured before."""
     from hashlib import sha256
 
-    from planner.graph import from_json, to_json
-
-    root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     asked = ("gpus", "global_batch", "goal_s")
     model = asdict(replace(case, memory_limit_gib=None))
     sizes = {name: value for name, value in model.items() if name not in asked}
     digest = sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()[:16]
-    path = root / "planner" / "benchmarks" / f"{digest}.json"
+    return kept_graph(digest, lambda: capture(case))
+
+
+def kept_graph(name: str, make: Callable[[], ModelGraph]) -> ModelGraph:
+    """Return the graph of that name, from the cache folder when it was made before."""
+    from planner.graph import from_json, to_json
+
+    root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    path = root / "planner" / "benchmarks" / f"{name}.json"
     if path.exists():
         return from_json(json.loads(path.read_text()))
-    graph = capture(case)
+    graph = make()
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
     scratch.write_text(json.dumps(to_json(graph)))

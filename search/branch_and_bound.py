@@ -27,7 +27,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from math import inf
 from typing import Any, Generic, TypeVar
@@ -60,6 +60,14 @@ class EvaluatedPlan:
     def step_s(self) -> float:
         """Estimated step time."""
         return self.estimate.step_s
+
+
+def evaluated_plan(configuration: Configuration, plan: Plan, estimate: Estimate) -> EvaluatedPlan:
+    """Return a plan under its configuration, with the recompute that its stages ended up with."""
+    used = set(plan.recompute_by_block)
+    recompute = used.pop() if len(used) == 1 else "mixed"
+    chosen = replace(configuration, recompute=recompute)
+    return EvaluatedPlan(configuration=chosen, plan=plan, estimate=estimate)
 
 
 State = TypeVar("State", bound="BranchAndBound")

@@ -28,14 +28,19 @@ from planner.deadline import OutOfTime, is_interrupted, within
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
 from profiles import Profile
-from search.branch_and_bound import Node, Progress
+from search.branch_and_bound import Node, Progress, evaluated_plan
 from search.candidates import Candidates, CandidatesOf, with_estimate
 from search.meshes.roots import device_groups_nodes, meshes_node, why_on_no_groups
-from search.nodes.configurations import evaluated_plan
 from search.nodes.replicas_on_groups import replicas_nodes
 from search.nodes.sizes import NO_FASTER, TOO_LARGE, degrees_nodes
 from search.on_host import host_holds, offload_fallbacks, too_large_for_host
-from search.report.infeasible import explain_infeasible, explain_infeasible_groups, find_leanest
+from search.report.infeasible import (
+    explain_infeasible,
+    explain_infeasible_groups,
+    find_leanest,
+    memory_limit,
+    nothing_fits,
+)
 from search.report.runners_up import find_runners_up
 from search.request import SearchRequest, SearchResult
 from search.search_state import SearchState, WarmStart
@@ -98,16 +103,13 @@ def _find_plan(
     candidates_of: CandidatesOf,
     first_look: FirstLook | None,
 ) -> SearchResult:
-    infeasible: list[SearchResult] = []
+    started = time.perf_counter()
+    infeasible: list[tuple[Candidates, SearchResult]] = []
     for fallback in offload_fallbacks(request.offload, profile, graph):
+        tried = [candidates_of(graph, profile, request, on_host) for on_host in fallback]
         results = [
-            search_among(
-                candidates_of(graph, profile, request, on_host),
-                request,
-                progress,
-                first_look=first_look,
-            )
-            for on_host in fallback
+            search_among(candidates, request, progress, first_look=first_look)
+            for candidates in tried
         ]
         fitting = [
             (result.plan.estimate["step_s"], order)
@@ -120,11 +122,13 @@ def _find_plan(
             return replace(result, next_best=others)
         if unfinished := [result for result in results if result.is_out_of_time]:
             return unfinished[0]
-        infeasible += results
-    for result in infeasible:
+        infeasible += zip(tried, results, strict=True)
+    for _, result in infeasible:
         if result.plan is not None:
             return too_large_for_host(result, profile)
-    return min(infeasible, key=lambda result: result.smallest_memory_bytes or 0)
+    # Once all have been searched: what would fit takes long to tell, and a plan makes it needless.
+    result = _why_nothing_fits([candidates for candidates, _ in infeasible], request)
+    return replace(result, search_s=time.perf_counter() - started)
 
 
 def _with_bound_of_all(result: SearchResult, results: Sequence[SearchResult]) -> SearchResult:
@@ -162,14 +166,14 @@ def search_among(
 ) -> SearchResult:
     """Return the fastest plan of these candidates.
 
-    Requests that share candidates may differ in all but pins, solver, balance and precision.
+    Without a plan the result has no reasons, unless time is up (`find_plan` finds them). Requests
+    that share candidates may differ in all but pins, solver, balance and precision.
     `warm_start` is what earlier searches of the candidates under more memory left behind.
     Without runners-up, some of which are evaluated only to be named, the search is quicker.
     """
     started = time.perf_counter()
     synthesises = request.schedule == SYNTHESISED
-    if synthesises:
-        request = replace(request, schedule=None)
+    request = _without_own_table(request)
     shapes = candidates.shapes(request)
 
     def explore(*, every_size: bool) -> SearchState:
@@ -177,7 +181,7 @@ def search_among(
             candidates=candidates,
             request=request,
             num_best=request.num_best,
-            memory_limit_bytes=float(request.memory_limit_bytes or candidates.profile.memory_bytes),
+            memory_limit_bytes=memory_limit(candidates, request),
             limits=candidates.limits(request),
             max_gap=request.max_gap,
             time_limit_s=request.time_limit_s,
@@ -214,7 +218,13 @@ def search_among(
         search.push(meshes_node(shapes))
         search.run()
     if search.best is None:
-        return _result_without_plan(search, shapes)
+        reasons = (_why_no_plan_yet(search.time_limit_s),) if search.is_out_of_time else ()
+        return SearchResult(
+            plan=None,
+            reasons=reasons,
+            is_out_of_time=search.is_out_of_time,
+            search_s=time.perf_counter() - started,
+        )
     if synthesises:
         with suppress(OutOfTime):  # the best so far keep the tables of their schedules
             _synthesise_tables(search)
@@ -267,30 +277,41 @@ def _has_skipped_sizes(search: SearchState) -> bool:
     return bool(search.pruned[NO_FASTER] or search.pruned[TOO_LARGE])
 
 
-def _result_without_plan(search: SearchState, shapes: Sequence[Shape]) -> SearchResult:
-    """Return why there is no plan: nothing fits, or nothing was found in time."""
-    result: SearchResult | None = None
-    if not search.is_out_of_time:
-        with suppress(OutOfTime):
-            result = _infeasible_result(search, shapes)
-    if result is None:
-        limit = f"in `time_limit_s` {search.time_limit_s:g} s" if search.time_limit_s else ""
-        when = "before the search was interrupted" if is_interrupted() else limit
+def _without_own_table(request: SearchRequest) -> SearchRequest:
+    """Return the request that is searched before tables are synthesised."""
+    return replace(request, schedule=None) if request.schedule == SYNTHESISED else request
+
+
+def _why_no_plan_yet(time_limit_s: float | None) -> str:
+    limit = f"in `time_limit_s` {time_limit_s:g} s" if time_limit_s else ""
+    when = "before the search was interrupted" if is_interrupted() else limit
+    return (
+        f"no plan was found {when}, and it is not known whether any fits; give more time, or "
+        "fix choices such as `tp` and `pp`"
+    )
+
+
+def _why_nothing_fits(tried: Sequence[Candidates], request: SearchRequest) -> SearchResult:
+    """Return why nothing fits, with what would in the least memory, as far as there is time."""
+    found: list[SearchResult] = []
+    with suppress(OutOfTime):
+        found += (_infeasible_result(candidates, request) for candidates in tried)
+    if not found:
         reasons = (
-            f"no plan was found {when}, and it is not known whether any fits; give more time, or "
-            "fix choices such as `tp` and `pp`",
+            f"{nothing_fits(request, memory_limit(tried[0], request))}; no time was left to find "
+            "what would: give more time, more devices or fewer fixed choices",
         )
-        result = SearchResult(plan=None, reasons=reasons, is_out_of_time=True)
-    return replace(result, search_s=time.perf_counter() - search.started)
+        return SearchResult(plan=None, reasons=reasons, is_out_of_time=True)
+    return min(found, key=lambda result: result.smallest_memory_bytes or 0)
 
 
-def _infeasible_result(search: SearchState, shapes: Sequence[Shape]) -> SearchResult:
-    if search.candidates.profile.groups:
+def _infeasible_result(candidates: Candidates, request: SearchRequest) -> SearchResult:
+    if candidates.profile.groups:
         return SearchResult(
-            plan=None, reasons=explain_infeasible_groups(search.limits, search.request)
+            plan=None, reasons=explain_infeasible_groups(candidates.limits(request), request)
         )
-    leanest = find_leanest(search.candidates, shapes)
-    reasons, smallest = explain_infeasible(leanest, search.request, search.memory_limit_bytes)
+    leanest = find_leanest(candidates, candidates.shapes(_without_own_table(request)))
+    reasons, smallest = explain_infeasible(leanest, request, memory_limit(candidates, request))
     return SearchResult(
         plan=None,
         reasons=reasons,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+from itertools import count
 
 import pytest
 
@@ -17,6 +18,7 @@ from planner.deadline import (
     left_s,
     within,
 )
+from planner.schedule import build_schedule
 
 
 class Clock:
@@ -88,3 +90,10 @@ def test_an_interrupt_is_a_limit_that_passes_and_the_second_is_an_interrupt():
     assert not is_late()
     assert not is_interrupted()
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("schedule", ["zb_v", "dualpipe_v"])
+def test_a_table_of_thousands_of_jobs_looks_at_the_clock_while_it_is_built(schedule):
+    """N6: one of 512 ranks takes seconds."""
+    with within(100, clock=count().__next__), pytest.raises(OutOfTime):
+        build_schedule(schedule, pp=16, vpp=2, num_microbatches=64)

@@ -164,6 +164,7 @@ def build_job_table(schedule: Schedule) -> JobTable:
     # Results are numbered: outputs of (stage, microbatch) first, `size` on their gradients.
     columns: tuple[list, ...] = ([], [], [], [], [], [])
     for rank, row in enumerate(schedule.jobs):
+        check_time()
         kind = np.fromiter((_KINDS[job.kind] for job in row), dtype=np.int64, count=len(row))
         stage = np.fromiter((job.stage_index for job in row), dtype=np.int64, count=len(row))
         microbatch = np.fromiter(

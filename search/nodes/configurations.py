@@ -14,9 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from costmodel import Estimate
-from planner.plan import Plan
-from search.branch_and_bound import EvaluatedPlan, Node
+from search.branch_and_bound import EvaluatedPlan, Node, evaluated_plan
 from search.nodes.exact_recompute import ExactRecompute
 from search.nodes.partitions import PartitionableNode
 from search.partition.chain_problem import ChainProblem, Cut, InfeasibleStage
@@ -25,7 +23,7 @@ from search.partition.solvers import solve
 from search.priced_configuration import PricedConfiguration
 from search.request import INEXACT_SOLVER
 from search.search_state import NodeKey, Outcomes, SearchState
-from search.space.configuration import Configuration, Shape
+from search.space.configuration import Shape
 from search.stages.stage_table import StageTable
 
 EVEN_CUT_TOO_LARGE = "memory: the even cut or the whole chain does not fit"
@@ -125,6 +123,7 @@ class ConfigurationNode(PartitionableNode):
             self._exclude(search, BOUNDARIES_BEATEN, search.to_beat_s)
         else:
             self._exclude(search, NO_BOUNDARIES_FIT)
+            search.note_too_large()
 
     def with_recompute(
         self, search: SearchState, cut: Cut, infeasible: Sequence[InfeasibleStage] = ()
@@ -198,11 +197,3 @@ class ConfigurationNode(PartitionableNode):
         """Keep the stages that are too large, and the bound of what is left."""
         search.warm_start.infeasible[self.key] = self.infeasible
         search.warm_start.raise_bound(self.key, self.bound)
-
-
-def evaluated_plan(configuration: Configuration, plan: Plan, estimate: Estimate) -> EvaluatedPlan:
-    """Return a plan under its configuration, with the recompute that its stages ended up with."""
-    used = set(plan.recompute_by_block)
-    recompute = used.pop() if len(used) == 1 else "mixed"
-    chosen = replace(configuration, recompute=recompute)
-    return EvaluatedPlan(configuration=chosen, plan=plan, estimate=estimate)

@@ -126,6 +126,7 @@ class PartitionableNode(Node[SearchState]):
 
         Its bound, the least of all partitions that were left, holds for those that still are.
         """
+        search.note_too_large()
         if self.num_attempts == _MOST_ATTEMPTS:
             # Partitions are left that nobody has looked at.
             search.leave_open(self.bound)
@@ -279,4 +280,5 @@ def infeasible_stages(
             choice=cut.choices[index],
             and_longer=bool(live)
             and over > tables[index].most_edge_bytes(first, end, in_flight=live[index]),
+            repeats=tables[index].repetition.part if live else (0, 0, 1),
         )

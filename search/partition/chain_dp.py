@@ -73,7 +73,7 @@ def solve_chain(problem: ChainProblem, *, ceiling: float = np.inf) -> Solved:
     while True:
         starts = possible_starts(problem, bound)
         if starts is None:
-            return found if found.cut else Solved(cut=None, fits=True)
+            return found if found.cut else Solved(cut=None, fits=np.isfinite(bound))
         allowed = reach_within(problem, bound)
         needed = min(longest, int((allowed - np.arange(n + 1)).max()))
         if needed <= _AT_ONCE * width:
@@ -212,6 +212,7 @@ def smallest_peak(problem: ChainProblem) -> Cut | None:
     assert windows is not None, "stages that hold half as much again as the average cover all"
     value, steps = _end_of(problem), []
     for stage in range(stages - 1, -1, -1):
+        check_time()
         paths = Paths(problem, windows[stage])
         choices = range(len(problem.choices))
         needed = np.stack([paths.least_bytes(stage, choice) for choice in choices])

@@ -109,21 +109,35 @@ class InfeasibleStage:
     until: int | None = None
     """Under a choice that recomputes the first blocks more: the blocks fit only if those up to this
     one do. None: in no case."""
+    repeats: tuple[int, int, int] = (0, 0, 1)
+    """(first, last, period) of where the chain repeats itself: blocks in it stand for their copies
+    whole periods away, which need as much."""
 
     def holds(self, start: Any, end: Any) -> Any:
-        """Whether runs, from `start` to `end` (arrays, broadcast), are these blocks or hold them
-        where that matters.
+        """Whether runs, from `start` to `end` (arrays, broadcast), are these blocks or a copy of
+        them, or hold one where that matters.
         """
+        shift = self.shift(end)
+        first, last = self.first + shift, self.end + shift
         if self.and_longer:
-            return (start <= self.first) & (end >= self.end)
-        return (start == self.first) & (end == self.end)
+            return (start <= first) & (end >= last)
+        return (start == first) & (end == last)
+
+    def shift(self, end: Any) -> Any:
+        """Return how far behind the blocks their last copy is before the ends of runs."""
+        first, last, period = self.repeats
+        if self.first < first or self.end > last:
+            return 0
+        shift = (np.minimum(end, last) - self.end) // period * period
+        return np.where(self.first + shift >= first, shift, 0)
 
     def is_in(self, cut: Cut) -> bool:
         """Whether a cut has such a stage."""
         if cut.choices[self.stage] != self.choice:
             return False
-        is_more = self.until is not None and cut.until[self.stage] >= self.until
-        return not is_more and bool(self.holds(cut.cuts[self.stage], cut.cuts[self.stage + 1]))
+        start, end = cut.cuts[self.stage : self.stage + 2]
+        is_more = self.until is not None and cut.until[self.stage] >= self.until + self.shift(end)
+        return not is_more and bool(self.holds(start, end))
 
 
 Line = tuple[float, float, float]

@@ -32,10 +32,10 @@ Starts = tuple[tuple[int, int], ...]
 
 
 def possible_starts(problem: ChainProblem, ceiling: float) -> Starts | None:
-    """Return the starts in cuts whose paths are within a ceiling; None where there are none."""
+    """Return the starts in cuts within memory whose paths are within a ceiling; None where there
+    are none.
+    """
     n, stages = problem.num_blocks, problem.num_stages
-    if not np.isfinite(ceiling):
-        return ((0, n),) * (stages + 1)
     is_within, reach = _run_check(problem, ceiling), reach_within(problem, ceiling)
     latest, earliest = [0], [n]
     for stage in range(stages):

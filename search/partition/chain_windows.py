@@ -162,7 +162,7 @@ class Repetition:
 
     def __init__(self, labels: NDArray[np.int64]) -> None:
         self._width = len(labels) + 1
-        self.first, self.last, self.period = _longest_repetition(labels)
+        self.part = self.first, self.last, self.period = _longest_repetition(labels)
         self._is_used = np.zeros(self._width**2, dtype=bool)
         self._number = np.zeros(self._width**2, dtype=np.intp)
 

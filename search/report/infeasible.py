@@ -22,12 +22,24 @@ def explain_infeasible(
     """Return the reasons, most useful first, and the smallest limit that would fit in bytes."""
     limit_gib = round_up(leanest.estimate.peak_bytes / GIB)
     reasons = (
-        f"nothing fits {format_bytes(memory_limit_bytes)} per device on {request.num_devices} "
-        f"devices with a global batch of {request.global_batch}: the smallest limit that would "
-        f"fit is {limit_gib} GiB ({leanest.configuration.label}); "
+        f"{nothing_fits(request, memory_limit_bytes)}: the smallest limit that would fit is "
+        f"{limit_gib} GiB ({leanest.configuration.label}); "
         f"try `memory_limit_bytes` {limit_gib} GiB, more devices, or fewer fixed choices",
     )
     return reasons, int(limit_gib * GIB)
+
+
+def memory_limit(candidates: Candidates, request: SearchRequest) -> float:
+    """Return the bytes of a device that a plan may take."""
+    return float(request.memory_limit_bytes or candidates.profile.memory_bytes)
+
+
+def nothing_fits(request: SearchRequest, memory_limit_bytes: float) -> str:
+    """Say what nothing fits."""
+    return (
+        f"nothing fits {format_bytes(memory_limit_bytes)} per device on {request.num_devices} "
+        f"devices with a global batch of {request.global_batch}"
+    )
 
 
 def explain_infeasible_groups(
@@ -47,44 +59,60 @@ def round_up(number: float, digits: int = 4) -> float:
     return float(f"{math.ceil(number / step) * step:.{digits}g}")
 
 
-def find_leanest(
-    candidates: Candidates, shapes: Sequence[Shape], *, enough_bytes: float = 0.0
-) -> EvaluatedPlan:
+def find_leanest(candidates: Candidates, shapes: Sequence[Shape]) -> EvaluatedPlan:
     """Return the plan that needs the fewest bytes on its fullest device.
 
     Best first by the arithmetic bound: a configuration whose bound is no smaller than the
     least found need not be cut. Interleaved stages are left out: they never need less than the
-    same pipeline without. Ends early at one that needs no more than `enough_bytes`.
+    same pipeline without.
     """
-    tries = _by_least_bytes(candidates, shapes)
     best: EvaluatedPlan | None = None
-    for bound, _, configuration, table in tries:
-        if best is not None and bound >= best.estimate.peak_bytes:
+    for bound, _, configuration, table in _by_least_bytes(candidates, shapes):
+        limit = best.estimate.peak_bytes if best else math.inf
+        if bound >= limit:
             break
-        priced = PricedConfiguration(candidates, configuration, table)
-        cut = (
-            smallest_peak(priced.problem(math.inf))
-            if configuration.vpp == 1
-            else priced.even_cut(math.inf)
-        )
-        if cut is None:
-            continue
-        plan = priced.plan(cut)
-        answer = candidates.estimate(plan)
-        if best is None or answer.peak_bytes < best.estimate.peak_bytes:
-            best = EvaluatedPlan(configuration=configuration, plan=plan, estimate=answer)
-        if best.estimate.peak_bytes <= enough_bytes:
-            break
+        done = _leanest_partition(candidates, configuration, table, limit)
+        if done and done.estimate.peak_bytes < limit:
+            best = done
     assert best is not None, "without a limit every configuration has a cut"
     return best
 
 
-def can_fit(candidates: Candidates, shapes: Sequence[Shape], memory_limit_bytes: float) -> bool:
-    """Whether any configuration fits; most that do not are told by arithmetic alone."""
-    if _by_least_bytes(candidates, shapes)[0][0] > memory_limit_bytes:
-        return False
-    leanest = find_leanest(candidates, shapes, enough_bytes=memory_limit_bytes)
-    return leanest.estimate.peak_bytes <= memory_limit_bytes
+def find_fitting(
+    candidates: Candidates,
+    shapes: Sequence[Shape],
+    memory_limit_bytes: float,
+    *,
+    most_tries: int | None = None,
+) -> EvaluatedPlan | None:
+    """Return a plan that fits, tried as by `find_leanest`; None where there seems to be none."""
+    limit = math.nextafter(memory_limit_bytes, math.inf)
+    for bound, _, configuration, table in _by_least_bytes(candidates, shapes)[:most_tries]:
+        if bound >= limit:
+            break
+        done = _leanest_partition(candidates, configuration, table, limit)
+        if done and done.estimate.peak_bytes < limit:
+            return done
+    return None
+
+
+def _leanest_partition(
+    candidates: Candidates, configuration: Configuration, table: StageTable, limit: float
+) -> EvaluatedPlan | None:
+    """Return the plan of the partition of the least bytes; None where its bound is no less than a
+    limit, or there is none.
+    """
+    priced = PricedConfiguration(candidates, configuration, table)
+    if configuration.vpp == 1:
+        cut = smallest_peak(priced.problem(math.inf))
+        if cut is not None and cut.value >= limit:
+            return None
+    else:
+        cut = priced.even_cut(math.inf)
+    if cut is None:
+        return None
+    plan = priced.plan(cut)
+    return EvaluatedPlan(configuration=configuration, plan=plan, estimate=candidates.estimate(plan))
 
 
 def _by_least_bytes(

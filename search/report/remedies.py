@@ -23,7 +23,7 @@ from search.branch_and_bound import Progress
 from search.candidates import Candidates
 from search.find_plan import find_plan, search_among
 from search.on_host import offload_fallbacks
-from search.report.infeasible import can_fit, round_up
+from search.report.infeasible import find_fitting, round_up
 from search.request import CHOICES, SearchRequest, SearchResult
 from search.space.request_checks import divisors
 
@@ -193,7 +193,7 @@ class _Trials:
             shapes = candidates.shapes(changed)
         except LayoutError:
             return False
-        return can_fit(candidates, shapes, self.limit_bytes)
+        return find_fitting(candidates, shapes, self.limit_bytes) is not None
 
     def _plan(self, candidates: Candidates, changed: SearchRequest) -> Plan | None:
         if not self._may_fit(candidates, changed):

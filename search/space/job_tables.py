@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodel.time.simulate import job_table
+from planner.deadline import check_time
 from planner.schedule import find_schedule, in_flight, in_flight_per_stage
 from planner.schedule.jobs import JobKind
 from planner.schedule.timing.offloads import Offload, offloads_of
@@ -57,6 +58,7 @@ def live_microbatches(schedule: str, pp: int, vpp: int, num_microbatches: int) -
     """Return what is in flight at once on each rank of a schedule."""
     by_rank = []
     for row in job_table(schedule, pp, vpp, num_microbatches).schedule.jobs:
+        check_time()
         live = dict.fromkeys(sorted({job.stage_index for job in row}), 0)
         states = set()
         for job in row:

@@ -134,7 +134,9 @@ class RankCostWindow:
         until = start + (of_kinds - self.kinds.start)[self.kinds.of[part]]
         for known in rank.infeasible:
             if known.choice == choice:
-                least = self.stages.num_blocks + 1 if known.until is None else known.until
+                least = self.stages.num_blocks + 1
+                if known.until is not None:
+                    least = known.until + known.shift(end)
                 until = np.where(known.holds(start, end), np.maximum(until, least), until)
         return until
 

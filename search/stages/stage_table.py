@@ -228,13 +228,13 @@ class StageTable:
             if sum(kinds.of.size for kinds, _ in self._kinds.values()) > _MOST_KEPT_RUNS:
                 self._kinds.clear()
                 self._stage_costs.clear()
-            kinds = self._repetition.kinds(window)
+            kinds = self.repetition.kinds(window)
             chain = self.chain_where(polls=polls)
             self._kinds[key] = kinds, BlockRuns(chain=chain, start=kinds.start, end=kinds.end)
         return self._kinds[key]
 
     @cached_property
-    def _repetition(self) -> Repetition:
+    def repetition(self) -> Repetition:
         """Where blocks of equal costs follow each other, with equal values arriving and leaving.
 
         What a block costs follows from its class and from what brings its inputs.

@@ -69,7 +69,7 @@ def test_costs_of_kinds_are_those_of_runs(zero):
     assert folded.kinds.start.size < window.valid.sum()
     table._kinds.clear()
     table._stage_costs.clear()
-    table._repetition = Repetition(np.arange(table.num_blocks))
+    table.repetition = Repetition(np.arange(table.num_blocks))
     plain = stages.cost_window(window)
     assert plain.kinds.start.size >= window.valid.sum()
     for name in ("forward_s", "backward_s", "tail_s"):

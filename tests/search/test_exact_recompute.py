@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -138,3 +138,30 @@ def test_of_ranks_with_several_stages_the_highest_level_that_does_not_fit_is_tol
         # From a level in between the same is found.
         (again,) = exact.too_low(cut_at(highest // 2), [rank])
         assert again == found
+
+
+def test_a_copy_of_a_stage_along_the_chain_needs_as_much():
+    """N6: what `InfeasibleStage.repeats` takes for granted, walked job by job."""
+    fixed = {"num_devices": 3, "pp": 3}
+    candidates = candidates_of(12, **fixed)
+    configuration, table = only_configuration(candidates, **fixed)
+    first, last, period = table.repetition.part
+    assert last - first > 8
+    priced = PricedConfiguration(candidates, configuration, table)
+    for length, (choice, until) in product((2, 4), ((0, 0), (2, 0), (4, 1), (5, 1))):
+        needed = {
+            rank_bytes(
+                priced.plan(
+                    Cut(
+                        cuts=(0, start, start + length, table.num_blocks),
+                        choices=(0, choice, 0),
+                        until=(0, start + until * (choice > 2), 0),
+                        value=0.0,
+                    )
+                ),
+                candidates.costs,
+                [1],
+            )
+            for start in range(first, last - length + 1, period)
+        }
+        assert len(needed) == 1

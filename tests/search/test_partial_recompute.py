@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -107,6 +108,25 @@ def test_a_stage_that_recomputes_enough_is_not_infeasible():
     assert not known.is_in(cut(2, 6, 3, 4))
     assert not known.is_in(cut(3, 6, 3, 3))
     assert not known.is_in(cut(2, 6, 0, 0))
+
+
+@pytest.mark.parametrize("and_longer", [False, True])
+def test_blocks_stand_for_their_copies_along_the_chain(and_longer):
+    """N6: blocks 1..18 repeat every three; 4..8 are infeasible unless 4 and 5 take the heavier."""
+    known = InfeasibleStage(
+        stage=1, first=4, end=9, choice=3, and_longer=and_longer, until=6, repeats=(1, 19, 3)
+    )
+    shifts = range(-3, 10, 3)
+    for first, end in combinations(range(1, 21), 2):
+        copies = [
+            shift
+            for shift in shifts
+            if (first, end) == (4 + shift, 9 + shift)
+            or (and_longer and first <= 4 + shift and 9 + shift <= end)
+        ]
+        for until in range(first, end + 1):
+            cut = Cut(cuts=(0, first, end), choices=(0, 3), until=(0, until), value=0.0)
+            assert known.is_in(cut) == any(until < 6 + shift for shift in copies)
 
 
 def random_question(rng):

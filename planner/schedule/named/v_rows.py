@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
+from planner.deadline import check_time
 from planner.schedule.jobs import Job, JobKind
 
 
@@ -27,6 +28,7 @@ class VRow:
         """Add the steps, such as ``F0 I1 W1``, `count` times over."""
         kinds = [(JobKind(step[0]), int(step[1:] or -1)) for step in steps.split()]
         for _ in range(count):
+            check_time()
             for kind, chunk in kinds:
                 self._add_one(kind, chunk)
 
