@@ -1,7 +1,7 @@
 """A forward that converts one of its parts to the dtype and the device that it has already.
 
-``self.router = self.router.to(torch.float32)`` changes nothing in a model of that dtype, but PyTorch
-puts new parameters into the part, and a capture would lose those that it had.
+``self.router = self.router.to(torch.float32)`` changes nothing in a model of that dtype, but
+PyTorch puts new parameters into the part's places, and a capture would lose those that it had.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def same_parts() -> Iterator[None]:
             return self
         return given(self, *args, **kwargs)
 
-    nn.Module.to = to  # type: ignore[method-assign]
+    nn.Module.to = to  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
