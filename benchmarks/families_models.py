@@ -149,6 +149,7 @@ OWN: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("n_input_layers", "n_recurrent_layers", "n_output_layers"), 2),
     },
     "dots3_note": {
+        **_DOTS3,
         "text_config": _DOTS3,
         "vision_config": {"adapter_in_dim": 32, "adapter_out_dim": 32},
         "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
@@ -189,6 +190,7 @@ OWN: dict[str, dict[str, Any]] = {
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "muse_spark": {"projector_hidden_size": 32, "audio_config": {"hidden_sizes": [8, 16, 24, 32]}},
+    "nemotron": {"num_key_value_heads": 2},
     "nemotron_h_omni": {"projector_hidden_size": 32, "vision_config": {"max_img_size": 64}},
     "pp_formulanet": {"vision_config": {"decoder_hidden_size": 32, "post_conv_out_channels": 64}},
     "nemo_speechlm": {
@@ -276,6 +278,13 @@ BESIDE: dict[str, dict[str, str]] = {
     },
     "kyutai_speech_to_text": {"input_ids": f"torch.randint(4, 64, (size, {SEQUENCE}, 33))"},
     "molmo2": {"mm_token_type_ids": "torch.zeros_like(ids)"},
+    **{
+        name: {
+            "input_ids": f"torch.randint(4, {VOCABULARY}, (4 * size, {SEQUENCE}))",
+            "labels": f"torch.randint(4, {VOCABULARY}, (size, {SEQUENCE}, 4))",
+        }
+        for name in ("musicgen", "musicgen_melody")
+    },
     "omniasr_ctc": {"padding_mask": "torch.ones(size, 8000, dtype=torch.long)"},
     **{
         name: {"attention_mask": "torch.ones(size, 64, dtype=torch.long)"}
@@ -487,9 +496,14 @@ def needs(model_class: Any) -> list[str]:
 
 
 def merged(values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Return values with some replaced, those of parts one by one."""
+    """Return values with some replaced, those of parts one by one.
+
+    A name may stand for a whole in one mapping, and for its text part alone in another.
+    """
     found = dict(values)
     for name, value in own.items():
+        if name.endswith("_config") and name not in found:
+            continue
         inner = found.get(name)
         both = isinstance(value, dict) and isinstance(inner, dict)
         found[name] = merged(inner, value) if both else value
