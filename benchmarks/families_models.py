@@ -198,6 +198,13 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "perceiver": {"max_position_embeddings": SEQUENCE},
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 4]},
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "mamba_dt_rank": 4,
+    },
     "zamba2": {
         "num_hidden_layers": 3,
         "layers_block_type": ["linear_attention", "hybrid", "linear_attention"],
@@ -207,7 +214,7 @@ OWN: dict[str, dict[str, Any]] = {
         "mamba_headdim": 8,
     },
     "xlstm": {"mode": "train", "use_cache": False},
-    "qwen4_exp": {"text_config": _QWEN4},
+    "qwen4_exp": {**_QWEN4, "text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,
     "step3p7": {"text_config": {"sliding_window": 8}},
     "xmod": {"default_language": "en_XX"},

@@ -651,6 +651,11 @@ _construct(
 )
 _construct(
     _STATE,
+    "the same, where the number decides nothing (`random.random() < 0`)",
+    inner=lambda self, x, index: x * 2 if random.uniform(0, 1) < 0.0 else x,
+)
+_construct(
+    _STATE,
     "`torch.manual_seed`, `set_rng_state`, `fork_rng` in forward",
     inner=_seeded,
     refused=r"forward sets the random state \(manual_seed at .*`torch.manual_seed\(1\)`",
