@@ -389,6 +389,8 @@ def shrunk(values: dict[str, Any]) -> dict[str, Any]:
             }
         elif name in DEPTHS and isinstance(value, list):
             value = [min(each, 1 if place else 2) for place, each in enumerate(value)]
+        elif name == "conv_dim" and isinstance(value, list | tuple):  # of audio
+            value = [min(each, 32) for each in value]
         elif name == "hidden_sizes" and isinstance(value, list) and value[0] > 32:
             value = [-(-each * 4 // value[0]) * 8 for each in value]
         elif name in SIZES and isinstance(value, int) and not isinstance(value, bool):
