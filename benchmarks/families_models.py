@@ -445,8 +445,8 @@ def write_model_file(kind: str, family: str, folder: Path) -> tuple[Path, str]:
     default = config_class()
     values = shrunk({k: v for k, v in default.to_dict().items() if k != "dtype"})
     values = merged(values, OWN.get(family, {}))
-    if kind == "audio":  # SpecAugment draws by NumPy, and layers are skipped by the value of a draw
-        values |= dict.fromkeys(("mask_time_prob", "mask_feature_prob", "layerdrop"), 0.0)
+    if kind in ("audio", "speech"):
+        values = undrawn(values)
     if kind == "causal" and family == "reformer":
         values["is_decoder"] = True
     if kind in ("seq2seq", "speech") or values.get("is_encoder_decoder"):
@@ -491,6 +491,20 @@ def write_model_file(kind: str, family: str, folder: Path) -> tuple[Path, str]:
         )
     )
     return path, architecture
+
+
+def undrawn(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values without SpecAugment, which draws by NumPy, and without layers that are skipped
+    by the value of a draw, in parts as well.
+    """
+    without: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            without[name] = undrawn(value)
+        else:
+            is_drawn = str(name).endswith(("mask_time_prob", "mask_feature_prob", "layerdrop"))
+            without[name] = 0.0 if is_drawn else value
+    return without
 
 
 def needs(model_class: Any) -> list[str]:
