@@ -268,7 +268,7 @@ def try_family(
             said.write_text(ended.said)
             if ended.code or stop_at == "search":
                 break
-        if ended.code == 1 and UNDECIDED in ended.said:
+        if ended.code == 1 and UNDECIDED in " ".join(ended.said.split()):
             ended = in_fork(lambda: run(["verify", str(plan), str(path), "--steps=1"]))
         result.outcome[label] = OUTCOMES.get(ended.code, "fails")
         if "Traceback (most recent call last)" in ended.said:

@@ -6,6 +6,7 @@ each kind is there. The model file is such as a user has.
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ MAPPINGS = {
     "multimodal": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
 }
 
-SEQUENCE, VOCABULARY, IMAGE = 16, 64, 32
+SEQUENCE, VOCABULARY, IMAGE, QUERIES = 16, 64, 32, 4
 
 SIZES: dict[str, int] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "emb_dim"), 32),
@@ -78,17 +79,157 @@ _GEMMA3N = {  # the last layers take keys of layers before them: so each kind is
     "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
 }
 _BY_SECTIONS = {"text_config": {"rope_parameters": {"mrope_section": [2, 1, 1]}}}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_COMPASS = {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}}
+_FEW_FILTERS = {"num_filters": 2, "hidden_size": 8}
+_DOTS3 = {"head_dim": 16}
+_QWEN4 = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+    "ngram_vocab_size_base": 64,
+}
 OWN: dict[str, dict[str, Any]] = {
+    "apertus1p5": {
+        "vision_config": {"codebook_size": 8, "base_channels": 32, "num_res_blocks": 1},
+        "audio_config": {
+            "codebook_dim": 32,
+            "codebook_size": 8,
+            "num_filters": 4,
+            "decoder_hidden_size": 32,
+            "decoder_intermediate_size": 64,
+        },
+        "image_token_id": 5,
+        "audio_token_id": 6,
+        "image_token_offset": 40,
+        "audio_token_offset": 48,
+    },
+    "bailing_hybrid": {"num_expert_group": 2, "topk_group": 1},
+    **{
+        name: {
+            **dict.fromkeys(("image_token_id", "image_token_index", "video_token_id"), 3),
+            "video_token_index": 3,
+            "num_query_tokens": QUERIES,
+            "text_config": {"word_embed_proj_dim": 32},
+        }
+        for name in ("blip-2", "instructblip", "instructblipvideo")
+    },
+    "blt": {
+        "use_cache": False,
+        "encoder_hash_byte_group_vocab": 64,
+        "encoder_config": {"hidden_size_global": 32},
+        "decoder_config": {"hidden_size_global": 32},
+    },
+    "chameleon": {
+        "vocabulary_map": {"<image>": 4},
+        "vq_config": {"base_channels": 32, "num_embeddings": 64},
+    },
+    "cohere_compass": {"text_config": _COMPASS},
+    "cohere_compass_text": _COMPASS,
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "deepseek_ocr2": {
+        "text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2}
+    },
+    "diffusion_gemma": {
+        "text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+        "canvas_length": 16,
+    },
+    "dory": {
+        "num_hidden_layers": 6,
+        "layer_types": [
+            "sliding_attention",
+            "mlp",
+            "full_attention",
+            "mlp",
+            "full_attention",
+            "mlp",
+        ],
+        **dict.fromkeys(("n_input_layers", "n_recurrent_layers", "n_output_layers"), 2),
+    },
+    "dots3_note": {
+        **_DOTS3,
+        "text_config": _DOTS3,
+        "vision_config": {"adapter_in_dim": 32, "adapter_out_dim": 32},
+        "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    },
+    "dots3_note_text": _DOTS3,
+    "emu3": {
+        "vocabulary_map": {"<image>": 4, "<|extra_200|>": 5, "<|visual token 000000|>": 6},
+        "vq_config": {"base_channels": 32, "codebook_size": 64, "latent_channels": 8},
+    },
+    "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {"mrope_section": [1, 1, 2]}}},
+    "florence2": {"vision_config": {"embed_dim": [8, 16, 32, 64], "num_heads": [1, 2, 4, 8]}},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
+    "glm5_next": {"text_config": {"index_kpool": 4}},
+    "granite4_vision": {
+        "vision_config": {"hidden_size": 64},
+        "deepstack_layer_map": [],
+        "downsample_rate": "1/2",
+        "spatial_target_layers": [],
+    },
+    "granite_speech5_ctc": {"encoder_config": {"context_size": 32, "num_key_value_heads": 4}},
+    "shieldgemma2": {"yes_token_index": 5, "no_token_index": 6},
+    "vibevoice": dict.fromkeys(("audio_config", "semantic_model_config"), _FEW_FILTERS),
+    "vibevoice_asr": dict.fromkeys(
+        ("acoustic_tokenizer_encoder_config", "semantic_tokenizer_encoder_config"), _FEW_FILTERS
+    ),
+    "hrm_text": {"num_layers_per_stack": 2, "use_cache": False},
+    "hunyuan_vl": {
+        "text_config": {"head_dim": 8, "rope_parameters": {"mrope_section": [1, 1, 1, 1]}}
+    },
+    "janus": {"vq_config": {"base_channels": 32, "num_embeddings": 64}},
+    "kosmos-2": {
+        "latent_query_num": QUERIES,
+        "text_config": {"layers": 2, "attention_heads": 4},
+    },
+    "kyutai_speech_to_text": {"codec_config": {"upsample_groups": 32, "num_filters": 8}},
+    "luke": {"entity_vocab_size": 64},
+    "mistral4": {"head_dim": 16, "qk_head_dim": 16},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "muse_spark": {"projector_hidden_size": 32, "audio_config": {"hidden_sizes": [8, 16, 24, 32]}},
+    "nemotron": {"num_key_value_heads": 2},
+    "nemotron_h_omni": {"projector_hidden_size": 32, "vision_config": {"max_img_size": 64}},
+    "pp_formulanet": {"vision_config": {"decoder_hidden_size": 32, "post_conv_out_channels": 64}},
+    "nemo_speechlm": {
+        "audio_config": {"diarization_config": {"head_config": {"audio_hidden_size": 32}}}
+    },
+    "perceiver": {"max_position_embeddings": SEQUENCE},
+    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 4]},
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "mamba_dt_rank": 4,
+    },
+    "zamba2": {
+        "num_hidden_layers": 3,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention"],
+        "hybrid_layer_ids": [1],
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "mamba_headdim": 8,
+    },
+    "xlstm": {"mode": "train", "use_cache": False},
+    "qwen4_exp": {**_QWEN4, "text_config": _QWEN4},
+    "qwen4_exp_text": _QWEN4,
+    "step3p7": {"text_config": {"sliding_window": 8}},
+    "xmod": {"default_language": "en_XX"},
+    "cvt": {"depth": [2, 2, 3], "embed_dim": [32, 48, 96]},
+    "neomme": {"head_dim": 16},
+    "esmc": {"num_key_value_heads": 4},
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker"), _BY_SECTIONS),
-    **dict.fromkeys(("glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl"), _BY_SECTIONS),
+    **dict.fromkeys(("glm4v", "glm_ocr", "paddleocr_vl"), _BY_SECTIONS),
+    "glm4v_moe": {"text_config": {"head_dim": 16, "rope_parameters": {"mrope_section": [2, 1, 1]}}},
     "wav2vec2-bert": {"vocab_size": 32},
     "wav2vec2-conformer": {"vocab_size": 32},
     "moonshine": {"pad_token_id": 0},
-    "reformer": {"is_decoder": True},
     "xlnet": {"d_head": 8},
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 2},
     "recurrent_gemma": {"num_hidden_layers": 3},
-    "zamba2": {"attention_hidden_size": 64, "attention_head_dim": 16, "mamba_headdim": 8},
     "levit": {"image_size": 224, "patch_size": 16, "hidden_sizes": [128, 256, 384]},
     **{name: {"image_size": 64, "window_size": 2} for name in ("swin", "donut-swin")},
     **dict.fromkeys(("glm46v", "glmga"), _BY_SECTIONS),
@@ -110,7 +251,13 @@ OWN: dict[str, dict[str, Any]] = {
     "falcon_h1": _MAMBA_HEADS | {"mamba_d_ssm": 64},
     "granitemoehybrid": _MAMBA_HEADS | {"layer_types": ["mamba", "attention"]},
     "deepseek_v2": {"num_experts_per_tok": 2},
-    "dots1": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+    "dots1": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+    },
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
     "longt5": {"local_radius": 3, "global_block_size": 4},
@@ -121,6 +268,65 @@ OWN: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 8},
 }
 """What single families need beside, by name."""
+
+WITH_PICTURES = ("git", "idefics", "kosmos-2", "pp_formulanet", "vision-encoder-decoder")
+"""Those that fail without any; the forward of others says so."""
+
+BESIDE: dict[str, dict[str, str]] = {
+    "idefics": {
+        "pixel_values": "pictures[:, None]",
+        "image_attention_mask": f"torch.ones(size, {SEQUENCE}, 1, dtype=torch.long)",
+    },
+    "instructblipvideo": {
+        "pixel_values": f"pictures[:, None].expand(size, 4, 3, {IMAGE}, {IMAGE})"
+    },
+    "kosmos-2": {
+        "image_embeds_position_mask": f"torch.arange({SEQUENCE}).lt({QUERIES}).expand(size, -1)"
+    },
+    "kyutai_speech_to_text": {"input_ids": f"torch.randint(4, 64, (size, {SEQUENCE}, 33))"},
+    "molmo2": {"mm_token_type_ids": "torch.zeros_like(ids)"},
+    **{
+        name: {
+            "input_ids": f"torch.randint(4, {VOCABULARY}, (4 * size, {SEQUENCE}))",
+            "labels": f"torch.randint(4, {VOCABULARY}, (size, {SEQUENCE}, 4))",
+        }
+        for name in ("musicgen", "musicgen_melody")
+    },
+    "omniasr_ctc": {"padding_mask": "torch.ones(size, 8000, dtype=torch.long)"},
+    **{
+        name: {"attention_mask": "torch.ones(size, 64, dtype=torch.long)"}
+        for name in ("granite_speech5_ctc", "lasr_ctc", "parakeet_ctc")
+    },
+    "pix2struct": {"flattened_patches": "torch.rand(size, 16, 2 + 3 * 256).mul(8).floor()"},
+    "shieldgemma2": {"labels": "ids"},
+    "siglip2": {
+        "pixel_values": "torch.randn(size, 16, 192)",
+        "pixel_attention_mask": "torch.ones(size, 16, dtype=torch.long)",
+        "spatial_shapes": "torch.full((size, 2), 4)",
+    },
+    "udop": {"bbox": f"torch.rand(size, {SEQUENCE}, 4)"},
+    **{
+        name: {"input_ids": f"torch.cat([torch.full_like(ids[:, :{n}], 3), ids[:, {n}:]], 1)"}
+        for name, n in (("blip-2", QUERIES), ("instructblip", QUERIES))
+    },
+}
+"""What batches of single families have beside, or in the place of what others have."""
+
+SOUNDS: dict[str, tuple[str, str]] = {
+    "canary": ("input_features", "64, 128"),
+    "cohere_asr": ("input_features", "64, 128"),
+    "lasr_ctc": ("input_features", "64, 128"),
+    "moonshine_streaming": ("input_values", "8000"),
+    "omniasr_ctc": ("input_values", "1, 8000"),
+    "parakeet_ctc": ("input_features", "64, 80"),
+    "seamless_m4t": ("input_features", "64, 160"),
+    "seamless_m4t_v2": ("input_features", "64, 160"),
+    "speech-encoder-decoder": ("inputs", "8000"),
+    "speech_to_text": ("input_features", "64, 80"),
+    "wav2vec2-bert": ("input_features", "64, 160"),
+    "granite_speech5_ctc": ("input_features", "64, 320"),
+}
+"""Inputs of those whose configuration does not say them: their name, and the sizes of a sample."""
 
 FILE = '''"""A tiny {architecture} with random weights, as benchmarks/families.py makes it."""
 
@@ -145,6 +351,9 @@ TEXT = """    ids = torch.randint(4, {vocabulary}, (size, {length}))
     return {{"input_ids": ids, "labels": ids}}"""
 CLASSIFIED = """    ids = torch.randint(4, {vocabulary}, (size, {length}))
     return {{"input_ids": ids, "labels": torch.randint(0, 2, (size,))}}"""
+DESCRIBED = """    ids = torch.randint(4, {vocabulary}, (size, {length}))
+    pictures = torch.randn(size, 3, {image}, {image})
+    return {{"input_ids": ids, "pixel_values": pictures, "labels": ids, {others}}}"""
 PICTURES = """    pictures = torch.randn(size, {channels}, {image}, {image})
     return {{"pixel_values": pictures, "labels": torch.randint(0, 2, (size,))}}"""
 SOUND = """    sound = torch.randn(size, {shape})
@@ -170,13 +379,18 @@ def shrunk(values: dict[str, Any]) -> dict[str, Any]:
             value = len(kept)
         elif isinstance(value, list) and len(value) == layers > 2:
             value = [value[place] for place in kept]
-        elif isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
-            by_layer = {int(key): each for key, each in value.items()}
+        elif isinstance(value, dict) and value and all(of_layer(key, layers) for key in value):
+            by_layer = {
+                int(key): shrunk(each) if isinstance(each, dict) else each
+                for key, each in value.items()
+            }
             value = {
                 place: by_layer[layer] for place, layer in enumerate(kept) if layer in by_layer
             }
         elif name in DEPTHS and isinstance(value, list):
             value = [min(each, 1 if place else 2) for place, each in enumerate(value)]
+        elif name == "conv_dim" and isinstance(value, list | tuple):  # of audio
+            value = [min(each, 32) for each in value]
         elif name == "hidden_sizes" and isinstance(value, list) and value[0] > 32:
             value = [-(-each * 4 // value[0]) * 8 for each in value]
         elif name in SIZES and isinstance(value, int) and not isinstance(value, bool):
@@ -194,6 +408,11 @@ def shrunk(values: dict[str, Any]) -> dict[str, Any]:
     if small.get("kv_lora_rank"):  # each head has a key of its own
         small["num_key_value_heads"] = small["num_attention_heads"]
     return small
+
+
+def of_layer(key: Any, layers: int) -> bool:
+    """Whether the key of a table is the number of a layer."""
+    return str(key).isdigit() and int(key) < layers
 
 
 def sections(small: dict[str, Any], rope: dict[str, Any]) -> list[int]:
@@ -226,11 +445,28 @@ def write_model_file(kind: str, family: str, folder: Path) -> tuple[Path, str]:
     default = config_class()
     values = shrunk({k: v for k, v in default.to_dict().items() if k != "dtype"})
     values = merged(values, OWN.get(family, {}))
-    if kind == "audio":  # SpecAugment draws by NumPy, and layers are skipped by the value of a draw
-        values |= dict.fromkeys(("mask_time_prob", "mask_feature_prob", "layerdrop"), 0.0)
-    if kind in ("seq2seq", "speech"):
-        values.setdefault("decoder_start_token_id", 0)
-    if kind in ("causal", "masked", "multimodal", "seq2seq"):
+    if kind in ("audio", "speech"):
+        values = undrawn(values)
+    if kind == "causal" and family == "reformer":
+        values["is_decoder"] = True
+    if kind in ("seq2seq", "speech") or values.get("is_encoder_decoder"):
+        for name in ("decoder_start_token_id", "pad_token_id"):
+            values[name] = 0 if values.get(name) is None else values[name]
+    needed = needs(model_class)
+    if family in WITH_PICTURES or "pixel_values" in needed:
+        vision = values.get("vision_config") or values.get("encoder") or values
+        batch = DESCRIBED.format(
+            vocabulary=VOCABULARY,
+            length=SEQUENCE,
+            image=vision.get("image_size", IMAGE),
+            others=", ".join(f'"{name}": ids' for name in needed if name.endswith("input_ids")),
+        )
+    elif family in SOUNDS and kind in ("speech", "audio"):
+        name, shape = SOUNDS[family]
+        batch = SOUND.format(name=name, shape=shape)
+    elif kind in ("causal", "masked", "multimodal", "seq2seq") or (
+        kind == "speech" and model_class.main_input_name == "input_ids"
+    ):
         batch = TEXT.format(vocabulary=VOCABULARY, length=SEQUENCE)
     elif kind == "image" and model_class.main_input_name == "input_ids":
         batch = CLASSIFIED.format(vocabulary=VOCABULARY, length=SEQUENCE)
@@ -243,6 +479,8 @@ def write_model_file(kind: str, family: str, folder: Path) -> tuple[Path, str]:
         frames = 2 * values.get("max_source_positions", 32)
         shape = "8000" if name == "input_values" else f"{values.get('num_mel_bins', 80)}, {frames}"
         batch = SOUND.format(name=name, shape=shape)
+    beside = "".join(f', "{name}": {made}' for name, made in BESIDE.get(family, {}).items())
+    batch = batch.removesuffix("}").rstrip(", ") + beside + "}"
     path = folder / f"{kind}_{family.replace('-', '_')}.py"
     path.write_text(
         FILE.format(
@@ -255,10 +493,40 @@ def write_model_file(kind: str, family: str, folder: Path) -> tuple[Path, str]:
     return path, architecture
 
 
+def undrawn(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values without SpecAugment, which draws by NumPy, and without layers that are skipped
+    by the value of a draw, in parts as well.
+    """
+    without: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            without[name] = undrawn(value)
+        else:
+            is_drawn = str(name).endswith(("mask_time_prob", "mask_feature_prob", "layerdrop"))
+            without[name] = 0.0 if is_drawn else value
+    return without
+
+
+def needs(model_class: Any) -> list[str]:
+    """Return the names of what a forward can't do without."""
+    named = inspect.signature(model_class.forward).parameters.values()
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [
+        each.name
+        for each in named
+        if each.default is each.empty and each.kind not in kinds and each.name != "self"
+    ]
+
+
 def merged(values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Return values with some replaced, those of parts one by one."""
+    """Return values with some replaced, those of parts one by one.
+
+    A name may stand for a whole in one mapping, and for its text part alone in another.
+    """
     found = dict(values)
     for name, value in own.items():
+        if name.endswith("_config") and name not in found:
+            continue
         inner = found.get(name)
         both = isinstance(value, dict) and isinstance(inner, dict)
         found[name] = merged(inner, value) if both else value

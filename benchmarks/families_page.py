@@ -15,8 +15,9 @@ names in the mappings of transformers {transformers}. Of each a tiny model with 
 made, two layers at least and each kind of layer. A family that trains in one process is searched
 and verified (`planner search`, `planner verify`: losses, gradients, parameters and buffers of three
 steps in fp64 beside the user's unmodified module) at tp 2 x pp 2 and at dp 2, with torch {torch}.
-The runs were made {days}. Audio models are tried without SpecAugment, which draws by NumPy, and
-without skipped layers (`layerdrop`). Multimodal models are trained on text alone.
+The runs were made {days}. Audio and speech models are tried without SpecAugment, which
+draws by NumPy, and without skipped layers (`layerdrop`). Multimodal models are trained on text
+alone, where they can be.
 
 Processes of a family share its captures and imports; all else is what the commands do. {compared}
 

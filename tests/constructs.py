@@ -651,6 +651,11 @@ _construct(
 )
 _construct(
     _STATE,
+    "the same, where the number decides nothing (`random.random() < 0`)",
+    inner=lambda self, x, index: x * 2 if random.uniform(0, 1) < 0.0 else x,
+)
+_construct(
+    _STATE,
     "`torch.manual_seed`, `set_rng_state`, `fork_rng` in forward",
     inner=_seeded,
     refused=r"forward sets the random state \(manual_seed at .*`torch.manual_seed\(1\)`",
@@ -986,6 +991,13 @@ def _attends_alone(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(each, each, 2 * each)[:, 0, 0]
 
 
+def _picks_in_a_function(x: Tensor, scale: float = 1.0) -> Tensor:
+    picked = x[:, 0] > 0
+    made = x.clone()
+    made[picked] = scale * torch.tanh(x[picked])
+    return made
+
+
 def _part(make: Callable[[], nn.Module]) -> Callable[[Chain], None]:
     return lambda self: setattr(self, "part", make())
 
@@ -1085,6 +1097,12 @@ _construct(
     inner=_checked_and_caught,
     refused=r"constructs.py:\d+: `if x.max\(\) > 9:`.*depends on a tensor's values",
     note="put it into a module of its own",
+)
+_construct(
+    _VALUES,
+    "in a function that the model's own forward calls with tensors and numbers",
+    inner=lambda self, x, index: _picks_in_a_function(x, scale=0.5),
+    note="the function runs as it is, in the same way",
 )
 _construct(
     _VALUES,

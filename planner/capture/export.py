@@ -19,6 +19,7 @@ import torch
 from torch._export.utils import _compiling_state_context
 from torch.fx.proxy import TracerBase
 
+from planner.capture.checks.conversions import same_parts
 from planner.capture.checks.functions import FunctionCalls, is_seen_through
 from planner.capture.checks.hooks import saved_tensors_untouched
 from planner.capture.checks.on_meta import OnMeta
@@ -219,7 +220,7 @@ def export_batch(
 @contextlib.contextmanager
 def _as_captured() -> Iterator[None]:
     """Let a forward run as it is captured, rehearsed and traced alike."""
-    with _quiet(), no_gc(), torch.enable_grad(), _buffers_assigned_in_place():
+    with _quiet(), no_gc(), torch.enable_grad(), _buffers_assigned_in_place(), same_parts():
         yield
 
 

@@ -38,7 +38,12 @@ def module_key(module: Any) -> str:
         ]
         told += [(name, key, _told(value, _DEPTH)) for key, value in attributes(part)]
     digest = hashlib.sha256(repr(told).encode()).hexdigest()[:8]
-    return f"{type(module).__qualname__}@{digest}"
+    return f"{name_of(module)}@{digest}"
+
+
+def name_of(module: Any) -> str:
+    """Return what a user calls a module: its class, or the function that it stands for."""
+    return str(vars(module).get("called_as", type(module).__qualname__))
 
 
 def class_of(key: str) -> str:

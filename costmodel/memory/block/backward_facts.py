@@ -26,7 +26,7 @@ from planner.layout.placement import Replicate, parse_placement
 from planner.layout.redistribution.redistribute import REDISTRIBUTE, collectives
 from planner.ops.families.lowered import is_view_slice
 from planner.ops.kernel import Saved
-from planner.ops.record import packet_of
+from planner.ops.record import family_of, packet_of
 from planner.ops.strides import Strides, contiguous_strides, has_rows
 from planner.ops.weight_products import ProductArgs
 
@@ -216,7 +216,11 @@ def passes_on(op: Op, name: str, storages: StorageMap) -> bool:
         return source.dtype == result.dtype  # its backward narrows: a slice of the gradient
     if packet_of(op.target) in _SUMS:
         return same_size and source.dtype == result.dtype
-    return output in storages.views and same_size
+    # The only entry of a dim (`unbind`, `select`) goes back into a tensor of that dim, by a copy.
+    family = family_of(op.target)
+    keeps_dims = source.shape_at(1) == result.shape_at(1)
+    is_view = family.reshapes or family.dim_order is not None or keeps_dims
+    return output in storages.views and same_size and is_view
 
 
 def leaves_gaps(op: Op, program: Program) -> bool:

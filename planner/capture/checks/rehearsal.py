@@ -13,7 +13,6 @@ loss is read off, too: a parameter that no gradient reaches has none in training
 from __future__ import annotations
 
 import functools
-import random
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -33,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from planner.capture.checks.functions import AutogradFunction, checkpoints_inside
 from planner.capture.checks.meta_results import MetaResults
 from planner.capture.checks.on_meta import OnMeta
+from planner.capture.checks.python_draws import decide_nothing, draws_so_far
 from planner.capture.checks.seeds import Seeds
 from planner.capture.diagnose import calling_line
 from planner.errors import CaptureError
@@ -74,7 +74,7 @@ def rehearse(
     passes through.
     """
     numbers = _Numbers(module, made)
-    before, draws, seeds = state_of(module), _python_draws(), Seeds()
+    before, draws, seeds = state_of(module), draws_so_far(), Seeds()
     kernels = FakeTensorMode(allow_non_fake_inputs=True) if faked else MetaResults()
     try:
         with _compiling_state_context(), kernels, checkpoints_inside(), seeds.noted():
@@ -85,10 +85,16 @@ def rehearse(
             found = _walk_back(loss, module)
             numbers.forget_batch()
             loss, second = numbers.of_loss(run, _like(inputs))
+            after_second = state_of(module)
+
+            def number_again() -> int:
+                return numbers.of_loss(run, _like(inputs))[1].number
+
+            is_drawn = draws_so_far() != draws and not decide_nothing(number_again, first.number)
     finally:
         loss = None  # type: ignore[assignment]
         numbers.release()
-    if _python_draws() != draws:
+    if is_drawn:
         raise CaptureError(
             "forward draws random numbers from Python or NumPy, and a captured model would repeat "
             "one draw in every step; draw with torch (torch.rand, torch.where)"
@@ -101,16 +107,12 @@ def rehearse(
         )
     # Equal numbers are not enough: a loss may read what an earlier forward kept of its batch.
     is_same = first.number == second.number and not second.reads_old_batch
-    _refuse_evolving(before, after_first, state_of(module), is_same=is_same)
+    _refuse_evolving(before, after_first, after_second, is_same=is_same)
     return found
 
 
 def _like(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(tensor) for tensor in inputs)
-
-
-def _python_draws() -> tuple[Any, ...]:
-    return random.getstate(), repr(np.random.get_state(legacy=False))
 
 
 def _refuse_evolving(

@@ -4,7 +4,9 @@ A forward whose course depends on values (a loop over the experts that were chos
 picked by a condition) has no one list of ops. Where a capture fails by that, the innermost module
 in whose forward it failed, and all others of its class, become one op each,
 ``planner::opaque_module``. At training time the op calls the module as it is
-(`planner.runtime.stage.calls.opaque_modules`), on whole tensors on every tp and cp rank.
+(`planner.runtime.stage.calls.opaque_modules`), on whole tensors on every tp and cp rank. Where no
+module below the model itself is left, it is the innermost function that the model's forward, or
+its loss, called with tensors and numbers (`planner.runtime.stage.calls.opaque_functions`).
 
 In: a capture's error (`OpaqueModules.add_from`), then its forwards (`as_ops`). Out: what an op
 has to hold of each call (`ModuleCall`). `modules` puts ops in the place of calls; `trial` runs a

@@ -1,11 +1,17 @@
-"""Ops in the place of calls of modules that no graph can hold."""
+"""Ops in the place of calls of modules, and of functions, that no graph can hold.
+
+A class's forward is replaced by an attribute. A function may be held anywhere (a table of losses,
+another file's names), so it is its code that is replaced.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
+from functools import cache
+from inspect import CO_VARARGS, CO_VARKEYWORDS
+from types import CodeType, FunctionType, TracebackType
 from typing import Any
 
 import torch
@@ -14,10 +20,17 @@ from torch.utils._pytree import tree_unflatten
 
 from planner.capture.align import BATCH_SIZES
 from planner.capture.branches import Branches
-from planner.capture.diagnose import calling_line, causes, depends_on_values, user_line
+from planner.capture.diagnose import (
+    calling_line,
+    causes,
+    depends_on_values,
+    is_users,
+    user_line,
+)
 from planner.capture.opaque.trial import SCALARS, ModuleCall, NotHeld, Place, Trial
-from planner.graph.module_keys import module_key
+from planner.graph.module_keys import module_key, name_of
 from planner.plan import Precision
+from planner.runtime.stage.calls.opaque_functions import CalledFunction, function_of
 from planner.runtime.stage.calls.opaque_modules import SEEDS, tensors_of
 
 torch.library.define("planner::opaque_module", "(Tensor[] tensors, int call) -> Tensor[]")
@@ -25,7 +38,7 @@ torch.library.define("planner::opaque_module", "(Tensor[] tensors, int call) -> 
 
 @dataclass(kw_only=True)
 class OpaqueModules:
-    """The classes that a capture keeps as ops, and their calls. Mutable: both grow.
+    """The classes and functions that a capture keeps as ops, and their calls. Mutable: all grow.
 
     Attributes:
         precision: that the model is captured in.
@@ -37,7 +50,8 @@ class OpaqueModules:
     branches: Branches = field(default_factory=Branches)
     calls: list[ModuleCall] = field(default_factory=list)
     _forwards: dict[type[nn.Module], Callable[..., Any]] = field(default_factory=dict)
-    _because: dict[type[nn.Module], str] = field(default_factory=dict)
+    _codes: dict[FunctionType, CodeType] = field(default_factory=dict)
+    _because: dict[type[nn.Module] | FunctionType, str] = field(default_factory=dict)
     """Where the forward of each depends on values."""
     _known: dict[Any, int] = field(default_factory=dict)
     _in_order: list[int] = field(default_factory=list)
@@ -47,20 +61,30 @@ class OpaqueModules:
 
     def add_from(self, error: BaseException, model: nn.Module) -> bool:
         """Add the class of the innermost module in whose forward an error was raised that values,
-        or what a smaller module gives, brought about. False where there is none below the model
-        itself that is not added already.
+        or what a smaller module gives, brought about. Where there is none below the model itself
+        that is not added already, add the innermost function that this called; False where there
+        is none, either.
         """
         if not depends_on_values(error) and not any(isinstance(e, NotHeld) for e in causes(error)):
             return False
         kinds = {type(part) for part in model.modules()} - {type(model)}
-        for module in reversed(_modules_in(error)):
+        modules, functions = _calls_in(error)
+        for module in reversed(modules):
             kind = type(module)
             if kind in kinds and kind not in self._forwards:
                 self._forwards[kind] = kind.forward
-                inner = next(reversed(self._because.values()), "")  # else: that can't be an op
-                self._because[kind] = user_line(error) if depends_on_values(error) else inner
+                self._because[kind] = self._reason(error)
+                return True
+        for function in reversed(functions):
+            if function not in self._codes:
+                self._codes[function] = function.__code__
+                self._because[function] = self._reason(error)
                 return True
         return False
+
+    def _reason(self, error: BaseException) -> str:
+        inner = next(reversed(self._because.values()), "")  # else: that can't be an op
+        return user_line(error) if depends_on_values(error) else inner
 
     @contextmanager
     def as_ops(self, num_samples: int = BATCH_SIZES[0]) -> Iterator[None]:
@@ -70,8 +94,7 @@ class OpaqueModules:
         if num_samples == BATCH_SIZES[0]:
             self._in_order.clear()
         try:
-            for kind, forward in self._forwards.items():
-                kind.forward = self._replaced(forward)
+            self._put_in_place()
             yield
         finally:
             self._put_back()
@@ -84,17 +107,29 @@ class OpaqueModules:
         run.__wrapped__ = forward  # type: ignore[attr-defined] # whose source is read
         return run
 
+    def _put_in_place(self) -> None:
+        for kind, forward in self._forwards.items():
+            kind.forward = self._replaced(forward)
+        for index, function in enumerate(self._codes):
+            function.__code__ = _code_that_calls(index)
+
     def _put_back(self) -> None:
         for kind, forward in self._forwards.items():
             kind.forward = forward
+        for function, code in self._codes.items():
+            function.__code__ = code
+
+    def function(self, index: int) -> CalledFunction:
+        """Return one of the functions, in the order in which they were added."""
+        return CalledFunction([*self._codes][index])
 
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        because = next(
-            (self._because[each] for each in type(module).__mro__ if each in self._because), ""
-        )
-        who = (
-            f"{type(module).__qualname__}{calling_line()}, whose forward depends on values{because}"
-        )
+        named: tuple[Any, ...] = type(module).__mro__
+        course = "whose forward"
+        if isinstance(module, CalledFunction):
+            named, course = (module.function,), "which"
+        because = next((self._because[each] for each in named if each in self._because), "")
+        who = f"{name_of(module)}{calling_line()}, {course} depends on values{because}"
         given: list[Tensor] = []
 
         def placed(value: Any) -> Any:
@@ -121,7 +156,6 @@ class OpaqueModules:
 
     def _number_of(self, module: nn.Module, who: str, places: Any, given: list[Tensor]) -> int:
         """Return the number of a call, tried if it is a new one."""
-        replaced = {kind: kind.forward for kind in self._forwards}
         self._put_back()
         try:
             key = module_key(module)
@@ -147,8 +181,7 @@ class OpaqueModules:
                 self._known[known] = len(self.calls) - 1
             number = self._known[known]
         finally:
-            for kind, forward in replaced.items():
-                kind.forward = forward
+            self._put_in_place()
         self._position += 1
         if is_smaller:
             self._in_order.append(number)
@@ -184,21 +217,62 @@ torch.library.register_autograd(
 )
 
 
-def _modules_in(error: BaseException) -> list[nn.Module]:
-    """Return the modules in whose forward an error was first raised, the outermost first."""
+def called_function(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Note a call of a function that is an op; what its code is while a capture runs."""
+    return _active[-1]._call(_active[-1].function(index), args, kwargs)
+
+
+@cache
+def _code_that_calls(index: int) -> CodeType:
+    """Return code for a function of any file that calls `called_function`."""
+    names: dict[str, Any] = {}
+    text = f"from {__name__} import called_function\n return called_function({index}, args, kwargs)"
+    exec(f"def call(*args, **kwargs):\n {text}", names)
+    code: CodeType = names["call"].__code__
+    return code
+
+
+def _calls_in(error: BaseException) -> tuple[list[nn.Module], list[FunctionType]]:
+    """Return the modules in whose forward an error was first raised, and the functions that the
+    innermost of them called, the outermost first.
+    """
     for cause in reversed([*causes(error)]):
-        found = _modules_on(cause.__traceback__)
-        if found:  # else it was being handled already when the capture began
-            return found
-    return []
+        modules, functions = _calls_on(cause.__traceback__)
+        if modules:  # else it was being handled already when the capture began
+            return modules, functions
+    return [], []
 
 
-def _modules_on(trace: TracebackType | None) -> list[nn.Module]:
-    found: list[nn.Module] = []
+def _calls_on(trace: TracebackType | None) -> tuple[list[nn.Module], list[FunctionType]]:
+    modules: list[nn.Module] = []
+    functions: list[FunctionType] = []
     while trace is not None:
-        code, local = trace.tb_frame.f_code, trace.tb_frame.f_locals
+        frame = trace.tb_frame
+        code, local = frame.f_code, frame.f_locals
         module = local.get(code.co_varnames[0]) if code.co_argcount else None
         if isinstance(module, nn.Module) and code.co_name == "forward":
-            found.append(module)
+            modules.append(module)
+            functions.clear()
+        elif modules and is_users(code.co_filename) and all(map(_is_held, _given(code, local))):
+            function = function_of(code, frame.f_globals)
+            functions += [] if function is None else [function]
         trace = trace.tb_next
-    return found
+    return modules, functions
+
+
+def _given(code: CodeType, local: dict[str, Any]) -> Iterator[Any]:
+    """Yield what a function was given, as far as its own names have it still."""
+    num_named = code.co_argcount + code.co_kwonlyargcount
+    yield from (local.get(name) for name in code.co_varnames[:num_named])
+    others = iter(code.co_varnames[num_named:])
+    if code.co_flags & CO_VARARGS:
+        yield from local.get(next(others), ())
+    if code.co_flags & CO_VARKEYWORDS:
+        yield from local.get(next(others), {}).values()
+
+
+def _is_held(value: Any) -> bool:
+    """Whether an op can be given it."""
+    if type(value) in (list, tuple):
+        return all(map(_is_held, value))
+    return isinstance(value, (Tensor, *SCALARS))

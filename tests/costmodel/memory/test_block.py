@@ -1,6 +1,8 @@
 """One block's bytes: saved, recomputed and deferred, with hand arithmetic where there is any."""
 
 import pytest
+import torch
+from torch import nn
 
 from costmodel.memory.block.backward_facts import backward_facts
 from costmodel.memory.block.backward_walk import backward_walk
@@ -14,6 +16,7 @@ from costmodel.memory.block.forward_walk import forward_walk
 from costmodel.memory.block.recomputed import kept_storages
 from costmodel.memory.saved import saved_tensors
 from planner.ops.recompute_choice import ops_made_again
+from planner.ops.record import packet_of
 from planner.ops.weight_products import deferrable_products
 from tests.builders import tiny_models
 from tests.captures import capture_module
@@ -113,3 +116,28 @@ def test_the_gradient_of_a_view_is_made_whole():
     """A product with a view of a weight makes 300 of the whole weight, and adds that."""
     view = [weight("a", adds=False)]
     assert weight_job(view, first=False, gradient_factor=1) == (310 + 300, 0)
+
+
+class OnlyEntries(nn.Module):
+    """Takes the only entry of a dim out of a tensor that was permuted before."""
+
+    def __init__(self, take):
+        super().__init__()
+        self.layer, self.take = nn.Linear(8, 8), take
+
+    def forward(self, x):
+        return self.take(self.layer(x).unsqueeze(1).transpose(1, 2)).pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    "take", [lambda y: y.unbind(2)[0], lambda y: y.select(2, 0)], ids=["unbind", "select"]
+)
+def test_the_gradient_of_the_only_entry_of_a_dim_is_copied_into_it(take):
+    """Its backward stacks, and hands no view on, whose strides would be of another dim less."""
+    graph = capture_module(OnlyEntries(take), torch.ones(2, 4, 8), torch.ones(3, 4, 8))
+    program = next(c for c in graph.classes if any("transpose" in op.target for op in c.ops))
+    program = program.bind(2)
+    facts = backward_facts(saved_tensors(program, device_type="cpu"), {})
+    (step,) = [each for each in facts.ops if packet_of(each.op.target) in ("unbind", "select")]
+    assert [each.is_same for each in step.gradients] == [False]
+    assert len(backward_walk(facts, first=True).made) == 2, "of the weight and the bias"

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from planner.errors import PlanError
 from planner.graph import ModelGraph, Op, Program, Ref
 from planner.graph.module_keys import OPAQUE_MODULE, class_of, module_key
+from planner.runtime.stage.calls.opaque_functions import find_function
 from planner.runtime.start.device import forked_generators, is_accelerator, of
 
 SEED = "planner.seed"
@@ -61,9 +62,10 @@ def opaque_calls(program: Program) -> tuple[Op, ...]:
 
 
 def keep_modules(graph: ModelGraph, model: nn.Module) -> None:
-    """Keep copies, without values, of the modules of a model that its graph calls as they are.
+    """Keep copies, without values, of the modules of a model that its graph calls as they are,
+    and the functions.
 
-    They are found in training and in evaluation mode. Raises PlanError where the model has none.
+    Modules are found in training and in evaluation mode. Raises PlanError where one is missing.
     """
     keys = {str(op.args[0]) for program in graph.classes for op in opaque_calls(program)}
     classes = {class_of(key) for key in keys}
@@ -72,6 +74,10 @@ def keep_modules(graph: ModelGraph, model: nn.Module) -> None:
             continue
         for copied in _modes_of(part):
             _kept.setdefault(module_key(copied), copied)
+    for key in sorted(keys - _kept.keys()):
+        function = find_function(key)
+        if function is not None:
+            _kept[key] = function
     for key in sorted(keys):
         find_module(key)
 
@@ -88,8 +94,8 @@ def find_module(key: str) -> nn.Module:
     """Return the copy of a key's module. Raises PlanError where `keep_modules` found none."""
     if key not in _kept:
         raise PlanError(
-            f"the plan's model calls the module {key} as it is, and the model that was given has "
-            "none of that code and those attributes; search again"
+            f"the plan's model calls {key} as it is, and the model that was given has no module "
+            "or function of that code and those attributes; search again"
         )
     return _kept[key]
 
@@ -213,7 +219,7 @@ class _Call:
         planned = [(tuple(shape), dtype) for shape, dtype, _ in self.results]
         if found != planned:
             raise PlanError(
-                f"the module {class_of(self.key)}, which runs as it is, returned {found} and its "
+                f"{class_of(self.key)}, which runs as it is, returned {found} and its "
                 f"plan has {planned}: a shape or dtype that depends on values; put what uses it "
                 "into the same module"
             )
