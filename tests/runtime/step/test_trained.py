@@ -27,7 +27,7 @@ class Owner:
 
 def build(monkeypatch, placement, *, sharded: bool = False) -> TrainedParams:
     graph = capture_tiny("mlp")
-    monkeypatch.setattr(trained, "tied_copies", lambda *args: [])
+    monkeypatch.setattr(trained, "tied_copies", lambda *_, **__: [])
     if sharded:  # what FSDP2 shards are DTensors, which need ranks
         monkeypatch.setattr(trained, "DTensor", nn.Parameter)
     mesh = Parts({"data": 4, "tp": 2}, {})
