@@ -272,7 +272,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
         Path(".")
     ),
     # Requests of a search
-    "--offload warm was given; use auto, none, optimizer, activations or both, "
+    "--offload warm was given; use auto, none, optimizer, activations, both or tables, "
     "which say what the host's memory holds": lambda: request(offload="warm"),
     "--precision odd was given; use model or bf16; "
     "model keeps the dtypes of the model file": lambda: request(precision="odd"),

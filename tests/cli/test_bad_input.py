@@ -218,7 +218,7 @@ def test_refusal_is_the_only_line_without_a_profile_too(planner):
         ("--price", "inf", "per device and hour"),
         ("--allow", "schedule", "CHOICE=VALUE"),
         ("--receive-ahead", "-1", "it counts jobs: 0 or more"),
-        ("--offload", "disk", "use auto, none, optimizer, activations or both"),
+        ("--offload", "disk", "use auto, none, optimizer, activations, both or tables"),
     ],
 )
 def test_options_that_are_not_understood(planner, write_model, option, value, says):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import planner
-from planner.errors import PlanError
+from planner.errors import ModelError, PlanError
 from planner.plan import Plan
 from planner.plan.defaults import default_plan
 from tests.captures import capture_module
@@ -96,6 +96,69 @@ def test_they_equal_one_process_on_four_ranks(tmp_path):
         (False, plan_of(False, dp=2, pp=2, vpp=2, schedule="interleaved_1f1b")),
     ]
     check(4, cases, tmp_path)
+
+
+def in_bf16() -> list[Plan]:
+    """Plans of precision bf16 with tables on devices and on the host, masters and all in reach."""
+    graph = capture_module(built(True).float(), single(2), single(3), precision="bf16")
+    plan = default_plan(graph, num_microbatches=2, microbatch_size=2, dp=2)
+    changes = [
+        {},
+        {"tables_on_host": TABLES},
+        {"zero_stage": 1},
+        {"zero_stage": 3, "tables_on_host": TABLES},
+        {"optimizer_on_host": True, "tables_on_host": TABLES},
+    ]
+    return [plan.model_copy(update={"precision": "bf16", **change}) for change in changes]
+
+
+def single(size: int) -> dict[str, torch.Tensor]:
+    data = batch(size)
+    return data | {"taken": data["taken"].float()}
+
+
+def losses_of(plans: list[Plan]) -> list[list[float]]:
+    return [_losses(plan) for plan in plans]
+
+
+def _losses(plan: Plan) -> list[float]:
+    module = built(True).float()
+    engine = planner.apply(plan, module, optimizer=optimizers(module))
+    torch.manual_seed(0)
+    return [engine.step(single(plan.global_batch)).item() for _ in range(3)]
+
+
+def test_in_bf16_masters_of_tables_step_wherever_they_are():
+    """The same bits on devices and on the host, as devices are CPUs here; near those of fp32."""
+    alone = built(True).float()
+    reference, expected = optimizers(alone), []
+    torch.manual_seed(0)
+    for _ in range(3):
+        for each in reference:
+            each.zero_grad()
+        loss = alone(**single(8))
+        loss.backward()
+        expected.append(loss.item())
+        for each in reference:
+            each.step()
+    for found in run_ranks(losses_of, 2, in_bf16()):
+        assert all(losses == found[0] for losses in found)
+        assert found[0] == pytest.approx(expected, rel=1e-2)
+
+
+def whole_rows(plan: Plan) -> str:
+    """What is said of an optimizer that reads others of its parameter, dense gradients given."""
+    try:
+        planner.apply(plan, built(False), optimizer=torch.optim.Adafactor)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def test_columns_of_a_table_are_refused_by_optimizers_of_whole_parameters():
+    plan = plan_of(False, tp=2)
+    for said in run_ranks(whole_rows, 2, plan):
+        assert "Adafactor reads whole parameters, and the plan cuts" in said
 
 
 def test_a_device_has_no_memory_of_a_table_on_the_host():

@@ -53,10 +53,11 @@ def whole(tensor: Tensor, placements: Placements, mesh: Mesh) -> Tensor:
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         tensor = _over_data(tensor, placements, mesh)
-    tensor = tensor.to(mesh.device)  # from the host, if that holds it: groups are of devices
     for axis, placement in reversed(placements.pairs):  # fine cuts first
         group = mesh.group(axis)
         if group is not None and isinstance(placement, Shard):
+            # From the host, if that holds it: groups are of devices. What is whole there stays.
+            tensor = tensor.to(mesh.device)
             tensor = run_step(tensor, group.group_name, ("all_gather", placement, 0))
     return tensor
 

@@ -63,7 +63,8 @@ class MasterParams:
 def hand_over(master: nn.Parameter, param: Tensor) -> None:
     """Add a parameter's gradient to that of its wider copy, and forget it."""
     grad, param.grad = param.grad, None
-    assert grad is not None
+    if grad is None:
+        return  # of a table, whose gradient of rows is elsewhere (`planner.runtime.state.tables`)
     if master.grad is None:
         master.grad = grad.to(master.dtype)
     else:

@@ -254,7 +254,7 @@ def build_tables(
 
 def check_takes_rows(optimizer: torch.optim.Optimizer, tables: Iterable[RowTable]) -> None:
     """Raise ModelError where an optimizer can't step on the gradients it will be given: sparse ones
-    of tables, dense ones of all else. A copy of it is tried on small tensors.
+    of tables, dense ones of all else. A copy is tried on small tensors, if there is a doubt.
     """
     sparse = [table for table in tables if table.is_sparse]
     names = {id(param): table.fqn for table in sparse for param in table.stepped}
@@ -269,7 +269,8 @@ def check_takes_rows(optimizer: torch.optim.Optimizer, tables: Iterable[RowTable
                 "the model looks up with sparse=True; give its tables an optimizer of their own, "
                 "such as optimizer=[SparseAdam(tables), AdamW(others)], or leave sparse=True out"
             )
-        if None in found and not takes(part, at, rows=False):
+        lazy = isinstance(part, torch.optim.SparseAdam)
+        if None in found and lazy and not takes(part, at, rows=False):
             raise ModelError(
                 f"{type(part).__name__} takes sparse gradients, and those of all but tables with "
                 "sparse=True, looked up alone, are dense in a plan; use Adam for them"

@@ -76,8 +76,8 @@ def shard_stage(
     cut = [axis.name for axis in split_axes() if mesh.size(axis.name) > 1]
     if len(cut) > 1:
         raise LayoutError(f"ZeRO goes with one axis that cuts parameters, not {' and '.join(cut)}")
-    _refuse_dtypes(stage)
     left = {p for fqn, p in stage.named_params().items() if fqn in whole}
+    _refuse_dtypes(stage, left)
     _make_contiguous(stage, left)
     ignored = {p for p in stage.parameters() if not can_shard(p, zero_stage)} | left
     for axis in cut:
@@ -136,13 +136,15 @@ def can_shard(param: Tensor, zero_stage: int) -> bool:
     return param.dim() > 0 and (param.requires_grad or zero_stage == 3)
 
 
-def _refuse_dtypes(stage: StageModule) -> None:
-    """Raise LayoutError where a unit has parameters of several dtypes: it is gathered as one."""
+def _refuse_dtypes(stage: StageModule, left: Set[nn.Parameter]) -> None:
+    """Raise LayoutError where a unit has parameters of several dtypes: it is gathered as one, those
+    that are `left` alone apart.
+    """
     for module in (*stage.blocks, stage):
         own = {
             param.dtype: name
             for name, param in module.named_parameters(recurse=module is not stage)
-            if param.requires_grad and param.dim()
+            if param.requires_grad and param.dim() and param not in left
         }
         if len(own) > 1:
             found = " and ".join(f"{name} {dtype}" for dtype, name in own.items())

@@ -163,6 +163,13 @@ class TrainedParams:
                 f"{type(optimizer).__name__} reads whole parameters, which the plan cuts and keeps "
                 "on the host; search without `offload`, or with an optimizer that works by element"
             )
+        cut = next((p.fqn for p in whole.params if p.fqn in self._tables), None)
+        if cut is not None:
+            raise ModelError(
+                f"{type(optimizer).__name__} reads whole parameters, and the plan cuts {cut}, of "
+                "which rows have gradients; search with `tp` 1, or with an optimizer that works by "
+                "element"
+            )
         self._whole = whole if whole.params else None
         whole.take_over(optimizer)
 

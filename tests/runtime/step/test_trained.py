@@ -10,6 +10,7 @@ from planner.layout.axes import split_axes
 from planner.layout.placement import Replicate, Shard
 from planner.layout.placements import WHOLE as WHOLE_MODEL
 from planner.plan.defaults import default_plan
+from planner.runtime.state.host import Host
 from planner.runtime.step import trained
 from planner.runtime.step.trained import TrainedParams
 from tests.captures import capture_tiny
@@ -26,13 +27,15 @@ class Owner:
 
 def build(monkeypatch, placement, *, sharded: bool = False) -> TrainedParams:
     graph = capture_tiny("mlp")
-    monkeypatch.setattr(trained, "tied_copies", lambda *args: [])
+    monkeypatch.setattr(trained, "tied_copies", lambda *_, **__: [])
     if sharded:  # what FSDP2 shards are DTensors, which need ranks
         monkeypatch.setattr(trained, "DTensor", nn.Parameter)
     mesh = Parts({"data": 4, "tp": 2}, {})
     placements = {m.name: WHOLE_MODEL.on("tp", placement) for m in graph.params}
     owners = {0: Owner(graph)}
-    return TrainedParams(graph, default_plan(graph), mesh, owners, placements, sharded=sharded)
+    host = Host(torch.device("cpu"))
+    plan = default_plan(graph)
+    return TrainedParams(graph, plan, mesh, owners, owners, placements, sharded=sharded, host=host)
 
 
 @pytest.mark.parametrize(

@@ -103,12 +103,13 @@ def _are_equal(left: Any, other: Any) -> bool:
 def takes(optimizer: torch.optim.Optimizer, at: int, *, rows: bool) -> bool:
     """Whether a param group steps on gradients that are sparse tensors of `rows`, or on dense ones.
 
-    Its state and the script's random numbers stay.
+    Its state and the script's random numbers stay. Raises ModelError where it exchanges tensors.
     """
     with _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.no_grad():
         first = torch.ones(2, 8, 8, dtype=torch.float64)
         try:
-            _trained(optimizer, at, [first], rows=rows)
+            with _Exchanged(type(optimizer).__name__):
+                _trained(optimizer, at, [first], rows=rows)
         except _TrialError:
             return False
     return True
