@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-GRACE = 0.05
+GRACE = 0.025
 """What is under way when the time is up goes on for this part of the limit: it often ends with a
-plan, or with a bound."""
+plan, or with a bound. A command has work of its own after that, and a tenth of the limit for all."""
 
 INTERRUPT_GRACE_S = 2.0
 """After an interrupt it goes on for so many seconds."""

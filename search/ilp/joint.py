@@ -94,6 +94,7 @@ def _solve(
     for stage, (runs, (there_and_own, there_and_back)) in enumerate(
         zip(stage_runs, ways, strict=True)
     ):
+        check_time()
         own, back = [], []
         may_be = (there_and_own <= ceiling) & (there_and_back <= ceiling)
         for choice, row, column in np.argwhere(may_be).tolist():

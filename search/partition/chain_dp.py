@@ -155,7 +155,6 @@ def _sweep(
     """Return V[1, .] of the header and the steps of stages S-1 .. 1."""
     value, steps = _end_of(problem), []
     for runs in reversed(stage_runs[1:]):
-        check_time()
         value, step = _fold(runs, runs.own(first_tail), value)
         steps.append(step)
     return value, steps
@@ -180,6 +179,7 @@ def _end_of(problem: ChainProblem) -> Floats:
 
 def _fold(runs: StageRuns, costs: Floats, value: Floats) -> tuple[Floats, Step]:
     """Put one stage before those that `value` is of, at the least of the largest cost."""
+    check_time()
     # (row, start): the better choice of the stage's run, and the best of what follows its end.
     total = np.maximum(costs.min(axis=0), value[runs.end])
     row, columns = total.argmin(axis=0), np.arange(total.shape[1])
@@ -212,7 +212,6 @@ def smallest_peak(problem: ChainProblem) -> Cut | None:
     assert windows is not None, "stages that hold half as much again as the average cover all"
     value, steps = _end_of(problem), []
     for stage in range(stages - 1, -1, -1):
-        check_time()
         paths = Paths(problem, windows[stage])
         choices = range(len(problem.choices))
         needed = np.stack([paths.least_bytes(stage, choice) for choice in choices])

@@ -45,6 +45,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.deadline import check_time
 from planner.schedule import RoundTrips
 from search.bounds.copied_jobs import extra_s, seconds_by_kind
 from search.partition.chain_problem import ChainProblem, Flags, Floats, RankLimit
@@ -116,6 +117,7 @@ class Paths:
         starts: slice = slice(None),
     ) -> StageRuns:
         """Return these rows and starts of the window as one stage sees them."""
+        check_time()
         part = (slice(None), rows, starts)
         start, end = self.window.start[0, starts], self.end[rows, starts]
         b, fits = self.on_rank(stage, (rows, starts))

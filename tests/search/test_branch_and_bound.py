@@ -93,7 +93,7 @@ def test_a_time_limit_ends_what_has_a_bound_once_there_is_a_plan():
     search.push(sums(((10.0,),)))
     search.push(sums(((1.0, 2.0),), wave=(1,)))
     now = iter([0.0])
-    with within(20.0, clock=lambda: next(now, 20.5)):  # late, and in the grace of 1 s
+    with within(20.0, clock=lambda: next(now, 20.4)):  # late, and in the grace of 0.5 s
         search.run()
     assert (search.best_s, search.lower_bound_s) == (10.0, 1.0)
     assert search.num_unexplored == 2

@@ -1,11 +1,13 @@
 """The k best partitions of a chain, beside a list of every partition there is."""
 
 from dataclasses import dataclass
+from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from planner.deadline import OutOfTime, within
 from search.branch_and_bound import BranchAndBound
 from search.nodes.partitions import FirstStagesNode, PartitionableNode, PartitionsNode
 from search.partition.chain_dp import solve_chain
@@ -13,7 +15,7 @@ from search.partition.chain_paths import Paths
 from search.partition.chain_problem import ChainProblem, Cut
 from search.partition.k_best import KBestPartitions
 from tests.referees.cuts import all_cuts, cut_value
-from tests.search.chains import random_chain
+from tests.search.chains import random_chain, uniform_chain
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -140,3 +142,11 @@ def test_sets_of_first_stages_lead_to_the_best_partition():
         assert min(found) == pytest.approx(best.value, rel=1e-12)
         followed += 1
     assert followed > 10
+
+
+def test_each_stage_is_a_place_where_time_may_be_up():
+    """N6: of a thousand blocks a stage takes a tenth of a second, and a chain has dozens."""
+    problem = uniform_chain(200, 16, 16)
+    for readings in (8, 24):  # while stages are priced, and while partitions are valued
+        with within(readings, clock=count().__next__), pytest.raises(OutOfTime):
+            list(KBestPartitions(problem, np.inf).by_first_end())
