@@ -453,7 +453,7 @@ def write_model_file(kind: str, family: str, folder: Path) -> tuple[Path, str]:
         for name in ("decoder_start_token_id", "pad_token_id"):
             values[name] = 0 if values.get(name) is None else values[name]
     needed = needs(model_class)
-    if family in WITH_PICTURES or "pixel_values" in needed:
+    if kind != "image" and (family in WITH_PICTURES or "pixel_values" in needed):
         vision = values.get("vision_config") or values.get("encoder") or values
         batch = DESCRIBED.format(
             vocabulary=VOCABULARY,

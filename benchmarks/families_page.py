@@ -141,6 +141,14 @@ def write_page(
         found = sorted(each.family for each in working if each.kind == kind)
         if found:
             text += f"\n{kind}: {', '.join(found)}.\n"
+    untried = {
+        kind: sorted(set(all_names) - {each.family for each in results if each.kind == kind})
+        for kind, all_names in names.items()
+    }
+    if any(untried.values()):
+        text += "\n## Those not tried\n"
+        for kind, left in untried.items():
+            text += f"\n{kind}: {', '.join(left)}.\n" if left else ""
     page.write_text(text)
 
 

@@ -33,3 +33,15 @@ def called_modules_messages(graph: ModelGraph) -> tuple[str, ...]:
             f"and {kernels} kernels forward for a sample, as counted on random values"
         )
     return tuple(messages)
+
+
+def called_whole(graph: ModelGraph) -> str:
+    """Return which part of a model runs as it is, so that no stage can end in it; or nothing."""
+    for program in graph.classes:
+        for op in program.ops:
+            if op.target == OPAQUE_MODULE:
+                at = f" at {op.line}" if op.line else ""
+                return (
+                    f" ({class_of(str(op.args[0]))}{at} depends on values, and so is called whole)"
+                )
+    return ""

@@ -8,6 +8,7 @@ from math import prod
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
+from planner.graph.called_modules import called_whole
 from planner.graph.encoder_decoder import first_decoder_block
 from planner.layout.axes import AXES, axis_names, batch_axes, lowered_axes
 from planner.plan.defaults import check_balance
@@ -65,6 +66,7 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
         raise LayoutError(
             f"pp={request.pp or 1} * vpp={request.vpp or 1} makes {stages} stages, but the model "
             f"has {blocks} blocks and a stage holds at least one; use pp * vpp <= {blocks}"
+            f"{called_whole(graph)}"
         )
     cuts = {axis.name: fixed[axis.name] for axis in batch_axes() if fixed[axis.name]}
     parts = prod(size or 1 for size in cuts.values())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from planner.graph.called_modules import called_modules_messages
+import re
+
+from planner.graph.called_modules import called_modules_messages, called_whole
 from planner.ops.flops import backward_work, op_kernels, op_work
 from tests.captures import capture_module, capture_tiny
-from tests.opaque_models import PARTS, Chain, LoopedExperts, batch
+from tests.opaque_models import PARTS, Chain, LoopedExperts, PickedRows, batch
 
 
 def test_one_line_for_each_class_and_line():
@@ -15,6 +17,12 @@ def test_one_line_for_each_class_and_line():
     assert "opaque_models.py:" in message
     assert "runs as it is" in message
     assert called_modules_messages(capture_tiny("gpt")) == ()
+
+
+def test_a_model_that_is_too_short_for_its_stages_is_told_what_is_called_whole():
+    graph = capture_module(Chain(PickedRows, num=1), batch(2), batch(3))
+    assert re.fullmatch(r" \(PickedRows at .*`.*` depends on values.*whole\)", called_whole(graph))
+    assert called_whole(capture_tiny("gpt")) == ""
 
 
 def test_work_is_what_the_trial_counted():

@@ -34,6 +34,16 @@ _FOLLOWED = {
 }
 """Functions whose results hang on nothing but what they are given."""
 
+_SURE: dict[str, Callable[[float], bool | None]] = {
+    "lt": lambda number: False if number <= 0 else True if number >= 1 else None,
+    "ge": lambda number: True if number <= 0 else False if number >= 1 else None,
+    "gt": lambda number: True if number < 0 else False if number >= 1 else None,
+    "le": lambda number: False if number < 0 else True if number >= 1 else None,
+}
+"""What a comparison of any number that `rand` draws, of 0 or more and less than 1, with a number
+says; None where that depends on the draw.
+"""
+
 MOST = 1 << 22
 """Entries of the largest tensor whose values are worked out."""
 
@@ -46,17 +56,27 @@ class Constants:
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}
+        self._drawn: dict[int, Tensor] = {}
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
         """Note what a call made, if its values can be worked out later."""
         name = getattr(func, "__name__", "")
+        if self._drawn and _writes(name, kwargs):
+            self._drawn.clear()
         if self._made and _writes(name, kwargs):
             if tree_any(self._is_known, (args, kwargs)):
                 self._made.clear()  # what else lies in the same memory is not followed
             return
         if not isinstance(made, Tensor) or made.numel() > MOST or made.requires_grad:
             return
-        if name in _MADE:
+        if name == "rand":
+            self._drawn[id(made)] = made
+        elif name in _SURE and len(args) == 2 and id(args[0]) in self._drawn:
+            number, shape = args[1], tuple(made.shape)
+            sure = None if isinstance(number, Tensor) else _SURE[name](number)
+            if sure is not None:
+                self._made[id(made)] = made, lambda: torch.full(shape, sure)
+        elif name in _MADE:
             value, shape, dtype = _MADE[name], tuple(made.shape), made.dtype
             self._made[id(made)] = made, lambda: torch.full(shape, value, dtype=dtype)
         elif name in _FOLLOWED:

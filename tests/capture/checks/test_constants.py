@@ -27,6 +27,12 @@ def packed(positions: Tensor) -> Tensor:
         (lambda: packed(torch.arange(5).unsqueeze(0) + 1), False),
         (lambda: packed(torch.arange(5, device="cuda").expand(2, -1) * 2), True),
         (lambda: torch.arange(3).to("cuda", torch.long).sum() > 3, False),
+        # A draw is 0 or more, and less than 1.
+        (lambda: torch.rand([]) < 0.0, False),
+        (lambda: torch.rand([]) < 1, True),
+        (lambda: torch.rand(()) >= 0, True),
+        (lambda: torch.rand(3).gt(1.0).any(), False),
+        (lambda: torch.rand([]) <= -0.1, False),
     ],
 )
 def test_values_are_known(made: Callable[[], Tensor], value: bool):
@@ -55,6 +61,11 @@ def written_through_a_view() -> Tensor:
         lambda: BATCH.all(),
         lambda: (torch.ones(2, 3) * BATCH).all(),
         lambda: torch.rand(3).all(),
+        lambda: torch.rand([]) < 0.1,
+        lambda: torch.rand([]) > 0,
+        lambda: torch.rand([]) < BATCH.sum(),
+        lambda: torch.rand([]).mul_(-1) < 0,
+        lambda: torch.randn([]) < 0,
         lambda: torch.empty(3).all(),
         lambda: torch.ones(MOST + 1).all(),
         written,
