@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 GRACE = 0.025
 """What is under way when the time is up goes on for this part of the limit: it often ends with a
-plan, or with a bound. A command has work of its own after that, and a tenth of the limit for all."""
+plan, or with a bound. A command has work of its own after that: a tenth of the limit is for all."""
 
 INTERRUPT_GRACE_S = 2.0
 """After an interrupt it goes on for so many seconds."""
