@@ -304,6 +304,7 @@ BESIDE: dict[str, dict[str, str]] = {
         "pixel_attention_mask": "torch.ones(size, 16, dtype=torch.long)",
         "spatial_shapes": "torch.full((size, 2), 4)",
     },
+    "voxtral_realtime": {"input_features": f"torch.randn(size, 128, {8 * SEQUENCE})"},
     "udop": {"bbox": f"torch.rand(size, {SEQUENCE}, 4)"},
     **{
         name: {"input_ids": f"torch.cat([torch.full_like(ids[:, :{n}], 3), ids[:, {n}:]], 1)"}
