@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from benchmarks.activation_memory import CpuProfile
 from costmodel import CostCache, estimate
@@ -20,25 +19,11 @@ from planner.runtime.check.dryrun import dry_run
 from profiles import load_profile
 from profiles.hosts import REACHED_FRACTION
 from tests.captures import capture_module
+from tests.runtime.test_sparse_tables import Towers
 
 ROWS, WIDTH, SEEN = 4000, 16, 8
 TABLES = ("items.weight", "users.weight")
-
-
-class Recommender(nn.Module):
-    def __init__(self, rows: int = ROWS) -> None:
-        super().__init__()
-        self.users = nn.Embedding(rows, WIDTH, sparse=True)
-        self.items = nn.Embedding(rows, WIDTH, sparse=True)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.out = nn.Linear(2 * WIDTH, 1)
-
-    def forward(self, user: Tensor, seen: Tensor, item: Tensor, taken: Tensor) -> Tensor:
-        x = self.users(user) + self.items(seen).mean(1)
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        x = torch.cat([x, self.items(item)], -1)
-        return F.binary_cross_entropy_with_logits(self.out(x).squeeze(-1), taken)
+recommender = partial(Towers, rows=ROWS, width=WIDTH)
 
 
 def batch(size: int) -> dict[str, Tensor]:
@@ -53,7 +38,7 @@ def batch(size: int) -> dict[str, Tensor]:
 
 @cache
 def graph() -> ModelGraph:
-    return capture_module(Recommender(), batch(2), batch(3), name="recommender")
+    return capture_module(recommender(), batch(2), batch(3), name="recommender")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +65,7 @@ def test_bytes_are_those_of_the_dry_run(layout: dict[str, Any], on_host: bool):
     # (A matrix of one row is priced less well, tables or not, where a rank has few others.)
     near = 0.05 if "pp" in layout or "tp" in layout or not on_host else 0.01
     for pp_rank in range(plan.pp):
-        run = dry_run(plan, graph(), Recommender, rank=pp_rank * plan.dp * plan.tp, on_gloo=True)
+        run = dry_run(plan, graph(), recommender, rank=pp_rank * plan.dp * plan.tp, on_gloo=True)
         found = predicted[pp_rank]
         # (A dry run takes the rows of other stages for as many as its own, in the exchange.)
         if on_host or plan.pp == 1:

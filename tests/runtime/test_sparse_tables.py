@@ -26,12 +26,12 @@ ROWS, WIDTH, STEPS = 24, 4, 3
 class Towers(nn.Module):
     """Two tables; one is looked up twice, has a padding row, and is read by two stages."""
 
-    def __init__(self, sparse: bool = True, rows: int = ROWS) -> None:
+    def __init__(self, sparse: bool = True, rows: int = ROWS, width: int = WIDTH) -> None:
         super().__init__()
-        self.users = nn.Embedding(rows, WIDTH, sparse=sparse)
-        self.items = nn.Embedding(rows, WIDTH, sparse=sparse, padding_idx=0)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.out = nn.Linear(2 * WIDTH, 1)
+        self.users = nn.Embedding(rows, width, sparse=sparse)
+        self.items = nn.Embedding(rows, width, sparse=sparse, padding_idx=0)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.out = nn.Linear(2 * width, 1)
 
     def forward(self, user: Tensor, seen: Tensor, item: Tensor, taken: Tensor) -> Tensor:
         x = self.users(user) + self.items(seen).mean(1)
