@@ -321,6 +321,8 @@ def share_captures() -> None:
 def last_line(said: str) -> str:
     """Return the line that says why, of what a command printed."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
+    if any("compute NOT the same" in line for line in lines):
+        return " ".join(said.split("\n\n")[0].split())[:600]
     told = [line for line in lines if line.startswith(("error", "planner", "Error"))]
     return (told or lines or ["nothing was said"])[-1][:600]
 

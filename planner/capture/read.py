@@ -430,6 +430,13 @@ class Reader:
     ) -> tuple[Ref, ...]:
         """Note a call of an autograd function as an op of its own key and arguments."""
         given = iter(tensors)
+        other = next((arg for arg in call.args if isinstance(arg, dict | set)), None)
+        if other is not None:
+            raise CaptureError(
+                f"the autograd function {call.key.partition('@')[0]}{node_line(node)} is given a "
+                f"{type(other).__name__}, which a plan can't hold; pass tensors, numbers and lists "
+                "of them"
+            )
         args = tuple(
             next(given) if isinstance(arg, torch.Tensor) else self._arg(arg, {})
             for arg in call.args

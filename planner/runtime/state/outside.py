@@ -52,11 +52,14 @@ class OutsideTensors:
             name: buffer for name, buffer in model.named_buffers() if name in empty and name in read
         }
         stored = stored_tensors(model)
-        outside = {
-            name: torch.empty_like(tensor, device="cpu")
-            for name, tensor in (lacking | stored).items()
-            if name in read or name not in held
-        }
+        outside: dict[str, Tensor] = {}
+        made: dict[tuple[int, int], Tensor] = {}  # a tied tensor is one under all its names
+        for name, tensor in (lacking | stored).items():
+            if name in read or name not in held:
+                place = tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+                known = made.setdefault(place, torch.empty_like(tensor, device="cpu"))
+                is_same = (known.shape, known.dtype) == (tensor.shape, tensor.dtype)
+                outside[name] = known if is_same else torch.empty_like(tensor, device="cpu")
         return cls(
             unused={name: tensor for name, tensor in outside.items() if name not in held},
             also_read={name: tensor for name, tensor in outside.items() if name in held},

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from planner.capture import capture_module
 from planner.capture.checks.functions import FunctionCalls, is_seen_through
 from planner.errors import CaptureError
 
@@ -82,3 +83,28 @@ def test_checkpointing_is_seen_through():
         y = checkpoint(torch.sin, torch.ones(2, requires_grad=True), use_reentrant=True)
     assert type(y.grad_fn).__name__ == "SinBackward0"  # its content, not a function around it
     assert calls.calls == []
+
+
+class ByTable(torch.autograd.Function):
+    """Reads a number from a table."""
+
+    @staticmethod
+    def forward(ctx, x, table):
+        return x * table["scale"]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad, None
+
+
+def test_a_function_that_is_given_a_table_is_refused_at_its_line():
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            return ByTable.apply(self.layer(x), {"scale": 2.0}).mean()
+
+    with pytest.raises(CaptureError, match=r"ByTable at .*test_functions.py.*is given a dict"):
+        capture_module(Net(), torch.ones(2, 4), torch.ones(3, 4))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+import planner
+from planner.plan.defaults import default_plan
 from planner.runtime.state.outside import OutsideTensors
 from tests.captures import capture_module
 
@@ -54,3 +58,33 @@ def test_what_came_without_values_is_named():
     made = outside_of(model, may_be_empty=True, makes_buffers=True)
     assert made.empty == named - {"shift", "hidden"}
     assert all(not tensor.is_meta for tensor in made.tensors.values())
+
+
+@pytest.fixture
+def group():
+    """That which planner.apply makes."""
+    yield
+    dist.destroy_process_group()
+
+
+class Tied(Net):
+    """Has a weight that it never reads under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.out.weight = self.table.weight
+
+
+def test_a_tied_weight_that_no_block_uses_has_its_values_under_all_its_names(group):
+    model = Tied()
+    assert torch.equal(model.out.weight, model.table.weight)
+    values = model.table.weight.detach().clone()
+    examples = ({"x": torch.randn(2, 4)}, {"x": torch.randn(3, 4)})
+    graph = capture_module(model, *examples)
+    plan = default_plan(graph, num_microbatches=1, microbatch_size=2)
+    engine = planner.apply(plan, model, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    engine.step(examples[0])
+    state = engine.full_state_dict()
+    assert torch.equal(state["table.weight"], values)
+    assert torch.equal(state["out.weight"], values)
