@@ -40,8 +40,17 @@ _ARITHMETIC = ("_operator", "operator", "math", "builtins")
 _DROPPED = {"_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range"}
 
 
+_DROPOUTS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
+
+
 class _BufferWritten(Exception):
     """A buffer turns out to be written, after ops that read it were noted; not an error."""
+
+
+class _MemoryWritten(Exception):
+    """A tensor turns out to be written whose copy was taken for itself, or a view of itself for a
+    copy; not an error.
+    """
 
 
 class Reader:
@@ -51,6 +60,8 @@ class Reader:
     Mutable: it grows while it reads. `_envs` are the values of the region being read and of
     those around it; `_written` names the buffers that the forward writes and reads; `_copies`
     says of which of them a tensor is the value now, `_puts` where to put the last one back.
+    Copies are the tensors themselves, and a dropout of nothing is a copy, which is the same as long
+    as no such memory, in `_inexact`, is written in place; else `_is_exact`, and all is read again.
     """
 
     def __init__(
@@ -71,6 +82,7 @@ class Reader:
         self.program, self.module, self.paths, self.made = program, module, paths, made
         self.calls, self.modules, self.reached = calls, modules, reached
         self._written: set[str] = set()
+        self._is_exact = False
 
     def read(self) -> Exported:
         """Read the whole program. Raises CaptureError for what can't be planned."""
@@ -83,11 +95,15 @@ class Reader:
             self._puts: dict[str, tuple[int, torch.fx.Node, Ref]] = {}
             self._counters: set[str] = set()
             self._detached: dict[Ref, Ref] = {}
+            self._inexact: set[str] = set()
             env = self._placeholders()
             try:
                 outputs = self._run(self.program.graph_module, env)
             except _BufferWritten as found:
                 self._written.add(str(found))
+                continue
+            except _MemoryWritten:
+                self._is_exact = True
                 continue
             break
         self._put_back()
@@ -306,15 +322,20 @@ class Reader:
                 None,
             )
             if dtype is None:
-                return args[0]
+                names = (argument.name for argument in target._schema.arguments)
+                given = dict(zip(names, args, strict=False)) | dict(kwargs)
+                return self._copied(node, args[0]) if given.get("copy") else args[0]
             target, args, kwargs = torch.ops.aten.to.dtype, (args[0], dtype), ()
         if packet == "cat":
             parts = tuple(part for part in args[0] if self.record.tensors[part.name].shape != (0,))
             if len(parts) == 1:
-                return parts[0]
+                return self._copied(node, parts[0])
             args = (parts, *args[1:])
         if packet == "histc" and "int" in self.record.tensors[args[0].name].dtype:
             return portable_histc(self.record, node, target, args, kwargs)
+        is_idle = packet in _DROPOUTS and (args[1] == 0 or not args[2])
+        if is_idle and self._is_exact:  # PyTorch returns what it is given
+            return args[0]
         written: Ref | None = None
         if target._schema.is_mutable and not _is_counted(args, self._counters):
             if packet.endswith("_"):
@@ -324,7 +345,7 @@ class Reader:
             if self.record.tensors[root_of(self.record, written).name].kind == "buffer":
                 raise _BufferWritten(root_of(self.record, written).name)
             if target is None:  # a copy that only replaces: its source is the new value
-                return self._rebind(node, written, args[1])
+                return self._rebind(node, written, self._copied(node, args[1]))
         values = node.meta["val"]
         many = isinstance(values, tuple | list)
         grad = self.record.needs_grad(packet, args, kwargs)
@@ -344,6 +365,8 @@ class Reader:
             self._emit_written(node, target, outputs[0], args, kwargs)
             return self._rebind(node, written, Ref(outputs[0]))
         self.record.emit(node, str(target), outputs[0], args, kwargs, tuple(outputs))
+        if is_idle:
+            self._inexact.update((args[0].name, outputs[0]))
         return tuple(Ref(o) for o in outputs) if many else Ref(outputs[0])
 
     # -- writes -------------------------------------------------------------------------
@@ -371,9 +394,29 @@ class Reader:
         cast = (Ref(uncast), Symbol("dtype", meta.dtype))
         self.record.emit(node, "aten.to.dtype", name, cast, (), (name,))
 
+    def _copied(self, node: torch.fx.Node, source: Ref) -> Ref:
+        """Return a copy: the tensor itself, unless either is written in place later."""
+        if not self._is_exact:
+            self._inexact.add(source.name)
+            return source
+        meta = self.record.tensors[source.name]
+        name = self.record.fresh(f"{source.name}_copied")
+        self.record.tensors[name] = TensorMeta(
+            name=name,
+            shape=meta.shape,
+            dtype=meta.dtype,
+            kind="activation",
+            requires_grad=meta.requires_grad,
+        )
+        self.record.emit(node, "aten.clone.default", name, (source,), (), (name,))
+        return Ref(name)
+
     def _rebind(self, node: torch.fx.Node, written: Ref, value: Ref) -> Ref:
         """Let later ops read what was written; return what the op itself returns."""
-        root, whole = rebind(
+        memory = root_of(self.record, written).name
+        if self._inexact.intersection({memory, *self.record.views_of(memory)}):
+            raise _MemoryWritten
+        root, whole, result = rebind(
             self.record,
             written,
             value,
@@ -391,7 +434,7 @@ class Reader:
                 )
             self._copies[whole.name] = buffer
             self._puts[buffer] = (len(self.record.ops), node, whole)
-        return value
+        return result
 
     def _copy_written_buffers(self, node: torch.fx.Node, env: Env) -> None:
         """Let an op read a copy of a buffer that the forward writes.

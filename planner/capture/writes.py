@@ -10,6 +10,7 @@ nothing else reads (`num_batches_tracked`) is written in place.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from planner.capture.diagnose import node_line
 from planner.capture.record import Recorder, is_view
 from planner.errors import CaptureError
-from planner.graph import Ref, TensorMeta
+from planner.graph import Op, Ref, TensorMeta
 
 Env = dict[torch.fx.Node, Any]
 
@@ -123,15 +124,17 @@ def rebind(
     *,
     grad_enabled: bool,
     copies: Collection[str],
-) -> tuple[Ref, Ref]:
+) -> tuple[Ref, Ref, Ref]:
     """Make later uses of a tensor written in place, and of its base, see `value`.
 
-    Returns the tensor that was written in the end, which is no view, and what it is from now on.
-    `envs` are those of the region the op stands in and of all around it, `copies` the names of what
-    buffers are put back from. Raises CaptureError for
-    a write that autograd would treat in a way a pure op can't: one without gradient into a tensor
-    that has one.
+    Returns the tensor that was written in the end, which is no view, what it is from now on, and
+    what `written` is from now on: where it is used again, a view of that, so that another write
+    through it is followed, too. `envs` are those of the region the op stands in and of all around
+    it, `copies` the names of what buffers are put back from. Raises CaptureError for a write that
+    autograd would treat in a way a pure op can't: one without gradient into a tensor that has one.
     """
+    levels: list[_Level] = []
+    result = value
     while True:
         before = record.tensors[written.name]
         if before.requires_grad and not grad_enabled:
@@ -141,10 +144,11 @@ def rebind(
             )
         # Other views of the same memory would see the write in PyTorch, and a pure op's do not.
         record.stale.update(record.views_of(written.name) - {value.name})
-        substitute(envs, written, value)
         maker = record.maker.get(written.name)
+        levels.append(_Level(before, maker, _holders(envs, written)))
+        substitute(envs, written, value)
         if maker is None or not is_view(maker.target):
-            return written, value
+            break
         packet = maker.target.split(".")[1]
         if packet not in _FOLLOWED:
             root = root_of(record, written)
@@ -160,7 +164,7 @@ def rebind(
                 )
             # Nothing is lost where nothing reads the tensor behind the view any more.
             record.stale.update({root.name} | record.views_of(root.name))
-            return written, value
+            break
         base = maker.args[0]
         assert isinstance(base, Ref)
         meta = record.tensors[base.name]
@@ -175,3 +179,54 @@ def rebind(
         scatter = f"aten.{packet}_scatter.default"
         record.emit(node, scatter, fresh, (base, value, *maker.args[1:]), (), (fresh,))
         written, value = base, Ref(fresh)
+    return written, value, _views_again(record, value, levels, node) or result
+
+
+@dataclass(frozen=True)
+class _Level:
+    """A tensor that a write went through, on its way from a view to what that is a view of."""
+
+    meta: TensorMeta
+    maker: Op | None
+    holders: tuple[tuple[Env, torch.fx.Node], ...]
+    """Nodes whose value it was."""
+
+    def is_used_after(self, node: torch.fx.Node) -> bool:
+        """Whether a node after the write reads it."""
+        users = (user for _, key in self.holders for user in key.users)
+        return any(user.graph is not node.graph or user > node for user in users)
+
+
+def _holders(envs: Sequence[Env], ref: Ref) -> tuple[tuple[Env, torch.fx.Node], ...]:
+    return tuple((env, key) for env in envs for key, held in env.items() if held == ref)
+
+
+def _views_again(
+    record: Recorder, whole: Ref, levels: Sequence[_Level], node: torch.fx.Node
+) -> Ref | None:
+    """Take the views that a write went through again, of what was written, as far as they are used
+    after it; return the last one, that of the write itself, or None where it is not taken.
+    """
+    views = levels[:-1]
+    used = [level.is_used_after(node) for level in views]
+    if views and node.users:
+        used[0] = True
+    if not any(used):
+        return None
+    for level in reversed(views[used.index(True) :]):
+        assert level.maker is not None
+        name = record.fresh(f"{level.meta.name}_again")
+        requires_grad = record.tensors[whole.name].requires_grad
+        record.tensors[name] = replace(level.meta, name=name, requires_grad=requires_grad)
+        record.emit(
+            node,
+            level.maker.target,
+            name,
+            (whole, *level.maker.args[1:]),
+            level.maker.kwargs,
+            (name,),
+        )
+        whole = Ref(name)
+        for env, key in level.holders:
+            env[key] = whole
+    return whole if used[0] else None
