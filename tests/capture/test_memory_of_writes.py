@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from planner.capture import capture_module
-from tests.capture.masks.attending import check_equal
+from tests.capture.masks.attending import check_equal, loss_of_graph
 
 WIDTH, HALF = 16, 8
 
@@ -168,3 +169,30 @@ def test_a_graph_computes_what_the_module_does(write):
     module = Model(write).double()
     graph = capture_module(module, batch(2), batch(3), name="model")
     check_equal(module, graph, batch(5), rounding=1e-12)
+
+
+class Counting(nn.Module):
+    """Writes twice through a row of a buffer, once with and once without gradients recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3)
+        self.register_buffer("seen", torch.ones(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        a = self.inner(x)
+        row = self.seen[0]
+        with torch.no_grad():
+            row.add_(a.detach().mean())
+        row.mul_(2)
+        return F.cross_entropy(self.outer(a * self.seen.sum()).mean(1), y)
+
+
+def test_a_row_of_a_buffer_written_twice():
+    torch.manual_seed(0)
+    module = Counting().double()
+    graph = capture_module(module, batch(2), batch(3), name="model")
+    alone, given = copy.deepcopy(module), batch(5)
+    for _ in range(2):
+        torch.testing.assert_close(loss_of_graph(graph, module, given), alone(**given))
+        torch.testing.assert_close(module.seen, alone.seen)
