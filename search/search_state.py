@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from costmodel import Estimate
 from planner.plan import Plan
 from search.bounds.catalogue import TableBounds
-from search.branch_and_bound import BranchAndBound, EvaluatedPlan, Node, Wave, evaluated_plan
+from search.branch_and_bound import BranchAndBound, EvaluatedPlan, Node, Wave
 from search.candidates import Candidates
 from search.partition.chain_problem import InfeasibleStage
-from search.report.infeasible import find_fitting
 from search.request import Certificate, SearchRequest
 from search.space.configuration import Configuration
 from search.stages.stage_table import StageTable, TableKey
@@ -22,11 +21,6 @@ _BOUNDARIES_PROOF = {
     "recursive": "nobody: recursive bisection is not exact",
 }
 
-
-MOST_TOO_LARGE = 16
-"""So many partitions are found too large before a lean plan is sought, to have one."""
-_MOST_TRIES = 32
-"""Configurations tried for it; where it is not among the leanest, it is seldom anywhere."""
 
 NodeKey = tuple[Configuration, TableKey]
 """A configuration and the key of its stage table."""
@@ -103,19 +97,6 @@ class SearchState(BranchAndBound):
     skipped_sizes: set[tuple[int, int, int]] = field(default_factory=set)
     num_too_large: int = 0
     _bounds: dict[TableKey, TableBounds] = field(default_factory=dict)
-
-    def note_too_large(self) -> None:
-        """Count what did not fit. Where much did not and nothing has, take a lean plan that does,
-        however slow: it is one to show, and prunes. The best may be long in coming.
-        """
-        self.num_too_large += 1
-        is_free = "" in self.limits and self.request.split_rank is None
-        if self.num_too_large == MOST_TOO_LARGE and self.best is None and is_free:
-            shapes = self.candidates.shapes(self.request)
-            limit = self.memory_limit_bytes
-            lean = find_fitting(self.candidates, shapes, limit, most_tries=_MOST_TRIES)
-            if lean is not None:
-                self.take(evaluated_plan(lean.configuration, lean.plan, lean.estimate))
 
     def fits(self, done: EvaluatedPlan) -> bool:
         """Whether each rank of a plan is within the memory of its devices."""

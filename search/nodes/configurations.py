@@ -16,6 +16,7 @@ from functools import cached_property
 
 from search.branch_and_bound import EvaluatedPlan, Node, evaluated_plan
 from search.nodes.exact_recompute import ExactRecompute
+from search.nodes.lean_plan import note_too_large
 from search.nodes.partitions import PartitionableNode
 from search.partition.chain_problem import ChainProblem, Cut, InfeasibleStage
 from search.partition.least_recompute import with_recompute
@@ -123,7 +124,7 @@ class ConfigurationNode(PartitionableNode):
             self._exclude(search, BOUNDARIES_BEATEN, search.to_beat_s)
         else:
             self._exclude(search, NO_BOUNDARIES_FIT)
-            search.note_too_large()
+            note_too_large(search)
 
     def with_recompute(
         self, search: SearchState, cut: Cut, infeasible: Sequence[InfeasibleStage] = ()

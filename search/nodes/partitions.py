@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from search.branch_and_bound import EvaluatedPlan, Node, Wave
+from search.nodes.lean_plan import note_too_large
 from search.partition.chain_problem import ChainProblem, Cut, InfeasibleStage
 from search.partition.k_best import FirstStages, KBestPartitions
 from search.request import INEXACT_SOLVER
@@ -126,7 +127,7 @@ class PartitionableNode(Node[SearchState]):
 
         Its bound, the least of all partitions that were left, holds for those that still are.
         """
-        search.note_too_large()
+        note_too_large(search)
         if self.num_attempts == _MOST_ATTEMPTS:
             # Partitions are left that nobody has looked at.
             search.leave_open(self.bound)

@@ -5,9 +5,10 @@ from importlib import import_module
 
 import pytest
 
-from search import SearchRequest, find_plan, search_state
+from search import SearchRequest, find_plan
 from search.candidates import Candidates
 from search.find_plan import search_among
+from search.nodes import lean_plan
 from search.report.infeasible import find_fitting, find_leanest, round_up
 from tests.captures import capture_tiny
 from tests.search.machine import Machine
@@ -46,12 +47,12 @@ def test_where_much_is_too_large_a_lean_plan_is_the_first_and_the_answer_is_the_
         asked.append(given)
         return found(*given, **options)
 
-    found = search_state.find_fitting
-    monkeypatch.setattr(search_state, "find_fitting", fitting)
-    monkeypatch.setattr(search_state, "MOST_TOO_LARGE", 10**9)
+    found = lean_plan.find_fitting
+    monkeypatch.setattr(lean_plan, "find_fitting", fitting)
+    monkeypatch.setattr(lean_plan, "MOST_TOO_LARGE", 10**9)
     plain = find_plan(graph, machine, request)
     assert not asked
-    monkeypatch.setattr(search_state, "MOST_TOO_LARGE", 1)
+    monkeypatch.setattr(lean_plan, "MOST_TOO_LARGE", 1)
     early = find_plan(graph, machine, request)
     assert asked
     assert early.plan.estimate["step_s"] == plain.plan.estimate["step_s"]
