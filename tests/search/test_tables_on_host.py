@@ -15,7 +15,8 @@ from search import SearchRequest, SearchResult, find_plan
 from search.on_host import offload_fallbacks
 from tests.builders import PlainGPT, gpt_batch
 from tests.captures import capture_module
-from tests.costmodel.test_tables import TABLES, Recommender, batch
+from tests.costmodel.test_tables import TABLES, WIDTH, batch
+from tests.runtime.test_sparse_tables import Towers
 
 GIB = 2**30
 
@@ -23,7 +24,7 @@ GIB = 2**30
 @cache
 def graph(rows: int = 4_000_000) -> ModelGraph:
     with torch.device("meta"):
-        module = Recommender(rows)
+        module = Towers(rows=rows, width=WIDTH)
     return capture_module(module, batch(2), batch(3), name="recommender")
 
 
