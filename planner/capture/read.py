@@ -399,8 +399,12 @@ class Reader:
         if not self._is_exact:
             self._inexact.add(source.name)
             return source
+        return self._clone(node, source, f"{source.name}_copied")
+
+    def _clone(self, node: torch.fx.Node, source: Ref, name: str) -> Ref:
+        """Note an op that copies a tensor, and return the copy, of a name like this."""
         meta = self.record.tensors[source.name]
-        name = self.record.fresh(f"{source.name}_copied")
+        name = self.record.fresh(name)
         self.record.tensors[name] = TensorMeta(
             name=name,
             shape=meta.shape,
@@ -445,14 +449,9 @@ class Reader:
         for argument in node.all_input_nodes:
             held = env.get(argument)
             if isinstance(held, Ref) and held.name in self._written:
-                meta = self.record.tensors[held.name]
-                copy = self.record.fresh(f"{held.name}_now")
-                self.record.tensors[copy] = TensorMeta(
-                    name=copy, shape=meta.shape, dtype=meta.dtype, kind="activation"
-                )
-                self.record.emit(node, "aten.clone.default", copy, (held,), (), (copy,))
-                self._copies[copy] = held.name
-                substitute(self._envs, held, Ref(copy))
+                copy = self._clone(node, held, f"{held.name}_now")
+                self._copies[copy.name] = held.name
+                substitute(self._envs, held, copy)
 
     def _put_back(self) -> None:
         """Note, after the last write of each buffer, the copy that the next forward finds."""

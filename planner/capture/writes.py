@@ -88,10 +88,20 @@ def without_out(
 
 def substitute(envs: Sequence[Env], old: Ref, new: Ref) -> None:
     """Make later readers of `old` read `new`."""
-    for env in envs:
-        for key, held in env.items():
-            if held == old:
-                env[key] = new
+    _give(_holders(envs, old), new)
+
+
+_Holders = tuple[tuple[Env, torch.fx.Node], ...]
+"""Nodes whose value is one tensor, each with the values of its region."""
+
+
+def _holders(envs: Sequence[Env], ref: Ref) -> _Holders:
+    return tuple((env, key) for env in envs for key, held in env.items() if held == ref)
+
+
+def _give(holders: _Holders, value: Ref) -> None:
+    for env, key in holders:
+        env[key] = value
 
 
 def root_of(record: Recorder, written: Ref) -> Ref:
@@ -145,8 +155,9 @@ def rebind(
         # Other views of the same memory would see the write in PyTorch, and a pure op's do not.
         record.stale.update(record.views_of(written.name) - {value.name})
         maker = record.maker.get(written.name)
-        levels.append(_Level(before, maker, _holders(envs, written)))
-        substitute(envs, written, value)
+        level = _Level(before, maker, _holders(envs, written))
+        levels.append(level)
+        _give(level.holders, value)
         if maker is None or not is_view(maker.target):
             break
         packet = maker.target.split(".")[1]
@@ -188,17 +199,13 @@ class _Level:
 
     meta: TensorMeta
     maker: Op | None
-    holders: tuple[tuple[Env, torch.fx.Node], ...]
+    holders: _Holders
     """Nodes whose value it was."""
 
     def is_used_after(self, node: torch.fx.Node) -> bool:
         """Whether a node after the write reads it."""
         users = (user for _, key in self.holders for user in key.users)
         return any(user.graph is not node.graph or user > node for user in users)
-
-
-def _holders(envs: Sequence[Env], ref: Ref) -> tuple[tuple[Env, torch.fx.Node], ...]:
-    return tuple((env, key) for env in envs for key, held in env.items() if held == ref)
 
 
 def _views_again(
@@ -227,6 +234,5 @@ def _views_again(
             (name,),
         )
         whole = Ref(name)
-        for env, key in level.holders:
-            env[key] = whole
+        _give(level.holders, whole)
     return whole if used[0] else None
