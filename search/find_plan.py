@@ -31,13 +31,13 @@ from profiles import Profile
 from search.branch_and_bound import Node, Progress, evaluated_plan
 from search.candidates import Candidates, CandidatesOf, with_estimate
 from search.meshes.roots import device_groups_nodes, meshes_node, why_on_no_groups
+from search.nodes.lean_plan import find_leanest
 from search.nodes.replicas_on_groups import replicas_nodes
 from search.nodes.sizes import NO_FASTER, TOO_LARGE, degrees_nodes
 from search.on_host import host_holds, offload_fallbacks, too_large_for_host
 from search.report.infeasible import (
     explain_infeasible,
     explain_infeasible_groups,
-    find_leanest,
     memory_limit,
     nothing_fits,
 )

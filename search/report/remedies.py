@@ -22,8 +22,9 @@ from profiles import Profile
 from search.branch_and_bound import Progress
 from search.candidates import Candidates
 from search.find_plan import find_plan, search_among
+from search.nodes.lean_plan import find_fitting
 from search.on_host import offload_fallbacks
-from search.report.infeasible import find_fitting, round_up
+from search.report.infeasible import round_up
 from search.request import CHOICES, SearchRequest, SearchResult
 from search.space.request_checks import divisors
 

@@ -9,7 +9,8 @@ from search import SearchRequest, find_plan
 from search.candidates import Candidates
 from search.find_plan import search_among
 from search.nodes import lean_plan
-from search.report.infeasible import find_fitting, find_leanest, round_up
+from search.nodes.lean_plan import find_fitting, find_leanest
+from search.report.infeasible import round_up
 from tests.captures import capture_tiny
 from tests.search.machine import Machine
 
