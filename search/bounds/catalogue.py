@@ -80,7 +80,7 @@ def share_of_work(costs: LeastCosts, config: Configuration) -> float:
 
 @step_bound
 def longest_block(costs: LeastCosts, config: Configuration) -> float:
-    """M max_i t_i: a block is not divided, so one rank runs all microbatches of it."""
+    """A block is not divided, so a rank runs all microbatches of it: m max_i t_i."""
     seconds = costs.block_s(config.recompute) + costs.exchange(config).each_of_blocks_s
     return config.num_microbatches * float(seconds.max())
 
@@ -97,7 +97,7 @@ def one_microbatch(costs: LeastCosts, config: Configuration) -> float:
 
 @schedule_bound
 def round_trips(costs: LeastCosts, config: Configuration) -> float:
-    """C T - d w: ranks wait for round trips through the later stages. c and d follow from the order
+    """Ranks wait for round trips through the later stages: c T - d w. c and d follow from the order
     of jobs that the schedule states (`pipeline_line`): (m + pp - 1) / pp and 0 for equal stages of
     1F1B. w: the most of a block's backward that may come after its gradient is sent on.
     """
@@ -133,6 +133,7 @@ def share_of_parameters(costs: LeastCosts, config: Configuration) -> float:
     """
     names = "param_bytes", "frozen_bytes", "frozen_param_bytes"
     whole = costs.table.whole
+    # The load has no activations, so what is recomputed makes no difference.
     load = StageLoad(**{name: float(getattr(whole, name)) / config.pp for name in names})
     return float(costs.rank_bytes(load, config, ("none",)))
 
@@ -150,6 +151,7 @@ class TableBounds(LeastCosts):
     def least_step_of_shape(self, shape: Shape) -> float:
         """Return a step time that no schedule and no stage boundaries of a shape can beat."""
         of_all = [bound.formula for bound in STEP_BOUNDS if not bound.reads_schedule]
+        # These bounds are equal for all schedules; ZeRO stages differ, so the least of them counts.
         any_option = replace(shape, options=shape.options[:1])
         least_s = min(
             max(formula(self, config) for formula in of_all)

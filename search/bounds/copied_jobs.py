@@ -59,6 +59,7 @@ class CopiedRow:
     @classmethod
     def of(cls, row: Sequence[Job], copies: Sequence[Offload]) -> CopiedRow:
         """Return those of a row in which these copies are made."""
+        # A job has a forward ahead of it and a backward behind it at most: positions are unique.
         leaving = {copy.leaving: copy.stage_index for copy in copies}
         arriving = {copy.arriving: copy.stage_index for copy in copies}
         forwards = [at for at, job in enumerate(row) if job.kind is JobKind.FORWARD]

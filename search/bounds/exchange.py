@@ -46,6 +46,7 @@ class LeastExchange:
         if pp not in self._each:
             rates = self._s_per_byte
             bare = float(self._param_bytes.sum()) - self._shared_bytes
+            # The hooks' work is never hidden; messages are, as far as compute lasts.
             self._each[pp] = (
                 bare * float(rates.host_forward_s + rates.host_backward_s)
                 + self._exposed(rates.forward_s, self.table.forward_s, pp)
@@ -70,6 +71,8 @@ class LeastExchange:
     def each_of_blocks_s(self) -> Floats:
         """Seconds that each block adds to a microbatch on its rank, whatever lies beside it."""
         rates, sizes = self._s_per_byte, self._param_bytes
+        # Endlessly many pieces: the least that a block exposes, however many blocks share its
+        # stage.
         seconds: Floats = sizes * (rates.host_forward_s + rates.host_backward_s)
         seconds = seconds + self._beside(rates.forward_s * sizes, self.table.forward_s)
         return seconds + self._beside(rates.backward_s * sizes, self.table.backward_s)
@@ -89,6 +92,8 @@ class LeastExchange:
         # Each block alone, sent as a single piece: what more pieces would hide of it.
         in_one = self._beside(messages_s, compute_s, num_pieces=pieces)
         hidden = np.sort(in_one - self._beside(messages_s, compute_s))
+        # Each stage exposes the mean over its blocks: at least its smallest, and no stage has more
+        # than n - pp + 1 blocks to share among.
         return bare + max(float(hidden[:pp].sum()), float(hidden.sum()) / (len(hidden) - pp + 1))
 
     def _beside(self, messages_s: Amount, compute_s: Amount, num_pieces: Amount = np.inf) -> Amount:
@@ -121,5 +126,7 @@ class LeastExchange:
     def _update_s(self) -> float:
         """Seconds of the optimizer, each parameter once."""
         held = float(self._param_bytes.sum()) - self._shared_bytes
+        # Where blocks share weights, tensors would count at each user: none count, which is a
+        # bound.
         num_tensors = 0.0 if self._shared_bytes else float(self.table.blocks.num_params.sum())
         return self._ranks.prices.update_s(held, num_tensors)

@@ -80,6 +80,7 @@ class LeastCosts:
 
         def sends() -> EarlySends:
             choices = recompute_choices(config.recompute)
+            # Block 0 is out of sums: it lies on stage 0, and no rank waits for stage 0's gradient.
             seconds = self.table.ahead_s(is_sharded=is_sharded, choices=choices)
             whole = self.table.forward_s + self.table.backward_s
             return EarlySends(
@@ -110,5 +111,7 @@ class LeastCosts:
         """Return what a rank needs at least whose stage has this load (numbers, or arrays for
         several), holds one microbatch and takes the recompute choice that needs least.
         """
+        # No schedule is given here. A split backward proves the least, so that holds for all of
+        # them.
         ranks = [rank_bound(self.table, config, load, choice) for choice in choices]
         return np.min([replace(rank, splits_backward=True).least(1) for rank in ranks], axis=0)

@@ -56,13 +56,18 @@ def pipeline_line(schedule: str, pp: int, m: int, early: float = 0.0) -> tuple[f
 def _line(order: JobOrder, pp: int, m: int, early: float) -> tuple[float, float]:
     keeps = 1.0 - early
     # Rows without any wait: what holds for all orders of jobs.
+    # A is lower triangular then: the sums of y from each stage on are a geometric series of ratio 1
+    # - keeps / (m - early), and y sums to 1.
     without_waits = keeps / (1.0 - (1.0 - keeps / (m - early)) ** pp), 0.0
+    # (stage) How many stages come after each.
     later = np.arange(pp - 1, -1, -1)
     if m == 1:
         return without_waits
     if order.round_trips is RoundTrips.AFTER_LAST_FORWARD:
+        # Nothing runs in the wait between the last forward and the first backward.
         above, beside = 1.0, 0 * later
     elif _waits_twice(order, later.tolist(), m):
+        # w_s of the header: the warmup forwards fill the first wait, as many backwards the last.
         above, beside = 2.0 - early, later
     else:
         return without_waits
@@ -72,6 +77,8 @@ def _line(order: JobOrder, pp: int, m: int, early: float) -> tuple[float, float]
     weights = np.linalg.solve(matrix.T, np.ones(pp))
     if weights.min() < 0:
         return without_waits
+    # Scaled to sum 1, y proves c; d is the mean number of later stages whose first blocks send
+    # early.
     total = weights.sum()
     return float(1.0 / total), float(weights @ later / total) if early else 0.0
 
@@ -103,20 +110,25 @@ class ZeroBubbleBound:
         )
 
     def _mean_of(self, coefficients: Floats, more_s: float) -> float:
+        # coefficients: A, B, C by stage (3, S). Where the first and the last block lie is certain.
         first, last = self.seconds[0] @ coefficients[:, 0], self.seconds[-1] @ coefficients[:, -1]
         kinds, counts = self._inner_kinds
         # Wherever an inner block lies, it adds the least that it adds on any stage.
         inner = counts @ (kinds @ coefficients).min(axis=1)
+        # An exchange lengthens some stage's F or I job: it counts at the least coefficient of
+        # either.
         return float(first + inner + last + more_s * coefficients[:2].min())
 
     @cached_property
     def _mean_block(self) -> tuple[float, ...]:
         """The parts of f, i and w in the chain's seconds, roughly."""
+        # Rounded, so that few different y are computed: any y >= 0 proves a bound.
         total = self.seconds.sum(axis=0)
         return tuple(np.round(total / total.sum(), 3).tolist())
 
     @cached_property
     def _inner_kinds(self) -> tuple[Floats, Floats]:
+        # Equal blocks add the same wherever they lie, so each kind is looked at once.
         kinds, counts = np.unique(self.seconds[1:-1], axis=0, return_counts=True)
         return kinds.reshape(-1, 3), counts.astype(float)
 
@@ -126,16 +138,21 @@ def _means(order: JobOrder, m: int, mean_block: tuple[float, ...]) -> tuple[Floa
     """Return (A, B, C) of the header, by stage, for either kind of paths."""
     pp = len(order.warmup)
     stage, other = np.arange(pp)[:, None], np.arange(pp)[None, :]
+    # (path of stage s, stage j)
     before, own, after = (1.0 * (other < stage), 1.0 * (other == stage), 1.0 * (other > stage))
     # k of the header: forwards that a rank does while its first microbatch is away.
     fitting = np.minimum(m, order.warmup)[:, None] - 1
+    # (F, I or W; path of stage s; stage j) The two formulas of the header.
     ends = np.stack([before + after + (m - fitting) * own, after + m * own, m * own])
     returns = ends.copy()
+    # The last gradient passes the earlier stages' I jobs. Late W jobs of the stage itself are not
+    # on its way; stage 0 makes the last microbatch's weight gradients when it has come.
     returns[1] += before
     returns[2] -= np.array(order.late_weights)[:, None] * own
     returns[2, :, 0] += 1.0
     means = []
     for paths in (ends, returns):
+        # (path, stage) Seconds of a mean block, by where it lies.
         matrix = np.tensordot(np.array(mean_block), paths, axes=1)
         # The dual: weights of the paths with which every stage's mean seconds are equal.
         weights = np.maximum(0.0, np.linalg.solve(matrix.T, np.ones(pp)))

@@ -28,6 +28,7 @@ def balanced_cut(seconds: Sequence[float], num_stages: int) -> tuple[int, ...]:
         raise ValueError(f"{n} blocks cannot make {num_stages} stages")
     sums = [0.0, *accumulate(seconds)]
     longest = longest_stage(sums, num_stages)
+    # Where a stage of at most `longest` seconds that starts at each block ends at the latest.
     furthest = (np.searchsorted(sums, np.add(sums, longest), side="right") - 1).tolist()
     needed = _stages_needed(furthest)
     cuts = [0]
@@ -60,11 +61,14 @@ def longest_stage(sums: Sequence[float], num_stages: int) -> float:
         fits, length = _probe(sums, num_stages, low)
         if fits:
             return low * (1 + 1e-12)
+        # No length in between takes any run a block further: the answer is at least this.
         low = length
         fits, length = _probe(sums, num_stages, (low + high) / 2)
         if fits:
+            # Runs that a probe found are a partition: the answer is at most its longest run.
             high = min(high, length)
         else:
+            # This much is too short, and so is all up to the next length that takes a run further.
             low = max((low + high) / 2, length)
     return max(low, high) * (1 + 1e-12)
 
@@ -79,6 +83,7 @@ def _probe(sums: Sequence[float], num_stages: int, longest: float) -> tuple[bool
         end = bisect_right(sums, sums[at] + longest * (1 + 1e-12)) - 1
         if end >= n:
             return True, max(reached, sums[n] - sums[at])
+        # One block is longer than the limit: nothing shorter than the block can do.
         if end == at:
             return False, sums[at + 1] - sums[at]
         reached = max(reached, sums[end] - sums[at])

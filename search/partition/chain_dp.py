@@ -74,10 +74,12 @@ def solve_chain(problem: ChainProblem, *, ceiling: float = np.inf) -> Solved:
         starts = possible_starts(problem, bound)
         if starts is None:
             return found if found.cut else Solved(cut=None, fits=np.isfinite(bound))
+        # The widest stage that m t <= bound allows; no wider window can hold a better cut.
         allowed = reach_within(problem, bound)
         needed = min(longest, int((allowed - np.arange(n + 1)).max()))
         if needed <= _AT_ONCE * width:
             width = needed
+        # A run ends where both this look's width and the time that the bound leaves allow.
         windows = stage_windows(
             np.minimum(even_reach(n, min(width, needed)), allowed), stages, starts
         )
@@ -94,6 +96,7 @@ def solve_chain(problem: ChainProblem, *, ceiling: float = np.inf) -> Solved:
             needed = min(longest, int((reach_within(problem, bound) - np.arange(n + 1)).max()))
             if needed <= width:
                 return found
+        # Under a bound the next look covers every stage of a better cut, and is the last.
         width = needed if np.isfinite(bound) else min(longest, 2 * width)
 
 
@@ -105,10 +108,14 @@ def _better(first: Solved, second: Solved) -> Solved:
 def _solve_within(problem: ChainProblem, windows: Sequence[Window], ceiling: float) -> Solved:
     """Solve for stages of these windows, each first cut whose bound is under the best."""
     stage_runs = runs_by_stage(problem, windows)
+    # Stage 0 starts at block 0: column 0 has all its runs, a row for each end.
     ends = stage_runs[0].end[:, 0]
+    # Rank 0 also makes its last weight gradients after the last gradient has come (`back` is
+    # without them), then exchanges and updates.
     tail = stage_runs[0].tail[:, 0] + problem.first_weight_s[ends]
 
     def first_stage(first_tail: float | None) -> tuple[Floats, NDArray[np.intp]]:
+        # (choice, row) The best choice of stage 0 for each end.
         own = stage_runs[0].own(first_tail)
         return own[:, :, 0].min(axis=0), own[:, :, 0].argmin(axis=0)
 
@@ -127,6 +134,7 @@ def _solve_within(problem: ChainProblem, windows: Sequence[Window], ceiling: flo
     best: Cut | None = None
     sweeps = 0
     while True:
+        # Rows that can only tie with the best cut are not solved.
         limit = np.nextafter(best.value, 0) if best else ceiling
         open_rows = np.flatnonzero(np.isfinite(bounds) & (bounds <= min(ceiling, limit)))
         if not len(open_rows):
@@ -136,12 +144,14 @@ def _solve_within(problem: ChainProblem, windows: Sequence[Window], ceiling: flo
         sweeps += 1
         first, picks = first_stage(float(tail[row]))
         values, steps = _sweep(problem, stage_runs, first_tail=float(tail[row]))
+        # The longer of stage 0's own path and of the longest path after it.
         value = max(float(first[row]), float(values[ends[row]]))
         if value <= ceiling and value < (best.value if best else np.inf):
             best = _read_cut(steps, int(ends[row]), int(picks[row]), value)
         # What a tail costs the stages after, a longer one does too.
         longer = tail >= tail[row]
         bounds[longer] = np.maximum(bounds[longer], values[ends[longer]])
+        # Solved exactly: this row is closed.
         bounds[row] = np.inf
 
 
@@ -184,6 +194,7 @@ def _fold(runs: StageRuns, costs: Floats, value: Floats) -> tuple[Floats, Step]:
     total = np.maximum(costs.min(axis=0), value[runs.end])
     row, columns = total.argmin(axis=0), np.arange(total.shape[1])
     choice = costs[:, row, columns].argmin(axis=0)
+    # Blocks outside the stage's window cannot be its start.
     before = np.full(len(value), np.inf)
     before[runs.first_start : runs.last_start + 1] = total[row, columns]
     return before, (runs.first_start, runs.end[row, columns], choice)
@@ -191,6 +202,7 @@ def _fold(runs: StageRuns, costs: Floats, value: Floats) -> tuple[Floats, Step]:
 
 def _read_cut(steps: Sequence[Step], first_cut: int, first_choice: int, value: float) -> Cut:
     cuts, choices = [0, first_cut], [first_choice]
+    # Forward along the stored minima: each stage's best end is the next stage's start.
     for first_start, ends, choice in reversed(steps):
         column = cuts[-1] - first_start
         choices.append(int(choice[column]))
@@ -214,6 +226,7 @@ def smallest_peak(problem: ChainProblem) -> Cut | None:
     for stage in range(stages - 1, -1, -1):
         paths = Paths(problem, windows[stage])
         choices = range(len(problem.choices))
+        # The recurrence of the header with a rank's least bytes in place of its path.
         needed = np.stack([paths.least_bytes(stage, choice) for choice in choices])
         value, step = _fold(paths.of_stage(stage), needed, value)
         steps.append(step)

@@ -76,6 +76,7 @@ class StageRuns:
 
     def own(self, first_tail: float | None) -> Floats:
         """Path of every run, inf where it does not fit; without tails when first_tail is None."""
+        # Tails are not negative, so this is below the path under any tail of stage 0.
         if first_tail is None:
             return self.until + self.back
         return self.until + np.maximum(self.back + first_tail, self.tail)
@@ -130,6 +131,7 @@ class Paths:
             first_start=int(start[0]),
             last_start=int(start[-1]),
             end=end,
+            # Infinite seconds keep a run out of every minimum.
             until=np.where(fits, until, np.inf),
             back=back,
             tail=self._tail(stage)[..., rows, starts],
@@ -147,6 +149,7 @@ class Paths:
             start, end = self.window.start[0, part[2]], self.end[part[1:]]
             weight = problem.before_w[end] - problem.before_w[start]
         job_s = seconds_by_kind(self.costs.forward_s[part], backward_s, weight)
+        # A rank has one stage here, so the copies beside its jobs are all of that stage.
         by_stage = {kind: {stage: seconds} for kind, seconds in job_s.items()}
         down, up = ({stage: seconds[part]} for seconds in self.costs.copies_s)
         row = problem.copied[stage]
@@ -155,7 +158,7 @@ class Paths:
         )
 
     def _tail(self, stage: int) -> Floats:
-        """Tails of runs on a stage: one for all choices, or, of later stages, one for each."""
+        """Tails of runs on a stage (row, start); of later stages, perhaps by choice before that."""
         tail_s = self.costs.tail_s
         shares = stage > 0 or tail_s.ndim == self.costs.forward_s.ndim - 1
         return tail_s if shares else tail_s[self.problem.stage_choices[0][0]]
@@ -169,6 +172,7 @@ class Paths:
         """
         problem = self.problem
         infeasible = tuple(known for known in problem.infeasible if known.stage == stage)
+        # Stages that keep as many microbatches, with as little known of them, share the answer.
         key = problem.in_flight[stage], infeasible, *((span.start, span.stop) for span in part)
         if key not in self._on_rank:
             rank = RankLimit(
@@ -182,6 +186,7 @@ class Paths:
                 fits = fits & _is_fastest(backward_s, fits, problem)
             self._on_rank[key] = backward_s, fits
         backward_s, fits = self._on_rank[key]
+        # Stages of a device group, and stage 0 of a given mesh, choose among fewer meshes.
         if problem.stage_choices:
             own = problem.stage_choices[stage]
             fits = fits.copy()
@@ -199,6 +204,7 @@ def _is_fastest(backward_s: Floats, fits: Flags, problem: ChainProblem) -> Flags
     the same forward.
     """
     by_mesh = np.where(fits, backward_s, np.inf)
+    # (mesh, choice of the mesh, row, start)
     by_mesh = by_mesh.reshape(problem.num_meshes, -1, *by_mesh.shape[1:])
     choice = np.arange(by_mesh.shape[1]).reshape(1, -1, *(1,) * (by_mesh.ndim - 2))
     flags: Flags = (choice == by_mesh.argmin(axis=1)[:, None]).reshape(fits.shape)
@@ -251,13 +257,16 @@ def path_parts(
         # them: in their last backward all weight gradients, in others those of one block.
         last_ahead = problem.before_w[-1] - problem.before_w[end]
         ahead = np.minimum(last_ahead, depth * problem.most_sent_ahead)
+        # The only backward is the last one, or weight gradients have jobs of their own.
         if m == 1 or problem.splits_backward:
             ahead = last_ahead
         if trips is RoundTrips.AFTER_LAST_FORWARD:
+            # No job is left between the last forward and the first backward: the whole wait counts.
             until = until + after - ahead
         elif trips is RoundTrips.EVERY:
             # Between two of its microbatches a rank waits for both ends of the pipeline.
             most = (problem.num_stages - 1) * problem.most_sent_ahead
+            # The way to the stage and back, less what stages on either side send ahead.
             again = (
                 before_f
                 + before_b
@@ -265,6 +274,7 @@ def path_parts(
                 + transfers_back
                 - min(most, problem.before_w[-1])
             )
+            # m round trips through the later stages; between them m - 1 through the earlier ones.
             until = until + (m - 1) * again + m * after - last_ahead
         else:
             warmup = problem.order.warmup[stage]
@@ -287,6 +297,7 @@ def _transfers_before(problem: ChainProblem, stage: int, start: Any) -> tuple[An
         view = problem.views[stage]
         there_s, back_s = view.earlier_transfers_s
         return view.transfer_s[start] + there_s, view.back_transfer_s[start] + back_s
+    # Of the transfers on the way the cut gives the last; the others are at least the cheapest.
     nearer = stage - 1
     return (
         problem.transfer_s[start] + nearer * problem.least_transfer,
@@ -302,6 +313,7 @@ def _transfers_after(problem: ChainProblem, stage: int, end: Any) -> Any:
         following = problem.views[stage + 1]
         farther_s = sum(problem.views[stage].later_transfers_s)
         return following.transfer_s[end] + following.back_transfer_s[end] + farther_s
+    # Of the transfers after the stage the cut gives the first.
     farther = problem.num_stages - 2 - stage
     transfers_out = problem.transfer_s[end] + farther * problem.least_transfer
     return transfers_out + (problem.back_transfer_s[end] + farther * problem.least_back_transfer)
@@ -323,6 +335,9 @@ def runs_by_stage(problem: ChainProblem, windows: Sequence[Window]) -> list[Stag
         paths.of_stage(
             stage,
             slice(
+                # Rows are lengths less 1, from the window's shortest run to its longest. A row may
+                # have runs that end outside the window: the next stage has no start there, so V is
+                # infinite.
                 max(1, window.first_end - window.last_start) - 1,
                 min(window.width, window.last_end - window.first_start),
             ),

@@ -117,6 +117,7 @@ class InfeasibleStage:
         """Whether runs, from `start` to `end` (arrays, broadcast), are these blocks or a copy of
         them, or hold one where that matters.
         """
+        # Of all copies the last that ends in the run starts latest: a run with any copy holds that.
         shift = self.shift(end)
         first, last = self.first + shift, self.end + shift
         if self.and_longer:
@@ -126,8 +127,10 @@ class InfeasibleStage:
     def shift(self, end: Any) -> Any:
         """Return how far behind the blocks their last copy is before the ends of runs."""
         first, last, period = self.repeats
+        # Blocks that stick out of the repetition have no copies.
         if self.first < first or self.end > last:
             return 0
+        # Whole periods forward or, if negative, back; a copy from before the repetition is none.
         shift = (np.minimum(end, last) - self.end) // period * period
         return np.where(self.first + shift >= first, shift, 0)
 
@@ -136,6 +139,7 @@ class InfeasibleStage:
         if cut.choices[self.stage] != self.choice:
             return False
         start, end = cut.cuts[self.stage : self.stage + 2]
+        # Recomputed up to that block or further, the stage is not what was found too large.
         is_more = self.until is not None and cut.until[self.stage] >= self.until + self.shift(end)
         return not is_more and bool(self.holds(start, end))
 
@@ -263,6 +267,7 @@ class ChainProblem:
         """
         if not self.splits_backward:
             return 0
+        # Less the last microbatch, whose weight gradients a path leaves out by `before_w`.
         stated = self.order.late_weights
         return (stated[stage] if stated else self.num_microbatches) - 1
 
@@ -284,6 +289,8 @@ class ChainProblem:
     @cached_property
     def most_sent_ahead(self) -> float:
         """The most that a stage but stage 0 defers in any but its last backward."""
+        # In other backwards than the last a stage defers those of its first block alone. Block 0 is
+        # out: stage 0 has it, and sends its gradient to no other stage.
         return float(self.block_weight_s[1:].max(initial=0.0))
 
     @property
@@ -302,6 +309,7 @@ class ChainProblem:
     @cached_property
     def least_transfer(self) -> float:
         """Seconds of the cheapest transfer anywhere inside the chain."""
+        # 0 and n are the ends of the chain: nothing is sent there.
         return float(self.transfer_s[1:-1].min()) if self.num_blocks > 1 else 0.0
 
     @cached_property

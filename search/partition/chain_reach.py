@@ -40,6 +40,7 @@ def possible_starts(problem: ChainProblem, ceiling: float) -> Starts | None:
     latest, earliest = [0], [n]
     for stage in range(stages):
         check_time()
+        # A later start never has a longer path, so the latest start of this stage reaches furthest.
         start = latest[-1]
         ends = np.arange(start + 1, reach[start] + 1)
         # Paths never fall with their end, so the runs within the ceiling are the shortest.
@@ -52,6 +53,7 @@ def possible_starts(problem: ChainProblem, ceiling: float) -> Starts | None:
     for stage in reversed(range(stages)):
         end = earliest[-1]
         starts = np.arange(np.searchsorted(reach, end), end)
+        # Paths never rise with their start: the starts within the ceiling are the nearest to `end`.
         earliest.append(end - int(np.count_nonzero(is_within(stage, starts, np.array([end])))))
     return tuple(zip(reversed(earliest), latest, strict=True))
 
@@ -60,7 +62,9 @@ def reach_within(problem: ChainProblem, bound: float) -> Indices:
     """Return where a stage from each block on (n + 1) must end to have before + m t <= bound."""
     if not np.isfinite(bound):
         return np.full(problem.num_blocks + 1, problem.num_blocks)
+    # The largest k with least[k] - least[j] <= budget[j]: bisection, as running sums never fall.
     least = problem.num_microbatches * (problem.before_f + problem.before_b)
+    # The first microbatch fills the pipeline up to block j before the stage's jobs begin.
     budget = bound * (1 + 1e-12) - problem.start_s - problem.before_f
     return np.searchsorted(least, least + budget, side="right") - 1
 
@@ -91,6 +95,7 @@ def _run_check(problem: ChainProblem, ceiling: float) -> Callable[[int, Indices,
         back_transfer_s=problem.least_back_transfer * everywhere,
         views=(),
     )
+    # (choice, n + 1) Running sums.
     backward_s = np.stack(needs.backward_s) if needs else problem.before_b[None]
     if needs:
         kept_bytes, param_bytes = np.stack(needs.kept_bytes), np.array(needs.param_bytes)
@@ -104,14 +109,17 @@ def _run_check(problem: ChainProblem, ceiling: float) -> Callable[[int, Indices,
             params = param_bytes[end] - param_bytes[start]
         if needs and needs.partial:
             bare = bare_backward_s[end] - bare_backward_s[start]
+            # Bytes that a microbatch may keep beside the run's parameters, by the tightest line.
             most = reduce(
                 np.minimum, ((room - slope * params) / live for live, slope, room in lines if live)
             )
             again = [bare + part.least_again_s(start, end, most) for part in needs.partial]
             backward = np.concatenate([backward, again])
+        # 0 * inf would be nan in the sums of a path; what is infinite is taken out below.
         is_finite = np.isfinite(backward)
         backward = np.where(is_finite, backward, 0.0)
         until, back = path_parts(cheapest, stage, start, end, forward, backward)
+        # The end of a path without tails: max(back + tail(0), tail(s)) >= max(back, 0).
         short: Flags = until + np.maximum(0.0, back) <= budget
         short &= is_finite
         if needs:

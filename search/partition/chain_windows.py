@@ -57,6 +57,7 @@ class Window:
 
     @property
     def _by_end(self) -> bool:
+        # Rows are ends where there are fewer ends than lengths, as for stages near a fixed cut.
         return self.last_end - self.first_end < self.width - 1
 
     @cached_property
@@ -66,6 +67,7 @@ class Window:
 
     @cached_property
     def _wanted(self) -> NDArray[np.intp]:
+        # (rows, columns) The end that each entry stands for, possible or not.
         if self._by_end:
             ends = np.arange(self.first_end, self.last_end + 1)[:, None]
             return np.broadcast_to(ends, (len(ends), self.start.shape[1]))
@@ -74,6 +76,7 @@ class Window:
     @cached_property
     def end(self) -> NDArray[np.intp]:
         """The block after each run (rows, columns); of those that are not valid, some other."""
+        # Entries that are no runs get a legal end, so that running sums can be read at all entries.
         return np.clip(self._wanted, self.start + 1, self.last_end)
 
     @cached_property
@@ -104,12 +107,16 @@ def stage_windows(
     # Forward: how far the stages up to here get; backward: where those after must start to reach n.
     latest, earliest = [0], [n]
     for stage in range(num_stages):
+        # Each stage after this one takes a block at least.
         most = min(n - (num_stages - stage - 1), starts[stage + 1][1])
         latest.append(min(most, int(reach[latest[-1]])))
     for stage in range(num_stages - 1, -1, -1):
+        # Each stage before takes a block at least; `reach` never falls, so bisection finds the
+        # first start from which a stage still gets to the earliest start of the next.
         least = max(stage, starts[stage][0])
         earliest.append(max(least, int(np.searchsorted(reach, earliest[-1], side="left"))))
     earliest.reverse()
+    # Stage 0 has to start at block 0, the last stage has to end at n.
     if earliest[0] > 0 or latest[-1] < n or any(map(gt, earliest, latest)):
         return None
     return tuple(
@@ -118,6 +125,8 @@ def stage_windows(
             last_start=latest[s],
             first_end=earliest[s + 1],
             last_end=latest[s + 1],
+            # A window is a rectangle as wide as its longest run; `valid` marks what is in.
+            # others.
             width=int(
                 (reach[earliest[s] : latest[s] + 1] - np.arange(earliest[s], latest[s] + 1)).max()
             ),
@@ -172,11 +181,13 @@ class Repetition:
         """
         start, end = np.broadcast_arrays(window.start, window.end)
         moved = (window.start - self.first) // self.period * self.period
+        # A run that sticks out of the repetition has other neighbours: it is a kind of its own.
         moved = moved * ((start >= self.first) & (end <= self.last))
         # Numbers the kinds that occur without a sort: a flag for each (start, end) there may be.
         code = (start - moved) * self._width + end - moved
         self._is_used[code] = True
         used = np.flatnonzero(self._is_used)
+        # Only the flags that were set are cleared: a window uses few of all (n + 1) ** 2.
         self._is_used[used] = False
         self._number[used] = np.arange(len(used))
         return RunKinds(start=used // self._width, end=used % self._width, of=self._number[code])

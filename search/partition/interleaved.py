@@ -144,6 +144,7 @@ class InterleavedStages:
         copied: Sequence[CopiedRow],
     ) -> Floats:
         """Return by how much copies lengthen each rank's jobs."""
+        # A microbatch of a stage moves what its blocks keep; side inputs stay on the device.
         kept = self.table.runs.kept(self._first, np.asarray(self.cuts[1:]), recomputed)
         down_s, up_s = self.table.copies_s(kept)
         weight_s = self._runs.times.weight_s
@@ -221,9 +222,12 @@ class InterleavedStages:
         """
         levels = self.levels(configuration)
         lowest = np.zeros(self.pp, dtype=np.intp)
+        # Of ranks with several stages `choice` is a level: that one and all below do not fit.
         for too_large in infeasible:
             rank = self.homes[too_large.stage]
             lowest[rank] = max(lowest[rank], too_large.choice + 1)
+        # (level, rank) As many microbatch-stages as are in flight, each at the rank's smallest
+        # stage.
         held = self._live(configuration) * levels.least_kept
         needed = self._rank(configuration).with_saved(held)
         found = levels.lowest(needed <= memory_limit_bytes, lowest)
@@ -239,6 +243,8 @@ class InterleavedStages:
         the highest level at which it cannot.
         """
         if self.table.on_host.activations:
+            # Microbatches alive in the job table may be on the host: they prove nothing of the
+            # device.
             return ()
         of_ranks, live = self.levels(configuration), live_microbatches(*configuration.pipeline)
         needed = self._rank(configuration).with_saved(live.most_kept(of_ranks.kept))
@@ -279,6 +285,7 @@ class InterleavedStages:
     def _param_bytes(self) -> Floats:
         sizes = self.by_rank(np.add.reduceat(self.table.blocks.param_bytes, self._first))
         for i, j, size in self.table.ties:
+            # A parameter that stages of one rank share is resident once on it.
             first, second = self.homes[np.searchsorted(self.cuts, (i, j), side="right") - 1]
             sizes[first] -= size * (first == second)
         return sizes
@@ -307,14 +314,16 @@ def least_end_s(
     forward_s, backward_s, ahead_s = seconds.forward_s, seconds.backward_s, seconds.ahead_s
     work = np.bincount(homes, weights=forward_s + backward_s)
     # Rank r's first stage is r under loop and fold placements alike.
+    # (rank) Forwards of the stages before, transfers into these and into the rank's own.
     fill = forward_s.cumsum()[:pp] - forward_s[:pp] + seconds.transfer_s.cumsum()[:pp]
     own = fill + configuration.num_microbatches * work + copies_s
     ends = own + seconds.tail_s
     if not configuration.splits_backward:
         inputs = backward_s - ahead_s
         drain = inputs.cumsum()[:pp] - inputs[:pp] + seconds.back_transfer_s.cumsum()[:pp]
+        # Rank 0 sends its gradient to no other rank: it runs the whole backward of stage 0.
         drain += ahead_s[0]
-        # Whichever of a rank's stages its last backward is of.
+        # The last backward of a rank may be of any of its stages.
         most_ahead = np.zeros(pp)
         np.maximum.at(most_ahead, homes, ahead_s)
         ends = np.maximum(ends, own - most_ahead + drain + seconds.tail_s[0])

@@ -44,6 +44,8 @@ class RecomputeLevels:
     @cached_property
     def _pairs(self) -> tuple[tuple[int, PartialRecompute], ...]:
         """Each choice with the next heavier one, and its number among all pairs."""
+        # `partial` is in the order of combinations; a level steps from a choice to the next
+        # heavier.
         pairs = combinations(range(len(self.choices)), 2)
         partial = self.table.partial(self.choices, polls=self.polls)
         return tuple((at, partial[at]) for at, (i, j) in enumerate(pairs) if j == i + 1)
@@ -70,6 +72,7 @@ class RecomputeLevels:
         if not self._pairs:
             return (0,) * len(self.homes), (0,) * len(self.homes)
         pair, until = self._split(levels)
+        # Pairs are numbered behind the choices of whole stages, as in `RankCostWindow`.
         choices = [len(self.choices) + self._pairs[p][0] for p in pair.tolist()]
         return tuple(choices), tuple(until.tolist())
 
@@ -78,10 +81,12 @@ class RecomputeLevels:
         if not self._pairs:
             return 0 * self.most
         numbers = [at for at, _ in self._pairs]
+        # Blocks of each rank that take the heavier choice of its pair.
         heavy = np.bincount(self.homes, weights=np.array(until) - self._start).astype(np.intp)
         pair = np.zeros_like(heavy)
         for home, choice in zip(self.homes.tolist(), choices, strict=True):
             pair[home] = numbers.index(choice - len(self.choices))
+        # Each pair passed is a level for each block of the rank.
         levels: Levels = (pair * self._num_blocks + heavy) // self._unit
         return levels
 
@@ -96,6 +101,8 @@ class RecomputeLevels:
         blocks = levels * self._unit
         # Levels 0 .. N are of the first pair, N .. 2 N of the second: N is either's end.
         pair = np.minimum(blocks // self._num_blocks, len(self._pairs) - 1)
+        # The heavier choice goes to the rank's blocks stage by stage: earlier stages are served
+        # first.
         left = (blocks - pair * self._num_blocks)[..., self.homes] - self._before
         until: Levels = self._start + np.clip(left, 0, np.diff(self.cuts))
         return pair[..., self.homes], until
@@ -120,6 +127,7 @@ class RecomputeLevels:
             whole: Floats = np.diff(sums[list(self.cuts)])[None]
             return whole
         every = np.arange(self.most.max() + 1)[:, None]
+        # (level, stage) Ranks of fewer levels keep as little as at their highest.
         pair, until = self._split(np.minimum(every, self.most))
         end = np.asarray(self.cuts[1:])
         kept = np.zeros(pair.shape)
@@ -132,6 +140,7 @@ class RecomputeLevels:
     @cached_property
     def least_kept(self) -> Floats:
         """What the stage of each rank that keeps least keeps (level, rank)."""
+        # Stages sorted by rank, so that a rank is one slice of `reduceat`.
         by_home = np.argsort(self.homes, kind="stable")
         first = np.searchsorted(self.homes[by_home], np.arange(len(self.most)))
         least: Floats = np.minimum.reduceat(self.kept[:, by_home], first, axis=1)
@@ -143,5 +152,6 @@ class RecomputeLevels:
         """
         level = np.arange(len(fits))[:, None]
         fits = fits & (level >= lowest) & (level <= self.most)
+        # argmax of flags is the first that is set.
         found: Levels = np.where(fits.any(axis=0), fits.argmax(axis=0), self.most + 1)
         return found

@@ -48,6 +48,7 @@ class KBestPartitions:
 
     def __init__(self, problem: ChainProblem, ceiling: float) -> None:
         self._problem, self._ceiling = problem, ceiling
+        # A run whose path is over the ceiling is in no partition under it.
         windows = reach_windows(problem, ceiling)
         self._stage_runs = runs_by_stage(problem, windows) if windows else []
         self.num_runs = sum(runs.until.size for runs in self._stage_runs)
@@ -77,9 +78,11 @@ class KBestPartitions:
         stage = len(some.choices)
         start, runs = some.cuts[stage], self._stage_runs[stage]
         ends = runs.end[:, start - runs.first_start]
+        # (choice, row) The longest path of the first stages, for each way to go on.
         paths = np.maximum(runs.own_from(start, some.tail_s), some.path_s)
         values = some.values
         if stage == 0:
+            # V with this tail inside all paths: exact for all partitions of this end of stage 0.
             values = tuple(chain_values(self._problem, self._stage_runs, first_tail=some.tail_s))
             paths[:, ends != some.cuts[1]] = np.inf
         bounds = np.maximum(paths, values[stage + 1][ends])

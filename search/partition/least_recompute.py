@@ -21,6 +21,7 @@ def with_recompute(problem: ChainProblem, cut: Cut) -> Cut | None:
     """Return a cut with the fastest choice of each stage that may fit; None where none may."""
     runs = [(s, cut.cuts[s], cut.cuts[s + 1]) for s in range(len(cut.choices))]
     known = problem.least_recompute
+    # Neighbouring cuts share most stages: each run is priced once for all of them.
     _find(problem, [run for run in runs if run not in known])
     if any(known[run] is None for run in runs):
         return None

@@ -61,6 +61,7 @@ def quick_step_s(
     for i, j, size in table.ties:
         first, second = homes[np.searchsorted(cut.cuts, (i, j), side="right") - 1].tolist()
         if first != second:
+            # Ranks are numbered pp-major: stages on neighbouring pp ranks lie a mesh apart.
             ranks_apart = abs(second - first) * config.degrees.num_ranks
             seconds = tied_pair_seconds(
                 table.profile,
@@ -69,6 +70,7 @@ def quick_step_s(
             )
             ready[first] += seconds
             ready[second] += seconds
+    # Clipping needs the norm over all parameters: every rank waits for the last one.
     clips = [update.clip for update in updates] if table.costs.clips_gradients else []
     world = config.degrees.num_ranks * config.pp
     norm_sum_s = norm_sum_seconds(table.profile, world) if clips else 0.0
@@ -79,6 +81,7 @@ def quick_step_s(
         for stage in np.flatnonzero(homes == homes[0])
         for block in range(cut.cuts[stage], cut.cuts[stage + 1])
     ]
+    # All jobs wait, directly or not, for the first stage's copies of the batch.
     inputs_s = table.inputs_s(first_rank, config.num_microbatches)
     return inputs_s + ready[last] + clipping_s + optimizer_s[last]
 

@@ -50,6 +50,7 @@ def solve_by_bisection(problem: ChainProblem) -> Cut | None:
         return None
     sums = (problem.before_f + problem.before_b).tolist()
     cuts = [*problem.cuts] or [0, *_split(sums, 0, n, stages), n]
+    # Local search: a boundary moves a block either way while that lowers the bound.
     best = _valued(problem, cuts)
     for _ in range(0 if problem.cuts else _MOST_SWEEPS):
         improved = False
@@ -78,6 +79,7 @@ def _split(sums: list[float], first: int, end: int, stages: int) -> list[int]:
     at = bisect_left(sums, goal, first, end)
     if at > first and goal - sums[at - 1] < sums[at] - goal:
         at -= 1
+    # Each stage of either half gets a block at least.
     at = min(max(at, first + left), end - (stages - left))
     return [*_split(sums, first, at, left), at, *_split(sums, at, end, stages - left)]
 
