@@ -71,8 +71,8 @@ class LeastExchange:
     def each_of_blocks_s(self) -> Floats:
         """Seconds that each block adds to a microbatch on its rank, whatever lies beside it."""
         rates, sizes = self._s_per_byte, self._param_bytes
-        # Endlessly many pieces: the least that a block exposes, however many blocks share its
-        # stage.
+        # Endlessly many pieces: the least that a block
+        # exposes, however many blocks share its stage.
         seconds: Floats = sizes * (rates.host_forward_s + rates.host_backward_s)
         seconds = seconds + self._beside(rates.forward_s * sizes, self.table.forward_s)
         return seconds + self._beside(rates.backward_s * sizes, self.table.backward_s)
@@ -126,7 +126,7 @@ class LeastExchange:
     def _update_s(self) -> float:
         """Seconds of the optimizer, each parameter once."""
         held = float(self._param_bytes.sum()) - self._shared_bytes
-        # Where blocks share weights, tensors would count at each user: none count, which is a
-        # bound.
+        # Where blocks share weights, tensors would count at
+        # each user: none count, which is a bound.
         num_tensors = 0.0 if self._shared_bytes else float(self.table.blocks.num_params.sum())
         return self._ranks.prices.update_s(held, num_tensors)

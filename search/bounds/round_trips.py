@@ -77,8 +77,8 @@ def _line(order: JobOrder, pp: int, m: int, early: float) -> tuple[float, float]
     weights = np.linalg.solve(matrix.T, np.ones(pp))
     if weights.min() < 0:
         return without_waits
-    # Scaled to sum 1, y proves c; d is the mean number of later stages whose first blocks send
-    # early.
+    # Scaled to sum 1, y proves c; d is the mean number of
+    # later stages whose first blocks send early.
     total = weights.sum()
     return float(1.0 / total), float(weights @ later / total) if early else 0.0
 
@@ -115,8 +115,8 @@ class ZeroBubbleBound:
         kinds, counts = self._inner_kinds
         # Wherever an inner block lies, it adds the least that it adds on any stage.
         inner = counts @ (kinds @ coefficients).min(axis=1)
-        # An exchange lengthens some stage's F or I job: it counts at the least coefficient of
-        # either.
+        # An exchange lengthens some stage's F or I job: it
+        # counts at the least coefficient of either.
         return float(first + inner + last + more_s * coefficients[:2].min())
 
     @cached_property

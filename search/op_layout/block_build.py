@@ -45,6 +45,7 @@ def build_block_problems(
     inside; `shared` lists groups of (class, param) that are one tied parameter. Raises
     LayoutError when a pin leaves an op no strategy.
     """
+    # Boundaries change the edges at the blocks' ends alone: all else is built once.
     builder = _Builder(prices=prices, segments=segments, pins=dict(pins or {}))
     group_of = {member: tuple(group) for group in shared for member in group}
     builder.add_ops(classes, {member: group[0] for member, group in group_of.items()})
@@ -115,6 +116,7 @@ class _Builder:
 
         `tensor_of` says which parameter tied ones are.
         """
+        # (class, op, its strategies with seconds and bytes)
         priced = [
             (bound_class, op, self._strategies_of(bound_class, op, signature))
             for bound_class in classes
@@ -124,6 +126,7 @@ class _Builder:
             [tensor_of.get((i, name), (i, name)) for name in (*op.inputs, *op.outputs)]
             for i, op in ((bound_class.class_index, op) for bound_class, op, _ in priced)
         ]
+        # Strategies that only differ in segments, and lead nowhere, would square the tables.
         kept = kept_segments(
             [
                 (mine, strategies)
@@ -189,6 +192,7 @@ class _Builder:
             variable = self.op_variable[class_index, op.name]
             for position, name in enumerate(op.outputs):
                 source = self.strategies[variable].produced(position)
+                # What blocks hand on is redistributed as each boundary says (`links_at_ends`).
                 if name in at_end:
                     made[name] = variable, source
                 else:
@@ -208,6 +212,7 @@ class _Builder:
                 continue
             meta = program.tensor[name]
             if meta.kind != "param":
+                # Buffers and constants are whole on every rank.
                 self._add_edge(meta, None, produced(Replicate()), uses[name])
             elif name in bound_class.owned:
                 self._add_owned_param(meta, uses[name])
@@ -228,6 +233,7 @@ class _Builder:
         before = len(self.edges)
         for end in self.ends:
             self._add_edge(end.meta, *end.link_ends(boundary))
+        # Edges of the ends are returned, and not kept: those of the next boundary take their place.
         made = self.edges[before:]
         del self.edges[before:]
         return made
@@ -268,6 +274,7 @@ class _Builder:
             Variable(
                 name=f"param:{meta.name}",
                 values=places,
+                # Each member's block adds a gradient of its own to the sum.
                 seconds=len(members)
                 * np.array([self.prices.adding_s(meta, place) for place in places]),
                 num_bytes=STATE_FACTOR * np.array(local, dtype=np.float64),
@@ -282,6 +289,7 @@ class _Builder:
         ((variable, use),) = uses
         if variable is None:
             return
+        # Read whole beside shards, a parameter has a partial gradient: an all-reduce.
         extra = self.prices.of_moves(meta.bytes_at(1), meta.requires_grad)[_moves_from_rest(use)]
         if extra.any():
             old = self.variables[variable]
@@ -298,6 +306,7 @@ class _Builder:
             return
         pattern = edge_pattern(source, tuple(use for _, use in uses))
         seconds = self.prices.of_edge(pattern, meta.bytes_at(1), meta.requires_grad)
+        # Free whatever lies where: the tensor ties no choices to each other.
         if not seconds.any():
             return
         self.edges.append(

@@ -159,6 +159,8 @@ class Prices:
             strategies = shared_strategies(
                 strategies_of(signature.op, signature.metas, self.axis_size, segments)
             )
+            # Seconds of an op: its own, adding its parameters'
+            # gradients to their sums, its collectives.
             dims = strategies.dims
             seconds = self._seconds_of(signature, dims) + self._adding_s(signature, dims)
             seconds += self._inner_s(signature, strategies)
@@ -170,6 +172,8 @@ class Prices:
         seconds_on, whole = self.ops.of(signature), signature.shapes
         if not seconds_on(whole):
             return np.zeros(len(dims))  # a view, on whole tensors as on shards
+        # Strategies that leave a rank the same shapes take
+        # as long: each set of shapes is priced once.
         known: dict[Dims, float] = {}
         for cut in dims:
             if cut not in known:
@@ -212,6 +216,7 @@ class Prices:
 
     def _bytes_of(self, signature: OpSignature, dims: Sequence[Dims]) -> Floats:
         sizes = [signature.tensor[name].bytes_at(1) for name in signature.names]
+        # Outputs count once: what the microbatch may keep of the op for its backward.
         factors = (
             *(STATE_FACTOR * own for own in signature.is_owned),
             *(1.0 for _ in signature.op.outputs),
@@ -236,6 +241,7 @@ class Prices:
         """Return, for each way to cut tensors of these sizes, the sum of what a rank has."""
         whole = np.array(sizes, dtype=np.float64)
         part = np.array([size // self.axis_size for size in sizes], dtype=np.float64)
+        # (strategy, tensor)
         is_cut = np.array([[dim is not None for dim in cut] for cut in dims], dtype=np.bool_)
         return np.asarray(np.where(is_cut, part, whole) @ np.array(factors))
 
@@ -243,6 +249,7 @@ class Prices:
         """Return what adding a microbatch's gradient of a bound parameter to the sum so far takes,
         but for what no placement changes.
         """
+        # Launches are left out: they are as many wherever the parameter lies.
         numel = meta.numel_at(1) // (self.axis_size if isinstance(place, Shard) else 1)
         return numel * self._adding_s_per_element * meta.requires_grad
 

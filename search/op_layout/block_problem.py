@@ -100,6 +100,7 @@ class BlockProblem:
             total += float(variable.seconds[value] + bytes_price * variable.num_bytes[value])
         for edge in self.edges:
             row = edge.source[choice[edge.producer] if edge.producer is not None else 0]
+            # A set: uses that require the same share one redistribution.
             for column in {
                 requirements[choice[u] if u is not None else 0] for u, requirements in edge.uses
             }:
@@ -136,6 +137,7 @@ def read_layouts(problem: BlockProblem, choice: Sequence[int]) -> dict[int, Clas
     layouts = {}
     for class_index, program in problem.programs:
         ops = {op.name: picked[f"{class_index}:{op.name}"] for op in program.ops}
+        # A parameter with one use has no variable: it lies as its reader takes it.
         first_read: dict[str, tuple[str, int]] = {}
         for op in program.ops:
             for position, name in enumerate(op.inputs):

@@ -73,6 +73,7 @@ def shared_params(graph: ModelGraph) -> tuple[tuple[tuple[int, str], ...], ...]:
                 members.setdefault(model_name, set()).add((block.class_index, own))
     merged: list[set[tuple[int, str]]] = []
     for group in members.values():
+        # Groups that have a member in common lie alike: they become a single group.
         touching = [other for other in merged if other & group]
         merged = [other for other in merged if not other & group]
         merged.append(group.union(*touching))
@@ -86,6 +87,7 @@ def class_groups(
     groups = [{index} for index in range(len(graph.classes))]
     for members in shared:
         classes = {class_index for class_index, _ in members}
+        # Classes that share a parameter directly, or through other classes, end in a single group.
         touching = [g for g in groups if g & classes]
         groups = [g for g in groups if not g & classes] + [set().union(*touching)]
     return tuple(sorted(tuple(sorted(group)) for group in groups))

@@ -73,6 +73,7 @@ def solve_by_decomposition(
     scopes = tuple(scope for scope, _ in tables)
     num_own = len(problem.variables)
     split = _split(scopes, tuple(sizes))
+    # Any shares give a bound; equal ones are where the subgradient steps begin.
     shares = split.fair_shares(tables)
     random = Random(0)
     best: tuple[int, ...] = ()
@@ -81,6 +82,7 @@ def solve_by_decomposition(
         check_time()
         chosen, relaxed = split.solve(tables, shares)
         stalled = 0 if relaxed > bound + _NEARLY * abs(bound) else stalled + 1
+        # Every relaxation is a bound; steps may overshoot, so the highest so far counts.
         bound = max(bound, relaxed)
         # Two starts: what the relaxation's copies agree on, and the best choice so far.
         voted = split.votes(chosen, num_own)
@@ -154,6 +156,8 @@ class _Split:
         for variable, copies in self.copies.items():
             values = [chosen[copy] for copy in copies]
             most = int(np.bincount(values).argmax())
+            # What any copy pays for is paid for, so that no
+            # use is left with what it requires unpaid.
             voted[variable] = max(values) if variable >= num_own else most
         return tuple(voted)
 
@@ -165,6 +169,8 @@ class _Split:
         for variable, copies in self.copies.items():
             has = np.zeros_like(shares[variable])
             has[np.arange(len(copies)), [chosen[copy] for copy in copies]] = 1.0
+            # Columns sum to 0 over the copies, so the shares
+            # still add up to the variable's own costs.
             gradients[variable] = has - has.mean(axis=0)
         length = sum(float((gradient**2).sum()) for gradient in gradients.values())
         if length:
@@ -179,12 +185,14 @@ def _split(scopes: Scopes, sizes: tuple[int, ...]) -> _Split:
     copies: dict[int, tuple[int, ...]] = {}
     ordering = Ordering(scopes, sizes, _most_cells(scopes, sizes))
     while not ordering.run():
+        # Splitting what links most loosens the graph most; ties go to the first variable.
         variable = max(ordering.remaining, key=lambda v: (_edges(ordering, v), -v))
         groups = ordering.split(variable)
         for copy, members in groups.items():
             for index in members:
                 scope = new_scopes[index] or ()
                 new_scopes[index] = tuple(copy if u == variable else u for u in scope)
+        # The variable's own costs leave the tables: its copies have them as shares.
         new_scopes = [None if scope == (variable,) else scope for scope in new_scopes]
         copies[variable] = tuple(groups)
     kept = [tuple(sorted(scope)) for scope in new_scopes if scope is not None]
@@ -233,6 +241,7 @@ def _without(scopes: Sequence[tuple[int, ...]], held: Collection[int]) -> list[t
 
 def _replayed(ordering: Ordering, scopes: Sequence[tuple[int, ...]]) -> tuple[Elimination, ...]:
     """Return the steps that eliminate the same variables in the same order from these tables."""
+    # A limit of 0 cells leaves the heap empty: only the order given is followed.
     again = Ordering(scopes, ordering.sizes, 0)
     for step in ordering.steps:
         again.eliminate(step.variable)

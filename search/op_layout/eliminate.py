@@ -76,6 +76,7 @@ def problem_tables(
             found = edge.tables[most_edge_cells] = edge_tables(
                 edge, sizes[:num_own], most_edge_cells
             )
+        # An edge numbers its variables from `num_own` on: they move behind those of earlier edges.
         added = {v for scope, _ in found for v in scope if v >= num_own}
         shift = len(sizes) - num_own
         if added and shift:
@@ -141,6 +142,7 @@ def _paid_tables(edge: ReshardEdge, sizes: Sequence[int]) -> tuple[Table, ...]:
         price = edge.seconds[source, column]
         if not price.any():
             continue
+        # (producer, paid) What is not paid for costs nothing; else the price from what was made.
         free = np.zeros(len(price))
         if edge.producer is None or len(price) == 1:
             tables.append(((paid,), np.array([0.0, price[0]])))
@@ -150,6 +152,7 @@ def _paid_tables(edge: ReshardEdge, sizes: Sequence[int]) -> tuple[Table, ...]:
             required = requirements == column
             if not required.any():
                 continue
+            # (user, paid) A use may only require what is paid for.
             unpaid = np.where(required, inf, 0.0)
             if user is None or len(requirements) == 1:
                 tables.append(((paid,), np.array([unpaid[0], 0.0])))

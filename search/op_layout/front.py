@@ -51,6 +51,7 @@ def _between(
     saving, extra = fast.num_bytes - lean.num_bytes, lean.seconds - fast.seconds
     if saving <= least_saving * fast.num_bytes or extra <= 0:
         return []
+    # At this price both ends cost the same: what is cheaper is a corner between them.
     price = extra / saving
     found = solve(price)
     costs = [choice.seconds + price * choice.num_bytes for choice in (found, fast)]

@@ -72,17 +72,26 @@ class LayoutSolver:
     pins: Mapping[tuple[int, str], Placement] = field(default_factory=dict)
     prefers_ilp: bool = False
     _memo: dict[tuple[int, int], tuple[Layouts, ...]] = field(default_factory=dict)
+    """Layouts worth pricing, by (tp, microbatch size)."""
     _fastest: dict[tuple[int, int], Layouts] = field(default_factory=dict)
+    """The fastest layouts, by the same."""
     _leanest: dict[tuple[int, int], tuple[Layouts, ...]] = field(default_factory=dict)
+    """Layouts of fewest bytes, by the same."""
     _solved: dict[tuple[int, int], tuple[LayoutPoint, ...]] = field(default_factory=dict)
+    """The fastest points of each kind of block boundaries, of the last (tp, microbatch size)."""
     _prices: dict[int, Prices] = field(default_factory=dict)
+    """Prices of ops and redistributions, by tp."""
     _segments_of: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Counts of segments worth trying, by microbatch size."""
     _counts: dict[int, Mapping[OpSignature, int]] = field(default_factory=dict)
+    """How often the model has each op that takes time, by microbatch size."""
     _bound: dict[tuple[int, int], BoundClass] = field(default_factory=dict)
+    """Block classes with every size a number, by (class, microbatch size)."""
     _spent_s: float = 0.0
     """Seconds of problems that elimination did not solve."""
     gap: float = 0.0
     _solvers: set[str] = field(default_factory=set)
+    """Names of the solvers that found a layout."""
 
     @cached_property
     def shared(self) -> tuple[tuple[tuple[int, str], ...], ...]:
@@ -122,6 +131,7 @@ class LayoutSolver:
     def least_seconds(self, tp: int, microbatch_size: int) -> float:
         """Return what ops of all blocks take at least, wherever their tensors lie."""
         prices, segments = self._prices_on(tp), self._segments(microbatch_size)
+        # No redistribution counts, and strategies need not go together: no layout takes less.
         return sum(
             count * float(prices.of_op(signature, segments)[1].min())
             for signature, count in self._ops_that_take_time(microbatch_size).items()
@@ -147,7 +157,7 @@ class LayoutSolver:
         key = (tp, microbatch_size)
         if key not in self._fastest:
             solved = self._solve_fast(tp, microbatch_size)
-            # Whoever asks for the leaner ones too does it next.
+            # Only the last solution is kept: leaner layouts of the same key are sought next.
             self._solved = {key: solved}
             self._fastest[key] = min(solved, key=lambda point: point.seconds).layouts()
         return self._fastest[key]
@@ -159,6 +169,7 @@ class LayoutSolver:
             solved = self._solved.get(key) or self._solve_fast(tp, microbatch_size)
             found = [point for fast in solved for point in self._front(fast)]
             kept: list[LayoutPoint] = []
+            # Fastest first: a slower point has to save clearly against each that is kept.
             for point in sorted(found, key=lambda point: point.seconds):
                 if all(point.num_bytes < (1 - _LEAST_SAVING) * other.num_bytes for other in kept):
                     kept.append(point)
@@ -232,6 +243,7 @@ class LayoutSolver:
     def _solve_fast(self, tp: int, microbatch_size: int) -> tuple[LayoutPoint, ...]:
         """Solve the block problems for the least seconds, between each kind of boundaries."""
         boundaries = boundary_options(self.graph, tp)
+        # (group of classes, boundary) Boundaries share variables: a group is built for all of them.
         groups = [
             self._problems(tp, microbatch_size, classes, boundaries)
             for classes in class_groups(self.graph, self.shared)
@@ -248,6 +260,7 @@ class LayoutSolver:
         choices = []
         for problem in problems:
             began = time.perf_counter()
+            # A budget of the whole search, of which each wide problem takes a part of what is left.
             left_s = (_EVERY_S if self.prefers_ilp else _WIDE_S) - self._spent_s
             choice, solver = solve_block(
                 problem,

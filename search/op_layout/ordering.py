@@ -113,17 +113,20 @@ class Ordering:
         cells = self._cells(variable)
         score = self._fill(variable) if self._by_fill and cells <= self.max_cells else cells
         self._score[variable] = score
+        # A variable that is too wide stays out of the heap until a step near it narrows it.
         if cells <= self.max_cells:
             heapq.heappush(self._heap, (score, variable))
 
     def _cells(self, v: int) -> float:
         """The size of the sum that eliminating v needs."""
         if len(self.neighbours[v]) >= MOST_DIMS:
+            # More dims than an array can have.
             return inf
         return prod(self.sizes[u] for u in self.neighbours[v]) * self.sizes[v]
 
     def _fill(self, v: int) -> float:
         """The size of the edges that eliminating v makes between its neighbours."""
+        # Weighted min-fill: an edge between variables of a and b values weighs log a * log b.
         return sum(
             log2(self.sizes[a]) * log2(self.sizes[b])
             for a, b in combinations(sorted(self.neighbours[v]), 2)
@@ -193,6 +196,7 @@ class Ordering:
             if table < self._num_given:
                 found.append(table)
                 continue
+            # A table that a step made stands for the tables that the step summed.
             step = self.steps[table - self._num_given]
             waiting += [
                 index
@@ -222,11 +226,13 @@ class Ordering:
                 num_cells=prod(shape),
             )
         )
+        # Tables are numbered as they are made: the given ones, then one for each step.
         made, gone = len(self.scopes), set(mine)
         self.scopes.append(scope)
         for other in scope:
             kept = [t for t in self.of_variable[other] if t not in gone]
             self.of_variable[other] = [*kept, made]
+            # The new table links all that the variable was linked to.
             self.neighbours[other] |= set(scope) - {other}
             self.neighbours[other].discard(variable)
         del self.neighbours[variable], self._score[variable]
@@ -245,6 +251,7 @@ def follow_order(
     for step in order:
         check_time()
         values.append(_least(step, values))
+        # Nothing depends on it any more: a part of the optimum that is settled.
         if not step.scope:
             constant += float(values[-1])
     # Each variable's sum again, now with all that left after it chosen: in the step's own order, so

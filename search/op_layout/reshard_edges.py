@@ -141,9 +141,12 @@ def moves_between(
     sources: Sequence[Placement], required: Sequence[Requirement]
 ) -> NDArray[np.intp]:
     """Return which of `MOVES` leads from each source to each requirement."""
+    # (source, requirement, (sort, dim, segments)), each with an axis of length 1.
     rows = np.array([_sort_of(place) for place in sources])[:, None, :]
     columns = np.array([_sort_of(place) for place, _ in required])[None, :, :]
     same_dim, same = (rows[..., at] == columns[..., at] for at in (1, 2))
+    # The number in `_REQUIREMENTS`: of shards by how much of the source they have in common, of
+    # whole tensors by whether their gradient is partial.
     requirement = np.where(
         columns[..., 0] == 2,
         _FIRST_SHARD + np.where(same_dim, np.where(same, 0, 1), 2),

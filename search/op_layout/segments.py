@@ -41,6 +41,8 @@ def kept_segments(ops: Sequence[tuple[Sequence[Hashable], Strategies]]) -> tuple
     for number, (tensors, _) in enumerate(ops):
         for tensor in tensors:
             users.setdefault(tensor, set()).add(number)
+    # A fixed point: segments kept at a tensor may leave its other ops without f(s), so these are
+    # looked at again. It ends, as placements are only ever added.
     waiting = dict.fromkeys(
         [number for number, (_, strategies) in enumerate(ops) if any(strategies.segmented)]
     )

@@ -119,8 +119,8 @@ def _solve_within(problem: ChainProblem, windows: Sequence[Window], ceiling: flo
         own = stage_runs[0].own(first_tail)
         return own[:, :, 0].min(axis=0), own[:, :, 0].argmin(axis=0)
 
-    # A row is an end of stage 0. Its tail comes after any path, so all rows are bounded by one pass
-    # without tails.
+    # A row is an end of stage 0. Its tail comes after any
+    # path, so all rows are bounded by one pass without tails.
     rest, _ = _sweep(problem, stage_runs, first_tail=None)
     bare, _ = first_stage(None)
     bounds = np.maximum(bare, rest[ends]) + tail

@@ -335,9 +335,9 @@ def runs_by_stage(problem: ChainProblem, windows: Sequence[Window]) -> list[Stag
         paths.of_stage(
             stage,
             slice(
-                # Rows are lengths less 1, from the window's shortest run to its longest. A row may
-                # have runs that end outside the window: the next stage has no start there, so V is
-                # infinite.
+                # Rows are lengths less 1, from the window's shortest run to
+                # its longest. A row may have runs that end outside the
+                # window: the next stage has no start there, so V is infinite.
                 max(1, window.first_end - window.last_start) - 1,
                 min(window.width, window.last_end - window.first_start),
             ),

@@ -226,8 +226,8 @@ class InterleavedStages:
         for too_large in infeasible:
             rank = self.homes[too_large.stage]
             lowest[rank] = max(lowest[rank], too_large.choice + 1)
-        # (level, rank) As many microbatch-stages as are in flight, each at the rank's smallest
-        # stage.
+        # (level, rank) As many microbatch-stages as are in
+        # flight, each at the rank's smallest stage.
         held = self._live(configuration) * levels.least_kept
         needed = self._rank(configuration).with_saved(held)
         found = levels.lowest(needed <= memory_limit_bytes, lowest)
@@ -243,8 +243,8 @@ class InterleavedStages:
         the highest level at which it cannot.
         """
         if self.table.on_host.activations:
-            # Microbatches alive in the job table may be on the host: they prove nothing of the
-            # device.
+            # Microbatches alive in the job table may be on
+            # the host: they prove nothing of the device.
             return ()
         of_ranks, live = self.levels(configuration), live_microbatches(*configuration.pipeline)
         needed = self._rank(configuration).with_saved(live.most_kept(of_ranks.kept))

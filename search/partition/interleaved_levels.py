@@ -44,8 +44,8 @@ class RecomputeLevels:
     @cached_property
     def _pairs(self) -> tuple[tuple[int, PartialRecompute], ...]:
         """Each choice with the next heavier one, and its number among all pairs."""
-        # `partial` is in the order of combinations; a level steps from a choice to the next
-        # heavier.
+        # `partial` is in the order of combinations; a level
+        # steps from a choice to the next heavier.
         pairs = combinations(range(len(self.choices)), 2)
         partial = self.table.partial(self.choices, polls=self.polls)
         return tuple((at, partial[at]) for at, (i, j) in enumerate(pairs) if j == i + 1)
@@ -101,8 +101,8 @@ class RecomputeLevels:
         blocks = levels * self._unit
         # Levels 0 .. N are of the first pair, N .. 2 N of the second: N is either's end.
         pair = np.minimum(blocks // self._num_blocks, len(self._pairs) - 1)
-        # The heavier choice goes to the rank's blocks stage by stage: earlier stages are served
-        # first.
+        # The heavier choice goes to the rank's blocks stage
+        # by stage: earlier stages are served first.
         left = (blocks - pair * self._num_blocks)[..., self.homes] - self._before
         until: Levels = self._start + np.clip(left, 0, np.diff(self.cuts))
         return pair[..., self.homes], until
