@@ -162,6 +162,7 @@ class BranchAndBound:
         """Return the fastest plans of different configurations so far, at most `num_best`."""
         fastest: dict[Configuration, EvaluatedPlan] = {}
         for done in sorted(self.evaluated, key=lambda done: done.step_s):
+            # Sorted: the first plan of a configuration is its fastest.
             fastest.setdefault(done.configuration, done)
         return list(fastest.values())[: self.num_best]
 
@@ -191,6 +192,7 @@ class BranchAndBound:
     def run(self) -> None:
         """Refine nodes, wave by wave, until the queue is empty."""
         while self._queue:
+            # Nodes may push into a wave before others that wait: waves are chosen anew each time.
             wave = min(self._queue)
             self.extra_work = 0.0
             self._run_wave(self._queue[wave])
@@ -201,6 +203,7 @@ class BranchAndBound:
     def _run_wave(self, heap: list[Entry]) -> None:
         while heap:
             bound, _, _, node = heap[0]
+            # The heap's least bound: all behind it are no better.
             if bound >= self.to_beat_s:
                 self._prune_all(heap)
                 return

@@ -94,6 +94,7 @@ class PricedConfiguration:
         if decoder is None or split_rank is None:
             return
         for stage, choice in product(range(self.configuration.pp), range(num_choices)):
+            # With `and_longer` no run that holds this block fits, which keeps the two apart.
             block = decoder if stage < split_rank else decoder - 1
             yield InfeasibleStage(
                 stage=stage, first=block, end=block + 1, choice=choice, and_longer=True
@@ -147,6 +148,7 @@ class PricedConfiguration:
         choices, until = stages.levels(configuration).of_stages(levels)
         cut = Cut(cuts=stages.cuts, choices=choices, until=until, value=0.0)
         recomputed = self.recompute_by_block(cut)
+        # Cheap bounds first, each higher than the one before; the first at the ceiling prunes.
         bound = stages.least_step_s(configuration, recomputed)
         if bound < ceiling:
             bound = stages.step_bound(configuration, recomputed)

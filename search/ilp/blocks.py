@@ -53,6 +53,7 @@ def solve_by_integer_program(
     costs = [v.seconds + bytes_price * v.num_bytes for v in problem.variables]
     finite = [c[np.isfinite(c)].max(initial=0.0) for c in costs]
     finite += [edge.seconds[np.isfinite(edge.seconds)].max(initial=0.0) for edge in problem.edges]
+    # Solvers' tolerances are absolute: the largest cost becomes 1.
     scale = 1.0 / max([*finite, 1e-30])
     for name in ("GLOP", "SCIP"):
         program = _Program.of(name, problem, costs, scale)
@@ -61,6 +62,7 @@ def solve_by_integer_program(
         check_time()
         if status == program.solver.INFEASIBLE:
             return None
+        # Branching goes on where the relaxation found nothing; after it nothing is left to try.
         if status == program.solver.NOT_SOLVED or status == program.solver.ABNORMAL:
             continue
         answer = [
@@ -69,6 +71,7 @@ def solve_by_integer_program(
         if all(row.max() > 1 - _NEARLY for row in answer):
             values = tuple(int(row.argmax()) for row in answer)
             cost = problem.value(values, bytes_price)
+            # A whole optimum of the relaxation is the program's: no choice is below the relaxation.
             unproved = 1 - program.solver.Objective().BestBound() / scale / max(cost, 1e-300)
             proved = name == "GLOP" or unproved < _NEARLY
             return Choice(values=values, cost=cost, gap=0.0 if proved else min(1.0, unproved))
@@ -143,12 +146,15 @@ class _Program:
             for p in made:
                 for q in required:
                     seconds = float(edge.seconds[p, q])
+                    # z itself carries the cost where nobody else could share it; infinite ones are
+                    # held at 0.
                     if len(uses) == 1 or not seconds or not np.isfinite(seconds):
                         pairs[p, q] = self.add(seconds)
                         continue
                     pairs[p, q] = self.add(0.0)
                     if (p, q) not in paid:
                         paid[p, q] = self.add(seconds)
+                    # y - z >= 0: paid for as soon as any use requires it, and once for all of them.
                     row = self.solver.Constraint(0, 1)
                     row.SetCoefficient(paid[p, q], 1)
                     row.SetCoefficient(pairs[p, q], -1)

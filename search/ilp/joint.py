@@ -86,6 +86,7 @@ def _solve(
         return int(np.ceil(seconds * scale))
 
     model = cp_model.CpModel()
+    # In whole steps: CP-SAT takes integers alone.
     longest = model.new_int_var(0, _STEPS + _ROUNDED, "z")
     starts: dict[tuple[int, int], list] = defaultdict(list)
     ends: dict[tuple[int, int], list] = defaultdict(list)
@@ -96,6 +97,7 @@ def _solve(
     ):
         check_time()
         own, back = [], []
+        # Without stage 0's tail, which is not negative: what is over the ceiling here is in no cut.
         may_be = (there_and_own <= ceiling) & (there_and_back <= ceiling)
         for choice, row, column in np.argwhere(may_be).tolist():
             x = model.new_bool_var("")
@@ -115,6 +117,7 @@ def _solve(
     model.add(sum(ends[len(stage_runs) - 1, problem.num_blocks]) == 1)
     for stage in range(len(stage_runs) - 1):
         check_time()
+        # The next stage starts where this one ends.
         for cut in range(1, problem.num_blocks + 1):
             model.add(sum(ends[stage, cut]) == sum(starts[stage + 1, cut]))
     model.minimize(longest)
@@ -124,6 +127,7 @@ def _solve(
     chosen = [pick[:4] for pick in picks if solver.boolean_value(pick[4])]
     cuts = (0, *(end for _, end, _, _ in chosen))
     tail = float(first[chosen[0][3]])
+    # Of the very cut, in seconds: the program has it in rounded steps.
     value = max(
         float(stage_runs[stage].own_from(cuts[stage], tail)[choice, row])
         for stage, _, choice, row in chosen

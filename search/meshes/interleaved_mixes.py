@@ -114,6 +114,7 @@ class EvenMix:
             ]
         )
         for stage in self.infeasible:
+            # All stages of a rank share its choice, so any of them stands for the rank.
             found[stage.choice, self.homes[stage.stage]] = False
         return found
 
@@ -150,6 +151,7 @@ class Assignments:
         self._heap: list[tuple[float, int, int, tuple[int, ...]]] = []
         self._ticket = count()
         members, kinds = len(mix.mix.members), mix.mix.num_recompute_choices
+        # (member, recomputation, rank)
         by_member = mix.fits.reshape(members, kinds, -1)
         # (member, rank): the lightest recomputation that fits, numbered among all choices.
         first = by_member.argmax(axis=1) + kinds * np.arange(members)[:, None]
@@ -182,6 +184,7 @@ class Assignments:
         for choice in self._options[rank]:
             bound = self.mix.step_bound(self._seconds((*chosen, choice)))
             if bound < self._ceiling:
+                # Of equal bounds the longest list first, so that a plan is complete soon.
                 entry = (bound, -rank, next(self._ticket), (*chosen, choice))
                 heapq.heappush(self._heap, entry)
 
@@ -192,6 +195,7 @@ class Assignments:
         known = np.flatnonzero(self.mix.homes < len(chosen))
         columns = {}
         for name in _COLUMNS:
+            # Ranks without a choice yet stand at their least: the bound of all ways to go on.
             values = getattr(self.mix.least_s, name).copy()
             by_choice = getattr(self.mix.seconds, name)
             if name == "tail_s":

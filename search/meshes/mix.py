@@ -114,6 +114,7 @@ class Mix:
         of_members = [member.table.forward_s + member.table.backward_s for member in self.members]
         block = np.min(of_members, axis=0)
         ranks = self.fastest_ranks(of_members)
+        # Some rank does its share at least, and a block lies on one rank.
         return float(self.configuration.num_microbatches * max(block.sum() / ranks, block.max()))
 
     def step_bound_s(self) -> float:
@@ -126,12 +127,16 @@ class Mix:
         forward_s, backward_s, weight_s = zip(*(own.least_block_s for own in ranks), strict=True)
         of_members = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
         block = np.min(of_members, axis=0)
+        # What a gradient leaves behind shortens waits: its most is the bound.
         ahead = np.max(weight_s, axis=0)
         m, pp = configuration.num_microbatches, configuration.pp
         bound = m * max(block.sum() / self.fastest_ranks(of_members), block.max())
         if not find_schedule(configuration.schedule).splits_backward:
             part = float((ahead / np.where(ahead > 0, block, 1.0)).max())
+            # Rounded up, so that few different lines are computed.
             part = min(round(part, 6) + 1e-6, 1.0) if part else 0.0
+            # With a part of 1 nothing of a block would be
+            # on a gradient's way, and c has no meaning.
             if part < 1.0:
                 factor, firsts = pipeline_line(configuration.schedule, pp, m, part)
                 bound = max(bound, block.sum() * factor - firsts * ahead[1:].max(initial=0.0))
@@ -174,7 +179,10 @@ class Mix:
             pp = self.device_groups.count(member.device_group)
         pp_group = pipeline_group(cluster, configuration.degrees, pp=pp)
         if not is_inside:
+            # A neighbour on another group of devices is reached over the outermost tier of links.
             pp_group = way_out(cluster)
+        # A gradient goes back to a stage of any member's
+        # tp, which gathers its pieces: the cheapest.
         ways = [
             messages.transfer_s(pp_group, to_tp=tp)[1]
             for tp in {other.tp for other in self.members}
@@ -206,6 +214,7 @@ class Mix:
             alone = PricedConfiguration(candidates, member.as_held, member.table).problem(
                 limit_bytes, is_mixed=True
             )
+            # Alone, a member's stages send to their like; here the neighbour may be any member's.
             transfer_s, back_transfer_s = self.least_transfers_s(member)
             found.append(replace(alone, transfer_s=transfer_s, back_transfer_s=back_transfer_s))
         return tuple(found)

@@ -46,6 +46,7 @@ class MixedCostWindow:
     @cached_property
     def tail_s(self) -> Floats:
         """Seconds after the last job, by choice unless it is shared."""
+        # The tail of stage 0 enters all paths: the shortest of any mesh keeps the value a bound.
         if self.shares_tail:
             return np.min([window.tail_s for window in self.windows], axis=0)
         return np.concatenate(
@@ -141,12 +142,14 @@ def mixed_problem(
         ),
         block_forward_s=np.min([problem.block_forward_s for problem in problems], axis=0),
         block_backward_s=np.min([problem.block_backward_s for problem in problems], axis=0),
+        # Taken off paths, so the most of any member is the bound.
         block_weight_s=np.max([problem.block_weight_s for problem in problems], axis=0),
         transfer_s=np.min([problem.transfer_s for problem in problems], axis=0),
         back_transfer_s=np.min([problem.back_transfer_s for problem in problems], axis=0),
         start_s=min(starts_s[at] for at in of_first),
         choices=problems[0].choices * len(problems),
         num_meshes=len(problems),
+        # Lines of memory are a member's own: none holds for all.
         needs=None,
         # Members' copies are left out: a bound all the same.
         copied=(),
@@ -192,7 +195,10 @@ def stage_views(
                 after=later[-1] - later,
                 transfer_s=there_s[s],
                 back_transfer_s=back_s[s],
+                # Stage 0 receives nothing, and the transfer
+                # into this stage itself is given by its start.
                 earlier_transfers_s=totals(least[1:s]),
+                # The transfer into the next stage is given by this one's end.
                 later_transfers_s=totals(least[s + 2 :]),
             )
         )
@@ -208,6 +214,7 @@ def by_first_mesh(problem: ChainProblem) -> list[ChainProblem]:
     kinds = len(problem.choices) // len(stages.members)
     every = tuple(range(len(problem.choices)))
     first, *others = problem.stage_choices or (every,) * problem.num_stages
+    # The choices of stage 0, member by member.
     of_member = [first[at : at + kinds] for at in range(0, len(first), kinds)]
     return [
         replace(

@@ -43,10 +43,12 @@ class MeshesNode(Node[SearchState]):
     def refine(self, search: SearchState) -> Outcomes:
         """Yield the mixes."""
         for group in _mixable(self.shapes, search.skipped_sizes):
+            # A single mesh is searched as a shape.
             if len(group) == 1:
                 continue
             options = {option for shape in group for option in shape.options}
             zeros = {zero for shape in group for zero in shape.zeros}
+            # Quick: layouts with cp are found only where the work without it, divided, may win.
             if group[0].cp > 1 and self._least_with_cp(search, group) >= search.to_beat_s:
                 search.num_considered += len(options) * len(zeros)
                 search.prune(BEATEN, len(options) * len(zeros))

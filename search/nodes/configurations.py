@@ -57,6 +57,7 @@ class ShapeNode(Node[SearchState]):
         table = self.table
         bounds, warm = search.bounds(table), search.warm_start
         for configuration in self.shape.configurations():
+            # Bounds that read the schedule hold for one stage a rank.
             own = bounds.least_step_s(configuration) if configuration.vpp == 1 else 0.0
             key = configuration, table.key
             yield ConfigurationNode(
@@ -101,6 +102,8 @@ class ConfigurationNode(PartitionableNode):
             # Without recomputation and exchange: quick, and enough to rule most of them out.
             least = priced.interleaved.least_step_s(self.configuration)
             if least >= ceiling:
+                # Pushed with a bound over the best, the node
+                # is pruned, and may still be a runner-up.
                 yield replace(self, bound=least)
                 return
         cut = priced.only_cut(search.memory_limit_bytes, self.infeasible, ceiling=ceiling)
@@ -115,12 +118,14 @@ class ConfigurationNode(PartitionableNode):
         if solved.cut is not None:
             chosen = self.with_recompute(search, solved.cut)
             assert chosen is not None, "a solver leaves out what does not fit"
+            # The value of a bisected cut is no bound of other cuts.
             yield self.partitioned(
                 chosen, self.bound if solver == INEXACT_SOLVER else solved.cut.value
             )
         elif solver == INEXACT_SOLVER:
             search.prune(f"memory: {solver} found no stage boundaries")
         elif solved.fits:
+            # Nothing that fits is under the ceiling: a bound that also holds under less memory.
             self._exclude(search, BOUNDARIES_BEATEN, search.to_beat_s)
         else:
             self._exclude(search, NO_BOUNDARIES_FIT)
@@ -144,6 +149,7 @@ class ConfigurationNode(PartitionableNode):
         """Return the chain problem without stages that are infeasible, too."""
         known = (*self.infeasible, *infeasible)
         if known not in self._made:
+            # A chain problem holds the costs of its windows: only the last is kept.
             self._made.clear()
             self._made[known] = self.priced(search).problem(
                 search.memory_limit_bytes, infeasible=known

@@ -33,6 +33,8 @@ class ExactRecompute:
             known = self._least(cut, known)
             yield known
             stage = known.stage
+            # The next fastest choice that the bound lets
+            # pass; it may be another pair, or a whole choice.
             problem = replace(problem, infeasible=(*problem.infeasible, known))
             chosen = with_recompute(problem, cut)
             if chosen is None or self._over(chosen, stage) <= 0:
@@ -45,6 +47,7 @@ class ExactRecompute:
         """
         stages = self.priced.interleaved
         of_ranks = stages.levels(self.priced.configuration)
+        # Invariant, by rank: `low` does not fit, `high` does (or is beyond the highest level).
         low = of_ranks.of_cut(cut.choices, cut.until)
         high, reach = of_ranks.most + 1, 1
         while open_ranks := [rank for rank in ranks if high[rank] - low[rank] > 1]:
@@ -67,9 +70,11 @@ class ExactRecompute:
         in_flight = in_flight_of(self.priced.configuration)[known.stage]
         edges = self.priced.table.most_edge_bytes(known.first, known.end, in_flight=in_flight)
         choices = recompute_choices(self.priced.configuration.recompute)
+        # A choice of the whole stage has no block to move.
         if known.choice < len(choices):
             return replace(known, and_longer=over > edges)
         partial = self.priced.table.partial(choices)[known.choice - len(choices)]
+        # Up to these blocks the run would free more than now.
         steps = partial.steps(known.first, known.end, cut.until[known.stage])
         # The first step that fits, which is seldom far: more recomputation never needs more memory.
         low, high, reach = 0, len(steps), 1

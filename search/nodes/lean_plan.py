@@ -103,6 +103,7 @@ def _by_least_bytes(
     # Activations grow with the microbatch, all else stays.
     small = [shape for shape in shapes if shape.microbatch_size == least[shape.tp, shape.cp]]
     every = [configuration for shape in small for configuration in shape.configurations()]
+    # Interleaved stages never need less than the same pipeline without: they are the last resort.
     plain = [configuration for configuration in every if configuration.vpp == 1] or every
     bounds: dict[TableKey, TableBounds] = {}
     tries = [

@@ -110,6 +110,7 @@ class PartitionableNode(Node[SearchState]):
 
     def evaluate_faster(self, search: SearchState, cut: Cut) -> EvaluatedPlan | None:
         """Return a partition's plan; None if its simulation is no faster than the best."""
+        # The same sum in another order may differ in its last digits: that is no faster plan.
         if self.simulate(search, cut) >= search.to_beat_s * (1 - 1e-9):
             return None
         return self.evaluate(search, cut)
@@ -129,7 +130,7 @@ class PartitionableNode(Node[SearchState]):
         """
         note_too_large(search)
         if self.num_attempts == _MOST_ATTEMPTS:
-            # Partitions are left that nobody has looked at.
+            # Partitions are left that were not looked at: they stay open at the node's bound.
             search.leave_open(self.bound)
             search.prune(PLAN_TOO_LARGE)
             return
@@ -178,6 +179,7 @@ class PartitionedNode(Node[SearchState]):
             return
         else:
             search.num_evaluated += 1
+        # Bisection has no bounds to list other partitions by: its configurations stay open.
         is_listed = of.configuration.pp > 1 and not is_interleaved
         if is_listed and search.request.solver != INEXACT_SOLVER:
             yield PartitionsNode(bound=self.bound, wave=of.wave_of_others, of=of)
@@ -200,6 +202,7 @@ class PartitionsNode(Node[SearchState]):
     def refine(self, search: SearchState) -> Outcomes:
         """Yield, for each end of stage 0, the partitions with this end."""
         for problem in self.of.problems(search):
+            # One set for each end of stage 0, as its tail is part of the paths of all other stages.
             partitions = KBestPartitions(problem, search.to_beat_s)
             search.extra_work += partitions.num_runs / _RUNS_PER_JOB
             for some in partitions.by_first_end():
@@ -218,6 +221,7 @@ class PartitionsNode(Node[SearchState]):
             if search.fits(done):
                 yield done
                 return
+            # Shared by all partitions of the node: no later one takes the stage as it was.
             self.infeasible.extend(self.of.infeasible_stages(search, chosen, done))
 
 
@@ -279,6 +283,7 @@ def infeasible_stages(
             first=first,
             end=end,
             choice=cut.choices[index],
+            # Only what ends at its edges can make a longer run need less.
             and_longer=bool(live)
             and over > tables[index].most_edge_bytes(first, end, in_flight=live[index]),
             repeats=tables[index].repetition.part if live else (0, 0, 1),

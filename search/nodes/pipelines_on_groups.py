@@ -61,6 +61,7 @@ class View:
         between = pipeline_group(
             table.profile.cluster, configuration.degrees, pp=configuration.pp, neighbours=here
         )
+        # A replica stays on its group, so its stages send over this group's own links.
         transfer_s, back_transfer_s = table.chain.messages.transfer_s(between)
         return replace(alone, transfer_s=transfer_s, back_transfer_s=back_transfer_s)
 
@@ -101,6 +102,7 @@ class PipelinesNode(PartitionableNode):
             if solved.cut is None:
                 search.prune(BEATEN if solved.fits else TOO_LARGE)
                 return
+            # The step is that of the slowest group: the highest of the groups' bounds bounds all.
             if slowest is None or solved.cut.value > slowest[0].value:
                 slowest = solved.cut, problem
         assert slowest is not None, "a cluster of groups has some"
@@ -127,6 +129,8 @@ class PipelinesNode(PartitionableNode):
                 ]
                 if not any(over):
                     break
+                # A stage's memory depends on its own recomputation
+                # alone: those that are over go up a choice.
                 more = tuple(at + is_over for at, is_over in zip(cut.choices, over, strict=True))
                 if max(more) == len(choices):
                     return

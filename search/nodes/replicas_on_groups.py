@@ -90,6 +90,8 @@ class ReplicasNode(Node[SearchState]):
             # Every replica takes a sample at least, so the others leave so many to this group.
             others = sum(self.replicas) - count
             most = max((samples - others) // count, 1)
+            # Samples a second of the group at its best; groups
+            # add up, as replicas run beside each other.
             rate += count * most / _seconds(self.sized(name, most, otherwise=table))
         return shape.num_microbatches * samples / (shape.pp * rate)
 
@@ -111,6 +113,7 @@ class ReplicasNode(Node[SearchState]):
         samples = self.shape.microbatch_size * sum(self.replicas)
         every = list(_all_shares(samples, self.replicas, most=MOST_SHARES + 1))
         if len(every) > MOST_SHARES:
+            # Not all ways to share are tried: those left out may be as fast as the bound of all.
             search.leave_open(self.bound)
             speeds = [self.shape.microbatch_size / _seconds(t) for t in self.tables.values()]
             every = list(near_shares(samples, self.replicas, speeds))
@@ -177,6 +180,7 @@ def _all_shares(samples: int, replicas: Shares, *, most: int) -> Iterator[Shares
             if samples >= first and samples % first == 0:
                 yield (samples // first,)
             return
+        # All other replicas take a sample at least.
         for share in range(1, (samples - sum(others)) // first + 1):
             for rest in of(samples - share * first, tuple(others)):
                 yield (share, *rest)
@@ -201,6 +205,7 @@ def near_shares(samples: int, replicas: Shares, speeds: Sequence[float]) -> Iter
     near = [range(max(1, round(b) - NEAR), round(b) + NEAR + 1) for b in ideal[:-1]]
     *counts, last = replicas
     for shares in product(*near):
+        # The last group takes what is left, if its replicas can share it evenly.
         left = samples - sum(b * count for b, count in zip(shares, counts, strict=True))
         if left >= last and left % last == 0 and {*shares, left // last} != {samples / parts}:
             yield (*shares, left // last)

@@ -92,6 +92,7 @@ class SizesNode(Node[SearchState]):
             return
         if rule:
             search.prune(rule, _count(rest))
+            # Mixes of meshes leave out the same sizes.
             search.skipped_sizes |= {_degrees_and_size(some[0]) for some in rest}
         else:
             bounds = self.bounds[1:]
@@ -110,6 +111,7 @@ def _shape_nodes(search: SearchState, shapes: Sequence[Shape]) -> Generator[Shap
         return ""
     beaten = [layout for layout in layouts if _is_enough(search, shapes, layout)]
     tables = worth_trying(layout.table for layout in layouts if layout not in beaten)
+    # Each shape was counted with one layout; each further layout is a configuration of its own.
     search.num_considered += count * (len(beaten) + len(tables) - 1)
     for layout in beaten:
         for shape in shapes:
@@ -125,6 +127,8 @@ def _shape_nodes(search: SearchState, shapes: Sequence[Shape]) -> Generator[Shap
             if node is not None:
                 fits = True
                 yield node
+    # Bounds of shapes with cp stand on it, so layouts that
+    # were pruned unpriced count by their bound.
     least = min([seconds, *(layout.least_s / size for layout in beaten)])
     least_before = search.least_per_sample_s.get((cp, tp), float("inf"))
     search.least_per_sample_s[cp, tp] = min(least, least_before)
@@ -132,6 +136,8 @@ def _shape_nodes(search: SearchState, shapes: Sequence[Shape]) -> Generator[Shap
     search.per_sample_s[cp, tp] = min(seconds, before)
     if not fits and not _larger_may_fit(search, shapes):
         return TOO_LARGE
+    # A larger microbatch pays off by work per sample alone: with fewer of them the pipeline is
+    # filled less. A pruned layout has no price of a sample to compare.
     if not search.every_size and not beaten and seconds >= before:
         return NO_FASTER
     return ""
@@ -167,6 +173,7 @@ def _shape_node(search: SearchState, shape: Shape, table: StageTable) -> ShapeNo
     """Return a shape without the ZeRO stages that cannot fit; None if none can."""
     bounds = search.bounds(table)
     plain = replace(shape, options=shape.options[:1])
+    # All schedules share the bound of memory, so one of each ZeRO stage is looked at.
     zeros = tuple(
         configuration.zero
         for configuration in plain.configurations()

@@ -144,7 +144,7 @@ class InterleavedStages:
         copied: Sequence[CopiedRow],
     ) -> Floats:
         """Return by how much copies lengthen each rank's jobs."""
-        # A microbatch of a stage moves what its blocks keep; side inputs stay on the device.
+        # What the blocks keep is moved, side inputs apart: they come with the batch.
         kept = self.table.runs.kept(self._first, np.asarray(self.cuts[1:]), recomputed)
         down_s, up_s = self.table.copies_s(kept)
         weight_s = self._runs.times.weight_s

@@ -64,6 +64,8 @@ def live_microbatches(schedule: str, pp: int, vpp: int, num_microbatches: int) -
         for job in row:
             if job.kind is JobKind.FORWARD:
                 live[job.stage_index] += 1
+                # Only a forward can raise what is kept, and
+                # most states come again with each microbatch.
                 states.add(tuple(live.values()))
             elif job.kind is not JobKind.BACKWARD_WEIGHT:
                 live[job.stage_index] -= 1

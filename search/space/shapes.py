@@ -66,6 +66,7 @@ class Space:
         for sizes in self._of(chosen, {}):
             left = self.request.num_devices // prod(sizes.values())
             for pp in self.request.values("pp", divisors(left)):
+                # The axis that is not chosen gets the ranks that are left.
                 others = left // pp
                 fits = left % pp == 0 and others in self.request.values(rest.name, (others,))
                 if fits:
@@ -93,6 +94,7 @@ class Space:
     def _can_have(self, axis: Axis, size: int) -> bool:
         """Whether the axis can have a size; if not, why is recorded."""
         given = f"{axis.name}={size}"
+        # What the request names is honoured, though a search would not try it by itself.
         if not self.request.names(axis.name, size):
             if axis.within_node and size > self.cluster.devices_per_node:
                 self.reasons.setdefault(
@@ -190,11 +192,13 @@ class Space:
     def _schedules(self, pp: int, num_microbatches: int) -> Iterator[tuple[str, int]]:
         """Yield (schedule, vpp); one plain pair when there is no pipeline to schedule."""
         request, num_blocks = self.request, len(self.graph.blocks)
+        # On a single rank all schedules run the same jobs.
         if pp == 1 and request.schedule is None and 1 in request.values("vpp", (1,)):
             yield DEFAULT_SCHEDULE, 1
             return
         for name in request.values("schedule", searched_schedules()):
             spec = find_schedule(name)
+            # A stage holds a block at least.
             most = min(num_blocks // pp, spec.max_vpp or num_blocks)
             for vpp in request.values("vpp", range(spec.min_vpp, min(most, MOST_VPP) + 1)):
                 if not spec.min_vpp <= vpp <= most:

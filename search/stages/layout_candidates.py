@@ -113,6 +113,7 @@ class LayoutCandidates:
         """
         if self.costs.adds_ops:
             if cp == 1 < tp:
+                # Sums of ops alone bound a layout only where the runtime runs ops one by one.
                 yield (self.optimistic(tp, microbatch_size),)
             yield self.fastest(tp, microbatch_size, cp)
         yield self.every(tp, microbatch_size, cp)
@@ -149,6 +150,8 @@ class LayoutCandidates:
             if self.costs.adds_ops:
                 candidates.append(self._candidate(_always(table), degrees, seconds))
             else:
+                # Where ops are fused or collectives overlap, the table's own price is the bound;
+                # gradient sums are in it.
                 whole_s = float((table.forward_s + table.backward_s).sum())
                 candidates.append(
                     LayoutCandidate(find_table=_always(table), least_s=whole_s, accumulate_s=0.0)
@@ -164,6 +167,8 @@ class LayoutCandidates:
         return LayoutCandidate(
             find_table=find_table,
             least_s=self._least_correction * seconds / parts,
+            # Where an axis splits parameters, the solver has counted their sizes: what is left is
+            # the same for all layouts.
             accumulate_s=self._fixed_accumulate_s(
                 cuts_params=any(degrees[axis.name] > 1 for axis in split_axes())
             ),
@@ -211,6 +216,7 @@ class LayoutCandidates:
     ) -> tuple[ClassLayout, ...]:
         """Return the layouts with those on each axis outside, of what is lowered inside it."""
         graph, inside = self.costs.graph, Degrees(tp=degrees["tp"])
+        # From the inside out: each axis divides the programs that the axes inside it leave a rank.
         for axis in lowered_axes()[1:]:
             if degrees[axis.name] == 1:
                 continue
@@ -262,6 +268,7 @@ def worth_trying(tables: Iterable[StageTable]) -> tuple[StageTable, ...]:
             float(kept_bytes(load, recompute="none").sum()),
             float(kept_bytes(load, recompute="full").sum()),
         )
+        # Slower than all that are kept: it has to hold clearly less than each in one part at least.
         if not kept or any(
             all(size < 0.98 * other[part] for other in kept) for part, size in enumerate(mine)
         ):

@@ -53,7 +53,9 @@ class PartialRecompute:
         """
         kept = self.kept[end] - self.kept[start] + self.shared[end - 1]
         needed = kept - most_bytes - _SLACK * kept
+        # D at x has to be as much above D at the start as the run is over its bytes.
         least = self.freed[start] + np.maximum(needed, 0.0)
+        # The first x that frees anything: below it, nothing more than light is recomputed.
         first = np.searchsorted(self.freed, self.freed[start], side="right")
         until = np.maximum(np.searchsorted(self.freed, least, side="left"), first)
         # The last block also frees what the next one would have shared with it.
@@ -75,6 +77,7 @@ class PartialRecompute:
         """
         needed = self.kept[end] - self.kept[start] - most_bytes
         needed = needed - _SLACK * self.kept[-1]
+        # As in `until`, but x may be the start itself, where light recomputation suffices.
         until = np.searchsorted(self.freed, self.freed[start] + np.maximum(needed, 0.0))
         fits: Flags = needed <= self.freed[end] - self.freed[start]
         return np.where(fits, self.again_s(start, end, until), np.inf)
@@ -98,6 +101,8 @@ def partial_recomputes(
     levels: list[tuple[Recompute, ...]] = []
     for choice in choices:
         given: tuple[Recompute, ...] = (choice,) * chain.num_blocks
+        # Each level is taken against the one before it: a block that a heavier choice frees nothing
+        # of stays lighter.
         levels.append(_where_it_frees(chain, levels[-1], given)[0] if levels else given)
     return tuple(_pair(chain, light, heavy) for light, heavy in combinations(levels, 2))
 
@@ -115,6 +120,7 @@ def _pair(
         shared=shared,
         freed=_sums(freed),
         light_s=_sums(light_s),
+        # Clipped, so that E never falls and the least x that fits stays the fastest.
         more_s=_sums(np.maximum(0.0, heavy_s - light_s)),
     )
 

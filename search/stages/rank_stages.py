@@ -68,6 +68,8 @@ class RankCostWindow:
         there_s, back_s = self.costs.runs.receive_s(pp_group)
         # Of the stage after, as far as it does not depend on where that ends.
         next_there_s, next_back_s = self.stages.table.chain.messages.transfer_s(pp_group)
+        # Stage 0 receives nothing, and waits until it has sent forward; the last stage has no
+        # gradient to wait for, and waits until it has sent its own back.
         is_last = end == self.stages.num_blocks
         return np.where(start == 0, next_there_s[end], there_s), np.where(
             is_last, back_s, next_back_s[end]
@@ -83,6 +85,7 @@ class RankCostWindow:
         """Seconds, by choice, in which a microbatch's activations leave a device and return."""
         table, load = self.stages.table, self.costs.runs.load
         kept = (kept_bytes(load, recompute=choice) for choice in self.stages.choices)
+        # Side inputs come with the batch, and are not moved.
         down, up = zip(
             *(table.copies_s(of_runs - load.side_bytes) for of_runs in kept), strict=True
         )
@@ -131,9 +134,12 @@ class RankCostWindow:
         of_kinds = self.stages.partial[choice - len(self.stages.choices)].until(
             self.kinds.start, self.kinds.end, self._most_kept(rank)
         )
+        # A run is its kind's moved along the chain, so it
+        # recomputes as many blocks from its start on.
         until = start + (of_kinds - self.kinds.start)[self.kinds.of[part]]
         for known in rank.infeasible:
             if known.choice == choice:
+                # Not feasible up to any block: beyond every end.
                 least = self.stages.num_blocks + 1
                 if known.until is not None:
                     least = known.until + known.shift(end)
@@ -151,6 +157,7 @@ class RankCostWindow:
 
     def _most_kept(self, rank: RankLimit) -> Floats:
         """Return what a microbatch may keep of a run of each kind."""
+        # What a limit leaves for activations does not depend on what is recomputed of them.
         most: Floats = self.bounds[0].most_kept(rank.in_flight, rank.limit_bytes)
         return most
 
@@ -184,6 +191,7 @@ class RankStages:
     @cached_property
     def partial(self) -> tuple[PartialRecompute, ...]:
         """The pairs of choices of which the first blocks of a stage take the second."""
+        # There all blocks of a stage recompute alike.
         if self.is_mixed or self.table.on_host.activations:
             return ()
         return self.table.partial(self.choices, polls=self.polls)
@@ -284,6 +292,8 @@ class RankStages:
 
         @cache
         def lines(in_flight: int) -> tuple[Line, ...]:
+            # A run has its running sum of parameters less `held_twice` at least, so what fits keeps
+            # live * kept + slope * (sum - held_twice) + fixed <= 0.
             found = ranks.lines(in_flight, limit_bytes * (1 + 1e-9))
             return tuple(
                 (float(live), slope, slope * held_twice - float(fixed))

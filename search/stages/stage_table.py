@@ -173,6 +173,8 @@ class StageTable:
 
     def ahead_s(self, *, is_sharded: bool, choices: Sequence[Recompute]) -> Floats:
         """Return the most of each block's backward that may come after its gradient is sent on."""
+        # ZeRO reduces a block's gradients as its backward ends, and a stage that recomputes makes
+        # them at once: neither leaves a weight gradient to come after its input's gradient.
         may_defer = not is_sharded and "none" in choices and self.costs.execution.sends_ahead
         return self.weight_s * may_defer
 
@@ -205,6 +207,7 @@ class StageTable:
 
     def least_inputs_s(self, mine: Configuration | Shape) -> float:
         """Return what is loaded of a batch ahead of everything else, whatever the stages."""
+        # In a pipeline only block 0 is sure to be on the first rank.
         blocks = range(self.num_blocks if mine.pp == 1 else 1)
         key = mine.pp == 1, mine.num_microbatches
         if key not in self._least_inputs:
@@ -250,6 +253,7 @@ class StageTable:
             *arriving[:, :-1],
             *arriving[:, 1:],
         ]
+        # (block, property) Blocks with equal rows have equal labels.
         labels = np.unique(np.stack(rows, axis=1), axis=0, return_inverse=True)[1].reshape(-1)
         tied = sorted({block for i, j, _ in self.ties for block in (i, j)})
         # A run of both blocks of a tie holds their weight once, so none is like another block.
@@ -277,6 +281,7 @@ class StageTable:
         """Return the seconds in which one microbatch's activations, so many bytes of each run, side
         inputs apart, leave a device for its host, and return.
         """
+        # Few different sizes: each is looked up in the profile once.
         moved, inverse = np.unique(saved_bytes, return_inverse=True)
         down, up = (
             np.array([copy_seconds(self.profile, size, to_host=way) for size in moved.tolist()])
