@@ -139,6 +139,7 @@ class Candidates:
         clusters = [costs.profile.cluster for costs in self.costs.groups.values()]
         if not clusters:
             return self.profile.cluster
+        # What stays in a node has to stay in the smallest node of any group.
         smallest = min(clusters, key=lambda cluster: cluster.devices_per_node)
         return replace(smallest, max_devices=None)
 
@@ -182,6 +183,7 @@ class Candidates:
                 for table in layouts.tables(tp, microbatch_size, cp)
             }
             self._group_tables[key] = tuple(
+                # A layout of one group is tried on all: stages of equal degrees have equal layouts.
                 {name: replace(table, costs=costs) for name, costs in self.costs.groups.items()}
                 for table in found.values()
             )

@@ -120,6 +120,7 @@ def _find_plan(
             result = _with_bound_of_all(results[min(fitting)[1]], results)
             others = tuple(plan for plan in result.next_best if host_holds(plan, profile))
             return replace(result, next_best=others)
+        # Whether something fits here is not certain, so more on the host is no answer yet.
         if unfinished := [result for result in results if result.is_out_of_time]:
             return unfinished[0]
         infeasible += zip(tried, results, strict=True)
@@ -141,6 +142,7 @@ def _with_bound_of_all(result: SearchResult, results: Sequence[SearchResult]) ->
     unproved = [(proof.lower_bound_s, proof.stopped_early)]
     for other in results:
         if other.is_out_of_time:
+            # No plan and no end: nothing is proved of what it left.
             unproved.append((0.0, other.reasons[0]))
         elif other.certificate is not None and other.certificate.stopped_early:
             unproved.append((other.certificate.lower_bound_s, other.certificate.stopped_early))
@@ -215,6 +217,7 @@ def search_among(
         search = explore(every_size=True)
         search.warm_start.needs_every_size = True
     if request.meshes == "own" and not groups:
+        # Last, as the best plan of equal meshes prunes most mixes.
         search.push(meshes_node(shapes))
         search.run()
     if search.best is None:
@@ -265,6 +268,7 @@ def _explore(search: SearchState, shapes: Sequence[Shape]) -> None:
             search.push(root)
         search.run()
         return
+    # A plan of an earlier search that still fits prunes from the start.
     known = search.warm_start.fastest(search.memory_limit_bytes)
     if known is not None:
         search.take(evaluated_plan(*known))

@@ -61,6 +61,7 @@ def tables_to_host(graph: ModelGraph) -> tuple[str, ...]:
 
 def host_bytes(plan: Plan, profile: Profile) -> int:
     """Return what the devices of one node put on its host at most, by the plan's estimate."""
+    # The ranks of a node share its host; each is counted as the fullest.
     most = max(rank.get("host_bytes", 0) for rank in plan.estimate["memory"])
     return int(most) * min(profile.cluster.devices_per_node, plan.world_size)
 

@@ -34,6 +34,7 @@ def with_synthesised_table(
     Stages, layouts and degrees stay; the table may split backwards. `answer` is the
     estimate of `plan`, which must fit `memory_limit_bytes` on each device.
     """
+    # F, I and W of each stage and microbatch.
     num_jobs = 3 * len(plan.stages) * plan.num_microbatches
     if plan.pp == 1 or num_jobs > _MOST_JOBS:
         return None
@@ -71,6 +72,7 @@ def _live_limit(parts: MemoryParts, memory_limit_bytes: float, profile: Profile)
     """Bytes a rank has for live microbatches: what it uses for them, and what is free."""
     free = memory_limit_bytes - float(parts.total)
     overhead = 1.0 + profile.allocator_overhead_fraction
+    # Live bytes grow by the allocator's part, so free bytes hold so much less of them.
     return float(parts.activation_bytes) + max(0.0, free / overhead)
 
 

@@ -90,6 +90,7 @@ def _has_each_job_once(schedule: Schedule, pp_rank: int) -> bool:
         for cell in range(stage * num_microbatches, (stage + 1) * num_microbatches)
     ]
     gradients = cells[JobKind.FULL_BACKWARD] + cells[JobKind.BACKWARD_INPUT]
+    # Equal as sorted lists: no job is missing, repeated or on another stage's rank.
     return (
         sorted(cells[JobKind.FORWARD]) == wanted
         and sorted(gradients) == wanted
@@ -105,6 +106,7 @@ def _explain_wrong_jobs(schedule: Schedule) -> None:
     made: dict[JobKind, list[tuple[int, int] | None]] = {
         kind: [None] * size for kind in (JobKind.FORWARD, JobKind.BACKWARD_WEIGHT)
     }
+    # B and I share a list: either makes the gradient, and only one of them may.
     made |= dict.fromkeys(_GRADIENT_KINDS, [None] * size)
     for rank, row in enumerate(schedule.jobs):
         for position, job in enumerate(row):

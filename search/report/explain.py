@@ -145,6 +145,7 @@ def rounded_parts(parts: Sequence[float], *, digits: int = 2) -> list[float]:
     """Round parts down, then up where most was lost, until they add up to the rounded sum."""
     scaled = [part * 10**digits for part in parts]
     steps = [floor(value) for value in scaled]
+    # Each part lost less than a step: those that lost most get one back, until the sum is right.
     missing = round(sum(scaled)) - sum(steps)
     by_loss = sorted(range(len(parts)), key=lambda index: steps[index] - scaled[index])
     for index in by_loss[:missing]:

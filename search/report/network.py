@@ -63,10 +63,12 @@ def find_network(plan: Plan, cluster: ClusterSpec) -> NetworkView:
     if plan.pp > 1:
         groups["pp"] = pipeline_group(cluster, plan.degrees, pp=plan.pp)
     outermost = {
+        # The outermost edge that a group crosses; 0: it stays in the innermost domain.
         axis: max((n for n, edge in enumerate(edges, 1) if edge[2](group)), default=0)
         for axis, group in groups.items()
     }
     links = [cluster.intra_node, *(link for _, link, _ in edges)]
+    # A level is shown only where the plan is larger than the domains inside it.
     domains = [1, *(devices for devices, _, _ in edges), world]
     return NetworkView(
         name=cluster.name,

@@ -136,6 +136,7 @@ class _Trials:
 
     def remedies(self) -> list[Remedy]:
         """Return the single changes that do, or the pairs where none does; fastest first."""
+        # Pairs are tried only where no single change does.
         singles = dict(self._changes())
         for size in (1, 2):
             found = []
@@ -173,6 +174,7 @@ class _Trials:
         if changed.precision != self.request.precision:
             assert self.recapture is not None, "another precision is tried with its capture only"
             graph = self.recapture(changed.precision)
+            # The model is as it was: the precision changes nothing.
             if graph.fingerprint == self.graph.fingerprint:
                 return None
         if "offload" in changes:

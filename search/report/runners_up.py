@@ -40,6 +40,7 @@ def find_runners_up(search: SearchState, best: EvaluatedPlan) -> tuple[RunnerUp,
         found.setdefault(_degrees_of(done.configuration), done)
     with suppress(OutOfTime):
         _evaluate_set_aside(search, found, _NEAR * search.best_s)
+        # Nothing is near: the best of what is far is shown rather than none.
         if len(found) == 1:
             _evaluate_set_aside(search, found, float("inf"))
     rest = sorted(list(found.values())[1:], key=lambda done: done.step_s)
@@ -72,6 +73,8 @@ def _evaluate_set_aside(
     work, cuts, estimates = _MOST_WORK, 0, 0
     while len(found) <= MOST_RUNNERS_UP and estimates < _MOST_ESTIMATES and not is_late():
         limit = partitioned[0][0] if partitioned else ceiling
+        # A node is partitioned while its bound is no more
+        # than that of the next partition to evaluate.
         if waiting and waiting[0][0] <= limit and cuts < _MOST_CUTS:
             bound, wave, ticket, waited = heapq.heappop(waiting)
             if _degrees_of(_choices_of(waited)) in found or _num_jobs(waited) > work:
@@ -118,6 +121,7 @@ def _configuration_of(node: Waiting) -> ConfigurationNode:
     options = sorted(
         node.shape.options, key=lambda option: (option[1], option[0] != DEFAULT_SCHEDULE)
     )
+    # ZeRO 1 where there is a choice, else the highest stage.
     zero = max(node.shape.zeros, key=lambda stage: (stage == 1, stage))
     plain = replace(node.shape, options=tuple(options[:1]), zeros=(zero,))
     return ConfigurationNode(
@@ -174,5 +178,6 @@ def differences_of(answer: Estimate, best: Estimate) -> tuple[tuple[str, float],
     extra = answer.step_s - best.step_s
     mine, theirs = answer.to_dict()["time"], best.to_dict()["time"]
     parts = sorted(((mine[name] - theirs[name], name) for name in mine), reverse=True)
+    # Parts of less than a fiftieth of the difference are left out.
     least = 0.02 * max(abs(extra), 1e-12)
     return tuple((name, gain) for gain, name in parts if abs(gain) > least)

@@ -209,6 +209,7 @@ class Explorer:
                 break
             count *= 2
         else:
+            # `low` is late, or less than a node; `high` is in time. Halves, in whole nodes.
             low, high = count // 2, count
             while high - low > step:
                 middle = (low + high) // 2 // step * step

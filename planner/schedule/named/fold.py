@@ -71,6 +71,7 @@ def fold_first_in_first_out(pp: int, vpp: int, num_microbatches: int) -> list[li
     touched = {0}
     now = 0
     while True:
+        # Only ranks that a job has freed or sent work to may start anything.
         for rank in sorted(touched):
             if idle[rank] and waiting[rank]:
                 microbatch = heapq.heappop(waiting[rank])
@@ -81,6 +82,7 @@ def fold_first_in_first_out(pp: int, vpp: int, num_microbatches: int) -> list[li
         if not ends:
             return table
         now, touched = ends[0][0], set()
+        # All that ends now ends before any rank chooses: of all it has, a rank takes the oldest.
         while ends and ends[0][0] == now:
             _, microbatch = heapq.heappop(ends)
             step = step_of[microbatch]

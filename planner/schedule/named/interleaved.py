@@ -52,6 +52,7 @@ def _warmup(pp: int, vpp: int, num_microbatches: int) -> list[int]:
 
 def _limit_1f1b(pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
     total = vpp * num_microbatches
+    # The steady state begins with a forward, so it holds a microbatch more than the warm-up.
     return tuple(min(total, warmup + 1) for warmup in _warmup(pp, vpp, num_microbatches))
 
 
@@ -77,6 +78,7 @@ def interleaved_1f1b(pp: int, vpp: int, num_microbatches: int) -> list[list[Job]
         backwards = _rank_order(full_backward, stages[::-1], sizes)
         row = forwards[:num_warmup]
         for position, backward in enumerate(backwards):
+            # A forward ahead of each backward while there are any: then the drain.
             row += forwards[num_warmup + position : num_warmup + position + 1]
             row.append(backward)
         table.append(row)

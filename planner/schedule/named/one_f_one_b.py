@@ -55,6 +55,7 @@ def _pairs_after_warmup(warmup: tuple[int, ...], num_microbatches: int) -> list[
     for rank, num_warmup in enumerate(warmup):
         row = [forward(rank, i) for i in range(num_warmup)]
         for i in range(num_microbatches):
+            # B frees a microbatch before F takes its place: no more are live than in the warm-up.
             row.append(full_backward(rank, i))
             if i + num_warmup < num_microbatches:
                 row.append(forward(rank, i + num_warmup))

@@ -16,6 +16,7 @@ def _warmup(pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
 
 
 def _late_weights(pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
+    # The r that were held back, and the last microbatch's own.
     return tuple(rank + 1 for rank in range(pp))
 
 
@@ -42,6 +43,7 @@ def zb_h1(pp: int, vpp: int, num_microbatches: int) -> list[list[Job]]:
         row = [forward(rank, i) for i in range(num_warmup)]
         for i in range(num_microbatches):
             row.append(backward_input(rank, i))
+            # W stays r microbatches behind I: the r that are left fill the rank's wait at the end.
             if i >= rank:
                 row.append(backward_weight(rank, i - rank))
             if i + num_warmup < num_microbatches:

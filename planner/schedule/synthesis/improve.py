@@ -57,6 +57,7 @@ def improve_schedule(
             changed = replace(current, jobs=jobs)
             changed_play = Playback(changed, times)
             num_left -= 1
+            # The order within a rank is kept, but ranks may now wait for each other.
             if changed_play.stuck:
                 continue
             cost = _cost(changed_play)
@@ -139,6 +140,7 @@ def _moves(schedule: Schedule, path: Sequence[tuple[int, int]]) -> Iterator[tupl
     for end in range(1, len(path) + 1):
         if end < len(path) and path[end][0] == path[first][0]:
             continue
+        # A block: the jobs of the path that are next to each other on one rank.
         rank, start, stop = path[first][0], path[first][1], path[end - 1][1]
         row = schedule.jobs[rank]
         for position in range(start, stop + 1):
@@ -154,6 +156,8 @@ def _keeps_order(row: Sequence[Job], source: int, target: int) -> bool:
     """Whether the move passes no job that must stay on its side of the moved one."""
     moved = row[source]
     passed = row[target:source] if target < source else row[source + 1 : target + 1]
+    # Jobs of a kind on a stage stay in the order of microbatches, which are alike; jobs of one
+    # microbatch on a stage depend on each other.
     return all(
         (job.kind, job.stage_index) != (moved.kind, moved.stage_index)
         and (job.stage_index, job.microbatch_index) != (moved.stage_index, moved.microbatch_index)

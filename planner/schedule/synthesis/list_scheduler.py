@@ -81,6 +81,7 @@ class ListScheduler:
         self._weights = [0] * self._num_stages
         self._forward_at: list[list[float]] = [[] for _ in range(self._num_stages)]
         self._gradient_at: list[list[float]] = [[] for _ in range(self._num_stages)]
+        # Stage 0 has the whole batch from the start.
         self._forward_at[0] = [0.0] * num_microbatches
         self._held_bytes = [0.0] * num_ranks
         self._busy_until = [0.0] * num_ranks
@@ -92,6 +93,7 @@ class ListScheduler:
         self._wake_ups = [(0.0, rank) for rank in range(len(self.rows))]
         while self._wake_ups:
             now, rank = heapq.heappop(self._wake_ups)
+            # A rank that has begun something since the wake-up was set is woken again at its end.
             if self._busy_until[rank] <= now:
                 chosen = self._choose(rank, now)
                 if chosen is not None:
@@ -144,6 +146,7 @@ class ListScheduler:
         return found
 
     def _urgency(self, kind: str, stage: int, microbatch: int) -> tuple[float, ...]:
+        # Compared like numbers: False, the preferred kind, comes first.
         first = (kind == "G") != self._rule.backward_first
         nearest_end = stage if kind == "G" else -stage
         if self._rule.oldest_first:
@@ -172,6 +175,7 @@ class ListScheduler:
         """Whether the rank's microbatches could still finish, oldest first, after this F."""
         stages = self._stages_of[rank]
         free = self._limit_bytes[rank] - self._held_bytes[rank] - self._live_bytes[stage]
+        # Below 0 by more than sums of bytes may be off.
         if free < -1e-9 * self._limit_bytes[rank]:
             return False
         # (With one stage, no microbatch on the rank waits for memory of the rank.)
@@ -212,6 +216,8 @@ class ListScheduler:
         end = now + seconds
         self._busy_until[rank] = end
         heapq.heappush(self._wake_ups, (end, rank))
+        # The arrival is known from the start on: the
+        # receiving rank can wait for it, or fill the gap.
         if kind == "F" and stage + 1 < self._num_stages:
             self._announce(self._forward_at, stage + 1, end + self._delay[stage + 1])
         elif kind == "G" and stage > 0:

@@ -119,6 +119,7 @@ def synthesize_schedule(
     large tables get fewer.
     """
     num_jobs = 3 * len(pipeline.stage_to_pp_rank) * pipeline.num_microbatches
+    # Playing a table takes time in proportion to its jobs: large tables get fewer plays.
     max_evaluations = min(max_evaluations, _MOST_JOB_PLAYS // num_jobs)
     bound = lower_bound_s(pipeline, split_backward=split_backward is not False)
     found: dict[tuple[tuple[Job, ...], ...], tuple[float, str, Schedule]] = {}
@@ -170,6 +171,7 @@ def lower_bound_s(pipeline: Pipeline, *, split_backward: bool = True) -> float:
     bounds = [chain]
     for rank in range(pipeline.pp):
         stages = [s for s in range(num_stages) if placed[s] == rank]
+        # The rank begins with whichever of its stages the first microbatch gets to first.
         start = min(fill[s] for s in stages)
         before_drain = m * sum(times.forward_s[s] + gradient[s] for s in stages)
         all_work = before_drain + m * sum(weight_s[s] for s in stages)
@@ -250,6 +252,8 @@ def _limits(pipeline: Pipeline, *, few: bool) -> list[tuple[float, ...]]:
                 times.forward_s[s] + times.backward_input_s[s] + times.backward_weight_s[s]
                 for s in range(first, len(placed))
             ) + 2 * sum(delay[first + 1 :])
+            # A microbatch comes out of the slowest rank every `slowest` seconds: so many are under
+            # way during a round trip.
             count = ceil(round_s / slowest - 1e-9) + extra
             least_bytes = pipeline.bytes_of_one(rank)
             tighter.append(max(least_bytes, min(pipeline.limit_bytes[rank], count * least_bytes)))

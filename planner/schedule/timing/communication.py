@@ -88,6 +88,7 @@ def communication_order(
         ((end, rank, job) for rank, job, _, end in time_schedule(schedule, times)),
         key=lambda entry: entry[:2],  # a rank's jobs are in order already, and sorting is stable
     )
+    # In the order in which producers end: the one order of the claim, of which a rank has a part.
     queues: list[list[Transfer]] = [[] for _ in schedule.jobs]
     for _, rank, job in timed:
         microbatch = job.microbatch_index
@@ -108,6 +109,8 @@ def communication_order(
                 transfer = Transfer(
                     producer=job, consumer=consumer, src_pp_rank=rank, dst_pp_rank=peer
                 )
+                # Both ends at once, so that the two queues
+                # have their common transfers in one order.
                 queues[rank].append(transfer)
                 queues[peer].append(transfer)
     return tuple(map(tuple, queues))
@@ -137,6 +140,7 @@ def validate_communication(schedule: Schedule, order: Sequence[Sequence[Transfer
     while runnable:
         rank = runnable.pop()
         row, queue = schedule.jobs[rank], order[rank]
+        # Jobs come first: they wait for transfers alone, and free the transfers that they produce.
         while job_at[rank] < len(row) and not pending.get(row[job_at[rank]]):
             done.add(row[job_at[rank]])
             job_at[rank] += 1

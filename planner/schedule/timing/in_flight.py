@@ -63,6 +63,7 @@ def most_kept(schedule: Schedule, weight: Sequence[float]) -> tuple[float, ...]:
             if job.kind is JobKind.FORWARD:
                 now += weight[job.stage_index]
                 most = max(most, now)
+            # The least that is certain: what a split backward frees in I is let go there.
             elif job.kind is not JobKind.BACKWARD_WEIGHT:
                 now -= weight[job.stage_index]
         peaks.append(most)

@@ -158,6 +158,8 @@ class Playback:
         waiting: dict[tuple[str, int], int] = {}
         clock = [0.0] * schedule.pp
         runnable = list(range(schedule.pp))
+        # Each rank runs on until an input is missing; the job that makes that input wakes it. When
+        # no rank can go on, those left in `stuck` wait for each other.
         while runnable:
             rank = runnable.pop()
             now, row = clock[rank], schedule.jobs[rank]
@@ -169,6 +171,7 @@ class Playback:
                 missing: tuple[str, int] | None = None
                 ready = now
                 if kind is JobKind.FORWARD:
+                    # Stage 0 has its batch from the start.
                     if stage:
                         arrived = forward_end[index - num_microbatches]
                         if arrived is None:
@@ -178,14 +181,18 @@ class Playback:
                 elif kind is JobKind.BACKWARD_WEIGHT:
                     if gradient_end[index] is None:
                         missing = ("G", index)
+                # A backward reads what its own forward saved.
                 elif forward_end[index] is None:
                     missing = ("F", index)
+                # The last stage makes the gradient of its own loss.
                 elif stage < last_stage:
                     arrived = gradient_end[index + num_microbatches]
                     if arrived is None:
                         missing = ("G", index + num_microbatches)
                     else:
                         ready = max(now, arrived + delay[stage + 1])
+                # At most one other rank waits for a result. A
+                # rank that waits for its own never goes on.
                 if missing is not None:
                     waiting[missing] = rank
                     result, index = missing
