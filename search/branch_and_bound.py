@@ -144,9 +144,13 @@ class BranchAndBound:
     is_out_of_time: bool = False
     extra_work: float = 0.0
     _queue: dict[Wave, list[Entry]] = field(default_factory=dict)
+    """Nodes that wait, a heap for each wave."""
     _ticket: count[int] = field(default_factory=count)
+    """Numbers nodes in the order of arrival, so that entries never compare nodes."""
     _refined: int = 0
+    """Nodes refined so far."""
     _last_of_leaders_s: float = float("inf")
+    """Step time of the last of the `num_best` plans; infinite before there are so many."""
 
     @property
     def best_s(self) -> float:
@@ -184,6 +188,7 @@ class BranchAndBound:
     def push(self, node: Node[Any]) -> None:
         """Add a node to its wave, unless its bound already prunes it."""
         entry = (node.bound, -node.depth, next(self._ticket), node)
+        # What cannot win is counted at once, and set aside for the runners-up.
         if node.bound >= self.to_beat_s:
             self._prune_all([entry])
         else:
@@ -194,6 +199,7 @@ class BranchAndBound:
         while self._queue:
             # Nodes may push into a wave before others that wait: waves are chosen anew each time.
             wave = min(self._queue)
+            # Each wave may spend as much on nodes that only close the gap.
             self.extra_work = 0.0
             self._run_wave(self._queue[wave])
             if self.is_out_of_time:
@@ -228,6 +234,7 @@ class BranchAndBound:
 
     def _why_stop(self, bound: float) -> str:
         """Say why a node that may win is not refined; empty if it is."""
+        # What is left is at most the accepted gap faster than the best plan.
         if bound >= self.to_beat_s * (1.0 - self.max_gap):
             return f"`max_gap` {self.max_gap} reached"
         # Without a bound of its own a node is refined even late: its nodes have bounds.

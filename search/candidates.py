@@ -78,8 +78,9 @@ class Candidates:
         request: SearchRequest,
         on_host: OnHost | None = None,
     ) -> Candidates:
-        """Return what searches share that ask the same of placements, their solver, stages,
-        precision and offload; `on_host` is, if not given, what the request tries first.
+        """Return what searches of equal pins, solver, stage boundaries and precision share.
+
+        `on_host` is what their plans put on the host; None: what the request tries first.
         """
         if profile.groups:
             _check_groups(profile, request)

@@ -109,8 +109,7 @@ def _made_for_weights(program: Program, products: Mapping[str, ProductArgs]) -> 
     # Last op first: all that reads an op's results has been seen.
     for op in reversed(program.ops):
         if op.name in products:
-            # The product's input is read by the input
-            # gradient; its weight by the deferred one alone.
+            # The gradient of the product's input is made at once, that of its weight late.
             read_at_once.add(products[op.name][0].name)
         elif read_at_once.isdisjoint(op.outputs):
             late.add(op.name)

@@ -168,6 +168,7 @@ def _check_complete(
 
 
 def _check_it_ends(schedule: Schedule) -> None:
+    # Whether a table ends depends on the order of jobs alone, not on how long they take.
     play = Playback(schedule, StageTimes.equal(schedule.num_stages))
     if not play.stuck:
         return

@@ -119,6 +119,7 @@ def split_round_trips(costs: LeastCosts, config: Configuration) -> float:
     """
     m, pp = config.num_microbatches, config.pp
     order = find_schedule(config.schedule).job_order(pp=pp, num_microbatches=m)
+    # Its paths need the number of late weight gradients: where that is not stated it says nothing.
     is_stated = order.round_trips is RoundTrips.FIRST_AND_LAST and order.late_weights
     if not is_stated or pp == 1:
         return 0.0

@@ -1,4 +1,4 @@
-"""By how much copies of activations lengthen a rank's jobs, without playing its table.
+"""By how much copies of activations lengthen a rank's jobs, without simulating its table.
 
 Beside which jobs copies run follows from the order of a row alone
 (`planner.schedule.timing.offloads`), and a job takes as long as the longest of its own work and the
@@ -38,6 +38,7 @@ class CopiedJobs:
 
     def extra_s(self, job_s: BySeconds, down_s: Any, up_s: Any) -> Any:
         """Return by how much the copies lengthen them all; a copy's seconds are by stage."""
+        # A link carries both directions at once, so the longer copy counts.
         longest: Any = 0.0
         if self.leaving is not None:
             longest = np.maximum(longest, down_s[self.leaving])
@@ -70,6 +71,8 @@ class CopiedRow:
         ]
 
         def between(first: int, end: int) -> tuple[CopiedJobs, ...]:
+            # (kind, stage, stage that leaves, stage that
+            # arrives), and how often: a row has few of them.
             counts = Counter(
                 (row[at].kind, row[at].stage_index, leaving.get(at), arriving.get(at))
                 for at in range(first, end)

@@ -1,8 +1,9 @@
-"""What replicas exchange at least, however the chain is cut: for bounds that know no boundaries.
+"""What replicas exchange at least, however the chain is cut: for bounds that need no boundaries.
 
 A stage's messages of S seconds beside C seconds of compute, in n pieces, leave exposed
 
-    e = x + (b - x) / n        x(S, C) = `exposed_seconds` of endlessly many pieces, b of one
+    e = x + (b - x) / n        x(S, C) = `exposed_seconds` of endlessly many pieces, b of a single
+                               piece
 
 (`costmodel.time.communication`). x is convex and grows in proportion, so over stages
 

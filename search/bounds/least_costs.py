@@ -54,6 +54,7 @@ class LeastCosts:
         """Return each block's seconds of a microbatch, forward and backward, nothing exchanged."""
 
         def seconds() -> Floats:
+            # Each stage may choose, so each block counts with the choice that adds least.
             again_s = self.table.least_recompute_s(recompute_choices(recompute))
             return self.table.forward_s + self.table.backward_s + again_s
 
@@ -86,6 +87,7 @@ class LeastCosts:
             return EarlySends(
                 after_first_s=float(seconds[1:].sum()),
                 longest_s=float(seconds[1:].max(initial=0.0)),
+                # Recomputation is left out of the whole: with more in it, the part is only smaller.
                 part=float((seconds / np.where(seconds > 0, whole, 1.0)).max()),
             )
 

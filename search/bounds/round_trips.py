@@ -11,8 +11,8 @@ that comes after its gradient is sent on, at most:
     A[s, i] = 1 - a        i < s    the way to stage s and back
     A[s, i] = m - a - w_s  i = s    its own jobs, less the w_s that fit into its waits
     A[s, i] = above        i > s    the round trips it waits for:
-              1                     one, with nothing else to do (after the last forward)
-              2 - a                 two, with w_s = S - s - 1 jobs beside (first and last)
+              1                     one trip, with nothing else to do (after the last forward)
+              2 - a                 two trips, with w_s = S - s - 1 jobs beside (first and last)
 
 Early sends of first blocks are those of stages i > s, once. The y that make y A a constant vector c
 prove a step of c sum(t), whatever the cut; with equal stages and a = 0, c = (m + S - 1) / S.

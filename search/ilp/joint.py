@@ -54,6 +54,7 @@ def solve_by_joint_program(
     Raises LayoutError when the program would be too large or time runs out.
     """
     ceiling *= 1 + _SLACK
+    # Starts that the ceiling and memory rule out have no variable: few are left.
     starts = possible_starts(problem, ceiling)
     windows = reach_windows(problem, ceiling, starts) if starts else None
     if windows is None:
@@ -77,6 +78,7 @@ def _solve(
 
     first = _first_tails(problem, stage_runs[0])
     ways = [_ways(runs) for runs in stage_runs]
+    # No path can be longer than the longest of any stage with the longest tail.
     if not np.isfinite(ceiling):
         ceiling = max(_largest(own) for way in ways for own in way) + _largest(first)
     scale = _STEPS / max(ceiling, 1e-30)
@@ -105,6 +107,7 @@ def _solve(
             starts[stage, start].append(x)
             ends[stage, end].append(x)
             picks.append((stage, end, choice, row, x))
+            # Two rows a stage: the path with its own tail, and the way back to stage 0.
             own.append(steps(float(there_and_own[choice, row, column])) * x)
             back.append(steps(float(there_and_back[choice, row, column])) * x)
             if stage == 0:

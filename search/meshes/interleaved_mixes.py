@@ -132,6 +132,7 @@ def even_mixes(candidates: Candidates, mix: Mix, limit_bytes: float) -> Iterator
     """Yield a mix for each cut that is as even as blocks allow under one of the meshes."""
     even_of: dict[tuple[int, ...], list[int]] = {}
     for index, member in enumerate(mix.members):
+        # Members of equal even cuts are mixed once, between these.
         cuts = candidates.interleaved(member.configuration, member.table).cuts
         even_of.setdefault(cuts, []).append(index)
     for cuts, indices in even_of.items():
@@ -235,6 +236,7 @@ class InterleavedMixNode(Node[SearchState]):
         node, assignments = self, self.assignments
         if assignments is None:
             assignments = Assignments(self.mix, search.to_beat_s)
+            # Some rank can hold its stages under no choice of mesh and recomputation.
             if not assignments.fits:
                 search.prune(EVEN_TOO_LARGE, self.num_configurations)
                 return

@@ -55,6 +55,8 @@ class MixNode(PartitionableNode):
         best: Cut | None = None
         if solved.cut is not None:
             ceiling = search.to_beat_s
+            # One problem for each mesh of stage 0, under the best value so far; the relaxed one, in
+            # which stage 0's tail is the shortest of any mesh, rules most mixes out.
             for exact in by_first_mesh(relaxed):
                 cut = solve(exact, solver=solver, ceiling=ceiling).cut
                 if cut is not None and (best is None or cut.value < best.value):
@@ -95,6 +97,7 @@ class MixNode(PartitionableNode):
             step_s = step_seconds(plan, search.candidates.costs)
         except LayoutError:
             return None
+        # The walk of memory is the dearer half of an estimate: only what is faster is worth it.
         if step_s >= search.to_beat_s * (1 - 1e-9):
             return None
         search.extra_work += JOBS_PER_ESTIMATE

@@ -68,7 +68,7 @@ class MixedCostWindow:
         """Return backward seconds of a part's runs, by choice, and whether each may fit."""
         found = []
         for member, window in enumerate(self.windows):
-            # A member knows its own choices alone.
+            # A member's window numbers its own choices from 0.
             own = tuple(
                 replace(known, choice=known.choice - member * self._kinds)
                 for known in rank.infeasible

@@ -219,6 +219,7 @@ def _members_on_groups(
     by_shape: list[list[tuple[Shape, Mapping[str, StageTable]]]] = []
     for shape in shapes:
         found = search.candidates.tables_of_groups(shape.tp, shape.microbatch_size, shape.cp)
+        # A shape that no layout divides takes no part; the others may still be mixed.
         by_shape += [[(shape, tables) for tables in found]] if found else []
     for chosen in product(*by_shape) if by_shape else ():
         yield tuple(

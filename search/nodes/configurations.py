@@ -168,6 +168,7 @@ class ConfigurationNode(PartitionableNode):
         found = super().infeasible_stages(search, cut, done)
         exact = ExactRecompute(priced=self.priced(search), limit_bytes=search.memory_limit_bytes)
         if self.configuration.vpp > 1:
+            # Stages of a rank share its memory, so levels are of ranks.
             ranks = sorted({done.plan.stages[known.stage].pp_rank for known in found})
             return tuple(exact.too_low(cut, ranks))
         problem = self._problem(search, ())

@@ -60,6 +60,7 @@ def find_fitting(
     most_tries: int | None = None,
 ) -> EvaluatedPlan | None:
     """Return a plan that fits, tried as by `find_leanest`; None where there seems to be none."""
+    # Peaks are compared with <, and a plan of just the limit fits.
     limit = math.nextafter(memory_limit_bytes, math.inf)
     for bound, _, configuration, table in _by_least_bytes(candidates, shapes)[:most_tries]:
         if bound >= limit:

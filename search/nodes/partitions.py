@@ -105,6 +105,8 @@ class PartitionableNode(Node[SearchState]):
 
     def partitioned(self, cut: Cut, bound: float) -> PartitionedNode:
         """Return the node with stage boundaries of this bound, the least of all."""
+        # A bound of all plans of a node holds for each of
+        # its plans: it never falls on the way down.
         bound = max(self.bound, bound)
         return PartitionedNode(bound=bound, wave=self.wave, of=replace(self, bound=bound), cut=cut)
 
@@ -241,6 +243,7 @@ class FirstStagesNode(Node[SearchState]):
     def refine(self, search: SearchState) -> Outcomes:
         """Yield the sets in which one more stage is given, or the evaluated plan."""
         partitions, some = self.partitions, self.some
+        # The first split of an end of stage 0 takes a pass of the dynamic program, others O(n).
         search.extra_work += 1 if some.choices else partitions.num_runs / _RUNS_PER_JOB
         cut = partitions.partition(some)
         if cut is not None:

@@ -54,6 +54,7 @@ class View:
         """Return the chain problem of these replicas."""
         configuration, table = self.configuration, self.table
         group = next(g for g in search.candidates.profile.groups if g.name == self.device_group)
+        # Ranks of a stage on this group: messages between its stages stay among them.
         here = group.num_devices // configuration.pp
         alone = PricedConfiguration(
             search.candidates, configuration, table, neighbours=here

@@ -86,7 +86,9 @@ class _End:
     def link_ends(self, boundary: Boundary) -> tuple[int | None, Produced, tuple[Use, ...]]:
         """Return its producer, the placements that it makes, and all its uses."""
         place = boundary.get((self.class_index, self.meta.name), Replicate())
+        # A block that hands the tensor on is a use of it: the boundary's placement is required.
         outside: tuple[Use, ...] = ((None, requirements((place, False))),)
+        # What no op of the block makes arrives from another block, as the boundary places it.
         producer, source = self.made or (None, produced(place))
         return producer, source, (*self.uses, *(outside if self.is_output else ()))
 
@@ -151,6 +153,7 @@ class _Builder:
     ) -> tuple[Strategies, Floats, Floats]:
         """Return what an op may take under the pins, with seconds and bytes."""
         strategies, seconds, num_bytes = self.prices.of_op(signature, self.segments)
+        # Without pins, ops of a signature share one object, and so its patterns of edges.
         if not self.pins:
             return strategies, seconds, num_bytes
         keep = [
@@ -242,6 +245,7 @@ class _Builder:
         self, groups: Sequence[tuple[tuple[int, str], ...]], programs: Mapping[int, Program]
     ) -> None:
         for group in groups:
+            # Of a group of tied parameters, those of the classes that are solved together here.
             members = [(c, name) for c, name in group if c in programs]
             if not members:
                 continue

@@ -116,6 +116,8 @@ class OpSeconds:
         """Return what tells the seconds, forward and backward, of such an op on shapes."""
         op = signature.op
         metas = [signature.tensor[name] for name in signature.names]
+        # An op's seconds follow from its target, arguments, dtypes and local shapes, wherever its
+        # tensors lie: strategies and microbatch sizes share answers.
         rest = tuple((meta.dtype, meta.kind, meta.requires_grad) for meta in metas)
         known = self._known.setdefault((op.target, op.args, op.kwargs, rest), {})
 
@@ -140,11 +142,17 @@ class Prices:
     """Seconds and bytes on an axis of `axis_size` ranks in `group`; remembers its answers."""
 
     ops: OpSeconds
+    """Seconds of ops."""
     group: Group
+    """The ranks of the axis, as they lie in the cluster."""
     axis_size: int
+    """How many they are."""
     _ops: dict[tuple, tuple[Strategies, Floats, Floats]] = field(default_factory=dict)
+    """Strategies of an op with the seconds and bytes of each, by signature and segments."""
     _moves: dict[tuple[int, bool], Floats] = field(default_factory=dict)
+    """Seconds of each of `MOVES`, by bytes of the tensor and whether it has a gradient."""
     _collectives: dict[tuple[str, int], float] = field(default_factory=dict)
+    """Seconds of a collective, by kind and bytes of the whole tensor."""
 
     def of_op(
         self, signature: OpSignature, segments: tuple[int, ...]

@@ -43,8 +43,8 @@ _MOST_CELLS = 8_192
 _MOST_EDGE_CELLS = 1_024
 # Bounds and choices closer than this, as part of the cost, are taken for equal.
 _NEARLY = 1e-6
-# A search asks dozens of times: a gap of a part so small is left as it is, and only one that is
-# not small is worth the steps that improve a choice.
+# A search solves dozens of such problems: a gap of so small a part is left as it is, and only a
+# gap that is not small is worth the steps that improve a choice.
 _ENOUGH = 1e-3
 _WIDE = 1e-2
 # So many rounds, or fewer of so many steps of elimination in all: about two seconds of a core.

@@ -43,6 +43,7 @@ def solve_by_elimination(
     """Return the exact optimum of seconds + bytes_price * bytes; raise TooWide if unsuited."""
     tables, sizes = problem_tables(problem, bytes_price)
     values, cost = minimise_tables(tables, sizes, max_cells)
+    # Behind the problem's own variables are those that say what is paid for.
     return Choice(values=values[: len(problem.variables)], cost=cost)
 
 
@@ -114,6 +115,7 @@ def edge_tables(edge: ReshardEdge, sizes: Sequence[int], most_cells: int) -> tup
     # A chain link, which most edges are: producer and one use.
     if len(edge.uses) == 1 and len(variables) == 2:
         user, requirements = edge.uses[0]
+        # (producer, user), turned where the user has the lower number.
         total = edge.seconds[source[:, None], np.array(requirements)]
         return ((variables, total if variables == (edge.producer, user) else total.T),)
     total = np.zeros(shape)

@@ -124,6 +124,7 @@ class LayoutSolver:
             program = self.program(index, 1)
             for op in program.ops:
                 uses_param = any(program.tensor[n].kind == "param" for n in op.inputs)
+                # The first strategy is the replicated one.
                 if uses_param and len(strategies(op, program.tensor, tp)) > 1:
                     return True
         return False
@@ -148,6 +149,7 @@ class LayoutSolver:
             self._counts[microbatch_size] = {
                 signature: count
                 for signature, count in counts.items()
+                # A view takes no time on whole tensors, nor on shards.
                 if seconds.of(signature)(signature.shapes)
             }
         return self._counts[microbatch_size]

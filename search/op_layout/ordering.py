@@ -93,6 +93,8 @@ class Ordering:
         self.scopes = list(scopes)
         self._num_given = len(scopes)
         self.sizes = list(sizes)
+        # Of each variable that is left: the tables that
+        # mention it, and the variables it shares one with.
         self.of_variable: dict[int, list[int]] = {v: [] for v in range(len(sizes))}
         for index, scope in enumerate(scopes):
             for variable in scope:
@@ -103,6 +105,8 @@ class Ordering:
         }
         self.max_cells = max_cells
         self._by_fill = by_fill
+        # Latest rating of each variable that is left, and a
+        # heap of ratings, outdated ones among them.
         self._score: dict[int, float] = {}
         self._heap: list[tuple[float, int]] = []
         for variable in self.of_variable:

@@ -89,6 +89,7 @@ class Strategies:
 @lru_cache(maxsize=4096)
 def shared_strategies(values: tuple[OpSharding, ...]) -> Strategies:
     """Return the shared object for these strategies."""
+    # (strategy, tensor) Inputs and outputs in order.
     every = [(*strategy.inputs, *strategy.outputs) for strategy in values]
     return Strategies(
         values=values,
@@ -126,6 +127,7 @@ _REQUIREMENTS = (
     (Shard(0, 2), False),
     (Shard(1), False),
 )
+# The number of the first shard among the requirements; behind it come same dim, other dim.
 _FIRST_SHARD = 3
 _BETWEEN = [
     [collectives(place, *requirement) for requirement in _REQUIREMENTS] for place in _SOURCES
@@ -177,6 +179,7 @@ class EdgePattern:
 @lru_cache(maxsize=16384)
 def edge_pattern(source: Produced, uses: tuple[Requirements, ...]) -> EdgePattern:
     """Return the pattern of a tensor that is made and used so."""
+    # Values that make or require the same share a row or a column: tables of seconds stay small.
     row = {place: number for number, place in enumerate(dict.fromkeys(source.places))}
     every = dict.fromkeys(requirement for use in uses for requirement in use.required)
     column = {requirement: number for number, requirement in enumerate(every)}

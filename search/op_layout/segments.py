@@ -66,11 +66,13 @@ def _lacking(strategies: Strategies, kept: Kept) -> Kept:
     for strategy, cut in zip(strategies.values, strategies.segmented, strict=True):
         if not cut:
             continue
+        # f(s): without segments, but for those that tensors keep by now.
         plain: list[Placement] = [*strategy.inputs, *strategy.outputs]
         for at, place in cut:
             if (at, place) not in kept and isinstance(place, Shard):
                 plain[at] = Shard(place.dim)
         if tuple(plain) not in every:
+            # The op has no f(s), so all of s in segments is kept, though a part of it might do.
             lacking.update(cut)
     return frozenset(lacking - kept)
 

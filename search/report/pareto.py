@@ -32,17 +32,20 @@ from search.search_state import WarmStart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One plan of the front. `cost_per_step` is in the currency of the price, 0 without one.
-
-    `tokens_per_step` is 0 for a model that takes no tokens.
-    """
+    """A plan of the front."""
 
     plan: Plan
+    """With its estimate."""
     num_devices: int
+    """Devices that it uses."""
     step_s: float
+    """Predicted seconds of a step."""
     peak_bytes: int
+    """Bytes of the fullest device."""
     cost_per_step: float
+    """In the currency of the price; 0 without a price."""
     tokens_per_step: int
+    """Tokens of the global batch; 0 for a model that takes none."""
 
     @property
     def objectives(self) -> tuple[float, ...]:

@@ -38,7 +38,7 @@ _MEMORY_STEPS = (1.0, 1.01, 1.03, 1.1)
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """One way to make it fit: what to ask instead, and the plan found so."""
+    """A way to make it fit: what the request would be instead, and the plan found so."""
 
     what: str
     request: SearchRequest

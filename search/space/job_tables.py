@@ -76,6 +76,7 @@ def live_microbatches(schedule: str, pp: int, vpp: int, num_microbatches: int) -
 def in_flight_of(configuration: Configuration) -> tuple[int, ...]:
     """Return the most microbatches that each stage holds, by the schedule's limit or its table."""
     limit = find_schedule(configuration.schedule).in_flight_limit
+    # What the schedule promises spares building its table, and validation holds tables to it.
     if configuration.vpp == 1 and limit is not None:
         return tuple(limit(configuration.pp, configuration.vpp, configuration.num_microbatches))
     return _in_flight_of_table(*configuration.pipeline)

@@ -83,8 +83,11 @@ class LayoutCandidates:
     given: Degrees = field(default_factory=Degrees)
     why_no_cp: LayoutError | None = None
     _tables: dict[Key, tuple[StageTable, ...]] = field(default_factory=dict)
+    """Tables worth trying, by tp, microbatch size and cp."""
     _table_of: dict[tuple, StageTable] = field(default_factory=dict)
+    """Every table, by layouts on tp, mesh and microbatch size."""
     _accumulate_s: dict[bool, float] = field(default_factory=dict)
+    """Seconds of adding up gradients, by whether an axis cuts parameters."""
 
     def optimistic(self, tp: int, microbatch_size: int) -> LayoutCandidate:
         """Return the fastest layout with an optimistic bound: each op's least seconds, no moves.

@@ -63,15 +63,21 @@ class StageTable:
     _least_sums: dict[Recompute, tuple[list[float], list[float]]] = field(
         default_factory=dict, init=False
     )
+    """Running sums along the chain of backward seconds and kept bytes, by recompute choice."""
     _partial: dict[tuple, tuple[PartialRecompute, ...]] = field(default_factory=dict, init=False)
+    """Pairs of recompute choices, by the choices and whether hosts poll."""
     _chains: dict[bool, ChainCosts] = field(default_factory=dict, init=False)
+    """Costs of each block, by whether hosts poll."""
     _kinds: dict[tuple[Window, bool], tuple[RunKinds, BlockRuns]] = field(
         default_factory=dict, init=False
     )
+    """Kinds of runs of the last windows, and a run of each."""
     _stage_costs: dict[tuple[Replication, Window, bool], StageCosts] = field(
         default_factory=dict, init=False
     )
+    """Costs of these runs, by how replicas share weights."""
     _least_inputs: dict[tuple[bool, int], float] = field(default_factory=dict, init=False)
+    """Seconds of loading a batch, by whether there is a pipeline and the number of microbatches."""
 
     @cached_property
     def key(self) -> TableKey:
@@ -244,6 +250,8 @@ class StageTable:
         """
         n = self.num_blocks
         arriving = self.chain.messages.arrivals.reshape(-1, n + 1)
+        # A row for each property (n). Of messages: what a stage that starts at the block receives,
+        # and what a stage that ends with it sends on.
         rows = [
             np.array([float(block.class_index) for block in self.graph.blocks]),
             self.blocks.side_bytes,

@@ -38,7 +38,7 @@ def fold_all_in_all_out(pp: int, vpp: int, num_microbatches: int) -> list[list[J
 
 
 def _limit_oldest_first(pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
-    # Found by playing tables of up to 32 ranks, 8 chunks and 20 * pp microbatches; the bound
+    # Found by simulating tables of up to 32 ranks, 8 chunks and 20 * pp microbatches; the bound
     # is reached at vpp=2.
     return (min(vpp * num_microbatches, vpp * (2 * pp - 1)),) * pp
 

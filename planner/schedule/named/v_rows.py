@@ -26,6 +26,7 @@ class VRow:
 
     def add(self, count: int, steps: str) -> None:
         """Add the steps, such as ``F0 I1 W1``, `count` times over."""
+        # Chunk -1: whichever has the oldest gradient without its weight gradient.
         kinds = [(JobKind(step[0]), int(step[1:] or -1)) for step in steps.split()]
         for _ in range(count):
             check_time()

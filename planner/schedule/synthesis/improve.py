@@ -82,7 +82,7 @@ def _shaken(
     fits: Callable[[Sequence[Job]], bool],
     rng: random.Random,
 ) -> tuple[Schedule, Playback]:
-    """Return a valid table a few exchanges of neighbours away, and its playing."""
+    """Return a valid table a few exchanges of neighbours away, and its simulation."""
     play = Playback(schedule, times)
     for _ in range(_NUM_SHAKES):
         rank = rng.randrange(schedule.pp)

@@ -119,7 +119,7 @@ def synthesize_schedule(
     large tables get fewer.
     """
     num_jobs = 3 * len(pipeline.stage_to_pp_rank) * pipeline.num_microbatches
-    # Playing a table takes time in proportion to its jobs: large tables get fewer plays.
+    # A simulation takes time in proportion to the table's jobs: large tables get fewer of them.
     max_evaluations = min(max_evaluations, _MOST_JOB_PLAYS // num_jobs)
     bound = lower_bound_s(pipeline, split_backward=split_backward is not False)
     found: dict[tuple[tuple[Job, ...], ...], tuple[float, str, Schedule]] = {}
@@ -127,6 +127,7 @@ def synthesize_schedule(
         if schedule.jobs not in found:
             step_s = time_schedule(schedule, pipeline.times).step_s
             found[schedule.jobs] = (step_s, origin, schedule)
+            # At the lower bound no other table can be faster.
             if step_s <= bound * (1 + 1e-9):
                 break
     starts = sorted(found.values(), key=lambda entry: entry[:2])[:_NUM_STARTS]

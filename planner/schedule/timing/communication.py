@@ -75,6 +75,7 @@ def communication_order(
     for source, destination in dict.fromkeys(edges):
         consumers.setdefault(source, []).append(destination)
     producers: dict[int, list[int]] = {}
+    # Gradients go against the edges: a stage's backward sends to the stages that it received from.
     for source, destination in dict.fromkeys(gradient_edges):
         producers.setdefault(destination, []).append(source)
     gradient_job = {
@@ -147,6 +148,7 @@ def validate_communication(schedule: Schedule, order: Sequence[Sequence[Transfer
         while queue_at[rank] < len(queue):
             transfer = queue[queue_at[rank]]
             peer = transfer.dst_pp_rank if transfer.src_pp_rank == rank else transfer.src_pp_rank
+            # Blocking channels: a transfer happens only when both ranks have come to it.
             at_head = queue_at[peer] < len(order[peer]) and order[peer][queue_at[peer]] == transfer
             if not at_head or transfer.producer not in done:
                 break  # the rank whose progress ends this wait looks at its own head then

@@ -150,9 +150,11 @@ class Playback:
     def _play(self, times: StageTimes) -> None:
         schedule = self.schedule
         num_microbatches, last_stage = schedule.num_microbatches, schedule.num_stages - 1
+        # By stage * num_microbatches + microbatch: when the result was made, None before.
         size = schedule.num_stages * num_microbatches
         forward_end: list[float | None] = [None] * size
         gradient_end: list[float | None] = [None] * size
+        # By stage: the activation's way into it, which the gradient's way back takes as long as.
         delay = times.boundary_s(schedule.stage_to_pp_rank)
         seconds = times.by_kind()
         waiting: dict[tuple[str, int], int] = {}
