@@ -1,20 +1,20 @@
 """What replicas exchange at least, however the chain is cut: for bounds that need no boundaries.
 
-A stage's messages of S seconds beside C seconds of compute, in n pieces, leave exposed
+A stage's messages of S seconds beside C seconds of compute, in k pieces (a block each), expose
 
-    e = x + (b - x) / n        x(S, C) = `exposed_seconds` of endlessly many pieces, b of a single
+    e = x + (b - x) / k        x(S, C) = `exposed_seconds` of endlessly many pieces, b of a single
                                piece
 
-(`costmodel.time.communication`). x is convex and grows in proportion, so over stages
+(`costmodel.time.communication`). x is convex, and doubles where S and C double, so over stages
 
     sum of x(S_s, C_s) >= x(sum of S, sum of C)
 
-and what more pieces hide, b - x, is in each stage at least the sum over its blocks of
-(b_i - x(S_i, C_i)), of which it exposes the average: over pp stages of n blocks at least the sum of
-the pp smallest, and the n - pp + 1'st part of all. (Ours waits for all of a single piece, b = S;
-runtimes that cut messages finer than blocks gain nothing from pieces, b = x.) S is taken at the
-least rate that messages of any stage's size reach, so S of a stage is the sum of its blocks'.
-Nothing is hidden on a CPU (x = S), nor after the last job.
+What more pieces hide, b - x, is in each stage at least the sum over its blocks of
+(b_i - x(S_i, C_i)), of which it exposes the average: over pp stages of a chain of n blocks at least
+the sum of the pp smallest, and the n - pp + 1'st part of all. Our runtime waits for all of a single
+piece (b = S); runtimes that cut messages finer than blocks gain nothing from pieces (b = x). S is
+taken at the least rate that messages of any stage's size reach, so S of a stage is the sum of its
+blocks'. Nothing is hidden on a CPU (x = S), nor after the last job.
 """
 
 from __future__ import annotations

@@ -4,17 +4,17 @@ A step is no shorter than any path (`search.partition.chain_paths`), nor than an
 weights y >= 0 and sum 1. The y taken here make all stages alike, so that their boundaries do not
 matter. S stages, m microbatches.
 
-Whole backwards (`pipeline_line`). Stage s's path is at least sum_i A[s, i] t_i less what first
-blocks send early, t_i being stage i's seconds of a microbatch. With a the part of a block's seconds
+Whole backwards (`pipeline_line`). Stage s's path is at least sum_j A[s, j] t_j less what first
+blocks send early, t_j being stage j's seconds of a microbatch. With a the part of a block's seconds
 that comes after its gradient is sent on, at most:
 
-    A[s, i] = 1 - a        i < s    the way to stage s and back
-    A[s, i] = m - a - w_s  i = s    its own jobs, less the w_s that fit into its waits
-    A[s, i] = above        i > s    the round trips it waits for:
-              1                     one trip, with nothing else to do (after the last forward)
-              2 - a                 two trips, with w_s = S - s - 1 jobs beside (first and last)
+    A[s, j] = 1 - a        j < s    the way to stage s and back
+    A[s, j] = m - a - k_s  j = s    its own jobs, less the k_s that fit into its waits
+    A[s, j] = above        j > s    the round trips it waits for:
+              1                     one trip, with nothing else to do: k_s = 0 (after last forward)
+              2 - a                 two trips, with k_s = S - s - 1 jobs beside (first and last)
 
-Early sends of first blocks are those of stages i > s, once. The y that make y A a constant vector c
+Early sends of first blocks are those of stages j > s, once. The y that make y A a constant vector c
 prove a step of c sum(t), whatever the cut; with equal stages and a = 0, c = (m + S - 1) / S.
 
 Split backwards (`ZeroBubbleBound`), of schedules that wait for the first and the last round trip
@@ -67,7 +67,7 @@ def _line(order: JobOrder, pp: int, m: int, early: float) -> tuple[float, float]
         # Nothing runs in the wait between the last forward and the first backward.
         above, beside = 1.0, 0 * later
     elif _waits_twice(order, later.tolist(), m):
-        # w_s of the header: the warmup forwards fill the first wait, as many backwards the last.
+        # k_s of the header: the warmup forwards fill the first wait, as many backwards the last.
         above, beside = 2.0 - early, later
     else:
         return without_waits

@@ -80,8 +80,8 @@ class ReplicasNode(Node[SearchState]):
 
     @property
     def least_s(self) -> float:
-        """A step time that no shares beat: m M / (pp sum_g (r_g / t_g)), with t_g the seconds of
-        one sample on group g in the largest microbatch there may be, which takes the least.
+        """A step time that no shares beat: m M / (pp sum_g (r_g / t_g)). m: microbatches; t_g: the
+        seconds of a sample on group g in the largest microbatch there may be, the fewest.
         """
         shape = self.shape
         samples = shape.microbatch_size * sum(self.replicas)

@@ -48,7 +48,7 @@ _AT_ONCE = 1.5
 class Solved:
     """The best cut, if any under the ceiling.
 
-    `fits` is False where no cut within the memory is left of those short enough for the ceiling.
+    `fits` is False only where memory is the reason: no cut short enough for the ceiling fits.
     """
 
     cut: Cut | None

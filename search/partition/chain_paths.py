@@ -9,9 +9,9 @@ included, and `start` what is loaded before the first job:
 
     wait    by the round trips that the schedule states (`planner.schedule.job_order`)
             unknown             0
-            first and last      max(0, after - w f) + max(0, after - w b)
-                                with w = min(m, warmup(s)) - 1: the first backward returns
-                                `after` seconds after the first forward, w more forwards fit in
+            first and last      max(0, after - k f) + max(0, after - k b)
+                                with k = min(m, warmup(s)) - 1: the first backward returns
+                                `after` seconds after the first forward, k more forwards fit in
                                 between; the last backward likewise. The larger of the two
                                 where all forwards come first (m <= warmup(s))
             after last forward  after
@@ -29,7 +29,7 @@ included, and `start` what is loaded before the first job:
                           off the first of the two, too
 
 Where activations are copied to the host, m t is what the jobs take with those that copies
-lengthen (`copied_jobs`), and w f and w b likewise; other stages' jobs are taken without.
+lengthen (`copied_jobs`), and k f and k b likewise; other stages' jobs are taken without.
 
 `before` and `after` are sums over blocks, so they depend on the cut alone when all stages make
 the same recompute choice; where several are allowed they are taken without recompute, which

@@ -115,7 +115,7 @@ class InfeasibleStage:
 
     def holds(self, start: Any, end: Any) -> Any:
         """Whether runs, from `start` to `end` (arrays, broadcast), are these blocks or a copy of
-        them, or hold one where that matters.
+        them; with `and_longer` also those that hold such blocks.
         """
         # Of all copies the last that ends in the run starts latest: a run with any copy holds that.
         shift = self.shift(end)
@@ -168,8 +168,8 @@ class LeastNeeds:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageView:
-    """What is known of a problem for one stage, where stages differ: of its own devices. Seconds,
-    along the chain (n + 1).
+    """A chain as a stage sees it, where stages lie on different devices. Seconds, along the chain
+    (n + 1).
     """
 
     before_f: Floats
@@ -225,7 +225,7 @@ class ChainProblem:
     cuts: tuple[int, ...] = ()
     """Fixed stage boundaries, so that recompute alone is chosen; empty: free."""
     infeasible: tuple[InfeasibleStage, ...] = ()
-    """What is known not to fit beside what `CostWindow.fits` tells."""
+    """Stages found not to fit, beside what `CostWindow.on_rank` rules out."""
     copied: tuple[CopiedRow, ...] = ()
     """(S) Each stage's jobs beside which activations are copied; empty: none."""
     stage_choices: tuple[tuple[int, ...], ...] = ()

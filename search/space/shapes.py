@@ -156,8 +156,7 @@ class Space:
             for size in request.values("microbatch_size", can_be):
                 if per_part % size:
                     continue
-                # Schedules depend on ranks and microbatches
-                # alone: each pair is asked of the registry once.
+                # Schedules depend on ranks and microbatches alone: each pair is looked up once.
                 key = (pp, per_part // size)
                 if key not in options_of:
                     options_of[key] = tuple(

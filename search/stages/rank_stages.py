@@ -174,7 +174,7 @@ class RankCostWindow:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankStages:
     """The stages of a table as ranks of a configuration hold them, a `chain_problem.Stages`; where
-    neighbours may have other meshes (`is_mixed`), jobs do not wait for what is on the way.
+    neighbours may have other meshes (`is_mixed`), transfers are between stages and not in jobs.
     """
 
     table: StageTable
