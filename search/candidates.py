@@ -65,10 +65,13 @@ class Candidates:
     _group_tables: dict[tuple[int, int, int], tuple[Mapping[str, StageTable], ...]] = field(
         default_factory=dict
     )
+    """Tables of each layout on each group of devices, by tp, microbatch size and cp."""
     _even_cuts: dict[tuple[TableKey, int], tuple[int, ...]] = field(default_factory=dict)
+    """The most even stage boundaries, by table and number of stages."""
     _interleaved: dict[tuple[TableKey, str, int, int], InterleavedStages] = field(
         default_factory=dict
     )
+    """Interleaved stages, by table, schedule, pp and vpp."""
 
     @classmethod
     def of(

@@ -97,6 +97,7 @@ class SearchState(BranchAndBound):
     skipped_sizes: set[tuple[int, int, int]] = field(default_factory=set)
     num_too_large: int = 0
     _bounds: dict[TableKey, TableBounds] = field(default_factory=dict)
+    """Bounds of each table's configurations."""
 
     def fits(self, done: EvaluatedPlan) -> bool:
         """Whether each rank of a plan is within the memory of its devices."""

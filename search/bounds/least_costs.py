@@ -113,7 +113,6 @@ class LeastCosts:
         """Return what a rank needs at least whose stage has this load (numbers, or arrays for
         several), holds one microbatch and takes the recompute choice that needs least.
         """
-        # No schedule is given here. A split backward proves
-        # the least, so that holds for all of them.
+        # These bounds read no schedule: a split backward proves the least, so it holds for all.
         ranks = [rank_bound(self.table, config, load, choice) for choice in choices]
         return np.min([replace(rank, splits_backward=True).least(1) for rank in ranks], axis=0)

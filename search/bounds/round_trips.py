@@ -56,8 +56,8 @@ def pipeline_line(schedule: str, pp: int, m: int, early: float = 0.0) -> tuple[f
 def _line(order: JobOrder, pp: int, m: int, early: float) -> tuple[float, float]:
     keeps = 1.0 - early
     # Rows without any wait: what holds for all orders of jobs.
-    # A is lower triangular then: the sums of y from each stage on are a geometric series of ratio 1
-    # - keeps / (m - early), and y sums to 1.
+    # A is lower triangular then: the sums of y from each stage on are a geometric series, of ratio
+    # 1 - keeps / (m - early), and y sums to 1.
     without_waits = keeps / (1.0 - (1.0 - keeps / (m - early)) ** pp), 0.0
     # (stage) How many stages come after each.
     later = np.arange(pp - 1, -1, -1)

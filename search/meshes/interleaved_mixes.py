@@ -132,7 +132,7 @@ def even_mixes(candidates: Candidates, mix: Mix, limit_bytes: float) -> Iterator
     """Yield a mix for each cut that is as even as blocks allow under one of the meshes."""
     even_of: dict[tuple[int, ...], list[int]] = {}
     for index, member in enumerate(mix.members):
-        # Members of equal even cuts are mixed once, between these.
+        # Each cut that is the even one under some mesh is tried once, with all meshes.
         cuts = candidates.interleaved(member.configuration, member.table).cuts
         even_of.setdefault(cuts, []).append(index)
     for cuts, indices in even_of.items():

@@ -135,8 +135,7 @@ class Mix:
             part = float((ahead / np.where(ahead > 0, block, 1.0)).max())
             # Rounded up, so that few different lines are computed.
             part = min(round(part, 6) + 1e-6, 1.0) if part else 0.0
-            # With a part of 1 nothing of a block would be
-            # on a gradient's way, and c has no meaning.
+            # With a part of 1 nothing of a block would be on a gradient's way: c is 0 / 0.
             if part < 1.0:
                 factor, firsts = pipeline_line(configuration.schedule, pp, m, part)
                 bound = max(bound, block.sum() * factor - firsts * ahead[1:].max(initial=0.0))

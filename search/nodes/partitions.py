@@ -286,7 +286,7 @@ def infeasible_stages(
             first=first,
             end=end,
             choice=cut.choices[index],
-            # Only what ends at its edges can make a longer run need less.
+            # Only messages and copies at its edges can make a longer run need less than a shorter.
             and_longer=bool(live)
             and over > tables[index].most_edge_bytes(first, end, in_flight=live[index]),
             repeats=tables[index].repetition.part if live else (0, 0, 1),

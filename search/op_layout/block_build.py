@@ -128,7 +128,7 @@ class _Builder:
             [tensor_of.get((i, name), (i, name)) for name in (*op.inputs, *op.outputs)]
             for i, op in ((bound_class.class_index, op) for bound_class, op, _ in priced)
         ]
-        # Strategies that only differ in segments, and lead nowhere, would square the tables.
+        # Strategies in segments that lead nowhere would only make tables larger.
         kept = kept_segments(
             [
                 (mine, strategies)

@@ -110,8 +110,8 @@ def _solve_within(problem: ChainProblem, windows: Sequence[Window], ceiling: flo
     stage_runs = runs_by_stage(problem, windows)
     # Stage 0 starts at block 0: column 0 has all its runs, a row for each end.
     ends = stage_runs[0].end[:, 0]
-    # Rank 0 also makes its last weight gradients after the last gradient has come (`back` is
-    # without them), then exchanges and updates.
+    # Rank 0 makes its last weight gradients after the last gradient has come (as far as the
+    # schedule states so); then it exchanges and updates.
     tail = stage_runs[0].tail[:, 0] + problem.first_weight_s[ends]
 
     def first_stage(first_tail: float | None) -> tuple[Floats, NDArray[np.intp]]:

@@ -172,7 +172,7 @@ class Paths:
         """
         problem = self.problem
         infeasible = tuple(known for known in problem.infeasible if known.stage == stage)
-        # Stages that keep as many microbatches, with as little known of them, share the answer.
+        # Stages with as many microbatches in flight, and nothing found infeasible, share an answer.
         key = problem.in_flight[stage], infeasible, *((span.start, span.stop) for span in part)
         if key not in self._on_rank:
             rank = RankLimit(

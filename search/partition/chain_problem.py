@@ -65,14 +65,14 @@ class CostWindow(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLimit:
-    """What a rank may hold."""
+    """The limits of a rank."""
 
     in_flight: int
-    """Most microbatches that it keeps."""
+    """Most microbatches in flight on it."""
     limit_bytes: float
-    """Bytes of its device."""
+    """Bytes that its device may take."""
     infeasible: tuple[InfeasibleStage, ...] = ()
-    """What is known not to fit on its stage."""
+    """Runs of its stage that were found not to fit."""
 
 
 class Stages(Protocol):
@@ -155,7 +155,7 @@ class LeastNeeds:
     backward_s: tuple[list[float], ...]
     """Backward seconds of a microbatch, for each choice of whole stages."""
     kept_bytes: tuple[list[float], ...]
-    """Bytes that a microbatch keeps, for each of them."""
+    """Bytes that a microbatch saves for its backward, for each of them."""
     param_bytes: list[float]
     """Bytes of parameters."""
     lines: Callable[[int], tuple[Line, ...]]
@@ -206,7 +206,7 @@ class ChainProblem:
     back_transfer_s: Floats
     """(n + 1) Seconds of its gradient's way back."""
     in_flight: tuple[int, ...]
-    """(S) Most microbatches that each stage keeps."""
+    """(S) Most microbatches in flight on each stage."""
     num_microbatches: int
     """Microbatches of a step."""
     memory_limit_bytes: float

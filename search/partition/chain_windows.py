@@ -125,7 +125,7 @@ def stage_windows(
             last_start=latest[s],
             first_end=earliest[s + 1],
             last_end=latest[s + 1],
-            # A window is a rectangle as wide as its longest run; `valid` marks what is in. others.
+            # A window is a rectangle as wide as its longest run; `valid` marks what is in.
             width=int(
                 (reach[earliest[s] : latest[s] + 1] - np.arange(earliest[s], latest[s] + 1)).max()
             ),

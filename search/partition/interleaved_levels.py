@@ -121,7 +121,7 @@ class RecomputeLevels:
 
     @cached_property
     def kept(self) -> Floats:
-        """Bytes that each stage keeps of one microbatch at least (level, stage)."""
+        """Bytes that each stage saves of a microbatch at least (level, stage)."""
         if not self._pairs:
             sums = self.table.runs.kept_sums(self.choices[0])
             whole: Floats = np.diff(sums[list(self.cuts)])[None]
@@ -139,7 +139,7 @@ class RecomputeLevels:
 
     @cached_property
     def least_kept(self) -> Floats:
-        """What the stage of each rank that keeps least keeps (level, rank)."""
+        """Bytes that the stage of each rank saves that saves least (level, rank)."""
         # Stages sorted by rank, so that a rank is one slice of `reduceat`.
         by_home = np.argsort(self.homes, kind="stable")
         first = np.searchsorted(self.homes[by_home], np.arange(len(self.most)))

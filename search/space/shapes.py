@@ -118,7 +118,7 @@ class Space:
         """Yield every shape that divides."""
         request, graph, reasons = self.request, self.graph, self.reasons
         options_of: dict[tuple[int, int], tuple[tuple[str, int], ...]] = {}
-        # What remakes least comes first: stages take the first that fits.
+        # What recomputes least comes first: stages take the first that fits.
         allowed = sorted(
             request.values("recompute", RECOMPUTE_CHOICES), key=RECOMPUTE_CHOICES.index
         )

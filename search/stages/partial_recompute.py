@@ -3,10 +3,10 @@
 All blocks of a run take `light`, and of its first blocks, up to a block x, those that `heavy` frees
 bytes of take `heavy`. With running sums along the chain
 
-    K  bytes that blocks keep under light     D  bytes that heavy frees of them, never negative
+    K  bytes that blocks save under light     D  bytes that heavy frees of them, never negative
     R  seconds of light recomputation         E  seconds that heavy adds where it frees bytes
 
-a run i .. j-1 keeps K[j] - K[i] - (D[x] - D[i]) and takes R[j] - R[i] + E[x] - E[i] more than
+a run i .. j-1 saves K[j] - K[i] - (D[x] - D[i]) and takes R[j] - R[i] + E[x] - E[i] more than
 without recomputation. Both are monotone in x, so the fastest x that fits is the least one, found
 by bisection in D: no search over x. It never falls with j nor rises with i.
 """
