@@ -272,6 +272,7 @@ class BranchAndBound:
         self._set_aside_all(entries)
 
     def _set_aside_all(self, entries: list[Entry]) -> None:
+        # Nodes that only close a gap stand for no configuration of their own, so for no runner-up.
         self.set_aside += [
             (bound, node.wave, ticket, node)
             for bound, _, ticket, node in entries

@@ -111,6 +111,7 @@ def _find_plan(
             search_among(candidates, request, progress, first_look=first_look)
             for candidates in tried
         ]
+        # What a plan puts on the host has to fit the host, too.
         fitting = [
             (result.plan.estimate["step_s"], order)
             for order, result in enumerate(results)

@@ -42,6 +42,7 @@ def with_synthesised_table(
     limit_bytes = tuple(
         _live_limit(parts, memory_limit_bytes, costs.profile) for parts in answer.memory
     )
+    # Any table needs room for a microbatch on all stages of a rank.
     one_microbatch = [0.0] * plan.pp
     for stage, size in zip(plan.stages, live_bytes, strict=True):
         one_microbatch[stage.pp_rank] += size

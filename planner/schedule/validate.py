@@ -99,6 +99,7 @@ def _has_each_job_once(schedule: Schedule, pp_rank: int) -> bool:
 
 
 def _explain_wrong_jobs(schedule: Schedule) -> None:
+    # Only for tables that are known to be wrong: cell by cell, to name and mark the first.
     num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
     placed = schedule.stage_to_pp_rank
     # Where each result is made: F, gradient (B or I) and W, by stage * microbatches + microbatch.

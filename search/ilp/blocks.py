@@ -146,8 +146,7 @@ class _Program:
             for p in made:
                 for q in required:
                     seconds = float(edge.seconds[p, q])
-                    # z itself carries the cost where nobody else could share it; infinite ones are
-                    # held at 0.
+                    # z carries the cost where no other use could share it; infinite ones stay 0.
                     if len(uses) == 1 or not seconds or not np.isfinite(seconds):
                         pairs[p, q] = self.add(seconds)
                         continue

@@ -56,6 +56,8 @@ class View:
         group = next(g for g in search.candidates.profile.groups if g.name == self.device_group)
         # Ranks of a stage on this group: messages between its stages stay among them.
         here = group.num_devices // configuration.pp
+        # `is_mixed`: choices of whole stages alone, which `fitting` raises step by step, and no
+        # waits for transfers in jobs: those between a group's own stages are set below.
         alone = PricedConfiguration(
             search.candidates, configuration, table, neighbours=here
         ).problem(search.limits[self.device_group], is_mixed=True)

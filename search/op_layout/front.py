@@ -49,6 +49,7 @@ def _between(
     fast: LayoutPoint, lean: LayoutPoint, solve: Callable[[float], LayoutPoint], least_saving: float
 ) -> Sequence[LayoutPoint]:
     saving, extra = fast.num_bytes - lean.num_bytes, lean.seconds - fast.seconds
+    # Too near each other in bytes to matter, or the lean end is no slower: no corner is in between.
     if saving <= least_saving * fast.num_bytes or extra <= 0:
         return []
     # At this price both ends cost the same: what is cheaper is a corner between them.

@@ -49,6 +49,7 @@ class LiveMicrobatches:
         """Return the most that each rank keeps at once (level, rank), as
         `planner.schedule.most_kept`, if a microbatch keeps so many bytes (level, stage).
         """
+        # (level, stage) @ (stage, state): the fullest state of each rank counts.
         most = [(kept_bytes[:, stages] @ live.T).max(axis=1) for stages, live in self.by_rank]
         return np.stack(most, axis=1)
 

@@ -193,7 +193,6 @@ class Space:
     def _schedules(self, pp: int, num_microbatches: int) -> Iterator[tuple[str, int]]:
         """Yield (schedule, vpp); one plain pair when there is no pipeline to schedule."""
         request, num_blocks = self.request, len(self.graph.blocks)
-        # On a single rank all schedules run the same jobs.
         if pp == 1 and request.schedule is None and 1 in request.values("vpp", (1,)):
             yield DEFAULT_SCHEDULE, 1
             return

@@ -224,6 +224,7 @@ class StageTable:
         self, window: Window, replication: Replication, *, polls: bool = False
     ) -> tuple[RunKinds, StageCosts]:
         """Return the kinds of a window's runs and what a run of each costs."""
+        # Which runs are alike depends on the layout alone; what they cost, on the replicas too.
         kinds, runs = self._runs_of(window, polls)
         key = replication, window, polls
         if key not in self._stage_costs:

@@ -16,7 +16,7 @@ def _warmup(pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
 
 
 def _late_weights(pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
-    # The r that were held back, and the last microbatch's own.
+    # Behind the last I job come the W whose turn it is, and the r that were held back.
     return tuple(rank + 1 for rank in range(pp))
 
 

@@ -86,6 +86,7 @@ class Pipeline:
                 live += self.live_bytes[job.stage_index]
                 if live > limit:
                     return False
+            # After I the activations stay, for W multiplies them by the outputs' gradients.
             elif job.kind is not JobKind.BACKWARD_INPUT:
                 live -= self.live_bytes[job.stage_index]
         return True
@@ -166,6 +167,8 @@ def lower_bound_s(pipeline: Pipeline, *, split_backward: bool = True) -> float:
     for stage in range(1, num_stages):
         fill.append(fill[-1] + times.forward_s[stage - 1] + delay[stage])
         drain.append(drain[-1] + gradient[stage - 1] + delay[stage])
+    # Split, gradients pass the earlier stages without waiting for their W; of W jobs only the last
+    # of stage 0 is sure to come after its gradient.
     weight_s = times.backward_weight_s if split_backward else (0.0,) * num_stages
     last_weight_s = weight_s[0]
     chain = fill[-1] + times.forward_s[-1] + gradient[-1] + drain[-1] + last_weight_s

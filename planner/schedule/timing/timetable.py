@@ -166,6 +166,7 @@ class Playback:
             rank = runnable.pop()
             now, row = clock[rank], schedule.jobs[rank]
             starts, ends = self.start_s[rank], self.end_s[rank]
+            # From where the rank was stopped.
             for position in range(len(starts), len(row)):
                 job = row[position]
                 kind, stage = job.kind, job.stage_index
