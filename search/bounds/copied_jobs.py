@@ -28,7 +28,9 @@ BySeconds = Mapping[JobKind, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopiedJobs:
-    """So many jobs of a stage beside which these stages' activations leave and arrive."""
+    """Jobs of a kind and a stage with the same copies beside them: activations of stage `leaving`
+    go to the host, those of stage `arriving` return.
+    """
 
     kind: JobKind
     stage: int

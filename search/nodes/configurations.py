@@ -164,7 +164,7 @@ class ConfigurationNode(PartitionableNode):
     def infeasible_stages(
         self, search: SearchState, cut: Cut, done: EvaluatedPlan
     ) -> tuple[InfeasibleStage, ...]:
-        """Return what stages that are too large recompute too little, up to what fits exactly."""
+        """Return the choices under which stages do not fit, by the exact memory model."""
         found = super().infeasible_stages(search, cut, done)
         exact = ExactRecompute(priced=self.priced(search), limit_bytes=search.memory_limit_bytes)
         if self.configuration.vpp > 1:

@@ -26,8 +26,8 @@ class ExactRecompute:
     def infeasible(
         self, problem: ChainProblem, cut: Cut, known: InfeasibleStage
     ) -> Iterator[InfeasibleStage]:
-        """Yield what a stage can't recompute so little as, faster choices first, until the fastest
-        that is left fits. `known` says that the cut's own choice does not.
+        """Yield the choices under which a stage does not fit, the fastest first, until the fastest
+        that is left does. `known` says that the cut's own choice does not.
         """
         while True:
             known = self._least(cut, known)
@@ -63,8 +63,8 @@ class ExactRecompute:
         yield from (stages.too_low(rank, int(low[rank])) for rank in ranks)
 
     def _least(self, cut: Cut, known: InfeasibleStage) -> InfeasibleStage:
-        """Return all that is infeasible of a stage's choice, whatever block it recomputes more up
-        to.
+        """Return how far a stage's choice is infeasible: for a pair of choices, before which block
+        the heavier may not end.
         """
         over = self._over(cut, known.stage)
         in_flight = in_flight_of(self.priced.configuration)[known.stage]

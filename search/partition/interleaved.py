@@ -216,9 +216,9 @@ class InterleavedStages:
     ) -> NDArray[np.intp] | None:
         """Return each rank's level of recomputation, or None when a rank cannot hold its stages.
 
-        A level may fit where a rank's parameters, and as many microbatch-stages as the schedule
-        holds, each keeping what the stage of the rank that keeps least does, are within the limit;
-        `infeasible` are levels found too large nevertheless, on the rank of their stage.
+        A level may fit where a lower bound of the rank's bytes does: its parameters, and its
+        microbatch-stages in flight times what its smallest stage saves. `infeasible` are levels
+        that were found too large all the same, on the rank of their stage.
         """
         levels = self.levels(configuration)
         lowest = np.zeros(self.pp, dtype=np.intp)
@@ -239,8 +239,8 @@ class InterleavedStages:
         levels: NDArray[np.intp],
         memory_limit_bytes: float,
     ) -> tuple[InfeasibleStage, ...]:
-        """Return, for each rank that cannot hold its stages as the job table has them under way,
-        the highest level at which it cannot.
+        """Return, for each rank that is over the limit with what its job table has in flight, the
+        highest level at which it is.
         """
         if self.table.on_host.activations:
             # Microbatches alive in the job table may be on

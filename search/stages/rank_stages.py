@@ -92,7 +92,7 @@ class RankCostWindow:
         return self._spread(np.stack(down)), self._spread(np.stack(up))
 
     def _spread(self, of_kinds: Floats) -> Floats:
-        """Lay what is known of kinds out over the window."""
+        """Return an array over kinds (..., kind) as an array over the window's runs."""
         spread: Floats = of_kinds[..., self.kinds.of]
         return spread
 
