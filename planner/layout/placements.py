@@ -75,6 +75,8 @@ def moves_between(src: Placements, dst: Placements) -> tuple[Move, ...]:
     for at, name in enumerate(names):
         if now[name] == dst[name]:
             continue
+        # Finest first: each gather must find contiguous pieces. (The loop over names cuts again
+        # later.)
         for finer in reversed(names[at + 1 :]):
             cuts = now[finer]
             if cut_one_dim(now[name], cuts) or cut_one_dim(dst[name], cuts):

@@ -52,6 +52,7 @@ def propagate_layout(
     _check_fits(program, dict(zip(program.inputs, inputs, strict=True)), axis_size)
     _check_fits(program, dict(zip(program.outputs, outputs, strict=True)), axis_size)
     placement: dict[str, Placement] = dict(zip(program.inputs, inputs, strict=True))
+    # Parameters that are not fixed are left out: the search places each at its first use.
     for name in program.params:
         if name in fixed or program.tensor[name].kind != "param":
             placement[name] = fixed.get(name, replicated)

@@ -136,6 +136,7 @@ class Parcel:
         key = tensor.untyped_storage()._cdata
         if key in self._held:
             return tensor
+        # Saved tensors are often views of one storage, which is copied once.
         load = self._loads.get(key)
         if load is None:
             load = self._loads[key] = _Load(_whole_storage(tensor))
@@ -157,6 +158,8 @@ class Parcel:
         load = saved.load
         flat = load.on_device
         assert flat is not None, f"activations of {self._name} are asked for while on the host"
+        # The last view to be unpacked lets the memory go, as autograd frees what it saved node by
+        # node.
         load.uses -= 1
         if not load.uses:
             load.on_device = None
@@ -169,6 +172,7 @@ class Parcel:
         pairs = []
         for load in self._loads.values():
             assert load.on_device is not None
+            # Pinned, so that the copy runs on a stream of its own beside the next job.
             load.on_host = self._host.empty(
                 load.on_device.shape, load.on_device.dtype, is_copied=True
             )

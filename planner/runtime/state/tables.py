@@ -134,6 +134,7 @@ class RowTable:
                 counts = numbers != padding_idx
                 numbers, rows = numbers[counts], rows[counts]
             self._numbers.append(numbers)
+            # In the dtype of the sums: fp32 under bf16.
             self._rows.append(rows.to(self.stepped[0].dtype, copy=True))
             if sum(map(len, self._numbers)) > len(self.stepped[0]):
                 # More rows than the table has: each once, they take no more memory than it.
@@ -157,6 +158,8 @@ class RowTable:
         )
         with self._holding():
             numbers, rows = self._take()
+            # Replicas first, then stages: each number is sent once more only after its rows were
+            # added up.
             for group in self._groups:
                 numbers, rows = _gathered(numbers, rows, group, self._device)
                 numbers, rows = by_row(numbers, rows, len(self.stepped[0]))
@@ -301,6 +304,8 @@ def _gathered(
     They are exchanged on the device, as groups are the devices', a part of them at a time.
     """
     ranks = dist.get_world_size(group)
+    # Ranks touched different numbers of rows, and a gather takes equal lengths: parts are filled up
+    # to the longest and cut again on arrival.
     count = torch.tensor([len(numbers)], device=device)
     counts = [torch.empty_like(count) for _ in range(ranks)]
     dist.all_gather(counts, count, group=group)

@@ -76,6 +76,8 @@ class WholeParams:
             if not axes:
                 continue
             sizes = [mesh.size(axis) for axis in axes]
+            # Each to the rank with the fewest elements so far. All ranks see the same parameters in
+            # the same order, so they agree on the deal without a message.
             load = loads[axes]
             number = min(range(prod(sizes)), key=lambda at: load[at])
             load[number] += prod(holding.piece.shape)
@@ -154,6 +156,8 @@ class WholeParams:
         else:
             value = like.new_empty(param.box.shape)
         message = torch.view_as_real(value) if value.is_complex() else value
+        # Before a turn the value is with ranks at the owner's place on this axis and all later
+        # ones; after it, with ranks at the owner's place on the later ones.
         for at, (axis, number) in enumerate(zip(param.axes, param.owner, strict=True)):
             later = zip(param.axes[at + 1 :], param.owner[at + 1 :], strict=True)
             if all(self._mesh.rank(other) == place for other, place in later):

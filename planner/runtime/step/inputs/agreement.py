@@ -141,6 +141,7 @@ def _check_peers(said: Sequence[Said]) -> None:
         place = own.parts, own.number
         first, other = firsts.setdefault(place, (rank, own))
         wrong = f"{other.samples} and {own.samples}" if own.samples != other.samples else ""
+        # By path: peers may read different tensors, of which only common ones can be compared.
         for path, mark in own.marks.items():
             before, known = marks.setdefault((*place, path), (rank, mark))
             if known != mark and not wrong:

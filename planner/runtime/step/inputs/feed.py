@@ -150,6 +150,7 @@ def count_samples(
         meta, shape = metas[path], tuple(tensor.shape)
         for dim, size in enumerate(meta.shape):
             if isinstance(size, Affine) and not first and dim < len(shape):
+                # (size = fixed + per_sample * samples, solved for samples.)
                 first, found = path, (shape[dim] - size.fixed) // size.per_sample
     for path, tensor in leaves.items():
         _check_dtype(path, tensor, metas[path])
@@ -199,6 +200,7 @@ def filled(tensor: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
     """Return a tensor filled up to a shape, at the end of each dim."""
     if tuple(tensor.shape) == shape:
         return tensor
+    # `F.pad` takes (before, behind) of each dim from the last to the first.
     behind = [(0, want - have) for have, want in zip(tensor.shape, shape, strict=True)]
     return F.pad(tensor, [n for pair in reversed(behind) for n in pair], value=value)
 
@@ -206,6 +208,7 @@ def filled(tensor: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
 def _reversed(tensor: Tensor, meta: TensorMeta) -> Tensor:
     for dim, size in enumerate(meta.shape):
         if isinstance(size, Affine) and size.per_sample:
+            # The samples change places; the entries of each sample stay in order.
             tensor = tensor.unflatten(dim, (-1, size.per_sample)).flip(dim).flatten(dim, dim + 1)
     return tensor
 
@@ -255,6 +258,7 @@ class Preamble:
 
     def _build(self, num_samples: int) -> tuple[dict[str, Tensor], _Part | None]:
         program = self._preamble.bind(num_samples)
+        # What needs nothing of the batch (positions, causal masks) is made once and kept.
         fixed = tuple(n for n in self._made if not program.only((n,)).inputs)
         moving = tuple(n for n in self._made if n not in fixed)
         return (

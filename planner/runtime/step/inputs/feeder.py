@@ -133,6 +133,7 @@ class Feeder:
         """
         found: dict[int, int] = {}
         wrong: ModelError | None = None
+        # In this order, so the first that fits pads the least.
         for bucket in self._smallest_first:
             try:
                 found[bucket] = count_samples(
