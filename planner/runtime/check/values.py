@@ -68,6 +68,7 @@ class ValueCheck:
             if dist.get_world_size() > 1:
                 # A sum: a maximum would lose a NaN on some backends.
                 dist.all_reduce(norm)
+        # (A NaN or an infinity in either makes the sum so.)
         return not math.isfinite(float(norm) + float(loss))
 
     def explain(

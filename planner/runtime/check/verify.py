@@ -222,6 +222,7 @@ def check_memory(graph: ModelGraph, device: str | None, have_bytes: int | None =
     if have_bytes is None:
         have_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     count = sum(tensor.numel_at(1) for tensor in graph.tensors if tensor.kind == "param")
+    # 8 bytes in fp64, of weights and gradients, on the ranks and in the one process.
     needed = count * 8 * 2 * 2
     if needed > have_bytes:
         raise PlanError(
@@ -283,6 +284,8 @@ def compare_with_one_process(
     references = []
     if dist.get_rank() == 0:
         settings: dict[str, Any] = {"optimizer": _optimizer, "own": own, "draws": draws}
+        # Three runs of the same training that differ by rounding alone: what they are apart by is
+        # the rounding of each tensor.
         references = [
             OneProcess(source, module, **settings),
             OneProcess(source, module, **settings, moved=1, backwards=True),
@@ -464,6 +467,7 @@ def _differences(
                 yield kind, _missing(name, step)
                 continue
             rounding = max(_gap(tensor, each[kind][name]) for each in others)
+            # `ROUNDINGS` times the second term is one rounding of the kind's largest entry.
             least = torch.finfo(torch.float64).eps * max(_size(tensor), scale / ROUNDINGS)
             if kind == "parameter" and name not in expected["gradient"]:
                 rounding = least = 0.0  # frozen: no step rounds it, so every bit must be as it was

@@ -136,6 +136,8 @@ class Checkpoints:
         manifest: Manifest,
     ) -> None:
         group, is_first = self._group, dist.get_rank() == 0
+        # Each `together` is also a barrier: no rank writes before all have copied, and a failure on
+        # one rank ends the save on all.
         together(group, copies.finish)
         scratch = together(group, lambda: folders.begin(folder) if is_first else None)[0]
         assert scratch is not None
@@ -168,6 +170,8 @@ class Checkpoints:
 
         def commit() -> None:
             if is_first:
+                # All ranks' files are on the disk by now. The rename in `commit` makes them a
+                # checkpoint, so a crash before it leaves none that is half written.
                 files = {name: found for each in checksums for name, found in each.items()}
                 files[".metadata"] = file_checksum(scratch / ".metadata")
                 folders.commit(scratch, replace(manifest, files=files))
@@ -264,6 +268,7 @@ class Checkpoints:
                 except PlanError as error:
                     # What to do is told below, once.
                     return str(error).removesuffix("; use another checkpoint")
+                # Every rank checks its share of the files, so the whole folder is read once.
                 own = files[rank :: dist.get_world_size()]
                 return folders.what_is_wrong(checkpoint, own, file_checksum)
 

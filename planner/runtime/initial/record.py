@@ -303,6 +303,8 @@ class _Recorder(TorchDispatchMode):
         outputs = tuple(
             self._to.ref(leaf) for leaf in tree_leaves(made) if isinstance(leaf, Tensor)
         )
+        # Storages are numbered as they are met: an output with a lower number is a view of
+        # something.
         fresh = tuple(ref if ref.storage >= before else None for ref in outputs)
         into = [self._to.ref(tensor) for tensor in written]
         if name in _ALLOCATES or not (into or any(ref is not None for ref in fresh)):
@@ -325,6 +327,7 @@ class _Recorder(TorchDispatchMode):
             args=refs[0],
             kwargs={k: v for k, v in refs[1].items() if k not in _NOT_KEPT},
             made=fresh,
+            # An op in place reads what it writes into, unless it overwrites all of it.
             reads=frozenset(sources | (taken - overwritten)),
             writes=frozenset({ref.storage for ref in into} | created),
             covers=overwritten | created,
@@ -350,6 +353,8 @@ class _Recorder(TorchDispatchMode):
 
     def _mark(self, generator: torch.Generator, place: int) -> None:
         with torch._C.DisableTorchFunction(), _disable_current_modes():
+            # The generator's state is the mark: it survives what the function does with states,
+            # such as saving and restoring them around a fork.
             mark = torch.Generator().manual_seed(_FIRST_MARK + place + 1).get_state()
             self._marks[_digest(mark)] = place
             if not any(generator is known for known, _ in self.drawn_from):

@@ -50,6 +50,7 @@ class Place:
         last = first + rows.shape[0]
         for chunk in self.piece.chunks(self.tensor.element_size(), _ALL):
             (start, stop), *others = chunk.box
+            # The rows that are both in this message and in the chunk.
             low, high = max(start, first), min(stop, last)
             if low < high:
                 (at, _), *own = chunk.local

@@ -129,6 +129,7 @@ def _check_partition_of(runs: tuple[Runs, ...], size: int) -> str:
 
 def _check_partition(shape: tuple[int, ...], pieces: list[Piece], what: str) -> Iterator[str]:
     """The distinct pieces are all combinations of distinct stretches, which cover each dim once."""
+    # (An empty piece is that of a rank beyond the last chunk.)
     full = [piece for piece in pieces if prod(piece.local_shape)]
     combinations = 1
     for dim, size in enumerate(shape):

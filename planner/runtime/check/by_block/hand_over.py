@@ -256,6 +256,7 @@ def _carried(
     some = next(iter(tensors.values()))
     for rank in target.ranks:
         needed = routes.box(edge, cut, rank)
+        # NaN where nothing arrives, so that a missing part shows.
         buffer = some.new_full(sizes(needed), float("nan") if some.is_floating_point() else 0)
         for part in parts:
             if part.target != rank:
@@ -264,6 +265,7 @@ def _carried(
             own = tensors[part.source]
             where = None if part.box == held else slices(part.box, held)
             given = own if where is None else own[where]
+            # (The whole of it. Of a piece of segments only the box's sizes are true.)
             if box_numel(part.box) == box_numel(needed):
                 buffer = given.reshape(sizes(needed)).clone()
             else:

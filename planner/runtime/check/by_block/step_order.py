@@ -66,6 +66,8 @@ def _of_row(
             of_job[key] = _of_job(graph, plan, *key, place, calls)
         for axis, own in of_job[key].items():
             count, digest = found.get(axis, (0, 0))
+            # A running digest: equal only for the same collectives in the same order, in constant
+            # memory.
             found[axis] = count + len(own), hash((digest, own))
     return found
 
