@@ -161,6 +161,8 @@ def simplified(
 
 def _clipped(bounds: Bounds, queries: int, keys: int) -> Bounds:
     low, high = bounds
+    # Places differ by 1 - keys at the least and queries - 1 at the most: such bounds leave no pair
+    # out.
     low = FREE[0] if low is not None and low <= 1 - keys else low
     high = FREE[1] if high is not None and high >= queries - 1 else high
     return low, high

@@ -186,6 +186,7 @@ class Trial:
             holds = self._compare_draws(own, whole, leaves) if self._draws.are_apart else ()
             cost = self._cost(values, own, made)
             if holds and self._draws.number:
+                # The seed is the same for all samples.
                 holds = (*holds, False)
         else:
             holds, cost = self.first.holds_samples, self.first.cost
@@ -239,6 +240,8 @@ class Trial:
                 )
             made = [leaf for leaf in again if isinstance(leaf, Tensor)]
             self._compare_twice(values, own, made)
+            # A split that a single draw contradicts is out: samples may seem apart by chance, never
+            # not apart.
             possible = [
                 split
                 for split in (splits(values, self.num_samples) if possible is None else possible)
@@ -274,6 +277,7 @@ class Trial:
             asked = [t for t in again if t.requires_grad]
             if not ends or not asked:
                 return []
+            # (Any gradients of the right shapes do: the results themselves.)
             found = torch.autograd.grad(ends, asked, ends, allow_unused=True)
             return [t for t in found if t is not None]
 

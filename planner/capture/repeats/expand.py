@@ -44,6 +44,7 @@ def expand(short: RawGraph, repeat: Repeat, order: Sequence[str]) -> RawGraph:
     before = _outputs(short.ops[slice(*periods[0])])
     own = _outputs(second)
     last = dict(zip(own, own, strict=True))  # names of what the copy before made, by P1's
+    # Each copy is P1 with the names of its own layers, reading the copy before it as P1 reads P0.
     for copy in range(1, copies + 1):
         names: dict[str, str] = {}
         for meta in layers.held_in(1, second):
@@ -60,6 +61,7 @@ def expand(short: RawGraph, repeat: Repeat, order: Sequence[str]) -> RawGraph:
         lookup = renamed | reads | names
         ops += [layers.copied_op(item, lookup, copy) for item in second]
         last = {name: names[name] for name in own}
+    # P2 and what follows read of the last copy what they read of P1.
     ops += [layers.at(item, renamed | last) for item in short.ops[periods[2][0] :]]
     everything = {meta.name: meta for meta in tensors.values()} | made
     place = {fqn: number for number, fqn in enumerate(order)}
@@ -157,6 +159,7 @@ class _Layers:
         layers = range(first, first + self.repeat.period)
         of_ops = set(map(id, ops))
         inside = {n for item in ops for n in item.op.inputs}
+        # (A constant that other ops read too is common to all copies.)
         inside -= {n for it in self.short.ops if id(it) not in of_ops for n in it.op.inputs}
         return [
             meta
