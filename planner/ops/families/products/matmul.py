@@ -165,6 +165,7 @@ def _folded_factors(call: KernelCall) -> Saved:
         shape = call.shape(name)
         expanded = shape[:-2] != batch
         folded = (prod(shape[:-2]), *shape[-2:])
+        # matmul stretches the factor over the whole batch first, by a copy.
         if expanded:
             extra += prod(batch) * prod(shape[-2:]) * call.element_bytes(name)
         elif reshaped_strides(shape, call.strides[name], folded) is None:

@@ -30,6 +30,7 @@ def dim_groups(source: Shape, target: Shape) -> Iterator[tuple[list[int], list[i
         while True:
             if size_left == size_right and left and right:
                 break
+            # The side that holds fewer elements takes its next dim.
             if size_left <= size_right and i < len(source):
                 left.append(i)
                 size_left *= source[i]
@@ -77,6 +78,7 @@ def _segments_in_front(group: list[int], shape: Shape, dim: int) -> int:
 
 def _dim_at(group: list[int], shape: Shape, count: int, axis_size: int) -> Shard | None:
     """Return the sharding of one dim of a group that cuts the flat dim in `count` segments."""
+    # `count` segments of the flat dim are count / (entries in front) of this one.
     for dim in reversed(group):
         segments, rest = divmod(count, _segments_in_front(group, shape, dim))
         fits = segments > 0 and rest == 0 and shape[dim] % (segments * axis_size) == 0
