@@ -110,6 +110,7 @@ def propagate_graph(
         if index in layouts:
             continue
         program = programs[index] if programs else graph.classes[index].bind(microbatch_size)
+        # Parameters that other places use too, with the place that stands for all of these.
         of_local = {local: shared.get((index, i)) for i, local in enumerate(program.params)}
         # Places of a class that were chosen apart are chosen anew, where the last of them lies.
         for _ in range(2):
@@ -136,6 +137,8 @@ def propagate_graph(
                     graph, program, block.outputs, program.outputs, boundary, axis_size
                 ),
             )
+            # Where a class has such a parameter at several places, they must lie alike: the last
+            # decides.
             found = zip(of_local.values(), layouts[index].param_placements, strict=True)
             lie: dict[_Place, list[Placement]] = {}
             for first, placement in found:
@@ -162,6 +165,7 @@ def _shared_places(graph: ModelGraph) -> dict[_Place, _Place]:
     for block in graph.blocks:
         for position, name in enumerate(block.params):
             place = (block.class_index, position)
+            # Union of two sets of places, each named by its first.
             known, own = (first.get(p, p) for p in (place_of.setdefault(name, place), place))
             if known == own:
                 continue
@@ -225,6 +229,7 @@ def _at_boundary(
     for name, local in zip(names, local_names, strict=True):
         meta = program.tensor[local]
         # Of classes used several times, what one block hands on must suit every other.
+        # Batch inputs and side inputs are whole on every rank; so is the loss.
         fits = name in graph.producer and name != graph.loss and meta.requires_grad
         fits = fits and boundary is not None and divides(boundary, meta.shape_at(1), axis_size)
         placed.append(boundary if fits and boundary is not None else Replicate())

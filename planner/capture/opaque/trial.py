@@ -120,6 +120,7 @@ class Trial:
         """Try it. Raises CaptureError for what a plan can't repeat, in one line."""
         self._refuse_loose_tensors("keeps")
         before = state_of(self.module)
+        # The trial leaves the script's random numbers as they were.
         random_state = torch.random.get_rng_state()
         # Not torch.manual_seed: that seeds accelerators too, whose random numbers are the script's.
         torch.default_generator.manual_seed(0)

@@ -124,6 +124,7 @@ def inner_collectives(
     if op.target == "planner.vocab_log_softmax":
         meta = tensor[op.outputs[0]]
         size = meta.bytes_at(1) // max(1, meta.shape_at(1)[int(op.args[1])])  # type: ignore[arg-type]
+        # The largest entry, the sum of exponentials, and that sum's gradient.
         return (("all_reduce", size),) * 3
     if op.target == "planner.batch_norm_by_channel":
         running = tensor[op.inputs[-1]]

@@ -108,6 +108,8 @@ class ValueCheck:
                 f"step {step}: {what}; run again, all is finite: it began in "
                 "an earlier batch of the step, random numbers or the hardware"
             )
+        # Of all ranks' first findings: forwards before backwards, then the earliest microbatch; in
+        # a forward the first stage, in a backward the last.
         first = min(every, key=lambda each: each.order)
         return ValuesError(f"step {step}: {what}; first in {first.text}")
 
@@ -166,6 +168,7 @@ class _Look(TorchDispatchMode):
         for tensor in _floats(made):
             if _is_finite(tensor):
                 continue
+            # A NaN may also begin where infinities are read (inf - inf), as long as no NaN is.
             begins = reads_finite and name not in _WRITES_CONSTANTS
             if begins or (not reads_nan and bool(tensor.isnan().any())):
                 self._note(name, tensor, job, frame)

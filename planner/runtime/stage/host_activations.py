@@ -69,6 +69,8 @@ class ActivationsOnHost:
 
     def before(self, position: int) -> None:
         """Do what comes before the job at a position: arrivals, and the next ones' departure."""
+        # What was prefetched beside the job before is used by this one; what the next backward
+        # needs begins to come back beside this job.
         for offload in self._at["backward"].get(position, ()):
             self._parcels.pop(offload).arrive()
         for offload in self._at["arriving"].get(position, ()):
@@ -76,6 +78,8 @@ class ActivationsOnHost:
 
     def after(self, position: int) -> None:
         """Do what comes after the job at a position."""
+        # The copy to the host ran beside the job that has ended, so the device's memory can go;
+        # what the forward that has ended saved begins to leave beside the next job.
         for offload in self._at["leaving"].get(position, ()):
             self._parcels[offload].let_go()
         for offload in self._at["forward"].get(position, ()):
@@ -133,6 +137,8 @@ class Parcel:
         """Note a tensor that autograd saves."""
         if isinstance(tensor, DTensor):
             return tensor
+        # (An address stays its own: the storages of parameters, buffers and the batch outlive the
+        # forward.)
         key = tensor.untyped_storage()._cdata
         if key in self._held:
             return tensor
@@ -213,6 +219,8 @@ def _whole_storage(tensor: Tensor) -> Tensor:
     # Both take back what is only marked: other tensors of the storage may be without the mark.
     tensor = tensor.conj() if tensor.is_conj() else tensor
     tensor = torch._neg_view(tensor) if tensor.is_neg() else tensor
+    # The whole storage, gaps and parts that no saved tensor shows included: views need their own
+    # offsets.
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
     return tensor.as_strided((count,), (1,), 0)
 

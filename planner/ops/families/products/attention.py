@@ -37,6 +37,8 @@ def attention(call: Call) -> Iterator[OpSharding]:
     query, key, value = call.inputs[:3]
     names: list[list[int | None]]
     if grouped:  # one key head is every query head's own
+        # Equal shares of query heads and key heads keep each query with its own key; a single key
+        # head is whole on every rank.
         of_keys = [*batch[:-1], None if key[-3] == 1 else batch[-1]]
         names = [[*batch], of_keys, [*of_keys]]
     else:  # batch and head dims broadcast as in a product

@@ -78,6 +78,7 @@ def pad(call: Call) -> Iterator[OpSharding]:
     sizes = call.op.args[1]
     assert isinstance(sizes, tuple)
     rank = len(call.inputs[0])
+    # Sizes come in pairs (before, behind), of the last dim first.
     padded = {rank - 1 - i // 2 for i, size in enumerate(sizes) if size != 0}
     yield from same_dims(call, fixed=padded)
     constant = (

@@ -132,6 +132,7 @@ def _alone(plan: Plan) -> Plan:
 
 def _play(handover: Handover, name: str, plan: Plan, routes: Routes) -> Iterator[str]:
     source, target = (plan.mesh(plan.stages[stage].pp_rank) for stage in handover.stages)
+    # Two samples in each part where the plan has them, so that mixing them up shows.
     per_part = max(1, min(2, plan.microbatch_samples // plan.batch_parts))
     cut = (per_part,) * plan.batch_parts
     dtype = getattr(torch, handover.dtype)
@@ -286,6 +287,7 @@ def _compared(
     expected: Callable[[int], Tensor],
 ) -> Iterator[str]:
     for ranks in sums_over(placed, mesh):
+        # Terms of a sum are added up before they are compared.
         total = found[ranks[0]]
         for rank in ranks[1:]:
             total = total + found[rank]

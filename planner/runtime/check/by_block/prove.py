@@ -255,6 +255,7 @@ def _blocks(
             return derived.local(cut.graph, plan, index, degrees, size, rank)
 
         whole = cut.graph.classes[index].bind(size)
+        # No axis cuts the block: comparing it with itself would show nothing.
         if all(local(rank) == whole for rank in simulated_mesh(degrees).ranks):
             checked[index, degrees] = Checked(faults=())
             uncut += 1

@@ -233,11 +233,13 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
         _opened=opened,
     )
     has_copies = plan.degrees.along("copies") > 1
+    # In one order on all ranks, which take part in making every group.
     for name in (*(axis.name for axis in lowered_axes()), "data", *SHARING * has_copies):
         lines = [line for m in meshes for line in m.groups(*members(name)) if len(line) > 1]
         group = mesh.open_group(lines)
         if group is not None:
             mesh._lines[name] = group
+    # Without copies ZeRO shards over all of "data": the same group serves both.
     if not has_copies and "data" in mesh._lines:
         mesh._lines["shards"] = mesh._lines["data"]
     return mesh

@@ -106,6 +106,8 @@ class WholeParams:
             kept, names = [], []
             for held, name in zip_longest(group["params"], group.get("param_names", ())):
                 param = by_piece.get(id(held))
+                # A state that was made before (Adagrad's) was made for the piece; the owner needs
+                # it for the whole.
                 state = optimizer.state.pop(held, None) if param is not None else None
                 value = held if param is None else param.value
                 if value is not None:
@@ -129,6 +131,8 @@ class WholeParams:
     def gather_gradients(self) -> None:
         """Give each owner the whole gradients; the ranks that share them call it together."""
         for param in self.params:
+            # All ranks that share the parameter agree on that, as it has a gradient on all or on
+            # none.
             if param.piece.grad is not None:
                 grad = whole(param.piece.grad, param.placements, self._mesh)
                 if param.value is not None:
@@ -143,6 +147,7 @@ class WholeParams:
             piece = param.piece
             local = piece.to_local() if isinstance(piece, DTensor) else piece.detach()
             value = self._from_owner(param, local)
+            # A piece may be several boxes of the whole (segments, two cuts of a dim).
             for chunk in param.box.chunks(local.element_size()):
                 source = value[tuple(slice(a, b) for a, b in chunk.box)]
                 local[tuple(slice(a, b) for a, b in chunk.local)].copy_(source)

@@ -149,6 +149,8 @@ class Feeder:
                 f"{wrong}, or as one of {len(self._shapes) - 1} buckets; planner.apply(..., pad="
                 '{"PATH": VALUE}) fills tensors up'
             )
+        # Of shapes that count other numbers of samples in these tensors, those that agree with the
+        # first are kept.
         samples = next(iter(found.values()))
         return tuple(bucket for bucket, count in found.items() if count == samples), samples
 

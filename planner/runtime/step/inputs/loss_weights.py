@@ -76,6 +76,8 @@ class LossWeights:
         """
         if not self.counts:
             return self.by_samples(cut.split)
+        # All replicas' parts are counted here, so every rank finds the same total without a
+        # message.
         counts = self._counts(cut)
         return self.by_counts(counts[self._number], sum(map(sum, counts)))
 
