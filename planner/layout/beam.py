@@ -110,7 +110,7 @@ class BeamSearch:
         return found
 
     def run(self, placement: Mapping[str, Placement], outputs: Mapping[str, Placement]) -> State:
-        """Return the cheapest state found that ends with `outputs` placed as asked.
+        """Return the cheapest state found that ends with `outputs` placed as required.
 
         `placement` is where inputs, and params not left to choose, lie. Raises LayoutError
         when an op can't honour the pins.

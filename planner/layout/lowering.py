@@ -2,7 +2,7 @@
 
 The local program has local shapes and explicit ``planner.redistribute`` ops; everything
 else is the captured op, with sizes of the shard where its arguments spell sizes. Every
-consumer that wants a value in the same placement shares one redistribution, so the
+consumer that takes a value in the same placement shares one redistribution, so the
 backward of q, k and v projections costs one all-reduce, not three.
 """
 
@@ -136,7 +136,7 @@ def lower(
     (`sharding.repeated`) is gathered as that one, and repeated again. Without a layout every
     rank runs the whole program; on an axis of size one it is returned unchanged. Raises
     LayoutError when the layout is for another program, a size does not divide, or an op can't
-    run as asked.
+    run as placed.
     """
     # With `sum_later` even a program that runs whole is changed: its parameters' gradients would be
     # counted once a rank.
@@ -195,7 +195,22 @@ def _check_layout(program: Program, layout: ClassLayout) -> None:
 
 @dataclass(kw_only=True)
 class _Lowering:
-    """The local program so far. Not frozen because it grows op by op."""
+    """The local program so far. Not frozen because it grows op by op.
+
+    Attributes:
+        program: what is lowered, bound, with whole tensors.
+        axis: the mesh axis.
+        axis_size: its ranks.
+        sum_later: whether gradients of whole parameters stay sums over the axis.
+        ops: of the local program, in order.
+        tensors: its tensors, local, by name.
+        placement: how each tensor of `program` lies where it is made.
+        moved: the redistributions so far, by tensor, placement and whether the gradient of the
+            result is a sum; with the name of the result.
+        summed_later: parameters, and what linear ops make of them alone, whose gradient may be
+            left as terms.
+        again: names of ops that were run again on a whole source.
+    """
 
     program: Program
     axis: str

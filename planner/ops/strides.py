@@ -45,7 +45,7 @@ def reshaped_strides(
     chunk_base, tensor_numel, view_numel = strides[-1], 1, 1
     for dim in range(len(shape) - 1, -1, -1):
         tensor_numel *= shape[dim]
-        # A chunk goes on while the next dim's stride is what row-major order asks for.
+        # A chunk goes on while the next dim's stride is that of row-major order.
         ends_chunk = dim == 0 or (
             shape[dim - 1] != 1 and strides[dim - 1] != tensor_numel * chunk_base
         )

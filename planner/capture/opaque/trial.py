@@ -100,10 +100,17 @@ class Unread:
 
 @dataclass(kw_only=True)
 class Trial:
-    """A call that is to be tried. `who` names the module and the user's line, in messages.
+    """A call that is to be tried.
 
-    `places` are its args and kwargs, in which a `Place` stands for a tensor of `given`.
-    `first` is the same call on fewer samples, where that was tried: only shapes differ.
+    Attributes:
+        module: what is called.
+        precision: that the model is captured in.
+        who: names the module and the user's line, in messages.
+        key: names the module in a graph, see `module_key`.
+        places: args and kwargs, in which a `Place` stands for a tensor of `given`.
+        given: the tensors of the arguments, on the meta device.
+        num_samples: of the batch that the call is a part of.
+        first: the same call on fewer samples, where that was tried: only shapes differ.
     """
 
     module: nn.Module

@@ -33,9 +33,15 @@ _STEP_PENALTY = 1e-3
 class ReshardStep:
     """One step along one axis, from one placement to another.
 
-    `num_bytes` is what each rank receives: (n-1)/n of the payload, twice that for an
-    all-reduce (ring). `payload_bytes` is the tensor before a scatter or after a gather, as
-    it lies on the other axes. Local steps move nothing.
+    Attributes:
+        axis: the mesh axis.
+        src: the placement before.
+        dst: the placement after.
+        kind: the collective, or the local work.
+        payload_bytes: of the tensor before a scatter or after a gather, as it lies on the other
+            axes.
+        num_bytes: that each rank receives: (n-1)/n of the payload, twice that for an all-reduce
+            (ring, n ranks); 0 for local work.
     """
 
     axis: str
@@ -62,8 +68,18 @@ class Transfer:
 class Reshard:
     """A way from `src` to `dst`: steps on the source mesh, transfers, steps on the target.
 
-    Transfers lead from the layout `departure` to `arrival`. On one mesh there are none, and
-    `before` is the whole way.
+    On one mesh there are no transfers, and `before` is the whole way.
+
+    Attributes:
+        shape: of the whole tensor.
+        itemsize: bytes of an element.
+        src: where the tensor is.
+        dst: where it goes.
+        departure: the layout on the source mesh from which transfers lead.
+        arrival: the layout on the target mesh to which they lead.
+        before: steps on the source mesh, from `src` to `departure`.
+        transfers: from rank to rank, or kept.
+        after: steps on the target mesh, from `arrival` to `dst`.
     """
 
     shape: Shape

@@ -35,7 +35,9 @@ class DryRun:
     """The byte timeline of one rank over one step, after a step that set up all state."""
 
     rank: int
+    """The global rank."""
     pp_rank: int
+    """Its pipeline rank."""
     batch_bytes: int
     """The batch, which the caller holds between steps too."""
     rest_bytes: int

@@ -44,7 +44,8 @@ class Found:
     """A tensor that is not finite, though all that it was made from is.
 
     Attributes:
-        order: microbatch, then the job's place in it: the least came first.
+        order: 0 for a forward, 1 for a backward, -1 for what a step begins with; the microbatch;
+            the stage, negative in a backward. The least came first.
         text: what made it, where, in words.
     """
 

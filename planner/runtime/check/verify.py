@@ -95,11 +95,22 @@ _NONE = Difference(relative=0.0, rounding=0.0, name="", step=0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """What `verify` found. `losses` are the plan's, `reference_losses` the one process's.
+    """What `verify` found.
 
     A difference is a fault beyond `ROUNDINGS` times the rounding measured, and beyond
-    `tolerance` in any case. `notes` say what was switched off or cut down to compare, as
-    sentences.
+    `tolerance` in any case.
+
+    Attributes:
+        steps: of training that were compared.
+        num_ranks: of the plan.
+        tolerance: the largest relative difference that is no fault.
+        loss: the worst difference of a loss.
+        gradient: that of a gradient.
+        parameter: that of a parameter after the optimizer's step.
+        buffer: that of a buffer.
+        losses: the plan's, step by step.
+        reference_losses: the single process's.
+        notes: what was switched off or cut down to compare, as sentences.
     """
 
     steps: int = 0

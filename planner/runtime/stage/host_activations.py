@@ -90,7 +90,7 @@ class _Load:
     """One storage that autograd saved. Mutable: it is on the device, on the host, or both.
 
     Both are flat, in the dtype of the first tensor saved of it. `uses` counts the saved
-    tensors that were not asked for yet; with the last one the device's is let go.
+    tensors that were not unpacked yet; with the last one the device's memory is let go.
     """
 
     __slots__ = ("on_device", "on_host", "uses")
@@ -106,8 +106,11 @@ class Saved:
     """A tensor that autograd saved: a view of a storage."""
 
     load: _Load
+    """The storage."""
     dtype: torch.dtype
+    """That of the view, which may differ from the storage's first."""
     size: torch.Size
+    """Sizes of its dims."""
     stride: tuple[int, ...]
     """Steps in elements of `dtype`."""
     offset: int

@@ -68,7 +68,7 @@ class KeptOp(nn.Module):
         self.made_again, self.is_read, self.is_random = made_again, is_read, is_random
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the op, or answer for it in a second run."""
+        """Run the op, or return its kept result in a second run."""
         call = self._keeper.current
         if call is None:
             return self._function(*args, **kwargs)
@@ -200,7 +200,7 @@ class _Call:
         return result
 
     def recall(self, op: KeptOp, given: dict[int, Tensor]) -> Any:
-        """Answer for a kept op in the second run."""
+        """Return a kept op's results in the second run."""
         kept = self._kept[op]
         # In the order of the first run, since both runs number saved tensors by their order.
         for view in kept.views:
@@ -249,7 +249,7 @@ class _Call:
         return self._made.pop(saved)
 
     def make_again(self) -> None:
-        """Make the tensors that autograd will ask for, if there are any."""
+        """Make the tensors that the backward will read, if there are any."""
         if self._num_saved and not self._made:
             self._second_run()
 

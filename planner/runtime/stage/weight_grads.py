@@ -1,4 +1,4 @@
-"""Weight gradients made by products of ours: added where they belong, and later if asked.
+"""Weight gradients made by products of ours: added to the sums in place, and deferred if need be.
 
 Nearly all work of a weight gradient is in products of an activation with a weight, so those
 products alone are run by functions of ours; other parameters (norms, convolutions, embeddings)

@@ -46,7 +46,17 @@ class Moments:
 
 @dataclass(slots=True)
 class _Layer:
-    """A layer's buffers, what they held when the step began, and the moments so far."""
+    """A layer's buffers, what they held when the step began, and the moments so far.
+
+    Attributes:
+        norm: the layer in the graph.
+        source: what it normalises, [samples, channels, ...].
+        mean: the buffer of running means [channels].
+        var: the buffer of running variances [channels].
+        tracked: the buffer that counts steps, if it has one.
+        before: what `mean` and `var` held when the step began.
+        moments: of this rank's microbatches so far.
+    """
 
     norm: BatchNorm
     source: TensorMeta

@@ -500,7 +500,7 @@ class Engine:
     def _recorded_job(
         self, kind: StepJobKind, *, on_host: bool = False
     ) -> AbstractContextManager[None]:
-        """Record a job behind the table, and name it for profilers, if anyone looks."""
+        """Record a job behind the table, or name it for a profiler, where either is on."""
         job = self._step_jobs[kind]
         if self._recorder is not None:
             return self._recorder.span(str(job.kind), str(job), on_host=on_host)

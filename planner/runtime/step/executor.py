@@ -353,7 +353,7 @@ class Executor:
             return self._post.get(message)
 
     def _computing(self, job: Job, kind: str | None = None) -> AbstractContextManager[Any]:
-        """Name a job's computation for profilers, and record when it ran, if anyone looks.
+        """Name a job's computation for a profiler, and record when it ran, where either is on.
 
         `kind` is another than the job's for what it does ahead of its inputs.
         """

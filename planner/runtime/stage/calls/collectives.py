@@ -64,7 +64,7 @@ def redistribute(x: Tensor, group: str, src: str, dst: str, grad_partial: bool) 
     """Change the placement of `x` on one axis from `src` to `dst` (``R``, ``P``, ``S(dim)``).
 
     An empty `group` is an axis of size one: nothing moves. Raises LayoutError for a pair
-    of placements nobody should ask for (anything from or to an unknown one).
+    of placements without a way between them.
     """
     if not group:
         return x

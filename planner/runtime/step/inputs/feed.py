@@ -26,12 +26,18 @@ SideInputs = Callable[[int, int], tuple[Tensor, ...]]
 class Feed:
     """One step's batch as this rank takes it.
 
-    `bucket` says which of the plan's shapes it has (0: its own). `num_samples` counts the samples
-    it has of each microbatch; `loss_weights` are what the mean loss of those counts for in the
-    batch's (0-d; the gradients they start from). Over all microbatches and parts of them they sum
-    to one. `total` gives what the whole batch counts: its samples, or what the user counts in it;
-    None where losses are sums, whose weights are one. `check` waits for what ranks tell each other
-    of the batch beside the step, and raises ModelError where they were given different ones.
+    Attributes:
+        split: how the whole batch is cut into microbatches and parts.
+        num_samples: this rank's samples of each microbatch.
+        side_inputs: gives a stage's side inputs of a microbatch.
+        loss_weights: what the mean loss of each microbatch here counts for in the batch's (0-d;
+            backwards start from them). Over all microbatches and parts they sum to 1, but where
+            losses are sums each is 1.
+        total: gives what the whole batch counts: its samples, or what the user counts in it; None
+            where losses are sums.
+        bucket: which of the plan's shapes it has (0: its own).
+        check: waits for what ranks exchange of the batch beside the step, and raises ModelError
+            where they were given different ones.
     """
 
     split: BatchSplit

@@ -36,7 +36,7 @@ class _Ran:
 
 @dataclass(kw_only=True)
 class ParamGradient:
-    """A parameter's gradient, made when it is asked for. Mutable: terms are added."""
+    """A parameter's gradient, made when `make` is called. Mutable: terms are added."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

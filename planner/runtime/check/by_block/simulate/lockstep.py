@@ -58,7 +58,16 @@ class Call(NamedTuple):
 
 @dataclass(kw_only=True)
 class _Rank:
-    """A rank's thread and where it stands. Mutable: it moves on."""
+    """A rank's thread and where it stands. Mutable: it moves on.
+
+    Attributes:
+        may_run: released when it is the rank's turn.
+        calls: the collectives that it has come to, in order.
+        waits: what it waits for; None while it may run.
+        is_done: whether its body has ended.
+        result: what its body returned.
+        error: what its body raised.
+    """
 
     may_run: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     calls: list[Call] = field(default_factory=list)
