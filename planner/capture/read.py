@@ -422,6 +422,7 @@ class Reader:
     def _rebind(self, node: torch.fx.Node, written: Ref, value: Ref) -> Ref:
         """Let later ops read what was written; return what the op itself returns."""
         memory = root_of(self.record, written).name
+        # What was taken for a copy shares this memory in the graph; read again with true copies.
         if self._inexact.intersection({memory, *self.record.views_of(memory)}):
             raise _MemoryWritten
         root, whole, result = rebind(
@@ -441,6 +442,7 @@ class Reader:
                     f"{self.record.tensors[buffer].fqn}{node_line(node)}; detach() it first"
                 )
             self._copies[whole.name] = buffer
+            # (The last write of the buffer decides, and where it stands.)
             self._puts[buffer] = (len(self.record.ops), node, whole)
         return result
 

@@ -218,6 +218,7 @@ def _views_again(
     after it; return the last one, that of the write itself, or None where it is not taken.
     """
     views = levels[:-1]
+    # Only views that a later op reads are taken again.
     used = [level.is_used_after(node) for level in views]
     if views and node.users:
         used[0] = True

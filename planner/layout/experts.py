@@ -121,7 +121,7 @@ def _rows_of_experts(program: Program, products: list[Op]) -> tuple[set[str], se
     """
     makers = {name: op for op in program.ops for name in op.outputs}
     made = {name for op in products for name in op.outputs}
-    # Inside is what lies between two products: behind one and ahead of another.
+    # Inside is what lies between two products: behind a product and ahead of another.
     after = set(made)
     for op in program.ops:
         if after.intersection(op.inputs):

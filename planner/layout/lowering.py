@@ -43,8 +43,8 @@ def local_program(
     """
     whole = graph.classes[class_index]
     full_size = plan.microbatch_samples // degrees.along("batch")
-    # Layouts were found for a full microbatch. A smaller one is lowered beside it, as its layout's
-    # segments follow from comparing the two programs.
+    # Layouts were found for a full microbatch. A smaller microbatch is lowered beside it, as the
+    # segments of its layout follow from comparing the two programs.
     programs = [whole.bind(size) for size in dict.fromkeys((microbatch_size, full_size))]
     programs = [replace(bound, outputs=(*bound.outputs, *watched)) for bound in programs]
     for axis in lowered_axes():

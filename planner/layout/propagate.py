@@ -51,6 +51,7 @@ def propagate_layout(
     outputs = tuple(outputs or (replicated,) * len(program.outputs))
     _check_fits(program, dict(zip(program.inputs, inputs, strict=True)), axis_size)
     _check_fits(program, dict(zip(program.outputs, outputs, strict=True)), axis_size)
+    # What is fixed before the search: inputs at the boundary, pinned parameters, buffers whole.
     placement: dict[str, Placement] = dict(zip(program.inputs, inputs, strict=True))
     # Parameters that are not fixed are left out: the search places each at its first use.
     for name in program.params:

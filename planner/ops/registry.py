@@ -232,6 +232,8 @@ def segment_counts(program: Program) -> tuple[int, ...]:
     pieces, flattened, parts = {1}, {1}, {1}
     for op in program.ops:
         call = Call(op, program.tensor, axis_size=1)
+        # Joints are cut into equal parts of their own; contiguous rules show where samples were
+        # flattened.
         joins = call.packet in _JOINTS
         for rule in family_of(op.target).shard:
             for sharding in rule.function(call) if rule.contiguous or joins else ():

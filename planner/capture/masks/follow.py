@@ -174,6 +174,7 @@ def _unsqueeze(at: Following) -> Known | None:
 def _slice(at: Following) -> Known | None:
     value, dim = at.of(at.op.args[0]), at.arg(1, "dim", 0)
     source = at.tensors[at.op.inputs[0]]
+    # (All of the dim: the value itself.)
     if isinstance(value, Constant) or at.made.shape == source.shape:
         return value
     from_end = dim - len(source.shape) if dim >= 0 else dim
@@ -222,6 +223,7 @@ def _added(sign: int) -> Callable[[Following], Known | None]:
         first, second = at.of(at.op.args[0]), at.of(at.op.args[1])
         if at.arg(2, "alpha", 1) != 1:
             return None
+        # Two masks added: a pair counts where both let it through.
         if isinstance(first, Additive) and isinstance(second, Additive) and sign > 0:
             pattern = both(first.pattern, second.pattern)
             return None if pattern is None else Additive(pattern=pattern)

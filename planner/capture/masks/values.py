@@ -191,7 +191,7 @@ def narrower(first: Bounds, second: Bounds) -> Bounds:
 def moved(value: Known, at: int) -> Known | None:
     """Return a value after a dim of size 1 was put in; `at` is its place from the end, after."""
 
-    # Dims count from the end: those at or before the new one are one farther from it now.
+    # Dims count from the end: those at or before the new dim are a place farther now.
     def shift(dim: int | None) -> int | None:
         return dim if dim is None or dim > at else dim - 1
 

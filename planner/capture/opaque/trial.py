@@ -108,7 +108,7 @@ class Trial:
         who: names the module and the user's line, in messages.
         key: names the module in a graph, see `module_key`.
         places: args and kwargs, in which a `Place` stands for a tensor of `given`.
-        given: the tensors of the arguments, on the meta device.
+        given: the tensors of the arguments, without values.
         num_samples: of the batch that the call is a part of.
         first: the same call on fewer samples, where that was tried: only shapes differ.
     """

@@ -98,6 +98,7 @@ def _periods(short: RawGraph, repeat: Repeat) -> list[tuple[int, int]]:
         latest = layer
     if sorted(begins) != list(range(repeat.kept)):
         raise NotRepeated("a layer has no op")
+    # The first op of each period; of the last, whose end no layer marks, as many ops as P1 has.
     starts = [begins[repeat.first + number * repeat.period] for number in range(PERIODS)]
     length = starts[2] - starts[1]
     end = starts[2] + length
@@ -144,6 +145,7 @@ class _Layers:
     def _renumbered(self, meta: TensorMeta, number: int, other: int) -> TensorMeta:
         path = self.repeat.path
         stem = f"{path}_{number}_".replace(".", "_")
+        # (Export names a parameter by its path, with underscores for dots.)
         if meta.name.count(stem) == 1:
             name = meta.name.replace(stem, f"{path}_{other}_".replace(".", "_"))
         else:
@@ -195,6 +197,8 @@ def _check_equal(short: RawGraph, layers: _Layers, periods: Sequence[tuple[int, 
     zeroth, first, second = (short.ops[slice(*each)] for each in periods)
     if any(item.op.target == AUTOGRAD_FUNCTION for item in first):
         raise NotRepeated("autograd functions are numbered")
+    # P1 told relative to P0, and P2 to P1: equal if each follows from the period before in the
+    # same way.
     told = [
         _told(short, layers, ops, before, number)
         for number, (ops, before) in enumerate(((first, zeroth), (second, first)), start=1)

@@ -40,8 +40,8 @@ class ReshardStep:
         kind: the collective, or the local work.
         payload_bytes: of the tensor before a scatter or after a gather, as it lies on the other
             axes.
-        num_bytes: that each rank receives: (n-1)/n of the payload, twice that for an all-reduce
-            (ring, n ranks); 0 for local work.
+        num_bytes: that each rank receives, of n: (n-1)/n of the payload, twice that for an
+            all-reduce (ring), an n-th of it for an all-to-all; 0 for local work.
     """
 
     axis: str

@@ -375,6 +375,7 @@ def _shortened(plan: Plan) -> Plan:
     """The plan with few enough microbatches for a quick proof; their number proves nothing."""
     if plan.table:
         return plan
+    # Enough for warm-up, steady state and drain of a pipeline.
     enough = min(plan.num_microbatches, max(2, 2 * plan.pp))
     return plan.model_copy(update={"num_microbatches": enough})
 
@@ -469,6 +470,7 @@ def _differences(
     # A loss whose terms cancel is no measure for itself.
     largest["loss"] = max(largest["loss"], largest["gradient"])
     for kind, tensors in expected.items():
+        # (Not 0: a kind whose tensors are all zero.)
         scale = max(largest[kind], torch.finfo(torch.float64).tiny)
         for name, tensor in tensors.items():
             other = found[kind].get(name)

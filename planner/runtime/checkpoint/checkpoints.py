@@ -93,6 +93,7 @@ class Checkpoints:
         if self._group is None:
             # Its own: its messages go beside those of the training.
             self._group = self._engine.mesh.open_host_group()
+        # Shards, not gathered weights, are what a rank writes.
         self._engine.rest()
         parts, notes = take(self._engine, extra)
         items, sources = _to_write(parts)
@@ -166,6 +167,7 @@ class Checkpoints:
                 dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
 
         together(group, write)
+        # Rank 0's manifest has the files of all ranks.
         checksums = together(group, lambda: writer.checksums)
 
         def commit() -> None:
@@ -198,6 +200,8 @@ class Checkpoints:
         if not notes.step:  # weights to begin from: the engine's schedules begin, too
             extra = {n: v for n, v in extra.items() if not n.startswith(OWN_SCHEDULER)}
         _of_own(control, lambda: check_extra(extra, notes))
+        # Targets are found on all ranks before any tensor is overwritten: a misfit leaves the
+        # training as it was.
         parts, assembly = _of_own(control, lambda: self._targets(notes, metadata))
         planner = _of_own(
             control,

@@ -55,7 +55,7 @@ class Replay:
         seen: set[tuple[int, int]] = set()
         while pending:
             storage, before = pending.pop()
-            # Back from the last write to the one that leaves nothing of what was before.
+            # Back from the last write to that which leaves nothing of what was before.
             for at in reversed(self._writers[storage]):
                 if at >= before:
                     continue
@@ -229,6 +229,8 @@ class Replay:
                 return False
             refs += [r for r in tree_leaves((note.args, note.kwargs)) if isinstance(r, Ref)]
             refs += [ref for ref in note.made if ref is not None]
+        # Rows can be made apart only if every tensor of the slice is whole, of the same shape, and
+        # no value was given.
         dtypes: dict[int, torch.dtype] = {}
         return all(
             ref.shape == target.shape

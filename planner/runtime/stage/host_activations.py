@@ -69,7 +69,7 @@ class ActivationsOnHost:
 
     def before(self, position: int) -> None:
         """Do what comes before the job at a position: arrivals, and the next ones' departure."""
-        # What was prefetched beside the job before is used by this one; what the next backward
+        # What was prefetched beside the job before is used by this job; what the next backward
         # needs begins to come back beside this job.
         for offload in self._at["backward"].get(position, ()):
             self._parcels.pop(offload).arrive()
@@ -90,7 +90,7 @@ class _Load:
     """One storage that autograd saved. Mutable: it is on the device, on the host, or both.
 
     Both are flat, in the dtype of the first tensor saved of it. `uses` counts the saved
-    tensors that were not unpacked yet; with the last one the device's memory is let go.
+    tensors that were not unpacked yet; with the last of them the device's memory is let go.
     """
 
     __slots__ = ("on_device", "on_host", "uses")

@@ -196,6 +196,8 @@ class StageModule(nn.Module):
                 for n in block.params
                 if n in tables or (graph.tensor[n].kind == "param" and uses[n] == 1)
             ]
+            # Of the block's own parameters FSDP2 swaps the attribute; all else the stage passes by
+            # position.
             passed = tuple(dict.fromkeys(n for n in block.params if n not in own))
             slots = tuple(
                 attribute(graph.tensor[n].fqn) if n in own else passed.index(n)
@@ -213,6 +215,7 @@ class StageModule(nn.Module):
                     draws=any(is_random(op) for op in graph.classes[block.class_index].ops),
                 )
             program = programs.of_class(block.class_index)
+            # A class's program has names of its own; the block says which of its tensors each is.
             names = dict(zip(graph.classes[block.class_index].params, block.params, strict=True))
             written = frozenset(
                 passed.index(names[name])
@@ -251,6 +254,7 @@ class StageModule(nn.Module):
             # Blocks are walked in order, so this has where each value lies when the next block
             # takes it.
             self._placement_of |= dict(zip(block.outputs, makes, strict=True))
+        # Outputs leave in the placement in which their edge is sent; the loss is whole.
         results = [*wiring.outputs, *([(graph.loss, WHOLE)] if wiring.has_loss else [])]
         self._results = tuple((n, self._placement_of[n], p) for n, p in results)
         self._steps = _with_frees(steps, {n for n, _ in results})

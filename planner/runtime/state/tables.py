@@ -251,6 +251,8 @@ def build_tables(
                 host=host if graph.tensor[name].on_host else None,
             )
             for index in own:
+                # Several stages of a rank share the table's rows: their copies step on one
+                # gradient.
                 table.keep(weights[index][fqn], stepped[index][fqn])
     return found
 
@@ -314,6 +316,7 @@ def _gathered(
     step = max(1, PART_BYTES // max(1, rows[:1].nbytes))
     parts = range(0, max(lengths), step)
     found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(ranks)]
+    # In parts of 32 MiB: of a table on the host the device never holds all rows at once.
     for start in parts:
         size = min(step, max(lengths) - start)
         theirs = [
@@ -324,6 +327,7 @@ def _gathered(
             here = max(0, min(size, length - start))
             own = (each[rank][:here].to(numbers.device) for each in theirs)
             found[rank].append(tuple(own))  # type: ignore[arg-type]
+    # Rank by rank on every rank, so all add the same rows in the same order.
     ordered = [part for own in found for part in own]
     if not ordered:
         return numbers, rows

@@ -210,8 +210,8 @@ def before_backward(
     stage.set_requires_all_reduce(is_last)
     # ZeRO 1 and 2 gather once a step: weights stay through all microbatches.
     stage.set_reshard_after_backward(zero_stage == 3 or is_last)
-    # FSDP2 waits for pending reductions, and drops its notes for prefetching, in the last one
-    # alone.
+    # FSDP2 waits for pending reductions, and drops its notes for prefetching, in the
+    # last backward alone.
     stage.set_is_last_backward(is_last)
 
 

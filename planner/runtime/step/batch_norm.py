@@ -53,7 +53,7 @@ class _Layer:
         source: what it normalises, [samples, channels, ...].
         mean: the buffer of running means [channels].
         var: the buffer of running variances [channels].
-        tracked: the buffer that counts steps, if it has one.
+        tracked: the buffer that counts steps, if any.
         before: what `mean` and `var` held when the step began.
         moments: of this rank's microbatches so far.
     """

@@ -728,6 +728,7 @@ class Engine:
     def take_values(self) -> None:
         """Bring new values of what the optimizer steps on, and of buffers, to all that use them."""
         self._trained.write_back()
+        # Buffers that the preamble or the label counts read are copies of those in the state dict.
         names = {t.fqn: t.name for t in self.graph.tensors if t.kind == "buffer"}
         outside = self.outside.tensors
         values = {names[fqn]: t for fqn, t in outside.items() if fqn in names}
@@ -748,6 +749,7 @@ class Engine:
         self.rest()
         wanted = [t for t in self.graph.tensors if t.kind in ("param", "buffer")]
         held = gather(self.graph, self.plan, self.mesh, wanted, self._piece)
+        # What no stage holds comes from the module; what stages hold is gathered.
         whole = self.outside.unused | held
         if not held:
             return {}

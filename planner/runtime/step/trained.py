@@ -88,6 +88,7 @@ class TrainedParams:
             summed = [p for p in params if not self._is_shard(p)] if group is not None else []
             if group is not None and summed:
                 self._buckets[index] = GradBuckets(summed, group)
+            # Alone or sharded: autograd or FSDP2 makes the gradient anew each step.
             self._unbucketed += params if group is None else filter(self._is_shard, params)
         self._tied = tied_copies(graph, plan, mesh, owners, without=self._tables)
         self._host = host if plan.optimizer_on_host else None
@@ -190,6 +191,7 @@ class TrainedParams:
             param.grad = None
         for table in self._tables.values():
             table.clear()
+        # FSDP2 keeps sums that it has not reduced (ZeRO 1) beside the shards' `grad`.
         for owner in self._owners.values() if self._sharded else ():
             assert isinstance(owner, StageModule)
             zero.forget_gradients(owner)

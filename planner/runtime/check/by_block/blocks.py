@@ -213,7 +213,8 @@ def _compare_param(
     worst: _Worst,
 ) -> None:
     """Compare a parameter's gradient, one whole one and one piece in memory at a time."""
-    # The moved gradient is sampled and dropped before the other is made: only one is in memory.
+    # The moved gradient is sampled and dropped before the other is made: memory has a single whole
+    # gradient at a time.
     sample = _sampled(moved.make())
     expected = whole.make()
     rounding = _apart(sample, _sampled(expected))

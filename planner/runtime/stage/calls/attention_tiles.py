@@ -102,8 +102,8 @@ class _Tiles(torch.autograd.Function):
                 # it must.
                 shift = higher.masked_fill(higher == -torch.inf, 0)
                 weights = scores.sub_(shift.unsqueeze(-1)).exp_()
-                # Earlier sums were relative to a lower maximum: exp(old - new) brings them to the
-                # new one.
+                # Earlier sums were relative to a lower maximum: exp(old - new) brings them to
+                # the new maximum.
                 faded = (most - shift).exp()
                 total = total * faded + weights.sum(-1)
                 values = value[..., tile.keys, :].to(work.dtype)

@@ -109,6 +109,7 @@ class HostUpdates:
         self._optimizer, self._host = optimizer, host
         most_bytes = BUCKET_BYTES if _passes_over(optimizer) else None
         self._buckets = tuple(_buckets(trained, most_bytes))
+        # All buckets take turns in the same slots, which are as large as the largest.
         grads = max(
             (_end(b.grads, [t.summed for t in b.members]) for b in self._buckets), default=0
         )
@@ -220,6 +221,7 @@ def _offsets(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     offsets, end = [], 0
     for tensor in tensors:
         offsets.append(end)
+        # Rounded up to the alignment.
         end += -(-_bytes(tensor) // _ALIGNMENT) * _ALIGNMENT
     return tuple(offsets)
 

@@ -32,7 +32,7 @@ class Feed:
         side_inputs: gives a stage's side inputs of a microbatch.
         loss_weights: what the mean loss of each microbatch here counts for in the batch's (0-d;
             backwards start from them). Over all microbatches and parts they sum to 1, but where
-            losses are sums each is 1.
+            losses are sums each is 1 (0 without samples).
         total: gives what the whole batch counts: its samples, or what the user counts in it; None
             where losses are sums.
         bucket: which of the plan's shapes it has (0: its own).

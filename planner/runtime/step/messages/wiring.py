@@ -125,6 +125,7 @@ def param_placements(graph: ModelGraph, plan: Plan, pp_rank: int) -> dict[str, P
 
     Raises LayoutError when two of its blocks that share one want it placed differently.
     """
+    # A rank holds a parameter once for all blocks that share it, so it lies in a single way.
     found: dict[str, tuple[Placements, str]] = {}
     for s, stage in enumerate(plan.stages):
         for index in stage.blocks if stage.pp_rank == pp_rank else ():
@@ -163,11 +164,15 @@ def build_edges(graph: ModelGraph, plan: Plan) -> tuple[Edge, ...]:
         made = _made_as(graph, plan, name, producer)
         wanted = block_placements(graph, plan, block, consumer)[0][position]
         if plan.stage_degrees(producer) == plan.stage_degrees(consumer):
+            # Equal meshes: ranks at one place exchange, so what leaves is what arrives. A change of
+            # placement is done before or after, on one side.
             sent = taken = Placements.of(
                 {a.name: _on_the_wire(made[a.name], wanted[a.name]) for a in lowered_axes()}
             )
         else:
             _check_samples(graph, plan, name, block)
+            # Other meshes: each rank gets the boxes it needs from whoever has them, as each end has
+            # its own cut.
             sent, taken = _between_meshes(made), _between_meshes(wanted)
         # On the innermost axis (tp) all ranks hold the same values; each can then send a part of
         # them.
@@ -269,6 +274,7 @@ def _in_pieces(
 ) -> tuple[Placements, Placements]:
     """Cut both ends on the inner axis along the first dim that divides and nothing else cuts."""
     inner = lowered_axes()[0].name
+    # Both ends must cut the same dim evenly, into as many pieces as each has ranks on the axis.
     sizes = [plan.stage_degrees(stage)[inner] for stage in (producer, consumer)]
     cut = [placement for end in (sent, taken) for _, placement in end.pairs]
     # Not a dim of samples, which the batch axes cut, nor one that another axis cuts.
@@ -285,6 +291,7 @@ def _in_pieces(
 def _check_samples(graph: ModelGraph, plan: Plan, name: str, block: int) -> None:
     """Refuse a tensor whose samples can't be told apart, where stages cut the batch differently."""
     meta = graph.tensor[name]
+    # Which rows belong to which samples is plain for a dim of exactly one row a sample.
     sizes = [size for size in meta.shape if isinstance(size, Affine)]
     if len(sizes) == 1 and sizes[0] == Affine(1):
         return

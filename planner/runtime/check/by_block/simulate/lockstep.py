@@ -195,6 +195,7 @@ class LockStep:
         for line in dict.fromkeys(waits[0] for waits in waiting.values()):
             here = [waiting.get(rank) for rank in line.ranks]
             brought = [waits for waits in here if waits is not None and waits[0] == line]
+            # A rank of the group still runs, has ended, or waits in another group.
             if len(brought) < len(line.ranks):
                 continue
             _check_alike(line, [call for _, call, _, _ in brought])
