@@ -146,6 +146,7 @@ class Layout:
         found = []
         for dim, local in enumerate(self.local_shape(shape)):
             index = 0
+            # The number of the piece, the coarse cut counting most.
             for axis in self.shards_of(dim):
                 index = index * self.mesh.shape[axis] + coordinate[axis]
             found.append((index * local, (index + 1) * local))

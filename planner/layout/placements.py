@@ -73,6 +73,8 @@ def moves_between(src: Placements, dst: Placements) -> tuple[Move, ...]:
     now = {name: src[name] for name in names}
     found = []
     for at, name in enumerate(names):
+        # From the coarse cut (innermost axis) to the fine: a finer cut of the same dim must not be
+        # in the way.
         if now[name] == dst[name]:
             continue
         # Finest first: each gather must find contiguous pieces. (The loop over names cuts again

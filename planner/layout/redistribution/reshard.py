@@ -208,6 +208,7 @@ def _steps_from(
     local_numel = prod(layout.local_shape(shape))
     for axis, (name, size) in enumerate(zip(layout.mesh.axes, layout.mesh.shape, strict=True)):
         src = layout.placements[axis]
+        # Undoing a coarse cut would leave each rank with pieces that are not contiguous.
         if isinstance(src, Shard) and not _is_finest(layout, axis, src.dim):
             continue
         for dst in targets:

@@ -70,6 +70,7 @@ def join(call: Call) -> Iterator[OpSharding]:
     yield from by_letters([letters] * count, [out])
     yield OpSharding(inputs=(P,) * count, outputs=(P,))
     if call.packet != "aten.stack" and count > 1 and len(set(call.inputs)) == 1:
+        # Equal tensors cut alike: the result has a piece of each, so `count` segments.
         yield OpSharding(inputs=(Shard(dim),) * count, outputs=(Shard(dim, count),))
 
 

@@ -61,6 +61,7 @@ def reshape_placements(
     """
     if prod(source) == 0:
         return
+    # What a cut of a dim in a group makes of the flat dim, on either side, is tried on both.
     for left, right in dim_groups(source, target):
         cuts = {_segments_in_front(left, source, d) for d in left}
         cuts |= {_segments_in_front(right, target, d) for d in right}
