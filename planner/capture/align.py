@@ -65,6 +65,7 @@ def _affine(at_small: Size, at_large: Size) -> Size:
     if at_small == at_large:
         return at_small
     (small, large) = BATCH_SIZES
+    # The line through both points.
     slope = (at_large - at_small) // (large - small)
     return Affine(slope, at_small - slope * small)
 

@@ -100,6 +100,8 @@ class Reader:
             try:
                 outputs = self._run(self.program.graph_module, env)
             except _BufferWritten as found:
+                # Ops before the write have read the buffer itself, and have to read a copy of it:
+                # read all again.
                 self._written.add(str(found))
                 continue
             except _MemoryWritten:
@@ -122,6 +124,7 @@ class Reader:
 
     def _check_gradients(self, loss: Ref) -> None:
         """Raise where a parameter has a gradient in the model and none in the ops read of it."""
+        # Ops from the last to the first: what a reached tensor is made of is reached.
         reached = {loss.name}
         for raw in reversed(self.record.ops):
             if reached.intersection(raw.op.outputs):
@@ -327,6 +330,7 @@ class Reader:
                 return self._copied(node, args[0]) if given.get("copy") else args[0]
             target, args, kwargs = torch.ops.aten.to.dtype, (args[0], dtype), ()
         if packet == "cat":
+            # (torch.cat passes over tensors of shape [0], whatever the rank of the others.)
             parts = tuple(part for part in args[0] if self.record.tensors[part.name].shape != (0,))
             if len(parts) == 1:
                 return self._copied(node, parts[0])
@@ -418,6 +422,7 @@ class Reader:
     def _rebind(self, node: torch.fx.Node, written: Ref, value: Ref) -> Ref:
         """Let later ops read what was written; return what the op itself returns."""
         memory = root_of(self.record, written).name
+        # What was taken for a copy shares this memory in the graph; read again with true copies.
         if self._inexact.intersection({memory, *self.record.views_of(memory)}):
             raise _MemoryWritten
         root, whole, result = rebind(
@@ -437,6 +442,7 @@ class Reader:
                     f"{self.record.tensors[buffer].fqn}{node_line(node)}; detach() it first"
                 )
             self._copies[whole.name] = buffer
+            # (The last write of the buffer decides, and where it stands.)
             self._puts[buffer] = (len(self.record.ops), node, whole)
         return result
 
@@ -455,6 +461,7 @@ class Reader:
 
     def _put_back(self) -> None:
         """Note, after the last write of each buffer, the copy that the next forward finds."""
+        # The last position first: an insertion leaves the positions before it as they are.
         for buffer, (position, node, value) in sorted(
             self._puts.items(), key=lambda put: put[1][0], reverse=True
         ):

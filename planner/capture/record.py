@@ -114,6 +114,7 @@ class Recorder:
 
     def views_of(self, name: str) -> set[str]:
         """Names of the views taken so far of a tensor, views of views included."""
+        # Ops are in order, so a view of a view comes behind it and a single pass finds both.
         found = {name}
         for raw in self.ops:
             if is_view(raw.op.target) and found.intersection(raw.op.inputs):

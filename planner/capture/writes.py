@@ -147,6 +147,7 @@ def rebind(
     result = value
     while True:
         before = record.tensors[written.name]
+        # Autograd would keep the gradient of the old values; a pure form under no_grad drops it.
         if before.requires_grad and not grad_enabled:
             raise CaptureError(
                 f"the model writes in place{node_line(node)} without gradient into a tensor that "
@@ -155,6 +156,7 @@ def rebind(
         # Other views of the same memory would see the write in PyTorch, and a pure op's do not.
         record.stale.update(record.views_of(written.name) - {value.name})
         maker = record.maker.get(written.name)
+        # Noted before names are given away: these nodes are to read a view of the result again.
         level = _Level(before, maker, _holders(envs, written))
         levels.append(level)
         _give(level.holders, value)
@@ -187,6 +189,7 @@ def rebind(
             kind="activation",
             requires_grad=meta.requires_grad or record.tensors[value.name].requires_grad,
         )
+        # The whole with the written part in its place: the pure form of a write through a view.
         scatter = f"aten.{packet}_scatter.default"
         record.emit(node, scatter, fresh, (base, value, *maker.args[1:]), (), (fresh,))
         written, value = base, Ref(fresh)
@@ -215,11 +218,13 @@ def _views_again(
     after it; return the last one, that of the write itself, or None where it is not taken.
     """
     views = levels[:-1]
+    # Only views that a later op reads are taken again.
     used = [level.is_used_after(node) for level in views]
     if views and node.users:
         used[0] = True
     if not any(used):
         return None
+    # From the base towards the written view; views that only lead to unused ones are left out.
     for level in reversed(views[used.index(True) :]):
         assert level.maker is not None
         name = record.fresh(f"{level.meta.name}_again")

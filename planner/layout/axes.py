@@ -355,6 +355,7 @@ class Degrees(Mapping[str, int]):
 def _with_own(degrees: Degrees, own: OwnSizes) -> Degrees:
     rest = rest_axis().name
     sizes = {**degrees, **dict(own), rest: 1}
+    # All stages have as many ranks: what the own sizes leave goes to the axis that takes the rest.
     sizes[rest], left = divmod(degrees.num_ranks, prod(sizes.values()))
     sizes = {**degrees.sizes, **sizes}
     if left:

@@ -31,6 +31,7 @@ WIRE = {"all_reduce": 2.0, "all_gather": 1.05, "reduce_scatter": 1.05, "all_to_a
 """Bytes on the wire per byte of payload. A gather and a scatter together cost slightly more
 than one all-reduce, so that the simpler form wins when nothing else is gained."""
 
+# Bytes on the wire that a flop, a byte of memory traffic and a byte of a parameter are worth.
 FLOP_WEIGHT = 1 / 16
 TRAFFIC_WEIGHT = 1 / 32
 PARAM_WEIGHT = 1.0
@@ -90,10 +91,13 @@ class BeamSearch:
     def __post_init__(self) -> None:
         """Work out sizes once; the sweep reads them at every state."""
         self._bytes = {t.name: payload_bytes(t) for t in self.program.tensors}
+        # Bytes that a redistribution to R moves: of a tensor that repeats another, those of the
+        # other.
         self._gathered = dict(self._bytes)
         for name, op in repeated(self.program).items() if self.sum_later else ():
             self._gathered[name] = self._gathered[op.inputs[0]]
         self._segments = segment_counts(self.program)
+        # Of a ring over n ranks: all parts but a rank's own.
         self._wire = (self.axis_size - 1) / self.axis_size
         self._summed_later = self._weights() if self.sum_later else set()
 
@@ -106,13 +110,15 @@ class BeamSearch:
         return found
 
     def run(self, placement: Mapping[str, Placement], outputs: Mapping[str, Placement]) -> State:
-        """Return the cheapest state found that ends with `outputs` placed as asked.
+        """Return the cheapest state found that ends with `outputs` placed as required.
 
         `placement` is where inputs, and params not left to choose, lie. Raises LayoutError
         when an op can't honour the pins.
         """
         states = [State(0.0, placement, frozenset())]
         for step in self._steps():
+            # What follows depends on the key alone, so of all ways to it the cheapest suffices
+            # (dynamic programming); the beam cuts what is left.
             best: dict[object, State] = {}
             for state in states:
                 for sharding, cost in self._follow(state, step):
@@ -133,12 +139,14 @@ class BeamSearch:
         last_use = dict.fromkeys(self.program.tensor, -1)
         for position, op in enumerate(self.program.ops):
             last_use.update(dict.fromkeys(op.inputs, position))
+        # Outputs live to the end.
         last_use.update(dict.fromkeys(self.program.outputs, len(self.program.ops)))
         return [
             _Step(
                 op=op,
                 inputs=op.inputs,
                 options=tuple((s, self._work(op, s)) for s in self._allowed(op)),
+                # Values that are dead leave the key: states that differ in them alone merge.
                 live=frozenset(name for name, last in last_use.items() if last > position),
                 is_costly=family_of(op.target).worth_moving,
             )
@@ -184,6 +192,7 @@ class BeamSearch:
             if name in state.placement:
                 where = {move[1] for move in state.moved if move[0] == name}
                 available.append((i, where | {state.placement[name]}))
+        # A sum has to be taken in any case: to do it here may be the best place.
         if any(Partial() in where for _, where in available):
             return list(step.options)
         following = [
@@ -238,6 +247,7 @@ class BeamSearch:
         cost, placement, params = state.cost, state.placement, state.params
         meta = self.program.tensor[name]
         if name not in placement:  # a parameter's first use decides where it rests
+            # A parameter rests whole or cut, never as terms of a sum.
             at_rest = Replicate() if isinstance(wanted, Partial) else wanted
             shared = 1 if isinstance(at_rest, Replicate) else self.axis_size
             cost += PARAM_WEIGHT * self._bytes[name] / shared
@@ -247,6 +257,7 @@ class BeamSearch:
         grad_partial = grad_partial and meta.requires_grad and isinstance(wanted, Replicate)
         grad_partial = grad_partial and name not in self._summed_later
         move = (name, wanted, grad_partial)
+        # A redistribution that exists is shared, as lowering does it.
         if (have == wanted and not grad_partial) or move in state.moved:
             if placement is state.placement:
                 return state
@@ -255,6 +266,7 @@ class BeamSearch:
         wire = WIRE[forward] if forward else 0.0
         if backward and meta.requires_grad:
             wire += WIRE[backward]
+        # (Only towards R is the source gathered and repeated again.)
         moved = self._gathered if isinstance(wanted, Replicate) else self._bytes
         cost += wire * moved[name] * self._wire
         return State(cost, placement, state.moved | {move}, params, state.choices)

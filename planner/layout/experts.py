@@ -87,6 +87,7 @@ def spread_experts(program: Program, ep: int, *, fullest: float = 1.0) -> Progra
         tensors[name] = _with_rows(tensors[name], fullest)
     ops: list[Op] = []
     for op in program.ops:
+        # A value that crosses the border between own rows and experts' rows is exchanged once.
         is_inside = bool(inside.intersection(op.outputs))
         takes = {name: f"{name}_sent" if is_inside else f"{name}_back"
                  for name in op.inputs if name in (going if is_inside else inside)}  # fmt: skip
@@ -120,6 +121,7 @@ def _rows_of_experts(program: Program, products: list[Op]) -> tuple[set[str], se
     """
     makers = {name: op for op in program.ops for name in op.outputs}
     made = {name for op in products for name in op.outputs}
+    # Inside is what lies between two products: behind a product and ahead of another.
     after = set(made)
     for op in program.ops:
         if after.intersection(op.inputs):
@@ -132,6 +134,7 @@ def _rows_of_experts(program: Program, products: list[Op]) -> tuple[set[str], se
     going = set()
     for op in products:
         name = op.inputs[0]
+        # Rows that tp redistributes for the product: they are exchanged before that.
         while name in makers and makers[name].target == REDISTRIBUTE:
             inside.add(name)
             name = makers[name].inputs[0]

@@ -46,6 +46,7 @@ class ProcessMesh:
         """Return where a rank sits; raise LayoutError if it is not in the mesh."""
         if rank not in self.ranks:
             raise LayoutError(f"rank {rank} is not in the mesh of ranks {list(self.ranks)}")
+        # Ranks are listed row by row: the last axis counts fastest.
         index = self.ranks.index(rank)
         found = []
         for size in reversed(self.shape):
@@ -64,6 +65,7 @@ class ProcessMesh:
         """Yield the ranks of each group along one axis or several, row by row."""
         by_coordinate = dict(zip(product(*map(range, self.shape)), self.ranks, strict=True))
         sides = list(zip(self.axes, self.shape, strict=True))
+        # A coordinate is the sum of a place along the other axes and a place inside the group.
         inside = [range(size) if axis in axes else range(1) for axis, size in sides]
         others = [range(1) if axis in axes else range(size) for axis, size in sides]
         for fixed in product(*others):
@@ -144,6 +146,7 @@ class Layout:
         found = []
         for dim, local in enumerate(self.local_shape(shape)):
             index = 0
+            # The number of the piece, the coarse cut counting most.
             for axis in self.shards_of(dim):
                 index = index * self.mesh.shape[axis] + coordinate[axis]
             found.append((index * local, (index + 1) * local))

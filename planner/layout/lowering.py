@@ -2,7 +2,7 @@
 
 The local program has local shapes and explicit ``planner.redistribute`` ops; everything
 else is the captured op, with sizes of the shard where its arguments spell sizes. Every
-consumer that wants a value in the same placement shares one redistribution, so the
+consumer that takes a value in the same placement shares one redistribution, so the
 backward of q, k and v projections costs one all-reduce, not three.
 """
 
@@ -43,6 +43,8 @@ def local_program(
     """
     whole = graph.classes[class_index]
     full_size = plan.microbatch_samples // degrees.along("batch")
+    # Layouts were found for a full microbatch. A smaller microbatch is lowered beside it, as the
+    # segments of its layout follow from comparing the two programs.
     programs = [whole.bind(size) for size in dict.fromkeys((microbatch_size, full_size))]
     programs = [replace(bound, outputs=(*bound.outputs, *watched)) for bound in programs]
     for axis in lowered_axes():
@@ -51,6 +53,7 @@ def local_program(
             made = (str(made_as(whole, layout, name)) for name in watched)
             layout = layout.model_copy(update={"outputs": (*layout.outputs, *made)})
         layouts = [layout]
+        # (Layouts on the next axis are for programs as lowered on this, so both go on.)
         if len(programs) > 1:
             fitted = layout and _resized(
                 layout, programs[1], programs[0], full_size, microbatch_size
@@ -79,9 +82,12 @@ def _resized(
     """
 
     def resize(name: str, here: str, placement: Placement) -> Placement:
+        # Segments that are no multiple of the samples do not count samples (q, k, v of a fused
+        # weight).
         if not isinstance(placement, Shard) or placement.segments % full_size:
             return placement
         sizes = full.tensor[name].shape, program.tensor[here].shape
+        # The dim does not grow with the batch: its segments are something else.
         if sizes[0][placement.dim] == sizes[1][placement.dim]:
             return placement
         return Shard(placement.dim, placement.segments // full_size * size)
@@ -130,8 +136,10 @@ def lower(
     (`sharding.repeated`) is gathered as that one, and repeated again. Without a layout every
     rank runs the whole program; on an axis of size one it is returned unchanged. Raises
     LayoutError when the layout is for another program, a size does not divide, or an op can't
-    run as asked.
+    run as placed.
     """
+    # With `sum_later` even a program that runs whole is changed: its parameters' gradients would be
+    # counted once a rank.
     if axis_size == 1 or (layout is None and not sum_later):
         return program
     axis = axis or lowered_axes()[0].name
@@ -144,6 +152,7 @@ def lower(
     shardings = layout.op_shardings
     for op in program.ops:
         lowering.run(op, shardings.get(op.name))
+    # A block's outputs leave with a whole gradient: the next block has taken its sum already.
     outputs = tuple(
         lowering.fetch(name, parse_placement(text), grad_partial=False)
         for name, text in zip(program.outputs, layout.outputs, strict=True)
@@ -186,7 +195,22 @@ def _check_layout(program: Program, layout: ClassLayout) -> None:
 
 @dataclass(kw_only=True)
 class _Lowering:
-    """The local program so far. Not frozen because it grows op by op."""
+    """The local program so far. Not frozen because it grows op by op.
+
+    Attributes:
+        program: what is lowered, bound, with whole tensors.
+        axis: the mesh axis.
+        axis_size: its ranks.
+        sum_later: whether gradients of whole parameters stay sums over the axis.
+        ops: of the local program, in order.
+        tensors: its tensors, local, by name.
+        placement: how each tensor of `program` lies where it is made.
+        moved: the redistributions so far, by tensor, placement and whether the gradient of the
+            result is a sum; with the name of the result.
+        summed_later: parameters, and what linear ops make of them alone, whose gradient may be
+            left as terms.
+        again: names of ops that were run again on a whole source.
+    """
 
     program: Program
     axis: str
@@ -208,6 +232,7 @@ class _Lowering:
         meta = self.program.tensor[name]
         self._add(name, meta, placement)
         self.placement[name] = placement
+        # Its gradient may stay a sum over the axis, to be taken once a step.
         if self.sum_later and meta.kind == "param" and isinstance(placement, Replicate):
             self.summed_later |= {name} if meta.requires_grad else set()
 
@@ -221,6 +246,7 @@ class _Lowering:
         form = local_ops(
             op, sharding, self.program.tensor, axis=self.axis, axis_size=self.axis_size
         )
+        # Ops on shards leave on whole inputs only a term of their gradient.
         partial = grad_is_partial(sharding.outputs)
         # Where a weight is only transposed or cast, terms of its gradient pass as they are.
         passes = not partial and self._stays_a_sum(op)
@@ -230,6 +256,7 @@ class _Lowering:
             self.fetch(name, placement, grad_partial=partial or passes)
             for name, placement in zip(op.inputs, sharding.inputs, strict=True)
         ]
+        # Names that the local form makes itself must not be taken for the op's inputs.
         made = {meta.name for meta in form.tensors} | set(op.outputs)
         for local in form.ops:
             self.ops.append(_with_inputs(local, op, fetched, made))
@@ -244,13 +271,20 @@ class _Lowering:
         """Return the name of a tensor in a placement, redistributing it at most once."""
         meta = self.program.tensor[name]
         have = self.placement[name]
+        # Only of a value that is whole: the gradient of a shard is that shard, of a sum it is
+        # whole.
         grad_partial = grad_partial and meta.requires_grad and isinstance(placement, Replicate)
+        # A use that leaves a term adds it to the later sum, with no collective now. A use that
+        # leaves a whole gradient on every rank would be counted once a rank, so it counts on the
+        # first alone.
         if name in self.summed_later:
             if grad_partial:
                 return name
             name = self._counted_once(name)
         if have == placement and not grad_partial:
             return name
+        # Consumers with the same demand share a redistribution, and so its collective in the
+        # backward.
         key = (name, placement, grad_partial)
         if key not in self.moved:
             text = str(placement).replace("(", "").replace(")", "")
@@ -277,6 +311,7 @@ class _Lowering:
         The op is linear: terms of the gradient of what it makes give terms of its source's.
         """
         op = self.repeated[name]
+        # Rather than gather the repeated tensor: its source is smaller by the number of repeats.
         self.again.add(op.name)
         source = self.fetch(op.inputs[0], placement, grad_partial=grad_partial)
 
@@ -290,6 +325,7 @@ class _Lowering:
         """Return the ops so far without those whose results all users take repeated again."""
         needed = set(outputs)
         kept: list[Op] = []
+        # From the last: an op is needed if an output or an op behind it reads what it makes.
         for op in reversed(self.ops):
             may_go = op.name in self.again or op.target == REDISTRIBUTE
             if not (self.again and may_go) or needed.intersection(op.outputs):

@@ -73,8 +73,12 @@ def moves_between(src: Placements, dst: Placements) -> tuple[Move, ...]:
     now = {name: src[name] for name in names}
     found = []
     for at, name in enumerate(names):
+        # From the coarse cut (innermost axis) to the fine: a finer cut of the same dim must not be
+        # in the way.
         if now[name] == dst[name]:
             continue
+        # Finest first: each gather must find contiguous pieces. (The loop over names cuts again
+        # later.)
         for finer in reversed(names[at + 1 :]):
             cuts = now[finer]
             if cut_one_dim(now[name], cuts) or cut_one_dim(dst[name], cuts):

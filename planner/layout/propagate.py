@@ -51,7 +51,9 @@ def propagate_layout(
     outputs = tuple(outputs or (replicated,) * len(program.outputs))
     _check_fits(program, dict(zip(program.inputs, inputs, strict=True)), axis_size)
     _check_fits(program, dict(zip(program.outputs, outputs, strict=True)), axis_size)
+    # What is fixed before the search: inputs at the boundary, pinned parameters, buffers whole.
     placement: dict[str, Placement] = dict(zip(program.inputs, inputs, strict=True))
+    # Parameters that are not fixed are left out: the search places each at its first use.
     for name in program.params:
         if name in fixed or program.tensor[name].kind != "param":
             placement[name] = fixed.get(name, replicated)
@@ -109,6 +111,7 @@ def propagate_graph(
         if index in layouts:
             continue
         program = programs[index] if programs else graph.classes[index].bind(microbatch_size)
+        # Parameters that other places use too, with the place that stands for all of these.
         of_local = {local: shared.get((index, i)) for i, local in enumerate(program.params)}
         # Places of a class that were chosen apart are chosen anew, where the last of them lies.
         for _ in range(2):
@@ -135,6 +138,8 @@ def propagate_graph(
                     graph, program, block.outputs, program.outputs, boundary, axis_size
                 ),
             )
+            # Where a class has such a parameter at several places, they must lie alike: the last
+            # decides.
             found = zip(of_local.values(), layouts[index].param_placements, strict=True)
             lie: dict[_Place, list[Placement]] = {}
             for first, placement in found:
@@ -161,6 +166,7 @@ def _shared_places(graph: ModelGraph) -> dict[_Place, _Place]:
     for block in graph.blocks:
         for position, name in enumerate(block.params):
             place = (block.class_index, position)
+            # Union of two sets of places, each named by its first.
             known, own = (first.get(p, p) for p in (place_of.setdefault(name, place), place))
             if known == own:
                 continue
@@ -224,6 +230,7 @@ def _at_boundary(
     for name, local in zip(names, local_names, strict=True):
         meta = program.tensor[local]
         # Of classes used several times, what one block hands on must suit every other.
+        # Batch inputs and side inputs are whole on every rank; so is the loss.
         fits = name in graph.producer and name != graph.loss and meta.requires_grad
         fits = fits and boundary is not None and divides(boundary, meta.shape_at(1), axis_size)
         placed.append(boundary if fits and boundary is not None else Replicate())

@@ -31,9 +31,12 @@ def pairs_met(
     if chunk is not None:
         # Each run is a sequence of its own; ranks share them.
         low, high = _closer(low, high, chunk - 1)
+        # The last run may be shorter.
         runs, rest = divmod(keys, chunk)
         total = runs * _pairs(0, chunk, chunk, low, high) + _pairs(0, rest, rest, low, high)
         return total / ranks
+    # How many keys a query meets rises, stays and falls with its position: both ends and the middle
+    # of the ranks are looked at.
     piece = queries // segments
     return float(
         max(
@@ -52,6 +55,7 @@ def _closer(low: int | None, high: int | None, most: int) -> tuple[int, int]:
 
 def _pairs(first: int, queries: int, keys: int, low: int | None, high: int | None) -> int:
     """Return the pairs of queries from a first position on."""
+    # Pairs with low <= p - k <= high are those up to `high` less those up to low - 1.
     upper = queries * keys if high is None else _at_most(high - first, queries, keys)
     lower = 0 if low is None else _at_most(low - 1 - first, queries, keys)
     return max(0, upper - lower)
@@ -60,6 +64,8 @@ def _pairs(first: int, queries: int, keys: int, low: int | None, high: int | Non
 def _at_most(ahead: int, queries: int, keys: int) -> int:
     """Return the pairs whose query is, counted from its first, at most so far ahead of the key."""
     whole = max(0, min(queries, ahead + 1))  # these meet every key
+    # Query ahead + gap meets the keys from `gap` on: keys - gap of them. Summed over the gaps from
+    # `least` to `most`, an arithmetic series.
     least, most = max(1, -ahead), min(queries - 1 - ahead, keys - 1)
     # A query that is `gap` beyond that meets keys - gap of them.
     gaps = max(0, most - least + 1)

@@ -120,6 +120,7 @@ def product_backward(call: Call, forward: Work) -> Work:
     """A product again for each operand that needs a gradient: it reads the output's gradient and
     the other operand.
     """
+    # (A bias has a single dim: its gradient is a sum and no product.)
     operands = [n for n in needing_gradient(call.op, call.tensor) if len(call.tensor[n].shape) > 1]
     return Work(
         flop=forward.flop * len(operands),

@@ -107,6 +107,7 @@ def _of_scores(op: Op, program: Program, maker: Mapping[str, Op]) -> Held:
     names = [op.outputs[0]]
     waiting = [*op.inputs]
     is_attention = False
+    # From the softmax back over tensors with an entry for each pair, to the product that made them.
     while waiting:
         name = waiting.pop()
         made = maker.get(name)
@@ -114,6 +115,7 @@ def _of_scores(op: Op, program: Program, maker: Mapping[str, Op]) -> Held:
             continue
         names.append(name)
         if family_of(made.target).arithmetic == "matmul":
+            # A product with a weight makes logits of classes and no scores.
             is_attention |= not set(made.inputs) & set(program.params)
         else:
             waiting += made.inputs

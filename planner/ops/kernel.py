@@ -183,6 +183,8 @@ def unreduced_gradients(call: KernelCall, needing: Sequence[str]) -> int:
     its inputs' gradients: it makes them all like its output, then sums or casts each.
     """
     made = call.num_bytes(call.op.outputs[0])
+    # All gradients like the output at first; each is then summed or cast into its own size, and
+    # both exist for that moment.
     live = peak = made * len(needing)
     for name in needing:
         size = call.num_bytes(name)

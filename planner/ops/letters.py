@@ -38,6 +38,8 @@ def by_letters(
         counts = [tensor.count(letter) for tensor in tensors]
         if max(counts) > 1:
             continue  # a diagonal
+        # A letter that an output lacks and that is not summed over: ranks would make different
+        # outputs.
         is_summed = letter in summed
         if not is_summed and not all(counts[len(inputs) :]):
             continue
@@ -45,6 +47,8 @@ def by_letters(
             Shard(tensor.index(letter)) if count else None
             for tensor, count in zip(tensors, counts, strict=True)
         ]
+        # A tensor without the letter is whole; an addend counts once in the sum over ranks, as a
+        # term; an output without the letter is a term.
         yield OpSharding(
             inputs=tuple(
                 place or (P if is_summed and i in addends else R)

@@ -42,6 +42,7 @@ def strategies(
 
 def without_names(op: Op, tensor: Mapping[str, TensorMeta]) -> tuple[Op, tuple[TensorMeta, ...]]:
     """Return the op with its tensors numbered, and their metas: equal for ops that are alike."""
+    # Equal layers differ in names alone: numbered, their ops share a cache entry.
     number = {name: str(n) for n, name in enumerate(dict.fromkeys((*op.inputs, *op.outputs)))}
     metas = tuple(
         TensorMeta(
@@ -84,6 +85,7 @@ def strategies_of(
             for count in () if rule.contiguous else segments:
                 if fits(places, shapes, axis_size * count):
                     found[_in_segments(sharding, count)] = None
+    # `local_ops` runs what was offered once, whatever counts of segments were looked at then.
     _proved(op, metas, axis_size).update(found)
     return tuple(found)
 
@@ -142,6 +144,7 @@ def local_ops(
     if not all(isinstance(p, Replicate) for p in placements):
         like = without_names(op, tensor)
         if sharding not in _proved(*like, axis_size):
+            # Not offered yet in this process: a plan from a file names its own counts of segments.
             counts = {p.segments for p in placements if isinstance(p, Shard)}
             offered = strategies_of(*like, axis_size, tuple(sorted(counts - {1})))
             if sharding not in _proved(*like, axis_size):
@@ -194,6 +197,7 @@ def grad_is_partial(outputs: Iterable[Placement]) -> bool:
 
 def is_linear(op: Op, tensor: Mapping[str, TensorMeta]) -> bool:
     """Whether a sum over ranks passes through an op: terms of the inputs give terms."""
+    # (Whether terms pass through does not depend on how many there are.)
     terms = OpSharding(inputs=(Partial(),) * len(op.inputs), outputs=(Partial(),) * len(op.outputs))
     return terms in strategies(op, tensor, 2)
 
@@ -204,6 +208,7 @@ def repeated(program: Program) -> dict[str, Op]:
     Ops in between are linear, of one tensor and dtype, as when the keys of a group are expanded
     to all of its heads.
     """
+    # Bytes of the smallest tensor that a tensor follows from by linear ops.
     least: dict[str, int] = {}
     found: dict[str, Op] = {}
     for op in program.ops:
@@ -227,6 +232,8 @@ def segment_counts(program: Program) -> tuple[int, ...]:
     pieces, flattened, parts = {1}, {1}, {1}
     for op in program.ops:
         call = Call(op, program.tensor, axis_size=1)
+        # Joints are cut into equal parts of their own; contiguous rules show where samples were
+        # flattened.
         joins = call.packet in _JOINTS
         for rule in family_of(op.target).shard:
             for sharding in rule.function(call) if rule.contiguous or joins else ():
@@ -237,6 +244,7 @@ def segment_counts(program: Program) -> tuple[int, ...]:
                         (parts if joins else flattened).add(place.segments)
     counts = {piece * samples for piece in pieces for samples in flattened} | parts
     finest = max(pieces)
+    # Counts that keep the other axis' pieces apart come first: without them that axis must gather.
     in_order = sorted(counts - {1}, key=lambda count: (count % finest != 0, count))
     return tuple(sorted(in_order[:MAX_SEGMENT_COUNTS]))
 

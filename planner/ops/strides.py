@@ -45,15 +45,18 @@ def reshaped_strides(
     chunk_base, tensor_numel, view_numel = strides[-1], 1, 1
     for dim in range(len(shape) - 1, -1, -1):
         tensor_numel *= shape[dim]
+        # A chunk goes on while the next dim's stride is that of row-major order.
         ends_chunk = dim == 0 or (
             shape[dim - 1] != 1 and strides[dim - 1] != tensor_numel * chunk_base
         )
         if not ends_chunk:
             continue
+        # New dims, from the last, take the chunk's entries in steps of its innermost stride.
         while view_dim >= 0 and (view_numel < tensor_numel or new_shape[view_dim] == 1):
             new_strides[view_dim] = view_numel * chunk_base
             view_numel *= new_shape[view_dim]
             view_dim -= 1
+        # A new dim would reach over the end of the chunk, where memory goes on with another step.
         if view_numel != tensor_numel:
             return None
         if dim > 0:
@@ -74,6 +77,7 @@ def densified_strides(shape: Sequence[int], strides: Strides) -> Strides:
 def is_dense(shape: Sequence[int], strides: Strides) -> bool:
     """Whether a tensor fills its memory without gaps or overlaps, in some order of dims."""
     expected = 1
+    # From the innermost dim: each stride is the number of entries inside of it.
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size == 1:
             continue

@@ -61,6 +61,7 @@ class Constants:
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
         """Note what a call made, if its values can be worked out later."""
         name = getattr(func, "__name__", "")
+        # Drawn numbers may be changed by any write; which of them is not followed.
         if self._drawn and _writes(name, kwargs):
             self._drawn.clear()
         if self._made and _writes(name, kwargs):
@@ -100,6 +101,7 @@ class Constants:
         def value_of(value: Any) -> Any:
             if isinstance(value, Tensor):
                 return known[id(value)]()
+            # The forward names its own device; the value is worked out on the CPU.
             on_other = isinstance(value, torch.device) or value in ("meta", "cuda")
             return torch.device("cpu") if on_other else value
 

@@ -66,7 +66,13 @@ torch.library.define("planner::autograd_function", "(Tensor[] tensors, int call)
 class FunctionCall:
     """One call of a function: what it was given, and what its forward said of its results.
 
-    `outputs` are its results, where tensors stand for themselves; known once it has run.
+    Attributes:
+        function: the class that was called.
+        args: by position, tensors among them.
+        line: the user's line, for messages.
+        outputs: its results, tensors as they are; None until it has run.
+        returns_tuple: whether it returned several, as a tuple.
+        not_differentiable: positions of tensors among the results that have no gradient.
     """
 
     function: AutogradFunction

@@ -50,8 +50,10 @@ def _evaluated(frame: FrameType) -> list[Place]:
     Python 3.11 gives a jump the place of the expression around the one that it tests. Where Python
     runs without columns (-X no_debug_ranges) places are of no expression.
     """
+    # Instructions are units of two bytes.
     code, unit = frame.f_code, frame.f_lasti // 2
     before = unit - 1
+    # The test stands ahead of the jump, whose argument may have prefixes.
     while before > 0 and code.co_code[2 * before] == dis.EXTENDED_ARG:
         before -= 1
     places = list(islice(code.co_positions(), unit + 1))

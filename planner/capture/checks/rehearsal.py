@@ -318,6 +318,7 @@ class _Numbers(TorchDispatchMode):
                 continue  # a buffer that a forward put in the place of another
             # What a forward writes into a buffer, a graph keeps: it starts as itself again.
             self._set(tensor, _Value(hash(name)))
+            # (A write of the forward before counts for the storage until it is forgotten here.)
             self._storages.pop(tensor.untyped_storage()._cdata, None)
         for index, tensor in enumerate(inputs):
             self._set(tensor, _Value(hash(index), from_batch=True))
@@ -367,6 +368,8 @@ class _Numbers(TorchDispatchMode):
             for leaf in tree_leaves(named.get(argument.name)):
                 param = self._params.get(id(leaf))
                 if argument.alias_info.is_write:
+                    # The op read the old value, whose number is among `parts`: writes follow each
+                    # other in this number.
                     written = _Value(hash(tuple(parts)), from_batch, from_old)
                     self._storages[leaf.untyped_storage()._cdata] = written
                     if param is not None:
@@ -387,6 +390,7 @@ class _Numbers(TorchDispatchMode):
         if known is None:
             known = tensor, _Value(hash(self._made.told(tensor)))
             self._tensors[id(tensor)] = known
+        # A write through any view changes what all tensors of the storage are worth.
         written = self._storages.get(tensor.untyped_storage()._cdata)
         if written is None:
             return known[1]

@@ -58,6 +58,8 @@ def compared_to_number(packet: str, value: Known | None, number: int | float) ->
     if not isinstance(number, int):
         return None
     if isinstance(value, Along) and value.table is None and value.size and value.divided_by == 1:
+        # Positions rise along the dim, so what holds at both ends holds between them; equality may
+        # not.
         ends = {_holds(packet, end + value.add, number) for end in (0, value.size - 1)}
         return Constant(value=int(ends.pop())) if len(ends) == 1 and packet not in _EQUALS else None
     return _difference_to_number(packet, value, number) if isinstance(value, Difference) else None
@@ -69,6 +71,8 @@ _EQUALS = ("eq", "ne")
 def _difference_to_number(packet: str, value: Difference, number: int) -> Known | None:
     query, key = value.query, value.key
     dims = Dims(query.dim, key.dim, query.sample)
+    # d: query's place less key's. The value is d + inner + value.add, or its negative before the
+    # sum.
     inner = query.add - key.add  # places differ by so much less than the value
     if value.is_amount:
         if packet in ("gt", "ge"):
@@ -77,8 +81,11 @@ def _difference_to_number(packet: str, value: Difference, number: int) -> Known 
         if packet not in ("le", "lt"):
             return None
         most = number - (packet == "lt")
+        # The amount of d + inner is at most `most`.
         bounds: Bounds = (-most - inner, most - inner)
     elif value.is_negative:
+        # value.add - (d + inner) compared with the number, solved for d: the comparison turns
+        # round.
         bounds = _bounds(TURNED[packet], value.add - number - inner)
     else:
         bounds = _bounds(packet, number - value.add - inner)

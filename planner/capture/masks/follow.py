@@ -174,6 +174,7 @@ def _unsqueeze(at: Following) -> Known | None:
 def _slice(at: Following) -> Known | None:
     value, dim = at.of(at.op.args[0]), at.arg(1, "dim", 0)
     source = at.tensors[at.op.inputs[0]]
+    # (All of the dim: the value itself.)
     if isinstance(value, Constant) or at.made.shape == source.shape:
         return value
     from_end = dim - len(source.shape) if dim >= 0 else dim
@@ -222,6 +223,7 @@ def _added(sign: int) -> Callable[[Following], Known | None]:
         first, second = at.of(at.op.args[0]), at.of(at.op.args[1])
         if at.arg(2, "alpha", 1) != 1:
             return None
+        # Two masks added: a pair counts where both let it through.
         if isinstance(first, Additive) and isinstance(second, Additive) and sign > 0:
             pattern = both(first.pattern, second.pattern)
             return None if pattern is None else Additive(pattern=pattern)
@@ -271,6 +273,7 @@ def _scaled(at: Following) -> Known | None:
     first, second = at.of(at.op.args[0]), at.of(at.op.args[1])
     for each, other in ((first, second), (second, first)):
         if isinstance(each, Constant) and isinstance(other, Denied):
+            # (Minus infinity times 0 is NaN, so it makes no mask in this way.)
             is_low = LEAST_MASKED >= each.value > -float("inf")
             return Additive(pattern=other.pattern) if is_low else None
     if isinstance(first, Pattern) and isinstance(second, Pattern):
@@ -303,6 +306,7 @@ def _cumsum(at: Following) -> Known | None:
     if made is None or not isinstance(value, Breaks) or value.of.table is None:
         return None
     if dim in (made.dim, made.dim + len(at.made.shape)):
+        # How many breaks there were up to a place is the number of its run.
         at.runs[at.made.name] = value.of.table
     return made
 
@@ -391,6 +395,8 @@ def _triangle(is_lower: bool) -> Callable[[Following], Known | None]:
         if value.value == 1:
             ahead = (-diagonal, None) if is_lower else (None, -diagonal)
             return Pattern(ahead=ahead, dims=dims)
+        # A triangle of low numbers denies what it keeps: the pattern is the other side of the
+        # diagonal.
         ahead = (None, -diagonal - 1) if is_lower else (1 - diagonal, None)
         low = value.value <= LEAST_MASKED
         return Additive(pattern=Pattern(ahead=ahead, dims=dims)) if low else None

@@ -65,6 +65,7 @@ def _told(
     if told.is_full:
         args = (*op.args[:3], None, dropout) if dropout else op.args[:3]
         return [replace(op, args=args, kwargs=more)]
+    # The kernels' own flag puts the first query beside the first key: right where both are as many.
     if replace(told, dims=ANYWHERE) == Pattern(ahead=(0, None)) and queries == keys:
         return [replace(op, args=(*op.args[:3], None, dropout, True), kwargs=more)]
     if dropout or not _is_usual(op, tensors):
@@ -146,6 +147,7 @@ def simplified(
     bounds = pattern.ahead
     numbered = {runs[name] for name in pattern.same if name in runs}
     for table, ahead in pattern.table_ahead:
+        # Bounds of a table's numbers are bounds of places only inside runs where both go up by 1.
         if table not in numbered:
             return None
         # Inside a run the table's numbers go up as places do.
@@ -161,6 +163,8 @@ def simplified(
 
 def _clipped(bounds: Bounds, queries: int, keys: int) -> Bounds:
     low, high = bounds
+    # Places differ by 1 - keys at the least and queries - 1 at the most: such bounds leave no pair
+    # out.
     low = FREE[0] if low is not None and low <= 1 - keys else low
     high = FREE[1] if high is not None and high >= queries - 1 else high
     return low, high

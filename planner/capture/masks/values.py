@@ -148,6 +148,7 @@ Known = Constant | Along | First | Steps | Breaks | Difference | Pattern | Denie
 
 def both(first: Pattern, second: Pattern) -> Pattern | None:
     """Return where two patterns hold; None where their dims differ or chunks do."""
+    # A dim that does not matter to a pattern (None) agrees with any.
     dims = [{*pair} - {None} for pair in zip(first.dims, second.dims, strict=True)]
     if any(len(found) > 1 for found in dims):
         return None
@@ -190,6 +191,7 @@ def narrower(first: Bounds, second: Bounds) -> Bounds:
 def moved(value: Known, at: int) -> Known | None:
     """Return a value after a dim of size 1 was put in; `at` is its place from the end, after."""
 
+    # Dims count from the end: those at or before the new dim are a place farther now.
     def shift(dim: int | None) -> int | None:
         return dim if dim is None or dim > at else dim - 1
 

@@ -37,6 +37,7 @@ def counted(run: Callable[[], Any], num_samples: int, kept_bytes: Callable[[Any]
     scratch = max(0, ledger.peak_bytes - kept_bytes(made))
 
     def each(count: int) -> Affine:
+        # Per sample, rounded up; kernels alone do not grow with the batch.
         return Affine(-(-count // num_samples), 0)
 
     return (

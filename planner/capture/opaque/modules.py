@@ -166,6 +166,8 @@ class OpaqueModules:
             if known not in self._known:
                 first = None
                 if not is_smaller and self._position < len(self._in_order):
+                    # Both batch sizes make the same calls in the same order; of the larger only
+                    # shapes are new, so its costs are those of the smaller.
                     first = self.calls[self._in_order[self._position]]
                 trial = Trial(
                     module=module,

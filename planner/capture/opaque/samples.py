@@ -67,6 +67,7 @@ def own_like(tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point() and not tensor.is_complex():
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     if isinstance(tensor, torch.nn.Parameter):
+        # Over the root of the last dim, so that products keep the size of what they are given.
         made = torch.randn(tensor.shape, dtype=_wide(tensor)) / tensor.shape[-1:].numel() ** 0.5
     else:  # it may be a variance
         made = 0.5 + torch.rand(tensor.shape, dtype=_wide(tensor))
@@ -117,6 +118,8 @@ def are_apart(
             return False
         joined = torch.cat(alone).detach()
         if whole.dtype.is_floating_point or whole.dtype.is_complex:
+            # Relative to all of the result: rounding in a small entry follows the large ones it is
+            # summed with.
             size = whole.detach().abs().double().norm()
             if not (joined - whole.detach()).abs().double().norm() <= _APART * size:
                 return False

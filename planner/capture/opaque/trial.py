@@ -100,10 +100,17 @@ class Unread:
 
 @dataclass(kw_only=True)
 class Trial:
-    """A call that is to be tried. `who` names the module and the user's line, in messages.
+    """A call that is to be tried.
 
-    `places` are its args and kwargs, in which a `Place` stands for a tensor of `given`.
-    `first` is the same call on fewer samples, where that was tried: only shapes differ.
+    Attributes:
+        module: what is called.
+        precision: that the model is captured in.
+        who: names the module and the user's line, in messages.
+        key: names the module in a graph, see `module_key`.
+        places: args and kwargs, in which a `Place` stands for a tensor of `given`.
+        given: the tensors of the arguments, without values.
+        num_samples: of the batch that the call is a part of.
+        first: the same call on fewer samples, where that was tried: only shapes differ.
     """
 
     module: nn.Module
@@ -120,6 +127,7 @@ class Trial:
         """Try it. Raises CaptureError for what a plan can't repeat, in one line."""
         self._refuse_loose_tensors("keeps")
         before = state_of(self.module)
+        # The trial leaves the script's random numbers as they were.
         random_state = torch.random.get_rng_state()
         # Not torch.manual_seed: that seeds accelerators too, whose random numbers are the script's.
         torch.default_generator.manual_seed(0)
@@ -186,6 +194,7 @@ class Trial:
             holds = self._compare_draws(own, whole, leaves) if self._draws.are_apart else ()
             cost = self._cost(values, own, made)
             if holds and self._draws.number:
+                # The seed is the same for all samples.
                 holds = (*holds, False)
         else:
             holds, cost = self.first.holds_samples, self.first.cost
@@ -239,6 +248,8 @@ class Trial:
                 )
             made = [leaf for leaf in again if isinstance(leaf, Tensor)]
             self._compare_twice(values, own, made)
+            # A split that a single draw contradicts is out: samples may seem apart by chance, never
+            # not apart.
             possible = [
                 split
                 for split in (splits(values, self.num_samples) if possible is None else possible)
@@ -274,6 +285,7 @@ class Trial:
             asked = [t for t in again if t.requires_grad]
             if not ends or not asked:
                 return []
+            # (Any gradients of the right shapes do: the results themselves.)
             found = torch.autograd.grad(ends, asked, ends, allow_unused=True)
             return [t for t in found if t is not None]
 

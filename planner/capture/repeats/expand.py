@@ -44,6 +44,7 @@ def expand(short: RawGraph, repeat: Repeat, order: Sequence[str]) -> RawGraph:
     before = _outputs(short.ops[slice(*periods[0])])
     own = _outputs(second)
     last = dict(zip(own, own, strict=True))  # names of what the copy before made, by P1's
+    # Each copy is P1 with the names of its own layers, reading the copy before it as P1 reads P0.
     for copy in range(1, copies + 1):
         names: dict[str, str] = {}
         for meta in layers.held_in(1, second):
@@ -60,6 +61,7 @@ def expand(short: RawGraph, repeat: Repeat, order: Sequence[str]) -> RawGraph:
         lookup = renamed | reads | names
         ops += [layers.copied_op(item, lookup, copy) for item in second]
         last = {name: names[name] for name in own}
+    # P2 and what follows read of the last copy what they read of P1.
     ops += [layers.at(item, renamed | last) for item in short.ops[periods[2][0] :]]
     everything = {meta.name: meta for meta in tensors.values()} | made
     place = {fqn: number for number, fqn in enumerate(order)}
@@ -96,6 +98,7 @@ def _periods(short: RawGraph, repeat: Repeat) -> list[tuple[int, int]]:
         latest = layer
     if sorted(begins) != list(range(repeat.kept)):
         raise NotRepeated("a layer has no op")
+    # The first op of each period; of the last, whose end no layer marks, as many ops as P1 has.
     starts = [begins[repeat.first + number * repeat.period] for number in range(PERIODS)]
     length = starts[2] - starts[1]
     end = starts[2] + length
@@ -142,6 +145,7 @@ class _Layers:
     def _renumbered(self, meta: TensorMeta, number: int, other: int) -> TensorMeta:
         path = self.repeat.path
         stem = f"{path}_{number}_".replace(".", "_")
+        # (Export names a parameter by its path, with underscores for dots.)
         if meta.name.count(stem) == 1:
             name = meta.name.replace(stem, f"{path}_{other}_".replace(".", "_"))
         else:
@@ -157,6 +161,7 @@ class _Layers:
         layers = range(first, first + self.repeat.period)
         of_ops = set(map(id, ops))
         inside = {n for item in ops for n in item.op.inputs}
+        # (A constant that other ops read too is common to all copies.)
         inside -= {n for it in self.short.ops if id(it) not in of_ops for n in it.op.inputs}
         return [
             meta
@@ -192,6 +197,8 @@ def _check_equal(short: RawGraph, layers: _Layers, periods: Sequence[tuple[int, 
     zeroth, first, second = (short.ops[slice(*each)] for each in periods)
     if any(item.op.target == AUTOGRAD_FUNCTION for item in first):
         raise NotRepeated("autograd functions are numbered")
+    # P1 told relative to P0, and P2 to P1: equal if each follows from the period before in the
+    # same way.
     told = [
         _told(short, layers, ops, before, number)
         for number, (ops, before) in enumerate(((first, zeroth), (second, first)), start=1)

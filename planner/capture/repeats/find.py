@@ -62,6 +62,7 @@ def find_repeat(trace: Trace, path: str, layers: int) -> Repeat | None:
     inner = _numbered([each[0] for each in told])
     whole = _numbered(told)
     for period in range(1, min(_LONGEST, layers // (PERIODS + 1)) + 1):
+        # Back from the end, as long as layers a period apart are equal.
         first = layers - period
         while first > 0:
             k, like = first - 1, first - 1 + period
@@ -85,6 +86,8 @@ def _numbered(values: Sequence[Hashable]) -> list[int]:
 def does_the_same(whole: Trace, short: Trace, repeat: Repeat) -> bool:
     """Whether a forward with the kept layers does the same in them, and around them."""
     path, last = repeat.path, repeat.kept - 1
+    # Ops before the list must be the very same; the last kept layer plays the last of all, so only
+    # its inside and what follows it are compared with that.
     before, fewer = whole.begins[path][0], short.begins[path]
     if not fewer or fewer[0] != before or whole.events[:before] != short.events[:before]:
         return False

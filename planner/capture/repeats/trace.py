@@ -156,6 +156,8 @@ class _Ops(TorchDispatchMode):
         for position, leaf in enumerate(tree_leaves(result)):
             if isinstance(leaf, Tensor):
                 shapes.append((tuple(leaf.shape), leaf.stride(), leaf.dtype))
+                # (An op that returns its input itself, or writes into it, makes it anew for those
+                # that read it later.)
                 self._origin[id(leaf)] = (leaf, Made(number, position))
             else:
                 shapes.append(repr(leaf))

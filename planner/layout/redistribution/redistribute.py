@@ -88,6 +88,7 @@ def op_collectives(
     _, _, src, dst, grad_partial = op.args
     source, target = parse_placement(str(src)), parse_placement(str(dst))
     local = tensor[op.outputs[0]]
+    # The output is local; the payload is the full tensor.
     numel = local.numel_at(1) * (axis_size if isinstance(target, Shard) else 1)
     kinds = collectives(source, target, bool(grad_partial))
     return kinds, numel * DTYPE_BYTES[local.dtype]
@@ -105,6 +106,7 @@ def inner_collectives(
         return (("all_reduce", DTYPE_BYTES["int64"]),)
     if op.target in ("planner.vocab_cross_entropy", "planner.sized_vocab_cross_entropy"):
         logits = tensor[op.inputs[0]]
+        # Per sample the largest logit, then three sums, each in at least fp32.
         shape = logits.shape_at(1)
         samples = logits.numel_at(1) // shape[min(1, len(shape) - 1)]
         size = samples * max(DTYPE_BYTES[logits.dtype], DTYPE_BYTES["float32"])
@@ -122,6 +124,7 @@ def inner_collectives(
     if op.target == "planner.vocab_log_softmax":
         meta = tensor[op.outputs[0]]
         size = meta.bytes_at(1) // max(1, meta.shape_at(1)[int(op.args[1])])  # type: ignore[arg-type]
+        # The largest entry, the sum of exponentials, and that sum's gradient.
         return (("all_reduce", size),) * 3
     if op.target == "planner.batch_norm_by_channel":
         running = tensor[op.inputs[-1]]

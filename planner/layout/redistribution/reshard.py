@@ -33,9 +33,15 @@ _STEP_PENALTY = 1e-3
 class ReshardStep:
     """One step along one axis, from one placement to another.
 
-    `num_bytes` is what each rank receives: (n-1)/n of the payload, twice that for an
-    all-reduce (ring). `payload_bytes` is the tensor before a scatter or after a gather, as
-    it lies on the other axes. Local steps move nothing.
+    Attributes:
+        axis: the mesh axis.
+        src: the placement before.
+        dst: the placement after.
+        kind: the collective, or the local work.
+        payload_bytes: of the tensor before a scatter or after a gather, as it lies on the other
+            axes.
+        num_bytes: that each rank receives, of n: (n-1)/n of the payload, twice that for an
+            all-reduce (ring), an n-th of it for an all-to-all; 0 for local work.
     """
 
     axis: str
@@ -62,8 +68,18 @@ class Transfer:
 class Reshard:
     """A way from `src` to `dst`: steps on the source mesh, transfers, steps on the target.
 
-    Transfers lead from the layout `departure` to `arrival`. On one mesh there are none, and
-    `before` is the whole way.
+    On one mesh there are no transfers, and `before` is the whole way.
+
+    Attributes:
+        shape: of the whole tensor.
+        itemsize: bytes of an element.
+        src: where the tensor is.
+        dst: where it goes.
+        departure: the layout on the source mesh from which transfers lead.
+        arrival: the layout on the target mesh to which they lead.
+        before: steps on the source mesh, from `src` to `departure`.
+        transfers: from rank to rank, or kept.
+        after: steps on the target mesh, from `arrival` to `dst`.
     """
 
     shape: Shape
@@ -139,6 +155,7 @@ def _cheapest_chain(
     shape: Shape, itemsize: int, src: Layout, dst: Layout
 ) -> tuple[ReshardStep, ...]:
     """Dijkstra over placements; a node is one placement for each axis."""
+    # Numbers break ties of cost: layouts have no order.
     order = count()
     queue: list[tuple[float, int, Layout]] = [(0.0, next(order), src)]
     best = {src.placements: 0.0}
@@ -147,6 +164,7 @@ def _cheapest_chain(
         cost, _, layout = heapq.heappop(queue)
         if layout.placements == dst.placements:
             break
+        # A stale entry: a cheaper way there was found after it was queued.
         if cost > best[layout.placements]:
             continue
         for step, following in _steps_from(shape, itemsize, layout):
@@ -155,6 +173,7 @@ def _cheapest_chain(
                 best[following.placements] = total
                 came[following.placements] = (layout.placements, step)
                 heapq.heappush(queue, (total, next(order), following))
+    # Every layout can be reached by way of whole tensors, so `came` leads back from `dst`.
     steps = []
     at = dst.placements
     while at != src.placements:
@@ -169,6 +188,8 @@ def _cheapest_sum(shape: Shape, itemsize: int, src: Layout) -> Layout:
     for axis, placement in enumerate(src.placements):
         if not isinstance(placement, Partial):
             continue
+        # The sums of several axes are taken one after the other: a scatter leaves less for the
+        # next.
         options = [
             step
             for step in _steps_from(shape, itemsize, layout)
@@ -182,10 +203,12 @@ def _steps_from(
     shape: Shape, itemsize: int, layout: Layout
 ) -> Iterator[tuple[ReshardStep, Layout]]:
     """Yield every step that can be taken from a layout, and where it leads."""
+    # No segments: on the way pieces are contiguous.
     targets: list[Placement] = [Replicate(), Partial(), *(Shard(d) for d in range(len(shape)))]
     local_numel = prod(layout.local_shape(shape))
     for axis, (name, size) in enumerate(zip(layout.mesh.axes, layout.mesh.shape, strict=True)):
         src = layout.placements[axis]
+        # Undoing a coarse cut would leave each rank with pieces that are not contiguous.
         if isinstance(src, Shard) and not _is_finest(layout, axis, src.dim):
             continue
         for dst in targets:
@@ -194,6 +217,7 @@ def _steps_from(
                 continue
             if isinstance(dst, Shard) and not _can_cut(shape, layout, axis, dst.dim):
                 continue
+            # The tensor as it lies on the other axes: the group of this axis sees no more of it.
             whole = local_numel * (size if isinstance(src, Shard) else 1) * itemsize
             kind, wire = _cost(src, dst, size)
             placements = (*layout.placements[:axis], dst, *layout.placements[axis + 1 :])
@@ -223,8 +247,10 @@ def _can_cut(shape: Shape, layout: Layout, axis: int, dim: int) -> bool:
 def _cost(src: Placement, dst: Placement, size: int) -> tuple[StepKind, float]:
     """Return the step's kind and the bytes received per payload byte."""
     kind, _ = collectives(src, dst)
+    # Of a ring: each rank gets all parts but its own.
     share = (size - 1) / size
     if kind == "all_reduce":
+        # A reduce-scatter, then an all-gather.
         return kind, 2 * share
     if kind == "all_to_all":  # each rank keeps one part of its own shard
         return kind, share / size
@@ -245,6 +271,8 @@ def box_transfers(src: Mapping[int, Box], dst: Mapping[int, Box]) -> Iterator[Tr
     holders: dict[Box, list[int]] = {}
     for rank, box in src.items():
         holders.setdefault(box, []).append(rank)
+    # Boxes of a layout are equal or disjoint, so parts from different boxes have no element in
+    # common.
     turns = dict.fromkeys(holders, 0)
     for rank, needed in dst.items():
         for held, ranks in holders.items():

@@ -53,6 +53,8 @@ def redistribute_in_pieces(call: Call) -> Iterator[OpSharding]:
         if isinstance(cut, Shard):
             sizes = before[cut.dim], after[cut.dim]
             for count in _multiples(cut.segments, call.segments):
+                # The side that is whole on the other axis has n pieces side by side, and n times
+                # the segments.
                 ends = [Shard(cut.dim, count * size // min(sizes)) for size in sizes]
                 yield OpSharding(inputs=(ends[0],), outputs=(ends[1],))
 

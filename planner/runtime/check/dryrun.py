@@ -35,7 +35,9 @@ class DryRun:
     """The byte timeline of one rank over one step, after a step that set up all state."""
 
     rank: int
+    """The global rank."""
     pp_rank: int
+    """Its pipeline rank."""
     batch_bytes: int
     """The batch, which the caller holds between steps too."""
     rest_bytes: int
@@ -167,6 +169,7 @@ def _track(
         if not on_gloo:
             engine._executor._post._sending = _Gone()
         del model  # as `apply` does: only the pieces stay
+        # (The first step makes the optimizer's state, which is a part of what rests.)
         engine.step(batch)
         count_tables_as_host(engine, ledger)
         rest_bytes, host_rest_bytes = ledger.live_bytes, ledger.host_bytes

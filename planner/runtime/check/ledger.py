@@ -61,6 +61,8 @@ class Ledger(TorchDispatchMode):
         self._alive: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Autograd works in place here while no mode watches. Without this the ledger itself would
+        # raise the height by a gradient.
         if func is torch.ops.aten.add.Tensor and not kwargs and _is_accumulation(*args):
             func = torch.ops.aten.add_.Tensor
         if func is torch.ops.aten.index_put.default and _is_backward_of_index():
@@ -69,6 +71,7 @@ class Ledger(TorchDispatchMode):
             return args[0]  # as it is for real: on fake tensors the op would return a copy
         made = func(*args, **(kwargs or {}))
         if self._copies_to_reduce and func is torch.ops.c10d._reduce_scatter_base_.default:
+            # (gloo copies the message it reduces, and frees the copy inside of the op.)
             message = args[1].untyped_storage().nbytes()
             self._peak_bytes = max(self._peak_bytes, self.live_bytes + message)
         for leaf in torch.utils._pytree.tree_leaves(made):
@@ -164,6 +167,7 @@ class Ledger(TorchDispatchMode):
         self._bytes[key] = 0
         if self._is_host:
             self._on_host.add(key)
+        # A storage dies with its last tensor: its bytes are subtracted then.
         self._alive[key] = weakref.ref(storage, gone)
         self._count(key, storage.nbytes())
 

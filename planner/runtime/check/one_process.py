@@ -117,6 +117,7 @@ class OneProcess:
         runs = [piece.samples for piece in pieces]
         counts = [float(len(run)) for run in runs] if count is None else count(cut, runs)
         for piece, counted in zip(pieces, counts, strict=True):
+            # A replica's buffers go on from its own piece before, as on its ranks.
             self._write_buffers(self._buffers.get(piece.replica, {}))
             batch = cut.part(piece.samples)
             # Compiled parts run as they are written: a compiler sees neither draws nor dtypes.
@@ -124,6 +125,8 @@ class OneProcess:
             with eager, self._draws(), ReferenceMode(self._own, self._numbers):
                 output = call_with_batch(self.module, batch)
                 loss = loss_of(output, batch, self._source.loss)
+                # Shares of the whole batch's mean: the gradients of the pieces then add up to its
+                # gradient.
                 loss = loss * (counted / sum(counts))
                 _backward(loss)
             total += loss.detach()

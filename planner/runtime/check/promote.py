@@ -265,6 +265,7 @@ class ReferenceMode(TorchFunctionMode):
             else:
                 kwargs[name] = 0.0
         if func in self._RECURRENT:  # …, has_biases, num_layers, dropout, …
+            # The number of states and weights ahead of `has_biases` differs by call.
             position = next(i for i, arg in enumerate(args) if isinstance(arg, bool)) + 2
             args = (*args[:position], 0.0, *args[position + 1 :])
         if func is torch._grouped_mm:

@@ -44,7 +44,8 @@ class Found:
     """A tensor that is not finite, though all that it was made from is.
 
     Attributes:
-        order: microbatch, then the job's place in it: the least came first.
+        order: 0 for a forward, 1 for a backward, -1 for what a step begins with; the microbatch;
+            the stage, negative in a backward. The least came first.
         text: what made it, where, in words.
     """
 
@@ -68,6 +69,7 @@ class ValueCheck:
             if dist.get_world_size() > 1:
                 # A sum: a maximum would lose a NaN on some backends.
                 dist.all_reduce(norm)
+        # (A NaN or an infinity in either makes the sum so.)
         return not math.isfinite(float(norm) + float(loss))
 
     def explain(
@@ -107,6 +109,8 @@ class ValueCheck:
                 f"step {step}: {what}; run again, all is finite: it began in "
                 "an earlier batch of the step, random numbers or the hardware"
             )
+        # Of all ranks' first findings: forwards before backwards, then the earliest microbatch; in
+        # a forward the first stage, in a backward the last.
         first = min(every, key=lambda each: each.order)
         return ValuesError(f"step {step}: {what}; first in {first.text}")
 
@@ -165,6 +169,7 @@ class _Look(TorchDispatchMode):
         for tensor in _floats(made):
             if _is_finite(tensor):
                 continue
+            # A NaN may also begin where infinities are read (inf - inf), as long as no NaN is.
             begins = reads_finite and name not in _WRITES_CONSTANTS
             if begins or (not reads_nan and bool(tensor.isnan().any())):
                 self._note(name, tensor, job, frame)

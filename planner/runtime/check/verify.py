@@ -95,11 +95,22 @@ _NONE = Difference(relative=0.0, rounding=0.0, name="", step=0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """What `verify` found. `losses` are the plan's, `reference_losses` the one process's.
+    """What `verify` found.
 
     A difference is a fault beyond `ROUNDINGS` times the rounding measured, and beyond
-    `tolerance` in any case. `notes` say what was switched off or cut down to compare, as
-    sentences.
+    `tolerance` in any case.
+
+    Attributes:
+        steps: of training that were compared.
+        num_ranks: of the plan.
+        tolerance: the largest relative difference that is no fault.
+        loss: the worst difference of a loss.
+        gradient: that of a gradient.
+        parameter: that of a parameter after the optimizer's step.
+        buffer: that of a buffer.
+        losses: the plan's, step by step.
+        reference_losses: the single process's.
+        notes: what was switched off or cut down to compare, as sentences.
     """
 
     steps: int = 0
@@ -222,6 +233,7 @@ def check_memory(graph: ModelGraph, device: str | None, have_bytes: int | None =
     if have_bytes is None:
         have_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     count = sum(tensor.numel_at(1) for tensor in graph.tensors if tensor.kind == "param")
+    # 8 bytes in fp64, of weights and gradients, on the ranks and in the one process.
     needed = count * 8 * 2 * 2
     if needed > have_bytes:
         raise PlanError(
@@ -283,6 +295,8 @@ def compare_with_one_process(
     references = []
     if dist.get_rank() == 0:
         settings: dict[str, Any] = {"optimizer": _optimizer, "own": own, "draws": draws}
+        # Three runs of the same training that differ by rounding alone: what they are apart by is
+        # the rounding of each tensor.
         references = [
             OneProcess(source, module, **settings),
             OneProcess(source, module, **settings, moved=1, backwards=True),
@@ -361,6 +375,7 @@ def _shortened(plan: Plan) -> Plan:
     """The plan with few enough microbatches for a quick proof; their number proves nothing."""
     if plan.table:
         return plan
+    # Enough for warm-up, steady state and drain of a pipeline.
     enough = min(plan.num_microbatches, max(2, 2 * plan.pp))
     return plan.model_copy(update={"num_microbatches": enough})
 
@@ -455,6 +470,7 @@ def _differences(
     # A loss whose terms cancel is no measure for itself.
     largest["loss"] = max(largest["loss"], largest["gradient"])
     for kind, tensors in expected.items():
+        # (Not 0: a kind whose tensors are all zero.)
         scale = max(largest[kind], torch.finfo(torch.float64).tiny)
         for name, tensor in tensors.items():
             other = found[kind].get(name)
@@ -464,6 +480,7 @@ def _differences(
                 yield kind, _missing(name, step)
                 continue
             rounding = max(_gap(tensor, each[kind][name]) for each in others)
+            # `ROUNDINGS` times the second term is one rounding of the kind's largest entry.
             least = torch.finfo(torch.float64).eps * max(_size(tensor), scale / ROUNDINGS)
             if kind == "parameter" and name not in expected["gradient"]:
                 rounding = least = 0.0  # frozen: no step rounds it, so every bit must be as it was

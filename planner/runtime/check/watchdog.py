@@ -116,6 +116,8 @@ class Watchdog(threading.Thread):
             now = status()
             try:
                 self._store.set(str(self._rank), _Note(time.time(), now).as_text())
+                # 1 if this rank has moved since its last look; adding 0 reads the count of all
+                # ranks.
                 counted = self._store.add(_MOVES, int(now.progress != progress))
                 if counted != moves or not now.is_busy:
                     progress, moves, since = now.progress, counted, time.monotonic()

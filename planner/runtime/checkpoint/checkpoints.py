@@ -93,6 +93,7 @@ class Checkpoints:
         if self._group is None:
             # Its own: its messages go beside those of the training.
             self._group = self._engine.mesh.open_host_group()
+        # Shards, not gathered weights, are what a rank writes.
         self._engine.rest()
         parts, notes = take(self._engine, extra)
         items, sources = _to_write(parts)
@@ -136,6 +137,8 @@ class Checkpoints:
         manifest: Manifest,
     ) -> None:
         group, is_first = self._group, dist.get_rank() == 0
+        # Each `together` is also a barrier: no rank writes before all have copied, and a failure on
+        # one rank ends the save on all.
         together(group, copies.finish)
         scratch = together(group, lambda: folders.begin(folder) if is_first else None)[0]
         assert scratch is not None
@@ -164,10 +167,13 @@ class Checkpoints:
                 dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
 
         together(group, write)
+        # Rank 0's manifest has the files of all ranks.
         checksums = together(group, lambda: writer.checksums)
 
         def commit() -> None:
             if is_first:
+                # All ranks' files are on the disk by now. The rename in `commit` makes them a
+                # checkpoint, so a crash before it leaves none that is half written.
                 files = {name: found for each in checksums for name, found in each.items()}
                 files[".metadata"] = file_checksum(scratch / ".metadata")
                 folders.commit(scratch, replace(manifest, files=files))
@@ -194,6 +200,8 @@ class Checkpoints:
         if not notes.step:  # weights to begin from: the engine's schedules begin, too
             extra = {n: v for n, v in extra.items() if not n.startswith(OWN_SCHEDULER)}
         _of_own(control, lambda: check_extra(extra, notes))
+        # Targets are found on all ranks before any tensor is overwritten: a misfit leaves the
+        # training as it was.
         parts, assembly = _of_own(control, lambda: self._targets(notes, metadata))
         planner = _of_own(
             control,
@@ -264,6 +272,7 @@ class Checkpoints:
                 except PlanError as error:
                     # What to do is told below, once.
                     return str(error).removesuffix("; use another checkpoint")
+                # Every rank checks its share of the files, so the whole folder is read once.
                 own = files[rank :: dist.get_world_size()]
                 return folders.what_is_wrong(checkpoint, own, file_checksum)
 

@@ -128,6 +128,7 @@ def commit(scratch: Path, manifest: Manifest) -> Path:
     _sync_folder(scratch)
     number = scratch.name.removeprefix(_SAVING)
     target = scratch.with_name(f"{number}-step-{manifest.step}")
+    # The rename is atomic: the checkpoint is there as a whole, or not at all.
     os.rename(scratch, target)
     _sync_folder(target.parent)
     return target

@@ -55,6 +55,7 @@ class OptimizerNotes:
         where a function made them of what the rank has.
         """
         for at, more in enumerate(other.groups):
+            # Ranks of other stages have the same group over other parameters.
             own = self._like(more, at)
             if own is None:
                 self.groups.append(more)
@@ -96,6 +97,7 @@ def take_apart(
                 continue
             tensors = tuple(local(state[name]) for state in states)
             notes.states.add(name)
+            # By the local shape: what is shaped like the piece is cut as the piece is.
             if tensors[0].shape == part.tensors[0].shape:
                 key, piece = _key(name, fqn), part.piece
             else:
@@ -167,6 +169,7 @@ class Assembly:
 
     def finish(self) -> None:
         """Give the optimizer its state and the options of its param groups."""
+        # A state dict numbers parameters in the order of the groups.
         numbers = {
             id(param): at
             for at, param in enumerate(p for g in self._optimizer.param_groups for p in g["params"])

@@ -69,6 +69,7 @@ class Piece:
         """Return part `number` of it, as `planner.runtime.state.weights.local_piece` cuts."""
         length = self.local_shape[placement.dim] // placement.segments
         each = length // parts
+        # The rank's stretch of every segment, in the coordinates of what is left so far.
         spans = [(s * length + number * each, each) for s in range(placement.segments)]
         return self._taking(placement.dim, spans)
 
@@ -85,11 +86,13 @@ class Piece:
 
     def chunks(self, element_bytes: int, most_bytes: int = CHUNK_BYTES) -> Iterator[Chunk]:
         """Yield boxes that together are the piece, each of whole rows and about `most_bytes`."""
+        # A run of each dim makes a box; only dim 0 is cut further, so that a chunk has whole rows.
         located = [list(_located(runs)) for runs in self.runs]
         for place in product(*located):
             lengths = [length for _, _, length in place]
             row = prod(lengths[1:]) * element_bytes
             step = max(1, most_bytes // max(1, row))
+            # (A number has no dims, and is one chunk.)
             for first in range(0, lengths[0], step) if place else (0,):
                 box, local = [], []
                 for dim, (start, at, length) in enumerate(place):
@@ -191,7 +194,9 @@ def _holding(
         # Each replica moves such a buffer by its own samples: they differ.
         replica = mesh.number(rank, *data), mesh.size(*data)
         cut |= set(data)
+    # Ranks that differ along axes that do not cut the tensor hold copies of one piece.
     others = [a.name for a in (*lowered_axes(), *data_axes()) if a.name not in cut]
+    # A tied parameter lies on several pp ranks; the first of them writes it.
     is_home = pp_rank == home
     return Holding(
         meta=meta,
@@ -225,6 +230,8 @@ def _select(runs: Runs, start: int, length: int) -> Iterator[tuple[int, int]]:
     """Yield the runs of a stretch of the local dim."""
     at = 0
     for first, size in runs:
+        # The run takes local places `at` to `at + size`: its part of the stretch, moved to the
+        # whole dim.
         low, high = max(start, at), min(start + length, at + size)
         if low < high:
             yield first + low - at, high - low

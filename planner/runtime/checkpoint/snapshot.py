@@ -81,6 +81,7 @@ def take(engine: Engine, extra: Mapping[str, Any]) -> tuple[list[Part], Notes]:
     stream = engine._random
     if stream is not None:
         notes.seed = stream.seed
+        # Ranks with the same samples and stage share a stream; the first of them stores it.
         if stream.place == rank:
             notes.streams = {rank: stream.state()}
     notes.generators = {rank: _generators(engine.mesh.device)}

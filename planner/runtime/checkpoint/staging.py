@@ -37,10 +37,12 @@ class Staging:
         """Begin to copy tensors; the copies before are no longer used."""
         targets = self._places(sources)
         pairs = list(zip(sources, targets, strict=True))
+        # Copies from host to host would block the save; the thread that writes makes them.
         later = [pair for pair in pairs if pair[0].device.type == "cpu"]
         event = None
         if self._stream is not None:
             module = devices.of(self._device)
+            # The step's last kernels still write what is copied.
             self._stream.wait_stream(module.current_stream(self._device))
             with module.stream(self._stream), torch.no_grad():
                 for source, target in pairs:
@@ -57,6 +59,8 @@ class Staging:
             size = prod(source.shape) * source.element_size()
             if slab < len(self._slabs) and filled + size > self._slabs[slab].numel():
                 slab, filled = slab + 1, 0
+            # The next save deals the same tensors in the same order, and finds slabs that are large
+            # enough.
             while slab < len(self._slabs) and size > self._slabs[slab].numel():
                 slab += 1
             if slab == len(self._slabs):
@@ -90,6 +94,7 @@ class Copies:
                 target.copy_(source)
         finally:
             self._later = []
+            # Set before the device's copies are done: for these the device itself waits, in `hold`.
             self._is_done.set()
         if self._event is not None:
             self._event.synchronize()

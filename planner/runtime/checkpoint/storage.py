@@ -154,6 +154,8 @@ class ReadPlanner(LoadPlanner):
             items = create_read_items_for_chunk_list(
                 target.key, found, [chunk_metadata(target.box)]
             )
+            # Stored boxes do not overlap (checked when they were written), so equal counts mean
+            # full cover.
             if sum(item.lengths.numel() for item in items) != box_numel(target.box):
                 raise PlanError(f"{target.key} is stored in part only; use another checkpoint")
             # Each target has an index of its own: two may be of one box.

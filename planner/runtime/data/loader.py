@@ -226,6 +226,7 @@ class Loader:
     def _keys(self) -> Iterator[PartKey]:
         assert self._order is not None
         for first, samples in self._order.batches(self.epoch, self.samples):
+            # (The last batch may be smaller: it is cut by the same shares.)
             own = places_of(self._split.resized(len(samples)), *self._replicas)
             yield PartKey(
                 epoch=self.epoch,

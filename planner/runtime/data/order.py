@@ -79,6 +79,7 @@ class Order:
         order = self._order(epoch)
         count = len(order)
         while start < count:
+            # Beyond the end of a pass the batch is filled up from its front.
             samples = [int(order[at % count]) for at in range(start, start + self.batch)]
             if start + self.batch > count and self.at_end != "wrap":
                 samples = samples[: count - start]

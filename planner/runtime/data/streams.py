@@ -55,6 +55,8 @@ class WholeStream(IterableDataset[Loaded]):
     def _parts(self) -> Iterator[Loaded]:
         turn, turns = _own_turn()
         for number, (first, samples) in enumerate(self._batches()):
+            # Workers read the same stream and deal the batches, as a stream cannot be entered in
+            # the middle.
             if number % turns != turn:
                 continue
             split = self._split.resized(len(samples))
@@ -153,6 +155,8 @@ class ShardedStream(IterableDataset[Loaded]):
         places = {shard: self._progress.get(shard, 0) for shard in shards}
         live = {shard: self._read(shard, skip=places[shard]) for shard in shards}
         while live:
+            # The choice follows from the positions alone, so a loader that goes on takes the same
+            # turns.
             shard = min(live, key=lambda each: (places[each], each))
             for sample in live[shard]:
                 yield shard, places[shard], sample

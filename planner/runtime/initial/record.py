@@ -274,6 +274,7 @@ class _Recorder(TorchDispatchMode):
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if tensors and not draws and not any(tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)  # of values that are known, such as numbers of Python's
+        # A number is read (`.item()`): known where no draw decides it.
         if name == "_local_scalar_dense":
             return self._value(args[0])
         if any(device.type not in ("cpu", "meta") for device in _devices(tensors, kwargs)):
@@ -295,6 +296,7 @@ class _Recorder(TorchDispatchMode):
         after = START if not draws else self.place(generator or torch.default_generator)
         if draws and (name not in _DRAWS or self._has_moved):
             raise NotReplayableError(f"{name} draws by the values of tensors{calling_line()}")
+        # Before the op runs: it may change what these are.
         refs = tree_map(self._taken, (tuple(args), kwargs))
         before = len(self._to.sizes)
         if any(argument.name == "device" for argument in func._schema.arguments):
@@ -303,10 +305,14 @@ class _Recorder(TorchDispatchMode):
         outputs = tuple(
             self._to.ref(leaf) for leaf in tree_leaves(made) if isinstance(leaf, Tensor)
         )
+        # Storages are numbered as they are met: an output with a lower number is a view of
+        # something.
         fresh = tuple(ref if ref.storage >= before else None for ref in outputs)
         into = [self._to.ref(tensor) for tensor in written]
+        # Memory without values, or a view: nothing to do again.
         if name in _ALLOCATES or not (into or any(ref is not None for ref in fresh)):
             return made
+        # An op that overwrites all of a storage makes what was before it needless.
         overwritten = frozenset(
             n for ref in into if name in _OVERWRITES for n in self._covered(ref)
         )
@@ -325,6 +331,7 @@ class _Recorder(TorchDispatchMode):
             args=refs[0],
             kwargs={k: v for k, v in refs[1].items() if k not in _NOT_KEPT},
             made=fresh,
+            # An op in place reads what it writes into, unless it overwrites all of it.
             reads=frozenset(sources | (taken - overwritten)),
             writes=frozenset({ref.storage for ref in into} | created),
             covers=overwritten | created,
@@ -350,6 +357,8 @@ class _Recorder(TorchDispatchMode):
 
     def _mark(self, generator: torch.Generator, place: int) -> None:
         with torch._C.DisableTorchFunction(), _disable_current_modes():
+            # The generator's state is the mark: it survives what the function does with states,
+            # such as saving and restoring them around a fork.
             mark = torch.Generator().manual_seed(_FIRST_MARK + place + 1).get_state()
             self._marks[_digest(mark)] = place
             if not any(generator is known for known, _ in self.drawn_from):

@@ -55,9 +55,11 @@ class Replay:
         seen: set[tuple[int, int]] = set()
         while pending:
             storage, before = pending.pop()
+            # Back from the last write to that which leaves nothing of what was before.
             for at in reversed(self._writers[storage]):
                 if at >= before:
                     continue
+                # Followed from here already, all that was written before included.
                 if (storage, at) in seen:
                     break
                 seen.add((storage, at))
@@ -93,12 +95,16 @@ class Replay:
         """
         notes = self._recording.notes
         draws = [at for at, note in enumerate(notes) if note.draws]
+        # due: tensors to make when a note's draws begin: that of their last random op. uses:
+        # tensors that still need the generator's state before a random note.
         due: dict[int, list[str]] = defaultdict(list)
         uses: Counter[int] = Counter()
         for name, own in self.slices.items():
             random = [at for at in own if notes[at].draws]
             due[random[-1] if random else START].append(name)
             uses.update(random)
+        # followers: random notes that draw on from the end of a note; its state is kept until the
+        # last of them has begun.
         followers = Counter(n.after for n in notes if n.draws and isinstance(n.after, int))
         lasts = [self._recording.last, *(last for _, last in self._recording.others)]
         followers.update(last for last in lasts if isinstance(last, int))
@@ -129,6 +135,8 @@ class Replay:
             for name in due[at]:
                 reached = make(name)[at]
             if followers[at]:
+                # Where no tensor was made here, the draws are made and dropped: those behind them
+                # depend on it.
                 ends[at] = self._skip(notes[at], begin) if reached is None else reached
         if not to_the_end:
             return state
@@ -221,6 +229,8 @@ class Replay:
                 return False
             refs += [r for r in tree_leaves((note.args, note.kwargs)) if isinstance(r, Ref)]
             refs += [ref for ref in note.made if ref is not None]
+        # Rows can be made apart only if every tensor of the slice is whole, of the same shape, and
+        # no value was given.
         dtypes: dict[int, torch.dtype] = {}
         return all(
             ref.shape == target.shape
@@ -305,6 +315,7 @@ def _tensors(made: Any) -> list[Tensor]:
 def _rows(shape: tuple[int, ...], element_bytes: int) -> Iterator[tuple[int, int]]:
     """Yield (first, last) rows of pieces: whole groups of `normal_`, but for the last piece."""
     row = prod(shape[1:])
+    # The fewest rows whose elements are a multiple of 16.
     group = _NORMAL_STEP // gcd(row, _NORMAL_STEP)
     step = max(1, PIECE_BYTES // max(1, row * element_bytes * group)) * group
     bounds = [*range(0, shape[0], step), shape[0]]

@@ -50,6 +50,7 @@ class Place:
         last = first + rows.shape[0]
         for chunk in self.piece.chunks(self.tensor.element_size(), _ALL):
             (start, stop), *others = chunk.box
+            # The rows that are both in this message and in the chunk.
             low, high = max(start, first), min(stop, last)
             if low < high:
                 (at, _), *own = chunk.local
@@ -91,6 +92,8 @@ class ModuleValues:
             by_dtype[tensor.dtype] += [(name, *rows) for rows in _in_rows(tensor)]
         for pieces in by_dtype.values():
             for message in _messages(pieces):
+                # Every rank takes part in every message, and keeps the rows that it has a place
+                # for.
                 for name, first, rows in self._from_rank_0(message):
                     for place in places.get(name, ()):
                         place.take(first, rows)
@@ -142,6 +145,7 @@ class RecordedValues:
         sinks = {name: _sink(places[name]) for name in wanted}
         own = torch.default_generator.get_state()
         end = Replay(self._recording, wanted).run(state, sinks, to_the_end=self._to_the_end)
+        # (The generator then stands where it would after building the model itself.)
         if torch.equal(own, state):  # a rank that was seeded otherwise goes on with its own
             torch.default_generator.set_state(end)
 

@@ -40,6 +40,7 @@ class Exchange:
 
     def shape(self, devices_per_node: int) -> Shape:
         """Return what its time depends on where nodes have so many ranks each, in order."""
+        # Ranks of a node follow each other.
         nodes = {rank // devices_per_node for rank in self.ranks}
         return self.kind, -(-len(self.ranks) // len(nodes)), len(nodes)
 

@@ -129,6 +129,7 @@ def _memory(plan: Plan, hosts: Sequence[str], found: Mapping[int, Finding]) -> l
             places.setdefault(device, []).append(rank)
     left: dict[str, tuple[float, float]] = {}
     for device, ranks in places.items():
+        # Ranks of a node without devices of their own share its memory: their needs add up.
         free = min(found[rank].free_bytes or 0 for rank in ranks)
         left[device] = free, sum(needs[rank // plan.degrees.num_ranks] for rank in ranks)
     lines = [

@@ -40,6 +40,7 @@ def exchange_with_all(device: torch.device) -> Stuck | None:
     rank, count = dist.get_rank(), dist.get_world_size()
     sent = torch.full((1,), float(rank), device=device)
     for step in range(1, count):
+        # A shift by `step`: each rank sends to one rank and takes from another, all at once.
         to_rank, from_rank = (rank + step) % count, (rank - step) % count
         taken = torch.full((1,), -1.0, device=device)
         try:

@@ -59,6 +59,7 @@ def _time(exchange: Exchange, mesh: Mesh) -> tuple[int, float]:
 def _exchange(exchange: Exchange, num_bytes: int, mesh: Mesh) -> tuple[Callable[[], None], int]:
     """Return what does an exchange, and how often it crosses the link."""
     ranks = exchange.ranks
+    # fp32 entries of each rank's part.
     count = max(1, num_bytes // 4 // len(ranks))
     whole = torch.ones(count * len(ranks), device=mesh.device)
     group = mesh.group(exchange.axis)

@@ -69,6 +69,8 @@ class ActivationsOnHost:
 
     def before(self, position: int) -> None:
         """Do what comes before the job at a position: arrivals, and the next ones' departure."""
+        # What was prefetched beside the job before is used by this job; what the next backward
+        # needs begins to come back beside this job.
         for offload in self._at["backward"].get(position, ()):
             self._parcels.pop(offload).arrive()
         for offload in self._at["arriving"].get(position, ()):
@@ -76,6 +78,8 @@ class ActivationsOnHost:
 
     def after(self, position: int) -> None:
         """Do what comes after the job at a position."""
+        # The copy to the host ran beside the job that has ended, so the device's memory can go;
+        # what the forward that has ended saved begins to leave beside the next job.
         for offload in self._at["leaving"].get(position, ()):
             self._parcels[offload].let_go()
         for offload in self._at["forward"].get(position, ()):
@@ -86,7 +90,7 @@ class _Load:
     """One storage that autograd saved. Mutable: it is on the device, on the host, or both.
 
     Both are flat, in the dtype of the first tensor saved of it. `uses` counts the saved
-    tensors that were not asked for yet; with the last one the device's is let go.
+    tensors that were not unpacked yet; with the last of them the device's memory is let go.
     """
 
     __slots__ = ("on_device", "on_host", "uses")
@@ -102,8 +106,11 @@ class Saved:
     """A tensor that autograd saved: a view of a storage."""
 
     load: _Load
+    """The storage."""
     dtype: torch.dtype
+    """That of the view, which may differ from the storage's first."""
     size: torch.Size
+    """Sizes of its dims."""
     stride: tuple[int, ...]
     """Steps in elements of `dtype`."""
     offset: int
@@ -133,9 +140,12 @@ class Parcel:
         """Note a tensor that autograd saves."""
         if isinstance(tensor, DTensor):
             return tensor
+        # (An address stays its own: the storages of parameters, buffers and the batch outlive the
+        # forward.)
         key = tensor.untyped_storage()._cdata
         if key in self._held:
             return tensor
+        # Saved tensors are often views of one storage, which is copied once.
         load = self._loads.get(key)
         if load is None:
             load = self._loads[key] = _Load(_whole_storage(tensor))
@@ -157,6 +167,8 @@ class Parcel:
         load = saved.load
         flat = load.on_device
         assert flat is not None, f"activations of {self._name} are asked for while on the host"
+        # The last view to be unpacked lets the memory go, as autograd frees what it saved node by
+        # node.
         load.uses -= 1
         if not load.uses:
             load.on_device = None
@@ -169,6 +181,7 @@ class Parcel:
         pairs = []
         for load in self._loads.values():
             assert load.on_device is not None
+            # Pinned, so that the copy runs on a stream of its own beside the next job.
             load.on_host = self._host.empty(
                 load.on_device.shape, load.on_device.dtype, is_copied=True
             )
@@ -209,6 +222,8 @@ def _whole_storage(tensor: Tensor) -> Tensor:
     # Both take back what is only marked: other tensors of the storage may be without the mark.
     tensor = tensor.conj() if tensor.is_conj() else tensor
     tensor = torch._neg_view(tensor) if tensor.is_neg() else tensor
+    # The whole storage, gaps and parts that no saved tensor shows included: views need their own
+    # offsets.
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
     return tensor.as_strided((count,), (1,), 0)
 

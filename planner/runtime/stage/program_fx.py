@@ -102,6 +102,8 @@ def _keep_results(
     made_again: frozenset[str],
 ) -> None:
     """Make each op that does not run again a `KeptOp`; `calls` are the ops' nodes."""
+    # Between the two kinds of ops: what a kept op takes of ops that run again can be found there in
+    # the second run; what it makes is stored only if such an op reads it.
     repeated = [op for op in program.ops if op.name in made_again]
     makes = {env[name] for op in repeated for name in op.outputs}
     reads = {name for op in repeated for name in op.inputs}
@@ -166,6 +168,8 @@ def _emit_own(
         if axis not in groups:
             raise LayoutError(f"op {op.name} runs on axis {axis!r}; groups given: {sorted(groups)}")
         group = groups[axis]
+        # The IR names an axis, which is the same on all ranks; the name of a group is this rank's
+        # own.
         bound.arguments[argument] = "" if group is None else group.group_name
     node = graph.call_function(function, bound.args, bound.kwargs)
     _name_outputs(graph, op, node, env, many=len(op.outputs) > 1)

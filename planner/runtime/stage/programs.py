@@ -58,6 +58,8 @@ class Programs:
         """
         if class_index not in self._of_class:
             made = cache(lambda bucket, num_samples: self._make(class_index, bucket, num_samples))
+            # Made now for a full microbatch of each bucket, so that a class that can't run shows
+            # before training.
             for bucket in range(len(self._graphs)):
                 made(bucket, self._own_size)
             self._of_class[class_index] = lambda num_samples: made(self.bucket, num_samples)

@@ -68,11 +68,13 @@ class KeptOp(nn.Module):
         self.made_again, self.is_read, self.is_random = made_again, is_read, is_random
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the op, or answer for it in a second run."""
+        """Run the op, or return its kept result in a second run."""
         call = self._keeper.current
         if call is None:
             return self._function(*args, **kwargs)
         leaves = tree_leaves((args, kwargs))
+        # Only arguments that are made again: what autograd saves of them can be dropped now, and
+        # found in the second run.
         given = {position: leaves[position] for position in self.made_again}
         if call.is_second:
             return call.recall(self, given)
@@ -168,6 +170,7 @@ class _Call:
         self._kept: dict[KeptOp, _Kept] = {}
         self._views: list[_View] = []
         self._given: dict[int, Tensor] | None = None
+        # The state before the first run, from which the second draws the same numbers.
         self._generators = read_generators(self._device) if owner.draws else None
 
     def first_run(self, *inputs: Any) -> Outputs:
@@ -181,6 +184,7 @@ class _Call:
 
     def keep(self, op: KeptOp, given: dict[int, Tensor], function: Callable[[], Any]) -> Any:
         """Run a kept op for the first time; `given` are its arguments that are made again."""
+        # Seen by `_pack` while the op runs: what autograd saves then is of a kept op.
         self._given, self._views = given, []
         try:
             result = function()
@@ -196,10 +200,12 @@ class _Call:
         return result
 
     def recall(self, op: KeptOp, given: dict[int, Tensor]) -> Any:
-        """Answer for a kept op in the second run."""
+        """Return a kept op's results in the second run."""
         kept = self._kept[op]
+        # In the order of the first run, since both runs number saved tensors by their order.
         for view in kept.views:
             self._collect(given[view.leaf].as_strided(view.size, view.stride, view.offset))
+        # The op drew numbers in the first run alone; ops behind it draw on from where it left off.
         if kept.generators is not None:
             write_generators(self._device, kept.generators)
         result = [None if x is None else self._take(x) for x in kept.result]
@@ -219,11 +225,14 @@ class _Call:
         return kept.detach().requires_grad_(put.requires_grad)
 
     def _pack(self, tensor: Tensor) -> Tensor | Saved | int:
+        # A kept op does not run again, so of its own making the tensor itself is saved. A view of
+        # an argument is numbered as all else is.
         if self._given is not None:
             view = _view_of(tensor, self._given)
             if view is None:  # The op's own, a weight, or held by who made it.
                 return tensor if self._parcel is None else self._parcel.pack(tensor)
             self._views.append(view)
+        # Only a number is kept: this is the memory that recomputation frees.
         self._num_saved += 1
         return self._num_saved - 1
 
@@ -233,17 +242,21 @@ class _Call:
         if not isinstance(saved, int):
             assert self._parcel is not None
             return self._parcel.unpack(saved)
+        # The first tensor that the backward needs brings the second run, which makes all of them.
         if saved not in self._made:
             self._second_run()
+        # Autograd alone holds it now, so memory shrinks node by node as without recomputation.
         return self._made.pop(saved)
 
     def make_again(self) -> None:
-        """Make the tensors that autograd will ask for, if there are any."""
+        """Make the tensors that the backward will read, if there are any."""
         if self._num_saved and not self._made:
             self._second_run()
 
     def _second_run(self) -> None:
         self._made.clear()
+        # With gradients, since ops save tensors only then. The graph itself is dropped: its hook
+        # packs None for each tensor, so it holds no memory.
         self.is_second = self._owner.again = True
         try:
             with (
@@ -270,6 +283,7 @@ class _Call:
 
 
 def _view_of(tensor: Tensor, given: dict[int, Tensor]) -> _View | None:
+    # (Tensors are views of one memory if their storages have one address.)
     storage = tensor.untyped_storage()._cdata
     for leaf, arg in given.items():
         if arg.untyped_storage()._cdata == storage and arg.dtype == tensor.dtype:

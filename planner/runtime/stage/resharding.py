@@ -88,6 +88,8 @@ def _follow(x: Tensor, steps: tuple[ReshardStep, ...], groups: Groups) -> Tensor
     for step in steps:
         src = step.src.dim if isinstance(step.src, Shard) else 0
         dst = step.dst.dim if isinstance(step.dst, Shard) else 0
+        # `run_step` takes the dim that is cut or gathered; of an all-to-all where it gathers, then
+        # where it splits.
         dim = dst if step.kind in ("slice", "reduce_scatter") else src
         x = collectives.run_step(x, groups[step.axis], (step.kind, dim, dst))
     return x
@@ -98,6 +100,7 @@ def _transfer(
 ) -> Tensor | None:
     """Send this rank's parts to the ranks that need them, and put together what it needs."""
     rank = dist.get_rank()
+    # In coordinates of the whole tensor, as the transfers' boxes are.
     own = way.departure.box(way.shape, rank) if x is not None else ()
     received: list[tuple[Box, Tensor]] = []
     jobs = []
@@ -112,6 +115,7 @@ def _transfer(
             part = torch.empty(sizes(transfer.box), dtype=dtype, device=device)
             received.append((transfer.box, part))
             jobs.append(dist.P2POp(dist.irecv, part, transfer.src_rank))
+    # All at once: in any order of their own two ranks could wait for each other.
     for work in dist.batch_isend_irecv(jobs) if jobs else []:
         work.wait()
     if rank not in way.dst.mesh.ranks:

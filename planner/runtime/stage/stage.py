@@ -168,6 +168,8 @@ class StageModule(nn.Module):
         self.fqns: dict[str, str] = {}
         self._placement_of = {e.tensor: e.taken for e in wiring.incoming}
         self._placement_of |= dict.fromkeys(wiring.side_inputs, WHOLE)
+        # In how many blocks of the stage each tensor is used: what several share belongs to the
+        # stage, since FSDP2 gathers a parameter with one unit alone.
         uses = Counter(n for b in plan.blocks for n in dict.fromkeys(graph.blocks[b].params))
         self.passed: dict[str, Tensor] = {}
         self._shared: dict[str, str] = {}
@@ -194,6 +196,8 @@ class StageModule(nn.Module):
                 for n in block.params
                 if n in tables or (graph.tensor[n].kind == "param" and uses[n] == 1)
             ]
+            # Of the block's own parameters FSDP2 swaps the attribute; all else the stage passes by
+            # position.
             passed = tuple(dict.fromkeys(n for n in block.params if n not in own))
             slots = tuple(
                 attribute(graph.tensor[n].fqn) if n in own else passed.index(n)
@@ -211,6 +215,7 @@ class StageModule(nn.Module):
                     draws=any(is_random(op) for op in graph.classes[block.class_index].ops),
                 )
             program = programs.of_class(block.class_index)
+            # A class's program has names of its own; the block says which of its tensors each is.
             names = dict(zip(graph.classes[block.class_index].params, block.params, strict=True))
             written = frozenset(
                 passed.index(names[name])
@@ -246,7 +251,10 @@ class StageModule(nn.Module):
                     free=(),
                 )
             )
+            # Blocks are walked in order, so this has where each value lies when the next block
+            # takes it.
             self._placement_of |= dict(zip(block.outputs, makes, strict=True))
+        # Outputs leave in the placement in which their edge is sent; the loss is whole.
         results = [*wiring.outputs, *([(graph.loss, WHOLE)] if wiring.has_loss else [])]
         self._results = tuple((n, self._placement_of[n], p) for n, p in results)
         self._steps = _with_frees(steps, {n for n, _ in results})
@@ -271,9 +279,12 @@ class StageModule(nn.Module):
         that it is the step's last. `after_first` is called when the first block has run.
         """
         keep_all = is_last and self._keeps_last
+        # `values` alone holds the tensors: a reference left in this frame would keep memory that
+        # the steps' `free` gives back.
         values = dict(zip(self._inputs, inputs, strict=True))
         del inputs
         held = dict(self.passed)
+        # Looked up at each call: FSDP2 puts the gathered parameter in the shard's place.
         held |= {name: getattr(self, attr) for name, attr in self._shared.items()}
         for block, step in zip(self.blocks, self._steps, strict=True):
             taken = tuple(self._as(values[name], src, dst) for name, src, dst in step.inputs)
@@ -341,6 +352,7 @@ def _is_sharded(block: BlockModule) -> bool:
 def _with_frees(steps: list[BlockStep], kept: set[str]) -> tuple[BlockStep, ...]:
     """Give each step the values that die after it."""
     result: list[BlockStep] = []
+    # From the last step: a value dies with the last step that touches it.
     later = set(kept)
     for step in reversed(steps):
         touched = dict.fromkeys((*(n for n, _, _ in step.inputs), *step.outputs))

@@ -1,4 +1,4 @@
-"""Weight gradients made by products of ours: added where they belong, and later if asked.
+"""Weight gradients made by products of ours: added to the sums in place, and deferred if need be.
 
 Nearly all work of a weight gradient is in products of an activation with a weight, so those
 products alone are run by functions of ours; other parameters (norms, convolutions, embeddings)
@@ -86,6 +86,8 @@ class WeightQueue:
     @contextmanager
     def collecting(self, place: Place) -> Iterator[None]:
         """Let products that run (or are recomputed) inside defer their weight gradients."""
+        # The forward of a microbatch, and its backward where products are recomputed, fill one
+        # list.
         self.current = self._pending.setdefault(place, [])
         try:
             yield
@@ -100,6 +102,8 @@ class WeightQueue:
     def flush(self, place: Place) -> None:
         """Make the deferred weight gradients of a place, and forget what they needed."""
         pending = self._pending.pop(place, [])
+        # Popped, so that an activation and its output gradient are freed once their product is
+        # made.
         while pending:
             pending.pop().accumulate()
 

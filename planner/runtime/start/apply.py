@@ -176,6 +176,7 @@ def _of_rank_0(make: Callable[[], tuple[ModelGraph, ...]], mesh: Mesh) -> tuple[
     def as_text() -> str | None:
         if dist.get_rank() != 0:
             return None
+        # (Rank 0 keeps the graphs themselves, the others read them from text.)
         own.extend(make())
         return json.dumps([to_json(graph) for graph in own])
 

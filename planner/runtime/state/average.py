@@ -121,6 +121,7 @@ class WeightAverage:
         if self._engine.is_accumulating or self._engine.steps % self._every:
             return
         averages, values = self._pairs()
+        # average + share * (weights - average): 1 - d for EMA, 1 / n for the mean of n.
         share = 1.0 - self._decay if self._decay is not None else 1.0 / (self.count + 1)
         if averages:
             torch._foreach_lerp_(averages, values, share if self.count else 1.0)
@@ -130,6 +131,7 @@ class WeightAverage:
     def _swap(self) -> None:
         self._engine.rest()
         for average, value in zip(*self._pairs(), strict=True):
+            # Values change places, not tensors: the optimizer and FSDP2 hold these very tensors.
             kept = value.clone()
             value.copy_(average)
             average.copy_(kept)

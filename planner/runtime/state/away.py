@@ -94,6 +94,8 @@ def _refuse_load(module: nn.Module, state: Any, prefix: str, metadata: Any, *_: 
 def _away(tensor: Tensor, name: str) -> Tensor:
     kind = _AwayParameter if isinstance(tensor, nn.Parameter) else _Away
     made = Tensor._make_subclass(kind, _empty(tensor), tensor.requires_grad)
+    # Swapped in place: what else the script has of it (a list of weights, an average) is refused,
+    # too.
     vars(made).update(vars(tensor), planner_name=name)
     try:
         torch.utils.swap_tensors(tensor, made)

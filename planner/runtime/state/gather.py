@@ -73,6 +73,8 @@ def _over_data(tensor: DTensor, placements: Placements, mesh: Mesh) -> Tensor:
         shape = local_shape(shape, placement, mesh.size(axis))
     group = mesh.group("shards")
     assert group is not None, "FSDP2 is used only with replicas"
+    # Pieces are filled up to one length for the gather. Only the last ones are shorter, so the
+    # filling lies behind the end of the whole and is cut off there.
     length = -(-shape[0] // mesh.size("shards"))
     local = tensor.to_local().to(mesh.device)
     padded = local.new_zeros((length, *shape[1:]))

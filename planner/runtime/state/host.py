@@ -54,6 +54,7 @@ class _OnThread:
         self.copied.result()
 
     def hold_device(self) -> None:
+        # (On a CPU the host is the device: to hold it is to wait.)
         self.copied.result()
 
 
@@ -104,6 +105,8 @@ class Host:
         name = f"{direction} {name}"
         if self._on_gpu:
             return self._on_stream(pairs, direction, name)
+        # A thread a direction: copies of a direction keep their order, and both directions run at
+        # once.
         thread = self._threads.get(direction)
         if thread is None:
             thread = self._threads[direction] = ThreadPoolExecutor(1, f"copies-{direction}")
@@ -113,6 +116,8 @@ class Host:
         module, stream = devices.of(self.device), self._streams.get(direction)
         if stream is None:
             stream = self._streams[direction] = module.Stream(self.device)
+        # The device may still be writing what goes down, or reading what is overwritten by what
+        # comes up.
         stream.wait_stream(module.current_stream(self.device))
         with module.stream(stream):
             self._copy(pairs, name)

@@ -43,6 +43,8 @@ class MasterParams:
         for fqn, param in params.items():
             if not param.requires_grad or fqn not in values:
                 continue
+            # Under the user's name, so optimizer, sums and checkpoints meet the copy and not the
+            # bf16 weight.
             master = self._named[fqn] = nn.Parameter(values[fqn])
             self._pairs.append((param, master))
             # In the backward itself: the bf16 gradient is freed before the next one is made.

@@ -56,6 +56,7 @@ class OutsideTensors:
         made: dict[tuple[int, int], Tensor] = {}  # a tied tensor is one under all its names
         for name, tensor in (lacking | stored).items():
             if name in read or name not in held:
+                # Tied tensors are found by where they lie: one copy serves all their names.
                 place = tensor.untyped_storage()._cdata, int(tensor.storage_offset())
                 known = made.setdefault(place, torch.empty_like(tensor, device="cpu"))
                 is_same = (known.shape, known.dtype) == (tensor.shape, tensor.dtype)

@@ -134,6 +134,7 @@ class RowTable:
                 counts = numbers != padding_idx
                 numbers, rows = numbers[counts], rows[counts]
             self._numbers.append(numbers)
+            # In the dtype of the sums: fp32 under bf16.
             self._rows.append(rows.to(self.stepped[0].dtype, copy=True))
             if sum(map(len, self._numbers)) > len(self.stepped[0]):
                 # More rows than the table has: each once, they take no more memory than it.
@@ -157,6 +158,8 @@ class RowTable:
         )
         with self._holding():
             numbers, rows = self._take()
+            # Replicas first, then stages: each number is sent once more only after its rows were
+            # added up.
             for group in self._groups:
                 numbers, rows = _gathered(numbers, rows, group, self._device)
                 numbers, rows = by_row(numbers, rows, len(self.stepped[0]))
@@ -248,6 +251,8 @@ def build_tables(
                 host=host if graph.tensor[name].on_host else None,
             )
             for index in own:
+                # Several stages of a rank share the table's rows: their copies step on one
+                # gradient.
                 table.keep(weights[index][fqn], stepped[index][fqn])
     return found
 
@@ -301,6 +306,8 @@ def _gathered(
     They are exchanged on the device, as groups are the devices', a part of them at a time.
     """
     ranks = dist.get_world_size(group)
+    # Ranks touched different numbers of rows, and a gather takes equal lengths: parts are filled up
+    # to the longest and cut again on arrival.
     count = torch.tensor([len(numbers)], device=device)
     counts = [torch.empty_like(count) for _ in range(ranks)]
     dist.all_gather(counts, count, group=group)
@@ -309,6 +316,7 @@ def _gathered(
     step = max(1, PART_BYTES // max(1, rows[:1].nbytes))
     parts = range(0, max(lengths), step)
     found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(ranks)]
+    # In parts of 32 MiB: of a table on the host the device never holds all rows at once.
     for start in parts:
         size = min(step, max(lengths) - start)
         theirs = [
@@ -319,6 +327,7 @@ def _gathered(
             here = max(0, min(size, length - start))
             own = (each[rank][:here].to(numbers.device) for each in theirs)
             found[rank].append(tuple(own))  # type: ignore[arg-type]
+    # Rank by rank on every rank, so all add the same rows in the same order.
     ordered = [part for own in found for part in own]
     if not ordered:
         return numbers, rows

@@ -55,6 +55,7 @@ def tied_copies(
             holders = tuple(sorted({plan.stages[s].pp_rank for s in users}))
             by_holders.setdefault(holders, []).append(meta)
     result = []
+    # Sorted: all ranks make the groups in the same order, those that hold no copy too.
     for holders, metas in sorted(by_holders.items()):
         exchange = _exchange(graph, plan, mesh, holders, metas)
         if mesh.rank("pp") in holders:
@@ -75,6 +76,7 @@ def _exchange(
     if len(holders) == 1:
         return lambda totals: totals
     if len({m.shape for m in meshes}) == 1:
+        # Ranks at one place of meshes of one shape hold the same piece.
         group = mesh.open_group(zip(*(m.ranks for m in meshes), strict=True))
         return partial(_all_reduce, group=group)
     placements = [param_placements(graph, plan, pp_rank) for pp_rank in holders]
@@ -89,6 +91,7 @@ def _exchange(
 
 
 def _all_reduce(totals: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+    # One message for all parameters of these holders.
     flat = torch.cat([total.reshape(-1) for total in totals])
     dist.all_reduce(flat, group=group)
     pieces = flat.split([total.numel() for total in totals])
@@ -145,6 +148,7 @@ def _add_across(totals: list[Tensor], ways: list[list[dict[int, Box]]]) -> list[
             if other is mine:
                 terms.append((mine[here], total))
                 continue
+            # Both ends work out all transfers, and take those that are theirs.
             for way in box_transfers(mine, other):
                 if way.src_rank == here:
                     part = total[slices(way.box, mine[here])].contiguous()

@@ -35,6 +35,7 @@ def local_piece(
             f"{axis}={parts} does not divide dim {placement.dim} of {fqn} (size {length}); "
             f"search again with another {axis}"
         )
+    # [..., segments, length, ...]: the rank's chunk of each segment, side by side again.
     by_segment = whole.unflatten(placement.dim, (placement.segments, -1))
     return by_segment.chunk(parts, placement.dim + 1)[rank].flatten(
         placement.dim, placement.dim + 1

@@ -76,12 +76,16 @@ def shard_stage(
     cut = [axis.name for axis in split_axes() if mesh.size(axis.name) > 1]
     if len(cut) > 1:
         raise LayoutError(f"ZeRO goes with one axis that cuts parameters, not {' and '.join(cut)}")
+    # Tables with a gradient of rows: their optimizer is given rows, which FSDP2 has no form for.
     left = {p for fqn, p in stage.named_params().items() if fqn in whole}
     _refuse_dtypes(stage, left)
     _make_contiguous(stage, left)
     ignored = {p for p in stage.parameters() if not can_shard(p, zero_stage)} | left
+    # Parameters become DTensors on tp, so that FSDP2's shards are DTensors on both axes and each
+    # names its place in the whole.
     for axis in cut:
         _as_dtensors(stage, device_mesh[axis], axis, placements, ignored)
+    # On two dims FSDP2 shards over the second and sums shards of gradients over the first (HSDP).
     data_mesh = device_mesh["shards"]
     if mesh.group("copies") is not None:
         data_mesh = device_mesh["copies", "shards"]
@@ -105,12 +109,16 @@ def shard_stage(
     # gets only what several blocks share.
     for block in stage.blocks:
         assert isinstance(block, BlockModule)
+        # ZeRO 3 frees a block's weights after each forward; 1 and 2 keep them until the last
+        # backward.
         block.frees_params = zero_stage == 3
         fully_shard(block, mesh=data_mesh, reshard_after_forward=zero_stage == 3, **policies)
     fully_shard(stage, mesh=data_mesh, reshard_after_forward=False, **policies)
     shards_on = torch.device("cpu") if on_host else mesh.device
 
     def materialize(param: Tensor) -> Tensor:
+        # What FSDP2 leaves alone (numbers, frozen parameters under ZeRO 1 and 2) is whole on the
+        # device.
         device = shards_on if isinstance(param, DTensor) else mesh.device
         return torch.empty_like(param, device=device) if param.is_meta else param
 
@@ -200,7 +208,10 @@ def before_backward(
     stage.set_requires_gradient_sync(zero_stage > 1 or (is_last and is_update))
     # Copies add up to the same sum once as after each microbatch.
     stage.set_requires_all_reduce(is_last)
+    # ZeRO 1 and 2 gather once a step: weights stay through all microbatches.
     stage.set_reshard_after_backward(zero_stage == 3 or is_last)
+    # FSDP2 waits for pending reductions, and drops its notes for prefetching, in the
+    # last backward alone.
     stage.set_is_last_backward(is_last)
 
 

@@ -49,6 +49,7 @@ class Accumulation:
             return feed  # a batch alone, as ever
         self._weights.append(1.0 if feed.total is None else feed.total())
         self._are_sums = feed.total is None
+        # Relative to the first batch, so that sums keep the size of a single gradient.
         share = self._weights[-1] / self._weights[0]
         if share == 1.0:
             return feed
@@ -59,6 +60,7 @@ class Accumulation:
         """Make sums of the batches' gradients their mean, where losses are means."""
         if not self._weights:
             return
+        # Losses that are sums add up over batches: there is nothing to divide by.
         count = 1.0 if self._are_sums else sum(self._weights) / self._weights[0]
         self.counted = tuple(self._weights)
         self._weights.clear()

@@ -46,7 +46,17 @@ class Moments:
 
 @dataclass(slots=True)
 class _Layer:
-    """A layer's buffers, what they held when the step began, and the moments so far."""
+    """A layer's buffers, what they held when the step began, and the moments so far.
+
+    Attributes:
+        norm: the layer in the graph.
+        source: what it normalises, [samples, channels, ...].
+        mean: the buffer of running means [channels].
+        var: the buffer of running variances [channels].
+        tracked: the buffer that counts steps, if any.
+        before: what `mean` and `var` held when the step began.
+        moments: of this rank's microbatches so far.
+    """
 
     norm: BatchNorm
     source: TensorMeta
@@ -71,10 +81,13 @@ class _Layer:
 
     def finish(self, moments: Moments) -> None:
         step = self.norm.momentum
+        # Unbiased, as the running variance of torch's BatchNorm is.
         var = moments.squares / (moments.count - 1).clamp(min=1)
         for buffer, old, new in zip(
             (self.mean, self.var), self.before, (moments.mean, var), strict=True
         ):
+            # (The buffer holds the last microbatch's statistics; `before` has what it held at the
+            # start.)
             buffer.copy_((1 - step) * old.double() + step * new)
         if self.tracked is not None:
             self.tracked += 1
@@ -124,6 +137,7 @@ class DeferredStatistics:
         layers = self._all()
         if not layers:
             return
+        # One message for all layers: of each its count, means and squares, in a row.
         own = [(x.moments.count.view(1), x.moments.mean, x.moments.squares) for x in layers]
         flat = torch.cat([part for parts in own for part in parts])
         sizes = [len(part) for parts in own for part in parts]

@@ -28,14 +28,18 @@ def clip_gradients(
     alike: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, float]]] = defaultdict(list)
     for param, share in shares:
         if param.grad is not None and param.grad.numel():
+            # Foreach kernels take tensors of one device and dtype.
             grad = _real(_local(param.grad))
             alike[grad.device, grad.dtype].append((grad, share))
     for (_, dtype), members in alike.items():
+        # A share of 0: a copy that another rank (or stage) counts.
         counted = [(grad, share) for grad, share in members if share and grad.numel()]
         if counted:
             # One call for many tensors: on a GPU a launch each would cost more than the reading.
             norms = torch._foreach_norm([grad for grad, _ in counted], dtype=_norm_dtype(dtype))
             weights = torch.tensor([share for _, share in counted], dtype=torch.float64)
+            # In fp64: the sum runs over as many terms as the model has tensors, of very different
+            # sizes.
             together = torch.stack(norms).double().square() @ weights.to(norms[0].device)
             squares += together.to(mesh.device)
     # Over all ranks of the plan, stages too: shares count an element once wherever its copies are.
@@ -44,6 +48,7 @@ def clip_gradients(
     norm = squares.sqrt()
     # The small term is torch.nn.utils.clip_grad_norm_'s, for the same result.
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    # All copies are scaled, also those that did not count: equal copies must stay equal.
     for (device, dtype), members in alike.items():
         torch._foreach_mul_([grad for grad, _ in members], scale.to(device, dtype))
     return norm

@@ -124,6 +124,7 @@ class Engine:
         on the other shapes of the plan, and `pad` fills batches up to them. `capture_evaluation`
         gives all of them in evaluation mode, on every rank; None: they are the same.
         """
+        # The merge counts values per channel by the shapes of a single capture.
         if buckets and deferred_batch_norm:
             raise PlanError(
                 "deferred_batch_norm merges statistics of one shape, and the plan's batches may "
@@ -154,6 +155,8 @@ class Engine:
             LabelCounts.of(each, pad or {}, partial(_on_host, model)) for each in self.captured
         ]
         counted = [() if labels is None else labels.tensors for labels in self._labels]
+        # Tensors of the state dict that no stage holds (unused, or read by the preamble and label
+        # counts alone) are kept apart, so that checkpoints still have them.
         used = {name for names in stage_params(graph, plan) for name in names}
         self.outside = OutsideTensors.of(
             model,
@@ -179,6 +182,8 @@ class Engine:
         jobs = self.schedule.jobs[mesh.rank("pp")]
         self._away = ActivationsOnHost(self._host, jobs, away) if away else None
         self._param_placements = param_placements(graph, plan, mesh.rank("pp"))
+        # Edges are numbered alike on all ranks, as they follow from graph and plan: messages need
+        # no header.
         edges = build_edges(graph, plan)
         self._made_programs: list[Programs] = []
         self.programs = self.programs_of((graph, *buckets))
@@ -223,6 +228,8 @@ class Engine:
             if labels is not None
         ]
         take_first_values(self, values or ModuleValues(model, mesh), read)
+        # First values are given to what the optimizer steps on (fp32 masters, copies on the host);
+        # the stages' own parameters are these, rounded or copied.
         self._trained.write_back()
         self._accumulation = Accumulation()
         self.optimizer = self._trained.build_optimizer(
@@ -260,6 +267,8 @@ class Engine:
             ),
         )
         self._values = ValueCheck(mesh, self._executor) if check_values else None
+        # Read off the graph of the whole model, so all ranks agree whether to take part in the
+        # broadcast of the seed.
         random = any(is_random(op) for program in graph.classes for op in program.ops)
         self._random = RandomStream(_shared_seed(mesh), mesh) if random else None
         self._checkpoints: Checkpoints | None = None
@@ -401,12 +410,15 @@ class Engine:
             self._untouched.check()
         # A bad batch is told before any gradient of the last step is lost.
         feed = self._feed(batch)
+        # Gradients of an earlier batch without update are added to, not cleared.
         if not self._accumulation.is_open:
             self._trained.zero_gradients()
             self._reached.begin()
             if self._statistics is not None:
                 self._statistics.begin()
         with self._drawn(), watching(self, fetch) as seen:
+            # (The batch's weight in the mean over all batches since the last update scales its
+            # backwards.)
             losses = self._executor.train(self._accumulation.add(feed, is_last=update))
         feed.check()
         # The loss is summed over ranks beside the reduction of gradients and the optimizer's step.
@@ -435,15 +447,21 @@ class Engine:
             if self._statistics is not None:
                 self._statistics.finish()
             self._trained.finish_sums()
+            # Sums over ranks come first, then the division by the batches' weights, then the norm:
+            # clipping limits the gradient of the whole update.
             self._accumulation.finish(self._trained.with_gradients())
             if self._max_grad_norm is not None:
                 self.grad_norm = self._trained.clip(self._max_grad_norm)
+        # Before weights change: the failing step can then run again from the same weights, watched
+        # op by op.
         if self._values is not None:
             with self._executor.phase("its look for NaN"), self._recorded(CHECK):
                 self._stop_if_wrong(self._values, feed, loss, shared, has_gradients=True)
         optimizer_job = self._recorded_job(StepJobKind.OPTIMIZER)
         with self._executor.phase("its optimizer's step"), optimizer_job:
             if self._checkpoints is not None:
+                # A save under way still copies weights and optimizer state; the step would
+                # overwrite them.
                 self._checkpoints.hold()
             self._trained.step(self.optimizer, unreached=self._reached.missing())
         self.steps += 1
@@ -463,6 +481,7 @@ class Engine:
         gradients = self._trained.gradients() if has_gradients else ()
         if not values.is_wrong(loss, gradients, self.grad_norm if has_gradients else None):
             return
+        # The step runs again alone, from cleared gradients, to find the op at fault.
         self._accumulation.forget()
         held = self._trained.stepped_by_name()
         named = {f"parameter {name}": copies[0].detach() for name, copies in held.items()}
@@ -481,7 +500,7 @@ class Engine:
     def _recorded_job(
         self, kind: StepJobKind, *, on_host: bool = False
     ) -> AbstractContextManager[None]:
-        """Record a job behind the table, and name it for profilers, if anyone looks."""
+        """Record a job behind the table, or name it for a profiler, where either is on."""
         job = self._step_jobs[kind]
         if self._recorder is not None:
             return self._recorder.span(str(job.kind), str(job), on_host=on_host)
@@ -537,6 +556,7 @@ class Engine:
         return feed
 
     def _after_forward(self, stage_index: int, num_samples: int) -> None:
+        # FSDP2 keeps weights gathered for a backward that never comes.
         if self._zero_stage and not self._has_backward(stage_index):
             zero.end_without_backward(self.stages[stage_index])
         if self._statistics is not None:
@@ -557,17 +577,21 @@ class Engine:
             )
 
     def _after_gradients(self, stage_index: int) -> None:
+        # Between batches of one update gradients stay local, so the sum over replicas is sent once.
         if self._accumulation.is_last:
             self._trained.start_sums(stage_index)
 
     def _share_loss(self, losses: list[Tensor], feed: Feed) -> tuple[Tensor, dist.Work | None]:
         """Return the mean loss, and what to wait for until it is that of all ranks."""
+        # Ranks without the loss, and all but the first of the ranks with the same samples, add 0:
+        # the sum over the world then counts each sample once.
         total = torch.zeros((), dtype=self._loss_dtype, device=self.mesh.device)
         if losses and self.mesh.is_first_of_samples:
             weights = torch.stack(tuple(feed.loss_weights))
             # A part in which nothing counts has no mean: its loss may be NaN.
             shares = torch.where(weights == 0, weights, torch.stack(losses) * weights)
             total = shares.sum()
+        # Asynchronous: the message runs beside the gradient sums and the optimizer's step.
         alone = self.plan.world_size == 1
         return total, None if alone else dist.all_reduce(total, async_op=True)
 
@@ -704,6 +728,7 @@ class Engine:
     def take_values(self) -> None:
         """Bring new values of what the optimizer steps on, and of buffers, to all that use them."""
         self._trained.write_back()
+        # Buffers that the preamble or the label counts read are copies of those in the state dict.
         names = {t.fqn: t.name for t in self.graph.tensors if t.kind == "buffer"}
         outside = self.outside.tensors
         values = {names[fqn]: t for fqn, t in outside.items() if fqn in names}
@@ -724,6 +749,7 @@ class Engine:
         self.rest()
         wanted = [t for t in self.graph.tensors if t.kind in ("param", "buffer")]
         held = gather(self.graph, self.plan, self.mesh, wanted, self._piece)
+        # What no stage holds comes from the module; what stages hold is gathered.
         whole = self.outside.unused | held
         if not held:
             return {}

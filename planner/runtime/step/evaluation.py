@@ -68,6 +68,8 @@ class Evaluation:
                 for position, block in enumerate(blocks):
                     changed.append((block, block._program))
                     class_index = engine.graph.blocks[first + position].class_index
+                    # The block stays: its parameters, FSDP2's hooks and shards are those of
+                    # training.
                     block._program = programs.of_class(class_index)
                 moved.append((stage.passed, dict(stage.passed)))
                 stage.passed.update(self._of_first_replica(index))
@@ -92,6 +94,7 @@ class Evaluation:
             known = dict(zip(program.params, block.params, strict=True))
             names.update(known[name] for name in written_buffers(program))
         found = {name: passed[name].clone() for name in sorted(names) if name in passed}
+        # By name, so all ranks of the group broadcast in the same order.
         for tensor in found.values():
             dist.broadcast(tensor, group=group, group_src=0)
         return found

@@ -49,11 +49,11 @@ def describe_job(job: Job) -> str:
 class Live:
     """What a forward leaves for its backward.
 
-    `leaves` are the incoming tensors that need a gradient, or what has it for one that goes to
-    the host, by edge; `roots` the outputs'
-    places in the autograd graph (None for one without gradient): holding no tensor, they
-    let an output's memory go once it is sent. `loss` is the last root of a loss stage.
-    `make_again` runs the stage's last block again, where it is recomputed.
+    `leaves` are the incoming tensors that need a gradient, by edge; of an input that is offloaded,
+    the object that receives its gradient. `roots` are the outputs' places in the autograd graph
+    (None for an output without gradient): they hold no tensor, so an output's memory goes once it
+    is sent. `loss` is the last root of a loss stage. `make_again` runs the stage's last block
+    again, where it is recomputed.
     """
 
     leaves: tuple[tuple[Edge, Tensor | Incoming], ...]
@@ -64,11 +64,11 @@ class Live:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hooks:
-    """What others want to know of a step: all are called on this rank, in job order.
+    """Functions that are called at points of a step, on this rank, in the order of its jobs.
 
-    `after_forward(stage, num_samples)` comes after a forward in training, `before_backward(stage,
-    is_last)` before a job that makes weight gradients, `after_gradients(stage)` once all of
-    a stage's weight gradients are there.
+    `after_forward(stage, num_samples)` is called after a forward in training,
+    `before_backward(stage, is_last)` before a job that makes weight gradients,
+    `after_gradients(stage)` once all of a stage's weight gradients are complete.
     """
 
     after_forward: Callable[[int, int], None]
@@ -122,23 +122,33 @@ class Executor:
         self._progress = 0
         self._phase: str | None = None
         self._current: Job | None = None
+        # Products of these microbatches defer their weight gradients to a W job. The forward has to
+        # choose that already: it decides which autograd function a product becomes.
         self._split = frozenset(
             (job.stage_index, job.microbatch_index)
             for job in self.jobs
             if job.kind is JobKind.BACKWARD_INPUT and weight_queue is not None
         )
+        # Incoming messages of each job, by position in the row: what `lookahead` posts.
         self._taken = tuple(messages(job, edges, incoming=True) for job in self.jobs)
+        # Of a split backward, the job that completes weight gradients: W where they are deferred, I
+        # where it makes all of them (ZeRO).
         apart = JobKind.BACKWARD_WEIGHT if weight_queue is not None else JobKind.BACKWARD_INPUT
+        # After a stage's last such job its gradients are complete, so their sum over replicas can
+        # run beside the jobs of the rank's other stages.
         last: dict[int, int] = {}
         for position, job in enumerate(self.jobs):
             if job.kind in (JobKind.FULL_BACKWARD, apart):
                 last[job.stage_index] = position
         self._last_gradients = frozenset(last.values())
+        # Full backwards that send early. True: the weight gradients of all blocks are deferred
+        # until the message has left; false: those of the first block.
         self._sends_first = {
             (job.stage_index, job.microbatch_index): position in self._last_gradients
             for position, job in enumerate(self.jobs)
             if weight_queue is not None and self._is_waited_for(job)
         }
+        # (A later job of a stage replaces the earlier: the row is in the order of execution.)
         forwards = {j.stage_index: j for j in self.jobs if j.kind is JobKind.FORWARD}
         self._last_forwards = frozenset(forwards.values())
 
@@ -170,6 +180,8 @@ class Executor:
         return self._run(forwards, feed, with_grads=False)
 
     def _run(self, positions: Iterable[int], feed: Feed, *, with_grads: bool) -> list[Tensor]:
+        # `ahead` stays `lookahead` jobs in front of the job that runs. A receive buffer exists from
+        # then on, so looking farther ahead costs memory.
         order = list(positions)
         ahead = iter(order)
         losses: dict[int, Tensor] = {}
@@ -183,6 +195,7 @@ class Executor:
             job = self._current = self.jobs[position]
             self._progress += 1
             try:
+                # In an evaluation nothing is saved for a backward, so nothing is offloaded.
                 if self._away is not None and with_grads:
                     self._away.before(position)
                 self._do(job, feed, losses, position in self._last_gradients)
@@ -191,6 +204,7 @@ class Executor:
             except Exception as error:
                 error.add_note(f"in job {describe_job(job)} on pp rank {self._pp_rank}")
                 raise
+        # What was sent must live until it has left, and the next step reuses the order of messages.
         self._post.close()
         self._current = None
         return [losses[m] for m in sorted(losses)]
@@ -201,6 +215,7 @@ class Executor:
             return
         if job.kind is not JobKind.BACKWARD_WEIGHT:
             self._backward(job, feed, is_last=is_last)
+        # Without a queue (ZeRO) the I job made the weight gradients, and W has nothing to do.
         elif self._queue is not None:
             with self._computing(job):
                 self._flush(job)
@@ -216,6 +231,7 @@ class Executor:
             # A stage's graph begins here: autograd can't walk across ranks, and stages of one rank
             # run their backwards as jobs of their own.
             tensor = self._get(Message(edge.index, m, False)).detach()
+            # The leaf is where autograd leaves the gradient that goes back to the stage before.
             if edge.requires_grad and torch.is_grad_enabled():
                 leaf, tensor = self._enter(job, tensor)
                 leaves.append((edge, leaf))
@@ -230,6 +246,7 @@ class Executor:
                 after_first=self._after_first_block(job),
             )
         del arrived, side_inputs
+        # Merged statistics of BatchNorm, and FSDP2, follow training alone.
         if torch.is_grad_enabled():
             self._hooks.after_forward(job.stage_index, feed.num_samples[m])
         for edge, index in zip(wiring.outgoing, wiring.output_of, strict=True):
@@ -249,6 +266,8 @@ class Executor:
         m = job.microbatch_index
         wiring = self._stages[job.stage_index].wiring
         live = self.live.pop((job.stage_index, m))
+        # The last block is recomputed while the gradient is still on its way: that fills a wait. A
+        # stage with the loss alone waits for no gradient.
         if live.make_again is not None and live.roots:
             # Needs no gradient, so it need not wait for one; nor does it take memory that the
             # backward would not, which begins with this block.
@@ -269,8 +288,11 @@ class Executor:
             if root is not None and grad is not None
         ]
         if live.loss is not None:
+            # d(batch loss) / d(loss of this part) is the part's weight, so sums over microbatches
+            # and replicas are the gradient of the whole batch's mean.
             pairs.append((live.loss, feed.loss_weights[m]))
         sends_first = (job.stage_index, m) in self._sends_first
+        # Without pairs no gradient reaches the stage: it ends before the first trained parameter.
         if pairs:
             self._hooks.before_backward(job.stage_index, is_last)
             with self._computing(job):
@@ -311,6 +333,7 @@ class Executor:
 
     def status(self) -> Status:
         """Return what this rank is doing; called from the watchdog's thread."""
+        # Each read once: the training thread changes them between two reads.
         job, phase = self._current, self._phase
         if phase is not None:
             return Status(self._progress, True, phase, waits=True)
@@ -330,7 +353,7 @@ class Executor:
             return self._post.get(message)
 
     def _computing(self, job: Job, kind: str | None = None) -> AbstractContextManager[Any]:
-        """Name a job's computation for profilers, and record when it ran, if anyone looks.
+        """Name a job's computation for a profiler, and record when it ran, where either is on.
 
         `kind` is another than the job's for what it does ahead of its inputs.
         """
@@ -364,6 +387,7 @@ class Executor:
 
     def _after_first_block(self, job: Job) -> Callable[[], None] | None:
         """Return what ends `_collecting` early in a forward."""
+        # (True for a split backward, which is in no table of early sends.)
         puts_all_aside = self._sends_first.get((job.stage_index, job.microbatch_index), True)
         return None if puts_all_aside or self._queue is None else self._queue.stop
 
@@ -393,6 +417,8 @@ def _run_backward(roots: tuple[GradientEdge, ...], grads: tuple[Tensor, ...]) ->
     They take longer than all else an executor does for a job; the engine itself checks again
     that each gradient has the shape and dtype of its root.
     """
+    # keep_graph=False: each node frees what it saved as soon as it has run, which the memory model
+    # counts on. No inputs named: gradients are accumulated into all leaves.
     Variable._execution_engine.run_backward(
         roots, grads, False, False, (), allow_unreachable=True, accumulate_grad=True
     )

@@ -34,6 +34,7 @@ class RandomStream:
 
     def _begin(self, seed: int) -> None:
         with forked_generators(self._device):
+            # A large stride: with a nearby seed no rank has the stream of another.
             torch.manual_seed((seed + _PRIME * self.place) % 2**63)
             self._state = read_generators(self._device)
 

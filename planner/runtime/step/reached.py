@@ -46,6 +46,8 @@ class Reached:
         if not self._names:
             return frozenset()
         here = {fqn for stage in self._stages.values() for fqn in stage.reached()}
+        # A replica whose samples chose other experts has other gradients: a parameter counts as
+        # reached where any replica's backward came to it.
         found = torch.tensor(
             [name in here for name in self._names], dtype=torch.int32, device=self._mesh.device
         )

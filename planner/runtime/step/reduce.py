@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+# As DistributedDataParallel has it: large enough that bandwidth and not latency decides.
 BUCKET_BYTES = 25 * 2**20
 
 
@@ -26,6 +27,8 @@ class GradBuckets:
         self._under_way: list[dist.Work] = []
         bucket: list[nn.Parameter] = []
         for param in reversed([p for p in params if p.requires_grad]):
+            # A bucket is one flat tensor, so of one dtype. A parameter above the limit is a bucket
+            # alone.
             is_same_dtype = bucket and bucket[0].dtype == param.dtype
             size = sum(p.numel() * p.element_size() for p in (*bucket, param))
             if bucket and (not is_same_dtype or size > BUCKET_BYTES):
@@ -37,6 +40,7 @@ class GradBuckets:
 
     def zero(self) -> None:
         """Set every gradient to zero."""
+        # Zeros, not None: autograd adds in place only where a gradient is, and the views must stay.
         for flat in self._flats:
             flat.zero_()
 
@@ -61,6 +65,7 @@ def _flat_grads(params: Iterable[nn.Parameter]) -> Tensor:
     )
     pieces = flat.split([p.numel() for p in params])
     for param, piece in zip(params, pieces, strict=True):
+        # Autograd accumulates into this view, so the bucket is complete without a copy.
         param.grad = piece.view_as(param)
     return flat
 
@@ -86,6 +91,8 @@ class TiedCopies:
         """Replace every copy's gradient by the sum over all copies."""
         totals = []
         for params in self._copies:
+            # Copies on this rank first. A copy without a gradient counts as zeros: the exchange is
+            # a collective, which all holders have to enter.
             total = torch.zeros_like(_local(params[0]))
             for param in params:
                 if param.grad is not None:

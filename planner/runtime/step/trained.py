@@ -80,12 +80,15 @@ class TrainedParams:
             stepped={index: _stepped(owner) for index, owner in owners.items()},
             host=host,
         )
+        # FSDP2 reduces what it shards; tables exchange rows. Buckets sum what is left, over
+        # replicas.
         for index, owner in owners.items():
             named = owner.named_params()
             params = [param for fqn, param in named.items() if fqn not in self._tables]
             summed = [p for p in params if not self._is_shard(p)] if group is not None else []
             if group is not None and summed:
                 self._buckets[index] = GradBuckets(summed, group)
+            # Alone or sharded: autograd or FSDP2 makes the gradient anew each step.
             self._unbucketed += params if group is None else filter(self._is_shard, params)
         self._tied = tied_copies(graph, plan, mesh, owners, without=self._tables)
         self._host = host if plan.optimizer_on_host else None
@@ -138,6 +141,7 @@ class TrainedParams:
 
     def _make_whole(self, optimizer: torch.optim.Optimizer) -> None:
         """Give the optimizer whole parameters where pieces would be another training."""
+        # Pieces arise from ZeRO's shards or from tp; stages (pp) only spread whole parameters.
         is_cut = self._sharded or any(self._mesh.size(axis.name) > 1 for axis in split_axes())
         wanted = {
             id(param)
@@ -179,12 +183,15 @@ class TrainedParams:
 
     def zero_gradients(self) -> None:
         """Forget the gradients of the step before."""
+        # Buckets are zeroed, as their views stay; other gradients are freed until the next
+        # backward.
         for buckets in self._buckets.values():
             buckets.zero()
         for param in self._unbucketed:
             param.grad = None
         for table in self._tables.values():
             table.clear()
+        # FSDP2 keeps sums that it has not reduced (ZeRO 1) beside the shards' `grad`.
         for owner in self._owners.values() if self._sharded else ():
             assert isinstance(owner, StageModule)
             zero.forget_gradients(owner)
@@ -196,6 +203,7 @@ class TrainedParams:
 
     def finish_sums(self) -> None:
         """Wait for those sums, and add up those of tied copies."""
+        # Replicas first: a tied copy then sums finished gradients across stages, each once.
         for buckets in self._buckets.values():
             buckets.finish()
         for tied in self._tied:
@@ -221,7 +229,10 @@ class TrainedParams:
         for index, owner in self._owners.items():
             for fqn, param in owner.named_params().items():
                 name = metas[fqn].name
+                # A tied parameter counts on the first stage that uses it, after its copies were
+                # summed.
                 is_first_copy = not any(name in names for names in users[:index])
+                # Ranks with this very piece: all of "data" without shards, else the groups of HSDP.
                 copies = self._mesh.size("copies" if self._is_shard(param) else "data")
                 for axis in split_axes():
                     is_piece = isinstance(self._placements[name][axis.name], Shard)

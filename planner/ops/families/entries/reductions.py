@@ -33,6 +33,7 @@ def sum_or_mean(call: Call) -> Iterator[OpSharding]:
     if not call.op.target.endswith((".dim", ".dim_IntList")):
         dims = normal_dims(None, len(call.inputs[0]))
     letters, out = _reduced(call, dims)
+    # Sums over ranks are taken of floats alone.
     summed = dims if call.is_floating(call.op.outputs[0]) else ()
     yield from by_letters([letters], [out], summed=summed)
     if summed and call.is_floating(call.op.inputs[0]):

@@ -58,6 +58,7 @@ def cross_entropy_on_shard(placed: Placed) -> LocalForm:
         )
     if reduction != MEAN:
         return LocalForm((placed.op,))
+    # The op sums over its own samples; the division is by the targets of all ranks.
     summed = replace(
         placed.op,
         args=(*placed.op.args[:2], None, SUM, *placed.op.args[4:]),

@@ -37,6 +37,8 @@ def attention(call: Call) -> Iterator[OpSharding]:
     query, key, value = call.inputs[:3]
     names: list[list[int | None]]
     if grouped:  # one key head is every query head's own
+        # Equal shares of query heads and key heads keep each query with its own key; a single key
+        # head is whole on every rank.
         of_keys = [*batch[:-1], None if key[-3] == 1 else batch[-1]]
         names = [[*batch], of_keys, [*of_keys]]
     else:  # batch and head dims broadcast as in a product
@@ -127,6 +129,7 @@ def _fused_saved(call: KernelCall) -> Saved:
     query, key, value = call.op.inputs[:3]
     dtype_bytes = call.element_bytes(query)
     rows = prod(call.shape(query)[:-1])
+    # The log-sum-exp of each row, in fp32 or wider.
     extra = rows * max(4, dtype_bytes)
     tensors = [query, key, value, call.op.outputs[0]]
     for mask in call.op.inputs[3:4]:
@@ -156,6 +159,7 @@ def _causal_saved(call: KernelCall) -> Saved:
     if not call.arg(3, "dropout_p", 0.0):
         return _fused_saved(call)
     query, key = call.op.inputs[:2]
+    # One for all samples and heads.
     mask = call.shape(query)[-2] * call.shape(key)[-2]
     saved = _fused_saved(call)
     return replace(saved, extra_bytes=saved.extra_bytes + mask * call.element_bytes(query))

@@ -32,6 +32,7 @@ def convolution(call: Call) -> Iterator[OpSharding]:
         yield from _channels(call, batch, spatial, ["o", "i"])
         return
     yield from _channels(call, batch, spatial, [None, None])
+    # Whole groups: channels of the input and of the output are cut together.
     if groups % call.axis_size == 0:
         channel = Shard(len(batch))
         yield OpSharding(

@@ -48,8 +48,9 @@ def _has_rows(call: Call) -> bool:
 
 
 def embedding_by_exchange(call: Call) -> Iterator[OpSharding]:
-    """Each rank has a range of rows and its own samples: they exchange the rows asked for."""
+    """Each rank has a range of rows and its own samples: they exchange the rows looked up."""
     if not _depends_on_the_batch(call):
+        # The indices' dims are the samples' and positions'; any may be a rank's own.
         for dim in range(len(call.inputs[1])):
             yield OpSharding(inputs=(Shard(0), Shard(dim)), outputs=(Shard(dim),))
 

@@ -57,6 +57,8 @@ def with_own_keys(placed: Placed, form: Callable[[Placed], LocalForm]) -> LocalF
         return form(placed)
     ranks, queries = call.axis_size, call.shape(query)[heads]
     local, group = queries // ranks, queries // num_keys
+    # h / g heads side by side, or a single head where several ranks share it; else a copy for each
+    # query.
     made = max(1, local // group) if local % group == 0 or group % local == 0 else local
     picks: list[Op] = []
     tensors: list[TensorMeta] = []

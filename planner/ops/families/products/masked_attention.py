@@ -77,6 +77,7 @@ def _saved(call: KernelCall) -> Saved:
     extra = prod(query[:-1]) * max(4, call.element_bytes(call.op.inputs[0]))
     if not runs_by_tiles(call):
         samples = query[0] if any(isinstance(arg, Ref) for arg in call.op.args[8:10]) else 1
+        # int32 indices, in four lists.
         extra += 4 * 4 * samples * ceil(query[-2] / _BLOCK) * ceil(key[-2] / _BLOCK)
     return Saved(tensors=(*call.op.inputs, call.op.outputs[0]), extra_bytes=extra)
 

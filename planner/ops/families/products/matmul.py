@@ -100,6 +100,7 @@ def _product_letters(a: Shape, b: Shape) -> tuple[Letters, Letters, Letters]:
     batch_a, batch_b = a[:-2], b[:-2]
     rank = max(len(batch_a), len(batch_b))
     padded = [(1,) * (rank - len(batch)) + batch for batch in (batch_a, batch_b)]
+    # Batch dims broadcast: a dim of 1 is stretched to the other factor's.
     whole = tuple(max(sizes) for sizes in zip(*padded, strict=True)) if rank else ()
     first = [*broadcast(batch_a, whole), *rows, "k"]
     second = [*broadcast(batch_b, whole), "k", *columns]
@@ -165,6 +166,7 @@ def _folded_factors(call: KernelCall) -> Saved:
         shape = call.shape(name)
         expanded = shape[:-2] != batch
         folded = (prod(shape[:-2]), *shape[-2:])
+        # matmul stretches the factor over the whole batch first, by a copy.
         if expanded:
             extra += prod(batch) * prod(shape[-2:]) * call.element_bytes(name)
         elif reshaped_strides(shape, call.strides[name], folded) is None:

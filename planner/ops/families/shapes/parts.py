@@ -70,6 +70,7 @@ def join(call: Call) -> Iterator[OpSharding]:
     yield from by_letters([letters] * count, [out])
     yield OpSharding(inputs=(P,) * count, outputs=(P,))
     if call.packet != "aten.stack" and count > 1 and len(set(call.inputs)) == 1:
+        # Equal tensors cut alike: the result has a piece of each, so `count` segments.
         yield OpSharding(inputs=(Shard(dim),) * count, outputs=(Shard(dim, count),))
 
 
@@ -78,6 +79,7 @@ def pad(call: Call) -> Iterator[OpSharding]:
     sizes = call.op.args[1]
     assert isinstance(sizes, tuple)
     rank = len(call.inputs[0])
+    # Sizes come in pairs (before, behind), of the last dim first.
     padded = {rank - 1 - i // 2 for i, size in enumerate(sizes) if size != 0}
     yield from same_dims(call, fixed=padded)
     constant = (

@@ -30,6 +30,7 @@ def dim_groups(source: Shape, target: Shape) -> Iterator[tuple[list[int], list[i
         while True:
             if size_left == size_right and left and right:
                 break
+            # The side that holds fewer elements takes its next dim.
             if size_left <= size_right and i < len(source):
                 left.append(i)
                 size_left *= source[i]
@@ -60,6 +61,7 @@ def reshape_placements(
     """
     if prod(source) == 0:
         return
+    # What a cut of a dim in a group makes of the flat dim, on either side, is tried on both.
     for left, right in dim_groups(source, target):
         cuts = {_segments_in_front(left, source, d) for d in left}
         cuts |= {_segments_in_front(right, target, d) for d in right}
@@ -77,6 +79,7 @@ def _segments_in_front(group: list[int], shape: Shape, dim: int) -> int:
 
 def _dim_at(group: list[int], shape: Shape, count: int, axis_size: int) -> Shard | None:
     """Return the sharding of one dim of a group that cuts the flat dim in `count` segments."""
+    # `count` segments of the flat dim are count / (entries in front) of this one.
     for dim in reversed(group):
         segments, rest = divmod(count, _segments_in_front(group, shape, dim))
         fits = segments > 0 and rest == 0 and shape[dim] % (segments * axis_size) == 0

@@ -122,11 +122,13 @@ def check_class(
             for name, placed in places.items()
         }
         buffers = {n for n in program.params if program.tensor[n].kind == "buffer"}
+        # (The program writes into buffers.)
         values |= {name: values[name].clone() for name in buffers}
         own = local(rank)
         run = BlockRun(to_graph_module(own, world.groups(rank), CPU), own)
         with draws():
             outputs = run.forward(values)
+            # Collectives so far are the forward's; those behind them the backward's.
             ahead = world.calls(rank)
             given = [
                 None if g is None else piece_of(g, of_gradient(placed), mesh, rank)
@@ -211,6 +213,8 @@ def _compare_param(
     worst: _Worst,
 ) -> None:
     """Compare a parameter's gradient, one whole one and one piece in memory at a time."""
+    # The moved gradient is sampled and dropped before the other is made: memory has a single whole
+    # gradient at a time.
     sample = _sampled(moved.make())
     expected = whole.make()
     rounding = _apart(sample, _sampled(expected))

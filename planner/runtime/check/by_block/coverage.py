@@ -129,7 +129,10 @@ def _check_partition_of(runs: tuple[Runs, ...], size: int) -> str:
 
 def _check_partition(shape: tuple[int, ...], pieces: list[Piece], what: str) -> Iterator[str]:
     """The distinct pieces are all combinations of distinct stretches, which cover each dim once."""
+    # (An empty piece is that of a rank beyond the last chunk.)
     full = [piece for piece in pieces if prod(piece.local_shape)]
+    # If each dim's different stretches cover it once, and all combinations of stretches occur, the
+    # pieces cover the tensor once.
     combinations = 1
     for dim, size in enumerate(shape):
         runs = tuple(sorted({piece.runs[dim] for piece in full}))
@@ -147,6 +150,8 @@ def _planned_piece(
     """Return the piece that the runtime cuts, found by cutting the indices of each dim."""
     runs = []
     for dim, size in enumerate(shape):
+        # The indices of a dim, cut as the runtime cuts weights: what is left tells which entries a
+        # rank has.
         indices = torch.arange(size)
         for axis, placement in placements.pairs:
             if isinstance(placement, Shard) and placement.dim == dim:

@@ -179,6 +179,7 @@ def _needed(graph: ModelGraph, plan: Plan) -> dict[int, int]:
             _, placements, _ = block_placements(graph, plan, index, stage)
             for name, placed in zip(block.params, placements, strict=True):
                 numel = graph.tensor[name].numel_at(1)
+                # (Gradients of parameters are made one after the other.)
                 entries = numel + 2 * numel // placed.parts(degrees)
                 found[block.class_index] = max(found.get(block.class_index, 0), entries)
     return found

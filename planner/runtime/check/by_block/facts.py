@@ -106,6 +106,7 @@ class Facts:
         return Fact(
             block=block,
             program=program,
+            # The unmoved run first: what it makes is what the next classes take.
             run=self._run(block, program, moved=None),
             moved=self._run(block, program, moved=1),
         )

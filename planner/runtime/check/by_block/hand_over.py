@@ -132,6 +132,7 @@ def _alone(plan: Plan) -> Plan:
 
 def _play(handover: Handover, name: str, plan: Plan, routes: Routes) -> Iterator[str]:
     source, target = (plan.mesh(plan.stages[stage].pp_rank) for stage in handover.stages)
+    # Two samples in each part where the plan has them, so that mixing them up shows.
     per_part = max(1, min(2, plan.microbatch_samples // plan.batch_parts))
     cut = (per_part,) * plan.batch_parts
     dtype = getattr(torch, handover.dtype)
@@ -256,6 +257,7 @@ def _carried(
     some = next(iter(tensors.values()))
     for rank in target.ranks:
         needed = routes.box(edge, cut, rank)
+        # NaN where nothing arrives, so that a missing part shows.
         buffer = some.new_full(sizes(needed), float("nan") if some.is_floating_point() else 0)
         for part in parts:
             if part.target != rank:
@@ -264,6 +266,7 @@ def _carried(
             own = tensors[part.source]
             where = None if part.box == held else slices(part.box, held)
             given = own if where is None else own[where]
+            # (The whole of it. Of a piece of segments only the box's sizes are true.)
             if box_numel(part.box) == box_numel(needed):
                 buffer = given.reshape(sizes(needed)).clone()
             else:
@@ -284,6 +287,7 @@ def _compared(
     expected: Callable[[int], Tensor],
 ) -> Iterator[str]:
     for ranks in sums_over(placed, mesh):
+        # Terms of a sum are added up before they are compared.
         total = found[ranks[0]]
         for rank in ranks[1:]:
             total = total + found[rank]

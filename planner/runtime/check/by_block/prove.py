@@ -110,8 +110,8 @@ def prove(
     """Return what can be shown of a plan on this machine, and what is wrong with it.
 
     `graph` is the capture that the plan is for, `source` its model file. `memory_bytes` may be
-    used for blocks (None: half of what is free). `change` breaks what was derived, in a test.
-    Raises PlannerError for a plan that can't be run at all.
+    used for blocks (None: three quarters of what is free). `change` breaks what was derived, in a
+    test. Raises PlannerError for a plan that can't be run at all.
     """
     tell = progress or (lambda share, text: None)
     tell(0.0, "deriving tables, wiring and pieces")
@@ -255,6 +255,7 @@ def _blocks(
             return derived.local(cut.graph, plan, index, degrees, size, rank)
 
         whole = cut.graph.classes[index].bind(size)
+        # No axis cuts the block: comparing it with itself would show nothing.
         if all(local(rank) == whole for rank in simulated_mesh(degrees).ranks):
             checked[index, degrees] = Checked(faults=())
             uncut += 1

@@ -66,6 +66,8 @@ def _of_row(
             of_job[key] = _of_job(graph, plan, *key, place, calls)
         for axis, own in of_job[key].items():
             count, digest = found.get(axis, (0, 0))
+            # A running digest: equal only for the same collectives in the same order, in constant
+            # memory.
             found[axis] = count + len(own), hash((digest, own))
     return found
 
@@ -102,6 +104,7 @@ def check_sums(graph: ModelGraph, plan: Plan, held: Held) -> tuple[int, list[str
         rank: held(rank) for pp_rank in range(plan.pp) for rank in plan.mesh(pp_rank).ranks
     }
     trained = {t.name: t for t in graph.params if t.requires_grad}
+    # With ZeRO, ranks that sum shards are those with the same shard; FSDP2 scatters to the others.
     group = "shards" if plan.zero_stage == 0 else "copies"
     for pp_rank in range(plan.pp):
         mesh = plan.mesh(pp_rank)

@@ -128,6 +128,8 @@ def _check_parts(
             if [sizes(part.box) for part in mine] != [sizes(box)]:
                 yield f"{what}: rank {rank} needs {sizes(box)} and gets {len(mine)} parts"
             continue
+        # Parts lie inside what is needed, do not overlap, and have as many elements: so each comes
+        # once.
         clipped = [intersection(part.box, box) for part in mine]
         total = sum(box_numel(part) for part in clipped if part is not None)
         twice = any(

@@ -55,6 +55,8 @@ def causal_by_pieces(
     grouped = query.shape[1] != key.shape[1]
     count, made = query.shape[-2] // sight.segments, []
     for segment, piece in enumerate(query.split(count, -2)):
+        # Behind the piece's last position no key counts, so with keys cut there the last query is
+        # beside the last key.
         end = (segment * sight.ranks + sight.rank + 1) * count
         mask: Any = causal_lower_right(count, end)
         seen = key[..., :end, :], value[..., :end, :]
@@ -130,6 +132,8 @@ def _blocks(
             seen = seen & keys[batch, at]
         return seen
 
+    # Without tables all samples (and always all heads) see the same: one mask of blocks serves
+    # them.
     table = same if keys is None else keys
     samples = None if table is None else table.shape[0]
     return create_block_mask(sees, samples, None, queries, num_keys, device, _compile=is_compiled)

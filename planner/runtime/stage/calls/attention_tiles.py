@@ -91,18 +91,26 @@ class _Tiles(torch.autograd.Function):
         lse = query.new_empty(query.shape[:-1], dtype=work.dtype)
         for queries, tiles in work.rows():
             rows = work.rows_of(query, queries)
+            # Of each query so far: the largest score, and relative to it the sums of exp(score) and
+            # of exp(score) * value.
             most = rows.new_full(rows.shape[:-1], -torch.inf)
             total, summed = torch.zeros_like(most), rows.new_zeros(*most.shape, value.shape[-1])
             for tile in tiles:
                 scores = work.scores(rows, key, tile)
                 higher = torch.maximum(most, scores.amax(-1))
+                # A query that has seen no key yet: -inf - -inf would be NaN; exp(-inf - 0) is 0, as
+                # it must.
                 shift = higher.masked_fill(higher == -torch.inf, 0)
                 weights = scores.sub_(shift.unsqueeze(-1)).exp_()
+                # Earlier sums were relative to a lower maximum: exp(old - new) brings them to
+                # the new maximum.
                 faded = (most - shift).exp()
                 total = total * faded + weights.sum(-1)
                 values = value[..., tile.keys, :].to(work.dtype)
                 summed = summed * faded.unsqueeze(-1) + weights @ values
                 most = higher
+            # A query that sees no key: 0 / 1, and lse 0, so that the backward makes exp(-inf - 0) =
+            # 0.
             sees = total > 0
             total = total.masked_fill(~sees, 1)
             work.put(out, queries, summed / total.unsqueeze(-1))
@@ -120,12 +128,18 @@ class _Tiles(torch.autograd.Function):
         for queries, tiles in work.rows():
             rows, above = (work.rows_of(each, queries) for each in (query, gradient))
             level = work.rows_of(lse.unsqueeze(-1), queries)
+            # w = softmax(s), g = dL/dw: dL/ds = w (g - sum over k of w g). That sum is the dot
+            # product of a row's gradient and output, so no row of g is needed whole.
             shared = (above * work.rows_of(out, queries)).sum(-1, keepdim=True)
             of_rows = torch.zeros_like(rows)
             for tile in tiles:
+                # exp(s - lse) is the softmax itself, so the forward keeps one number a row and no
+                # scores.
                 weights = work.scores(rows, key, tile).sub_(level).exp_()
                 of_value[..., tile.keys, :] += weights.mT @ above
                 slopes = above @ value[..., tile.keys, :].to(work.dtype).mT
+                # `scale` multiplies the products of queries and keys, so it is a factor of both
+                # their gradients.
                 slopes.sub_(shared).mul_(weights).mul_(ctx.scale)
                 of_rows += slopes @ key[..., tile.keys, :].to(work.dtype)
                 of_key[..., tile.keys, :] += slopes.mT @ rows
@@ -145,6 +159,7 @@ class _Work:
         scale: float,
         sight: Sight,
     ) -> None:
+        # Running sums over many tiles lose too much in half precision.
         half = query.dtype in (torch.bfloat16, torch.float16)
         self.dtype = torch.float32 if half else query.dtype
         self.count, self.num_keys = query.shape[-2], key.shape[-2]
@@ -155,6 +170,7 @@ class _Work:
         """Yield runs of queries, with the tiles of the keys that any of them may see."""
         piece = self.count // self.sight.segments
         for segment in range(self.sight.segments):
+            # Position in the whole sequence: the rank's piece of this segment.
             first = (segment * self.sight.ranks + self.sight.rank) * piece
             for start in range(0, piece, TILE):
                 length = min(TILE, piece - start)
@@ -163,6 +179,8 @@ class _Work:
 
     def _tiles(self, queries: slice, first: int, length: int) -> list[_Tile]:
         low, high, chunk = self.sight[:3]
+        # low <= q - k <= high over queries first .. first + length - 1: keys from that of the first
+        # query with `high` to that of the last with `low`.
         begin = 0 if high is None else max(0, first - high)
         end = self.num_keys if low is None else min(self.num_keys, first + length - low)
         if chunk is not None:
@@ -197,6 +215,8 @@ class _Work:
         low, high, chunk = self.sight[:3]
         places = slice(tile.first, tile.first + tile.queries.stop - tile.queries.start)
         hidden: Tensor | None = None
+        # The least and the largest q - k in the tile. If both are allowed all pairs are, without a
+        # mask.
         ahead = tile.first - (tile.keys.stop - 1), places.stop - 1 - tile.keys.start
         is_inside = (low is None or ahead[0] >= low) and (high is None or ahead[1] <= high)
         if not is_inside or chunk is not None:

@@ -64,7 +64,7 @@ def redistribute(x: Tensor, group: str, src: str, dst: str, grad_partial: bool) 
     """Change the placement of `x` on one axis from `src` to `dst` (``R``, ``P``, ``S(dim)``).
 
     An empty `group` is an axis of size one: nothing moves. Raises LayoutError for a pair
-    of placements nobody should ask for (anything from or to an unknown one).
+    of placements without a way between them.
     """
     if not group:
         return x
@@ -76,12 +76,15 @@ def redistribute(x: Tensor, group: str, src: str, dst: str, grad_partial: bool) 
 
 def _steps(src: Placement, dst: Placement, grad_partial: bool) -> tuple[Step, Step]:
     match src, dst:
+        # `grad_partial`: each rank used the value for a part of the work, and has a term of its
+        # gradient.
         case (Replicate(), Replicate()):
             return _NOTHING, ("all_reduce", 0, 0) if grad_partial else _NOTHING
         case (Partial(), Partial()):
             return _NOTHING, _NOTHING
         case (Partial(), Replicate()):
             return ("all_reduce", 0, 0), ("all_reduce", 0, 0) if grad_partial else _NOTHING
+        # y = sum of x_r: the gradient of every term is that of y, so ranks gather it.
         case (Partial(), Shard()):
             return ("reduce_scatter", dst, 0), ("all_gather", dst, 0)
         case (Shard(), Replicate()):
@@ -93,6 +96,7 @@ def _steps(src: Placement, dst: Placement, grad_partial: bool) -> tuple[Step, St
             if src == dst:
                 return _NOTHING, _NOTHING
             return ("all_to_all", src, dst), ("all_to_all", dst, src)
+        # Summed over ranks, x on the first and zeros elsewhere is x.
         case (Replicate(), Partial()):
             return ("keep_first", 0, 0), _NOTHING
         case (Shard(), Partial()):
@@ -131,6 +135,7 @@ def run_step(x: Tensor, group: str, step: Step) -> Tensor:
         case "slice":
             return _own_piece(x, group, dim).contiguous()
         case "pad":
+            # Summed over ranks, each piece surrounded by zeros is the whole.
             whole = x.new_zeros(
                 [s * (size(group) if d == dim else 1) for d, s in enumerate(x.shape)]
             )
@@ -154,9 +159,11 @@ def _run_at_shards(x: Tensor, group: str, kind: str, first: Shard, second: Shard
     places = [first, second] if kind == "all_to_all" else [first]
     if all(place.segments == 1 for place in places):
         return run_step(x, group, (kind, first.dim, second.dim))
+    # Pieces of other segments of the same dim lie interleaved: gathered, then cut again.
     if kind == "all_to_all" and first.dim == second.dim:
         whole = run_step(x, group, ("all_gather", first, 0))
         return run_step(whole, group, ("slice", second, 0))
+    # [..., segments * n, ...] as [..., segments, n, ...]: each segment is then cut as a plain dim.
     by_dim = sorted(places, key=lambda place: place.dim)
     for place in reversed(by_dim):
         x = x.unflatten(place.dim, (place.segments, -1))
@@ -206,6 +213,7 @@ def _all_gather(x: Tensor, group: str, dim: int) -> Tensor:
 def _reduce_scatter(x: Tensor, group: str, dim: int) -> Tensor:
     parts = size(group)
     _check_divides(x, dim, parts)
+    # The collective scatters dim 0, so the pieces of the wanted dim are stacked there.
     stacked = x if dim == 0 else torch.cat(x.chunk(parts, dim))
     stacked = stacked.contiguous()
     return run(
@@ -216,6 +224,7 @@ def _reduce_scatter(x: Tensor, group: str, dim: int) -> Tensor:
 def _all_to_all(x: Tensor, group: str, *, gather_dim: int, split_dim: int) -> Tensor:
     parts = size(group)
     _check_divides(x, split_dim, parts)
+    # Part r of the split dim goes to rank r; what comes back is put together along the other dim.
     stacked = torch.stack(x.chunk(parts, split_dim))
     ones = [1] * parts
     received = run("all_to_all", lambda: _funcol.all_to_all_single(stacked, ones, ones, group))

@@ -55,15 +55,20 @@ class _ExchangedEmbedding(torch.autograd.Function):
             )
         owners = ids // len(weight)
         counts = torch.bincount(owners, minlength=parts)
+        # Equal parts for all pairs, as long as the fullest: the host waits here for one number.
         places = int(_largest(counts.max(), group))
         starts = counts.cumsum(0) - counts
+        # Number i is the (i - starts[owner])-th that its owner is sent: numbers are sorted, so by
+        # owner.
         slots = owners * places + torch.arange(len(ids), device=ids.device) - starts[owners]
         first_rows = torch.arange(parts, device=ids.device) * len(weight)
         asked = first_rows.repeat_interleave(places)  # any row of its owner in an empty place
         asked[slots] = ids
+        # Rows of this rank that the ranks look up, as numbers in its own range.
         wanted = _swapped(asked, group, parts) - collectives.rank(group) * len(weight)
         back = _swapped(weight.detach()[wanted], group, parts)
         ctx.save_for_backward(slots, inverse, wanted)
+        # From places to the sorted numbers, and from those to each index of the sample.
         return back[slots][inverse].view(*indices.shape, weight.shape[1])
 
     @staticmethod
@@ -76,8 +81,10 @@ class _ExchangedEmbedding(torch.autograd.Function):
             made = grad.new_empty(shape)
             del scratch
             return made, None, None, None, None
+        # Summed before it is sent: a row that many samples of this rank looked up goes once.
         sent = rows.new_zeros((len(wanted), ctx.width)).index_add_(0, slots[inverse], rows)
         arrived = _swapped(sent, ctx.group, ctx.parts)
+        # And over ranks. (An empty place brings zeros.)
         made = rows.new_zeros(shape).index_add_(0, wanted, arrived)
         own = ctx.padding_idx - collectives.rank(ctx.group) * ctx.rows
         if ctx.padding_idx >= 0 and 0 <= own < ctx.rows:

@@ -94,9 +94,12 @@ def vocab_nll_loss(
 def vocab_log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None, group: str) -> Tensor:
     """Log-softmax over a dim that is divided among the ranks."""
     x = x if dtype is None else x.to(dtype)
+    # Any shift cancels in a softmax, so no gradient passes it; the largest keeps exp from
+    # overflowing.
     largest = _reduce(x.detach().amax(dim, keepdim=True), group, "max")
     shifted = x - largest
     total = shifted.exp().sum(dim, keepdim=True)
+    # Classes of this rank leave only their term of the gradient of `total`.
     return shifted - collectives.redistribute(total, group, "P", "R", True).log()
 
 
@@ -234,6 +237,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
         num_local = x.shape[-1]
         num_classes = num_local * collectives.size(group)
+        # Shifted by the largest logit of all ranks, exp cannot overflow. The shift cancels.
         largest = _reduce(x.amax(-1), group, "max")
         shifted = x - largest.unsqueeze(-1)
         local = target - collectives.rank(group) * num_local
@@ -241,9 +245,13 @@ class _VocabCrossEntropy(torch.autograd.Function):
         local = local.masked_fill(~is_here, 0)
         exponentials = shifted.exp()
         at_target = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~is_here, 0)
+        # Sums over this rank's classes, in one message: of exponentials, of the target's logit (0
+        # on ranks that lack it), of all logits (for the smoothing).
         parts = torch.stack([exponentials.sum(-1), at_target, shifted.sum(-1)])
         denominator, at_target, total = _reduce(parts, group, "sum").unbind(0)
         kept = target != ignore_index
+        # (1 - e) (-log p[target]) + e / C sum over c of (-log p[c]), with log p[c] = shifted[c] -
+        # log D.
         losses = denominator.log() - (1 - smoothing) * at_target - smoothing / num_classes * total
         probabilities = exponentials / denominator.unsqueeze(-1)
         ctx.save_for_backward(probabilities, local, is_here, kept)
@@ -259,6 +267,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         probabilities, local, is_here, kept = ctx.saved_tensors
         taken = is_here.to(probabilities.dtype) * (ctx.smoothing - 1)
+        # On ranks without the target 0 is added to class 0.
         slopes = probabilities - ctx.smoothing / ctx.num_classes
         slopes = slopes.scatter_add(-1, local.unsqueeze(-1), taken.unsqueeze(-1))
         scaled = slopes * grad.masked_fill(~kept, 0).unsqueeze(-1)
@@ -270,6 +279,7 @@ def grouped_mm(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
     `rows` is [n, k], `weights` [groups, k, m]; `ends` [groups] says where each run ends.
     """
+    # Row i belongs to the first run that ends behind it.
     positions = torch.arange(len(rows), device=rows.device)
     owner = torch.searchsorted(ends.long(), positions, right=True)
     return torch.einsum("nk,nkm->nm", rows, weights[owner])

@@ -199,6 +199,8 @@ class _Call:
         seed = named.pop(SEED, None)
         with ExitStack() as modes:
             if seed is not None:
+                # Its backward and the ranks with the same samples draw from the same seed again;
+                # other draws of the step are left as they are.
                 modes.enter_context(forked_generators(seed.device))
                 torch.default_generator.manual_seed(int(seed))
                 if is_accelerator(seed.device):
@@ -257,6 +259,7 @@ class _OpaqueCall(torch.autograd.Function):
             found: list[Tensor | None] = [torch.empty_like(t) for t in asked]
             del scratch
         else:
+            # A graph of its own, made and walked here: the forward kept inputs alone.
             again = [t.detach().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)]
             with torch.enable_grad():
                 made = call.run(again)
@@ -331,6 +334,7 @@ def own_params(program: Program, op: Op) -> tuple[str | None, ...]:
     assert isinstance(own, tuple)
 
     def source(name: str) -> str | None:
+        # A parameter may be gathered on its way to the op.
         while name in made_by and made_by[name].target == "planner.redistribute":
             name = made_by[name].inputs[0]
         return name if name in program.params else None

@@ -128,6 +128,7 @@ class Mesh:
         """
         mine = None
         for ranks in groups:
+            # Not sorted: a rank's number in the group is then its number along the axis.
             group = dist.new_group(list(ranks), sort_ranks=False)
             if dist.get_rank() in ranks:
                 self._opened.append(group)
@@ -146,6 +147,7 @@ class Mesh:
         """Return "copies", "shards" and the axes of parameters' pieces as FSDP2 takes them."""
         # Not a tensor: on fake tensors (`dryrun`) ranks could not be looked up in it.
         own, inner = self.own, [axis.name for axis in reversed(split_axes())]
+        # The mesh's dims in the order that FSDP2 reads them: copies, shards, then pieces.
         order = [own.axes.index(axis) for axis in (*members("copies"), *members("shards"), *inner)]
         ranks = np.array(own.ranks).reshape(own.shape).transpose(order)
         axes = [axis for axis in (*SHARING, *inner) if self.group(axis) is not None]
@@ -231,11 +233,13 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
         _opened=opened,
     )
     has_copies = plan.degrees.along("copies") > 1
+    # In one order on all ranks, which take part in making every group.
     for name in (*(axis.name for axis in lowered_axes()), "data", *SHARING * has_copies):
         lines = [line for m in meshes for line in m.groups(*members(name)) if len(line) > 1]
         group = mesh.open_group(lines)
         if group is not None:
             mesh._lines[name] = group
+    # Without copies ZeRO shards over all of "data": the same group serves both.
     if not has_copies and "data" in mesh._lines:
         mesh._lines["shards"] = mesh._lines["data"]
     return mesh

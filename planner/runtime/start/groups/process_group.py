@@ -81,6 +81,7 @@ def _shared_backend(
     except PlanError as error:
         store.set("missing", f"rank {rank}: {error}")
     store.set(f"about/{rank}", json.dumps(told))
+    # The last to come sees what all have told, and lets them go on.
     if store.add("told", 1) == world_size:
         every = store.multi_get([f"about/{each}" for each in range(world_size)])
         if differ := differences(map(json.loads, every)):

@@ -27,6 +27,7 @@ def together(group: dist.ProcessGroup | None, work: Callable[[], T]) -> list[T]:
         of_user = isinstance(error, (PlannerError, OSError))
         text = str(error) if isinstance(error, PlannerError) else f"{type(error).__name__}: {error}"
         own = (None, text or type(error).__name__, of_user)
+    # A rank that failed takes part all the same: the others would wait for it for ever.
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, own, group=group)
     for rank, (_, failure, of_user) in enumerate(found):

@@ -109,6 +109,7 @@ class HostUpdates:
         self._optimizer, self._host = optimizer, host
         most_bytes = BUCKET_BYTES if _passes_over(optimizer) else None
         self._buckets = tuple(_buckets(trained, most_bytes))
+        # All buckets take turns in the same slots, which are as large as the largest.
         grads = max(
             (_end(b.grads, [t.summed for t in b.members]) for b in self._buckets), default=0
         )
@@ -118,6 +119,7 @@ class HostUpdates:
         slots = min(_SLOTS, len(self._buckets))
         self._grads = [host.empty((grads,), torch.uint8, is_copied=True) for _ in range(slots)]
         self._weights = [host.empty((weights,), torch.uint8, is_copied=True) for _ in range(slots)]
+        # By slot, the copy of weights that still reads it.
         self._leaving: list[Ticket | None] = [None] * slots
 
     @torch.no_grad()
@@ -141,6 +143,8 @@ class HostUpdates:
                 )
                 if member.summed.grad is not None
             ]
+            # Two waits: gradients of this bucket are here, and the weights two buckets ago have
+            # left the slot.
             coming[slot].wait()
             leaving = self._leaving[slot]
             if leaving is not None:
@@ -148,6 +152,9 @@ class HostUpdates:
             with self._host.working(f"update {index}"):
                 for member, at_grad, _ in present:
                     member.master.grad = _place(self._grads[slot], at_grad, member.summed)
+                # A call of `step` passes over parameters without gradient, so each bucket steps on
+                # its own members; gradients of tables are given with the first alone, or they would
+                # step once a bucket.
                 with beside if index == 0 else nullcontext():
                     self._optimizer.step()
                 staged = []
@@ -157,9 +164,12 @@ class HostUpdates:
                         (_place(self._weights[slot], at_weight, member.weight), member.weight)
                     )
                     staged[-1][0].copy_(member.master)
+            # The optimizer has read this slot of gradients, so it is free for the bucket after
+            # next.
             if index + _SLOTS < len(self._buckets):
                 coming[slot] = self._bring_down(index + _SLOTS)
             self._leaving[slot] = self._host.up(staged, f"weights {index}")
+        # The next forward reads the new weights; the device waits for them, and the host goes on.
         for leaving in self._leaving:
             if leaving is not None:
                 leaving.hold_device()
@@ -211,6 +221,7 @@ def _offsets(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     offsets, end = [], 0
     for tensor in tensors:
         offsets.append(end)
+        # Rounded up to the alignment.
         end += -(-_bytes(tensor) // _ALIGNMENT) * _ALIGNMENT
     return tuple(offsets)
 

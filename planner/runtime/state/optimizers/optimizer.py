@@ -65,6 +65,7 @@ def read_beyond_elements(
                 "it reads other parameters too, the training is another one",
                 stacklevel=2,
             )
+        # What can't be measured is made whole, too: a whole parameter is right under either reach.
         if reach != "element" and is_cut:
             found += group["params"]
     return found
@@ -145,6 +146,7 @@ def _take_over(
             copies = [p for p in held.get(names[id(param)], ()) if p.requires_grad]
             stand_ins += [(names[id(param)], copy) for copy in copies]
             _move_state(optimizer, param, copies)
+        # In place: schedulers and the script hold these very groups.
         group["params"] = [copy for _, copy in stand_ins]
         if "param_names" in group:
             group["param_names"] = [fqn for fqn, _ in stand_ins]

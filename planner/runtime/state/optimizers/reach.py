@@ -136,6 +136,7 @@ def _reach(optimizer: torch.optim.Optimizer, at: int) -> Reach | None:
             apart = [train(optimizer, at, [corner])[0][None] for corner in corners[0]]
         except _TrialError:
             return "tensor"
+        # The other parameter changed the update: by its gradients, or by its place ahead.
         if not _agree(whole, beside):
             if not _agree(whole, train(optimizer, at, [first], seed=1)):
                 raise ModelError(
@@ -145,6 +146,7 @@ def _reach(optimizer: torch.optim.Optimizer, at: int) -> Reach | None:
             return "model"
         if not _agree(*_far_apart(train, optimizer, at, first, second)):
             return "model"
+        # A quarter that is stepped on alone moves otherwise than inside the whole.
         if not _agree(corners[1], apart):
             return "tensor"
         reach = "element"

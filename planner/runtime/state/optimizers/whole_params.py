@@ -76,6 +76,8 @@ class WholeParams:
             if not axes:
                 continue
             sizes = [mesh.size(axis) for axis in axes]
+            # Each to the rank with the fewest elements so far. All ranks see the same parameters in
+            # the same order, so they agree on the deal without a message.
             load = loads[axes]
             number = min(range(prod(sizes)), key=lambda at: load[at])
             load[number] += prod(holding.piece.shape)
@@ -104,6 +106,8 @@ class WholeParams:
             kept, names = [], []
             for held, name in zip_longest(group["params"], group.get("param_names", ())):
                 param = by_piece.get(id(held))
+                # A state that was made before (Adagrad's) was made for the piece; the owner needs
+                # it for the whole.
                 state = optimizer.state.pop(held, None) if param is not None else None
                 value = held if param is None else param.value
                 if value is not None:
@@ -127,6 +131,8 @@ class WholeParams:
     def gather_gradients(self) -> None:
         """Give each owner the whole gradients; the ranks that share them call it together."""
         for param in self.params:
+            # All ranks that share the parameter agree on that, as it has a gradient on all or on
+            # none.
             if param.piece.grad is not None:
                 grad = whole(param.piece.grad, param.placements, self._mesh)
                 if param.value is not None:
@@ -141,6 +147,7 @@ class WholeParams:
             piece = param.piece
             local = piece.to_local() if isinstance(piece, DTensor) else piece.detach()
             value = self._from_owner(param, local)
+            # A piece may be several boxes of the whole (segments, two cuts of a dim).
             for chunk in param.box.chunks(local.element_size()):
                 source = value[tuple(slice(a, b) for a, b in chunk.box)]
                 local[tuple(slice(a, b) for a, b in chunk.local)].copy_(source)
@@ -154,6 +161,8 @@ class WholeParams:
         else:
             value = like.new_empty(param.box.shape)
         message = torch.view_as_real(value) if value.is_complex() else value
+        # Before a turn the value is with ranks at the owner's place on this axis and all later
+        # ones; after it, with ranks at the owner's place on the later ones.
         for at, (axis, number) in enumerate(zip(param.axes, param.owner, strict=True)):
             later = zip(param.axes[at + 1 :], param.owner[at + 1 :], strict=True)
             if all(self._mesh.rank(other) == place for other, place in later):

@@ -85,6 +85,8 @@ def agree(mesh: Mesh, plan: Plan, say: Callable[[], Said]) -> Agreed | None:
             raise ModelError(f"rank {mesh.global_rank}: {error}") from error
 
     said = together(mesh.control, own)
+    # A replica without samples ends the pass for all; data that wrap end when those of all have
+    # come round.
     ended = [each.has_ended for each in said if each.has_ended is not None]
     if ended and (all(ended) or any(each.has_ended and each.samples is None for each in said)):
         return None
@@ -128,6 +130,7 @@ def _common_shape(said: Sequence[Said]) -> int:
             'ranks have batches of different shapes; planner.apply(..., pad={"PATH": VALUE}) fills '
             "them up to one, with a value for each tensor that is shorter"
         )
+    # The smallest that fits all parts: each rank lists its own from the smallest on.
     return common[0]
 
 
@@ -141,6 +144,7 @@ def _check_peers(said: Sequence[Said]) -> None:
         place = own.parts, own.number
         first, other = firsts.setdefault(place, (rank, own))
         wrong = f"{other.samples} and {own.samples}" if own.samples != other.samples else ""
+        # By path: peers may read different tensors, of which only common ones can be compared.
         for path, mark in own.marks.items():
             before, known = marks.setdefault((*place, path), (rank, mark))
             if known != mark and not wrong:

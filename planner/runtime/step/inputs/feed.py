@@ -26,12 +26,18 @@ SideInputs = Callable[[int, int], tuple[Tensor, ...]]
 class Feed:
     """One step's batch as this rank takes it.
 
-    `bucket` says which of the plan's shapes it has (0: its own). `num_samples` counts the samples
-    it has of each microbatch; `loss_weights` are what the mean loss of those counts for in the
-    batch's (0-d; the gradients they start from). Over all microbatches and parts of them they sum
-    to one. `total` gives what the whole batch counts: its samples, or what the user counts in it;
-    None where losses are sums, whose weights are one. `check` waits for what ranks tell each other
-    of the batch beside the step, and raises ModelError where they were given different ones.
+    Attributes:
+        split: how the whole batch is cut into microbatches and parts.
+        num_samples: this rank's samples of each microbatch.
+        side_inputs: gives a stage's side inputs of a microbatch.
+        loss_weights: what the mean loss of each microbatch here counts for in the batch's (0-d;
+            backwards start from them). Over all microbatches and parts they sum to 1, but where
+            losses are sums each is 1 (0 without samples).
+        total: gives what the whole batch counts: its samples, or what the user counts in it; None
+            where losses are sums.
+        bucket: which of the plan's shapes it has (0: its own).
+        check: waits for what ranks exchange of the batch beside the step, and raises ModelError
+            where they were given different ones.
     """
 
     split: BatchSplit
@@ -150,6 +156,7 @@ def count_samples(
         meta, shape = metas[path], tuple(tensor.shape)
         for dim, size in enumerate(meta.shape):
             if isinstance(size, Affine) and not first and dim < len(shape):
+                # (size = fixed + per_sample * samples, solved for samples.)
                 first, found = path, (shape[dim] - size.fixed) // size.per_sample
     for path, tensor in leaves.items():
         _check_dtype(path, tensor, metas[path])
@@ -199,6 +206,7 @@ def filled(tensor: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
     """Return a tensor filled up to a shape, at the end of each dim."""
     if tuple(tensor.shape) == shape:
         return tensor
+    # `F.pad` takes (before, behind) of each dim from the last to the first.
     behind = [(0, want - have) for have, want in zip(tensor.shape, shape, strict=True)]
     return F.pad(tensor, [n for pair in reversed(behind) for n in pair], value=value)
 
@@ -206,6 +214,7 @@ def filled(tensor: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
 def _reversed(tensor: Tensor, meta: TensorMeta) -> Tensor:
     for dim, size in enumerate(meta.shape):
         if isinstance(size, Affine) and size.per_sample:
+            # The samples change places; the entries of each sample stay in order.
             tensor = tensor.unflatten(dim, (-1, size.per_sample)).flip(dim).flatten(dim, dim + 1)
     return tensor
 
@@ -255,6 +264,7 @@ class Preamble:
 
     def _build(self, num_samples: int) -> tuple[dict[str, Tensor], _Part | None]:
         program = self._preamble.bind(num_samples)
+        # What needs nothing of the batch (positions, causal masks) is made once and kept.
         fixed = tuple(n for n in self._made if not program.only((n,)).inputs)
         moving = tuple(n for n in self._made if n not in fixed)
         return (

@@ -133,6 +133,7 @@ class Feeder:
         """
         found: dict[int, int] = {}
         wrong: ModelError | None = None
+        # In this order, so the first that fits pads the least.
         for bucket in self._smallest_first:
             try:
                 found[bucket] = count_samples(
@@ -148,6 +149,8 @@ class Feeder:
                 f"{wrong}, or as one of {len(self._shapes) - 1} buckets; planner.apply(..., pad="
                 '{"PATH": VALUE}) fills tensors up'
             )
+        # Of shapes that count other numbers of samples in these tensors, those that agree with the
+        # first are kept.
         samples = next(iter(found.values()))
         return tuple(bucket for bucket, count in found.items() if count == samples), samples
 

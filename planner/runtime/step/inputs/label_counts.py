@@ -119,6 +119,7 @@ class LabelCounts:
             return [sum(self._of_samples(number, cut, samples)) for samples in runs]
         first = min((samples.start for samples in runs if samples), default=0)
         last = max((samples.stop for samples in runs if samples), default=0)
+        # Once for the span of all runs, then summed by run.
         each = self._of_samples(number, cut, range(first, last))
         return [
             sum(each[samples.start - first : samples.stop - first], start=0.0) for samples in runs
@@ -155,6 +156,7 @@ class LabelCounts:
             counts = weight.double()[target.where(counting, 0)] * counting
         if counts.numel() % size:
             return [float(counts.sum())]
+        # [samples, labels of each].
         found: list[float] = counts.reshape(size, -1).sum(1).tolist()
         return found
 

@@ -2,8 +2,8 @@
 
 A part counts by what the user counts in it (`planner.count_tokens`); else by the labels that its
 loss is the mean over, where the graph says so (`label_counts`); else by its samples. Where every
-rank is given the whole batch, no rank needs to ask another; where replicas have their own
-parts, `agreement` sums what they count.
+rank is given the whole batch, no message is needed; where replicas have their own parts,
+`agreement` sums what they count.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ class LossWeights:
         """
         if not self.counts:
             return self.by_samples(cut.split)
+        # All replicas' parts are counted here, so every rank finds the same total without a
+        # message.
         counts = self._counts(cut)
         return self.by_counts(counts[self._number], sum(map(sum, counts)))
 

@@ -1,4 +1,4 @@
-"""Tensors between pipeline ranks: posted early, never blocking, in an order both ends know.
+"""Tensors between pipeline ranks: posted early, never blocking, in an order known to both ends.
 
 The job table tells every rank which messages each other rank will send it, in which order.
 Sender and receiver number the messages of a direction by that order, so gloo can match
@@ -34,7 +34,7 @@ _TAG_RANGE = 2**31 - 1
 
 
 class Message(NamedTuple):
-    """One tensor's one journey: an edge's value forward, or its gradient back."""
+    """A transfer of one microbatch's tensor: an edge's value forward, or its gradient back."""
 
     edge: int
     microbatch: int
@@ -49,6 +49,8 @@ def messages(job: Job, edges: Iterable[Edge], *, incoming: bool) -> list[Message
     if job.kind is JobKind.BACKWARD_WEIGHT:
         return []
     is_grad = job.kind is not JobKind.FORWARD
+    # The consumer end: what a forward takes and what a backward sends back. The other two cases are
+    # at the producer.
     at_consumer = incoming is not is_grad
     return [
         Message(edge.index, job.microbatch_index, is_grad)
@@ -102,6 +104,7 @@ class Arriving:
         for work, _, _ in self.parts:
             work.wait()
         _, first, leg = self.parts[0]
+        # A single part that is the whole: no copy.
         if leg.where is None:
             return first
         whole = first.new_empty(self.shape)
@@ -148,8 +151,11 @@ class Post:
         self._full = plan.split
         self._cuts: tuple[tuple[int, ...], ...] = ()
         self._groups = _p2p_groups(mesh, edges, self._home, self._all_routes[0])
+        # Positions in a peer's row: of the job that takes a message of ours, and of the job that
+        # makes a message for us. `_forget` compares them.
         self._taken_at: dict[Message, int] = {}
         self._made_at: dict[Message, int] = {}
+        # By peer, what it sends here in a step. Both ends read this order off the job table.
         self._orders = {
             source: self._order(schedule, source)
             for source in range(schedule.pp)
@@ -200,9 +206,13 @@ class Post:
     ) -> Crossing:
         edge, routes = self._by_bucket[bucket][edge_index], self._all_routes[bucket]
         source, target = self._ends(Message(edge_index, 0, is_grad))
+        # The tensor on this rank, in coordinates of the whole microbatch's tensor; parts lie
+        # inside.
         held = routes.box(edge, cut, self._rank)
         legs = []
         for a, b, box in routes.parts(edge, cut, is_grad=is_grad):
+            # Stages of one pp rank hand tensors over in place; other pairs of ranks do not concern
+            # it.
             if source == target or self._rank not in (a, b):
                 continue
             other, group = (b if a == self._rank else a), self._groups[source, target]
@@ -218,6 +228,7 @@ class Post:
         of its shapes it has.
         """
         self._bucket = bucket
+        # Both ends compute the shapes of messages from these sizes, so they need not be sent.
         self._cuts = (split or self._full).sizes
         self._waiting = {
             source: deque(m for m in order if with_grads or not m.is_grad)
@@ -231,12 +242,16 @@ class Post:
             if source == self._here:
                 continue
             queue = self._waiting[source]
+            # All that the peer sends before it is posted too: NCCL matches receives to sends by
+            # order.
             while message not in self._posted and queue:
                 self._receive(queue.popleft())
 
     def _receive(self, message: Message) -> None:
         crossing, parts = self._crossing(message), []
         for leg in crossing.legs:
+            # Both ends count the messages between them, so tags agree without being sent. (A tag is
+            # a signed 32-bit integer.)
             buffer = torch.empty(
                 leg.shape, dtype=self._dtypes[message.edge], device=self._mesh.device
             )
@@ -263,6 +278,9 @@ class Post:
 
     def _forget(self, message: Message, ranks: Iterable[int]) -> None:
         """Let go what `ranks` of one pp rank took before they sent a message."""
+        # The peer waits for the inputs of a job before it makes that job's message, so it has
+        # received what it takes up to there: waiting for these sends returns at once. A full turn
+        # of the deque keeps the order of the others.
         made_at = self._made_at[message]
         for _ in range(len(self._sending)):
             sending = self._sending.popleft()
@@ -282,6 +300,7 @@ class Post:
 
     def put(self, message: Message, tensor: Tensor) -> None:
         """Hand a tensor on; it is kept alive until it has left."""
+        # From the front, where the oldest are. (A gloo send does not tell; `_forget` frees those.)
         while self._sending and self._sending[0].work.is_completed():
             self._sending.popleft()
         crossing = self._crossing(message)
@@ -291,6 +310,7 @@ class Post:
         tensor = tensor.detach()
         self._give_way()
         for leg in crossing.legs:
+            # A slice is copied: backends send contiguous memory alone.
             part = (tensor if leg.where is None else tensor[leg.where]).contiguous()
             tag = self._sent[leg.rank] = (self._sent[leg.rank] + 1) % _TAG_RANGE
             work = leg.group.send([part], leg.peer, tag)
@@ -318,6 +338,7 @@ def _p2p_groups(
     """Return the group for each direction between two pp ranks that exchange tensors."""
     pairs = {(home[e.producer], home[e.consumer]) for e in edges}
     pairs |= {(b, a) for a, b in pairs}
+    # Sorted, so that all ranks make the groups in the same order, as `open_group` demands.
     directed = sorted((a, b) for a, b in pairs if a != b)
     if not devices.p2p_needs_own_groups(mesh.device):
         return dict.fromkeys(directed, default_group())

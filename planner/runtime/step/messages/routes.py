@@ -54,6 +54,7 @@ class Routes:
             {rank: self.box(edge, cut, rank) for rank in mesh.ranks} for mesh in (source, target)
         )
         if source.shape == target.shape:
+            # Both ends lie alike (`Edge.taken` is `sent`), so each rank's peer is at its own place.
             pairs = zip(source.ranks, target.ranks, strict=True)
             return [Part(a, b, held[a]) for a, b in pairs]
         return [Part(t.src_rank, t.dst_rank, t.box) for t in box_transfers(held, needed)]
@@ -63,11 +64,14 @@ class Routes:
 
         Of a piece of segments only the sizes mean something.
         """
+        # Ranks are numbered pp-major: each pp rank has as many ranks as every other.
         pp_rank = rank // self.plan.degrees.num_ranks
         at_producer = pp_rank == self.plan.stages[edge.producer].pp_rank
         mesh = self._mesh(edge.producer if at_producer else edge.consumer)
         placements = edge.sent if at_producer else edge.taken
         batch = members("batch")
+        # Samples of the microbatch on this rank: the axes that cut the batch come before all
+        # others.
         first, last = part_bounds(cut, mesh.size(*batch), mesh.number(rank, *batch))
         box = []
         for dim, size in enumerate(edge.shape):
@@ -77,6 +81,7 @@ class Routes:
                 # (Entries that are there for any number of samples go with every part.)
                 span = (size.per_sample * first, size.at(last))
             for axis, placement in placements.pairs:  # coarse cuts first
+                # Each further axis cuts the span that the axes before it left.
                 if isinstance(placement, Shard) and placement.dim == dim:
                     span = _cut(span, edge, dim, mesh.size(axis), mesh.number(rank, axis))
             box.append(span)

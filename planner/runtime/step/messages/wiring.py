@@ -125,6 +125,7 @@ def param_placements(graph: ModelGraph, plan: Plan, pp_rank: int) -> dict[str, P
 
     Raises LayoutError when two of its blocks that share one want it placed differently.
     """
+    # A rank holds a parameter once for all blocks that share it, so it lies in a single way.
     found: dict[str, tuple[Placements, str]] = {}
     for s, stage in enumerate(plan.stages):
         for index in stage.blocks if stage.pp_rank == pp_rank else ():
@@ -152,21 +153,29 @@ def build_edges(graph: ModelGraph, plan: Plan) -> tuple[Edge, ...]:
     home = {block: s for s, stage in enumerate(plan.stages) for block in stage.blocks}
     uses = ((b.index, at, name) for b in graph.blocks for at, name in enumerate(b.inputs))
     for block, position, name in uses:
+        # Batch inputs and preamble values: every stage has or computes its own.
         if name not in graph.producer:
             continue
         producer, consumer = home[graph.producer[name]], home[block]
+        # Once for each stage that uses it, however many of its blocks do.
         if producer == consumer or (name, consumer) in edges:
             continue
         meta = graph.tensor[name]
         made = _made_as(graph, plan, name, producer)
         wanted = block_placements(graph, plan, block, consumer)[0][position]
         if plan.stage_degrees(producer) == plan.stage_degrees(consumer):
+            # Equal meshes: ranks at one place exchange, so what leaves is what arrives. A change of
+            # placement is done before or after, on one side.
             sent = taken = Placements.of(
                 {a.name: _on_the_wire(made[a.name], wanted[a.name]) for a in lowered_axes()}
             )
         else:
             _check_samples(graph, plan, name, block)
+            # Other meshes: each rank gets the boxes it needs from whoever has them, as each end has
+            # its own cut.
             sent, taken = _between_meshes(made), _between_meshes(wanted)
+        # On the innermost axis (tp) all ranks hold the same values; each can then send a part of
+        # them.
         inner = lowered_axes()[0].name
         is_whole = sent[inner] == taken[inner] == Replicate()
         if is_whole and sends_pieces(plan, producer, consumer):
@@ -198,6 +207,7 @@ def sends_pieces(plan: Plan, producer: int, consumer: int) -> bool:
     stages is slower than the one inside a group of the axis: when it leaves the node and the
     groups do not. On one node the gather costs as much as is saved.
     """
+    # It pays where links inside a node are faster than links between nodes.
     per_node = plan.cluster.devices_per_node
     inner = lowered_axes()[0].name
     if plan.stage_degrees(producer)[inner] == plan.stage_degrees(consumer)[inner] == 1:
@@ -219,6 +229,7 @@ def wire_stage(
     blocks = plan.stages[stage_index].blocks
     outgoing = tuple(e for e in edges if e.producer == stage_index)
     pairs = tuple(dict.fromkeys((e.tensor, e.sent) for e in outgoing))
+    # (A dict, not a set: the order of side inputs is the order in which the stage takes them.)
     used = dict.fromkeys(name for b in blocks for name in graph.blocks[b].inputs)
     return StageWiring(
         stage_index=stage_index,
@@ -239,6 +250,9 @@ def _made_as(graph: ModelGraph, plan: Plan, name: str, stage: int) -> Placements
 
 def _on_the_wire(made: Placement, wanted: Placement) -> Placement:
     """Where to redistribute: after the send when that sends a shard, else before it."""
+    # A shard is the smallest form: 1/n of the tensor from each rank. A Partial must be summed
+    # before it leaves (its terms lie on the sender's ranks), at best right into the shards that the
+    # consumer takes.
     if isinstance(made, Shard):
         return made
     return Replicate() if isinstance(wanted, Partial) else wanted
@@ -260,8 +274,10 @@ def _in_pieces(
 ) -> tuple[Placements, Placements]:
     """Cut both ends on the inner axis along the first dim that divides and nothing else cuts."""
     inner = lowered_axes()[0].name
+    # Both ends must cut the same dim evenly, into as many pieces as each has ranks on the axis.
     sizes = [plan.stage_degrees(stage)[inner] for stage in (producer, consumer)]
     cut = [placement for end in (sent, taken) for _, placement in end.pairs]
+    # Not a dim of samples, which the batch axes cut, nor one that another axis cuts.
     for dim, length in enumerate(meta.shape):
         if isinstance(length, Affine) or Shard(dim) in cut:
             continue
@@ -275,6 +291,7 @@ def _in_pieces(
 def _check_samples(graph: ModelGraph, plan: Plan, name: str, block: int) -> None:
     """Refuse a tensor whose samples can't be told apart, where stages cut the batch differently."""
     meta = graph.tensor[name]
+    # Which rows belong to which samples is plain for a dim of exactly one row a sample.
     sizes = [size for size in meta.shape if isinstance(size, Affine)]
     if len(sizes) == 1 and sizes[0] == Affine(1):
         return

@@ -36,7 +36,7 @@ class _Ran:
 
 @dataclass(kw_only=True)
 class ParamGradient:
-    """A parameter's gradient, made when it is asked for. Mutable: terms are added."""
+    """A parameter's gradient, made when `make` is called. Mutable: terms are added."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -91,6 +91,8 @@ class BlockRun:
             if source not in self._flows:
                 return self._values[source]
             if source not in taken:
+                # A leaf: each op has a graph of its own, which can go as soon as its backward has
+                # run.
                 taken[source] = self._values[source].detach().requires_grad_()
             return taken[source]
 
@@ -163,6 +165,8 @@ class BlockRun:
         }
         for source, gradient in later.items():
             gradient.terms.append(_term(roots, ran.taken[source], given))
+        # Gradients of activations are needed at once, those of parameters when they are asked for;
+        # these walk the same graph again, so it is retained.
         now = [source for source in ran.taken if source not in later]
         if not now:
             return

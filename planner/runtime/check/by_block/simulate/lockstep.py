@@ -58,7 +58,16 @@ class Call(NamedTuple):
 
 @dataclass(kw_only=True)
 class _Rank:
-    """A rank's thread and where it stands. Mutable: it moves on."""
+    """A rank's thread and where it stands. Mutable: it moves on.
+
+    Attributes:
+        may_run: released when it is the rank's turn.
+        calls: the collectives that it has come to, in order.
+        waits: what it waits for; None while it may run.
+        is_done: whether its body has ended.
+        result: what its body returned.
+        error: what its body raised.
+    """
 
     may_run: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     calls: list[Call] = field(default_factory=list)
@@ -135,6 +144,8 @@ class LockStep:
         try:
             self._play()
         finally:
+            # Threads that wait for their turn wake up, see that it is over, and end. Their
+            # semaphores have been released too often by then, so new ones take their place.
             self._stopped = True
             for state in self._ranks.values():
                 state.may_run.release()
@@ -165,6 +176,7 @@ class LockStep:
         """Let each rank run in turn until all are done."""
         while True:
             ready = [s for s in self._ranks.values() if not s.is_done and s.waits is None]
+            # A single thread runs at a time, so the ranks' states need no lock.
             for state in ready:
                 state.may_run.release()
                 self._turn_over.acquire()
@@ -179,9 +191,11 @@ class LockStep:
     def _meet(self, waiting: dict[int, Any]) -> bool:
         """Run the collectives whose groups are complete; whether there were any."""
         met = False
+        # Ranks may wait in different groups; a group runs once all of its ranks are at it.
         for line in dict.fromkeys(waits[0] for waits in waiting.values()):
             here = [waiting.get(rank) for rank in line.ranks]
             brought = [waits for waits in here if waits is not None and waits[0] == line]
+            # A rank of the group still runs, has ended, or waits in another group.
             if len(brought) < len(line.ranks):
                 continue
             _check_alike(line, [call for _, call, _, _ in brought])
@@ -232,6 +246,7 @@ def _check_alike(line: _Line, calls: Sequence[Call]) -> None:
 @torch.no_grad()
 def _exchange(call: Call, ends: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Do what the network does: from what each rank gives to what each takes."""
+    # Copies, as an all-reduce writes its result where its input is.
     given = [gives.clone() for gives, _ in ends]
     if call.kind in ("all_reduce", "reduce_scatter"):
         total = given[0]
@@ -239,10 +254,12 @@ def _exchange(call: Call, ends: Sequence[tuple[Tensor, Tensor]]) -> None:
             total = torch.maximum(total, term) if call.how == "max" else total + term
         pieces = [total] * len(ends)
         if call.kind == "reduce_scatter":
+            # Piece r of dim 0 for rank r.
             pieces = list(total.reshape(len(ends), *ends[0][1].shape))
     elif call.kind == "all_gather":
         pieces = [torch.cat([each.reshape(-1) for each in given])] * len(ends)
     else:
+        # parts[a][b]: what rank a gives to rank b.
         parts = [each.reshape(len(ends), -1) for each in given]
         pieces = [torch.cat([each[number] for each in parts]) for number in range(len(ends))]
     for (_, takes), piece in zip(ends, pieces, strict=True):

@@ -36,6 +36,8 @@ def piece_of(
 
 def _term(tensor: Tensor, parts: int, number: int, seed: str) -> Tensor:
     generator = torch.Generator().manual_seed(crc32(seed.encode()))
+    # All ranks of a line draw the same terms, of which each takes its own; the first takes what is
+    # left of the tensor, so that they add up to it.
     terms = [
         torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) for _ in range(parts - 1)
     ]
