@@ -26,7 +26,9 @@ def forward_walk(
     stops: the run ends once all that stays is made, as checkpointing stops early.
     """
     program, storage = saved.program, saved.storages.storage
+    # Memory that was there before the run: others count it.
     outside = {storage[name].root for name in (*program.inputs, *program.params)}.union(exist)
+    # Lifetimes are of storages, not of tensors: a view keeps its whole base alive.
     last_use: dict[str, int] = {}
     end = 0
     for index, op in enumerate(program.ops):
@@ -35,6 +37,7 @@ def forward_walk(
         mine = saved.saved[op.name]
         if mine.extra_bytes or any(storage[name].root in roots for name in mine.tensors):
             end = index + 1
+    # Outputs are handed on, so nothing inside the program frees them.
     if not stops:
         end = len(program.ops)
         last_use |= {storage[name].root: end for name in program.outputs}
