@@ -169,6 +169,7 @@ class CostCache:
             check_time()
             placed = {layout.axis: layout for layout in layouts}
             program = self.bound(class_index, microbatch_size)
+            # Innermost axis first: where two axes cut one dim, it cuts the coarse pieces.
             for axis in lowered_axes():
                 program = lower(
                     program,
@@ -211,6 +212,7 @@ class CostCache:
             held = self.block_bytes(class_index, microbatch_size, degrees, layouts)
             again = self._made_again(class_index, microbatch_size, held.saved.program, recomputed)
             check_time()
+            # No profile's times change bytes, so a cache of another profile may have them (`on`).
             if key not in self._loads:
                 self._loads[key] = block_load(held, again)
             check_time()
@@ -281,6 +283,7 @@ class CostCache:
         if block_index not in self._batch_inputs:
             graph = self.graph
             taken = self.links.given[block_index]
+            # A value of the preamble stands for the batch's tensors that it is made of.
             made = taken & set(graph.preamble.outputs)
             through = graph.preamble.only(tuple(sorted(made))).inputs if made else ()
             self._batch_inputs[block_index] = (taken - made) | frozenset(through)
@@ -322,5 +325,6 @@ def _key(
     """Return all that the program of a rank depends on."""
     sizes = tuple([degrees[axis.name] for axis in lowered_axes()])
     sizes += tuple([degrees[axis.name] for axis in FOLDED])
+    # On an axis of one rank a layout changes nothing, so it must not tell two prices apart.
     used = tuple([layout for layout in layouts if degrees[layout.axis] > 1])
     return class_index, microbatch_size, sizes, used

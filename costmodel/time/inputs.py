@@ -24,6 +24,7 @@ def input_seconds(
     names = frozenset().union(*map(costs.batch_inputs, blocks))
     tensor = costs.graph.tensor
     each = sum(tensor[name].bytes_at(microbatch_size) for name in names)
+    # The host issues a copy for each tensor of each microbatch; all of them share the link.
     copies = num_microbatches * len(names)
     moved = profile.step_seconds(
         "host_to_device", num_bytes=float(num_microbatches * each), num_tensors=copies

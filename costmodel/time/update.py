@@ -48,6 +48,7 @@ def rank_update(
     """Return the update of a rank that trains `param_bytes` in `num_tensors` tensors before they
     are sharded: those of all its stages.
     """
+    # Each rank steps on its shard only.
     own_bytes = param_bytes / replication.shards
     sharded, on_host = replication.is_sharded, replication.optimizer_on_host
     step_seconds = host_step_seconds if on_host else adamw_seconds
