@@ -51,6 +51,7 @@ def fused_groups(program: Program) -> tuple[tuple[Op, ...], ...]:
         joined = {
             group_of[name] for name in op.inputs if name in group_of and depth[name] == deepest
         }
+        # An op that reads from several groups of its depth joins them.
         group = min(joined, default=len(members))
         for other in joined - {group}:
             for earlier in members[other]:
@@ -144,7 +145,9 @@ def _fused(
         work = [backward_work(op, tensor) for op in ops]
         if not any(part.num_bytes for part in work):
             return 0.0
+        # Gradients that arrive are as large as what was written, so this adds only those it makes.
         num_bytes += _bytes(program, [n for n in read if tensor[n].requires_grad])
+    # The kernel goes by the shape of its largest tensor; flop and bytes are those of all its ops.
     largest = max((tensor[n] for n in (*read, *written)), key=lambda meta: prod(meta.shape_at(1)))
     query = OpQuery(
         target=FUSED_TARGET,

@@ -142,12 +142,15 @@ class TransformerShape:
         """Model flop of one layer for one sample, forward and backward; attention in full, or only
         that of positions that see each other (`causal`).
         """
+        # Two products of 2 flop a multiply-add (scores, and their sum of values), three times with
+        # the backward: 12. Parameters: 2 flop, three times: 6.
         scores = 12.0 * self.seq_len**2 * self.score_width
         return 6.0 * self.used_params * self.seq_len + (scores / 2 if causal else scores)
 
     def model_flop(self, *, causal: bool = False) -> float:
         """Model flop of one sample, forward and backward (recompute not counted)."""
         head = 6.0 * self.seq_len * self.embedding_params
+        # A layer that predicts ahead first joins two vectors: a product from 2 hidden to hidden.
         joins = 12.0 * self.seq_len * self.hidden**2
         layer = self.layer_flop(causal=causal)
         return self.layers * layer + head + self.ahead * (layer + head + joins)

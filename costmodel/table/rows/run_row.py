@@ -195,6 +195,7 @@ def _layout(cells: Cells, shape: TransformerShape, stack: Execution) -> tuple[in
     tp, pp, dp = (cells.given(name) for name in ("tp", "pp", "dp"))
     cp = cells.given("cp", least=0) or 1
     gpus = cells.given("gpus")
+    # Devices that weights and state fill, the least that the model may be cut over.
     needed = shape.num_params * TRAINED_BYTES / MODEL_BYTES_PER_DEVICE
     if gpus is None and dp is None:
         if nodes := cells.given("nodes"):
@@ -269,6 +270,7 @@ def _stage_blocks(cells: Cells, blocks: int, stages: int) -> tuple[int, ...]:
     if not text:
         return ()
     repeated = re.compile(r"\(([EtmL|]*)\)\*(\d{1,4})|([EtmL])\*(\d{1,4})")
+    # From the inside out: a pass may leave another repetition around what it wrote out.
     while found := repeated.search(text):
         part = (found[1] or found[3] or "") * int(found[2] or found[4])
         text = text[: found.start()] + part + text[found.end() :]
