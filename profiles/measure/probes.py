@@ -73,18 +73,20 @@ class OpProbe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockProbe:
-    """A whole block as the runtime runs it: the check on the sum of its ops.
-
-    `forward` and `backward` are the block as one query; `parts` the queries of its ops.
-    `compiled` runs it through torch.compile.
-    """
+    """A whole block as the runtime runs it: the check on the sum of its ops."""
 
     program: Program
+    """The block, bound to a microbatch size."""
     forward: OpQuery
+    """The forward of all its ops as a single query."""
     backward: OpQuery | None
+    """The same of the backward; None where no input needs a gradient."""
     parts: tuple[OpQuery, ...]
+    """The queries of its ops, both ways."""
     weight: float
+    """How often the model has it."""
     compiled: bool = False
+    """Whether it goes through torch.compile."""
 
     @property
     def queries(self) -> tuple[OpQuery, ...]:

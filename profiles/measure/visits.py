@@ -58,4 +58,5 @@ def over_ranks(seconds: Sequence[float], paces: Sequence[float]) -> tuple[float,
         return visit, None
     if visit == 0.0:  # a difference of two times that the machine's disturbance swallowed
         return visit, fmean(paces)
+    # The pace p with visit / p = mean of seconds over pace.
     return visit, visit / fmean(s / pace for s, pace in zip(seconds, paces, strict=True))

@@ -137,6 +137,7 @@ class WorkerGroup:
             connection.settimeout(START_TIMEOUT_S)
             lines = connection.makefile("r", encoding="utf-8", newline="\n")
             hello = json.loads(lines.readline() or "{}")
+            # On a cluster the port is open to the network: only who was given the token is a rank.
             if hello.get("token") == token:
                 peers[hello["rank"]] = _Peer(connection=connection, lines=lines)
             connection.settimeout(None)

@@ -46,19 +46,33 @@ class RunRow:
     """A run with every blank filled; `assumed` says with what."""
 
     shape: TransformerShape
+    """Sizes of its model."""
     stack: Execution
+    """The runtime that it is priced for."""
     dtype: str
+    """In which layers multiply."""
     global_batch: int
+    """Samples of a step."""
     micro_batch: int
+    """Samples of a microbatch of a replica."""
     tp: int
+    """Tensor-parallel ranks."""
     cp: int
+    """Context-parallel ranks."""
     pp: int
+    """Pipeline ranks."""
     vpp: int
+    """Stages of a pipeline rank."""
     dp: int
+    """Replicas."""
     sequence_parallel: bool
+    """Whether what goes from layer to layer is split by positions over tp ranks."""
     zero_stage: int
+    """ZeRO stage, 0 to 3."""
     schedule: str
+    """The pipeline's, by its name in rows (`row_plan.SCHEDULES`)."""
     recompute: str
+    """``none``, ``selective`` (with modules where the row names some) or ``full``."""
     ep: int = 1
     """Ranks of a stage that share the experts."""
     etp: int = 1
@@ -69,6 +83,7 @@ class RunRow:
     """Blocks of each stage, the embedding and the head among them; empty: as its stack deals
     them."""
     assumed: tuple[str, ...] = field(default=())
+    """``column=value`` of each column that was filled in."""
 
     @property
     def gpus(self) -> int:
