@@ -182,6 +182,7 @@ class CostCache:
             if executes.prices == "rates":
                 fullest = executes.fullest_experts
                 program = with_own_modules(program)
+            # After the modules: these rewrite attention as it was captured, which a ring replaces.
             if executes.rings_attention:
                 program = with_rings(program, degrees["cp"])
             if executes.prices == "rates":

@@ -137,7 +137,8 @@ def _measure(measured: Sequence[RankTimeline], first: int) -> dict[str, tuple[fl
                 if span.kind == "REDUCE" and span.step >= first:
                     by_step.setdefault(span.step, []).append(span.end_s - span.start_s)
         if by_step:
-            # In an exchange ranks wait for the last one, which waits for nobody.
+            # In an exchange ranks wait for the last to arrive. That one waits for no other, so its
+            # time, the shortest, is the exchange's.
             shortest = list(map(min, by_step.values()))
             found[_after(pp_rank)] = _median_and_error(shortest, num_steps)
     return {what: value for what, value in found.items() if value[0] > 0}

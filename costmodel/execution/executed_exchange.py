@@ -64,7 +64,7 @@ def executed_exchange(
     reduced = param_bytes * (execution.reduced_bytes / WEIGHT_BYTES if is_cast else 1)
     if not replication.is_sharded:
         sum_s = seconds("all_reduce", reduced)
-        # Hidden sums run beside the last backward, the only one whose gradients are complete.
+        # Hidden sums run beside the last backward: gradients are complete only there.
         if "sums" in execution.overlaps:
             return DataParallelSeconds(last_backward_s=sum_s)
         return DataParallelSeconds(after_s=sum_s)

@@ -4,7 +4,7 @@ Eager, every norm, activation, sum and cast is a kernel that reads its inputs fr
 writes its output. Fused, ops that hand their results on to each other with no product,
 attention or collective on the way between them are one kernel (as Inductor's scheduler fuses
 them, Ansel et al.: PyTorch 2, 2024, section 4.2): only what comes from outside is read, and only
-what somebody outside needs is written.
+what is needed outside is written.
 """
 
 from __future__ import annotations

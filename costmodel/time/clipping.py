@@ -1,8 +1,7 @@
 """Seconds of clipping gradients by one norm over the whole model (`planner.runtime.step.clip`).
 
 Each rank reads its gradients for their norm, all ranks sum one number, and each scales its
-gradients in place. So everybody waits for the rank that is last to have its gradients, and the
-step ends
+gradients in place. So all ranks wait for the last to have its gradients, and the step ends
 
     step_s = max over ranks r of (ready(r) + norm(r)) + sum of one number
              + max over ranks r of (scale(r) + update(r))

@@ -42,7 +42,7 @@ def replica_views(plan: Plan, costs: CostCache) -> tuple[ReplicaView, ...]:
     spans = any(len(stage.device_groups) > 1 for stage in plan.stages)
     if not spans and not plan.shares:
         return (ReplicaView(plan=plan, neighbours=(0,) * len(plan.stages), replicas=1),)
-    # Only with as many replicas in all stages has each replica of a stage the same one in the next.
+    # With as many replicas in all stages, replica k of a stage hands on to replica k of the next.
     parts = {plan.stage_degrees(index).along("batch") for index in range(len(plan.stages))}
     if len(parts) > 1:
         raise PlanError(

@@ -37,7 +37,7 @@ class RankUpdate:
         return RankUpdate(optimizer_s=self.optimizer_s + other.optimizer_s, clip=clip)
 
     def seconds(self, *, clips_gradients: bool) -> float:
-        """Return the update's seconds on a rank that waits for nobody."""
+        """Return the update's seconds on a rank that waits for no other."""
         clip_s = self.clip.norm_s + self.clip.scale_s if clips_gradients else 0.0
         return self.optimizer_s + clip_s
 

@@ -142,7 +142,7 @@ def rising(seconds: _Floats) -> _Floats:
     pools: list[tuple[float, int]] = []
     for value in np.log(seconds):
         mean, count = float(value), 1
-        # A pool above the next value violates the order: both become one at their weighted mean.
+        # A pool above the next value violates the order: they merge at their weighted mean.
         while pools and pools[-1][0] > mean:
             before, size = pools.pop()
             mean, count = (before * size + mean * count) / (size + count), size + count

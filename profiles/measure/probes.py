@@ -180,7 +180,7 @@ def float8_probe(m: int, n: int, k: int) -> OpProbe:
     """Return an 8-bit matmul (m, k) @ (k, n) with one scale per operand, results in bfloat16.
 
     Forward only: gradients of 8-bit products are products of their own. The second operand
-    lies column by column, as tensor cores want it.
+    lies column by column, as tensor cores read it.
     """
     float8 = "float8_e4m3fn"
     op = Op(

@@ -1,4 +1,4 @@
-"""Which probes a search of given models can ask for: each distinct signature once.
+"""Which probes a search of given models may need: each distinct signature once.
 
 Blocks of one class share their signatures, so a 32-layer model needs the probes of a
 2-layer one. Torch-free.

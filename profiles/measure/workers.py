@@ -82,6 +82,7 @@ class WorkerGroup:
                 peer.say(line)
             answers = self._collect(time.monotonic() + timeout_s)
         except (OSError, TimeoutError, EOFError) as error:
+            # The peers of a rank that is gone hang in a collective with it: all are ended.
             reason = self._obituary(error)
             self.stop()
             raise ProbeFailed(reason) from None
@@ -98,6 +99,7 @@ class WorkerGroup:
         for peer in self._peers:
             with contextlib.suppress(OSError):
                 peer.close()
+        # All are killed before any is waited for, so the slowest to end sets the time.
         for process in self._processes:
             process.kill()
         for process in self._processes:

@@ -37,12 +37,12 @@ def backward_walk(
         as the parameters. In later microbatches they are added to those and freed. Products with
         a weight of at least LARGE_BYTES accumulate in place (a GEMM with beta = 1, no temporary
         gradient) if the sum has the product's dtype and `adds_products`.
-    held: outputs, and inputs started, whose gradients somebody else holds too.
+    held: outputs, and inputs started, whose gradients another holder has too.
     leaves: inputs that keep their gradients, in buffers of their own.
     split: weight gradients are deferred.
     waiting: parameters whose gradients stay to the end of the program, first or not.
-    kept_by_others: outputs that somebody else keeps alive.
-    freed_inputs: inputs that nobody else keeps alive.
+    kept_by_others: outputs that another block, stage or message keeps alive.
+    freed_inputs: inputs that no other block keeps alive.
     started: inputs that have a gradient of later blocks already.
     """
     program, storage, results = facts.storages.program, facts.storages.storage, facts.results

@@ -52,7 +52,7 @@ def block_bytes(
         recompute = "none"  # no backward: nothing would read what runs again
     none, every = frozenset[str](), frozenset(op.name for op in program.ops)
     again = {"none": none, "selective": recomputed, "full": every}[recompute]
-    # Of copies that a second run gets, autograd's reference is the only one: saved copies count.
+    # Only autograd refers to the copies that a second run gets, so those it saves count.
     held_anyway = HELD_ANYWAY if recompute == "none" else HELD_ANYWAY - _COPIED
     products = deferrable_products(program)
 
@@ -107,7 +107,7 @@ def _block_bytes(
     params = [n for n in program.params if tensor[n].kind == "param" and not tensor[n].table]
     sizes = {name: tensor[name].bytes_at(1) for name in params}
     edges = {storage[name].root for name in program.outputs}
-    # Pieces of the batch are in memory through the step: nobody keeps or frees them. Of the other
+    # Pieces of the batch are in memory through the step: no block keeps or frees them. Of the other
     # inputs, a second run needs all.
     kept_inputs = {
         name

@@ -1,9 +1,9 @@
 """Gradient buffers during a backward, as autograd's engine shares, adds up and frees them.
 
 A view's backward and a sum's hand their gradient on without a copy, so several tensors may have
-one buffer. The second gradient of a tensor is added to the first in place where nobody else has
-that and it has no gaps (`can_accumulate_inplace` in PyTorch's input_buffer.cpp); else their
-sum takes a buffer more.
+one buffer. The second gradient of a tensor is added to the first in place where no other tensor
+has that buffer and it has no gaps (`can_accumulate_inplace` in PyTorch's input_buffer.cpp); else
+their sum takes a buffer more.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Gradients:
         return buffer, self._bytes[buffer]
 
     def hold(self, name: str) -> None:
-        """Keep a gradient's buffer to the end: somebody else has it too."""
+        """Keep a gradient's buffer to the end: another holder has it, too."""
         self._users[self.of[name]] += 1
 
     def is_own(self, name: str) -> bool:
-        """Whether a tensor's gradient may be written to: nobody else has it, and it is dense."""
+        """Whether a tensor's gradient may be written to: its buffer is its own, and dense."""
         return self._users[self.of[name]] == 1 and name not in self.gaps
 
     def add_up(self, name: str, num_bytes: int) -> int:

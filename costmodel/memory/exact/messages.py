@@ -74,7 +74,7 @@ def find_traffic(
     for other in made.keys() | taken.keys():
         coming = made.get(other, {})
         # Along a single edge things arrive in the order in which they are needed: no receive is
-        # posted earlier than it is wanted.
+        # posted earlier than it is needed.
         if not keeps_sent and sum(map(len, coming.values())) <= 1:
             continue
         made_here = _positions(rows[other], coming)

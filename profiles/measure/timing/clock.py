@@ -52,7 +52,7 @@ class Clock:
         return time.perf_counter() - began, result
 
     def time_compute(self, work: Callable[[], Any]) -> tuple[float, Any]:
-        """Return the same of work that waits for nobody and runs in this thread alone.
+        """Return the same of work that waits for no rank and runs in this thread alone.
 
         If other processes took the core meanwhile, it is the time on the core: what the work
         takes on a machine that only trains.

@@ -103,11 +103,12 @@ def sharded_stage(
     parts, of_experts = replication.shards, replication.of_experts.shards
     shared: dict[str, Size] = {}
     shared_frozen: dict[str, Size] = {}
-    # Trained parameters of several blocks come named; which frozen ones are shared is found here.
+    # `shared_by_block` names trained parameters only; a frozen parameter is shared by its users.
     users = Counter(name for block in blocks for name in block.frozen.values())
     units: dict[int, Unit] = {}
     for index, (block, of_others) in enumerate(zip(blocks, shared_by_block, strict=True)):
         kind = block.kind
+        # Experts on a mesh of their own have fewer replicas, and so fewer shards.
         shards = {n: of_experts if n in kind.bytes.spread else parts for n in block.params}
         sizes = {
             n: (kind.bytes.params[n], kind.bytes.param_rows[n], shards[n]) for n in block.params

@@ -39,7 +39,7 @@ class ForwardBytes:
     last_bytes: int
     """The height when all blocks have run: what is sent is brought to its placement."""
     kept_bytes: int
-    """What the job keeps for its backward that nobody else can hold."""
+    """What the job keeps for its backward that has no other holder."""
     kept: Mapping[str, int]
     """What it keeps that others may hold too, by name: values of other stages and of the batch."""
 
