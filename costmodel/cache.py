@@ -210,6 +210,7 @@ class CostCache:
         key = *_key(class_index, microbatch_size, degrees, layouts), recomputed, polls
         if key not in self._blocks:
             local = self.local(class_index, microbatch_size, degrees, layouts)
+            # Each of these steps may take long for a large block, so the time is checked between.
             held = self.block_bytes(class_index, microbatch_size, degrees, layouts)
             again = self._made_again(class_index, microbatch_size, held.saved.program, recomputed)
             check_time()
@@ -261,6 +262,7 @@ class CostCache:
         as in `block`.
         """
         degrees = degrees or Degrees()
+        # Which ops are named matters to selective recomputation alone.
         key = *_key(class_index, microbatch_size, degrees, layouts), recompute
         if recompute == "selective":
             key = *key, recomputed

@@ -297,6 +297,7 @@ def _copies_beside_jobs(
     if not on_host:
         return None
     saved = _saved_bytes(price)
+    # Shared side inputs belong to other stages, too, and stay on the device.
     moved = {s: saved[s] for s in on_host}
     rows = table.schedule.jobs
     return tuple(
@@ -423,6 +424,8 @@ def _step_path(step: _SimulatedStep, costs: CostCache) -> StepPath:
         work_s={name: float(seconds.mean()) for name, seconds in kinds.items()},
         imbalance_s=most_s - float(whole_s.mean()),
         fill_drain_s=fill_drain_s,
+        # What jobs wait for transfers that do not overlap lies in the jobs' own seconds; its cause
+        # is the message all the same.
         messages_s=messages_s + float(work["waited_s"].mean()),
         inputs_s=last.inputs_s,
         clipping_s=clipping_s if costs.clips_gradients else 0.0,

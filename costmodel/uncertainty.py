@@ -193,6 +193,7 @@ def _interval(step_s: float, sigma: float, basis: str) -> Interval:
 
 def step_sigma(profile: Profile) -> tuple[float, str]:
     """Return one sigma of a profile's steps, relative, and what it is from."""
+    # A plan on several groups is as uncertain as the least known of them.
     if profile.groups:
         return max(step_sigma(group.profile) for group in profile.groups)
     found = profile.file.calibration

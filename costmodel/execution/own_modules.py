@@ -301,6 +301,7 @@ def _cast_logits(op: Op, uses: Uses) -> Change | None:
     path = list(uses.through(op.args[0], "to", *VIEWS))
     casts = [at for at, made in enumerate(path) if packet_of(made.target) == "to"]
     tensor = uses.program.tensor
+    # Another reader of the logits would need them in fp32.
     if len(casts) != 1 or any(uses.count[made.outputs[0]] > 1 for made in path):
         return None
     cast = path[casts[0]]

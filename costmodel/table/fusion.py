@@ -70,6 +70,7 @@ def module_groups(program: Program) -> tuple[tuple[Op, ...], ...]:
     groups = []
     for ops in fused_groups(program):
         parts: list[list[Op]] = []
+        # A module and one inside it are one kernel of a library; siblings are kernels apart.
         for op in ops:
             part = next((p for p in parts if _same_module(p[0].module, op.module)), None)
             if part is None:

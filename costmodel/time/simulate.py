@@ -256,7 +256,7 @@ def simulate(
     # A rank runs on while its inputs are there. One that is missing notes who waits for it, and its
     # maker wakes that rank. The order of visits changes nothing: a link has one sender, which fills
     # it in the order of its own row.
-    # Below 0: not made yet.
+    # An arrival below 0 is still to come.
     arrival = [-1.0] * table.num_results
     waiting = [NONE] * table.num_results
     link_free = [0.0] * table.num_links

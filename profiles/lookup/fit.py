@@ -88,6 +88,7 @@ def fit_pieces(num_bytes: _Floats, seconds: _Floats) -> tuple[tuple[Piece, ...],
     lines: dict[tuple[int, int], tuple[_Floats, float]] = {}
     for start in range(count):
         for stop in range(start + 1, count + 1):
+            # However few the sizes are, all of them may be a single piece.
             if stop - start < MIN_POINTS_PER_PIECE and (start, stop) != (0, count):
                 continue
             n = num_bytes[start:stop]

@@ -55,6 +55,7 @@ def transformer_of(run: RunRow) -> Transformer:
     """Return the model of a row, as the trainers of large models write it."""
     vocab = run.shape.vocab
     if run.tp > 1:  # A vocabulary that tp splits is padded.
+        # To a multiple of 128 on each rank, as Megatron-LM does (make-vocab-size-divisible-by).
         vocab = -(-vocab // (128 * run.tp)) * 128 * run.tp
     return transformer_of_shape(
         replace(run.shape, vocab=vocab),
