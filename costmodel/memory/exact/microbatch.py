@@ -184,7 +184,8 @@ class MicrobatchBytes:
                 sent.append((message, key))
             kept_bytes += self._hand_on(message, key)
         self._kept[s] = _Kept(done.kept_bytes, kept, tuple(leaves))
-        # Values made of the batch belong to all stages; storages of messages under way can't move.
+        # Values made of the batch belong to all stages, so they are not offloaded. Storages of
+        # messages under way are copied to the host, too, and free nothing on the device.
         held = {*kept.values(), *leaves} - {linked.value(s, name) for name in walk.side}
         there = {key for key in held if key in self._bytes}
         away = {key for key in there if self._under_way[key]}

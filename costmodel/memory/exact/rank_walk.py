@@ -126,7 +126,8 @@ class _RankTally:
     ) -> None:
         self._home = home
         self._traffic, self._receives = traffic, Receives(traffic)
-        # By (stage, is_grad): what other ranks send here for a job of the stage.
+        # By (stage, is_grad): what other ranks send here for a job of the stage. Stages of this
+        # rank hand over in place, without a buffer.
         self._arriving = {
             (s, is_grad): [
                 message
@@ -147,6 +148,7 @@ class _RankTally:
             if stage.sharded is not None
         }
         linked = LinkedStages(stages, keeps_sent=bool(traffic.taken_at))
+        # All microbatches start from one state, so those that run alike share what was simulated.
         self._unseen = MicrobatchBytes(linked)
         self._microbatches: dict[int, MicrobatchBytes] = {}
         self._under_way: list[_UnderWay] = []

@@ -87,6 +87,7 @@ def job_variants(row: Sequence[Job], stages: Mapping[int, StageJobs]) -> Iterato
             continue
         if kind is not JobKind.BACKWARD_WEIGHT:
             last_backward[s] = job
+        # Weight gradients are made by full backwards and by W jobs.
         if kind is JobKind.BACKWARD_INPUT:
             split.add((s, job.microbatch_index))
         else:
