@@ -204,6 +204,7 @@ def float8_probe(m: int, n: int, k: int) -> OpProbe:
             dtype=float8,
             direction="forward",
             flop=2.0 * m * n * k,
+            # A byte for each element of both operands, two for each of the result.
             num_bytes=float(m * k + k * n + 2 * m * n),
         ),
         backward=None,

@@ -193,6 +193,8 @@ class Session:
             [float(np.median(answer[fixed])) for answer in answers if answer[fixed]],
         )
         visits = (*(known.visits if known else ()), _rounded(visit))
+        # Paces are kept beside their visits, as the undisturbed pace is known at the end
+        # (`settle`).
         new = [] if pace is None else [_rounded(pace)]
         self.paces.setdefault((kind, fixed), []).extend(new)
         paces = (*(known.paces if known else ()), *new)

@@ -157,6 +157,7 @@ def _slowest_kind(session: Session) -> str:
         mine = [r for r in session.ops.values() if r.device == kind]
         return max(r.seconds for r in _forward(mine, "aten.mm.default"))
 
+    # Ranks wait for each other, so the kind with the slowest product sets the pace.
     return max(session.ranks.kinds, key=matmul_seconds)
 
 

@@ -209,6 +209,7 @@ def _take_own_cores() -> bool:
         local_rank=here.index(dist.get_rank()),
     )
     stay_on(cores)
+    # No core is shared where the ranks of a node are no more than the cores they may run on.
     return len(here) <= len(set().union(*(everyone[rank][1] for rank in here)))
 
 

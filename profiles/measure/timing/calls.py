@@ -168,6 +168,7 @@ class Calls:
         if not self.differentiable:
             return
         outputs = [_differentiable(result) for result in results]
+        # Made at the first backward, which no sample times.
         if not self._gradients:
             self._gradients = [torch.ones_like(part) for part in outputs[0]]
         torch.autograd.grad(

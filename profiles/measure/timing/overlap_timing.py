@@ -105,6 +105,7 @@ def _together_on_gpu(
     side = torch.cuda.Stream()
     torch.cuda._sleep(HEAD_START_CYCLES)
     start.record()
+    # Both streams start at the event, whatever the host issues first.
     side.wait_event(start)
     with torch.cuda.stream(side):
         work = dist.all_reduce(message, async_op=True)
