@@ -169,6 +169,7 @@ class CostCache:
             check_time()
             placed = {layout.axis: layout for layout in layouts}
             program = self.bound(class_index, microbatch_size)
+            # Innermost axis first: where two axes cut one dim, it cuts the coarse pieces.
             for axis in lowered_axes():
                 program = lower(
                     program,
@@ -181,6 +182,7 @@ class CostCache:
             if executes.prices == "rates":
                 fullest = executes.fullest_experts
                 program = with_own_modules(program)
+            # After the modules: these rewrite attention as it was captured, which a ring replaces.
             if executes.rings_attention:
                 program = with_rings(program, degrees["cp"])
             if executes.prices == "rates":
@@ -208,9 +210,11 @@ class CostCache:
         key = *_key(class_index, microbatch_size, degrees, layouts), recomputed, polls
         if key not in self._blocks:
             local = self.local(class_index, microbatch_size, degrees, layouts)
+            # Each of these steps may take long for a large block, so the time is checked between.
             held = self.block_bytes(class_index, microbatch_size, degrees, layouts)
             again = self._made_again(class_index, microbatch_size, held.saved.program, recomputed)
             check_time()
+            # No profile's times change bytes, so a cache of another profile may have them (`on`).
             if key not in self._loads:
                 self._loads[key] = block_load(held, again)
             check_time()
@@ -258,6 +262,7 @@ class CostCache:
         as in `block`.
         """
         degrees = degrees or Degrees()
+        # Which ops are named matters to selective recomputation alone.
         key = *_key(class_index, microbatch_size, degrees, layouts), recompute
         if recompute == "selective":
             key = *key, recomputed
@@ -281,6 +286,7 @@ class CostCache:
         if block_index not in self._batch_inputs:
             graph = self.graph
             taken = self.links.given[block_index]
+            # A value of the preamble stands for the batch's tensors that it is made of.
             made = taken & set(graph.preamble.outputs)
             through = graph.preamble.only(tuple(sorted(made))).inputs if made else ()
             self._batch_inputs[block_index] = (taken - made) | frozenset(through)
@@ -322,5 +328,6 @@ def _key(
     """Return all that the program of a rank depends on."""
     sizes = tuple([degrees[axis.name] for axis in lowered_axes()])
     sizes += tuple([degrees[axis.name] for axis in FOLDED])
+    # On an axis of one rank a layout changes nothing, so it must not tell two prices apart.
     used = tuple([layout for layout in layouts if degrees[layout.axis] > 1])
     return class_index, microbatch_size, sizes, used

@@ -57,6 +57,7 @@ def observe(
     profile: Profile, graph: ModelGraph, plan: Plan, measured: Sequence[RankTimeline]
 ) -> CalibrationRun:
     """Return what a run took beside what the profile without factors predicts."""
+    # Always from the profile without factors, so a second run corrects them and does not multiply.
     plain = _with_factors(profile, {})
     predicted = _predict(plain, graph, plan)
     answer = estimate(graph, plain, plan)
@@ -64,6 +65,7 @@ def observe(
     first = first_steady_step(measured)
     found = _measure(measured, first)
     grown = {
+        # The plan is priced again for each term, so what another part hides has no share.
         term: _predict(_with_factors(profile, {term: 1.0 + _MORE}), graph, plan)
         for term in sorted(plain.factors.asked)
     }
@@ -73,6 +75,7 @@ def observe(
         if what not in found or predicted_s < least_s:
             continue
         measured_s, error = found[what]
+        # d predicted / d factor, by a forward difference: seconds for each unit of the factor.
         parts = {term: (told[what] - predicted_s) / _MORE for term, told in grown.items()}
         observations.append(
             Observation(
@@ -113,6 +116,7 @@ def _predict(profile: Profile, graph: ModelGraph, plan: Plan) -> dict[str, float
         own = stages_of_rank(plan, rank)
         after_s = price.exposed.after_s[own].sum()
         seconds[_after(rank)] = float(price.tied_s[rank] + after_s)
+    # A recording begins with the first job, when the batch is on the device.
     seconds[STEP] = answer.step_s - answer.path.inputs_s
     return seconds
 
@@ -133,7 +137,8 @@ def _measure(measured: Sequence[RankTimeline], first: int) -> dict[str, tuple[fl
                 if span.kind == "REDUCE" and span.step >= first:
                     by_step.setdefault(span.step, []).append(span.end_s - span.start_s)
         if by_step:
-            # In an exchange ranks wait for the last one, which waits for nobody.
+            # In an exchange ranks wait for the last to arrive. That one waits for no other, so its
+            # time, the shortest, is the exchange's.
             shortest = list(map(min, by_step.values()))
             found[_after(pp_rank)] = _median_and_error(shortest, num_steps)
     return {what: value for what, value in found.items() if value[0] > 0}

@@ -178,6 +178,8 @@ def job_seconds(lines: Iterable[RankTimeline], *, first_step: int) -> dict[JobsA
             if span.step < first_step:
                 continue
             seconds = span.end_s - span.start_s
+            # A backward's recomputation ahead of its gradients is a span of its own, right before
+            # it.
             if span.kind == REMAKE:
                 ahead_s = seconds
             elif span.kind in _ORDER:
@@ -194,6 +196,7 @@ def step_seconds(lines: Iterable[RankTimeline], first_step: int) -> list[float]:
         for span in line.spans:
             if span.step < first_step:
                 continue
+            # Each rank's clock starts elsewhere; the offsets lay all of them on one axis.
             start_s, end_s = span.start_s + line.clock_offset_s, span.end_s + line.clock_offset_s
             known = bounds.setdefault(span.step, [start_s, end_s])
             known[0], known[1] = min(known[0], start_s), max(known[1], end_s)

@@ -118,15 +118,18 @@ def estimate(
     flop, memory = 0.0, []
     for view, step in zip(views, found, strict=True):
         price = step.price
-        # All stages have meshes of as many ranks.
+        # Of each rank of a view, times the ranks of a stage (all stages have as many), as if all
+        # replicas were of this view, times its part of them.
         flop_of_ranks = (price.times.forward_flop + price.times.backward_flop).sum()
         flop += float(flop_of_ranks) * plan.degrees.num_ranks * view.replicas / num_replicas
         weights = price.weights(range(plan.pp))
         memory.append(plan_memory(view.plan, costs, step.timeline.schedule, weights))
+    # Replicas meet in the exchange of gradients, so the slowest of them sets the step.
     slowest = max(found, key=lambda each: each.last.step_s)
     return Estimate(
         step_s=slowest.last.step_s,
         path=_step_path(slowest, costs),
+        # Each pp rank's fullest among all views.
         memory=tuple(
             max(of_rank, key=lambda parts: parts.total) for of_rank in zip(*memory, strict=True)
         ),
@@ -294,6 +297,7 @@ def _copies_beside_jobs(
     if not on_host:
         return None
     saved = _saved_bytes(price)
+    # Shared side inputs belong to other stages, too, and stay on the device.
     moved = {s: saved[s] for s in on_host}
     rows = table.schedule.jobs
     return tuple(
@@ -373,6 +377,7 @@ def _last_rank(price: PlanPrice, costs: CostCache, timeline: Timeline) -> _LastR
         _clips(price, costs),
         norm_sum_s=norm_sum_seconds(costs.profile, plan.world_size),
     )
+    # The rank of the first stage copies the batch for all its stages before its first job.
     first_stages = stages_of_rank(plan, plan.stages[0].pp_rank)
     return _LastRank(
         end_s=timeline.rank_end_s[rank],
@@ -408,6 +413,8 @@ def _step_path(step: _SimulatedStep, costs: CostCache) -> StepPath:
         "offload_s": np.maximum(offload_s, 0.0),
     }
     most_s = float(whole_s.max())
+    # Simulated again with instant transfers: what the step gains is theirs. What it is beyond the
+    # bottleneck's work is that rank's waiting for jobs: fill and drain.
     instant_s = _without_transfers(step, costs).before_clipping_s
     fill_drain_s = max(0.0, instant_s - most_s)
     messages_s = max(0.0, last.before_clipping_s - instant_s)
@@ -417,6 +424,8 @@ def _step_path(step: _SimulatedStep, costs: CostCache) -> StepPath:
         work_s={name: float(seconds.mean()) for name, seconds in kinds.items()},
         imbalance_s=most_s - float(whole_s.mean()),
         fill_drain_s=fill_drain_s,
+        # What jobs wait for transfers that do not overlap lies in the jobs' own seconds; its cause
+        # is the message all the same.
         messages_s=messages_s + float(work["waited_s"].mean()),
         inputs_s=last.inputs_s,
         clipping_s=clipping_s if costs.clips_gradients else 0.0,

@@ -90,6 +90,7 @@ def best_interval_s(mtbf_s: float, checkpoint_s: float) -> float:
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
+        # Bisection on t/M; 60 halvings leave less than a float resolves.
         if 1 - middle > exp(-middle - checkpoint_s / mtbf_s):
             low = middle
         else:
@@ -106,11 +107,15 @@ def goodput(failures: Failures, num_nodes: int, *, interval_s: float | None = No
     interval_s = interval_s or best_interval_s(mtbf_s, failures.checkpoint_s)
     # A failure's restart lasts R, or until the next failure: M (1 - e^(-R/M)) on average.
     restarting = -expm1(-failures.restart_s / mtbf_s)
+    # Work and checkpoint are lost together when a failure comes before the checkpoint is written.
     segment = (interval_s + failures.checkpoint_s) / mtbf_s
     working = 0.0
     if segment < MOST_SEGMENT:
+        # t / E(t), as e^(-R/M) is 1 - `restarting`.
         working = interval_s / mtbf_s * (1 - restarting) / expm1(segment)
+    # Each saved interval of t has stalled d.
     checkpoints = working * failures.checkpoint_s / interval_s
+    # M/G/infinity: the probability that at least one of the nodes is in a slow spell.
     busy = -expm1(-num_nodes * failures.slow_s / failures.slow_mtbf_s)
     slow = working * busy * (1 - 1 / failures.slow_factor)
     return Goodput(

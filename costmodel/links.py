@@ -15,19 +15,20 @@ from planner.graph import ModelGraph
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """What each block takes from where. Blocks of equal `signatures` are of one class and take
-    the same outputs of blocks as far before them, the same values that no block makes (`given`),
-    and parameters that nobody else uses, or the same ones. `untrained` has the places of those
-    of a block's parameters that get no gradient. `makers` has the block that makes each value and
-    the value's place among its outputs. Blocks of equal `entries` are of one class and take the
-    same outputs of blocks of the same classes, so that the same moves to them.
-    """
+    """What each block takes from where; an entry for each block but in `makers`."""
 
     signatures: tuple[int, ...]
+    """Equal for blocks of one class that take the same outputs of blocks as far before them, the
+    same values that no block makes, and parameters that no other block uses, or the same ones."""
     given: tuple[frozenset[str], ...]
+    """Values that it takes and no block makes."""
     untrained: tuple[tuple[int, ...], ...]
+    """Places of those of its parameters that get no dense gradient."""
     makers: Mapping[str, tuple[int, int]]
+    """The block that makes each value, and the value's place among its outputs."""
     entries: tuple[int, ...]
+    """Equal for blocks of one class that take the same outputs of blocks of the same classes, so
+    that the same moves to them."""
 
 
 def find_links(graph: ModelGraph) -> Links:
@@ -43,6 +44,7 @@ def find_links(graph: ModelGraph) -> Links:
     entries_known: dict[tuple, int] = {}
     for block in graph.blocks:
         taken = tuple(
+            # How far back the maker lies, not which block it is: layers of a chain are then alike.
             (block.index - makers[name][0], makers[name][1]) if name in makers else name
             for name in block.inputs
         )
@@ -50,6 +52,8 @@ def find_links(graph: ModelGraph) -> Links:
         is_trained = tuple(
             meta.kind == "param" and meta.requires_grad and not meta.table for meta in metas
         )
+        # A parameter of its own may have any name; a shared one tells which blocks hold it
+        # together.
         names = tuple(name if name in shared else "" for name in block.params)
         signature = block.class_index, taken, names, is_trained
         signatures.append(known.setdefault(signature, len(known)))

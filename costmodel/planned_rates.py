@@ -57,6 +57,7 @@ def planned_seconds(plan: Plan, machine: Profile) -> PlannedSeconds:
             own = [place.number for place in places if place.group == name]
             inside = group_of_numbers(profiles[name].cluster, own)
             across = way_out(profiles[name].cluster)
+            # As if all groups were like this one: as many nodes in each, over the outermost tier.
             group = Group(
                 ranks_per_node=inside.ranks_per_node,
                 num_nodes=inside.num_nodes * len(names),

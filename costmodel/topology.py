@@ -70,6 +70,7 @@ def _group_of(cluster: ClusterSpec, runs: Sequence[Run]) -> Group:
 
 def _together(runs: Sequence[Run], devices: int) -> int:
     """Return how many ranks of all runs lie among so many neighbouring devices."""
+    # Ranks `stride` apart: devices // stride of them lie among that many neighbours.
     return prod(max(1, min(size, devices // stride)) for size, stride in runs)
 
 
@@ -93,6 +94,7 @@ def with_neighbours(cluster: ClusterSpec, ranks: int) -> ClusterSpec:
     """
     if not ranks:
         return cluster
+    # The outermost tier ends where the ranks on this group end: beyond lies another group.
     *inside, outermost = cluster.tiers
     inside = [tier for tier in inside if tier.devices < ranks]
     return replace(cluster, tiers=(*inside, replace(outermost, devices=ranks)))
@@ -145,6 +147,7 @@ def data_group(cluster: ClusterSpec, replica: Degrees, *, replicas: int) -> Grou
     """Return the group of so many ranks with the same parameters: those of a replica's mesh, and
     of as many replicas as it takes, which are neighbours.
     """
+    # A replica's own cp ranks share parameters already; the rest are neighbouring replicas (dp).
     times = replicas // replica.along("data")
     return group_along(cluster, replica.with_sizes(**{rest_axis().name: times}), "data")
 
@@ -167,4 +170,5 @@ def pipeline_group(
     With several stages in a node most transfers stay inside, but a pipeline moves at the pace of
     its slowest link, so a transfer is between nodes as soon as the pipeline spans nodes.
     """
+    # If any two neighbouring stages lie on different nodes, the first and the last do.
     return pair_group(cluster, apart=(pp - 1) * (neighbours or degrees.num_ranks))

@@ -116,6 +116,7 @@ def memory_interval(parts: MemoryParts, profile: Profile, execution: Execution) 
     allocator = profile.file.allocator_overhead_fraction
     low = _ALLOCATOR_LOW if allocator.low is None else allocator.low
     high = _ALLOCATOR_HIGH if allocator.high is None else allocator.high
+    # The estimate itself always lies in its interval.
     low, high = min(low, allocator.value), max(high, allocator.value)
     held = float(parts.tensor_bytes) * (1 + allocator.value)
     less = hypot(1 - exp(-Z * sigma), (allocator.value - low) / (1 + allocator.value))
@@ -172,6 +173,7 @@ def step_interval(graph: ModelGraph, profile: Profile, plan: Plan) -> Interval:
         return step_seconds(plan, costs_of_groups(profile, on))
 
     step_s = step_s_of(lambda profile: profile)
+    # All answers late at once: the most that errors of one sigma can add up to.
     of_answers = step_s_of(_OneSigmaLater) / step_s - 1.0
     of_steps, basis = step_sigma(profile)
     if of_answers > of_steps:
@@ -191,6 +193,7 @@ def _interval(step_s: float, sigma: float, basis: str) -> Interval:
 
 def step_sigma(profile: Profile) -> tuple[float, str]:
     """Return one sigma of a profile's steps, relative, and what it is from."""
+    # A plan on several groups is as uncertain as the least known of them.
     if profile.groups:
         return max(step_sigma(group.profile) for group in profile.groups)
     found = profile.file.calibration

@@ -71,7 +71,7 @@ def step_term(work: StepWork) -> str:
 
 
 class Factors:
-    """The factors of a profile. Mutable: remembers which terms were asked for."""
+    """The factors of a profile. Mutable: remembers which terms were used."""
 
     def __init__(self, values: Mapping[str, float]) -> None:
         self._values = dict(values)
@@ -103,6 +103,7 @@ def calibrate(runs: Sequence[CalibrationRun]) -> Calibration:
     parts = np.array([[found.parts_s.get(term, 0.0) for term in terms] for _, found in rows])
     of_run = np.array([[float(at == run) for run in range(len(runs))] for at, _ in rows])
     errors = np.array([np.hypot(MODEL_ERROR, found.standard_error) for _, found in rows])
+    # Unknowns (terms, runs): f_t - 1 of each term, u_r of each run; observations are rows.
     spreads = np.array([PRIOR] * len(terms) + [DRIFT] * len(runs))
     fitted, weights = predicted, np.ones(len(rows))
     for _ in range(_ROUNDS):
@@ -110,12 +111,15 @@ def calibrate(runs: Sequence[CalibrationRun]) -> Calibration:
         shares = np.hstack([parts / fitted[:, None], of_run])
         misses = (measured - predicted) / fitted
         weighed = shares * (weights / errors**2)[:, None]
+        # The normal equations of a Gaussian prior: information of the data plus that of the prior.
         precision = weighed.T @ shares + np.diag(spreads**-2)
         solved = np.linalg.solve(precision, weighed.T @ misses)
         off = np.abs(misses - shares @ solved) / errors
+        # Huber's weights: a square up to 1.5 deviations, a distance beyond.
         weights = np.minimum(1.0, _HUBER / np.maximum(off, _HUBER))
         values = np.clip(1.0 + solved[: len(terms)], _LEAST, _MOST)
         fitted = predicted + parts @ (values - 1.0)
+    # The posterior's covariance is the inverse of its precision.
     sigmas = np.sqrt(np.diag(np.linalg.inv(precision)))
     return Calibration(
         factors={

@@ -102,7 +102,7 @@ def calibrated_dir(name: str | None, profile: Profile) -> Path:
     """Return where what runs showed of a profile is written: its own directory if it has one.
 
     `name` is how it was named, None where it was chosen. A shipped profile has its calibrated copy
-    beside the measured ones, for whoever names it: a run may have been on another machine.
+    beside the measured ones, and is used where it is named: a run may have been on another machine.
     """
     if name is not None and Path(name).expanduser().is_dir():
         return Path(name).expanduser()

@@ -155,9 +155,11 @@ def _group(
     found = [
         TierRecord(devices=tier.devices, link=tier.record(f"tier of {tier.devices}", tier.devices))
         for tier in sorted(tiers, key=lambda tier: tier.devices)
+        # A domain as large as the group has nothing outside it.
         if tier.devices < num_devices
     ]
     if between is not None:
+        # What leaves the group leaves a domain of all its devices.
         link = between.record("between groups", num_devices)
         found.append(TierRecord(devices=num_devices, link=link))
     changed: dict[str, Any] = {

@@ -59,6 +59,7 @@ def with_link_rate(profile: Profile, factor: float) -> Profile:
     file, cluster = profile.file, profile.file.cluster
     tiers = tuple(
         tier.model_copy(update={"link": _at_rate(tier.link, factor)})
+        # Tiers smaller than a node are links inside it, which stay as they are.
         if tier.devices >= cluster.devices_per_node
         else tier
         for tier in cluster.tiers

@@ -194,6 +194,8 @@ class Profile:
         each = fit.s_per_call + (fit.s_per_redistribution if inside else 0.0)
         calls = num_collectives
         if fit.least_compute_s:
+            # With less compute between two calls than was measured, each waits that part of the
+            # time: caches are still warm and no rank is late.
             calls = np.minimum(calls, compute_s / fit.least_compute_s)
         return (calls * each + among) * self.factors[WAIT]
 
@@ -228,6 +230,7 @@ class Profile:
         host, share = self.host, self.cluster.devices_per_node
         passes = PASSES["adamw"] * param_bytes
         if not sharded:
+            # The masters are read again, and the weights made of them written.
             passes += param_bytes + weight_bytes
         return Lookup(
             seconds=passes * share / (host.memory_bytes_per_s * REACHED_FRACTION),

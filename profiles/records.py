@@ -48,20 +48,20 @@ fit to published measurements, or a stated assumption. The accompanying `detail`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpQuery:
-    """One operator on one device: what is asked of `Profile.op_seconds`.
-
-    `shapes` are the local shapes of the tensor inputs, in order; `dtype` is that of the
-    first floating-point input (else of the first output). `flop` and `num_bytes` (read plus
-    written) are the work of the asked direction. A backward query is for the gradients of
-    all differentiable inputs together.
-    """
+    """One operator on one device: the argument of `Profile.op_seconds`."""
 
     target: str
+    """The ATen overload, such as ``aten.linear.default``."""
     shapes: tuple[tuple[int, ...], ...]
+    """Local shapes of the tensor inputs, in order."""
     dtype: str
+    """Of the first floating-point input, else of the first output."""
     direction: Direction
+    """Forward, or the gradients of all differentiable inputs together."""
     flop: float
+    """Of this direction."""
     num_bytes: float
+    """Read and written in this direction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,22 +150,27 @@ class Figure(Record):
 
 
 class Provenance(Record):
-    """How a number was measured; columns of every measured record.
-
-    A probe is visited several times in the course of a measurement; `visits` are the seconds
-    of each, `repeats` counts the samples of all. `spread` is the interquartile range of the
-    visits, at the undisturbed pace (of a single visit: of its samples), over their
-    median.
+    """How a number was measured; columns of every measured record. A probe is visited several
+    times in the course of a measurement.
     """
 
     device: str
+    """The name its driver reports."""
     driver: str
+    """Version of the driver, or of the system's kernel on a CPU."""
     torch: str
+    """Version of torch."""
     threads: int = Field(ge=1)
+    """Host threads of a rank."""
     measured_at: str
+    """Time of the last visit, as ISO 8601."""
     repeats: int = Field(ge=1)
+    """Samples of all visits."""
     spread: float = Field(ge=0, allow_inf_nan=False)
+    """Interquartile range of the visits at the undisturbed pace (of a single visit: of its
+    samples) over their median."""
     visits: tuple[float, ...] = ()
+    """Seconds of each visit."""
 
     @property
     def standard_error(self) -> float:
@@ -176,13 +181,8 @@ class Provenance(Record):
 
 
 class OpRecord(Provenance):
-    """One measured operator: the midmean of its visits, all ranks of the node at work.
-
-    `visits` are medians of samples, as they were; `paces` the seconds of a fixed piece of
-    work beside each visit, by which `seconds` is scaled to the undisturbed machine (none on
-    GPUs): see `profiles.measure.visits`. `arguments` tells apart probes that differ only in what
-    is not a tensor, such as a flag.
-    `warm_seconds` is the time on inputs that stay in cache, where that was measured.
+    """One measured operator, all ranks of the node at work; `visits` are medians of samples, as
+    they were. Target to direction, and work: as in `OpQuery`.
     """
 
     target: str
@@ -190,46 +190,63 @@ class OpRecord(Provenance):
     dtype: str
     direction: Direction
     arguments: str
+    """What is not a tensor, as JSON: tells apart probes that differ in a flag only."""
     flop: float = Field(ge=0)
     num_bytes: float = Field(ge=0)
     seconds: float = Field(gt=0, allow_inf_nan=False)
+    """Of one call: the midmean of the visits, each scaled to the undisturbed machine."""
     warm_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Of one call on inputs that stay in cache, where that was measured."""
     paces: tuple[float, ...] = ()
+    """Seconds of a fixed piece of work beside each visit, by which visits are scaled; none on GPUs
+    (`profiles.measure.visits`)."""
 
 
 class CollectiveRecord(Provenance):
-    """One measured collective: the midmean of its visits, each the mean of its calls, as
-    calls that wait for a thread now and then take many times their median, and a step pays
-    for all. `num_bytes` is the full tensor's size: before a reduce-scatter, after an
-    all-gather. `concurrent_groups` ran at the same time.
+    """One measured collective. A visit is the mean of its calls: calls that wait for a thread now
+    and then take many times their median, and a step pays for all.
     """
 
     kind: CollectiveKind
+    """The collective."""
     num_bytes: int = Field(gt=0)
+    """Of the full tensor: before a reduce-scatter, after an all-gather."""
     ranks_per_node: int = Field(ge=1)
+    """Ranks of the group on each of its nodes."""
     num_nodes: int = Field(ge=1)
+    """Nodes of the group."""
     concurrent_groups: int = Field(ge=1)
+    """Groups that ran it at the same time."""
     seconds: float = Field(gt=0, allow_inf_nan=False)
+    """The midmean of its visits."""
 
 
 class OpFit(Record):
     """`seconds = overhead_s + flop * s_per_flop + num_bytes * s_per_byte`.
 
-    `family` is an op family of `profiles.lookup.families` or one target. Coefficients are
-    non-negative, fitted for least relative error; `relative_error` is the median absolute
-    relative residual.
+    Coefficients are non-negative, fitted for least relative error.
     """
 
     family: str
+    """An op family of `profiles.lookup.families`, or a single target."""
     dtype: str
+    """That the ops compute in."""
     direction: Direction
+    """Forward, or the gradients of all inputs."""
     overhead_s: float = Field(ge=0)
+    """Seconds of an op however small."""
     s_per_flop: float = Field(ge=0)
+    """Seconds for each flop."""
     s_per_byte: float = Field(ge=0)
+    """Seconds for each byte read or written."""
     relative_error: float = Field(ge=0)
+    """Median absolute relative residual."""
     num_samples: int = Field(ge=0)
+    """Records it was fitted to."""
     origin: Origin
+    """Where the samples are from."""
     detail: str
+    """The same in words."""
 
 
 class Piece(Record):
@@ -268,13 +285,21 @@ class CollectiveFit(Record):
     """A piecewise alpha-beta line for one collective on one group shape."""
 
     kind: CollectiveKind
+    """The collective."""
     ranks_per_node: int = Field(ge=1)
+    """Ranks of the group on each of its nodes."""
     num_nodes: int = Field(ge=1)
+    """Nodes of the group."""
     pieces: tuple[Piece, ...] = Field(min_length=1)
+    """By rising size."""
     relative_error: float = Field(ge=0)
+    """Median absolute relative residual."""
     num_samples: int = Field(ge=0)
+    """Sizes it was fitted to."""
     origin: Origin
+    """Where the samples are from."""
     detail: str
+    """The same in words."""
 
     @property
     def group(self) -> Group:
@@ -320,19 +345,30 @@ class NodeLinkRecord(Record):
 
 
 class ClusterRecord(Record):
-    """The machines. `other_inter_node` holds links to choose instead, by suffix."""
+    """The machines."""
 
     device: str
+    """The name its driver reports."""
     device_type: str
+    """As torch names it, such as cuda."""
     devices_per_node: int = Field(ge=1)
+    """Devices of a node."""
     max_devices: int | None = Field(default=None, ge=1)
+    """Devices of the whole cluster; None where any number is taken to exist."""
     memory_bytes: Figure
+    """Of a device."""
     memory_bytes_per_s: Figure
+    """Of a device, read and written together."""
     peak_flop_per_s: dict[str, Figure] = Field(min_length=1)
+    """Of a device's dense products, by dtype."""
     intra_node: LinkRecord
+    """Links inside nodes."""
     inter_node: LinkRecord
+    """Links between nodes."""
     other_inter_node: dict[str, LinkRecord] = Field(default_factory=dict)
+    """Links between nodes to choose instead, by the suffix of the profile's name."""
     tiers: tuple[TierRecord, ...] = ()
+    """Levels of links around neighbouring devices, by rising number of these."""
 
     def spec(self, name: str) -> ClusterSpec:
         """Return the description the search works with, without origins."""
@@ -362,33 +398,43 @@ work for a block, without messages (`profiles.measure.timing.zero_timing`)."""
 
 
 class StepFit(Record):
-    """`seconds = s_per_call + num_tensors * s_per_tensor + num_bytes * s_per_byte`; bytes of the
-    float32 tensors that are updated, read, summed into or copied.
-    """
+    """`seconds = num_calls * s_per_call + num_tensors * s_per_tensor + num_bytes * s_per_byte`."""
 
     work: StepWork
+    """The kind of work."""
     s_per_call: float = Field(default=0.0, ge=0)
+    """Seconds for each block, of what is done block by block."""
     s_per_tensor: float = Field(ge=0)
+    """Seconds for each tensor."""
     s_per_byte: float = Field(ge=0)
+    """Seconds for each byte of the float32 tensors that are updated, read, summed into or
+    copied."""
     relative_error: float = Field(ge=0)
+    """Median absolute relative residual."""
     origin: Origin
+    """Where the samples are from."""
     detail: str
+    """The same in words."""
 
 
 class WaitFit(Record):
-    """A collective amid compute takes `s_per_call` longer than one after another, and
-    `s_per_compute_s` for each second of compute since the last: ranks wait for the slowest.
-    Inside a block one takes `s_per_redistribution` more: the runtime's own work around it. With
-    less compute between than was measured, `least_compute_s`, a call takes that part of both:
-    none one after another, as caches are warm and nobody is late.
+    """By how much a collective amid compute takes longer than collectives back to back: ranks wait
+    for the slowest.
     """
 
     s_per_call: float = Field(ge=0)
+    """Seconds for each collective."""
     s_per_compute_s: float = Field(ge=0)
+    """Seconds for each second of compute since the last collective."""
     s_per_redistribution: float = Field(default=0.0, ge=0)
+    """Seconds more for each inside a block: the runtime's own work around it."""
     least_compute_s: float = Field(default=0.0, ge=0)
+    """Least compute between two calls that was measured, in seconds. With less, a call takes that
+    part of its seconds: back to back none, as caches are warm and no rank is late."""
     origin: Origin
+    """Where the samples are from."""
     detail: str
+    """The same in words."""
 
 
 class DeviceSection(Record):

@@ -1,7 +1,7 @@
 """Casts of products in 8 bits: the bytes that each way of scaling moves beside the products.
 
 A product takes narrow copies of its input, its weight and, in the backward, the gradient that
-arrives. An element is read in 16 bits, and written narrow twice: products want it along either side
+arrives. An element is read in 16 bits, and written narrow twice: products read it along either side
 of the matrix. What else is moved depends on what a scale is of:
 
 delayed          the last steps' largest values: a norm of a library of layers writes its result

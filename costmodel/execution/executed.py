@@ -35,7 +35,7 @@ OPTIMIZER_KERNELS = 20
 """Launches of an optimizer's step over flat buffers."""
 
 FP32_BYTES = 4
-"""A profile is asked for the bytes of fp32 tensors; passes are counted by elements."""
+"""Callers give the bytes of fp32 tensors; passes over memory are counted by elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +58,16 @@ class TrainingProfile(Profile):
         self.factors = profile.factors
         self.rates = rates
         self.num_nodes = num_nodes
+        # All nodes wait for the slowest, which falls behind as much again at each doubling of their
+        # number.
         self.waited = 1.0 + rates.node_spread * log2(num_nodes)
 
     def op_seconds(self, query: OpQuery) -> Lookup:
         """Return an operator's time on the slowest of all nodes, at the clocks they sustain."""
         answer = self.alone.op_seconds(query)
         peak = self.rates.peak_flop_per_s.get(query.dtype)
+        # A table of short benchmarks may promise more than clocks sustain in a long step: a product
+        # never beats the rate that training runs showed.
         if peak is not None and answer.source != "measured" and family_of(query.target) == MATMUL:
             # What runs showed of a device is beyond the rate of the fit as well.
             factor = self.factors[op_term(pace_kind(query.target), query.direction)]
@@ -95,6 +99,7 @@ class TrainingProfile(Profile):
         """
         if self.file.overlap_slowdown:
             return super().overlap_slowdown(part)
+        # With s_M = 1 the formula of `exposed_seconds` then gives exposed_part of the message.
         return 1.0 / (1.0 - self.rates.exposed_part) if part == "compute" else 1.0
 
 
@@ -129,6 +134,7 @@ class ExecutedProfile(TrainingProfile):
     def _reached_part(self, group: Group) -> float:
         """Return what part of its links' rate a group reaches."""
         if group.num_nodes == 1:
+            # A device that borrows another's tables has its own links: theirs over the table's.
             return self.rates.link_efficiency * self.rates.link_scale
         return self.rates.network_efficiency
 
@@ -163,6 +169,7 @@ class ExecutedProfile(TrainingProfile):
 
     def skew_seconds(self, size: int) -> float:
         """Return what ranks wait for the last of them at a collective that nothing overlaps."""
+        # The last of twice as many ranks is later by a constant more.
         return self.rates.skew_s * log2(size)
 
 

@@ -72,6 +72,7 @@ def exposed_comm(
     size = nodes = 1
     for op in local.ops:
         if op.target == RING:
+            # cp - 1 rounds of a part each move what an all-gather of the whole moves.
             num_bytes = cp * bytes_of(local, op.inputs[1:3])
             group = axes["cp"].group
             round_s = profile.collective_seconds("all_gather", num_bytes, group).seconds
@@ -103,6 +104,7 @@ def exposed_comm(
         size = max(size, axis.size)
         nodes = max(nodes, axis.group.num_nodes)
     if count > 1:  # A lone one has nothing beside it.
+        # A convention of the model: half of the block's forward runs beside them, either way.
         half_s = 0.5 * compute.forward_s
         there_s = profile.shown_seconds("tp", there_s, behind_s=half_s)
         back_s = profile.shown_seconds("tp", back_s, behind_s=half_s)
@@ -143,6 +145,7 @@ def _rows_seconds(op: Op, local: Program, profile: ExecutedProfile, axis: Axis) 
 def sent_part(per_token: int, group: Group) -> float:
     """Return the part of a token's rows that is sent where it goes to each place once."""
     places = group.num_nodes if group.num_nodes > 1 else group.size
+    # Of k experts picked by chance, a place is missed by all with probability (1 - 1/n)^k.
     return places * (1 - (1 - 1 / places) ** per_token) / per_token
 
 

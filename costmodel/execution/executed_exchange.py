@@ -45,6 +45,7 @@ def executed_exchange(
     if group.size == 1 or param_bytes + frozen_bytes == 0:
         return DataParallelSeconds()
     if replication.zero_stage == 3 and group.num_nodes > 1 and not execution.uses_all_links:
+        # On a single link of each node its ranks together are no faster than a lone rank.
         group = Group(ranks_per_node=1, num_nodes=group.num_nodes)
     # ZeRO 3 sends block by block; sums go tensor by tensor, or in buckets as good as one message.
     pieces = 1
@@ -63,6 +64,7 @@ def executed_exchange(
     reduced = param_bytes * (execution.reduced_bytes / WEIGHT_BYTES if is_cast else 1)
     if not replication.is_sharded:
         sum_s = seconds("all_reduce", reduced)
+        # Hidden sums run beside the last backward: gradients are complete only there.
         if "sums" in execution.overlaps:
             return DataParallelSeconds(last_backward_s=sum_s)
         return DataParallelSeconds(after_s=sum_s)
@@ -81,6 +83,7 @@ def executed_exchange(
     gather_s = seconds("all_gather", sent * (param_bytes + frozen_bytes))
     again_s = seconds("all_gather", sent * (param_bytes + frozen_backward_bytes))
     # A ZeRO 3 scatter moves as many bytes as a gather where gradients are as wide as weights.
+    # `host_` seconds are those that nothing hides: they lengthen each job as they are.
     if "gathers" not in execution.overlaps:
         return DataParallelSeconds(
             host_forward_s=gather_s, host_backward_s=again_s + scatter_s, after_s=across_s

@@ -56,11 +56,13 @@ def kernels_of(local: Program, execution: Execution) -> list[tuple[Op, ...]]:
         groups = fused_groups(local)
     elif execution.kernels == "modules":
         groups = module_groups(local)
+    # A loss has bytes of its own (`loss_pass_bytes`), so it stays a kernel by itself.
     groups = tuple(ops for ops in groups if not any(packet_of(op.target) in LOSSES for op in ops))
     inside = {op.name for ops in groups for op in ops}
     alone: dict[tuple, list[Op]] = {}
     for op in local.ops:
         if op.name not in inside and op.target != REDISTRIBUTE:
+            # Products of one input are gathered under one key: together they are a wider product.
             alone.setdefault(_multiplied(op, local) or (op.name,), []).append(op)
     return [*groups, *map(tuple, alone.values())]
 
@@ -158,6 +160,7 @@ def kernel_seconds(
             return _attention_seconds(op, local, profile)
         if packet_of(op.target) in LOSSES:
             logits = _numel(local, op.inputs[0])
+            # The bytes are of forward and backward together, half to each.
             each = profile.execution.loss_pass_bytes * logits / 2
             once = profile.pass_seconds(each, LOSS_KERNELS)
             return KernelSeconds(forward_s=once, backward_s=once, kernels=LOSS_KERNELS)
@@ -199,8 +202,10 @@ def _product_seconds(
     factors = op.inputs[family_of(op.target).first_factor :][:2]
     needing = set(needing_gradient(op, tensor))
     if factors[0] in needing:
+        # dx = dy w: (m, n) by (n, k).
         backward_s += seconds(m, k, n)
     if factors[1] in needing:
+        # dw = dy^T x: linear layers store weights as (n, k). The order matters for whole tiles.
         rows, columns = (n, k) if of_weights else (k, n)
         if casts and casts.wide_weight_gradient:
             dtype, rate_part = "bfloat16", 1.0
@@ -257,6 +262,8 @@ def _attention_seconds(op: Op, local: Program, profile: ExecutedProfile) -> Kern
     flop = work.flop
     return KernelSeconds(
         forward_s=profile.rates.attention_seconds(flop, vendor=vendor) * profile.waited,
+        # Five products to the forward's two: scores again, and the gradients of values, scores,
+        # queries and keys.
         backward_s=profile.rates.attention_seconds(2.5 * flop, vendor=vendor)
         * profile.waited
         * bool(needing_gradient(op, local.tensor)),
@@ -269,6 +276,7 @@ def _arrival_seconds(op: Op, local: Program, profile: ExecutedProfile) -> Kernel
     """
     grouped = [each for each in local.ops if family_of(each.target).deals_rows]
     experts = local.tensor[grouped[0].inputs[1]].shape_at(1)[0] if grouped else 1
+    # Rows of a single expert are in its order as they come.
     passes = int(experts > 1 or profile.execution.sends_tokens)
     passes += profile.execution.pads_rows and profile.multiplies_narrow
     num_bytes = bytes_of(local, (*op.inputs, *op.outputs))
@@ -318,6 +326,8 @@ def _pass_seconds(
     """A kernel that moves bytes, and the kernel of its backward."""
     tensor = local.tensor
     if all(op_works(op, tensor)[0].num_bytes == 0 for op in ops):
+        # Views move nothing forward. The backward of a view with several parts joins their
+        # gradients.
         back = sum(_joined_bytes(op, local) for op in ops)
         return KernelSeconds(
             forward_s=0.0,
@@ -328,6 +338,7 @@ def _pass_seconds(
         shape = tensor[op.outputs[0]].shape_at(1)
         if packet_of(op.target) == "softmax" and len(shape) == 4 and not _softmax_is_fused(shape):
             return _unfused_softmax_seconds(prod(shape), profile)
+    # What a fused kernel makes and nothing outside takes stays in registers.
     made = {name for op in ops for name in op.outputs}
     inside = {op.name for op in ops}
     others = {n for op in local.ops if op.name not in inside for n in op.inputs}
@@ -341,9 +352,11 @@ def _pass_seconds(
     backward_bytes = 0.0
     differentiable = [n for n in read if tensor[n].requires_grad]
     if differentiable and any(tensor[n].requires_grad for n in written):
+        # A lone addition hands its gradient on: it counts no kernel.
         alone = len(ops) == 1 and packet_of(ops[0].target) in ADDITIONS
         if not alone:
             kept = {n for op in ops for n in saved.saved[op.name].tensors}
+            # Vectors, such as a norm's weight, are too small to count.
             needed = [n for n in (*read, *written) if n in kept and len(tensor[n].shape) > 1]
             backward_bytes = (
                 bytes_of(local, [n for n in written if tensor[n].requires_grad])
@@ -384,6 +397,7 @@ def forked_bytes(local: Program, kernels: Sequence[tuple[Op, ...]]) -> float:
     for name in moved:
         if local.tensor[name].requires_grad and local.tensor[name].kind != "param":
             users[name] += 1
+    # Each addition reads two gradients and writes their sum.
     return sum(3.0 * (count - 1) * bytes_of(local, [name]) for name, count in users.items())
 
 

@@ -71,6 +71,7 @@ def price_program(
     return RunTimes(
         forward_s=forward_s,
         backward_s=sum(times.backward) + accumulate_s,
+        # Adding to the sums is deferred with the weight gradients it adds.
         weight_s=times.weight_s + accumulate_s,
         recomputed_s=sum(times.recomputed),
         rerun_s=has_backward * (forward_s + times.forward_comm_s),
@@ -129,6 +130,7 @@ def executed_times(
             work, back = op_works(op, local.tensor)
             forward_flop += work.flop
             backward_flop += back.flop
+    # Of these additions bytes are counted, and no launches.
     backward_s += profile.pass_seconds(forked_bytes(local, kernel_ops), 0)
     compute = KernelSeconds(forward_s=forward_s, backward_s=backward_s)
     comm = exposed_comm(local, profile, axes, compute, attention)
@@ -144,6 +146,8 @@ def executed_times(
     forward_busy_s = forward_s + comm.forward_s - sent_s
     forward_wait_s = host_seconds(execution, forward_busy_s, forward_host)
     has_backward = any(local.tensor[name].requires_grad for name in local.outputs)
+    # A backward issues twice as many ops as a forward, as a product has a gradient for each of its
+    # factors; each factor without a gradient takes an op off.
     issued_back = max(0, 2 * issued - _without_gradient(local))
     backward_host = has_backward * (issued_back * (rates.host_backward_op_s + wait) + polled_s)
     backward_busy_s = backward_s + comm.backward_s - sent_s
@@ -197,5 +201,7 @@ def host_seconds(execution: Execution, busy_s: float, needed_s: float) -> float:
     slower = max(busy_s, needed_s)
     if not slower:
         return 0.0
+    # A norm of both times, 4 for sharpness: (busy^4 + needed^4)^(1/4). Over the slower one, so that
+    # no power leaves the range of floats.
     parts = (busy_s / slower) ** HOST_SHARPNESS + (needed_s / slower) ** HOST_SHARPNESS
     return slower * parts ** (1 / HOST_SHARPNESS) - busy_s

@@ -26,6 +26,7 @@ def input_is_ready(ops: Sequence[Op], local: Program, execution: Execution) -> b
         if not is_compiled and any(name in op.inputs for op in local.ops if op.name not in takers):
             return False
         maker = makers[name]
+        # Through a gather, and for a compiler through views, to the kernel that made the values.
         if maker.target != REDISTRIBUTE and not (is_compiled and _is_view(maker, local)):
             return _is_pass(maker) if is_compiled else packet_of(maker.target) in NORMS
         takers, name = {maker.name}, maker.inputs[0]

@@ -90,6 +90,8 @@ Rule = Callable[[Op, Uses], Change | None]
 def with_own_modules(program: Program) -> Program:
     """Return a bound program as a runtime with modules of its own runs it."""
     norms = (_norm, _weighted_norm, _cast_norm)
+    # The order counts: a norm is found before its weight, and its weight before its last cast.
+    # Heads are gathered as they were made before attention takes them so.
     for rule in (_gelu, *norms, _gathered_first, _ungrouped, _cast_logits):
         program = _rewritten(program, rule)
     return program
@@ -143,6 +145,7 @@ def _gelu(op: Op, uses: Uses) -> Change | None:
     """GELU as Hugging Face writes it: x / 2 * (1 + tanh(a (x + b x ** 3)))."""
     if packet_of(op.target) != "mul" or len(op.inputs) != 2:
         return None
+    # Factors commute, so both orders are tried; likewise below.
     for half, one_more in (op.args[:2], op.args[1::-1]):
         halved = uses.made_by(half, "mul")
         added = uses.made_by(one_more, "add")
@@ -175,6 +178,7 @@ def _norm(op: Op, uses: Uses) -> Change | None:
         if not is_square or mean.args[1] != (-1,) or not isinstance(added.args[1], float):
             continue
         cast = uses.made_by(wide, "to")
+        # The kernel casts inside, so it takes what the code cast ahead of it.
         source = cast.args[0] if cast is not None else wide
         assert isinstance(source, Ref)
         return _norm_op(op, uses, source, None, added.args[1])
@@ -192,6 +196,7 @@ def _weighted_norm(op: Op, uses: Uses) -> Change | None:
         norm = uses.made_by(casts[-1].args[0] if casts else made, "rms_norm")
         if norm is None or norm.args[2] is not None:
             continue
+        # What something else takes, too, must be made anyway.
         if any(uses.count[part.outputs[0]] > 1 for part in (*casts, norm)):
             continue
         return _norm_op(op, uses, norm.args[0], weight, norm.args[3])
@@ -296,6 +301,7 @@ def _cast_logits(op: Op, uses: Uses) -> Change | None:
     path = list(uses.through(op.args[0], "to", *VIEWS))
     casts = [at for at, made in enumerate(path) if packet_of(made.target) == "to"]
     tensor = uses.program.tensor
+    # Another reader of the logits would need them in fp32.
     if len(casts) != 1 or any(uses.count[made.outputs[0]] > 1 for made in path):
         return None
     cast = path[casts[0]]

@@ -107,6 +107,7 @@ def as_saved(local: Program, profile: Profile) -> Program:
         if new in made:
             return new
         op = maker.get(name)
+        # The cast comes ahead of the collective, so that ranks gather 8 bits.
         if op is not None and op.target == REDISTRIBUTE and op.inputs[0] in tensor:
             source = cast(op.inputs[0])
             args = map_refs(op.args, partial(_renamed, names={op.inputs[0]: source}))
@@ -125,6 +126,7 @@ def as_saved(local: Program, profile: Profile) -> Program:
         narrow = {taken: cast(taken)}
         ops.append(replace(op, args=map_refs(op.args, partial(_renamed, names=narrow))))
     used = Counter(name for op in ops for name in op.inputs) + Counter(local.outputs)
+    # A gather of wide parts that only casts took is gone.
     kept = [op for op in ops if op.target != REDISTRIBUTE or used[op.outputs[0]]]
     return replace(local, ops=tuple(kept), tensors=(*local.tensors, *made.values()))
 

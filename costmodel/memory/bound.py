@@ -23,8 +23,8 @@ Each `PARTS` entry has a counterpart in the exact fidelity (`exact.resident`, or
 A new part of memory is an entry there and an entry here.
 
 `RankBound.least` is the bound. It leaves out the inside of the highest job, posted receive buffers
-and FSDP messages; where the exact walk rejects a stage that the bound allows, the search asks the
-walk how much the stage must recompute (`search.nodes.exact_recompute`).
+and FSDP messages; where the exact walk rejects a stage that the bound allows, that walk also says
+how much the stage must recompute (`search.nodes.exact_recompute`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ from profiles.profile import Amount
 
 
 def kept_bytes(load: StageLoad, *, recompute: Recompute) -> Amount:
-    """Return the bytes a stage keeps for each microbatch in flight: its blocks recompute alike."""
+    """Return the bytes that a stage whose blocks recompute alike keeps for each microbatch in
+    flight.
+    """
     kept: Amount = getattr(load, SAVED[recompute])
     return kept + load.side_bytes
 
@@ -136,6 +138,7 @@ class RankBound:
     def may_fit(self, in_flight: int, limit_bytes: float) -> Any:
         """Whether `least(in_flight)` is within a limit, with as few array operations as it can."""
         room = self._room(limit_bytes)
+        # The optimizer's step keeps no activations, so its phase is a test of parameters alone.
         fits: Any = self.resident_bytes[Phase.UPDATE] <= room
         for live, phase in self._samples(in_flight):
             fits = fits & (live * self._kept <= room - self.resident_bytes[phase])
@@ -146,6 +149,8 @@ class RankBound:
         to be within a limit; below 0 where nothing is.
         """
         room = self._room(limit_bytes)
+        # A phase leaves room - resident for `live` microbatches; the tightest phase decides.
+        # `live` is at least 1, as `_samples` has no phase without microbatches.
         most = reduce(
             np.minimum,
             (
@@ -154,12 +159,15 @@ class RankBound:
             ),
         )
         fits = self.resident_bytes[Phase.UPDATE] <= room
+        # Side inputs are resident whatever the blocks recompute.
         return np.where(fits, most - self.load.side_bytes, -np.inf)
 
     def with_saved(self, saved_bytes: Any, phase: Phase = Phase.BEFORE_BACKWARD) -> Any:
         """Return what the rank needs at least if in a phase it keeps so many bytes at once."""
         resident = self.resident_bytes
+        # The optimizer's step comes after the jobs, so the two share memory: the larger counts.
         live = np.maximum(saved_bytes + resident[phase], resident[Phase.UPDATE])
+        # The allocator loses a part of what it hands out; the context lies outside of it.
         return live * self._overhead + self.profile.context_bytes
 
     def lines(self, in_flight: int, limit_bytes: float) -> tuple[Line, ...]:
@@ -167,6 +175,8 @@ class RankBound:
         this rank's options and its `fixed` bytes, whatever its parameters and activations.
         """
         room = self._room(limit_bytes)
+        # resident + live * saved <= room, all on one side: a linear form, which a search applies
+        # to running sums of the chain, for all runs of a window at once.
         return tuple(
             Line(live, self.slopes[phase].per_param_byte, self._fixed_bytes(phase) - room)
             for live, phase in (*self._samples(in_flight), (0.0, Phase.UPDATE))
@@ -174,13 +184,19 @@ class RankBound:
 
     def _samples(self, in_flight: int) -> tuple[tuple[Any, Phase], ...]:
         """Return (microbatches in flight, phase) of each point that may be the fullest."""
+        # Each phase's bytes grow with `live`, so its fullest point has the most microbatches.
         splits = self.splits_backward
         live = live_on_device(in_flight, on_host=self.activations_on_host)
         if self.ranks.has_buckets or (in_flight < self.num_microbatches and not splits):
-            # The rank refills after its first backward: as many microbatches, and gradients.
+            # With buckets, gradients exist in both phases. Else the rank refills after its first
+            # backward: as many microbatches, and gradients.
             return ((live, Phase.AFTER_BACKWARD),)
+        # A split backward proves the first phase only. Of a single microbatch nothing is in flight
+        # after its backward.
         if splits or in_flight == 1:
             return ((live, Phase.BEFORE_BACKWARD),)
+        # All m microbatches are in flight before the first backward ends: gradients appear
+        # only when one microbatch has been freed.
         return (
             (live, Phase.BEFORE_BACKWARD),
             (
@@ -234,6 +250,8 @@ def weights(ranks: Ranks, phase: Phase) -> Resident:
     if not ranks.is_sharded:
         return Resident(1.0)
     resting = 0.0 if ranks.rests_elsewhere else 1 / ranks.shards
+    # Gathered weights lie beside the shards. The block or two that ZeRO 3 gathers at a time are
+    # left out: the bound must stay below the walk.
     return Resident(resting + float(ranks.zero_stage < 3 and phase is not Phase.UPDATE))
 
 
@@ -246,6 +264,7 @@ def gradients(ranks: Ranks, phase: Phase) -> Resident:
         return Resident(float(factor))
     if phase is Phase.BEFORE_BACKWARD:
         return Resident(0.0)
+    # ZeRO 1 sums whole gradients over microbatches; the last backward reduces them to shards.
     if not ranks.is_sharded or (ranks.zero_stage == 1 and phase is Phase.AFTER_BACKWARD):
         return Resident(factor)
     return Resident(0.0 if ranks.optimizer_on_host else factor / ranks.shards)
@@ -258,6 +277,7 @@ def buckets(ranks: Ranks, phase: Phase) -> Resident:
 
 def optimizer(ranks: Ranks, phase: Phase) -> Resident:
     """Return AdamW's two moments, and in bf16 the fp32 masters; step counts are left out."""
+    # Moments and masters are as wide as what is stepped on: fp32 where parameters are bf16.
     return Resident(ranks.optimizer_states * ranks.gradient_factor / ranks.shards)
 
 
@@ -275,6 +295,7 @@ def frozen(ranks: Ranks, phase: Phase) -> Resident:
     if not ranks.is_sharded or ranks.zero_stage < 3:
         return Resident(per_frozen_byte=1.0)
     resting = 0.0 if ranks.optimizer_on_host else 1 / ranks.shards
+    # `frozen_bytes` has parameters whole: the difference leaves of them what rests here.
     return Resident(per_frozen_byte=1.0, per_frozen_param_byte=resting - 1.0)
 
 
@@ -297,6 +318,8 @@ PARTS: Mapping[str, Part] = {
 
 @lru_cache(maxsize=4096)
 def _sum_of_parts(parts: tuple[Part, ...], ranks: Ranks) -> Sequence[Resident]:
-    """Return the sum of parts, by phase; a search asks it of few kinds of ranks, very often."""
+    """Return the sum of parts, by phase. Kept, as a search has few kinds of ranks and needs their
+    sums very often.
+    """
     found = [[part(ranks, phase) for part in parts] for phase in Phase]
     return tuple(Resident(*map(sum, zip(*of_phase, strict=True))) for of_phase in found)

@@ -129,7 +129,8 @@ class MemoryParts:
         return {**parts, "total_bytes": int(self.total)}
 
 
-# Of each job of a plan there is a total: the names are looked up once.
+# Of each job of a plan there is a total: the names are looked up once. Host memory has a limit of
+# its own, so it is no part of the total.
 _counted = attrgetter(*(part.name for part in fields(MemoryParts) if part.name != "host_bytes"))
 
 
@@ -137,6 +138,7 @@ def with_overheads(parts: MemoryParts, profile: Profile) -> MemoryParts:
     """Add to live tensors what the allocator loses on them, and the context."""
     return replace(
         parts,
+        # Rounding and fragmentation grow with live tensors; the context is not the allocator's.
         allocator_bytes=parts.total * profile.allocator_overhead_fraction,
         context_bytes=profile.context_bytes,
     )

@@ -66,11 +66,14 @@ def map_storages(program: Program, *, device_type: str = "cuda") -> StorageMap:
     for name in (*program.inputs, *program.params):
         meta = program.tensor[name]
         storage[name] = Storage(root=name, num_bytes=meta.bytes_at(1), kind=meta.kind)
+        # A program is walked by itself, so what comes from outside is taken to lie in row-major
+        # order.
         strides[name] = contiguous_strides(meta.shape_at(1))
     for op in program.ops:
         family = family_of(op.target)
         call = KernelCall(op, program.tensor, strides, device_type)
         for position, output in enumerate(op.outputs):
+            # A view has its source's storage, and so the root of a whole chain of views.
             view = family.view(call, position) if family.view is not None and op.inputs else None
             if view is not None:
                 storage[output], strides[output] = storage[view.source], view.strides
@@ -156,11 +159,14 @@ def saved_tensors(
         first = []
         for tensor in mine.tensors:
             storage = storages.storage[tensor]
+            # The first op that saves a storage runs backward last, so its backward frees the
+            # storage.
             if storage.root not in seen and storage.kind not in held_anyway:
                 seen.add(storage.root)
                 first.append(storage)
         if first or mine.extra_bytes:
             by_op[name] = (tuple(first), mine.extra_bytes)
+    # An output that is a view of an input lies in the neighbour's memory and counts there.
     roots = {name: storages.storage[name].root for name in program.outputs}
     return SavedTensors(
         saved=saved,
@@ -172,6 +178,7 @@ def saved_tensors(
 
 
 def _instead(saved: Saved, instead: Mapping[str, tuple[str, ...]], program: Program) -> Saved:
+    # A tensor with nothing to make it again from (an empty tuple) is saved as a copy of its own.
     names = dict.fromkeys(of for name in saved.tensors for of in instead.get(name, (name,)))
     copies = [program.tensor[name] for name in saved.tensors if instead.get(name) == ()]
     extra = sum(meta.bytes_at(1) for meta in copies)

@@ -4,7 +4,7 @@ Eager, every norm, activation, sum and cast is a kernel that reads its inputs fr
 writes its output. Fused, ops that hand their results on to each other with no product,
 attention or collective on the way between them are one kernel (as Inductor's scheduler fuses
 them, Ansel et al.: PyTorch 2, 2024, section 4.2): only what comes from outside is read, and only
-what somebody outside needs is written.
+what is needed outside is written.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def fused_groups(program: Program) -> tuple[tuple[Op, ...], ...]:
         joined = {
             group_of[name] for name in op.inputs if name in group_of and depth[name] == deepest
         }
+        # An op that reads from several groups of its depth joins them.
         group = min(joined, default=len(members))
         for other in joined - {group}:
             for earlier in members[other]:
@@ -69,6 +70,7 @@ def module_groups(program: Program) -> tuple[tuple[Op, ...], ...]:
     groups = []
     for ops in fused_groups(program):
         parts: list[list[Op]] = []
+        # A module and one inside it are one kernel of a library; siblings are kernels apart.
         for op in ops:
             part = next((p for p in parts if _same_module(p[0].module, op.module)), None)
             if part is None:
@@ -144,7 +146,9 @@ def _fused(
         work = [backward_work(op, tensor) for op in ops]
         if not any(part.num_bytes for part in work):
             return 0.0
+        # Gradients that arrive are as large as what was written, so this adds only those it makes.
         num_bytes += _bytes(program, [n for n in read if tensor[n].requires_grad])
+    # The kernel goes by the shape of its largest tensor; flop and bytes are those of all its ops.
     largest = max((tensor[n] for n in (*read, *written)), key=lambda meta: prod(meta.shape_at(1)))
     query = OpQuery(
         target=FUSED_TARGET,

@@ -38,8 +38,11 @@ def padded_outputs(m: int, n: int, batch: int, num_multiprocessors: int) -> floa
     """
 
     def paid(tile_m: int, tile_n: int) -> float:
+        # Quantization: a tile at the edge and a last wave take as long as full ones.
         tiles = batch * ceil(m / tile_m) * ceil(n / tile_n)
         waves = ceil(tiles / num_multiprocessors)
+        # Elements loaded per multiply-add: each step of k loads tile_m + tile_n and multiplies
+        # tile_m * tile_n.
         loss = 1.0 + TILE_LOSS * (tile_m + tile_n) / (tile_m * tile_n)
         return waves * num_multiprocessors * tile_m * tile_n * loss
 
@@ -112,6 +115,7 @@ class DeviceRates:
         ramp = 1.0 + self.matmul_half_k / k
         element = ELEMENT_BYTES.get(dtype, 2)
         moved = batch * element * (m * k + k * n + m * n)
+        # Roofline: the slower of arithmetic (2 flop a multiply-add) and memory.
         return max(2.0 * padded * k / rate * ramp, moved / self._memory_rate()) + self.kernel_s
 
     def attention_seconds(self, flop: float, *, vendor: bool) -> float:
@@ -126,6 +130,8 @@ class DeviceRates:
 
     def exposed_seconds(self, seconds: float, *, behind_s: float) -> float:
         """Return what shows of a collective that runs beside `behind_s` of work."""
+        # Long compute hides all but what the two slow each other; short compute leaves the rest
+        # bare.
         return max(self.exposed_part * seconds, seconds - behind_s)
 
     def _memory_rate(self) -> float:

@@ -1,8 +1,7 @@
 """Seconds of clipping gradients by one norm over the whole model (`planner.runtime.step.clip`).
 
 Each rank reads its gradients for their norm, all ranks sum one number, and each scales its
-gradients in place. So everybody waits for the rank that is last to have its gradients, and the
-step ends
+gradients in place. So all ranks wait for the last to have its gradients, and the step ends
 
     step_s = max over ranks r of (ready(r) + norm(r)) + sum of one number
              + max over ranks r of (scale(r) + update(r))
@@ -44,10 +43,12 @@ def clip_seconds(
     rate = profile.cluster.memory_bytes_per_s
     if on_host and profile.cluster.device_type != "cpu":
         share = profile.host.memory_bytes_per_s * REACHED_FRACTION
+        # The node's devices divide what the host's memory reaches.
         rate = share / profile.cluster.devices_per_node
     one_by_one = on_host or profile.cluster.device_type == "cpu"
     each = profile.launch_overhead_s * num_tensors if one_by_one else 0.0
     return ClipSeconds(
+        # A norm reads each gradient once; scaling in place reads and writes it.
         norm_s=gradient_bytes / rate + each + NORM_CALLS * profile.launch_overhead_s,
         scale_s=2 * gradient_bytes / rate + each,
     )
@@ -88,5 +89,6 @@ def last_rank(
     if not clips:
         return max(ranks, key=lambda r: ready_s[r] + update_s[r]), 0.0
     last = max(ranks, key=lambda r: ready_s[r] + clips[r].norm_s)
+    # After the sum of norms all ranks start together, so the slowest scale and update end the step.
     to_end = max(clips[r].scale_s + update_s[r] for r in ranks)
     return last, clips[last].norm_s + norm_sum_s + to_end - update_s[last]

@@ -137,9 +137,11 @@ def data_parallel_seconds(
     if group.size == 1 or param_bytes + frozen_bytes == 0:
         return DataParallelSeconds()
     zero_stage, on_host = replication.zero_stage, replication.optimizer_on_host
+    # Gradients travel as wide as they are summed: fp32 where parameters are bf16.
     reduced = param_bytes * replication.gradient_factor
 
     def message(kind: str, num_bytes: float, count: int, group: Group = group) -> float:
+        # Each message pays its own latency, so many small ones take longer than a large one.
         count = max(1, count)
         return count * profile.collective_seconds(kind, num_bytes / count, group).seconds
 
@@ -163,6 +165,8 @@ def data_parallel_seconds(
         if whole == 0:
             return 0.0
         seconds = message("all_gather", whole, num_blocks)
+        # A measurement has those copies in it; where there is none it answers 0, and the passes
+        # over memory stand.
         seconds += max(copied * whole, own("zero_gather", whole))
         if on_host:  # what rests there of trained ones is as wide as the gradients
             shard = (reduced + frozen) / group.size
@@ -179,7 +183,9 @@ def data_parallel_seconds(
             scatter += profile.step_seconds("device_to_host", num_bytes=shard).seconds
     across = 0.0
     if reduced and copies.size > 1:
+        # HSDP: each rank's shard of the sum, once more over the copies of the shards.
         across = message("all_reduce", reduced / group.size, num_blocks, copies)
+    # ZeRO 1 and 2 keep gathered weights for the step; ZeRO 1 sums whole gradients until its end.
     gathers_once, reduces_once = zero_stage < 3, zero_stage == 1
     gather = gathered(frozen_bytes)
     again = 0.0 if gathers_once else gathered(frozen_backward_bytes)
@@ -189,6 +195,7 @@ def data_parallel_seconds(
         first_forward_s=gather if gathers_once else 0.0,
         last_backward_s=across + (scatter if reduces_once else 0.0),
         host_forward_s=hooks[0],
+        # A backward that neither reduces nor gathers anything has no hook to run.
         host_backward_s=hooks[1] if param_bytes + frozen_backward_bytes else 0.0,
     )
 
@@ -197,6 +204,7 @@ def copies_s_per_byte(profile: Profile, replicas: int) -> float:
     """Return what FSDP's copies take beside a message, for each of its bytes: of shards into it,
     and of what was gathered out of it; and the reverse.
     """
+    # The whole tensor and the rank's shard are each read once and written once.
     return 2 * (1 + 1 / replicas) / profile.cluster.memory_bytes_per_s
 
 
@@ -212,6 +220,7 @@ def boundary_seconds(
     all tp ranks hold: between nodes each rank sends its part of those, and tp ranks that
     share a node gather them on arrival (`planner.runtime.step.messages.wiring.sends_pieces`).
     """
+    # Pieces pay where the way between stages is slower than the links among tp ranks.
     if not whole_bytes or tp.size == 1 or tp.num_nodes > 1 or pp_group.num_nodes == 1:
         return transfer_seconds(profile, pp_group, num_bytes)
     sent = num_bytes - whole_bytes + whole_bytes / tp.size

@@ -1,10 +1,10 @@
 """Seconds of loading a batch's tensors, from the host's memory onto devices.
 
-Before its first job the engine copies the tensors of all its microbatches that its stages ask
-for (`engine.Engine.step`). Every job of the step waits, directly or not, for the
-first stage's first forward, and so for the copies of the rank that has the first stage; other
-ranks copy theirs while they wait for it. A batch in pinned memory is assumed (DataLoader's
-`pin_memory`). A CPU uses the batch where it lies.
+Before its first job the engine copies the tensors of all its microbatches that its stages take
+(`engine.Engine.step`). Every job of the step waits, directly or not, for the first stage's first
+forward, and so for the copies of the rank that has the first stage; other ranks copy theirs while
+they wait for it. A batch in pinned memory is assumed (DataLoader's `pin_memory`). A CPU uses the
+batch where it lies.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def input_seconds(
     names = frozenset().union(*map(costs.batch_inputs, blocks))
     tensor = costs.graph.tensor
     each = sum(tensor[name].bytes_at(microbatch_size) for name in names)
+    # The host issues a copy for each tensor of each microbatch; all of them share the link.
     copies = num_microbatches * len(names)
     moved = profile.step_seconds(
         "host_to_device", num_bytes=float(num_microbatches * each), num_tensors=copies

@@ -52,10 +52,12 @@ def host_step_seconds(
     ).seconds
     if sharded:
         return update
+    # Gradients come down as wide as their sums; weights go up in their own dtype.
     down = copy_seconds(profile, factor * param_bytes, num_tensors, to_host=True)
     up = copy_seconds(profile, param_bytes, num_tensors, to_host=False)
     if profile.cluster.device_type == "cpu":
         return down + update + up
+    # The slowest of three sets the pace; filling and draining the chain costs a bucket each way.
     num_buckets = max(1, ceil(factor * param_bytes / HOST_BUCKET_BYTES))
     return max(down, update, up) + (down + up) / num_buckets
 

@@ -88,6 +88,7 @@ class PlanPrice:
         host_s = times.host_forward_s + times.host_backward_s
         by_stage = {
             "compute_s": m * (times.forward_s + times.backward_s - host_s),
+            # Host time and collectives of the second run are reported with those of the first.
             "recompute_s": again_m * self.again.whole_s - rerun_host - rerun_comm,
             "host_s": m * host_s + rerun_host,
             "tp_comm_s": m * (times.comm_forward_s + times.comm_backward_s) + rerun_comm,
@@ -136,6 +137,8 @@ def price_plan(plan: Plan, costs: CostCache, neighbours: Sequence[int] | None = 
         job_seconds=pick([jobs[mesh] for mesh in meshes]),
         updates=tuple(
             own[mine[0]].prices.update(
+                # A rank updates all its stages at once; experts on their own mesh have other
+                # shards.
                 *(float(getattr(load, name)[mine].sum()) for name in _UPDATED[: 2 + 2 * is_spread])
             )
             for mine in (stages_of_rank(plan, rank) for rank in range(plan.pp))
@@ -170,6 +173,8 @@ def _costs_by_mesh(plan: Plan, costs: CostCache, meshes: Sequence[Mesh]) -> dict
                 layouts=tuple(
                     layout
                     for layout in plan.layouts
+                    # A plan has layouts for each mesh of its stages: those of this mesh's tp are
+                    # taken.
                     if degrees[layout.axis] > 1
                     and plan.degrees.with_own(layout.own_sizes)["tp"] == tp
                 ),
@@ -201,7 +206,9 @@ def _receive_seconds(
         outside[mesh] = way_out(cluster)
     found: dict[tuple[Mesh, Group, int], tuple[Floats, Floats]] = {}
     there, back = [], []
+    # Stage 0 has no stage before it; it stands in for that itself, and no job waits for its entry.
     for s, (mesh, before) in enumerate(zip(meshes, [meshes[0], *meshes[:-1]], strict=True)):
+        # Stages on different groups of devices meet over the network between the groups.
         pp_group = inside[mesh] if before[0] == mesh[0] else outside[mesh]
         runs = by_mesh[mesh].runs
         for tp in (mesh[1], before[1]):

@@ -42,6 +42,7 @@ def replica_views(plan: Plan, costs: CostCache) -> tuple[ReplicaView, ...]:
     spans = any(len(stage.device_groups) > 1 for stage in plan.stages)
     if not spans and not plan.shares:
         return (ReplicaView(plan=plan, neighbours=(0,) * len(plan.stages), replicas=1),)
+    # With as many replicas in all stages, replica k of a stage hands on to replica k of the next.
     parts = {plan.stage_degrees(index).along("batch") for index in range(len(plan.stages))}
     if len(parts) > 1:
         raise PlanError(
@@ -54,6 +55,7 @@ def replica_views(plan: Plan, costs: CostCache) -> tuple[ReplicaView, ...]:
     on_groups = [_groups_of_replicas(plan, index, costs) for index in range(len(plan.stages))]
     found: dict[tuple, int] = {}
     for replica, share in enumerate(shares):
+        # Replicas with as many samples on the same groups run the same pipeline at the same times.
         key = share, tuple(groups[replica] for groups in on_groups)
         found[key] = found.get(key, 0) + 1
     return tuple(
@@ -96,6 +98,7 @@ def _groups_of_replicas(plan: Plan, index: int, costs: CostCache) -> list[tuple[
             f"{' + '.join(map(str, sizes))} devices for it, and has {num_replicas} replicas of "
             f"{ranks_of_replica} ranks; each group holds whole replicas, and all devices are used"
         )
+    # Replicas fill the groups in the order in which the stage names them.
     ends = list(accumulate(size // ranks_of_replica for size in sizes))
     return [
         next((name, size) for name, size, end in zip(names, sizes, ends, strict=True) if k < end)

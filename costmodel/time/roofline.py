@@ -57,6 +57,8 @@ def roofline_points(price: PlanPrice, costs: CostCache, pp_rank: int) -> tuple[R
     for stage in stages_of_rank(plan, pp_rank):
         chain = price.meshes[stage].runs.chain
         split = chain.split
+        # Blocks of a class have equal ops, so each class is read once and counted as often as it is
+        # used.
         uses: dict[int, int] = {}
         for block in plan.stages[stage].blocks:
             index = costs.graph.blocks[block].class_index

@@ -182,11 +182,14 @@ def build_job_table(schedule: Schedule) -> JobTable:
         needs = np.where(
             is_gradient & (stage < num_stages - 1), size + own + num_microbatches, needs
         )
+        # Nobody waits for what the last stage makes forward, or for the first stage's input
+        # gradient.
         makes = np.where(is_forward & (stage < num_stages - 1), own, NONE)
         makes = np.where(is_gradient & (stage > 0), size + own, makes)
         receiver = np.where(
             is_forward, np.minimum(stage + 1, num_stages - 1), np.maximum(stage - 1, 0)
         )
+        # Neighbouring stages of one rank hand over in place: no link, no seconds.
         travels = (makes != NONE) & (placed[receiver] != rank)
         link = np.where(travels, rank * pp + placed[receiver], NONE)
         transfer = np.where(is_forward, receiver, num_stages + receiver)
@@ -236,6 +239,7 @@ def simulate(
         )
     weight, last = seconds.backward_weight_s, seconds.last_backward_input_s
     inputs, last_inputs = seconds.backward_input_s, last or seconds.backward_input_s
+    # A full backward makes both gradients in one job.
     full, last_full = (
         [i + w for i, w in zip(each, weight, strict=True)] for each in (inputs, last_inputs)
     )
@@ -252,6 +256,7 @@ def simulate(
     # A rank runs on while its inputs are there. One that is missing notes who waits for it, and its
     # maker wakes that rank. The order of visits changes nothing: a link has one sender, which fills
     # it in the order of its own row.
+    # An arrival below 0 is still to come.
     arrival = [-1.0] * table.num_results
     waiting = [NONE] * table.num_results
     link_free = [0.0] * table.num_links
@@ -267,6 +272,7 @@ def simulate(
         duration, start, end = durations[rank], starts[rank], ends[rank]
         before_end = earlier[rank]
         now = end[-1] if end else 0.0
+        # A rank that was woken goes on where it stopped: its lists of times say how far it got.
         for position in range(len(start), len(duration)):
             needed = needs[position]
             if needed >= 0:
@@ -291,6 +297,7 @@ def simulate(
                 else:
                     arrival[made] = now
                 if waiting[made] >= 0:
+                    # A result has one taker, so at most one rank waits for it.
                     runnable.append(waiting[made])
     stuck = [rank for rank, row in enumerate(durations) if len(ends[rank]) < len(row)]
     if stuck:

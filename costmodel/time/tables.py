@@ -34,6 +34,7 @@ def table_seconds(local: Program, profile: Profile) -> tuple[float, float]:
         count = local.tensor[op.inputs[1]].numel_at(1)
         made = local.tensor[op.outputs[0]]
         num_bytes, numbers_bytes = made.bytes_at(1), _NUMBER_BYTES * count
+        # The rows in fp32, in which they are summed and stepped on.
         master_bytes = num_bytes // DTYPE_BYTES[made.dtype] * _MASTER_BYTES
         if not local.tensor[op.inputs[0]].on_host:
             backward_s += profile.optimizer_seconds(
@@ -55,5 +56,6 @@ def _host_seconds(profile: Profile, num_bytes: float) -> float:
     """Return a pass of all devices of a node over so many bytes each of the host's memory."""
     if profile.cluster.device_type == "cpu":
         return profile.step_seconds("cast", num_bytes=num_bytes).seconds
+    # All devices of a node pass over its memory at once and share the rate it reaches.
     share = profile.cluster.devices_per_node
     return num_bytes * share / (profile.host.memory_bytes_per_s * REACHED_FRACTION)

@@ -29,6 +29,7 @@ def tied_seconds(plan: Plan, costs: CostCache) -> tuple[float, ...]:
     ranks_of_one = plan.world_size // plan.pp
     for first, second, num_bytes in _shared(plan, costs.graph):
         is_apart = groups[first] != groups[second]
+        # Both ranks wait for the exchange.
         for rank in (first, second):
             spent[rank] += tied_pair_seconds(
                 costs.of_group(groups[rank]).profile,
@@ -77,6 +78,7 @@ def tied_sum_bytes(
         _, params, _ = block_placements(graph, plan, block, stage)
         placed = params[graph.blocks[block].params.index(name)]
         size = graph.tensor[name].bytes_at(1) // placed.parts(plan.stage_degrees(stage))
+        # Copies on this rank alone need no message: only their sum is made beside them.
         total += size * (1 if len(here) == len(stages) else 2)
     return total
 
@@ -117,6 +119,8 @@ def _shared(plan: Plan, graph: ModelGraph) -> Iterator[tuple[int, int, float]]:
     for index, position, name in uses:
         stage = bisect_right(firsts, index) - 1
         rank = plan.stages[stage].pp_rank
+        # From user to user along the model: a parameter on k ranks takes a chain of k - 1
+        # exchanges.
         before, its_rank = last_user.get(name, (index, rank))
         if its_rank != rank:
             placed = block_placements(graph, plan, index, stage)[1][position]

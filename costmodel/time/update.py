@@ -37,7 +37,7 @@ class RankUpdate:
         return RankUpdate(optimizer_s=self.optimizer_s + other.optimizer_s, clip=clip)
 
     def seconds(self, *, clips_gradients: bool) -> float:
-        """Return the update's seconds on a rank that waits for nobody."""
+        """Return the update's seconds on a rank that waits for no other."""
         clip_s = self.clip.norm_s + self.clip.scale_s if clips_gradients else 0.0
         return self.optimizer_s + clip_s
 
@@ -48,6 +48,7 @@ def rank_update(
     """Return the update of a rank that trains `param_bytes` in `num_tensors` tensors before they
     are sharded: those of all its stages.
     """
+    # Each rank steps on its shard only.
     own_bytes = param_bytes / replication.shards
     sharded, on_host = replication.is_sharded, replication.optimizer_on_host
     step_seconds = host_step_seconds if on_host else adamw_seconds

@@ -42,8 +42,8 @@ LINK_ERROR = 0.5
 class CollectiveModel:
     """Answers for every kind, size and group from records, fits and the links.
 
-    What holds for a kind on a group, whatever the size, is worked out when first asked:
-    immutable but for that.
+    What holds for a kind on a group, whatever the size, is computed once and kept: immutable but
+    for that.
     """
 
     def __init__(
@@ -142,11 +142,14 @@ class CollectiveModel:
         across = group.num_nodes > 1
         same_level = [fit for fit in self._fits if (fit.num_nodes > 1) == across]
         if kind != "send_recv":
+            # A message between two ranks says little of a ring, so it stands in only for want of
+            # others.
             same_level = [fit for fit in same_level if fit.kind != "send_recv"] or same_level
         if across and kind == "all_to_all":
             same_level = [fit for fit in same_level if fit.kind == kind]
 
         def unlikeness(fit: CollectiveFit) -> tuple[bool, float]:
+            # Distance in octaves; another kind is farther than any size.
             apart = abs(log2(fit.ranks_per_node / group.ranks_per_node))
             return fit.kind != kind, apart + abs(log2(fit.num_nodes / group.num_nodes))
 
@@ -159,6 +162,8 @@ class CollectiveModel:
         steps = num_steps(kind, group.size) / num_steps(fit.kind, fit.group.size)
         return tuple(
             piece.scaled(steps=steps, share=share).model_copy(
+                # Pieces begin at bytes on a link: where a link carries less of the tensor, at a
+                # larger one.
                 update={"min_bytes": piece.min_bytes / share}
             )
             for piece in fit.pieces
@@ -187,6 +192,8 @@ class CollectiveModel:
         inside = self._cluster.intra_node.beta_s_per_byte
         if group.num_nodes == 1 or inside == 0:
             return 1.0
+        # Each rank of a node has a link of its own to the other nodes. Together they carry no more
+        # than the links inside can spread over them.
         return min(float(group.ranks_per_node), self._cluster.inter_node.beta_s_per_byte / inside)
 
 
@@ -195,15 +202,22 @@ _NOTHING = Lookup(seconds=0.0, source="nothing to send", relative_error=0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Curve:
-    """Time by size for one kind on one group: `levels[i]` is the least time from piece i on."""
+    """Time by size for one kind on one group."""
 
     measured: _Samples
+    """Sizes that were measured."""
     starts: tuple[float, ...]
+    """Bytes from which each piece holds."""
     pieces: tuple[Piece, ...]
+    """The fit, or the data sheet's line, for all other sizes."""
     levels: tuple[float, ...]
+    """Seconds that the pieces before each one have reached: larger is never cheaper."""
     least_s_per_byte: float
+    """What no fit of another group goes below: the wire's own rate."""
     source: str
+    """Where the pieces are from."""
     error: float
+    """Their relative error."""
 
     @classmethod
     def of(
@@ -241,6 +255,7 @@ class _Curve:
             if size <= most_bytes:
                 least = min(least, seconds / size, self.at(size).seconds / size)
         for start, reached in zip(self.starts, self.levels, strict=True):
+            # Between samples these answer and not the pieces.
             if 0 < start <= most_bytes and not (sizes and sizes[0] < start <= sizes[-1]):
                 least = min(least, max(reached / start, self.least_s_per_byte))
         return least
@@ -287,6 +302,7 @@ class _Samples:
         if index == 0:
             return None
         low, high = self.sizes[index - 1], self.sizes[index]
+        # A straight line in the logarithms is a power law between two sizes.
         part = log(num_bytes / low) / log(high / low)
         below, above = self.seconds[index - 1], self.seconds[index]
         return Lookup(

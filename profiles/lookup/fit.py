@@ -38,8 +38,11 @@ def fit_nonnegative(terms: _Floats, seconds: _Floats) -> tuple[_Floats, _Floats]
     weight = np.ones(len(seconds))
     coefficients = np.zeros(terms.shape[1])
     for _ in range(_REWEIGHTINGS):
+        # Rows were divided by their times, so the right side is 1, times the row's weight.
         coefficients, _norm = nnls(relative / scale * weight[:, None], weight)
         residual = relative / scale @ coefficients - 1
+        # A square over |residual| is |residual|. The floor bounds the weight of samples that the
+        # line meets.
         weight = 1 / np.sqrt(np.maximum(np.abs(residual), 1e-2))
     return coefficients / scale, residual
 
@@ -85,6 +88,7 @@ def fit_pieces(num_bytes: _Floats, seconds: _Floats) -> tuple[tuple[Piece, ...],
     lines: dict[tuple[int, int], tuple[_Floats, float]] = {}
     for start in range(count):
         for stop in range(start + 1, count + 1):
+            # However few the sizes are, all of them may be a single piece.
             if stop - start < MIN_POINTS_PER_PIECE and (start, stop) != (0, count):
                 continue
             n = num_bytes[start:stop]
@@ -93,6 +97,7 @@ def fit_pieces(num_bytes: _Floats, seconds: _Floats) -> tuple[tuple[Piece, ...],
             lines[start, stop] = line, float(np.abs(residual).sum())
     # A piece must earn its coefficients: at least this much total residual.
     price = 0.05 * MIN_POINTS_PER_PIECE
+    # best[i]: the least price of the first i sizes, and where the pieces of that begin and end.
     best: list[tuple[float, tuple[int, ...]]] = [(0.0, (0,))]
     for stop in range(1, count + 1):
         options = [
@@ -138,6 +143,7 @@ def rising(seconds: _Floats) -> _Floats:
     pools: list[tuple[float, int]] = []
     for value in np.log(seconds):
         mean, count = float(value), 1
+        # A pool above the next value violates the order: they merge at their weighted mean.
         while pools and pools[-1][0] > mean:
             before, size = pools.pop()
             mean, count = (before * size + mean * count) / (size + count), size + count

@@ -68,8 +68,12 @@ def allocator_overheads(device: torch.device) -> list[float]:
         kept: list[torch.Tensor] = []
         live = peak_live = peak_used = 0.0
         while live < LIVE_BYTES[device.type]:
+            # 4 KiB to 8 MiB, evenly in the logarithm: small and large pools of the allocator are
+            # used.
             num_bytes = int(2 ** chance.uniform(12, 23))
             tensor = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+            # Half of what a forward makes is dropped at once, and leaves holes between what is
+            # kept.
             scratch = torch.ones(num_bytes, dtype=torch.uint8, device=device)
             peak_live = max(peak_live, live + 2 * num_bytes)
             peak_used = max(peak_used, used_bytes(device) - before)
@@ -79,6 +83,7 @@ def allocator_overheads(device: torch.device) -> list[float]:
         overheads.append(max(0.0, peak_used / peak_live - 1))
         while kept:
             tensor = kept.pop()
+            # The gradient of a kept tensor is there before the tensor is freed.
             gradient = tensor.clone()
             del tensor, gradient
     return overheads

@@ -60,6 +60,7 @@ class OpModel:
 
     def _look_up(self, query: OpQuery) -> Lookup:
         if same := self._exact.get(record_key(query)):
+            # Records of equal shapes may differ in a flag (causal attention), and then in flop.
             record = min(same, key=lambda r: abs(r.flop - query.flop))
             return Lookup(
                 seconds=record.seconds,
@@ -101,6 +102,7 @@ class OpModel:
         for (name, dtype, direction), fit in self._fits.items():
             if name != family or direction != query.direction:
                 continue
+            # At a lower peak each flop takes longer; bytes take what they took.
             slower = self._peaks[dtype] / peak if peak and dtype in self._peaks else 1.0
             return Lookup(
                 seconds=_fitted(fit, query.flop * slower, query.num_bytes),
@@ -130,7 +132,11 @@ class OpModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Surface:
-    """Kriging of log(measured / fitted) over one family. Shapes: points (n, d), rest (n,)."""
+    """Kriging of log(measured / fitted) over one family, of n records in d coordinates.
+
+    Shapes: points (n, d), seconds and weights (n,), inverse (n, n): (K + D)^-1 of the header, and
+    weights that times r.
+    """
 
     points: _Floats
     seconds: _Floats
@@ -143,7 +149,8 @@ class _Surface:
         points = np.array([features(query_of(r)) for r in records])
         seconds = np.array([r.seconds for r in records])
         residual = np.log(seconds) - np.log(np.maximum(fitted, 1e-12))
-        # Robust scale of how far real ops lie from the fit; the floor keeps K invertible.
+        # Robust scale of how far real ops lie from the fit: 1.48 times the median distance is the
+        # deviation of a normal distribution. The floor keeps K invertible.
         variance = max(float(np.median(np.abs(residual))) * 1.48, 0.05) ** 2
         noise = np.array([max(r.standard_error, 0.02) ** 2 for r in records])
         covariance = variance * _correlation(points, points) + np.diag(noise)
@@ -160,9 +167,12 @@ class _Surface:
         point = np.array(features(query))
         k = self.variance * _correlation(self.points, point[None, :])[:, 0]
         left = max(self.variance - float(k @ self.inverse @ k), 0.0)
+        # No measured point is near: what is left is nearly all of the prior variance.
         if left > 0.9 * self.variance:
             return base
         seconds = base.seconds * exp(float(k @ self.weights))
+        # Ops that are smaller, or larger, in every coordinate bound the time. Where disturbed
+        # measurements contradict each other they bound nothing.
         below = (self.points <= point).all(axis=1)
         above = (self.points >= point).all(axis=1)
         low = float(self.seconds[below].max(initial=0.0))
@@ -173,7 +183,7 @@ class _Surface:
 
 
 def query_of(record: OpRecord) -> OpQuery:
-    """Return the question that a record answers."""
+    """Return the query that a record answers."""
     return OpQuery(
         target=record.target,
         shapes=record.shapes,

@@ -63,6 +63,7 @@ def two_levels(kind: str, group: Group, tiers: Sequence[Tier]) -> TwoLevels:
     at = max(index for index, count in enumerate(group.domains) if count > 1)
     count, link = group.domains[at], tiers[at].link
     inside = inside_domain(group, at)
+    # After the exchange inside, each of n ranks has 1/n of the tensor to send across.
     share = wire_share(kind, count) / (inside.size if kind in _CUT_INSIDE else 1)
     return TwoLevels(
         inside_kinds=_INSIDE[kind],
@@ -76,6 +77,7 @@ def two_levels(kind: str, group: Group, tiers: Sequence[Tier]) -> TwoLevels:
 def inside_domain(group: Group, tier: int) -> Group:
     """Return the ranks of a group in one domain of a tier."""
     count = group.domains[tier]
+    # Ranks are spread evenly: each domain has its part of the smaller domains, nodes or ranks.
     inner = tuple(-(-domains // count) for domains in group.domains[:tier])
     inside = replace(group, domains=inner + (1,) * (len(group.domains) - tier))
     if group.num_nodes > 1:

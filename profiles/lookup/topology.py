@@ -52,6 +52,7 @@ def groups_to_measure(nodes: Sequence[Sequence[int]]) -> tuple[Group, ...]:
     per_node = min(len(ranks) for ranks in nodes)
     divisors = [n for n in range(1, per_node + 1) if per_node % n == 0]
     inside = [Group(ranks_per_node=n) for n in divisors if n > 1]
+    # Between 2 and all nodes, times follow from the wire's share (`collective_model`).
     spans = sorted({2, len(nodes)}) if len(nodes) > 1 else []
     return (*inside, *(Group(ranks_per_node=n, num_nodes=s) for s in spans for n in divisors))
 
@@ -67,6 +68,7 @@ def concrete_groups(group: Group, nodes: Sequence[Sequence[int]]) -> list[list[i
         raise ValueError(f"group {group} can't be formed on {len(nodes)} nodes of {per_node} ranks")
     size = group.ranks_per_node
     found = []
+    # Disjoint groups that run at once share links as replicas do in training.
     for first in range(0, len(nodes) - group.num_nodes + 1, group.num_nodes):
         members = nodes[first : first + group.num_nodes]
         for at in range(0, per_node - size + 1, size):

@@ -21,7 +21,7 @@ _PATHS = (
 
 
 def driver_version() -> str | None:
-    """Return the driver's version, such as ``570.86``; None if nobody can tell."""
+    """Return the driver's version, such as ``570.86``; None where it is not known."""
     library = _library()
     if library is not None:
         with suppress(library.NVMLError):

@@ -51,11 +51,10 @@ def measure_profile(
     host:port of one of them. Where a process is a node it has `nproc` ranks. The first process
     measures; the others serve until it is done and return None.
 
-    With models, measures each distinct op signature that a search of them on `gpus`
-    devices (default: the ranks) can ask for, and whole blocks, also `compiled` (default: on
-    GPUs); without, or if `grid` asks for it too, a standard grid. Records already in `out`
-    are kept. Raises ProfileError
-    when `out` holds another machine's records, can't be written, or the workers can't start.
+    With models, measures each distinct op signature that a search of them on `gpus` devices
+    (default: the ranks) may need, and whole blocks, also `compiled` (default: on GPUs); without, or
+    with `grid`, a standard grid. Records already in `out` are kept. Raises ProfileError when `out`
+    holds another machine's records, can't be written, or the workers can't start.
     """
     if nproc < 1:
         raise ProfileError(f"nproc={nproc} is not a number of processes; use at least 1")

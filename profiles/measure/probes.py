@@ -73,18 +73,20 @@ class OpProbe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockProbe:
-    """A whole block as the runtime runs it: the check on the sum of its ops.
-
-    `forward` and `backward` are the block as one query; `parts` the queries of its ops.
-    `compiled` runs it through torch.compile.
-    """
+    """A whole block as the runtime runs it: the check on the sum of its ops."""
 
     program: Program
+    """The block, bound to a microbatch size."""
     forward: OpQuery
+    """The forward of all its ops as a single query."""
     backward: OpQuery | None
+    """The same of the backward; None where no input needs a gradient."""
     parts: tuple[OpQuery, ...]
+    """The queries of its ops, both ways."""
     weight: float
+    """How often the model has it."""
     compiled: bool = False
+    """Whether it goes through torch.compile."""
 
     @property
     def queries(self) -> tuple[OpQuery, ...]:
@@ -178,7 +180,7 @@ def float8_probe(m: int, n: int, k: int) -> OpProbe:
     """Return an 8-bit matmul (m, k) @ (k, n) with one scale per operand, results in bfloat16.
 
     Forward only: gradients of 8-bit products are products of their own. The second operand
-    lies column by column, as tensor cores want it.
+    lies column by column, as tensor cores read it.
     """
     float8 = "float8_e4m3fn"
     op = Op(
@@ -202,6 +204,7 @@ def float8_probe(m: int, n: int, k: int) -> OpProbe:
             dtype=float8,
             direction="forward",
             flop=2.0 * m * n * k,
+            # A byte for each element of both operands, two for each of the result.
             num_bytes=float(m * k + k * n + 2 * m * n),
         ),
         backward=None,

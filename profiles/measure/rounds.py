@@ -99,16 +99,25 @@ class Rounds:
     """The visits of one measurement. Mutable: it keeps the time and what it has learnt."""
 
     session: Session
+    """The records, which each visit adds to."""
     workers: WorkerGroup
+    """The ranks that run probes."""
     began: float
+    """When the measurement began, in seconds of the monotonic clock."""
     deadline: float | None
+    """When its budget ends, on the same clock; None without a budget."""
     progress: Progress
+    """What is told how far it is."""
     planned: int = 0
+    """Visits that are planned."""
     visited: int = 0
+    """Visits so far."""
     cost_s: float = 0.02
     """What a visit takes beside its samples: inputs to make, ranks to meet."""
     failed: set[AnyProbe] = field(default_factory=set)
+    """Probes that gave no number, and are not visited again."""
     rank_seconds: dict[int, list[float]] = field(default_factory=dict)
+    """Seconds of the basic product on each rank, by which stragglers are found."""
 
     def measure(self, asked: Asked) -> bool:
         """Visit what is asked for; return whether everything was reached."""
@@ -136,6 +145,7 @@ class Rounds:
         """Visit the basic probes, then collectives within their share; return those reached."""
         for probe in asked.basic:
             self._visit(probe, MOST_VISIT_S)
+        # This is the first of ROUNDS visits, so it has that part of the collectives' share.
         reserve = (1 - COLLECTIVE_SHARE / ROUNDS) * self._left() if self.deadline else 0.0
         for index, message in enumerate(asked.collectives):
             left = self._left() - reserve
@@ -220,6 +230,7 @@ class Rounds:
             self.session.skip(probe, error)
         else:
             spent = max(time.monotonic() - began - seconds, 0.0)
+            # A running mean: costs change from small probes to large ones.
             self.cost_s += 0.1 * (spent - self.cost_s)
 
     def _visit_op(self, probe: OpProbe | BlockProbe, seconds: float) -> None:
@@ -234,6 +245,7 @@ class Rounds:
             timeout_s=(COMPILE_TIMEOUT_S if compiling else VISIT_TIMEOUT_S) + 2 * seconds,
         )
         self.session.add_op(probe, answers)
+        # The basic product: the same work on all ranks, by which stragglers are found.
         if probe.weight == float("inf") and probe.forward.flop > probe.forward.num_bytes:
             for rank, answer in enumerate(answers):
                 seconds_here = float(np.median(answer["forward"]))

@@ -103,13 +103,19 @@ class Session:
     """Records so far. Mutable: it grows with every visit, and so do its files."""
 
     directory: Path
+    """Where the files are."""
     ranks: Ranks
+    """The ranks that measure."""
     conditions: dict[str, str | int]
+    """What must be equal for two measurements to be one."""
     ops: dict[tuple, OpRecord]
+    """By device, `record_key` and arguments."""
     collectives: dict[tuple, CollectiveRecord]
+    """By kind, bytes and shape of group."""
     skipped: list[SkippedProbe] = field(default_factory=list)
+    """Probes that gave no number."""
     paces: dict[tuple[str, PaceKind], list[float]] = field(default_factory=dict)
-    """Of all visits so far, by kind of device."""
+    """Seconds of the fixed works beside all visits so far, by kind of device and of work."""
 
     @classmethod
     def open(cls, directory: Path, ranks: Ranks, *, device_type: str) -> Session:
@@ -187,6 +193,8 @@ class Session:
             [float(np.median(answer[fixed])) for answer in answers if answer[fixed]],
         )
         visits = (*(known.visits if known else ()), _rounded(visit))
+        # Paces are kept beside their visits, as the undisturbed pace is known at the end
+        # (`settle`).
         new = [] if pace is None else [_rounded(pace)]
         self.paces.setdefault((kind, fixed), []).extend(new)
         paces = (*(known.paces if known else ()), *new)
@@ -233,6 +241,8 @@ class Session:
     ) -> None:
         """Add a visit of a collective."""
         known = self.collectives.get(_probe_key(probe))
+        # The mean, not the median: now and then a call waits for a thread, and a step pays for
+        # that.
         visits = (*(known.visits if known else ()), _rounded(np.mean(samples)))
         self.collectives[_probe_key(probe)] = CollectiveRecord(
             kind=probe.kind,

@@ -1,4 +1,4 @@
-"""Which probes a search of given models can ask for: each distinct signature once.
+"""Which probes a search of given models may need: each distinct signature once.
 
 Blocks of one class share their signatures, so a 32-layer model needs the probes of a
 2-layer one. Torch-free.
@@ -44,6 +44,7 @@ def signatures(
             for size in microbatch_sizes:
                 bound = program.bind(size)
                 for tp in degrees(num_devices):
+                    # Of as many samples, microbatches of `size` run 1/size as often.
                     for probe in _probes_of(bound, tp, count / size):
                         known = found.get(probe.key)
                         weight = probe.weight + (known.weight if known else 0.0)
@@ -81,6 +82,7 @@ def degrees(num_devices: int) -> tuple[int, ...]:
 
 def _probes_of(program: Program, tp: int, count: float) -> Iterator[OpProbe]:
     for op in program.ops:
+        # Which layout a search will choose is not known yet, so every rule's shapes are measured.
         for sharding in strategies(op, program.tensor, tp):
             placements = dict(zip(op.outputs, sharding.outputs, strict=True))
             placements.update(zip(op.inputs, sharding.inputs, strict=True))

@@ -157,6 +157,7 @@ def _slowest_kind(session: Session) -> str:
         mine = [r for r in session.ops.values() if r.device == kind]
         return max(r.seconds for r in _forward(mine, "aten.mm.default"))
 
+    # Ranks wait for each other, so the kind with the slowest product sets the pace.
     return max(session.ranks.kinds, key=matmul_seconds)
 
 
@@ -203,6 +204,7 @@ def _step_fits(samples: Sequence[StepSample], undisturbed_s: float | None) -> tu
             continue
         # Only what is done block by block has a time of its own for each call.
         call = float(work in get_args(ZeroWork))
+        # (samples, 3): calls, tensors, and bytes of float32.
         terms = np.array([[call, s.num_tensors, 4.0 * s.num_tensors * s.numel] for s in chosen])
         seconds = [midmean(at_pace(s.visits, s.paces, undisturbed_s)) for s in chosen]
         line, residual = fit_nonnegative(terms, np.array(seconds))
@@ -263,6 +265,7 @@ def _launch_overhead(ops: Sequence[OpRecord], launch_s: float | None) -> Figure:
 
 
 def _copy_rate(ops: Sequence[OpRecord]) -> float:
+    # A copy reads and writes: each byte crosses memory twice.
     return 2 * COPY_BYTES / min(r.seconds for r in _forward(ops, "aten.copy_.default"))
 
 

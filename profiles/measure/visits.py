@@ -6,7 +6,7 @@ ops varied in step with it, light ones in step with each other. So a visit is se
 fixed piece of work of its kind, whose time is the *pace*, taken in the same moment on the
 same core (`clock.Pace`), and its time is scaled to the pace of the undisturbed
 machine, which is the same in every measurement. How much slower the machine typically was is
-kept beside, for whoever asks what a step will take.
+kept beside: a step takes that much longer.
 """
 
 from __future__ import annotations
@@ -58,4 +58,5 @@ def over_ranks(seconds: Sequence[float], paces: Sequence[float]) -> tuple[float,
         return visit, None
     if visit == 0.0:  # a difference of two times that the machine's disturbance swallowed
         return visit, fmean(paces)
+    # The pace p with visit / p = mean of seconds over pace.
     return visit, visit / fmean(s / pace for s, pace in zip(seconds, paces, strict=True))

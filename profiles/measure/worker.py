@@ -101,7 +101,7 @@ class Worker:
         return self._tasks[task["task"]](task)
 
     def tidy(self) -> None:
-        """Between tasks: collect garbage, and give memory that nobody uses back to a GPU."""
+        """Between tasks: collect garbage, and give unused memory back to a GPU."""
         gc.collect(0)
         if self.device.type == "cuda":
             gc.collect()
@@ -122,6 +122,7 @@ class Worker:
             made = [dist.new_group(list(ranks)) for ranks in layout]
             mine = [g for g, ranks in zip(made, layout, strict=True) if self.rank in ranks]
             self._groups[layout] = mine[0] if mine else None
+            # New groups have socket threads of their own.
             put_socket_threads_last()
         group = self._groups[layout]
         if group is None:
@@ -208,6 +209,7 @@ def _take_own_cores() -> bool:
         local_rank=here.index(dist.get_rank()),
     )
     stay_on(cores)
+    # No core is shared where the ranks of a node are no more than the cores they may run on.
     return len(here) <= len(set().union(*(everyone[rank][1] for rank in here)))
 
 

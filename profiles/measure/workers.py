@@ -82,6 +82,7 @@ class WorkerGroup:
                 peer.say(line)
             answers = self._collect(time.monotonic() + timeout_s)
         except (OSError, TimeoutError, EOFError) as error:
+            # The peers of a rank that is gone hang in a collective with it: all are ended.
             reason = self._obituary(error)
             self.stop()
             raise ProbeFailed(reason) from None
@@ -98,6 +99,7 @@ class WorkerGroup:
         for peer in self._peers:
             with contextlib.suppress(OSError):
                 peer.close()
+        # All are killed before any is waited for, so the slowest to end sets the time.
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -137,6 +139,7 @@ class WorkerGroup:
             connection.settimeout(START_TIMEOUT_S)
             lines = connection.makefile("r", encoding="utf-8", newline="\n")
             hello = json.loads(lines.readline() or "{}")
+            # On a cluster the port is open to the network: only who was given the token is a rank.
             if hello.get("token") == token:
                 peers[hello["rank"]] = _Peer(connection=connection, lines=lines)
             connection.settimeout(None)

@@ -122,6 +122,7 @@ def backward_facts(
         ops=tuple(_op_facts(op, products.get(op.name), saved) for op in reversed(program.ops)),
         outputs={n: tensor[n].bytes_at(1) for n in program.outputs if tensor[n].requires_grad},
         strides={name: contiguous_strides(tensor[name].shape_at(1)) for name in program.outputs},
+        # Written last to first, so that of several readers the first in the forward stays.
         readers={name: op.name for op in reversed(program.ops) for name in op.inputs},
         saved=saved.roots,
         saved_bytes=saved.num_bytes,
@@ -138,6 +139,7 @@ def _op_facts(op: Op, args: ProductArgs | None, saved: SavedTensors) -> OpFacts:
     product = None
     scratch = deferred_scratch = 0
     if any(tensor[name].requires_grad for name in op.outputs):
+        # A table's gradient is rows, which the optimizer's part of the memory has.
         metas = (tensor[name] for name in dict.fromkeys(op.inputs))
         needing = [meta.name for meta in metas if meta.requires_grad and not meta.table]
         weight = None if args is None else args[1].name
@@ -158,6 +160,7 @@ def _op_facts(op: Op, args: ProductArgs | None, saved: SavedTensors) -> OpFacts:
         scratch = deferred_scratch = kernel + unreduced_bytes(op, needing, storages)
         if args is not None:
             product = _product(args, storages)
+            # The deferred product sums no gradient of its bias here: only the input's is made.
             others = [name for name in needing if name not in product.inputs]
             deferred_scratch = kernel + unreduced_bytes(op, others, storages)
     return OpFacts(
@@ -208,12 +211,15 @@ def passes_on(op: Op, name: str, storages: StorageMap) -> bool:
     same_size = prod(source.shape_at(1)) == prod(result.shape_at(1))
     if op.target == REDISTRIBUTE:
         src, dst = (parse_placement(str(placement)) for placement in op.args[2:4])
+        # A collective of the backward writes its result to memory of its own. Without one the
+        # backward only narrows the gradient, or hands it on.
         if collectives(src, dst, bool(op.args[4]))[1] is not None:
             return False
         is_slice = is_view_slice(Replicate(), src, result.shape_at(1))
         return (same_size or is_slice) and source.dtype == result.dtype
     if packet_of(op.target) == "cat":
         return source.dtype == result.dtype  # its backward narrows: a slice of the gradient
+    # Of another size or dtype, the gradient is summed over broadcast dims or cast: a copy.
     if packet_of(op.target) in _SUMS:
         return same_size and source.dtype == result.dtype
     # The only entry of a dim (`unbind`, `select`) goes back into a tensor of that dim, by a copy.
@@ -229,4 +235,6 @@ def leaves_gaps(op: Op, program: Program) -> bool:
         return False
     shape = program.tensor[op.outputs[0]].shape_at(1)
     dim = op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("dim", 0)
+    # A slice along the first dim that is longer than 1 is dense; along a later dim, the rows of the
+    # other parts lie between its own.
     return prod(shape[: int(dim) % len(shape)]) > 1  # type: ignore[arg-type]

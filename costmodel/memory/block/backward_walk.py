@@ -37,28 +37,33 @@ def backward_walk(
         as the parameters. In later microbatches they are added to those and freed. Products with
         a weight of at least LARGE_BYTES accumulate in place (a GEMM with beta = 1, no temporary
         gradient) if the sum has the product's dtype and `adds_products`.
-    held: outputs, and inputs started, whose gradients somebody else holds too.
+    held: outputs, and inputs started, whose gradients another holder has too.
     leaves: inputs that keep their gradients, in buffers of their own.
     split: weight gradients are deferred.
     waiting: parameters whose gradients stay to the end of the program, first or not.
-    kept_by_others: outputs that somebody else keeps alive.
-    freed_inputs: inputs that nobody else keeps alive.
+    kept_by_others: outputs that another block, stage or message keeps alive.
+    freed_inputs: inputs that no other block keeps alive.
     started: inputs that have a gradient of later blocks already.
     """
     program, storage, results = facts.storages.program, facts.storages.storage, facts.results
     grads = Gradients()
     for name, size in facts.outputs.items():
         grads.allocate(name, size)
+    # A gradient that is only handed through to an input keeps its buffer: the stage must not
+    # count that twice, so each buffer that arrived is noted with the output it is of.
     given_by = {grads.buffer_of(name)[0]: name for name in grads.of}
     for name in started:
         grads.allocate(name, program.tensor[name].bytes_at(1))
     for name in held:
         grads.hold(name)
     live_saved = facts.saved_bytes
+    # The rise counts from here: all that was saved, and the gradients that arrived.
     start = live_saved + grads.live
+    # What a neighbour still holds outlives the op that would free it.
     never_freed = {storage[name].root for name in program.inputs if name not in freed_inputs}
     never_freed |= {storage[name].root for name in kept_by_others}
     if split:
+        # A deferred weight gradient reads its operands in a later job.
         never_freed.update(*(step.product.never_freed for step in facts.ops if step.product))
     laid = dict(facts.strides)
     param_grads: dict[str, int] = {}
@@ -94,6 +99,8 @@ def backward_walk(
                 if name in waiting or first:
                     # A gradient that waits for the end of the program is not summed in fp32 yet.
                     factor = 1 if name in waiting else gradient_factor
+                    # Two ops that use a parameter add to one gradient: the second makes no other
+                    # buffer.
                     before = param_grads.get(name, 0)
                     stay_bytes += factor * size - before
                     param_grads[name] = factor * size
@@ -119,7 +126,11 @@ def backward_walk(
             size for root, size in step.saved if root not in never_freed and root not in results
         )
         if op.name == facts.first_saver:
+            # The first op that saved runs backward last. With it goes the block's graph, and the
+            # results that its call kept for the second run.
             live_saved -= sum(facts.saved.get(root, 0) for root in results - never_freed)
+        # The engine frees what a node saved before it adds the node's gradients to others, so the
+        # sums below are not alive beside the kernel's scratch.
         beside = live_saved + stay_bytes
         for gradient in made:
             name, size = gradient.name, gradient.num_bytes
@@ -128,7 +139,8 @@ def backward_walk(
             before = grads.live
             peak = max(peak, beside + before + grads.add_up(name, size))
             if name in leaves and facts.readers[name] == op.name and not grads.is_own(name):
-                # A leaf's `.grad` must be its own: AccumulateGrad copies a shared buffer.
+                # With the first reader's gradient the leaf's sum is complete. Its `.grad` must be
+                # its own: AccumulateGrad copies a shared buffer.
                 peak = max(peak, beside + grads.live + size)
                 grads.copy(name, size)
     given = {}
@@ -146,6 +158,7 @@ def _defer(
     """Return a product's weight gradient with all that it refers to until it is computed."""
     buffer, size = grads.buffer_of(op.outputs[0])
     held = product.weight.held
+    # The copy of the input in rows is fresh memory, which no other product shares.
     if product.rows_bytes is not None:
         held += ((f"rows of {op.name}", product.rows_bytes),)
     held += ((f"gradient {given_by.get(buffer, buffer)}", size),)

@@ -52,6 +52,7 @@ def block_bytes(
         recompute = "none"  # no backward: nothing would read what runs again
     none, every = frozenset[str](), frozenset(op.name for op in program.ops)
     again = {"none": none, "selective": recomputed, "full": every}[recompute]
+    # Only autograd refers to the copies that a second run gets, so those it saves count.
     held_anyway = HELD_ANYWAY if recompute == "none" else HELD_ANYWAY - _COPIED
     products = deferrable_products(program)
 
@@ -68,6 +69,7 @@ def block_bytes(
 
     def deferred() -> BlockBytes | None:
         other = holds(frozenset(products))
+        # Where products save the same either way, the stage needs no second kind of this block.
         return None if other.saved.by_op == block.saved.by_op else other
 
     block = replace(holds(none), deferred=cache(deferred))
@@ -87,7 +89,8 @@ def _block_bytes(
     kept = kept_storages(saved, again)
     recomputed_bytes = recompute_rise = 0
     if is_recomputed:
-        # The second run makes what the backward needs and the first run did not keep.
+        # The second run makes what the backward needs and the first run did not keep. Inputs lie
+        # at the block's edge, where the stage counts them.
         inner = all_roots.keys() - set(program.inputs)
         extra = {name: size - kept.extra.get(name, 0) for name, size in all_extra.items()}
         recomputed_bytes = sum(extra.values()) + sum(
@@ -97,12 +100,14 @@ def _block_bytes(
         recompute_rise = forward_walk(
             saved, roots=inner, extra=extra, exist=kept.roots, skipped=skipped, stops=True
         )
+        # The walk counts no parameter's storage, so copies of buffers and constants come on top.
         copied = (name for name in program.params if tensor[name].kind in _COPIED)
         recompute_rise += sum(tensor[name].bytes_at(1) for name in copied)
+    # Tables with a gradient of rows have no dense gradient: `exact.resident` counts them apart.
     params = [n for n in program.params if tensor[n].kind == "param" and not tensor[n].table]
     sizes = {name: tensor[name].bytes_at(1) for name in params}
     edges = {storage[name].root for name in program.outputs}
-    # Pieces of the batch are in memory through the step: nobody keeps or frees them. Of the other
+    # Pieces of the batch are in memory through the step: no block keeps or frees them. Of the other
     # inputs, a second run needs all.
     kept_inputs = {
         name
@@ -119,10 +124,12 @@ def _block_bytes(
         param_rows={name: (*tensor[name].shape_at(1), 1)[0] for name in params},
         spread=spread_params(program),
         saved=saved,
+        # Others may hold an output, too, so outputs count at the stage.
         kept_bytes=kept.num_bytes - sum(kept.roots.get(root, 0) for root in edges),
         recomputed_bytes=recomputed_bytes,
         forward_rise_bytes=forward_walk(saved, roots=kept.roots, extra=kept.extra),
         recompute_rise_bytes=recompute_rise,
+        # Microbatches and positions in the stage differ in few options, so few walks are made.
         backward=cache(lambda **how: backward_walk(facts(), **how)),
     )
 
@@ -155,6 +162,8 @@ def block_load(block: BlockBytes, recomputed: Collection[str]) -> StageLoad:
     """
     saved, tensor = block.saved, block.saved.program.tensor
     activations = [edge for edge in block.inputs if edge.requires_grad]
+    # Blocks of a run share side inputs, so a run takes them once and not with what each block
+    # saves.
     side = sum(edge.num_bytes for edge in block.inputs if edge.is_kept and not edge.requires_grad)
     input_bytes = sum(edge.num_bytes for edge in activations)
     arriving = {edge.name for edge in block.outputs if edge.requires_grad}
@@ -172,7 +181,9 @@ def block_load(block: BlockBytes, recomputed: Collection[str]) -> StageLoad:
         param_bytes=sum(block.params.values()),
         frozen_bytes=sum(rest_bytes(tensor[name]) for name in params if name not in block.params),
         frozen_param_bytes=frozen_param_bytes,
+        # A block that no gradient reaches gathers no weights again for a backward.
         frozen_backward_bytes=frozen_param_bytes * bool(arriving),
+        # Of a run the maximum over its blocks: buckets on the host are as large as that.
         largest_param_bytes=sum(block.params.values()),
         num_params=len(block.params),
         spread_bytes=sum(spread),

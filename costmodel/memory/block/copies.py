@@ -37,6 +37,7 @@ def copy_between(
     """Return what bringing a value of some whole shape from one placement to another takes,
     None where nothing moves; `num_bytes` are those of the copy.
     """
+    # Axes change one after the other: the bytes of each tensor in between follow from the whole's.
     whole = num_bytes * taken.parts(degrees)
     making = returning = 0
     passes_on = True
@@ -47,14 +48,20 @@ def copy_between(
     for axis, src, dst in moves:
         after = before.on(axis, dst)
         source, target = whole // before.parts(degrees), whole // after.parts(degrees)
+        # The value itself is the stage's; what lies in between exists only while this is made.
         held = 0 if before == lies else source
         size = max(source, target)
         making = max(making, held + target + staging_bytes(src, dst, size, forward=True))
+        # Without a shard at either end a rank's tensor keeps its size, and so its gradient's
+        # buffer.
         if isinstance(src, Shard) or isinstance(dst, Shard):
             passes_on = False
             staged = staging_bytes(src, dst, size, forward=False)
+            # On the way back the gradients before and after a change are alive together; the
+            # copy's own gradient (`start`) is the caller's.
             returning = max(returning, target + source + staged - start)
         before = after
+    # A rank's contiguous part of a whole tensor is taken without a copy.
     if len(moves) == 1 and is_view_slice(moves[0].src, moves[0].dst, shape):
         return Copy(0, 0, returning, passes_on, is_view=True)
     return Copy(num_bytes, making, returning, passes_on) if moves else None

@@ -38,6 +38,7 @@ def weight_job(
     """Return the height of a job that computes deferred weight gradients, above its start, and the
     bytes of gradients it leaves. The product deferred last is computed first.
     """
+    # A storage that several products need is freed with the last of them.
     users = Counter(name for product in deferred for name in dict(product.held))
     started: set[str] = set()
     live = peak = left = 0
@@ -45,9 +46,12 @@ def weight_job(
         # The gradient of a view goes to what it is a view of, as a tensor with zeros around it.
         weight = product.weight_bytes if product.adds else product.whole_bytes
         made = weight + product.bias_bytes
+        # A GEMM adds in place only into a sum of the dtype it computes in.
         adds = product.adds and gradient_factor == 1
         has_gradient = product.has_gradient or product.weight in started
         started.add(product.weight)
+        # The first microbatch's gradients stay, as wide as sums are. Where another use of the
+        # weight came before, only the bias's is new.
         stays = gradient_factor * (product.bias_bytes if has_gradient else made) if first else 0
         if first and not has_gradient:
             # Autograd copies a gradient that it is given: the giver still refers to it.

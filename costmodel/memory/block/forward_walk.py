@@ -22,11 +22,13 @@ def forward_walk(
     extra: bytes that ops keep beside tensors, by op.
     exist: storages that are alive before the run.
     skipped: ops that do not run. Selective recomputation gives them their saved results: they only
-        free what nobody reads later.
+        free what no later op reads.
     stops: the run ends once all that stays is made, as checkpointing stops early.
     """
     program, storage = saved.program, saved.storages.storage
+    # Memory that was there before the run: others count it.
     outside = {storage[name].root for name in (*program.inputs, *program.params)}.union(exist)
+    # Lifetimes are of storages, not of tensors: a view keeps its whole base alive.
     last_use: dict[str, int] = {}
     end = 0
     for index, op in enumerate(program.ops):
@@ -35,6 +37,7 @@ def forward_walk(
         mine = saved.saved[op.name]
         if mine.extra_bytes or any(storage[name].root in roots for name in mine.tensors):
             end = index + 1
+    # Outputs are handed on, so nothing inside the program frees them.
     if not stops:
         end = len(program.ops)
         last_use |= {storage[name].root: end for name in program.outputs}
@@ -52,8 +55,8 @@ def forward_walk(
                     live += owner.num_bytes
             stays = extra.get(op.name, 0)
             live += stays
-            # What a kernel would save and nobody keeps (a mask that is recomputed later) lives as
-            # long as the kernel runs.
+            # What a kernel makes to be saved and is not kept (a mask that is recomputed later)
+            # lives as long as the kernel runs.
             temporary = saved.saved[op.name].extra_bytes - stays
             temporary += scratch_bytes(op, saved.storages, forward=True)
             peak = max(peak, live + temporary)

@@ -1,9 +1,9 @@
 """Gradient buffers during a backward, as autograd's engine shares, adds up and frees them.
 
 A view's backward and a sum's hand their gradient on without a copy, so several tensors may have
-one buffer. The second gradient of a tensor is added to the first in place where nobody else has
-that and it has no gaps (`can_accumulate_inplace` in PyTorch's input_buffer.cpp); else their
-sum takes a buffer more.
+one buffer. The second gradient of a tensor is added to the first in place where no other tensor
+has that buffer and it has no gaps (`can_accumulate_inplace` in PyTorch's input_buffer.cpp); else
+their sum takes a buffer more.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ class Gradients:
     def __init__(self) -> None:
         self.of: dict[str, int] = {}
         self.live = 0
+        # By number of a buffer: its bytes, and how many tensors have their gradients in it.
         self._bytes: list[int] = []
         self._users: list[int] = []
+        # A tensor's second gradient until the engine has added it to the first.
         self._second: dict[str, int] = {}
         self.gaps: set[str] = set()
 
@@ -36,6 +38,7 @@ class Gradients:
 
     def share(self, name: str, source: str, *, gaps: bool = False) -> None:
         """Give a tensor the gradient of another, or a view of it, which may have gaps."""
+        # The engine writes a sum into the first gradient, so gaps of the second do not matter.
         if gaps and name not in self.of:
             self.gaps.add(name)
         self._attach(name, self.of[source])
@@ -53,11 +56,11 @@ class Gradients:
         return buffer, self._bytes[buffer]
 
     def hold(self, name: str) -> None:
-        """Keep a gradient's buffer to the end: somebody else has it too."""
+        """Keep a gradient's buffer to the end: another holder has it, too."""
         self._users[self.of[name]] += 1
 
     def is_own(self, name: str) -> bool:
-        """Whether a tensor's gradient may be written to: nobody else has it, and it is dense."""
+        """Whether a tensor's gradient may be written to: its buffer is its own, and dense."""
         return self._users[self.of[name]] == 1 and name not in self.gaps
 
     def add_up(self, name: str, num_bytes: int) -> int:
@@ -67,10 +70,12 @@ class Gradients:
         second = self._second.pop(name, None)
         if second is None:
             return 0
+        # Added in place: nothing new, and the second buffer goes.
         if self.is_own(name):
             self._release(second)
             return 0
         self._release(second)
+        # The first buffer must not be written to, so the sum takes one of its own.
         self.copy(name, num_bytes)
         return num_bytes
 
@@ -107,6 +112,7 @@ def seen_through(op: Op, name: str, program: Program, strides: Strides) -> Strid
     family = family_of(op.target)
     shape = program.tensor[name].shape_at(1)
     if family.dim_order is not None:
+        # The gradient of a permutation is its inverse: dim i of the output came from dim order[i].
         back = dict(zip(family.dim_order(op, len(shape)), strides, strict=True))
         return tuple(back[dim] for dim in range(len(shape)))
     if family.reshapes:

@@ -39,11 +39,13 @@ def kept_storages(saved: SavedTensors, recomputed: Collection[str]) -> Kept:
     """Return what a bound local program keeps when the ops named in `recomputed` run again."""
     program, storage = saved.program, saved.storages.storage
     maker = {output: op.name for op in program.ops for output in op.outputs}
+    # What ops of the second run read of other ops. The block's inputs are kept in any case.
     read_again = {
         name for op in program.ops if op.name in recomputed for name in op.inputs if name in maker
     }
     kept: dict[str, Storage] = {}
     extra: dict[str, int] = {}
+    # From the last op on: whether the second run reaches an op depends on what is saved behind it.
     saves_later = False  # whether the second run has to get as far as here
     for op in reversed(program.ops):
         mine = saved.saved[op.name]
@@ -59,6 +61,7 @@ def kept_storages(saved: SavedTensors, recomputed: Collection[str]) -> Kept:
                 saves_later = True  # the second run makes it
             elif storage[name].kind not in HELD_ANYWAY:
                 kept[name] = storage[name]
+    # Views of one storage count once; inputs are the block's neighbours'.
     roots = {s.root: s.num_bytes for s in kept.values() if s.root not in program.inputs}
     results = (storage[name].root for name in read_again if maker[name] not in recomputed)
     return Kept(roots, extra, frozenset(results) & roots.keys())

@@ -78,11 +78,13 @@ class ShardedBytes:
         if isinstance(job, ForwardBytes):
             self._in_flight += 1
         else:
-            # What ran ahead of a block is fetched behind it; ahead of the step's first, nothing
-            # ran.
+            # FSDP2 lists units in the order of all forwards and takes the latest entry at each
+            # backward, to prefetch the entry before it. Only ahead of the step's first forward
+            # there is none; its entry is taken when no other microbatch is left in flight.
             is_first = self._in_flight == 1 and not self._ran_back
             self._ran_back = (self._ran_back or is_first) and not is_last
             self._in_flight -= 1
+        # A job's height follows from these alone; microbatches in the steady state repeat them.
         key = job, self.state, is_last, is_first
         simulated = self._stage.simulated
         if key not in simulated:
@@ -178,6 +180,7 @@ class _FsdpTally:
 
     def forward(self, job: ForwardBytes) -> None:
         """Simulate a forward."""
+        # Parameters of several blocks are the unit of the stage around them, which is called first.
         self._before_forward(self._shared)
         for index, sample in enumerate(job.samples):
             self._base = sample.start_bytes
@@ -226,6 +229,8 @@ class _FsdpTally:
         if self._shared in self._units:
             self._make_gradient(self._shared)
             self._after_backward(self._shared, is_last)
+        # These blocks have no hook on an input's gradient, so FSDP2 reduces them at the backward's
+        # end.
         for index in waiting:
             self._after_backward(index, is_last)
         if self._stage.adds_late:
@@ -240,6 +245,7 @@ class _FsdpTally:
     def _make_gradient(self, index: int) -> None:
         """Hold a unit's new gradients, unless they add to sums in place."""
         unit = self._units[index]
+        # Autograd adds in place only where the sum has the gradients' dtype.
         if index not in self._summed or unit.sum_bytes != unit.gradient_bytes:
             self._fresh.add(index)
 
@@ -266,6 +272,7 @@ class _FsdpTally:
             # ZeRO 1 reduces once a step: whole gradients are summed, in fp32 if they are bf16.
             if unit.sum_bytes == unit.gradient_bytes:
                 self._summed.add(index)
+            # The first sum is a cast copy: the bf16 gradient is alive beside it.
             elif is_fresh and index not in self._summed:
                 self._note(unit.sum_bytes)
                 self._summed.add(index)
@@ -273,6 +280,7 @@ class _FsdpTally:
             return
         if index in self._summed:
             self._fresh.discard(index)
+        # ZeRO 1 and 2 keep weights gathered for the microbatches to come.
         if self._stage.zero_stage == 3 or is_last:
             self._gathered.discard(index)
         if not unit.gradient_bytes:

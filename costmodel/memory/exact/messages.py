@@ -57,6 +57,7 @@ def find_traffic(
     spread: set[tuple[int, bool]] = set()
     for edge in edges:
         for is_grad in (False, True) if edge.requires_grad else (False,):
+            # A gradient goes the other way along the edge of its value.
             ends = (edge.consumer, edge.producer) if is_grad else (edge.producer, edge.consumer)
             source, target = map(home, ends)
             if source == target or here not in (source, target):
@@ -72,6 +73,8 @@ def find_traffic(
     taken_at: dict[Arrival, int] = {}
     for other in made.keys() | taken.keys():
         coming = made.get(other, {})
+        # Along a single edge things arrive in the order in which they are needed: no receive is
+        # posted earlier than it is needed.
         if not keeps_sent and sum(map(len, coming.values())) <= 1:
             continue
         made_here = _positions(rows[other], coming)
@@ -94,6 +97,7 @@ def _positions(
         Arrival(edge.index, is_grad, job.microbatch_index): position
         for position, job in enumerate(row)
         if job.kind is not JobKind.BACKWARD_WEIGHT
+        # Forwards make and take values, backwards gradients; a job of weight gradients neither.
         for is_grad in (job.kind is not JobKind.FORWARD,)
         for edge in edges.get((job.stage_index, is_grad), ())
     }
@@ -110,6 +114,7 @@ class Receives:
         """Return what is posted now that `wanted` is."""
         if source not in self._coming:
             return [wanted]
+        # A channel delivers in order, so all that was sent ahead of it gets its buffer, too.
         posted = []
         queue = self._coming[source]
         while wanted not in self._posted and queue:

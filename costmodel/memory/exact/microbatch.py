@@ -60,6 +60,8 @@ class LinkedStages:
             for message in stage.incoming:
                 if self.is_local(message):
                     maker = stages[message.other_stage]
+                    # Stages are walked under names of their kind's first stage, so the two ends of
+                    # an edge may call its value by different names.
                     name = next(m.name for m in maker.outgoing if m.edge == message.edge)
                     self._made[index, message.name] = "value", message.other_stage, name
 
@@ -94,6 +96,7 @@ class MicrobatchBytes:
         self._under_way: Counter[Storage] = Counter()
         self._kept: dict[int, _Kept] = {}
         self._deferred: dict[int, tuple[tuple[DeferredWeight, ...], Sequence[Storage]]] = {}
+        # A tree of states: microbatches that run the same jobs share its nodes.
         self._after: dict[JobVariant, tuple[Effect, MicrobatchBytes]] = {}
         self._without: dict[Storage, tuple[int, MicrobatchBytes]] = {}
 
@@ -181,7 +184,8 @@ class MicrobatchBytes:
                 sent.append((message, key))
             kept_bytes += self._hand_on(message, key)
         self._kept[s] = _Kept(done.kept_bytes, kept, tuple(leaves))
-        # Values made of the batch belong to all stages; storages of messages under way can't move.
+        # Values made of the batch belong to all stages, so they are not offloaded. Storages of
+        # messages under way are copied to the host, too, and free nothing on the device.
         held = {*kept.values(), *leaves} - {linked.value(s, name) for name in walk.side}
         there = {key for key in held if key in self._bytes}
         away = {key for key in there if self._under_way[key]}
@@ -202,11 +206,14 @@ class MicrobatchBytes:
         stage = linked.stages[s]
         walk: StageWalk = getattr(stage, variant.walk)
         is_split = variant.kind is JobKind.BACKWARD_INPUT and stage.sharded is None
-        # The last block is recomputed before the gradients are waited for.
+        # The last block is recomputed before the gradients are waited for; under ZeRO its weights
+        # are gathered only when its backward begins (`StageModule.take_again`).
         blocks = walk.blocks if stage.sharded is None else ()
         ahead_bytes = blocks[-1].kind.bytes.recompute_rise_bytes if blocks else 0
         arriving = [(m, ("gradient", m.edge)) for m in stage.outgoing if m.requires_grad]
         taken_bytes = sum([self._receive(message, key) for message, key in arriving])
+        # What no other holder can have goes with the backward; named storages when their last
+        # holder lets go.
         own_bytes, kept, leaves = self._kept.pop(s)
         how = BackwardVariant(
             received=tuple(message.name for message, _ in arriving),

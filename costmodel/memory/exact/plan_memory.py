@@ -55,12 +55,15 @@ class WalkedRank:
         apart = (
             sample.saved_bytes + sample.gradient_bytes + sample.weight_bytes + sample.buffer_bytes
         )
+        # What is left of the height: what the job itself allocates and frees.
         inside_job = sample.peak_bytes - apart
         parts = Counter(self.resident)
         parts["host_bytes"] += on_host
         parts["parameter_bytes"] += sample.weight_bytes
         parts["gradient_bytes"] += gradients
         parts["activation_bytes"] += sample.saved_bytes
+        # The total is then resident + max(height, update_bytes): the job and the optimizer's step
+        # never overlap in time.
         parts["transient_bytes"] += inside_job + max(0, update_bytes - height)
         parts["communication_bytes"] += sample.buffer_bytes
         return with_overheads(MemoryParts(**parts), rank.costs.profile)
@@ -69,6 +72,7 @@ class WalkedRank:
         """Return a rank's memory in the optimizer's step, when all activations are gone."""
         rank = self.state
         parts = Counter(self.resident)
+        # Where gradients' shards are on the host, fewer are left on the device.
         gradients = min(rank.summed_bytes, rank.update_bytes)
         parts["gradient_bytes"] += gradients
         parts["transient_bytes"] += rank.update_bytes - gradients

@@ -126,7 +126,8 @@ class _RankTally:
     ) -> None:
         self._home = home
         self._traffic, self._receives = traffic, Receives(traffic)
-        # By (stage, is_grad): what other ranks send here for a job of the stage.
+        # By (stage, is_grad): what other ranks send here for a job of the stage. Stages of this
+        # rank hand over in place, without a buffer.
         self._arriving = {
             (s, is_grad): [
                 message
@@ -147,6 +148,7 @@ class _RankTally:
             if stage.sharded is not None
         }
         linked = LinkedStages(stages, keeps_sent=bool(traffic.taken_at))
+        # All microbatches start from one state, so those that run alike share what was simulated.
         self._unseen = MicrobatchBytes(linked)
         self._microbatches: dict[int, MicrobatchBytes] = {}
         self._under_way: list[_UnderWay] = []
@@ -154,6 +156,7 @@ class _RankTally:
         """What an offload frees of a microbatch: its own, and also kept by a message under way."""
         self.offloaded_bytes = self.host_bytes = 0
         self._saved = self._buffers = self._gradients = 0
+        # Sums that stay from step to step are there before the first job.
         states = [sharded.state for sharded in self._sharded.values()]
         self._sharded_bytes = sum(state.live_bytes for state in states)
         self._sharded_gradients = sum(state.gradient_bytes for state in states)
@@ -197,6 +200,7 @@ class _RankTally:
             self._sharded_weights += sharded.state.weight_bytes - before.weight_bytes
             self._sharded_bytes += sharded.state.live_bytes - before.live_bytes
             self._sharded_gradients += sharded.state.gradient_bytes - before.gradient_bytes
+        # From here on what arrived belongs to the microbatch; the height counts it there.
         self._buffers -= effect.taken_bytes
         at_height = self._saved + effect.taken_bytes
         # A backward's recomputation runs before it waits for gradients: those are in receive
@@ -220,6 +224,7 @@ class _RankTally:
             ]
         if effect.movable is not None:
             self.movable[s, m] = effect.movable
+        # The tally of a microbatch keeps what was offloaded; each sample takes that out.
         live_bytes = self._saved + self._buffers + self._gradients + self._sharded_bytes
         saved -= self.offloaded_bytes
         return MemorySample(
@@ -238,6 +243,8 @@ class _RankTally:
         arrival is the first proof that earlier ones have left.
         """
         for source, arrival in self._wanted(job):
+            # Both positions are of the other rank's row: what it had to take before it made this
+            # has arrived there.
             made_at = self._traffic.made_at[arrival]
             for sent in [*self._under_way]:
                 if sent.target == source and self._traffic.taken_at[sent.arrival] <= made_at:

@@ -91,7 +91,8 @@ class RankState:
         """The optimizer's step: gradients, and what is allocated beside them."""
         plan, ranks = self.plan, self.ranks
         scratch = self.stepped_bytes if ranks.copies_update else 0
-        # Before it, ranks that share parameters sum the gradients of these.
+        # Before it, ranks that share parameters sum the gradients of these. The two do not overlap
+        # in time, so the larger counts.
         sums = tied_sum_bytes(plan, self.costs.graph, self.tied, self.pp_rank) * ranks.sum_factor
         sums //= ranks.shards
         # Shards that are stepped on the host have left the device by then.
@@ -99,6 +100,8 @@ class RankState:
         rows = sum(
             _update_rows_bytes(self, table) for table in held_tables(self) if not table.on_host
         )
+        # The step's gradients of rows are resident already (`table_rows`): only more than these
+        # counts.
         kept = int(table_rows(self))
         return max(scratch, sums) + (0 if has_left else self.summed_bytes) + max(0, rows - kept)
 
@@ -128,12 +131,14 @@ def frozen(rank: RankState) -> Amount:
                     meta = costs.graph.tensor[names[at]]
                     # (A table with a gradient of rows is trained, and whole on each replica.)
                     if meta.table or not (shards_frozen and meta.kind == "param"):
+                        # By name, so that a tensor of several blocks of the rank counts once.
                         placed.setdefault(names[at], params[at])
     degrees = plan.stage_degrees(first)
     total = sum(
         costs.graph.tensor[name].bytes_at(1) // placements.parts(degrees)
         for name, placements in placed.items()
     )
+    # What the preamble makes once for all microbatches; what it makes for each is an activation.
     side_values = costs.side_values(plan.stage_microbatch_size(first))
     total += 0 if plan.optimizer_on_host else rank.frozen_shard_bytes
     return total + side_values.num_bytes(frozenset().union(*given), fixed=True)
@@ -162,11 +167,11 @@ def batch(rank: RankState) -> Amount:
 def on_host(rank: RankState) -> Amount:
     """Return what an optimizer on the host has there: its state, and what it steps on.
 
-    Tables are there with two moments, and a step's gradients of rows with what adds them up. Of an
-    optimizer, without ZeRO, that is a copy of the weights, and slots for two buckets of gradients
-    and of weights on their variant (`planner.runtime.state.optimizers.host_optimizer`). A bucket is
-    at least as large as the largest tensor, for which the largest block stands. With ZeRO it is
-    shards of both.
+    Tables are there with two moments, and a step's gradients of rows with what adds them up.
+    Without ZeRO the host has AdamW's state, a copy of the weights, and slots for two buckets of
+    gradients and two of weights on their way (`planner.runtime.state.optimizers.host_optimizer`).
+    A bucket is at least as large as the largest tensor, for which the largest block stands. With
+    ZeRO it has shards of the state, the weights and the gradients.
     """
     tables = _tables_on_host(rank)
     if not rank.plan.optimizer_on_host:
@@ -176,9 +181,12 @@ def on_host(rank: RankState) -> Amount:
     if ranks.is_sharded:
         experts = load.spread_bytes
         shard = (load.param_bytes - experts) / ranks.shards + experts / ranks.of_experts.shards
+        # A shard's two moments, its weights and its gradients.
         trained = (ADAMW_STATES + 2) * (factor * shard) + counters
         return tables + trained + rank.frozen_shard_bytes
     stepped = factor * load.param_bytes
+    # A bucket holds a whole tensor at least. Its gradients are as wide as sums, its weights
+    # 1/factor of that; a model smaller than the slots fills no more than itself.
     bucket = np.maximum(HOST_BUCKET_BYTES, factor * load.largest_param_bytes)
     buckets = np.minimum(_HOST_SLOTS * bucket, stepped)
     return tables + (ADAMW_STATES + 1) * stepped + counters + buckets * (1 + 1 / factor)
@@ -212,6 +220,7 @@ def held_tables(rank: RankState) -> Iterator[HeldTable]:
                 _, params, _ = block_placements(graph, plan, index, s)
                 placed |= dict(zip(names, params, strict=True))
     first = min(rank.stages)
+    # Gradients of rows are collected over all microbatches of the step.
     samples = plan.stage_microbatch_size(first) * plan.num_microbatches
     for table in tables_of(graph) if placed else ():
         meta = graph.tensor[table.name]
@@ -246,6 +255,7 @@ def _update_rows_bytes(rank: RankState, table: HeldTable) -> int:
 def table_states(rank: RankState) -> Amount:
     """Return the moments of tables with a gradient of rows on the device, and in bf16 masters."""
     tables = [table for table in held_tables(rank) if not table.on_host]
+    # Where the optimizer steps on something wider than the weights, that is a copy of its own.
     masters = sum(t.stepped_bytes for t in tables if t.stepped_bytes > t.weight_bytes)
     return masters + sum(ADAMW_STATES * t.stepped_bytes + COUNTER_BYTES for t in tables)
 

@@ -46,6 +46,7 @@ def scaled_rates(
     """Return the rates of a device's reference device as they hold for the device."""
     scale, link = 1.0, 1.0
     if device.tflop_per_s is not None:
+        # Peaks of all dtypes keep their ratios; the data sheet's bf16 peak tells the rest.
         scale = device.tflop_per_s * TFLOP / rates.peak_flop_per_s["bfloat16"]
     if device.link_gb_per_s is not None:
         link = device.link_gb_per_s * GB / reference_link_bytes_per_s

@@ -55,6 +55,7 @@ def transformer_of(run: RunRow) -> Transformer:
     """Return the model of a row, as the trainers of large models write it."""
     vocab = run.shape.vocab
     if run.tp > 1:  # A vocabulary that tp splits is padded.
+        # To a multiple of 128 on each rank, as Megatron-LM does (make-vocab-size-divisible-by).
         vocab = -(-vocab // (128 * run.tp)) * 128 * run.tp
     return transformer_of_shape(
         replace(run.shape, vocab=vocab),
@@ -117,7 +118,8 @@ def plan_of(run: RunRow, model: Transformer, *, devices_per_node: int) -> Plan:
     schedule, vpp = SCHEDULES[run.schedule], run.vpp
     microbatches = run.num_microbatches
     if schedule == "zb_v":
-        vpp = 2
+        vpp = 2  # down the ranks and up again
+    # Interleaving needs whole rounds of pp microbatches (Narayanan et al. 2021, section 2.2.2).
     if schedule == "interleaved_1f1b" and (vpp == 1 or microbatches % run.pp):
         schedule, vpp = "1f1b", 1
     if run.pp == 1:
@@ -210,6 +212,7 @@ def recomputed_ops(model: Transformer, recompute: str, by_op: bool) -> tuple[Cla
     again = tuple(f".{part}" for part in modules_recomputed(recompute))
     chosen = []
     for index, program in enumerate(classes):
+        # The first class is the embedding, the last the head.
         if not 0 < index < len(classes) - 1:
             ops: tuple[Op, ...] = ()
         elif recompute == "full":
@@ -230,6 +233,7 @@ def _balanced_bounds(model: Transformer, stages: int) -> list[int]:
     A stage ends with the block that takes it over its part of the whole, as nanotron's do.
     """
     width = model.head_width
+    # Four products of attention and three of a gated feed-forward.
     layer = 4 * model.heads * width * model.hidden + 3 * model.hidden * model.ffn_hidden
     costs = [0, *[layer] * model.layers, model.vocab * model.hidden]
     whole, done = sum(costs), 0
@@ -238,6 +242,7 @@ def _balanced_bounds(model: Transformer, stages: int) -> list[int]:
         done += cost
         left = len(costs) - index - 1
         needed = stages - len(bounds)
+        # As many blocks left as stages: each takes one from here on.
         if needed and (done >= whole * len(bounds) / stages or left == needed):
             bounds.append(index + 1)
     if len(bounds) < stages:
@@ -255,6 +260,7 @@ def _bounds(layers: int, stages: int) -> list[int]:
     if layers % stages == 0:
         sizes = [layers // stages] * stages
     else:
+        # Whole stages inside; the layers that are missing then are taken off both ends.
         inner = ceil(layers / stages)
         missing = inner * stages - layers
         ends = [inner - missing // 2, inner - (missing - missing // 2)]

@@ -28,44 +28,50 @@ LEAST_PARAMS, MOST_PARAMS = 1e6, 1e14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerShape:
-    """A decoder: `gated` feed-forwards have three matrices, `kv_heads` may be fewer.
+    """A decoder.
 
-    `head_dim` 0 means hidden / heads. With `num_experts`, each layer's feed-forward is that many
-    of which the router picks `experts_per_token`, beside `shared_experts` that see every token;
-    `ffn_hidden` is the width of one.
-
-    With `key_rank`, attention is latent (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1): keys and
-    values are made from so many columns, queries from `query_rank` (0: from all), and keys are
-    `rope_dim` wider than values.
-
-    The first `dense_layers` of a model with experts have a feed-forward of width `dense_ffn`;
-    counts of parameters and flop take them to be as wide as the experts of a token, as they
-    nearly are.
-
-    `ahead` tokens after the next are predicted too, each by a layer more and the head again.
-
-    `tied`: the output matrix is the token embedding's.
+    Counts of parameters and flop take `dense_layers` to be as wide as the experts of a token, as
+    they nearly are. Latent attention: DeepSeek-AI 2024, arXiv 2405.04434, section 2.1.
     """
 
     layers: int
+    """Layers, those that predict ahead apart."""
     hidden: int
+    """Columns of what goes from layer to layer."""
     heads: int
+    """Heads of queries."""
     kv_heads: int
+    """Heads of keys and values, which may be fewer."""
     ffn_hidden: int
+    """Width of a feed-forward; with experts, of a single expert."""
     gated: bool
+    """Whether feed-forwards have three matrices, not two."""
     vocab: int
+    """Tokens of the vocabulary."""
     seq_len: int
+    """Tokens of a sample."""
     head_dim: int = 0
+    """Width of a head; 0: hidden / heads."""
     num_experts: int = 1
+    """Experts of a layer's feed-forward; 1: it has none."""
     experts_per_token: int = 1
+    """Experts that the router picks for a token."""
     shared_experts: int = 0
+    """Experts beside these that see every token."""
     query_rank: int = 0
+    """With latent attention, columns that queries are made from; 0: from all."""
     key_rank: int = 0
+    """Columns that keys and values are made from; 0: attention is not latent."""
     rope_dim: int = 0
+    """By how much keys are wider than values."""
     dense_layers: int = 0
+    """First layers of a model with experts that have an ordinary feed-forward."""
     dense_ffn: int = 0
+    """Its width."""
     ahead: int = 0
+    """Tokens after the next that are predicted too, each by a layer more and the head again."""
     tied: bool = False
+    """Whether the output matrix is the token embedding's."""
 
     @property
     def head_width(self) -> int:
@@ -142,12 +148,15 @@ class TransformerShape:
         """Model flop of one layer for one sample, forward and backward; attention in full, or only
         that of positions that see each other (`causal`).
         """
+        # Two products of 2 flop a multiply-add (scores, and their sum of values), three times with
+        # the backward: 12. Parameters: 2 flop, three times: 6.
         scores = 12.0 * self.seq_len**2 * self.score_width
         return 6.0 * self.used_params * self.seq_len + (scores / 2 if causal else scores)
 
     def model_flop(self, *, causal: bool = False) -> float:
         """Model flop of one sample, forward and backward (recompute not counted)."""
         head = 6.0 * self.seq_len * self.embedding_params
+        # A layer that predicts ahead first joins two vectors: a product from 2 hidden to hidden.
         joins = 12.0 * self.seq_len * self.hidden**2
         layer = self.layer_flop(causal=causal)
         return self.layers * layer + head + self.ahead * (layer + head + joins)

@@ -139,6 +139,7 @@ def run_of(
     prices, limit = prices or RowPrices(), device_bytes(row, profile)
     sizes = [run]
     while run.assumed_to_be("micro_batch") and sizes[-1].micro_batch > 1:
+        # Halved and rounded up, down to a single sample.
         sizes.append(sizes[-1].assuming(micro_batch=-(-sizes[-1].micro_batch // 2)))
     if len(sizes) > 1:
         fitting = (s for s in sizes if prices.estimate(s, profile, rates).peak_bytes <= limit)

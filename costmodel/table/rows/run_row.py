@@ -46,19 +46,33 @@ class RunRow:
     """A run with every blank filled; `assumed` says with what."""
 
     shape: TransformerShape
+    """Sizes of its model."""
     stack: Execution
+    """The runtime that it is priced for."""
     dtype: str
+    """In which layers multiply."""
     global_batch: int
+    """Samples of a step."""
     micro_batch: int
+    """Samples of a microbatch of a replica."""
     tp: int
+    """Tensor-parallel ranks."""
     cp: int
+    """Context-parallel ranks."""
     pp: int
+    """Pipeline ranks."""
     vpp: int
+    """Stages of a pipeline rank."""
     dp: int
+    """Replicas."""
     sequence_parallel: bool
+    """Whether what goes from layer to layer is split by positions over tp ranks."""
     zero_stage: int
+    """ZeRO stage, 0 to 3."""
     schedule: str
+    """The pipeline's, by its name in rows (`row_plan.SCHEDULES`)."""
     recompute: str
+    """``none``, ``selective`` (with modules where the row names some) or ``full``."""
     ep: int = 1
     """Ranks of a stage that share the experts."""
     etp: int = 1
@@ -69,6 +83,7 @@ class RunRow:
     """Blocks of each stage, the embedding and the head among them; empty: as its stack deals
     them."""
     assumed: tuple[str, ...] = field(default=())
+    """``column=value`` of each column that was filled in."""
 
     @property
     def gpus(self) -> int:
@@ -195,6 +210,7 @@ def _layout(cells: Cells, shape: TransformerShape, stack: Execution) -> tuple[in
     tp, pp, dp = (cells.given(name) for name in ("tp", "pp", "dp"))
     cp = cells.given("cp", least=0) or 1
     gpus = cells.given("gpus")
+    # Devices that weights and state fill, the least that the model may be cut over.
     needed = shape.num_params * TRAINED_BYTES / MODEL_BYTES_PER_DEVICE
     if gpus is None and dp is None:
         if nodes := cells.given("nodes"):
@@ -269,6 +285,7 @@ def _stage_blocks(cells: Cells, blocks: int, stages: int) -> tuple[int, ...]:
     if not text:
         return ()
     repeated = re.compile(r"\(([EtmL|]*)\)\*(\d{1,4})|([EtmL])\*(\d{1,4})")
+    # From the inside out: a pass may leave another repetition around what it wrote out.
     while found := repeated.search(text):
         part = (found[1] or found[3] or "") * int(found[2] or found[4])
         text = text[: found.start()] + part + text[found.end() :]

@@ -53,8 +53,10 @@ def block_entry_seconds(
         meta = graph.tensor[name]
         num_bytes = meta.numel_at(microbatch_size) * DTYPE_BYTES[meta.dtype]
         for other, size in others:
+            # Ranks along this axis exchange what each of them has left of the tensor on other axes.
             if isinstance(placement_of(graph, name, other), Shard):
                 num_bytes //= size
+        # Blocks end with whole gradients, so none is a partial sum here (`StageModule._as`).
         there, back = collectives(source, taken, False)
         if there:
             forward_s += profile.collective_seconds(there, num_bytes, group).seconds

@@ -38,6 +38,7 @@ def op_seconds(
     """
     check_time()
     forward, backward = works or op_works(op, tensor)
+    # Views move nothing, and their backward counts nothing either (`backward_work`).
     if forward.num_bytes == 0:
         return 0.0, 0.0
     dtype = op_dtype(op, tensor)
@@ -75,6 +76,7 @@ def redistribute_seconds(
         return 0.0, 0.0
     (forward_kind, backward_kind), num_bytes = op_collectives(op, dict(tensor), axis.size)
     forward_s = _collective(profile, forward_kind, num_bytes, axis.group)
+    # Without a gradient of the input no collective runs in the backward.
     if not tensor[op.inputs[0]].requires_grad:
         return forward_s, 0.0
     return forward_s, _collective(profile, backward_kind, num_bytes, axis.group)

@@ -36,6 +36,7 @@ def accumulate_seconds(program: Program, profile: Profile, *, cut: float = 1) ->
     metas = (program.tensor[name] for name in program.params)
     metas = (meta for meta in metas if meta.kind == "param" and not meta.table)
     trained = [meta.numel_at(1) for meta in metas if meta.requires_grad]
+    # The fits are over fp32 tensors, 4 bytes an element.
     return profile.step_seconds(
         "accumulate", num_bytes=sum(4 * numel for numel in trained) / cut, num_tensors=len(trained)
     ).seconds
@@ -87,7 +88,8 @@ def profiled_times(
         backward_s += back
         recomputed_s += there if op.name in recomputed else 0.0
         if op.name in products:
-            # One product for the weight, and one as large for the input if it needs one.
+            # One product for the weight, and one as large for the input if it needs one: only the
+            # weight's can be deferred.
             weight_s += back / 2 if tensor[products[op.name][0].name].requires_grad else back
         work, back_work = works[op.name]
         forward_flop += work.flop
@@ -124,6 +126,8 @@ def profiled_times(
     backward_comm_s += profile.wait_seconds(
         backward.device_s + backward.host_s, backward_waits, inside=True
     )
+    # What runs again is priced as a forward of these ops alone: their seconds on the device against
+    # their own launches on the host.
     again = [op for op in local.ops if op.name in recomputed]
     again_views = sum(op.name not in works or works[op.name][0].num_bytes == 0 for op in again)
     again_ops = len(again)
@@ -139,6 +143,7 @@ def profiled_times(
     )
     # Of corrections of the whole block, weight gradients have their share.
     if backward_s:
+        # The host waits op by op, and each product's weight gradient is one of these.
         waited = backward.host_s * len(products) / max(backward_ops, 1)
         weight_s = weight_s * backward.device_s / backward_s + waited
     return ProgramTimes(
@@ -189,5 +194,6 @@ def _with_host(
     correction = profile.block_correction(direction, compiled=kernels == "fused")
     device_s = seconds * correction
     if profile.cluster.device_type != "cpu":
+        # Of the host's launches only what outlasts the device's work shows.
         return Spent(device_s, max(0.0, ops * profile.launch_overhead_s - device_s))
     return Spent(device_s, views * profile.launch_overhead_s if correction == 1.0 else 0.0)

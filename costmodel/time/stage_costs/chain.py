@@ -105,6 +105,7 @@ class ChainCosts:
         columns = self._along(of_class, TIME_FIELDS)
         has_backward = self._along(self._prices, ("has_backward",))["has_backward"]
         for there, back in self._entries():
+            # A second run begins as the first did: its inputs are brought to their placement again.
             columns["comm_forward_s"] += there
             columns["rerun_s"] += there * has_backward
             columns["rerun_comm_s"] += there * has_backward
@@ -116,6 +117,8 @@ class ChainCosts:
         """Bytes of each block (n)."""
         of_class = {index: price.load for index, price in self._prices.items()}
         columns = self._along(of_class, LOAD_FIELDS)
+        # The price of a class counts its side inputs one by one. Here those in one storage count
+        # once, and those made once for all microbatches are apart (`once_bytes`).
         columns["side_bytes"] = self._side_bytes[0]
         return StageLoad(**columns)
 
@@ -158,6 +161,7 @@ class ChainCosts:
             ]
             found: dict[int, tuple[float, float]] = {}
             for index, entry in enumerate(entries):
+                # Blocks of one entry take the same placements from blocks of the same classes.
                 if entry not in found:
                     found[entry] = block_entry_seconds(
                         self.graph, index, own, self.costs.profile,
@@ -189,11 +193,13 @@ class ChainCosts:
         graph, degrees = self.graph, self.split.degrees
         for name, users in graph.shared_params.items():
             meta = graph.tensor[name]
+            # Pairs of neighbouring users: a run with k users counts it k times, less k - 1 pairs.
             for i, j in pairwise(users):
                 block = graph.blocks[j]
                 size = rest_bytes(meta)
                 for axis, layouts in self.layouts.items():
                     layout = layouts.get(block.class_index)
+                    # Sharded on this axis (`Shard` is spelled S(dim)): a rank has its part only.
                     if layout and layout.params[block.params.index(name)].startswith("S"):
                         size //= degrees[axis]
                 yield i, j, meta, size
@@ -212,6 +218,7 @@ class ChainCosts:
     @cached_property
     def _time_sums(self) -> Floats:
         """Running sums (fields, n + 1) of seconds and flop."""
+        # A leading column of zeros makes sums[end] - sums[start] hold for start 0, too.
         columns = np.stack([getattr(self.times, name) for name in TIME_FIELDS])
         return np.concatenate([np.zeros((len(columns), 1)), np.cumsum(columns, axis=1)], axis=1)
 

@@ -55,6 +55,7 @@ class Messages:
         found: dict[int, Floats] = {}
         for block, entry in zip(self.graph.blocks, entries, strict=True):
             if entry not in found:
+                # What no block makes (the batch, the preamble's values) each rank has itself.
                 sent = [name for name in dict.fromkeys(block.inputs) if name in makers]
                 found[entry] = sum(map(self._message_bytes, sent), start=np.zeros((2, 2)))
         sizes = [found[entry] for entry in entries]
@@ -98,6 +99,7 @@ class Messages:
         """
         sizes = self.arrivals[:, :, start]
         for maker, users, num_bytes in self._skips:
+            # The first user at or behind the run's start; users are in ascending order.
             at = np.searchsorted(users, start)
             first_use = np.append(users, len(self.graph.blocks))[at]
             # Used in the run, made before it, and not already counted at its first block.
@@ -130,6 +132,8 @@ class Messages:
     def _message_seconds(self, sizes: Floats, pp_group: Group, tp: int) -> tuple[Floats, Floats]:
         # What all ranks of a node hold whole travels in pieces, and is gathered where it arrives.
         group = axis_group(self.profile.cluster, size=tp, stride=1)
+        # Rows (all bytes, bytes of tensors held whole): few differ along a chain, and each is
+        # priced once.
         kinds, of_kind = np.unique(
             np.moveaxis(sizes, 1, 2).reshape(-1, 2), axis=0, return_inverse=True
         )

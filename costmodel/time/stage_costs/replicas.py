@@ -61,6 +61,8 @@ class ReplicaPrices:
                 cluster, replica, shards=sharing, copies=replication.replicas // sharing
             ),
         )
+        # The experts' mesh deals neighbouring ranks to etp and ep, so ranks with the same experts
+        # are etp * ep = `expert_parts` apart.
         self._experts = _Sharing(
             of_experts,
             group=axis_group(cluster, size=spread, stride=replica.expert_parts),
@@ -117,6 +119,7 @@ class ReplicaPrices:
         """
         if spread and not frozen:
             frozen = (0 * param_bytes, 0 * param_bytes)
+        # (kinds, columns): a chain of few classes has few kinds among its many runs.
         kinds, of_kind = distinct(param_bytes, num_blocks, num_params, *frozen, *spread)
         answers = np.array([self._of_stage(*kind) for kind in kinds.tolist()])
         *exchange, update_s = answers.T[:, of_kind]
@@ -157,6 +160,8 @@ class ReplicaPrices:
                     num_tensors=int(num_spread),
                 )
                 pairs = zip(seconds, _exchange_of(of_experts), strict=True)
+                # Experts and the rest have groups of their own, and their messages follow each
+                # other.
                 seconds = tuple(whole + spread for whole, spread in pairs)
             update_s = self.update_s(param_bytes, num_params, spread_bytes, num_spread)
             self._stages[key] = (*seconds, update_s)
@@ -229,7 +234,8 @@ def distinct(*columns: Floats) -> tuple[Floats, NDArray[np.intp]]:
     """Return the distinct rows of columns of whole numbers, and the row of each entry."""
     code = np.zeros(columns[0].shape, dtype=np.uint64)
     for column in columns:
-        # Mixes numbers of up to 64 bits; a collision would take billions of kinds.
+        # Mixes numbers of up to 64 bits (2^64 over the golden ratio); a collision would take
+        # billions of kinds. One column of codes sorts faster than rows do.
         code = (code ^ column.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
         code ^= code >> np.uint64(29)
     _, first, inverse = np.unique(code, return_index=True, return_inverse=True)

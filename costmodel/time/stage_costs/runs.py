@@ -51,12 +51,14 @@ class RunLoads:
 
     def loads(self, start: Indices, end: Indices) -> StageLoad:
         """Return the bytes of runs start .. end-1, in the shape the two broadcast to."""
-        # Two runs of 2 ** level blocks, from either end, cover the run.
+        # Two runs of 2 ** level blocks, from either end, cover the run. `frexp` gives the exponent
+        # of the next power of two, so level is the whole part of log2(end - start).
         level = np.frexp((end - start).astype(float))[1] - 1
         right = end - (1 << level)
         columns = dict(zip(_SUMS, self._added(_SUMS, start, end), strict=True))
         for saved in SAVED.values():
             before = self._before[saved]
+            # Of the last block nothing is shared: its next block is in another run.
             columns[saved] = before[end - 1] - before[start] + getattr(self.blocks, saved)[end - 1]
         for name in _LARGEST:
             table = self._maxima[name]
@@ -81,6 +83,8 @@ class RunLoads:
         """Return fields of runs that simply add, what blocks share counted once."""
         found = [self.sums[name][end] - self.sums[name][start] for name in names]
         for i, j, held in self.ties:
+            # The running sums count a tensor at each of its users. i and j are neighbours among
+            # these: a run with both has it once too often.
             has_both = (start <= i) & (end > j)
             for at, name in enumerate(names):
                 if name in held:
@@ -136,6 +140,7 @@ class RunLoads:
         """Return K of the header for what each block saves; those without recomputation
         (`keeps_all`) save their outputs, which the next block may save as its inputs.
         """
+        # A block can't share more than the next block saves, however much it hands on.
         shared = np.zeros_like(saved)
         shared[:-1] = np.minimum(self.blocks.tail_bytes[:-1], saved[1:]) * keeps_all[:-1]
         return np.append(0.0, np.cumsum(saved - shared)[:-1])
@@ -153,6 +158,7 @@ def sparse_table(values: Floats) -> Floats:
     while 2 * width <= len(values):
         half = levels[-1]
         both = half.copy()
+        # A range of twice the width is two neighbouring ranges.
         both[:-width] = np.maximum(half[:-width], half[width:])
         levels.append(both)
         width *= 2

@@ -108,6 +108,7 @@ class StageCosts:
         runs = self.runs
         more: dict[str, Sequence[Floats]] = {}
         if self.replication.zero_stage == 3:
+            # ZeRO 3 alone gathers frozen parameters.
             more["frozen"] = runs.chain.loads.frozen(runs.start, runs.end)[1:]
         if self.replication.expert_replicas is not None:
             more["spread"] = runs.chain.loads.spread(runs.start, runs.end)
@@ -150,6 +151,7 @@ class StageCosts:
     @property
     def weight_s(self) -> Floats:
         """Seconds of the backward that a job of its own can make."""
+        # FSDP2 reduces a block's gradients as its backward ends, so none can be put off.
         seconds: Floats = self.times.weight_s * (not self.replication.is_sharded)
         return seconds
 
@@ -186,12 +188,15 @@ class StageCosts:
         (there, back), (there_wait_s, back_wait_s) = transfers(execution, receive_s)
         recomputed_s = self.runs.recomputation(recompute).whole_s
         weight_s = self.weight_s
+        # Up to the input's gradient, nothing recomputed. What is exposed of the exchange lies here:
+        # the job of the weight gradients has none.
         alone_s = self.times.whole_backward_s - weight_s + self.exposed.backward_s + back_wait_s
         forward_s = self.forward_s + there_wait_s
         input_s = alone_s + recomputed_s
         # What is recomputed lives for a block; deferred, it would live for the stage.
         defers = ~self.runs.recomputes(recompute) & execution.sends_ahead
         last_s = None
+        # Only a stage that recomputes, but not its last microbatch, has another last backward.
         if recompute_last is not None and not (defers | recompute_last).all():
             last_s = alone_s + recomputed_s * np.array(recompute_last)
         return JobSeconds(
@@ -220,8 +225,11 @@ def transfers(
     nothing = 0 * there_s, 0 * back_s
     if "stages" in execution.overlaps:
         return receive_s, nothing
+    # A single stage sends nothing.
     if len(there_s) == 1:
         return nothing, nothing
+    # Entry s of `there_s` is the way into stage s, of `back_s` the gradient's way out of it. Each
+    # stage waits for what comes in; where nothing does, at the ends, for what it sends.
     return nothing, (np.append(there_s[1:2], there_s[1:]), np.append(back_s[1:], back_s[-1:]))
 
 

@@ -104,6 +104,7 @@ def join(nproc: int, *, num_nodes: int = 1, rendezvous: str = "") -> Member | No
         host, _ = host_and_port(rendezvous)
         with waiting_at(rendezvous, "this node"):
             store, is_first = meet_as_nodes(rendezvous, _MEETING)
+        # The store adds atomically, so each node gets a number of its own, from 1.
         number = 0 if is_first else store.add("planner/nodes", 1)
         member = Member(number=number, count=num_nodes, ranks_here=nproc, local_number=0,
                         store=store, host=host)  # fmt: skip
@@ -248,6 +249,7 @@ def serve(member: Member) -> None:
                     f"{socket.gethostname()} has lost the node that measures, {meeting}: {why}"
                 ) from None
             call = json.loads(store.get(_key(generation)))
+            # A new generation is announced when the one before is dead or stuck somewhere.
             _end(workers)
             if call == _DONE:
                 return
@@ -305,6 +307,6 @@ def new_token() -> str:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a free port."""
     with socket.create_server(("", 0)) as server:
         return server.getsockname()[1]

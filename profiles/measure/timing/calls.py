@@ -128,6 +128,7 @@ class Calls:
                 dtype, numel = getattr(torch, form["dtype"]), prod(form["shape"])
                 flat = arena.take(dtype, numel, at_byte=at_byte)
                 made.append(_shaped(flat, form["shape"], transposed=form["transposed"]))
+                # Tensors begin on aligned boundaries, as an allocator's do.
                 at_byte += -(-flat.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             return made, at_byte
 
@@ -167,6 +168,7 @@ class Calls:
         if not self.differentiable:
             return
         outputs = [_differentiable(result) for result in results]
+        # Made at the first backward, which no sample times.
         if not self._gradients:
             self._gradients = [torch.ones_like(part) for part in outputs[0]]
         torch.autograd.grad(

@@ -41,6 +41,8 @@ class Clock:
         if self.device.type == "cuda":
             start = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True)
+            # Events lie in the stream, so they time the device whatever the host does; in
+            # milliseconds.
             torch.cuda._sleep(HEAD_START_CYCLES)
             start.record()
             result = work()
@@ -52,7 +54,7 @@ class Clock:
         return time.perf_counter() - began, result
 
     def time_compute(self, work: Callable[[], Any]) -> tuple[float, Any]:
-        """Return the same of work that waits for nobody and runs in this thread alone.
+        """Return the same of work that waits for no rank and runs in this thread alone.
 
         If other processes took the core meanwhile, it is the time on the core: what the work
         takes on a machine that only trains.
@@ -85,6 +87,7 @@ class Pace:
         return {"product": self._samples(self._product), "light": self._samples(self._light)}
 
     def _samples(self, work: Callable[[], Any]) -> list[float]:
+        # What ran before has filled the core's caches with data of its own.
         work()
         return [self._clock.time_compute(work)[0] for _ in range(PACE_CALLS)]
 

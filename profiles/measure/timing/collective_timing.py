@@ -31,6 +31,7 @@ def time_collective(
     if once < LONG_S:
         several = clock.time(lambda: [work() for _ in range(TRIAL_CALLS)])[0]
         once = _agreed(several / TRIAL_CALLS, group, clock.device)
+    # From a number that all ranks agree on: a rank that calls once more waits for ever.
     calls = max(1, round(seconds / max(once, 1e-7)))
     count = min(SAMPLES, calls)
     per_sample = min(MOST_CALLS_PER_SAMPLE, calls // count)
@@ -57,6 +58,7 @@ def _collective(
     functional collectives make them.
     """
     parts, name = group.size(), group.group_name
+    # float32, in a whole number of equal pieces.
     whole = torch.ones(max(1, num_bytes // 4 // parts) * parts, device=device)
     piece = whole[: whole.numel() // parts].clone()
     functional = torch.ops._c10d_functional

@@ -78,6 +78,7 @@ def measure_node_links(
 
 
 def _rate(latency_s: float, large_s: float) -> float:
+    # The latency is in both messages.
     return PAIR_RATE_BYTES / max(large_s - latency_s, 1e-9)
 
 

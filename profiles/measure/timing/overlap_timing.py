@@ -72,9 +72,11 @@ def _slowed(
         else _together_on_cpu(product, count, message)
     )
     first = min(compute_end, communication_end)
+    # What each had done when the first ended: all of its work but what it then did alone.
     compute_done = compute - max(0.0, compute_end - first)
     communication_done = communication - max(0.0, communication_end - first)
     return (
+        # A tenth of the work at least, so that a disturbed round gives no huge factor.
         max(1.0, first / max(compute_done, 0.1 * compute)),
         max(1.0, first / max(communication_done, 0.1 * communication)),
     )
@@ -88,6 +90,7 @@ def _together_on_cpu(
     communication_end = 0.0
     for _ in range(count):
         product()
+        # Looked at after each product, so the end is known to within the length of one.
         if not communication_end and work.is_completed():
             communication_end = time.perf_counter() - began
     compute_end = time.perf_counter() - began
@@ -102,6 +105,7 @@ def _together_on_gpu(
     side = torch.cuda.Stream()
     torch.cuda._sleep(HEAD_START_CYCLES)
     start.record()
+    # Both streams start at the event, whatever the host issues first.
     side.wait_event(start)
     with torch.cuda.stream(side):
         work = dist.all_reduce(message, async_op=True)

@@ -58,23 +58,28 @@ class StepSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """Medians, and lines about links for people; `findings` are of those that are slow.
-    Allocator overheads are of all rounds.
-
-    `launch_s` is the host time of one op where the host runs ahead of the device. `waits` are
-    seconds of compute between collectives, those by which one takes longer for it, and those
-    by which it takes longer still inside a block (`wait_timing.time_waits`), in each round.
-    """
+    """What is measured beside ops and collectives; numbers are medians where nothing is said."""
 
     context_bytes: float
+    """Memory of a rank before its first tensor: of the rank with the most."""
     allocator_overheads: tuple[float, ...]
+    """Peak memory held over peak bytes of live tensors, minus 1, of each rank and round."""
     launch_s: float | None
+    """Host seconds to issue one op, where the host runs ahead of the device."""
     steps: tuple[StepSample, ...]
+    """Work of a step beside its blocks."""
     overlap: Mapping[str, float]
+    """Factors by which compute and communication slow while both run."""
     waits: tuple[tuple[tuple[float, float, float], ...], ...]
+    """By round and length of compute: seconds of compute between collectives, those by which a
+    collective takes longer for it, and those by which it takes longer still inside a block
+    (`wait_timing.time_waits`)."""
     links: tuple[str, ...]
+    """Lines about links between ranks, for people."""
     node_links: tuple[NodeLinkRecord, ...]
+    """Links between nodes."""
     findings: tuple[str, ...]
+    """Lines about links that are slow."""
 
 
 def measure_surroundings(
@@ -250,6 +255,8 @@ def _waits(
         except ProbeFailed as error:
             session.skip("ranks that wait for each other", error)
             return ()
+        # (ranks, lengths, 3): the rank that is there first waits and the last does not, so the mean
+        # over ranks is what each loses.
         compute_s, wait_s, inside_s = np.mean(np.array(answers), axis=0).T.tolist()
         rounds.append(tuple(zip(compute_s, wait_s, inside_s, strict=True)))
     return tuple(rounds)

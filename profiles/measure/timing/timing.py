@@ -124,6 +124,7 @@ def _captured(calls: Calls, count: int) -> Sampler | None:
     torch.cuda.synchronize()
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     try:
+        # The backward replays from the forward's pool, where its saved tensors lie.
         with torch.cuda.graph(forward):
             outputs = calls.forward(count)
         if not calls.differentiable:

@@ -113,7 +113,7 @@ class _GradientsAtHand(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        # Handed over, as a product's gradient is: nobody else holds them.
+        # Handed over, as a product's gradient is: there is no other reference to them.
         made, ctx.block.gradients = ctx.block.gradients, []
         return (gradients[0], None, *made)
 

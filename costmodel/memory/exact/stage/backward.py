@@ -34,6 +34,7 @@ class _BackwardTally:
 
     def __init__(self, stage: StageWalk, variant: BackwardVariant) -> None:
         self._stage, self._variant = stage, variant
+        # FSDP2 takes gradients as autograd made them; `fsdp_walk` counts its sums.
         self._factor = 1 if stage.is_sharded else stage.gradient_factor
         self._grads_stay = variant.first and not stage.is_sharded
         self._freed_by: dict[int, list[str]] = {}
@@ -75,6 +76,7 @@ class _BackwardTally:
     def _run_block(self, index: int) -> BlockSample:
         block, grads = self._stage.blocks[index], self._grads
         kind = block.kind
+        # The first block that keeps a value runs backward last of those that do, and frees it.
         freed = [n for n in self._freed_by.get(index, ()) if n not in self._referred]
         # Live bytes are counted from the job's start: what is freed since then makes them negative.
         start = self._live + grads.live
@@ -148,6 +150,8 @@ class _BackwardTally:
             if name not in self._summing:
                 self._summing.add(name)
                 self._live += size
+            # The first user runs backward last: then the sum is complete and moves to the
+            # parameter's own buffer.
             if index == stage.users[name][0]:
                 self._live -= 0 if stage.adds_late else size
                 self._new_gradients += factor * size if self._grads_stay else 0
@@ -195,6 +199,8 @@ def _hand_on(stage: StageWalk, block: PlacedBlock, walk: BackwardWalk, grads: Gr
     for local, at, gradient in given:
         name = block.inputs[at]
         if gradient.is_sum:
+            # The block added to the gradient that later blocks had left. A buffer that others
+            # have, too, must not change, so the sum took a new one.
             if not grads.is_own(name):
                 grads.copy(name, stage.sizes[name])
         elif gradient.output is not None and makers[gradient.output] in grads.of:
@@ -204,6 +210,8 @@ def _hand_on(stage: StageWalk, block: PlacedBlock, walk: BackwardWalk, grads: Gr
     for name in block.outputs:
         if name in grads.of:
             grads.free(name)
+    # Outputs' gradients go first: the block's graph is done with them. Then each input's gradient
+    # returns to the placement in which its maker left the value, and is added to what is there.
     peak = grads.live
     for local, at, gradient in reversed(given):
         if gradient.is_sum:

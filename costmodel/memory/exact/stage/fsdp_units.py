@@ -103,10 +103,12 @@ def sharded_stage(
     parts, of_experts = replication.shards, replication.of_experts.shards
     shared: dict[str, Size] = {}
     shared_frozen: dict[str, Size] = {}
+    # `shared_by_block` names trained parameters only; a frozen parameter is shared by its users.
     users = Counter(name for block in blocks for name in block.frozen.values())
     units: dict[int, Unit] = {}
     for index, (block, of_others) in enumerate(zip(blocks, shared_by_block, strict=True)):
         kind = block.kind
+        # Experts on a mesh of their own have fewer replicas, and so fewer shards.
         shards = {n: of_experts if n in kind.bytes.spread else parts for n in block.params}
         sizes = {
             n: (kind.bytes.params[n], kind.bytes.param_rows[n], shards[n]) for n in block.params
@@ -114,6 +116,7 @@ def sharded_stage(
         shared |= {block.params[local]: sizes[local] for local in sizes if local in of_others}
         own = [size for local, size in sizes.items() if local not in of_others]
         own_frozen: list[Size] = []
+        # ZeRO 1 and 2 leave frozen parameters whole: `resident.frozen` counts them.
         for local, name in block.frozen.items() if replication.zero_stage == 3 else ():
             size = kind.bytes.frozen[local], kind.bytes.param_rows[local], parts
             if users[name] > 1:
@@ -184,5 +187,7 @@ def _unit(
 def _padded(param: Size) -> tuple[int, int]:
     """Return the bytes of a rank's shard of a parameter, and of all its shards."""
     size, rows, shards = param
+    # Bytes of a row times the rows of the largest shard: FSDP2 cuts the first dim and pads the
+    # rest.
     shard = size // max(rows, 1) * -(-rows // shards)
     return shard, shard * shards

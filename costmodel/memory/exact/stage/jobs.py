@@ -87,6 +87,7 @@ def job_variants(row: Sequence[Job], stages: Mapping[int, StageJobs]) -> Iterato
             continue
         if kind is not JobKind.BACKWARD_WEIGHT:
             last_backward[s] = job
+        # Weight gradients are made by full backwards and by W jobs.
         if kind is JobKind.BACKWARD_INPUT:
             split.add((s, job.microbatch_index))
         else:
@@ -115,6 +116,8 @@ def job_variants(row: Sequence[Job], stages: Mapping[int, StageJobs]) -> Iterato
         num_deferred = 0
         if kind is JobKind.BACKWARD_INPUT and stage.sharded is None:
             num_deferred = len(stage.walk.blocks)
+        # The early send: the last backward defers all weight gradients, as the rank before has
+        # nothing left to do but to wait; others only the first block's, enough to hide a message.
         elif stage.sends_first and not is_weight:
             num_deferred = len(stage.walk.blocks) if last_weights[s] is job else 1
         is_last = not is_weight and last_backward[s] is job

@@ -38,6 +38,8 @@ class PlacedStages:
         for edge in edges:
             self._incoming[edge.consumer].append(edge)
             self._outgoing[edge.producer].append(edge)
+        # Walks are shared among the plans of a search that agree in all that a stage's bytes depend
+        # on.
         options = (
             replica_mesh(plan.degrees),
             plan.zero_stage,
@@ -56,8 +58,11 @@ class PlacedStages:
         outgoing = [(edge, edge.consumer, edge.sent) for edge in self._outgoing[stage_index]]
         ends = tuple(
             (
+                # The maker's place relative to the stage, so that equal stages further on are
+                # alike.
                 links.makers[edge.tensor][0] - first,
                 links.makers[edge.tensor][1],
+                # What stays on the rank is handed over in place, without a message.
                 plan.stages[other].pp_rank != stage.pp_rank,
                 placed,
                 edge.requires_grad,
@@ -104,6 +109,7 @@ class PlacedStages:
         walk = last = self._walk(stage_index, choices, is_sharded=is_sharded)
         if not stage.recompute_last and stage.is_recomputed:
             last = self._walk(stage_index, ["none"] * len(choices), is_sharded=is_sharded)
+        # Only a rank that waits for the gradient gains by having it early.
         is_waited_for = any(
             edge.requires_grad and plan.stages[edge.producer].pp_rank != stage.pp_rank
             for edge in incoming
@@ -195,6 +201,7 @@ class PlacedStages:
         for index, choice in zip(stage.blocks, recompute, strict=True):
             block = graph.blocks[index]
             lying = tuple(lies.get(name, WHOLE) for name in block.inputs)
+            # Blocks of a class that recompute alike and find their inputs alike hold the same.
             key = block.class_index, choice, lying
             if key not in kinds:
                 takes, _, makes = block_placements(graph, plan, index, stage_index)
@@ -223,6 +230,8 @@ class PlacedStages:
                 )
                 kinds[key] = BlockKind(bytes=found, copies=copies), makes
             kind, makes = kinds[key]
+            # A later block copies a value only where it takes another placement than its maker
+            # left.
             lies |= dict(zip(block.outputs, makes, strict=True))
             own_names = graph.classes[block.class_index].params
             names = tuple(zip(own_names, block.params, strict=True))

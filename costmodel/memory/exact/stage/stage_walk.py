@@ -39,7 +39,7 @@ class ForwardBytes:
     last_bytes: int
     """The height when all blocks have run: what is sent is brought to its placement."""
     kept_bytes: int
-    """What the job keeps for its backward that nobody else can hold."""
+    """What the job keeps for its backward that has no other holder."""
     kept: Mapping[str, int]
     """What it keeps that others may hold too, by name: values of other stages and of the batch."""
 
@@ -185,6 +185,7 @@ class StageWalk:
         for index, block in enumerate(self.blocks):
             for name in (*block.inputs, *block.outputs):
                 last[root[name]] = max(last.get(root[name], 0), index)
+        # Values made of the batch are there before the first block.
         alive = dict(self.side)
         live = sum(alive.values())
         own = 0
@@ -198,9 +199,11 @@ class StageWalk:
                     beside = max(beside, start + copy.making_bytes)
                     start += copy.num_bytes
             peak = start + kind.bytes.forward_rise_bytes
+            # Only the graph of this block refers to it, so it is counted without a name.
             own += kind.kept_bytes
             live += kind.kept_bytes
             for name, edge in zip(block.outputs, kind.bytes.outputs, strict=True):
+                # An output that is a view of an input has that input's memory.
                 if root[name] == name and name not in alive:
                     alive[name] = edge.num_bytes
                     live += edge.num_bytes
