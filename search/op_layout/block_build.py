@@ -37,16 +37,20 @@ def build_block_problems(
     segments: tuple[int, ...] = (),
     pins: Mapping[tuple[int, str], Placement] | None = None,
     shared: Sequence[Sequence[tuple[int, str]]] = (),
+    weights: Mapping[int, float] | None = None,
 ) -> tuple[BlockProblem, ...]:
     """Return the choice problem of bound classes.
 
     There is one for each of `boundaries`; they differ in the edges at the blocks' ends alone.
     `segments` are the counts of segments to try beside plain shards. `pins` fixes tensors
-    inside; `shared` lists groups of (class, param) that are one tied parameter. Raises
-    LayoutError when a pin leaves an op no strategy.
+    inside; `shared` lists groups of (class, param) that are one tied parameter. What a class
+    costs counts by its entry in `weights`, 1 unless given. Raises LayoutError when a pin leaves an
+    op no strategy.
     """
     # Boundaries change the edges at the blocks' ends alone: all else is built once.
-    builder = _Builder(prices=prices, segments=segments, pins=dict(pins or {}))
+    builder = _Builder(
+        prices=prices, segments=segments, pins=dict(pins or {}), weights=dict(weights or {})
+    )
     group_of = {member: tuple(group) for group in shared for member in group}
     builder.add_ops(classes, {member: group[0] for member, group in group_of.items()})
     for bound_class in classes:
@@ -82,6 +86,7 @@ class _End:
     made: tuple[int, Produced] | None
     uses: tuple[Use, ...]
     is_output: bool
+    weight: float
 
     def link_ends(self, boundary: Boundary) -> tuple[int | None, Produced, tuple[Use, ...]]:
         """Return its producer, the placements that it makes, and all its uses."""
@@ -102,10 +107,12 @@ class _Builder:
         prices: Prices,
         segments: tuple[int, ...],
         pins: dict[tuple[int, str], Placement],
+        weights: dict[int, float],
     ) -> None:
         self.prices = prices
         self.segments = segments
         self.pins = pins
+        self.weights = weights
         self.variables: list[Variable] = []
         self.edges: list[ReshardEdge] = []
         self.op_variable: dict[tuple[int, str], int] = {}
@@ -137,16 +144,21 @@ class _Builder:
         )
         for (bound_class, op, (every, seconds, num_bytes)), mine in zip(priced, kept, strict=True):
             strategies, left = without(every, mine)
+            weight = self._weight(bound_class.class_index)
             self.op_variable[bound_class.class_index, op.name] = len(self.variables)
             self.strategies[len(self.variables)] = strategies
             self.variables.append(
                 Variable(
                     name=f"{bound_class.class_index}:{op.name}",
                     values=strategies.values,
-                    seconds=seconds[left],
-                    num_bytes=num_bytes[left],
+                    seconds=weight * seconds[left],
+                    num_bytes=weight * num_bytes[left],
                 )
             )
+
+    def _weight(self, class_index: int) -> float:
+        """Return how much a block of a class counts beside those it is solved with."""
+        return self.weights.get(class_index, 1.0)
 
     def _strategies_of(
         self, bound_class: BoundClass, op: Op, signature: OpSignature
@@ -187,7 +199,7 @@ class _Builder:
         group_of: Mapping[tuple[int, str], tuple[tuple[int, str], ...]],
     ) -> None:
         class_index, program = bound_class.class_index, bound_class.program
-        uses = self._uses(class_index, program)
+        uses, weight = self._uses(class_index, program), self._weight(class_index)
         at_end = {*program.inputs, *program.outputs}
         made: dict[str, tuple[int, Produced]] = {}
         for op in program.ops:
@@ -199,7 +211,7 @@ class _Builder:
                 if name in at_end:
                     made[name] = variable, source
                 else:
-                    self._add_edge(program.tensor[name], variable, source, uses[name])
+                    self._add_edge(program.tensor[name], variable, source, uses[name], weight)
         for name in dict.fromkeys((*program.inputs, *program.outputs)):
             self.ends.append(
                 _End(
@@ -208,6 +220,7 @@ class _Builder:
                     made=made.get(name),
                     uses=tuple(uses[name]),
                     is_output=name in program.outputs,
+                    weight=weight,
                 )
             )
         for name in program.params:
@@ -216,9 +229,9 @@ class _Builder:
             meta = program.tensor[name]
             if meta.kind != "param":
                 # Buffers and constants are whole on every rank.
-                self._add_edge(meta, None, produced(Replicate()), uses[name])
+                self._add_edge(meta, None, produced(Replicate()), uses[name], weight)
             elif name in bound_class.owned:
-                self._add_owned_param(meta, uses[name])
+                self._add_owned_param(meta, uses[name], weight)
             else:
                 self._add_param([(class_index, name)], meta, [uses[name]])
 
@@ -235,7 +248,7 @@ class _Builder:
         """Return the edges of what blocks hand to each other, placed so."""
         before = len(self.edges)
         for end in self.ends:
-            self._add_edge(end.meta, *end.link_ends(boundary))
+            self._add_edge(end.meta, *end.link_ends(boundary), end.weight)
         # Edges of the ends are returned, and not kept: those of the next boundary take their place.
         made = self.edges[before:]
         del self.edges[before:]
@@ -274,21 +287,22 @@ class _Builder:
             )
         variable = len(self.variables)
         local = [self.prices.local_bytes(meta, place) for place in places]
+        weights = [self._weight(class_index) for class_index, _ in members]
         self.variables.append(
             Variable(
                 name=f"param:{meta.name}",
                 values=places,
                 # Each member's block adds a gradient of its own to the sum.
-                seconds=len(members)
+                seconds=sum(weights)
                 * np.array([self.prices.adding_s(meta, place) for place in places]),
                 num_bytes=STATE_FACTOR * np.array(local, dtype=np.float64),
             )
         )
         self.shared_variables.append((tuple(members), variable))
-        for uses in used:
-            self._add_edge(meta, variable, produced(*places), uses)
+        for uses, weight in zip(used, weights, strict=True):
+            self._add_edge(meta, variable, produced(*places), uses, weight)
 
-    def _add_owned_param(self, meta: TensorMeta, uses: Sequence[Use]) -> None:
+    def _add_owned_param(self, meta: TensorMeta, uses: Sequence[Use], weight: float) -> None:
         """A parameter with one use lies as that use requires; only its gradient may need repair."""
         ((variable, use),) = uses
         if variable is None:
@@ -297,7 +311,7 @@ class _Builder:
         extra = self.prices.of_moves(meta.bytes_at(1), meta.requires_grad)[_moves_from_rest(use)]
         if extra.any():
             old = self.variables[variable]
-            self.variables[variable] = replace(old, seconds=old.seconds + extra)
+            self.variables[variable] = replace(old, seconds=old.seconds + weight * extra)
 
     def _add_edge(
         self,
@@ -305,6 +319,7 @@ class _Builder:
         producer: int | None,
         source: Produced,
         uses: Sequence[Use],
+        weight: float,
     ) -> None:
         if not uses:
             return
@@ -322,7 +337,7 @@ class _Builder:
                     (variable, columns)
                     for (variable, _), columns in zip(uses, pattern.columns, strict=True)
                 ),
-                seconds=seconds,
+                seconds=seconds if weight == 1.0 else weight * seconds,
             )
         )
 

@@ -75,7 +75,8 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockProblem:
-    """Variables and edges of one block class, or of several that share a parameter.
+    """Variables and edges of one block class, or of several that share a parameter: each of these
+    counts as often as the model has its blocks, in parts of the most blocks of any of them.
 
     Problems of other boundaries have most of them in common.
     """

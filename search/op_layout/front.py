@@ -114,4 +114,5 @@ class LayoutPoint:
 
     def _counted(self) -> Iterator[tuple[int, BlockProblem, Choice]]:
         for problem, choice in zip(self.problems, self.choices, strict=True):
+            # Of classes that are solved together each counts in parts of the most blocks of any.
             yield max(self.uses[index] for index, _ in problem.programs), problem, choice

@@ -219,6 +219,8 @@ class LayoutSolver:
         classes: tuple[int, ...],
         boundaries: Sequence[Boundary],
     ) -> tuple[BlockProblem, ...]:
+        # Blocks of a class count as often as the model has them, in parts of the most of any class.
+        most = max(self._uses[index] for index in classes)
         return build_block_problems(
             [self._class(index, microbatch_size) for index in classes],
             boundaries=boundaries,
@@ -226,6 +228,7 @@ class LayoutSolver:
             segments=self._segments(microbatch_size),
             pins=self.pins,
             shared=[members for members in self.shared if members[0][0] in classes],
+            weights={index: self._uses[index] / most for index in classes},
         )
 
     def _prices_on(self, tp: int) -> Prices:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from planner.capture import capture_module
+from planner.capture.checks.conversions import same_parts
 from planner.errors import CaptureError
 
 
@@ -34,3 +35,13 @@ def test_modules_convert_as_before_afterwards():
 def test_a_part_that_another_dtype_is_given_is_refused():
     with pytest.raises(CaptureError):
         capture_module(Converts(torch.float64), torch.randn(2, 4), torch.randn(3, 4))
+
+
+def test_inside_a_module_is_returned_as_it_is_where_no_dtype_changes():
+    part = nn.BatchNorm1d(3)  # whose counter is of integers, which no dtype converts
+    weight = part.weight
+    with same_parts():
+        assert part.to(torch.float32) is part
+        assert part.to("cpu").weight is weight
+        part.to(torch.float64)
+    assert part.weight.dtype == torch.float64
