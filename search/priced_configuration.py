@@ -24,7 +24,7 @@ from search.partition.interleaved import InterleavedStages
 from search.partition.least_recompute import with_recompute
 from search.partition.quick_step import quick_step_s
 from search.space.configuration import Configuration, recompute_choices
-from search.space.job_tables import copied_rows, in_flight_of
+from search.space.job_tables import copied_rows, whole_in_flight_of
 from search.stages.rank_stages import RankStages
 from search.stages.stage_table import StageTable
 
@@ -71,7 +71,7 @@ class PricedConfiguration:
             block_weight_s=weight_s,
             transfer_s=transfer_s,
             back_transfer_s=back_transfer_s,
-            in_flight=in_flight_of(configuration),
+            in_flight=whole_in_flight_of(configuration),
             num_microbatches=configuration.num_microbatches,
             memory_limit_bytes=memory_limit_bytes,
             order=find_schedule(configuration.schedule).job_order(

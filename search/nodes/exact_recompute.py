@@ -68,7 +68,12 @@ class ExactRecompute:
         """
         over = self._over(cut, known.stage)
         in_flight = in_flight_of(self.priced.configuration)[known.stage]
-        edges = self.priced.table.most_edge_bytes(known.first, known.end, in_flight=in_flight)
+        edges = self.priced.table.most_edge_bytes(
+            known.first,
+            known.end,
+            in_flight=in_flight,
+            receive_ahead=self.priced.candidates.receive_ahead,
+        )
         choices = recompute_choices(self.priced.configuration.recompute)
         # A choice of the whole stage has no block to move.
         if known.choice < len(choices):

@@ -288,6 +288,9 @@ def infeasible_stages(
             choice=cut.choices[index],
             # Only messages and copies at its edges can make a longer run need less than a shorter.
             and_longer=bool(live)
-            and over > tables[index].most_edge_bytes(first, end, in_flight=live[index]),
+            and over
+            > tables[index].most_edge_bytes(
+                first, end, in_flight=live[index], receive_ahead=done.plan.receive_ahead
+            ),
             repeats=tables[index].repetition.part if live else (0, 0, 1),
         )

@@ -68,7 +68,7 @@ class RankLimit:
     """The limits of a rank."""
 
     in_flight: int
-    """Most microbatches in flight on it."""
+    """Microbatches of which it holds at once all that their forwards keep, at least."""
     limit_bytes: float
     """Bytes that its device may take."""
     infeasible: tuple[InfeasibleStage, ...] = ()
@@ -206,7 +206,7 @@ class ChainProblem:
     back_transfer_s: Floats
     """(n + 1) Seconds of its gradient's way back."""
     in_flight: tuple[int, ...]
-    """(S) Most microbatches in flight on each stage."""
+    """(S) Microbatches of which each stage holds at once all that their forwards keep, at least."""
     num_microbatches: int
     """Microbatches of a step."""
     memory_limit_bytes: float

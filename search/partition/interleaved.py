@@ -23,7 +23,7 @@ from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind
 from search.partition.chain_problem import Floats, InfeasibleStage
 from search.partition.interleaved_levels import RecomputeLevels
 from search.space.configuration import Configuration, recompute_choices
-from search.space.job_tables import live_microbatches, live_stages_of
+from search.space.job_tables import live_microbatches, whole_stages_of
 from search.stages.rank_stages import RankStages, rank_bound
 from search.stages.stage_table import StageTable
 
@@ -273,8 +273,8 @@ class InterleavedStages:
         return rank.with_saved(self._live(configuration) * least)
 
     def _live(self, configuration: Configuration) -> Floats:
-        """Return how many microbatch-stages each rank has on the device at once."""
-        in_flight = np.asarray(live_stages_of(configuration), dtype=float)
+        """Return how many microbatch-stages each rank has on the device at once, at least."""
+        in_flight = np.asarray(whole_stages_of(configuration), dtype=float)
         return live_on_device(in_flight, on_host=self.table.on_host.activations)
 
     def _rank(self, configuration: Configuration) -> RankBound:

@@ -74,8 +74,37 @@ def live_microbatches(schedule: str, pp: int, vpp: int, num_microbatches: int) -
     return LiveMicrobatches(tuple(by_rank))
 
 
+def whole_in_flight_of(configuration: Configuration) -> tuple[int, ...]:
+    """Return of how many microbatches at once each stage holds all that a forward keeps, at least.
+
+    It holds all of it up to the first backward job. Where weight gradients are jobs of their own, a
+    part is held until these; the part may be small, so no bound counts it.
+    """
+    schedule = find_schedule(configuration.schedule)
+    if not schedule.splits_backward:
+        return in_flight_of(configuration)
+    _, pp, _, m = configuration.pipeline
+    if configuration.vpp == 1 and (warmup := schedule.job_order(pp=pp, num_microbatches=m).warmup):
+        # The forwards ahead of the rank's first backward.
+        return warmup
+    most: dict[int, int] = {}
+    for stages, live in live_microbatches(*configuration.pipeline).by_rank:
+        most.update(zip(stages.tolist(), live.max(axis=0).astype(int).tolist(), strict=True))
+    return tuple(most[stage] for stage in sorted(most))
+
+
+def whole_stages_of(configuration: Configuration) -> tuple[int, ...]:
+    """Return the same of all stages of each pp rank together."""
+    if not find_schedule(configuration.schedule).splits_backward:
+        return live_stages_of(configuration)
+    by_rank = live_microbatches(*configuration.pipeline).by_rank
+    return tuple(int(live.sum(axis=1).max()) for _, live in by_rank)
+
+
 def in_flight_of(configuration: Configuration) -> tuple[int, ...]:
-    """Return the most microbatches that each stage holds, by the schedule's limit or its table."""
+    """Return the most microbatches of which each stage holds anything, from the forward to the last
+    backward job, by the schedule's limit or its table.
+    """
     limit = find_schedule(configuration.schedule).in_flight_limit
     # What the schedule promises spares building its table, and validation holds tables to it.
     if configuration.vpp == 1 and limit is not None:
@@ -84,7 +113,7 @@ def in_flight_of(configuration: Configuration) -> tuple[int, ...]:
 
 
 def live_stages_of(configuration: Configuration) -> tuple[int, ...]:
-    """Return the most microbatch-stages alive on each pp rank, all its stages together."""
+    """Return the most microbatch-stages of which each pp rank holds anything."""
     limit = find_schedule(configuration.schedule).in_flight_limit
     if limit is not None:
         return tuple(limit(configuration.pp, configuration.vpp, configuration.num_microbatches))

@@ -164,9 +164,9 @@ class RankCostWindow:
     @cached_property
     def bounds(self) -> tuple[RankBound, ...]:
         """Bytes of a rank that holds a run of each kind, by choice of a whole stage."""
-        table, load = self.stages.table, self.costs.runs.load
+        runs = self.costs.runs
         # Side inputs that a rank holds once are shared by its blocks: the largest counts.
-        once = table.once_bytes.max(initial=0.0)
+        once, load = runs.chain.largest_once_bytes(runs.start, runs.end), runs.load
         load = replace(load, frozen_bytes=load.frozen_bytes + once)
         return tuple(self.stages.bound(load, choice) for choice in self.stages.choices)
 

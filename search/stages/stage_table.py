@@ -298,13 +298,19 @@ class StageTable:
         )
         return down[inverse], up[inverse]
 
-    def most_edge_bytes(self, first: int, end: int, *, in_flight: int) -> float:
+    def most_edge_bytes(self, first: int, end: int, *, in_flight: int, receive_ahead: int) -> float:
         """Return the most that a run needs and longer ones that hold it may not.
 
         That is, what it receives and sends for each microbatch, in both directions, once as a
-        message and once as a value; and sums for weights that blocks outside use too.
+        message and once as a value; and sums for weights that blocks outside use too. Receives are
+        posted `receive_ahead` jobs ahead, each with a buffer.
         """
-        arrivals = self.chain.messages.arrivals[:, 0]
-        edges = float(arrivals[:, first].sum() + arrivals[:, end].sum())
+        # What reaches the run from before it, and what reaches past its end: all of that may be
+        # the run's.
+        arriving = self.chain.messages.arriving(
+            np.array([first, end]), np.array([end, self.num_blocks])
+        )
+        edges = float(arriving[:, 0].sum())
         copies = sum(size for _, _, size in self.ties) * gradient_factor(self.precision)
-        return 2 * ((in_flight + 2) * edges + copies)
+        # Beside what is in flight: buffers of posted receives, or a message that leaves each way.
+        return 2 * ((in_flight + max(2, receive_ahead)) * edges + copies)

@@ -9,12 +9,18 @@ import numpy as np
 import pytest
 
 from costmodel.estimate import rank_bytes
+from search import SearchRequest
+from search.candidates import Candidates
 from search.nodes.exact_recompute import ExactRecompute
 from search.partition.chain_problem import Cut, InfeasibleStage
 from search.partition.least_recompute import with_recompute
 from search.priced_configuration import PricedConfiguration
+from tests.builders import tiny_models
+from tests.captures import capture_module
+from tests.search.machine import Machine
 from tests.search.recomputed import candidates_of, only_configuration
 
+MACHINE = Machine()
 CUTS = (0, 4, 8)
 NUM_WHOLE, PAIRS = 3, tuple(combinations(range(3), 2))
 INTERLEAVED = {"vpp": 2, "schedule": "interleaved_1f1b"}
@@ -81,7 +87,9 @@ def test_what_is_infeasible_is_and_the_fastest_of_the_rest_is_left(made, stage, 
     assert seconds[left] == pytest.approx(min(seconds[choice] for choice in fitting), rel=1e-9)
     # Each is told of once, faster choices first.
     assert len({each.choice for each in found}) == len(found)
-    edges = table.most_edge_bytes(CUTS[stage], CUTS[stage + 1], in_flight=2 - stage)
+    edges = table.most_edge_bytes(
+        CUTS[stage], CUTS[stage + 1], in_flight=2 - stage, receive_ahead=2
+    )
     for each in found:
         lightest = max(walked[c] for c in walked if each.is_in(cut_of(stage, *c)))
         assert not each.and_longer or lightest - limit > edges
@@ -165,3 +173,29 @@ def test_a_copy_of_a_stage_along_the_chain_needs_as_much():
             for start in range(first, last - length + 1, period)
         }
         assert len(needed) == 1
+
+
+def test_edges_hold_skips_that_end_inside_and_each_posted_receive():
+    model = tiny_models()["unet"]
+    graph = capture_module(model.build(), model.batch(2), model.batch(3), loss=model.loss)
+    candidates = Candidates.of(graph, MACHINE, SearchRequest(num_devices=2, global_batch=2))
+    table, n = candidates.tables(1, 1)[0], len(graph.blocks)
+    makers = {name: block.index for block in graph.blocks for name in block.outputs}
+
+    def crossing(at, end):
+        """Bytes of what is made before a block and used from there to an end, each tensor once."""
+        names = {x for block in graph.blocks[at:end] for x in block.inputs if makers.get(x, n) < at}
+        return sum(
+            meta.bytes_at(1) * (1 + meta.requires_grad)
+            for meta in (graph.tensor[name] for name in names)
+        )
+
+    some_skip = 0
+    for first in range(n):
+        for end in range(first + 1, n + 1):
+            edges = crossing(first, end) + crossing(end, n)
+            for ahead, times in ((0, 3), (2, 3), (7, 8)):
+                most = table.most_edge_bytes(first, end, in_flight=1, receive_ahead=ahead)
+                assert most == pytest.approx(2 * times * edges)
+            some_skip += edges > crossing(first, first + 1) + crossing(end, end + 1)
+    assert some_skip

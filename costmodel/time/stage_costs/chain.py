@@ -22,7 +22,14 @@ from costmodel.memory.block.block_bytes import rest_bytes
 from costmodel.time.block.boundary import block_entry_seconds
 from costmodel.time.stage_costs.load import LOAD_FIELDS, StageLoad
 from costmodel.time.stage_costs.messages import Messages
-from costmodel.time.stage_costs.runs import Floats, Indices, RunLoads, Tie
+from costmodel.time.stage_costs.runs import (
+    Floats,
+    Indices,
+    RunLoads,
+    Tie,
+    largest_in,
+    sparse_table,
+)
 from costmodel.time.stage_costs.times import TIME_FIELDS, RunTimes
 from costmodel.topology import lowered_groups
 from planner.graph import ModelGraph, TensorMeta
@@ -126,6 +133,14 @@ class ChainCosts:
     def once_bytes(self) -> Floats:
         """Side inputs of each block (n) that are resident once, whatever is in flight."""
         return self._side_bytes[1]
+
+    def largest_once_bytes(self, start: Indices, end: Indices) -> Floats:
+        """Return what runs start .. end-1 hold at least of side inputs that are resident once."""
+        return largest_in(self._once_table, start, end)
+
+    @cached_property
+    def _once_table(self) -> Floats:
+        return sparse_table(self.once_bytes)
 
     @cached_property
     def _side_bytes(self) -> tuple[Floats, Floats]:

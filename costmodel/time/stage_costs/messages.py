@@ -93,7 +93,7 @@ class Messages:
             if found[-1] > makers[name][0] + 1
         )
 
-    def _arriving(self, start: Indices, end: Indices) -> Floats:
+    def arriving(self, start: Indices, end: Indices) -> Floats:
         """Bytes (2, 2, runs) that runs receive, and of the gradients they send back: each tensor
         once, straight from its maker.
         """
@@ -126,7 +126,7 @@ class Messages:
             there, back = self.transfer_s(pp_group, to_tp=to_tp)
             return there[start], back[start]
         return self._message_seconds(
-            self._arriving(start, end), pp_group, to_tp or self.degrees[self._inner]
+            self.arriving(start, end), pp_group, to_tp or self.degrees[self._inner]
         )
 
     def _message_seconds(self, sizes: Floats, pp_group: Group, tp: int) -> tuple[Floats, Floats]:

@@ -51,19 +51,15 @@ class RunLoads:
 
     def loads(self, start: Indices, end: Indices) -> StageLoad:
         """Return the bytes of runs start .. end-1, in the shape the two broadcast to."""
-        # Two runs of 2 ** level blocks, from either end, cover the run. `frexp` gives the exponent
-        # of the next power of two, so level is the whole part of log2(end - start).
-        level = np.frexp((end - start).astype(float))[1] - 1
-        right = end - (1 << level)
         columns = dict(zip(_SUMS, self._added(_SUMS, start, end), strict=True))
         for saved in SAVED.values():
             before = self._before[saved]
             # Of the last block nothing is shared: its next block is in another run.
             columns[saved] = before[end - 1] - before[start] + getattr(self.blocks, saved)[end - 1]
         for name in _LARGEST:
-            table = self._maxima[name]
-            columns[name] = np.maximum(table[level, start], table[level, right])
-        columns[_LAST] = np.broadcast_to(getattr(self.blocks, _LAST)[end - 1], level.shape)
+            columns[name] = largest_in(self._maxima[name], start, end)
+        shape = np.broadcast_shapes(np.shape(start), np.shape(end))
+        columns[_LAST] = np.broadcast_to(getattr(self.blocks, _LAST)[end - 1], shape)
         return StageLoad(**columns)
 
     def params(self, start: Indices, end: Indices) -> tuple[Floats, Floats]:
@@ -163,3 +159,12 @@ def sparse_table(values: Floats) -> Floats:
         levels.append(both)
         width *= 2
     return np.stack(levels)
+
+
+def largest_in(table: Floats, start: Indices, end: Indices) -> Floats:
+    """Return the largest value of start .. end-1 from a sparse table of the values."""
+    # Two ranges of 2 ** level values, from either end, cover the run. `frexp` gives the exponent
+    # of the next power of two, so level is the whole part of log2(end - start).
+    level = np.frexp((end - start).astype(float))[1] - 1
+    largest: Floats = np.maximum(table[level, start], table[level, end - (1 << level)])
+    return largest

@@ -44,7 +44,8 @@ def test_microbatches_add_up_by_row(on_host: bool):
     table.sum()
     with table.given():
         grad = table.stepped[0].grad
-        assert grad is not None and grad.is_sparse
+        assert grad is not None
+        assert grad.is_sparse
         assert grad.coalesce().indices().tolist() == [[1, 3]]
         assert grad.to_dense()[:, 0].tolist() == [0, 11, 0, 2, 0]
     assert table.stepped[0].grad is None
@@ -55,7 +56,8 @@ def test_a_gradient_that_the_model_has_dense_is_given_dense():
     add(table, [0, 0], 2.0)
     table.sum()
     grad = table.gradient()
-    assert grad is not None and not grad.is_sparse
+    assert grad is not None
+    assert not grad.is_sparse
     assert grad[:, 1].tolist() == [4, 0, 0, 0, 0]
 
 
@@ -64,7 +66,8 @@ def test_rows_of_the_padding_have_no_gradient():
     add(table, [0, 2], 1.0, padding=0)
     table.sum()
     grad = table.gradient()
-    assert grad is not None and grad.coalesce().indices().tolist() == [[2]]
+    assert grad is not None
+    assert grad.coalesce().indices().tolist() == [[2]]
 
 
 def test_no_more_rows_are_kept_than_the_table_has():
@@ -74,7 +77,8 @@ def test_no_more_rows_are_kept_than_the_table_has():
     assert sum(map(len, table._numbers)) <= ROWS
     table.sum()
     grad = table.gradient()
-    assert grad is not None and grad.to_dense()[:, 0].tolist() == [0, 20, 20, 20, 0]
+    assert grad is not None
+    assert grad.to_dense()[:, 0].tolist() == [0, 20, 20, 20, 0]
 
 
 def test_a_step_forgets_the_one_before():
@@ -85,14 +89,17 @@ def test_a_step_forgets_the_one_before():
     assert table.gradient() is None
     table.sum()  # a step in which nothing was looked up: no row changes
     grad = table.gradient()
-    assert grad is not None and grad._nnz() == 0
+    assert grad is not None
+    assert grad._nnz() == 0
 
 
 def test_a_parameter_has_its_table():
     table, weight = kept()
-    assert table_of(weight) is table and has_sparse_gradient(weight)
+    assert table_of(weight) is table
+    assert has_sparse_gradient(weight)
     dense, other = kept(is_sparse=False)
-    assert table_of(other) is dense and not has_sparse_gradient(other)
+    assert table_of(other) is dense
+    assert not has_sparse_gradient(other)
     assert table_of(nn.Parameter(torch.zeros(1))) is None
 
 
