@@ -42,7 +42,7 @@ from costmodel.time.step_path import StepPath
 from planner.graph import ModelGraph
 from planner.graph.tables import with_table_lookups
 from planner.plan import OURS, Plan
-from planner.schedule import StepJobKind, schedule_of, step_jobs
+from planner.schedule import SteadySchedule, StepJobKind, schedule_of, step_jobs
 from planner.schedule.timing.offloads import offloads_of
 from profiles import Profile
 
@@ -123,7 +123,7 @@ def estimate(
         flop_of_ranks = (price.times.forward_flop + price.times.backward_flop).sum()
         flop += float(flop_of_ranks) * plan.degrees.num_ranks * view.replicas / num_replicas
         weights = price.weights(range(plan.pp))
-        memory.append(plan_memory(view.plan, costs, step.timeline.schedule, weights))
+        memory.append(plan_memory(view.plan, costs, _walked_jobs(step.table, plan, costs), weights))
     # Replicas meet in the exchange of gradients, so the slowest of them sets the step.
     slowest = max(found, key=lambda each: each.last.step_s)
     return Estimate(
@@ -158,11 +158,11 @@ def rank_bytes_by_group(
     """Return the peak memory of these pp ranks on each group of devices that their replicas lie
     on.
     """
-    schedule = _table_of(plan).schedule
+    steady = _walked_jobs(_table_of(plan), plan, costs)
     found: tuple[dict[str, int], ...] = tuple({} for _ in pp_ranks)
     for view in replica_views(plan, costs):
         weights = price_plan(view.plan, costs, view.neighbours).weights(pp_ranks)
-        memory = plan_memory(view.plan, costs, schedule, weights)
+        memory = plan_memory(view.plan, costs, steady, weights)
         for rank, parts, most in zip(pp_ranks, memory, found, strict=True):
             group = view.plan.device_groups[rank]
             most[group] = max(most.get(group, 0), int(parts.total))
@@ -253,6 +253,16 @@ def _table_of(plan: Plan) -> JobTable:
     if table.schedule.stage_to_pp_rank != plan.stage_to_pp_rank:
         schedule_of(plan)  # raises: the stages sit on other ranks than the schedule's
     return table
+
+
+def _walked_jobs(table: JobTable, plan: Plan, costs: CostCache) -> SteadySchedule:
+    """Return the jobs along which memory is walked: without repetitions, unless bytes go at a job
+    that is found by counting (copies to the host, messages that gloo has sent).
+    """
+    counts = any(stage.activations_on_host for stage in plan.stages)
+    if counts or costs.profile.cluster.device_type == "cpu":
+        return SteadySchedule.whole(table.schedule)
+    return table.steady(ahead=plan.receive_ahead)
 
 
 def plan_job_seconds(plan: Plan, costs: CostCache) -> JobSeconds:

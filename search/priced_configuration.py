@@ -64,6 +64,9 @@ class PricedConfiguration:
         # Where jobs wait for transfers, these are in the jobs; between stages the cheapest bounds.
         if stages.pp_group is not None:
             transfer_s, back_transfer_s = _cheapest(transfer_s), _cheapest(back_transfer_s)
+        order = find_schedule(configuration.schedule).job_order(
+            pp=configuration.pp, num_microbatches=configuration.num_microbatches
+        )
         return ChainProblem(
             stages=stages,
             block_forward_s=forward_s,
@@ -74,9 +77,8 @@ class PricedConfiguration:
             in_flight=whole_in_flight_of(configuration),
             num_microbatches=configuration.num_microbatches,
             memory_limit_bytes=memory_limit_bytes,
-            order=find_schedule(configuration.schedule).job_order(
-                pp=configuration.pp, num_microbatches=configuration.num_microbatches
-            ),
+            # Of other meshes some may have weight gradients to defer, even if this one has none.
+            order=order if is_mixed else configuration.order,
             start_s=table.least_inputs_s(configuration),
             choices=(*stages.choices, *("partial",) * len(stages.partial)),
             needs=stages.least_needs(memory_limit_bytes),

@@ -185,7 +185,9 @@ class RankBound:
     def _samples(self, in_flight: int) -> tuple[tuple[Any, Phase], ...]:
         """Return (microbatches in flight, phase) of each point that may be the fullest."""
         # Each phase's bytes grow with `live`, so its fullest point has the most microbatches.
-        splits = self.splits_backward
+        # FSDP2 takes a block's gradients as its backward ends: there the job of input gradients
+        # runs all of it, and nothing waits for the job of weight gradients.
+        splits = self.splits_backward and not self.ranks.is_sharded
         live = live_on_device(in_flight, on_host=self.activations_on_host)
         if self.ranks.has_buckets or (in_flight < self.num_microbatches and not splits):
             # With buckets, gradients exist in both phases. Else the rank refills after its first

@@ -13,14 +13,14 @@ played on one table; playing touches each job once and makes no object for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import numpy as np
 
 from planner.deadline import check_time
 from planner.errors import ScheduleError
-from planner.schedule import build_schedule
+from planner.schedule import SteadySchedule, build_schedule, steady_schedule
 from planner.schedule.jobs import JobKind, Schedule
 
 _KINDS = {
@@ -146,6 +146,14 @@ class JobTable:
     """Directed pairs of ranks."""
     num_results: int
     """Numbers of results."""
+    _steady: dict[int, SteadySchedule] = field(default_factory=dict)
+    """The schedule without repetitions, by how many jobs receives are posted ahead."""
+
+    def steady(self, *, ahead: int) -> SteadySchedule:
+        """Return the schedule without the repetitions in which memory does not change."""
+        if ahead not in self._steady:
+            self._steady[ahead] = steady_schedule(self.schedule, ahead=ahead)
+        return self._steady[ahead]
 
 
 @lru_cache(maxsize=128)

@@ -63,6 +63,7 @@ from planner.schedule.timing.in_flight import (
     in_flight_per_stage,
     most_kept,
 )
+from planner.schedule.timing.steady import SteadySchedule, steady_schedule
 from planner.schedule.timing.timetable import StageTimes, Timetable, time_schedule
 from planner.schedule.validate import validate_schedule
 
@@ -78,6 +79,7 @@ __all__ = [
     "Schedule",
     "ScheduleSpec",
     "StageTimes",
+    "SteadySchedule",
     "StepJob",
     "StepJobKind",
     "Synthesis",
@@ -106,6 +108,7 @@ __all__ = [
     "schedule_of",
     "searched_schedules",
     "stage_to_pp_rank",
+    "steady_schedule",
     "step_jobs",
     "synthesize_schedule",
     "time_schedule",

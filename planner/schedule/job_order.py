@@ -19,7 +19,7 @@ then that of any order of jobs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 PerRank = Callable[[int, int, int], tuple[int, ...]]
@@ -53,3 +53,8 @@ class JobOrder:
     """Whether some or all backwards are I and W jobs."""
     late_weights: tuple[int, ...] = ()
     """Most W jobs after the last I job; empty: not stated, perhaps those of all microbatches."""
+
+    @property
+    def unsplit(self) -> JobOrder:
+        """The same where I jobs run whole backwards, and W jobs have nothing to do."""
+        return replace(self, splits_backward=False, late_weights=())

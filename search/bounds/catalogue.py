@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from costmodel.time.stage_costs.load import StageLoad
-from planner.schedule import RoundTrips, find_schedule
+from planner.schedule import RoundTrips
 from search.bounds.least_costs import LeastCosts
 from search.bounds.round_trips import pipeline_line
 from search.space.configuration import Configuration, Shape, recompute_choices
@@ -102,13 +102,13 @@ def round_trips(costs: LeastCosts, config: Configuration) -> float:
     1F1B. w: the most of a block's backward that may come after its gradient is sent on.
     """
     m, pp = config.num_microbatches, config.pp
-    order = find_schedule(config.schedule).job_order(pp=pp, num_microbatches=m)
+    order = config.order
     if order.splits_backward:
         return 0.0
     early = costs.early_sends(config)
     # Rounded up, so that few different lines are computed.
     part = round(early.part, 6) + 1e-6 if early.part else 0.0
-    factor, firsts = pipeline_line(config.schedule, pp, m, part)
+    factor, firsts = pipeline_line(order, pp, m, part)
     return costs.microbatch_s(config) * factor - firsts * early.longest_s
 
 
@@ -118,7 +118,7 @@ def split_round_trips(costs: LeastCosts, config: Configuration) -> float:
     linear program (`zero_bubble`).
     """
     m, pp = config.num_microbatches, config.pp
-    order = find_schedule(config.schedule).job_order(pp=pp, num_microbatches=m)
+    order = config.order
     # Its paths need the number of late weight gradients: where that is not stated it says nothing.
     is_stated = order.round_trips is RoundTrips.FIRST_AND_LAST and order.late_weights
     if not is_stated or pp == 1:

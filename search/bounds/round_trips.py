@@ -40,20 +40,15 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from planner.schedule import JobOrder, RoundTrips, find_schedule
+from planner.schedule import JobOrder, RoundTrips
 from search.partition.chain_problem import Floats
 
 
-def pipeline_line(schedule: str, pp: int, m: int, early: float = 0.0) -> tuple[float, float]:
+@lru_cache(maxsize=4096)
+def pipeline_line(order: JobOrder, pp: int, m: int, early: float = 0.0) -> tuple[float, float]:
     """Return (c, d) such that no stages of total t take less than c t - d times the longest part
     of a block that comes after its gradient is sent on; `early` is a of the header.
     """
-    order = find_schedule(schedule).job_order(pp=pp, num_microbatches=m)
-    return _line(order, pp, m, early)
-
-
-@lru_cache(maxsize=4096)
-def _line(order: JobOrder, pp: int, m: int, early: float) -> tuple[float, float]:
     keeps = 1.0 - early
     # Rows without any wait: what holds for all orders of jobs.
     # A is lower triangular then: the sums of y from each stage on are a geometric series, of ratio

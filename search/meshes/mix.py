@@ -131,13 +131,14 @@ class Mix:
         ahead = np.max(weight_s, axis=0)
         m, pp = configuration.num_microbatches, configuration.pp
         bound = m * max(block.sum() / self.fastest_ranks(of_members), block.max())
-        if not find_schedule(configuration.schedule).splits_backward:
+        order = find_schedule(configuration.schedule).job_order(pp=pp, num_microbatches=m)
+        if not order.splits_backward:
             part = float((ahead / np.where(ahead > 0, block, 1.0)).max())
             # Rounded up, so that few different lines are computed.
             part = min(round(part, 6) + 1e-6, 1.0) if part else 0.0
             # With a part of 1 nothing of a block would be on a gradient's way: c is 0 / 0.
             if part < 1.0:
-                factor, firsts = pipeline_line(configuration.schedule, pp, m, part)
+                factor, firsts = pipeline_line(order, pp, m, part)
                 bound = max(bound, block.sum() * factor - firsts * ahead[1:].max(initial=0.0))
         return float(bound)
 

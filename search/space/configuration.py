@@ -14,7 +14,7 @@ from planner.layout.axes import Degrees
 from planner.plan import Recompute
 from planner.plan.replication import Replication
 from planner.plan.spelled import spell_choices
-from planner.schedule import find_schedule
+from planner.schedule import JobOrder, find_schedule
 
 RECOMPUTE_CHOICES: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -92,6 +92,14 @@ class Configuration(_OnMesh):
         with the input's, since FSDP2 reduces them when a block's backward ends.
         """
         return find_schedule(self.schedule).splits_backward and not self.replication.is_sharded
+
+    @property
+    def order(self) -> JobOrder:
+        """What its schedule states of its order of jobs, with weight gradients made as above."""
+        order = find_schedule(self.schedule).job_order(
+            pp=self.pp, num_microbatches=self.num_microbatches
+        )
+        return order if order.splits_backward == self.splits_backward else order.unsplit
 
     @property
     def label(self) -> str:

@@ -95,8 +95,12 @@ def whole_in_flight_of(configuration: Configuration) -> tuple[int, ...]:
 
 def whole_stages_of(configuration: Configuration) -> tuple[int, ...]:
     """Return the same of all stages of each pp rank together."""
-    if not find_schedule(configuration.schedule).splits_backward:
+    schedule = find_schedule(configuration.schedule)
+    if not schedule.splits_backward:
         return live_stages_of(configuration)
+    _, pp, _, m = configuration.pipeline
+    if warmup := schedule.job_order(pp=pp, num_microbatches=m).warmup:
+        return warmup
     by_rank = live_microbatches(*configuration.pipeline).by_rank
     return tuple(int(live.sum(axis=1).max()) for _, live in by_rank)
 

@@ -186,9 +186,27 @@ def test_what_is_stated_of_the_order_of_jobs_is_so(name: str) -> None:
                 assert kinds[kinds.rindex("I") :].count("W") == order.late_weights[rank]
 
 
+@pytest.mark.parametrize("name", [name for name, spec in SCHEDULES.items() if spec.warmup])
+def test_as_many_forwards_as_stated_run_before_the_first_backward(name: str) -> None:
+    """M17: bounds of memory rely on it, so no rank may run fewer."""
+    for schedule in all_sizes(name):
+        order = SCHEDULES[name].job_order(
+            pp=schedule.pp, num_microbatches=schedule.num_microbatches
+        )
+        for row, stated in zip(schedule.jobs, order.warmup, strict=True):
+            found = next(i for i, job in enumerate(row) if job.kind is not JobKind.FORWARD)
+            # One forward more stands there on the last rank of dualpipe_v.
+            assert stated <= found <= stated + 1
+
+
+def test_where_backwards_run_whole_weights_are_not_late() -> None:
+    order = SCHEDULES["zb_h1"].job_order(pp=4, num_microbatches=8)
+    assert order.unsplit == SCHEDULES["1f1b"].job_order(pp=4, num_microbatches=8)
+
+
 def test_what_is_not_stated_is_not_known() -> None:
     """A schedule that states nothing is of any order of jobs."""
     for name in ("zb_v", "dualpipe_v"):
         order = SCHEDULES[name].job_order(pp=2, num_microbatches=4)
-        assert order == JobOrder(splits_backward=True)
+        assert order == JobOrder(splits_backward=True, warmup=order.warmup)
     assert SCHEDULES["interleaved_1f1b"].job_order(pp=2, num_microbatches=4) == JobOrder()

@@ -18,16 +18,20 @@ from costmodel.time.tied import check_copies, tied_stages
 from planner.deadline import check_time
 from planner.plan import Plan
 from planner.runtime.step.messages.wiring import Edge, build_edges
+from planner.schedule import SteadySchedule
 from planner.schedule.jobs import Schedule
 
 
 def plan_memory(
-    plan: Plan, costs: CostCache, schedule: Schedule, weights: Mapping[int, StageLoad]
+    plan: Plan, costs: CostCache, steady: SteadySchedule, weights: Mapping[int, StageLoad]
 ) -> tuple[MemoryParts, ...]:
-    """Return the memory of some pp ranks, from the job table's own order; `weights` are the
-    parameters of each, of all its stages together.
+    """Return the memory of some pp ranks, from the job table's own order, whose repetitions are
+    left out; `weights` are the parameters of each, of all its stages together.
     """
-    return tuple(_fullest(walked) for walked in walk_plan(plan, costs, schedule, weights))
+    return tuple(
+        _fullest(walked, gap=steady.gaps[walked.state.pp_rank], left_out=steady.left_out)
+        for walked in walk_plan(plan, costs, steady.schedule, weights)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,14 +122,18 @@ def _samples(rank: RankState, schedule: Schedule, edges: Sequence[Edge]) -> Iter
     return walk_rank(row, rank.stages, home, receive_ahead=plan.receive_ahead, traffic=traffic)
 
 
-def _fullest(walked: WalkedRank) -> MemoryParts:
+def _fullest(walked: WalkedRank, *, gap: int, left_out: int) -> MemoryParts:
     """Return a rank's memory at its fullest sample, with the most bytes of activations that lie on
-    its host.
+    its host. Before job `gap` so many microbatches are left out of its row.
     """
+    # Each microbatch's loss stays to the end of the step, also of those that are left out.
+    losses = left_out * sum(stage.loss_bytes for stage in walked.state.stages.values())
     worst, on_host = None, 0
-    for sample in walked.samples:
+    for position, sample in enumerate(walked.samples):
         check_time()
         on_host = max(on_host, sample.host_bytes)
+        if losses and position >= gap:
+            sample = sample.with_more_saved(losses)
         if worst is None or sample.peak_bytes > worst.peak_bytes:
             worst = sample
     assert worst is not None, "every rank has jobs"

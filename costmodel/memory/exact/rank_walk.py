@@ -43,6 +43,14 @@ class MemorySample(NamedTuple):
     host_bytes: int
     """Activations on the host."""
 
+    def with_more_saved(self, more_bytes: int) -> MemorySample:
+        """Return the sample with more saved all the time."""
+        return self._replace(
+            end_bytes=self.end_bytes + more_bytes,
+            peak_bytes=self.peak_bytes + more_bytes,
+            saved_bytes=self.saved_bytes + more_bytes,
+        )
+
 
 def walk_rank(
     row: Sequence[Job],

@@ -8,6 +8,18 @@ from planner.deadline import check_time
 from planner.schedule.jobs import Job, JobKind
 
 
+def v_warmup(pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
+    """Return the forwards of both chunks that each rank runs before its first backward, at least.
+
+    The first microbatch goes down the V and returns to rank r after 2 (pp - r) - 1 steps, in each
+    of which the rank has another one to send down; r more follow while ranks behind turn round.
+    """
+    return tuple(
+        min(num_microbatches, 2 * pp - rank - 1) + min(num_microbatches, rank + 1)
+        for rank in range(pp)
+    )
+
+
 class VRow:
     """The jobs of one rank, written step by step; mutable while it is built.
 

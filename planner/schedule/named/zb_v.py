@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.schedule.jobs import Job
-from planner.schedule.named.v_rows import VRow
+from planner.schedule.named.v_rows import VRow, v_warmup
 from planner.schedule.placements import fold_placement
 from planner.schedule.registry import register_schedule
 
@@ -20,6 +20,7 @@ def _limit(pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
     max_vpp=2,
     splits_backward=True,
     in_flight_limit=_limit,
+    warmup=v_warmup,
     search_rank=3,
 )
 def zb_v(pp: int, vpp: int, num_microbatches: int) -> list[list[Job]]:

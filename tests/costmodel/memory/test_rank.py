@@ -18,6 +18,7 @@ from costmodel.memory.parts import MemoryParts, with_overheads
 from costmodel.time.plan_price import price_plan
 from planner.layout.placements import WHOLE
 from planner.runtime.step.messages.wiring import Edge, build_edges
+from planner.schedule import SteadySchedule
 from planner.schedule.jobs import Job, JobKind
 from planner.schedule.of_plan import schedule_of
 from profiles import load_profile
@@ -40,7 +41,7 @@ def test_parts_of_a_rank_sum_to_its_memory():
     costs = CostCache(graph, H100)
     plan = plan_of(graph)
     price = price_plan(plan, costs)
-    (parts,) = plan_memory(plan, costs, schedule_of(plan), price.weights([0]))
+    (parts,) = plan_memory(plan, costs, SteadySchedule.whole(schedule_of(plan)), price.weights([0]))
     assert {part.field for part in PARTS.values()} <= set(MemoryParts.__dataclass_fields__)
     (load,) = stage_loads(price)
     params = load.param_bytes
@@ -93,7 +94,9 @@ def test_gathered_weights_of_a_rank_are_weights():
     for zero_stage in (0, 1):
         plan = plan_of(graph, dp=2, zero_stage=zero_stage)
         price = price_plan(plan, costs)
-        (found[zero_stage],) = plan_memory(plan, costs, schedule_of(plan), price.weights([0]))
+        (found[zero_stage],) = plan_memory(
+            plan, costs, SteadySchedule.whole(schedule_of(plan)), price.weights([0])
+        )
     assert found[1].parameter_bytes >= found[0].parameter_bytes
 
 
