@@ -14,7 +14,7 @@ from planner.capture.checks.functions import FunctionCall
 from planner.capture.checks.on_meta import OnMeta
 from planner.capture.diagnose import node_line
 from planner.capture.opaque import ModuleCall, OpaqueModules, Place
-from planner.capture.record import Exported, Recorder
+from planner.capture.record import Exported, Recorder, is_composite, is_view
 from planner.capture.sparse import dense_where_mixed
 from planner.capture.writes import (
     Env,
@@ -26,7 +26,7 @@ from planner.capture.writes import (
     without_out,
 )
 from planner.errors import CaptureError
-from planner.graph import Ref, Symbol, TensorMeta, map_refs
+from planner.graph import Op, Ref, Symbol, TensorMeta, map_refs
 from planner.graph.function_keys import AUTOGRAD_FUNCTION
 from planner.graph.module_keys import OPAQUE_MODULE
 
@@ -38,9 +38,6 @@ _ARITHMETIC = ("_operator", "operator", "math", "builtins")
 """Modules whose functions a capture computes: those of numbers."""
 
 _DROPPED = {"_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range"}
-
-
-_DROPOUTS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
 
 
 class _BufferWritten(Exception):
@@ -62,6 +59,7 @@ class Reader:
     says of which of them a tensor is the value now, `_puts` where to put the last one back.
     Copies are the tensors themselves, and a dropout of nothing is a copy, which is the same as long
     as no such memory, in `_inexact`, is written in place; else `_is_exact`, and all is read again.
+    `_composites` are ops made of others, which may return views and do not say so.
     """
 
     def __init__(
@@ -96,6 +94,7 @@ class Reader:
             self._counters: set[str] = set()
             self._detached: dict[Ref, Ref] = {}
             self._inexact: set[str] = set()
+            self._composites: list[tuple[torch.fx.Node, Op]] = []
             env = self._placeholders()
             try:
                 outputs = self._run(self.program.graph_module, env)
@@ -337,9 +336,9 @@ class Reader:
             args = (parts, *args[1:])
         if packet == "histc" and "int" in self.record.tensors[args[0].name].dtype:
             return portable_histc(self.record, node, target, args, kwargs)
-        is_idle = packet in _DROPOUTS and (args[1] == 0 or not args[2])
-        if is_idle and self._is_exact:  # PyTorch returns what it is given
-            return args[0]
+        may_view_inputs = is_composite(target) and not is_view(str(target))
+        if self._is_exact and may_view_inputs and (returned := _returned_input(node)):
+            return env[returned]  # a dropout of 0, a cast to the same dtype
         written: Ref | None = None
         if target._schema.is_mutable and not _is_counted(args, self._counters):
             if packet.endswith("_"):
@@ -368,9 +367,9 @@ class Reader:
         if written is not None:
             self._emit_written(node, target, outputs[0], args, kwargs)
             return self._rebind(node, written, Ref(outputs[0]))
-        self.record.emit(node, str(target), outputs[0], args, kwargs, tuple(outputs))
-        if is_idle:
-            self._inexact.update((args[0].name, outputs[0]))
+        op = self.record.emit(node, str(target), outputs[0], args, kwargs, tuple(outputs))
+        if may_view_inputs:
+            self._composites.append((node, op))
         return tuple(Ref(o) for o in outputs) if many else Ref(outputs[0])
 
     # -- writes -------------------------------------------------------------------------
@@ -423,8 +422,20 @@ class Reader:
         """Let later ops read what was written; return what the op itself returns."""
         memory = root_of(self.record, written).name
         # What was taken for a copy shares this memory in the graph; read again with true copies.
-        if self._inexact.intersection({memory, *self.record.views_of(memory)}):
+        names = {memory, *self.record.views_of(memory)}
+        if self._inexact.intersection(names):
             raise _MemoryWritten
+        for maker, op in self._composites:
+            if not names.intersection((*op.inputs, *op.outputs)):
+                continue
+            if _returned_input(maker):
+                raise _MemoryWritten
+            # An einsum of a single operand, a meshgrid: views of what they are given.
+            if _views_inputs(maker):
+                raise CaptureError(
+                    f"the model writes in place{node_line(node)} into memory that the result of "
+                    f"{maker.target}{node_line(maker)} shares; write the out-of-place form"
+                )
         root, whole, result = rebind(
             self.record,
             written,
@@ -598,15 +609,35 @@ def _refuse_op(name: str, node: torch.fx.Node) -> NoReturn:
 
 def _returned_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
     """The tensors that an op returns themselves: neither a copy of them nor a view."""
+    results = _run_again(node)
+    return [n for n in node.all_input_nodes if any(each is n.meta.get("val") for each in results)]
+
+
+def _returned_input(node: torch.fx.Node) -> torch.fx.Node | None:
+    """The tensor that an op of a single result returns itself, if it does."""
+    single = isinstance(node.meta["val"], torch.Tensor)
+    return next(iter(_returned_inputs(node)), None) if single else None
+
+
+def _views_inputs(node: torch.fx.Node) -> bool:
+    """Whether a result of an op lies in the memory of what it is given."""
+    given = [n.meta.get("val") for n in node.all_input_nodes]
+    memory = {t.untyped_storage()._cdata for t in given if isinstance(t, FakeTensor)}
+    return any(result.untyped_storage()._cdata in memory for result in _run_again(node))
+
+
+def _run_again(node: torch.fx.Node) -> Sequence[Any]:
+    """Return what an op returns for the tensors without values that it is given; nothing for ops
+    that write, and for our own.
+    """
     inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), FakeTensor)]
     schema = node.target._schema  # type: ignore[union-attr]
     if not inputs or schema.is_mutable or schema.name.startswith("planner::"):
-        return []
+        return ()
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     with inputs[0].meta["val"].fake_mode, torch.no_grad():
         results = node.target(*args, **kwargs)  # type: ignore[operator]
-    results = results if isinstance(results, tuple | list) else (results,)
-    return [n for n in inputs if any(result is n.meta["val"] for result in results)]
+    return results if isinstance(results, tuple | list) else (results,)
 
 
 def _is_counted(args: Any, counters: Collection[str]) -> bool:

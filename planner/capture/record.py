@@ -78,8 +78,8 @@ class Recorder:
         outputs: tuple[str, ...],
         *,
         at: int | None = None,
-    ) -> None:
-        """Note an op made for `node`, last or at a position.
+    ) -> Op:
+        """Note an op made for `node`, last or at a position, and return it.
 
         Raises CaptureError if it reads a stale view.
         """
@@ -104,6 +104,7 @@ class Recorder:
         self.ops.insert(position, RawOp(op=op, module=path.split("@")[0]))
         self.maker.update(dict.fromkeys(outputs, op))
         self.lines.insert(position, node_line(node))
+        return op
 
     def needs_grad(self, packet: str, args: Any, kwargs: Any) -> bool:
         """Whether an op's outputs need a gradient."""
@@ -127,3 +128,10 @@ def is_view(target: str) -> bool:
     """Whether an op returns a view of an input."""
     schema = operator.attrgetter(target)(torch.ops)._schema
     return any(r.alias_info is not None for r in schema.returns)
+
+
+def is_composite(target: torch._ops.OpOverload) -> bool:
+    """Whether PyTorch makes an op of other ops, whatever the device."""
+    kernel = "CompositeImplicitAutograd"
+    found: bool = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), kernel)
+    return found

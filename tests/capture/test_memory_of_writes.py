@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from planner.capture import capture_module
+from planner.errors import CaptureError
 from tests.capture.masks.attending import check_equal, loss_of_graph
 
 WIDTH, HALF = 16, 8
@@ -129,6 +130,21 @@ def rows_in_a_loop(a: Tensor) -> Tensor:
     return k.tanh() + a
 
 
+def a_part_of_what_an_op_returns_itself(a: Tensor) -> Tensor:
+    """A cast to the dtype that it has returns what it is given: the part sees the write."""
+    part = a[:, 0]
+    b = a.type_as(a * 2)
+    b.mul_(3)
+    return b.tanh() + part[:, None]
+
+
+def what_an_op_returns_itself_of_a_part(a: Tensor) -> Tensor:
+    b = torch.atleast_3d(a)
+    part = a[:, 0]
+    part.mul_(3)
+    return b.tanh() + a
+
+
 WRITES: tuple[Callable[[Tensor], Tensor], ...] = (
     copied_then_written,
     source_of_a_copy_written,
@@ -145,6 +161,7 @@ WRITES: tuple[Callable[[Tensor], Tensor], ...] = (
     written_read_and_written,
     written_through_what_a_write_returns,
     rows_in_a_loop,
+    what_an_op_returns_itself_of_a_part,
 )
 
 
@@ -167,6 +184,56 @@ def batch(size: int) -> dict[str, Tensor]:
 def test_a_graph_computes_what_the_module_does(write):
     torch.manual_seed(0)
     module = Model(write).double()
+    graph = capture_module(module, batch(2), batch(3), name="model")
+    check_equal(module, graph, batch(5), rounding=1e-12)
+
+
+def a_view_by_einsum_written(a: Tensor) -> Tensor:
+    b = torch.einsum("bij->bji", a)
+    b.mul_(2)
+    return a + b.transpose(1, 2)
+
+
+def what_an_einsum_views_written(a: Tensor) -> Tensor:
+    b = torch.einsum("bij->bij", a)
+    a.mul_(2)
+    return a + b
+
+
+def a_part_of_what_a_meshgrid_views_written(a: Tensor) -> Tensor:
+    row = a[0, 0]
+    rows, _ = torch.meshgrid(row, row.detach(), indexing="ij")
+    a.mul_(2)
+    return a + rows.mean()
+
+
+HIDDEN = (
+    a_view_by_einsum_written,
+    what_an_einsum_views_written,
+    a_part_of_what_a_meshgrid_views_written,
+)
+
+
+@pytest.mark.parametrize("write", HIDDEN, ids=lambda write: write.__name__)
+def test_a_write_into_a_view_that_an_op_does_not_tell_of_is_refused(write):
+    """N1: ATen says of neither op that it may return a view."""
+    with pytest.raises(CaptureError, match=r"aten\.(einsum|meshgrid).* shares; write the out-of-"):
+        capture_module(Model(write).double(), batch(2), batch(3), name="model")
+
+
+def test_a_view_of_what_an_op_returns_itself_is_stale_after_a_write():
+    write = a_part_of_what_an_op_returns_itself
+    with pytest.raises(CaptureError, match="take the view again after the write"):
+        capture_module(Model(write).double(), batch(2), batch(3), name="model")
+
+
+def test_an_einsum_of_several_operands_may_be_written():
+    def scores(a: Tensor) -> Tensor:
+        found = torch.einsum("bij,bkj->bik", a, a)
+        found.mul_(0.5)
+        return found @ a
+
+    module = Model(scores).double()
     graph = capture_module(module, batch(2), batch(3), name="model")
     check_equal(module, graph, batch(5), rounding=1e-12)
 

@@ -47,7 +47,8 @@ def test_rows_step_as_sparse_adam_and_the_rest_as_adamw():
         torch.optim.AdamW(reference.out.parameters(), weight_decay=0.1, **SETTINGS),
     )
     for own, theirs in zip(module.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(own, theirs, rtol=1e-12, atol=1e-12)
+        # Its counts of steps are float32, as AdamW keeps them.
+        torch.testing.assert_close(own, theirs, rtol=1e-6, atol=1e-6)
     # Rows that no batch looked up have neither moved nor decayed.
     assert torch.equal(module.table.weight[[1, 3]], first[[1, 3]])
 
