@@ -62,8 +62,10 @@ def solve_by_integer_program(
         check_time()
         if status == program.solver.INFEASIBLE:
             return None
-        # Branching goes on where the relaxation found nothing; after it nothing is left to try.
-        if status == program.solver.NOT_SOLVED or status == program.solver.ABNORMAL:
+        # Branching goes on where the relaxation has no optimum in time: short of that its value is
+        # no bound. After branching nothing is left to try.
+        is_optimal = status == program.solver.OPTIMAL
+        if not is_optimal and (name == "GLOP" or status != program.solver.FEASIBLE):
             continue
         answer = [
             np.array([variable.solution_value() for variable in row]) for row in program.choices

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 from benchmarks.activation_memory import CpuProfile
@@ -120,6 +121,40 @@ def test_attention_that_is_told_of_a_window_takes_tiles(layout):
     (predicted,) = estimate(graph, costs.profile, plan, costs=costs).memory
     run = dry_run(plan, graph, build, rank=plan.world_size - 1, on_gloo=True)
     assert float(predicted.tensor_bytes) == pytest.approx(run.peak_bytes, rel=0.001)
+
+
+class Wide(nn.Module):
+    """Blocks whose backward is highest at an op between two wide tensors."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.between, self.first = between, nn.Linear(4, 16)
+        self.up = nn.ModuleList(nn.Linear(16, 256) for _ in range(3))
+        self.down = nn.ModuleList(nn.Linear(256, 16) for _ in range(3))
+
+    def forward(self, x):
+        x = self.first(x)
+        for up, down in zip(self.up, self.down, strict=True):
+            x = down(self.between(up(x)))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    "between",
+    [lambda p: p * p, lambda p: p.tanh() - p, lambda p: p - p.tanh(), lambda p: p + p * p],
+    ids=["p * p", "tanh(p) - p", "p - tanh(p)", "p + p * p"],
+)
+def test_each_reading_of_a_tensor_makes_a_gradient(between):
+    """X10: autograd makes two for p * p and adds them up; that of a difference's second term is
+    the arriving one negated, not itself.
+    """
+    batches = (torch.randn(size, 64, 4) for size in (2, 3))
+    graph = capture_module(Wide(between), *batches)
+    costs = CostCache(graph, CpuProfile())
+    plan = default_plan(graph, microbatch_size=4, num_microbatches=2)
+    (predicted,) = estimate(graph, costs.profile, plan, costs=costs).memory
+    run = dry_run(plan, graph, lambda: Wide(between), on_gloo=True)
+    assert float(predicted.tensor_bytes) == pytest.approx(run.peak_bytes, rel=1e-4)
 
 
 def test_activations_of_the_last_microbatch_are_whole(gpt):

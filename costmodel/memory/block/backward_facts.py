@@ -142,6 +142,13 @@ def _op_facts(op: Op, args: ProductArgs | None, saved: SavedTensors) -> OpFacts:
         # A table's gradient is rows, which the optimizer's part of the memory has.
         metas = (tensor[name] for name in dict.fromkeys(op.inputs))
         needing = [meta.name for meta in metas if meta.requires_grad and not meta.table]
+        # An activation that is read twice (x * x) gets two gradients, which autograd adds up. Those
+        # of a parameter are summed anyway.
+        reads = [
+            (at, name)
+            for at, name in enumerate(op.inputs)
+            if name in needing and (tensor[name].kind != "param" or op.inputs.index(name) == at)
+        ]
         weight = None if args is None else args[1].name
         has_gaps = leaves_gaps(op, storages.program)
         gradients = tuple(
@@ -150,11 +157,11 @@ def _op_facts(op: Op, args: ProductArgs | None, saved: SavedTensors) -> OpFacts:
                 num_bytes=tensor[name].bytes_at(1),
                 is_param=tensor[name].kind == "param",
                 is_weight=name == weight,
-                is_same=passes_on(op, name, storages),
+                is_same=passes_on(op, at, storages),
                 has_gaps=has_gaps,
                 strides=contiguous_strides(tensor[name].shape_at(1)),
             )
-            for name in needing
+            for at, name in reads
         )
         kernel = scratch_bytes(op, storages, forward=False)
         scratch = deferred_scratch = kernel + unreduced_bytes(op, needing, storages)
@@ -197,12 +204,15 @@ def _product(args: ProductArgs, storages: StorageMap) -> Product:
 
 
 _SUMS = frozenset({"add", "sub", "clone", "contiguous"})
-"""Ops whose backward hands the arriving gradient on, if nothing is broadcast or cast."""
+"""Ops whose backward hands the arriving gradient on, if nothing is broadcast or cast; to a second
+operand as well where its factor is 1."""
 
 
-def passes_on(op: Op, name: str, storages: StorageMap) -> bool:
-    """Whether the gradient of `name` is the arriving gradient itself, or a view of it."""
-    output = op.outputs[0]
+def passes_on(op: Op, at: int, storages: StorageMap) -> bool:
+    """Whether the gradient of the tensor that an op reads at this place is the arriving gradient
+    itself, or a view of it.
+    """
+    name, output = op.inputs[at], op.outputs[0]
     # All ranks but the first pass zeros of their own on where a gradient is counted once.
     if len(op.outputs) > 1 or op.target == ONCE:
         return False
@@ -221,7 +231,8 @@ def passes_on(op: Op, name: str, storages: StorageMap) -> bool:
         return source.dtype == result.dtype  # its backward narrows: a slice of the gradient
     # Of another size or dtype, the gradient is summed over broadcast dims or cast: a copy.
     if packet_of(op.target) in _SUMS:
-        return same_size and source.dtype == result.dtype
+        is_scaled = packet_of(op.target) == "sub" or dict(op.kwargs).get("alpha", 1) != 1
+        return same_size and source.dtype == result.dtype and not (at and is_scaled)
     # The only entry of a dim (`unbind`, `select`) goes back into a tensor of that dim, by a copy.
     family = family_of(op.target)
     keeps_dims = source.shape_at(1) == result.shape_at(1)

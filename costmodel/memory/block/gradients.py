@@ -25,8 +25,8 @@ class Gradients:
         # By number of a buffer: its bytes, and how many tensors have their gradients in it.
         self._bytes: list[int] = []
         self._users: list[int] = []
-        # A tensor's second gradient until the engine has added it to the first.
-        self._second: dict[str, int] = {}
+        # Further gradients of a tensor until the engine has added them to the first.
+        self._further: dict[str, list[int]] = {}
         self.gaps: set[str] = set()
 
     def allocate(self, name: str, num_bytes: int) -> None:
@@ -46,7 +46,7 @@ class Gradients:
     def _attach(self, name: str, buffer: int) -> None:
         self._users[buffer] += 1
         if name in self.of:
-            self._second[name] = buffer
+            self._further.setdefault(name, []).append(buffer)
         else:
             self.of[name] = buffer
 
@@ -64,12 +64,13 @@ class Gradients:
         return self._users[self.of[name]] == 1 and name not in self.gaps
 
     def add_up(self, name: str, num_bytes: int) -> int:
-        """Add a tensor's second gradient, if it has one, to the first, and return the bytes
+        """Add the next gradient of a tensor, if it has another, to the first, and return the bytes
         that takes meanwhile; `num_bytes` are those of a gradient of it.
         """
-        second = self._second.pop(name, None)
-        if second is None:
+        further = self._further.get(name)
+        if not further:
             return 0
+        second = further.pop(0)
         # Added in place: nothing new, and the second buffer goes.
         if self.is_own(name):
             self._release(second)
