@@ -125,6 +125,9 @@ class RankBound:
     splits_backward: bool = False
     """Whether input and weight gradients are separate jobs. Gradients may then come when most
     activations are freed, and activations are freed in two steps, so less can be proved."""
+    refills: bool = True
+    """Whether as many microbatches are in flight again once the first backward has ended; not where
+    nothing is stated of the order of jobs."""
     activations_on_host: bool = False
     """Whether what microbatches keep for their backwards is offloaded to the host."""
 
@@ -189,13 +192,14 @@ class RankBound:
         # runs all of it, and nothing waits for the job of weight gradients.
         splits = self.splits_backward and not self.ranks.is_sharded
         live = live_on_device(in_flight, on_host=self.activations_on_host)
-        if self.ranks.has_buckets or (in_flight < self.num_microbatches and not splits):
+        has_more = in_flight < self.num_microbatches
+        if self.ranks.has_buckets or (has_more and self.refills and not splits):
             # With buckets, gradients exist in both phases. Else the rank refills after its first
             # backward: as many microbatches, and gradients.
             return ((live, Phase.AFTER_BACKWARD),)
-        # A split backward proves the first phase only. Of a single microbatch nothing is in flight
-        # after its backward.
-        if splits or in_flight == 1:
+        # A split backward, and an order of jobs in which the rank may not refill, prove the first
+        # phase only. Of a single microbatch nothing is in flight after its backward.
+        if splits or has_more or in_flight == 1:
             return ((live, Phase.BEFORE_BACKWARD),)
         # All m microbatches are in flight before the first backward ends: gradients appear
         # only when one microbatch has been freed.

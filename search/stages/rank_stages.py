@@ -21,7 +21,7 @@ from costmodel.time.stage_costs.runs import Flags, Floats, Indices
 from costmodel.time.stage_costs.stage_costs import BlockRuns, StageCosts, cut_runs
 from planner.plan import Recompute
 from planner.plan.replication import Replication
-from planner.schedule import find_schedule
+from planner.schedule import RoundTrips, find_schedule
 from profiles import Group
 from search.partition.chain_problem import LeastNeeds, Line, RankLimit
 from search.partition.chain_windows import Part, RunKinds, Window
@@ -280,6 +280,7 @@ class RankStages:
             recompute,
             batch_bytes=self._batch_bytes,
             splits_backward=find_schedule(self.configuration.schedule).splits_backward,
+            refills=self.configuration.order.round_trips is not RoundTrips.UNKNOWN,
         )
 
     def least_needs(self, limit_bytes: float) -> LeastNeeds:

@@ -11,7 +11,15 @@ from costmodel.memory.parts import Ranks
 from costmodel.time.simulate import JobSeconds, simulate
 from costmodel.time.stage_costs.load import StageLoad
 from planner.plan.replication import Replication
-from planner.schedule import build_schedule, find_schedule
+from planner.schedule import (
+    SCHEDULES,
+    build_schedule,
+    find_schedule,
+    forward,
+    full_backward,
+    register_schedule,
+)
+from planner.schedule.jobs import Job
 from planner.units import GIB
 from search import SearchRequest
 from search.bounds.round_trips import ZeroBubbleBound
@@ -218,3 +226,43 @@ def test_no_layout_is_faster_than_its_draft_says(name):
         fastest = candidates.layouts.fastest(*pair)[0].least_s
         assert fastest == min(layout.least_s for layout in candidates.layouts.every(*pair))
         assert 0 < candidates.layouts.optimistic(*pair).least_s <= fastest * (1 + 1e-12)
+
+
+@pytest.fixture
+def front_loaded():
+    """Four microbatches in flight, once; then three go back, and no more than two are in flight."""
+
+    @register_schedule("front_loaded")
+    def front_loaded(pp: int, vpp: int, num_microbatches: int) -> list[list[Job]]:
+        first = min(4, num_microbatches)
+        table = []
+        for rank in range(pp):
+            row = [forward(rank, i) for i in range(first)]
+            row += [full_backward(rank, i) for i in range(first - 1)]
+            for i in range(first, num_microbatches):
+                row += [forward(rank, i), full_backward(rank, i - 1)]
+            table.append([*row, full_backward(rank, num_microbatches - 1)])
+        return table
+
+    yield "front_loaded"
+    del SCHEDULES["front_loaded"]
+
+
+def test_of_an_order_that_is_not_stated_nothing_is_taken_for_granted(front_loaded):
+    """M17, X1: the four are in flight before there are gradients, and never again."""
+    model = tiny_models()["gpt"]
+    graph = capture_module(model.build(), model.batch(2), model.batch(3), loss=model.loss)
+    request = SearchRequest(
+        num_devices=2, global_batch=8, pp=2, tp=1, schedule=front_loaded, offload="none"
+    )
+    candidates, rng = Candidates.of(graph, MACHINE, request), np.random.default_rng(7)
+    parts: list[float] = []
+    for shape in candidates.shapes(request):
+        for configuration in shape.configurations():
+            if configuration.num_microbatches < 8:
+                continue
+            table = candidates.tables(1, configuration.microbatch_size)[0]
+            for _ in range(6):
+                parts += list(_parts_of_estimate(candidates, configuration, table, rng))
+    assert len(parts) >= 12
+    assert max(parts) <= 1 + 1e-9
