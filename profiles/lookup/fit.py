@@ -81,8 +81,9 @@ def fit_ops(records: Sequence[OpRecord]) -> tuple[OpFit, ...]:
 def fit_pieces(num_bytes: _Floats, seconds: _Floats) -> tuple[tuple[Piece, ...], float]:
     """Fit seconds by pieces in the size, its root and a constant; sizes must rise.
 
-    The breakpoints are chosen exactly, by dynamic programming, for the least sum of absolute
-    relative residuals plus a price per piece. Returns pieces and the median residual.
+    The breakpoints are chosen by dynamic programming, for the least sum of absolute relative
+    residuals plus a price per piece: exactly, but where `MAX_PIECES` binds, which no state counts.
+    Returns pieces and the median residual.
     """
     count = len(num_bytes)
     lines: dict[tuple[int, int], tuple[_Floats, float]] = {}
