@@ -47,6 +47,8 @@ class BlockPrice(NamedTuple):
     """Whether a gradient arrives at all: before a model's first trained parameter none does."""
     side_positions: tuple[int, ...]
     """Inputs that it keeps and that need no gradient (rotary tables, masks), by position."""
+    activations: tuple[tuple[int, int, bool], ...]
+    """(Position, bytes, whether it is kept without recomputation) of the other inputs."""
 
 
 class CostCache:
@@ -234,6 +236,11 @@ class CostCache:
                     position
                     for position, edge in enumerate(held.inputs)
                     if edge.is_kept and not edge.requires_grad
+                ),
+                activations=tuple(
+                    (position, edge.num_bytes, edge.is_kept)
+                    for position, edge in enumerate(held.inputs)
+                    if edge.requires_grad
                 ),
             )
         return self._blocks[key]

@@ -295,7 +295,7 @@ def _saved_bytes(price: PlanPrice) -> tuple[float, ...]:
     kept = []
     for s, mesh in enumerate(price.meshes):
         start, end = mesh.runs.start[s : s + 1], mesh.runs.end[s : s + 1]
-        kept.append(mesh.runs.chain.loads.kept(start, end, by_block).item())
+        kept.append(mesh.runs.chain.kept(start, end, by_block).item())
     return tuple(kept)
 
 

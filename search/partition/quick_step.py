@@ -106,7 +106,7 @@ def _copies_beside_jobs(
     if not table.on_host.activations:
         return None
     runs = stages.runs
-    kept = runs.chain.loads.kept(runs.start, runs.end, recomputed)
+    kept = runs.chain.kept(runs.start, runs.end, recomputed)
     moved = dict(enumerate(kept.tolist()))
     rows = job_table(*config.pipeline).schedule.jobs
     found = copies_of(*config.pipeline)

@@ -256,6 +256,7 @@ class StageTable:
         rows = [
             np.array([float(block.class_index) for block in self.graph.blocks]),
             self.blocks.side_bytes,
+            self.blocks.input_bytes,
             self.once_bytes,
             self.chain.times.comm_forward_s,
             self.chain.times.comm_backward_s,

@@ -30,6 +30,7 @@ from search.priced_configuration import PricedConfiguration
 from search.space.configuration import recompute_choices
 from tests.builders import tiny_models
 from tests.captures import capture_module
+from tests.model_matrix import model_matrix
 from tests.search.machine import Machine
 
 MACHINE = Machine(context_bytes=1e6, devices_per_node=4)
@@ -120,6 +121,59 @@ def test_the_least_is_never_above_the_estimate(name, precision):
     assert len(parts) > 80
     assert max(parts) <= 1 + 1e-9
     assert np.median(parts) > 0.7
+
+
+class Decoders(nn.Module):
+    """Six decoders, each of which reads what one encoder made."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.token = nn.Linear(4, 64), nn.Embedding(8, 16)
+        self.layers = nn.ModuleList(Decoder() for _ in range(6))
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, ids, source):
+        memory, x = torch.tanh(self.encoder(source)), self.token(ids)
+        for layer in self.layers:
+            x = layer(x, memory)
+        return self.head(x).square().mean()
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.key, self.mix = nn.Linear(64, 16), nn.Linear(16, 16)
+
+    def forward(self, x, memory):
+        scores = x @ self.key(memory).transpose(1, 2)
+        return x + self.mix(scores.softmax(-1) @ self.key(memory))
+
+
+def decoders_batch(size):
+    return {"ids": torch.zeros(size, 8, dtype=torch.long), "source": torch.randn(size, 64, 4)}
+
+
+@pytest.mark.parametrize("schedule", ["fthenb", "1f1b"])
+@pytest.mark.parametrize("name", ["decoders", "tied-embedding", "einsum-attention"])
+def test_what_several_blocks_read_is_held_once(name, schedule):
+    """M17, X1: an encoder's output, or a stream that a norm and the layer beside it read."""
+    if name == "decoders":
+        graph = capture_module(Decoders(), decoders_batch(2), decoders_batch(3), name=name)
+    else:
+        tiny = model_matrix()[name]
+        batches = tiny.batch(2), tiny.batch(3)
+        graph = capture_module(tiny.build(), *batches, loss=tiny.loss, name=name)
+    request = SearchRequest(num_devices=2, global_batch=8, schedule=schedule, pp=2, offload="none")
+    candidates, rng = Candidates.of(graph, MACHINE, request), np.random.default_rng(11)
+    parts: list[float] = []
+    for shape in candidates.shapes(request):
+        for configuration in shape.configurations():
+            if configuration.num_microbatches == 8:
+                table = candidates.tables(configuration.tp, configuration.microbatch_size)[0]
+                for _ in range(12):
+                    parts += list(_parts_of_estimate(candidates, configuration, table, rng))
+    assert len(parts) >= 20
+    assert max(parts) <= 1 + 1e-9
 
 
 def test_zb_h1_is_never_faster_than_its_bound():

@@ -34,7 +34,7 @@ from costmodel.time.stage_costs.times import TIME_FIELDS, RunTimes
 from costmodel.topology import lowered_groups
 from planner.graph import ModelGraph, TensorMeta
 from planner.layout.axes import Degrees, lowered_axes
-from planner.plan import ClassLayout
+from planner.plan import ClassLayout, Recompute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,50 @@ class ChainCosts:
         # The price of a class counts its side inputs one by one. Here those in one storage count
         # once, and those made once for all microbatches are apart (`once_bytes`).
         columns["side_bytes"] = self._side_bytes[0]
+        # What several blocks read (an encoder's output, a stream beside its norms) is one storage,
+        # which a run holds once, like a side input.
+        if self._read_again:
+            kept, every = np.zeros((2, self.num_blocks))
+            for at, inputs in self._read_again.items():
+                kept[at] = sum(size for size, is_kept in inputs.values() if is_kept)
+                every[at] = sum(size for size, _ in inputs.values())
+            columns["saved_bytes"] -= kept
+            columns["side_bytes"] = columns["side_bytes"] + kept
+            # A recomputed block keeps all its inputs.
+            columns["input_bytes"] -= every
+            columns["selective_bytes"] -= every
         return StageLoad(**columns)
+
+    @cached_property
+    def _read_again(self) -> Mapping[int, Mapping[str, tuple[int, bool]]]:
+        """Activations that a block reads and another block, too: bytes, and whether it keeps them
+        without recomputation; by block and name.
+        """
+        blocks = self.graph.blocks
+        readers = Counter(name for block in blocks for name in dict.fromkeys(block.inputs))
+        found: dict[int, dict[str, tuple[int, bool]]] = {}
+        for at, block in enumerate(blocks):
+            for position, size, is_kept in self._prices[block.class_index].activations:
+                if readers[block.inputs[position]] > 1:
+                    found.setdefault(at, {})[block.inputs[position]] = size, is_kept
+        return found
+
+    def kept(self, start: Indices, end: Indices, by_block: Sequence[Recompute]) -> Floats:
+        """Return what a microbatch keeps of runs (of few) if the blocks of the chain recompute
+        this, side inputs apart.
+        """
+        kept = self.loads.kept(start, end, by_block)
+        if not self._read_again:
+            return kept
+        once = []
+        for first, behind in zip(start.tolist(), end.tolist(), strict=True):
+            held: dict[str, int] = {}
+            for at in range(first, behind):
+                for name, (size, is_kept) in self._read_again.get(at, {}).items():
+                    if is_kept or by_block[at] != "none":
+                        held[name] = size
+            once.append(float(sum(held.values())))
+        return kept + np.array(once)
 
     @property
     def once_bytes(self) -> Floats:

@@ -25,8 +25,8 @@ class StageLoad:
     selective_bytes: Amount = 0
     """Saved with selective recomputation."""
     side_bytes: Amount = 0
-    """Shared non-differentiable inputs (masks, rotary tables): resident once a microbatch,
-    however many blocks use them."""
+    """Shared inputs (masks, rotary tables, activations that several blocks read): resident once a
+    microbatch, however many blocks use them."""
     tail_bytes: Amount = 0
     """Part of `saved_bytes` that is outputs of the last block: the next block's inputs."""
     param_bytes: Amount = 0

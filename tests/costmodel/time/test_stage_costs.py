@@ -201,7 +201,7 @@ def test_a_skip_arrives_where_it_is_used(profile):
                 if graph.producer.get(name, n) < start
             }
             expected = sum(graph.tensor[name].bytes_at(2) for name in names)
-            found = messages._arriving(np.array([start]), np.array([end]))[0, 0].item()
+            found = messages.arriving(np.array([start]), np.array([end]))[0, 0].item()
             assert found == expected, (start, end)
             assert messages.arrivals[0, 0, start] <= found
 
