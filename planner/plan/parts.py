@@ -239,6 +239,25 @@ class Measured(Record):
     """All plans that were run, this one among them, the best predicted first."""
 
 
+class MemoryRange(BaseModel):
+    """Where the bytes of the fullest device lie, beside what it has."""
+
+    model_config = ConfigDict(extra="allow")
+
+    low_bytes: _Amount
+    """Bytes that it is below one time in ten."""
+    high_bytes: _Amount
+    """Bytes that it is above one time in ten."""
+    basis: str
+    """What the width stands on."""
+    total_bytes: _Amount
+    """Bytes predicted."""
+    limit_bytes: _Amount
+    """Bytes that the search was allowed."""
+    device_bytes: _Amount | None = None
+    """Bytes that the device has; older plans do not say."""
+
+
 class Predicted(BaseModel):
     """What `show` and `compare` read of an estimate; checked, and kept as the JSON data it is."""
 
@@ -251,3 +270,4 @@ class Predicted(BaseModel):
     source: str
     relative_error: _Amount | None = None
     measured: Measured | None = None
+    memory_interval: MemoryRange | None = None

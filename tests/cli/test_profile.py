@@ -42,7 +42,7 @@ def test_a_model_is_measured_in_bf16_with_compiled_blocks_beside_the_grid(
     for part in (
         "whole blocks",
         "compiled blocks",
-        "seconds by full size",
+        "time by size of the full tensor",
         "slowdown",
         "worst fits",
         "adamw",

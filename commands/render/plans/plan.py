@@ -294,7 +294,8 @@ def describe_estimate(
     parts.append(memory_table([_with_total(rank) for rank in estimate["memory"]]))
     if (interval := estimate.get("memory_interval")) is not None:
         low, high = interval["low_bytes"], interval["high_bytes"]
-        has = interval.get("device_bytes", interval["limit_bytes"])  # files of before have no more
+        # Files of before have no more than the limit.
+        has = interval.get("device_bytes") or interval["limit_bytes"]
         parts.append(Text(f"The fullest: {memory_range(low, high, interval['basis'])}"))
         if warning := memory_warning(interval["total_bytes"], high, has):
             parts.append(Text("! ", style="yellow") + Text(with_flags(warning)))

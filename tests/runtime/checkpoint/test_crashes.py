@@ -40,9 +40,9 @@ def kill_while_saving(plan, folder: Path, wait_s: float) -> None:
     """Start the plan's ranks, let them save, and kill them all at once."""
     known = {path.name for path in folder.glob("0*")}
     with tempfile.TemporaryDirectory() as store:
-        queue = spawn._context.SimpleQueue()
+        queue = spawn.context.SimpleQueue()
         ranks = [
-            spawn._context.Process(
+            spawn.context.Process(
                 target=spawn._run,
                 args=(queue, save_without_end, rank, 2, Path(store) / "store", (plan, str(folder))),
             )
