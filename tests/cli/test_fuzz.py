@@ -139,10 +139,12 @@ def write_measured(folder: Path) -> None:
 
 @pytest.fixture
 def there(files, tmp_path, monkeypatch) -> Path:
-    """Stand in a copy of that folder; ranks are not started, and nothing is drawn on a terminal."""
+    """Stand in a copy of that folder; no rank and no page is started, and nothing is drawn on a
+    terminal.
+    """
 
     def not_started(*args, **kwargs):
-        raise PlannerError("here the ranks would start")
+        raise PlannerError("here processes would start")
 
     here = shutil.copytree(files, tmp_path / "here")
     monkeypatch.chdir(here)
@@ -151,6 +153,7 @@ def there(files, tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr("planner.runtime.start.workers.run_workers", not_started)
     monkeypatch.setattr("planner.runtime.start.launch.run_workers", not_started)
     monkeypatch.setattr("profiles.measure_profile", not_started)
+    monkeypatch.setattr("commands.page.worker.Worker", not_started)  # `ui` would serve for ever
     return here
 
 
