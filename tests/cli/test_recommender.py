@@ -73,6 +73,7 @@ def test_tables_that_do_not_fit_are_cut(sized, tmp_path, width, limit_gib, dim):
     assert tables == {f"S({dim})"}
 
 
+@pytest.mark.slow
 def test_a_plan_with_tables_cut_by_rows_is_proven_and_trains(sized, tmp_path, forked_ranks):
     """Small tables would be whole: pins cut them, and each lookup is made an exchange of rows."""
     pins = [word for table in ("users", "items") for word in ("--pin", f"{table}.weight: S(0)@tp")]
