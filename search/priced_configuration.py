@@ -16,7 +16,7 @@ import numpy as np
 
 from planner.graph.encoder_decoder import first_decoder_block
 from planner.plan import Plan, Recompute, StagePlan, recompute_fields
-from planner.schedule import find_schedule, stage_to_pp_rank
+from planner.schedule import stage_to_pp_rank
 from search.bounds.copied_jobs import CopiedRow
 from search.candidates import Candidates
 from search.partition.chain_problem import ChainProblem, Cut, Floats, InfeasibleStage
@@ -64,9 +64,6 @@ class PricedConfiguration:
         # Where jobs wait for transfers, these are in the jobs; between stages the cheapest bounds.
         if stages.pp_group is not None:
             transfer_s, back_transfer_s = _cheapest(transfer_s), _cheapest(back_transfer_s)
-        order = find_schedule(configuration.schedule).job_order(
-            pp=configuration.pp, num_microbatches=configuration.num_microbatches
-        )
         return ChainProblem(
             stages=stages,
             block_forward_s=forward_s,
@@ -78,7 +75,7 @@ class PricedConfiguration:
             num_microbatches=configuration.num_microbatches,
             memory_limit_bytes=memory_limit_bytes,
             # Of other meshes some may have weight gradients to defer, even if this one has none.
-            order=order if is_mixed else configuration.order,
+            order=configuration.stated_order if is_mixed else configuration.order,
             start_s=table.least_inputs_s(configuration),
             choices=(*stages.choices, *("partial",) * len(stages.partial)),
             needs=stages.least_needs(memory_limit_bytes),

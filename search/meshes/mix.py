@@ -21,7 +21,6 @@ from costmodel.topology import pipeline_group, way_out
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
 from planner.plan import Plan
-from planner.schedule import find_schedule
 from search.bounds.round_trips import pipeline_line
 from search.branch_and_bound import EvaluatedPlan
 from search.candidates import Candidates
@@ -131,7 +130,7 @@ class Mix:
         ahead = np.max(weight_s, axis=0)
         m, pp = configuration.num_microbatches, configuration.pp
         bound = m * max(block.sum() / self.fastest_ranks(of_members), block.max())
-        order = find_schedule(configuration.schedule).job_order(pp=pp, num_microbatches=m)
+        order = configuration.stated_order
         if not order.splits_backward:
             part = float((ahead / np.where(ahead > 0, block, 1.0)).max())
             # Rounded up, so that few different lines are computed.

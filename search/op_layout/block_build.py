@@ -337,7 +337,7 @@ class _Builder:
                     (variable, columns)
                     for (variable, _), columns in zip(uses, pattern.columns, strict=True)
                 ),
-                seconds=seconds if weight == 1.0 else weight * seconds,
+                seconds=weight * seconds,
             )
         )
 

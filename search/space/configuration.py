@@ -94,11 +94,15 @@ class Configuration(_OnMesh):
         return find_schedule(self.schedule).splits_backward and not self.replication.is_sharded
 
     @property
+    def stated_order(self) -> JobOrder:
+        """What its schedule states of its order of jobs."""
+        schedule = find_schedule(self.schedule)
+        return schedule.job_order(pp=self.pp, num_microbatches=self.num_microbatches)
+
+    @property
     def order(self) -> JobOrder:
-        """What its schedule states of its order of jobs, with weight gradients made as above."""
-        order = find_schedule(self.schedule).job_order(
-            pp=self.pp, num_microbatches=self.num_microbatches
-        )
+        """The same with weight gradients made as `splits_backward` says."""
+        order = self.stated_order
         return order if order.splits_backward == self.splits_backward else order.unsplit
 
     @property

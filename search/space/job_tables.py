@@ -80,13 +80,12 @@ def whole_in_flight_of(configuration: Configuration) -> tuple[int, ...]:
     It holds all of it up to the first backward job. Where weight gradients are jobs of their own, a
     part is held until these; the part may be small, so no bound counts it.
     """
-    schedule = find_schedule(configuration.schedule)
-    if not schedule.splits_backward:
+    order = configuration.stated_order
+    if not order.splits_backward:
         return in_flight_of(configuration)
-    _, pp, _, m = configuration.pipeline
-    if configuration.vpp == 1 and (warmup := schedule.job_order(pp=pp, num_microbatches=m).warmup):
+    if configuration.vpp == 1 and order.warmup:
         # The forwards ahead of the rank's first backward.
-        return warmup
+        return order.warmup
     most: dict[int, int] = {}
     for stages, live in live_microbatches(*configuration.pipeline).by_rank:
         most.update(zip(stages.tolist(), live.max(axis=0).astype(int).tolist(), strict=True))
@@ -95,12 +94,11 @@ def whole_in_flight_of(configuration: Configuration) -> tuple[int, ...]:
 
 def whole_stages_of(configuration: Configuration) -> tuple[int, ...]:
     """Return the same of all stages of each pp rank together."""
-    schedule = find_schedule(configuration.schedule)
-    if not schedule.splits_backward:
+    order = configuration.stated_order
+    if not order.splits_backward:
         return live_stages_of(configuration)
-    _, pp, _, m = configuration.pipeline
-    if warmup := schedule.job_order(pp=pp, num_microbatches=m).warmup:
-        return warmup
+    if order.warmup:
+        return order.warmup
     by_rank = live_microbatches(*configuration.pipeline).by_rank
     return tuple(int(live.sum(axis=1).max()) for _, live in by_rank)
 

@@ -241,8 +241,8 @@ class RankStages:
         may come after its gradient is sent on (`ChainProblem`).
         """
         table, is_sharded = self.table, self.replication.is_sharded
-        if find_schedule(self.configuration.schedule).splits_backward:
-            weight_s = table.weight_s * (not is_sharded)
+        if self.configuration.splits_backward:
+            weight_s = table.weight_s
         else:
             weight_s = table.ahead_s(is_sharded=is_sharded, choices=self.choices)
         again_s = table.least_recompute_s(self.choices)

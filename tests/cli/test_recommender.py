@@ -13,6 +13,16 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "recommender.py"
 
 
+def check_proven_and_trained(sized) -> None:
+    """The plan computes what one process does, and its loss falls."""
+    proof = sized("verify", "plan.json", EXAMPLE, rows=200)
+    assert "4 ranks compute the same as one process" in proof
+    shown = sized("launch", "plan.json", EXAMPLE, rows=200)
+    losses = [float(found) for found in re.findall(r"step \d+: loss ([\d.]+)", shown)]
+    assert len(losses) == 6
+    assert losses[-1] < 0.8 * losses[0]
+
+
 def test_sparse_tables_that_do_not_fit_are_on_the_host(sized, tmp_path, monkeypatch):
     """M25, M27: without SPARSE they are cut over ranks, by the test below."""
     monkeypatch.setenv("SPARSE", "1")
@@ -28,12 +38,7 @@ def test_a_plan_with_tables_on_the_host_is_proven_and_trains(
     monkeypatch.setenv("SPARSE", "1")
     search = ("search", EXAMPLE, "--gpus", 4, "--dp", 2, "--tp", 2, "--profile", "h100")
     sized(*search, "--offload", "tables", "--global-batch", 64, rows=200)
-    proof = sized("verify", "plan.json", EXAMPLE, rows=200)
-    assert "4 ranks compute the same as one process" in proof
-    shown = sized("launch", "plan.json", EXAMPLE, rows=200)
-    losses = [float(found) for found in re.findall(r"step \d+: loss ([\d.]+)", shown)]
-    assert len(losses) == 6
-    assert losses[-1] < 0.8 * losses[0]
+    check_proven_and_trained(sized)
 
 
 BY_ROWS = "S(0),S(0)->S(0)"
@@ -94,9 +99,4 @@ def test_a_plan_with_tables_cut_by_rows_is_proven_and_trains(sized, tmp_path, fo
     data = plan.model_copy(update={"layouts": layouts}).model_dump(mode="json")
     save_plan(Plan.model_validate(data), tmp_path / "plan.json")
     assert set(lookups_of(tmp_path).values()) == {BY_ROWS}
-    proof = sized("verify", "plan.json", EXAMPLE, rows=200)
-    assert "4 ranks compute the same as one process" in proof
-    shown = sized("launch", "plan.json", EXAMPLE, rows=200)
-    losses = [float(found) for found in re.findall(r"step \d+: loss ([\d.]+)", shown)]
-    assert len(losses) == 6
-    assert losses[-1] < 0.8 * losses[0]
+    check_proven_and_trained(sized)
