@@ -11,6 +11,7 @@ from costmodel import CostCache, Estimate, estimate
 from costmodel.estimate import cost_cache
 from costmodel.execution import find_execution
 from costmodel.memory.bound import OnHost
+from planner.across import Finding
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
@@ -19,6 +20,7 @@ from planner.layout.axes import Degrees
 from planner.layout.placement import parse_placement
 from planner.plan import ClusterRef, ModelRef, Plan
 from planner.plan.defaults import model_ref
+from planner.plan.whole_batch import unaccepted
 from profiles import Profile
 from search.ilp import check_ortools
 from search.on_host import offload_fallbacks, tables_to_host
@@ -47,6 +49,7 @@ class Candidates:
             those on the first, and so are `costs` but for those of groups in them.
         model_file: where the model came from, as plans name it.
         receive_ahead: jobs that a receive is posted ahead of its use.
+        accept: what users accept of a batch that is cut, copied into plans.
         cuts: stage boundaries that the request fixes, empty if it does not.
         split_rank: the pp rank that a decoder begins, if the request fixes it.
     """
@@ -60,6 +63,7 @@ class Candidates:
     group_layouts: Mapping[str, LayoutCandidates] = field(default_factory=dict)
     model_file: str = ""
     receive_ahead: int = 2
+    accept: tuple[str, ...] = ()
     cuts: tuple[int, ...] = ()
     split_rank: int | None = None
     _group_tables: dict[tuple[int, int, int], tuple[Mapping[str, StageTable], ...]] = field(
@@ -126,6 +130,7 @@ class Candidates:
             },
             model_file=request.model_file,
             receive_ahead=request.receive_ahead,
+            accept=request.accept,
             cuts=tuple(accumulate(request.balance, initial=0)) if request.balance else (),
             split_rank=request.split_rank,
         )
@@ -133,7 +138,18 @@ class Candidates:
     def shapes(self, request: SearchRequest) -> list[Shape]:
         """Return every shape that divides; raise LayoutError when there is none."""
         can_split = self.layouts.solver.can_split
-        return list_shapes(request, self.graph, self.smallest_nodes, can_split=can_split)
+        return list_shapes(
+            request,
+            self.graph,
+            self.smallest_nodes,
+            can_split=can_split,
+            across=self.across_samples,
+        )
+
+    @cached_property
+    def across_samples(self) -> tuple[Finding, ...]:
+        """What keeps the batch whole: where the model computes across samples, unaccepted."""
+        return unaccepted(self.captured or self.graph, self.accept)
 
     @property
     def smallest_nodes(self) -> ClusterSpec:

@@ -39,6 +39,7 @@ def default_plan(
     zero_stage: ZeroStage = 0,
     recompute: Recompute | Sequence[Recompute] = "none",
     file: str = "",
+    accept: tuple[str, ...] = (),
     **sizes: int,
 ) -> Plan:
     """Return a plan with these degrees; num_microbatches defaults to twice pp.
@@ -46,7 +47,7 @@ def default_plan(
     `sizes` are those of the mesh axes by name (``dp=2, tp=4``), one where not given. `balance`
     gives the number of blocks of each stage, else they are as equal as can be. `by_stage` gives
     each stage a size of its own on an axis (``{"tp": (4, 1)}``). `recompute` is of all blocks, or
-    one for each. Raises LayoutError when
+    one for each; `accept` is as in `Plan`. Raises LayoutError when
     there are fewer blocks than stages, when the model can't be divided over an axis, or when
     stages' sizes do not fit; ScheduleError for an unknown schedule.
     """
@@ -116,6 +117,7 @@ def default_plan(
         zero_stage=zero_stage,
         stages=stages,
         layouts=tuple(layouts),
+        accept=accept,
     )
 
 

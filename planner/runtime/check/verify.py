@@ -36,6 +36,7 @@ from planner.graph.model_file import ModelSource, load_model_file
 from planner.graph.module_keys import OPAQUE_MODULE
 from planner.layout.axes import own_axes, rest_axis
 from planner.plan import Plan, load_plan
+from planner.plan.whole_batch import refuse_cut
 from planner.runtime.check.adam_of_rows import AdamOfRows
 from planner.runtime.check.fixed_draws import FixedDraws
 from planner.runtime.check.one_process import OneProcess, Piece, Step, build_with_values
@@ -285,6 +286,7 @@ def compare_with_one_process(
     module = build_with_values(source)
     if graph is None:
         graph = shared_capture(smaller, module, source.loss, mesh)
+    refuse_cut(graph, plan)
     replicas = _replicas(graph, smaller)
     notes = _notes(plan, smaller, graph, replicas)
     # The capture of a cast model, with its blocks and layouts, is run in fp64 like any other.

@@ -1,0 +1,224 @@
+"""Batches that stay whole: a plan may not cut what a model computes across, unless accepted.
+
+A plan cuts the batch over microbatches and replicas. What a model computes across its samples
+(`planner.across`) would then differ from what one process computes, so such plans are refused until
+a user accepts it by a name of `planner.plan.accepted`. BatchNorm is the exception that all of the
+field makes: see `planner.plan.batch_statistics`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from planner.across import Finding, Kind, across_samples, uncounted
+from planner.errors import PlanError
+from planner.graph import ModelGraph
+from planner.layout.axes import batch_axes
+from planner.plan import Plan
+from planner.plan.accepted import ACCEPTED, check_accept
+
+
+def accepting(plan: Plan, names: Iterable[str]) -> Plan:
+    """Return a plan that accepts these names, too; raise LayoutError for one that there is not."""
+    names = (names,) if isinstance(names, str) else tuple(names)
+    check_accept(names)
+    accept = tuple(dict.fromkeys((*plan.accept, *names)))
+    return plan if accept == plan.accept else plan.model_copy(update={"accept": accept})
+
+
+def unaccepted(
+    graph: ModelGraph,
+    accept: Iterable[str] = (),
+    *,
+    weighted_loss: bool = False,
+    summed_loss: bool = False,
+) -> tuple[Finding, ...]:
+    """Return what changes where a batch is cut, but for what is accepted.
+
+    With `weighted_loss` the user counts parts of a loss that is divided by what a part holds, with
+    `summed_loss` those of a loss that is a sum over samples are added: these are right, then.
+    """
+    accepted = {kind for name in accept for kind in ACCEPTED[name]}
+    return tuple(
+        finding
+        for finding in uncounted(graph, across_samples(graph))
+        if finding.kind not in accepted
+        and not (finding.kind == "normaliser" and weighted_loss)
+        and not ((finding.kind, finding.power) == ("sum", 1) and summed_loss)
+    )
+
+
+def changed_by(
+    findings: Iterable[Finding], *, num_microbatches: int, batch_parts: int
+) -> tuple[Finding, ...]:
+    """Return those of the findings that matter for so many microbatches, each of so many parts."""
+    if num_microbatches * batch_parts == 1:
+        return ()
+    return tuple(f for f in findings if num_microbatches > 1 or not _is_of_microbatches(f))
+
+
+def _is_of_microbatches(finding: Finding) -> bool:
+    """Whether replicas that run once each compute what one process does."""
+    return finding.kind == "repeated"
+
+
+def refuse_cut(
+    graph: ModelGraph,
+    plan: Plan,
+    *,
+    weighted_loss: bool = False,
+    summed_loss: bool = False,
+) -> None:
+    """Raise PlanError where a plan cuts a batch across which the model computes, and does not
+    accept what that changes; the other arguments are as in `unaccepted`.
+    """
+    left = unaccepted(graph, plan.accept, weighted_loss=weighted_loss, summed_loss=summed_loss)
+    changed = _changed(left, plan)
+    if changed:
+        told = "; ".join(
+            what + consequence for what, consequence in _all_told(graph, changed, plan)
+        )
+        raise PlanError(
+            f"{cut_spelled(plan)}: {told}; search again for a plan that keeps the batch whole, or "
+            f"accept it: {spell_accept(changed)}"
+        )
+
+
+def accepted_messages(graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
+    """Return what was accepted of a plan that cuts the batch, and what that makes of it."""
+    refused = set(unaccepted(graph, plan.accept))
+    accepted = [f for f in _changed(unaccepted(graph), plan) if f not in refused]
+    return tuple(
+        f"{what}: {cut_spelled(plan)}{consequence} (accepted)"
+        for what, consequence in _all_told(graph, accepted, plan)
+    )
+
+
+def stays_whole(graph: ModelGraph, findings: Sequence[Finding]) -> str:
+    """Say that a batch is not cut, and why: what is computed across its samples, and where."""
+    only = all(map(_is_of_microbatches, findings))
+    kept = "the batch is one microbatch" if only else "the batch stays whole"
+    return f"{kept}: {'; '.join(_named(graph, some) for some in _by_kind(findings))}"
+
+
+def spell_accept(findings: Iterable[Finding]) -> str:
+    """Return what accepts findings, as arguments."""
+    kinds = {finding.kind for finding in findings}
+    names = [name for name, accepted in ACCEPTED.items() if kinds.intersection(accepted)]
+    return " and ".join(f"`accept` {name}" for name in names)
+
+
+def cuts_batch(plan: Plan) -> bool:
+    """Whether a plan cuts the batch."""
+    return plan.num_microbatches * plan.batch_parts > 1
+
+
+def cut_spelled(plan: Plan) -> str:
+    """Say into what a plan cuts the batch."""
+    sizes = ", ".join(
+        f"{axis.name}={plan.degrees[axis.name]}"
+        for axis in batch_axes()
+        if axis.name in plan.degrees.sizes
+    )
+    return (
+        f"the plan cuts a batch of {plan.global_batch} samples into "
+        f"{plan.num_microbatches * plan.batch_parts} parts ({sizes}, "
+        f"num_microbatches={plan.num_microbatches})"
+    )
+
+
+def few(names: Sequence[str]) -> str:
+    """Spell the first names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" * (len(names) > 3))
+
+
+def _changed(findings: Sequence[Finding], plan: Plan) -> tuple[Finding, ...]:
+    return changed_by(
+        findings, num_microbatches=plan.num_microbatches, batch_parts=plan.batch_parts
+    )
+
+
+def _by_kind(findings: Iterable[Finding]) -> list[list[Finding]]:
+    """Put findings together that are told together."""
+    by_kind: dict[tuple[Kind, int], list[Finding]] = {}
+    for finding in findings:
+        by_kind.setdefault((finding.kind, finding.power), []).append(finding)
+    return list(by_kind.values())
+
+
+def _all_told(
+    graph: ModelGraph, findings: Iterable[Finding], plan: Plan
+) -> Iterator[tuple[str, str]]:
+    """Yield what findings of one kind are, and what a plan's cut makes of it."""
+    for some in _by_kind(findings):
+        num_parts, power = plan.num_microbatches * plan.batch_parts, some[0].power
+        factor = num_parts**power if power > 0 else f"1/{num_parts**-power}"
+        consequence = _TELL[some[0].kind][1].format(
+            each=plan.microbatch_size, factor=factor, steps=plan.num_microbatches
+        )
+        yield _named(graph, some), consequence
+
+
+def _named(graph: ModelGraph, findings: Sequence[Finding]) -> str:
+    return f"{_TELL[findings[0].kind][0]} ({few(_places(graph, findings))})"
+
+
+_DIFFERS = "so training differs from one device"
+
+_TELL: dict[Kind, tuple[str, str]] = {
+    "mixed": (
+        "values are computed across samples",
+        f", and each part has those of its own {{each}}, {_DIFFERS}",
+    ),
+    "pairs": (
+        "samples are compared with each other",
+        f", and each meets only the {{each}} of its own, {_DIFFERS}",
+    ),
+    "normaliser": (
+        "the loss is divided by a sum over the batch",
+        ", each divided by its own and counted by its samples, so training differs from one "
+        "device; planner.apply(..., loss_weight=) counts parts by that sum, for example "
+        "planner.count_tokens(...) where it counts labels",
+    ),
+    "sum": (
+        "the loss grows with the number of samples",
+        ", whose losses are averaged, so one device's gradients are {factor} times as large; "
+        "return the mean over samples (divide by their number), or let parts be summed with "
+        'planner.apply(..., loss_weight="sum")',
+    ),
+    "size": (
+        "values depend on the number of samples",
+        f", and each part takes {{each}} for it, {_DIFFERS}",
+    ),
+    "buffer": (
+        "buffers are written from samples",
+        ", and every replica and microbatch writes what its own {each} give, so they differ from "
+        "one device's",
+    ),
+    "repeated": (
+        "buffers move each time the model runs",
+        ", so they move {steps} times a step instead of once",
+    ),
+    "unknown": (
+        "whether these ops compute across samples is not known",
+        ", and if they do, training differs from one device; planner verify shows it",
+    ),
+}
+"""By kind of finding: what is so, and what the cut makes of it."""
+
+
+def _places(graph: ModelGraph, findings: Sequence[Finding]) -> list[str]:
+    """Name each op with its line once, and the blocks that have it."""
+    blocks: dict[tuple[str, str, str], list[str]] = {}
+    for finding in findings:
+        key = finding.op, finding.line, finding.used_by
+        names = blocks.setdefault(key, [])
+        name = graph.blocks[finding.block_index].name if finding.block_index >= 0 else ""
+        if name not in names:
+            names.append(name)
+    places = []
+    for (op, line, used_by), names in blocks.items():
+        inside = f" in block{'s' * (len(names) > 1)} {few(names)}" if all(names) else ""
+        user = f", used by {used_by}" if used_by else ""
+        places.append(f"{op}{inside}{f' at {line}' if line else ''}{user}")
+    return places
