@@ -11,7 +11,6 @@ from costmodel import CostCache, Estimate, estimate
 from costmodel.estimate import cost_cache
 from costmodel.execution import find_execution
 from costmodel.memory.bound import OnHost
-from planner.across import Finding
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
@@ -20,7 +19,7 @@ from planner.layout.axes import Degrees
 from planner.layout.placement import parse_placement
 from planner.plan import ClusterRef, ModelRef, Plan
 from planner.plan.defaults import model_ref
-from planner.plan.whole_batch import unaccepted
+from planner.plan.whole_batch import Across, run_whole, unaccepted
 from profiles import Profile
 from search.ilp import check_ortools
 from search.on_host import offload_fallbacks, tables_to_host
@@ -93,6 +92,8 @@ class Candidates:
             _check_groups(profile, request)
         on_host = on_host or offload_fallbacks(request.offload, profile, graph)[0][0]
         captured, tables = graph, tables_to_host(graph) if on_host.tables else ()
+        # What keeps the batch whole leaves all plans one microbatch.
+        graph = run_whole(graph, request.global_batch, num_microbatches=1, accept=request.accept)
         graph = with_table_lookups(graph, tables)
         costs = cost_cache(
             graph,
@@ -147,7 +148,7 @@ class Candidates:
         )
 
     @cached_property
-    def across_samples(self) -> tuple[Finding, ...]:
+    def across_samples(self) -> Across:
         """What keeps the batch whole: where the model computes across samples, unaccepted."""
         return unaccepted(self.captured or self.graph, self.accept)
 

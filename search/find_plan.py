@@ -27,7 +27,7 @@ from planner.collector import no_gc
 from planner.deadline import OutOfTime, is_interrupted, within
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
-from planner.plan.whole_batch import spell_accept, stays_whole
+from planner.plan.whole_batch import one_microbatch, spell_accept, stays_whole
 from profiles import Profile
 from search.branch_and_bound import Node, Progress, evaluated_plan
 from search.candidates import Candidates, CandidatesOf, with_estimate
@@ -262,8 +262,9 @@ def _why_whole(candidates: Candidates, request: SearchRequest) -> str:
     across = candidates.across_samples
     if not across or request.global_batch == 1:
         return ""
-    graph = candidates.captured or candidates.graph
-    return f"{stays_whole(graph, across)}; {spell_accept(across)} lets it be cut"
+    graph, found = candidates.captured or candidates.graph, across.of_microbatches
+    told = stays_whole if across.of_replicas else one_microbatch
+    return f"{told(graph, found)}; {spell_accept(found)} lets it be cut"
 
 
 def _explore(search: SearchState, shapes: Sequence[Shape]) -> None:

@@ -12,6 +12,7 @@ of what rules do not say: `sums` (of samples, and their number), `rows` (made, r
 a program with these, `walk` through a model. `counted` says over which labels a loss is a mean.
 """
 
+from planner.across import gathers  # noqa: F401 - its ops have handlers
 from planner.across.counted import blocks_across_samples, uncounted
 from planner.across.step import Kind
 from planner.across.walk import Finding, across_samples

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from planner.across.follow import follow_program
 from planner.across.state import ANY_ORDER, IN_ORDER, WHOLE, State
 from planner.across.step import Fault, Kind, Walk
-from planner.graph import Affine, ModelGraph, Op, Program, TensorMeta
+from planner.graph import Affine, Block, ModelGraph, Op, Program, TensorMeta
 from planner.layout.placement import Shard
 
 PREAMBLE = -1
@@ -44,6 +44,19 @@ def across_samples(graph: ModelGraph) -> tuple[Finding, ...]:
     BatchNorm is not among it: see `planner.plan.batch_statistics`.
     """
     return _Model(graph).findings()
+
+
+def states_of_blocks(graph: ModelGraph) -> Iterator[tuple[Block, Mapping[str, State]]]:
+    """Yield each block with the states of all tensors in it, by its class's names."""
+    model = _Model(graph)
+    model.findings()
+    for block in graph.blocks:
+        program = graph.classes[block.class_index]
+        walk = Walk(program=program, states=dict.fromkeys(program.params, WHOLE))
+        given = (model._states[name] for name in block.inputs)
+        walk.states.update(zip(program.inputs, given, strict=True))
+        follow_program(walk)
+        yield block, walk.states
 
 
 class _Model:

@@ -10,8 +10,9 @@ from planner.errors import LayoutError
 if TYPE_CHECKING:
     from planner.across import Kind  # which loads the rules of all ops
 
+LOCAL_SAMPLES = "local-samples"
 ACCEPTED: Mapping[str, tuple[Kind, ...]] = {
-    "local-samples": ("mixed", "pairs", "normaliser", "size", "sum"),
+    LOCAL_SAMPLES: ("mixed", "pairs", "normaliser", "size", "sum"),
     "local-buffers": ("buffer", "repeated"),
     "unknown-ops": ("unknown",),
 }

@@ -9,13 +9,17 @@ field makes: see `planner.plan.batch_statistics`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 from planner.across import Finding, Kind, across_samples, uncounted
+from planner.across.gathers import WholeOps, whole_ops, with_gathers
+from planner.across.step import BOUND
 from planner.errors import PlanError
 from planner.graph import ModelGraph
-from planner.layout.axes import batch_axes
+from planner.layout.axes import Degrees, batch_axes
 from planner.plan import Plan
-from planner.plan.accepted import ACCEPTED, check_accept
+from planner.plan.accepted import ACCEPTED, LOCAL_SAMPLES, check_accept
 
 
 def accepting(plan: Plan, names: Iterable[str]) -> Plan:
@@ -26,40 +30,101 @@ def accepting(plan: Plan, names: Iterable[str]) -> Plan:
     return plan if accept == plan.accept else plan.model_copy(update={"accept": accept})
 
 
+@dataclass(frozen=True, kw_only=True)
+class Across:
+    """Where a model computes across samples, and a user has not accepted that parts differ."""
+
+    of_microbatches: tuple[Finding, ...]
+    """What microbatches would change, one after the other."""
+    of_replicas: tuple[Finding, ...]
+    """What replicas would change that share one microbatch: other ops run on the whole batch."""
+
+    def __bool__(self) -> bool:
+        return bool(self.of_microbatches)
+
+    def changed(self, *, num_microbatches: int, degrees: Degrees) -> tuple[Finding, ...]:
+        """Return what so many microbatches on meshes of these degrees change."""
+        if num_microbatches > 1:
+            return self.of_microbatches
+        if degrees.along("batch") == 1:
+            return ()
+        if degrees.along("data") > degrees.along("batch"):
+            # Ranks that share samples have other parts of a sample: no group has the batch alone.
+            return tuple(f for f in self.of_microbatches if f.kind != "repeated")
+        return self.of_replicas
+
+
+NOTHING_ACROSS = Across(of_microbatches=(), of_replicas=())
+
+
 def unaccepted(
     graph: ModelGraph,
     accept: Iterable[str] = (),
     *,
     weighted_loss: bool = False,
     summed_loss: bool = False,
-) -> tuple[Finding, ...]:
+) -> Across:
     """Return what changes where a batch is cut, but for what is accepted.
 
     With `weighted_loss` the user counts parts of a loss that is divided by what a part holds, with
     `summed_loss` those of a loss that is a sum over samples are added: these are right, then.
     """
     accepted = {kind for name in accept for kind in ACCEPTED[name]}
-    return tuple(
-        finding
-        for finding in uncounted(graph, across_samples(graph))
-        if finding.kind not in accepted
-        and not (finding.kind == "normaliser" and weighted_loss)
-        and not ((finding.kind, finding.power) == ("sum", 1) and summed_loss)
+
+    def left(graph: ModelGraph) -> tuple[Finding, ...]:
+        return tuple(
+            finding
+            for finding in uncounted(graph, across_samples(graph))
+            if finding.kind not in accepted
+            and not (finding.kind == "normaliser" and weighted_loss)
+            and not ((finding.kind, finding.power) == ("sum", 1) and summed_loss)
+        )
+
+    found = left(graph)
+    if not found:
+        return NOTHING_ACROSS
+    one = run_whole(graph, 2 * BOUND, num_microbatches=1, accept=accept)
+    return Across(
+        of_microbatches=found,
+        # Replicas that run once each move a buffer as often as one process does.
+        of_replicas=tuple(f for f in left(one) if f.kind != "repeated"),
     )
 
 
-def changed_by(
-    findings: Iterable[Finding], *, num_microbatches: int, batch_parts: int
-) -> tuple[Finding, ...]:
-    """Return those of the findings that matter for so many microbatches, each of so many parts."""
-    if num_microbatches * batch_parts == 1:
-        return ()
-    return tuple(f for f in findings if num_microbatches > 1 or not _is_of_microbatches(f))
+def run_whole(
+    graph: ModelGraph,
+    num_samples: int,
+    *,
+    num_microbatches: int,
+    accept: Iterable[str] = (),
+    parts: Sequence[int] = (),
+) -> ModelGraph:
+    """Return the graph whose ops across samples run on the whole batch, of so many samples.
+
+    The graph itself where there are no such ops or they can't, where the batch has several
+    microbatches, and where parts may have local samples. `parts` are the samples of each replica
+    (none: equally many).
+    """
+    if num_microbatches > 1 or LOCAL_SAMPLES in accept:
+        return graph
+    ops = _whole_ops(graph)
+    return with_gathers(graph, ops, num_samples, parts) if ops else graph
 
 
-def _is_of_microbatches(finding: Finding) -> bool:
-    """Whether replicas that run once each compute what one process does."""
-    return finding.kind == "repeated"
+def graph_under(graph: ModelGraph, plan: Plan, parts: Sequence[int] = ()) -> ModelGraph:
+    """Return the same as a plan runs it, on a batch of these parts (none: a full batch)."""
+    return run_whole(
+        graph,
+        sum(parts) or plan.global_batch,
+        num_microbatches=plan.num_microbatches,
+        accept=plan.accept,
+        parts=parts,
+    )
+
+
+@lru_cache(maxsize=16)
+def _whole_ops(graph: ModelGraph) -> WholeOps | None:
+    return whole_ops(graph)
 
 
 def refuse_cut(
@@ -86,8 +151,10 @@ def refuse_cut(
 
 def accepted_messages(graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
     """Return what was accepted of a plan that cuts the batch, and what that makes of it."""
-    refused = set(unaccepted(graph, plan.accept))
-    accepted = [f for f in _changed(unaccepted(graph), plan) if f not in refused]
+    refused = set(unaccepted(graph, plan.accept).of_microbatches)
+    accepted = [f for f in unaccepted(graph).of_microbatches if f not in refused]
+    if not cuts_batch(plan):
+        return ()
     return tuple(
         f"{what}: {cut_spelled(plan)}{consequence} (accepted)"
         for what, consequence in _all_told(graph, accepted, plan)
@@ -96,9 +163,16 @@ def accepted_messages(graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
 
 def stays_whole(graph: ModelGraph, findings: Sequence[Finding]) -> str:
     """Say that a batch is not cut, and why: what is computed across its samples, and where."""
-    only = all(map(_is_of_microbatches, findings))
-    kept = "the batch is one microbatch" if only else "the batch stays whole"
-    return f"{kept}: {'; '.join(_named(graph, some) for some in _by_kind(findings))}"
+    return f"the batch stays whole: {_all_named(graph, findings)}"
+
+
+def one_microbatch(graph: ModelGraph, findings: Sequence[Finding]) -> str:
+    """Say that a batch has one microbatch, which replicas may share, and why."""
+    return f"the batch is one microbatch: {_all_named(graph, findings)}"
+
+
+def _all_named(graph: ModelGraph, findings: Sequence[Finding]) -> str:
+    return "; ".join(_named(graph, some) for some in _by_kind(findings))
 
 
 def spell_accept(findings: Iterable[Finding]) -> str:
@@ -132,10 +206,12 @@ def few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" * (len(names) > 3))
 
 
-def _changed(findings: Sequence[Finding], plan: Plan) -> tuple[Finding, ...]:
-    return changed_by(
-        findings, num_microbatches=plan.num_microbatches, batch_parts=plan.batch_parts
+def _changed(across: Across, plan: Plan) -> tuple[Finding, ...]:
+    meshes = dict.fromkeys(plan.stage_degrees(index) for index in range(len(plan.stages)))
+    changed = (
+        across.changed(num_microbatches=plan.num_microbatches, degrees=mesh) for mesh in meshes
     )
+    return tuple(dict.fromkeys(finding for each in changed for finding in each))
 
 
 def _by_kind(findings: Iterable[Finding]) -> list[list[Finding]]:

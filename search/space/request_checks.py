@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from planner.across import Finding
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
 from planner.graph.called_modules import called_whole
 from planner.graph.encoder_decoder import first_decoder_block
-from planner.layout.axes import AXES, axis_names, batch_axes, lowered_axes
+from planner.layout.axes import AXES, Degrees, axis_names, batch_axes, lowered_axes
 from planner.plan.defaults import check_balance
-from planner.plan.whole_batch import changed_by, spell_accept, stays_whole
+from planner.plan.whole_batch import (
+    NOTHING_ACROSS,
+    Across,
+    one_microbatch,
+    spell_accept,
+    stays_whole,
+)
 from planner.schedule import find_schedule
 from search.request import SearchRequest
 
@@ -23,7 +28,7 @@ def validate_request(
     graph: ModelGraph,
     cluster: ClusterSpec,
     *,
-    across: tuple[Finding, ...] = (),
+    across: Across = NOTHING_ACROSS,
 ) -> None:
     """Raise LayoutError for choices that cannot go together, with what to try.
 
@@ -106,8 +111,8 @@ def validate_request(
         if reason := spec.why_not(pp=pp, vpp=vpp, num_microbatches=most):
             if across:
                 raise LayoutError(
-                    f"{reason} ({stays_whole(graph, across)}); use `schedule` naive or no "
-                    f"pipeline, or accept it: {spell_accept(across)}"
+                    f"{reason} ({one_microbatch(graph, across.of_microbatches)}); use `schedule` "
+                    f"naive or no pipeline, or accept it: {spell_accept(across.of_microbatches)}"
                 )
             raise LayoutError(
                 f"{reason} (the batch gives at most {most} microbatches); use other values, or a "
@@ -124,21 +129,29 @@ def validate_request(
 def _check_whole(
     request: SearchRequest,
     graph: ModelGraph,
-    across: tuple[Finding, ...],
+    across: Across,
     *,
     cuts: Mapping[str, int | None],
 ) -> None:
     """Raise LayoutError where a choice cuts a batch across which the model computes."""
-    parts = prod(request.fixed(axis.name) or 1 for axis in batch_axes())
-    size = request.microbatch_size
+    fixed = {name: request.fixed(name) for name in axis_names()}
+    degrees = Degrees(**{name: size for name, size in fixed.items() if size is not None})
+    parts, size = degrees.along("batch"), request.microbatch_size
     count = 1 if size is None else request.global_batch // parts // size
-    changed = changed_by(across, num_microbatches=count, batch_parts=parts)
+    if count > 1 and not all(fixed[axis.name] for axis in batch_axes()):
+        # Replicas that the search may add take the samples of all microbatches but one.
+        parts = request.global_batch // (size or 1)
+        if not across.changed(num_microbatches=1, degrees=Degrees(dp=parts)):
+            return
+    changed = across.changed(num_microbatches=count, degrees=degrees)
     if changed:
+        told = stays_whole if count == 1 else one_microbatch
         given = [f"`{name}` {value}" for name, value in cuts.items() if value is not None]
         raise LayoutError(
             f"{' and '.join(given)} {'were' if len(given) > 1 else 'was'} given, which would cut "
-            f"the batch of {request.global_batch} samples into {count * parts} parts, and "
-            f"{stays_whole(graph, changed)}; leave that to the search, or accept it: "
+            f"the batch of {request.global_batch} samples into {count * degrees.along('batch')} "
+            "parts, and "
+            f"{told(graph, changed)}; leave that to the search, or accept it: "
             f"{spell_accept(changed)}"
         )
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 
-from planner.across import Finding
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
@@ -30,7 +29,13 @@ from planner.layout.axes import (
 )
 from planner.layout.class_layout import MOST
 from planner.plan.replication import block_of_several_dtypes
-from planner.plan.whole_batch import changed_by, spell_accept, stays_whole
+from planner.plan.whole_batch import (
+    NOTHING_ACROSS,
+    Across,
+    one_microbatch,
+    spell_accept,
+    stays_whole,
+)
 from planner.schedule import DEFAULT_SCHEDULE, find_schedule, searched_schedules
 from search.request import SearchRequest
 from search.space.configuration import RECOMPUTE_CHOICES, Shape
@@ -64,7 +69,7 @@ class Space:
     graph: ModelGraph
     cluster: ClusterSpec
     can_split: Callable[[int], bool]
-    across: tuple[Finding, ...] = ()
+    across: Across = NOTHING_ACROSS
     reasons: Reasons = field(default_factory=dict)
 
     def meshes(self) -> Iterator[tuple[Degrees, int]]:
@@ -162,7 +167,7 @@ class Space:
                 size for size in divisors(per_part) if max(size, per_part // size * pp) <= MOST
             )
             for size in request.values("microbatch_size", can_be):
-                if per_part % size or self._changes(per_part // size, parts):
+                if per_part % size or self._changes(per_part // size, degrees):
                     continue
                 # Schedules depend on ranks and microbatches alone: each pair is looked up once.
                 key = (pp, per_part // size)
@@ -191,14 +196,14 @@ class Space:
                         options=options_of[key], zeros=tuple(zeros), recompute=recompute,
                     )  # fmt: skip
 
-    def _changes(self, num_microbatches: int, parts: int) -> bool:
-        """Whether so many microbatches of so many parts change what is computed across samples."""
-        changed = changed_by(self.across, num_microbatches=num_microbatches, batch_parts=parts)
+    def _changes(self, num_microbatches: int, degrees: Degrees) -> bool:
+        """Whether so many microbatches on a mesh change what is computed across samples."""
+        changed = self.across.changed(num_microbatches=num_microbatches, degrees=degrees)
         if changed:
+            told = stays_whole if num_microbatches == 1 else one_microbatch
             self.reasons.setdefault(
                 STAYS_WHOLE,
-                f"{stays_whole(self.graph, changed)}, unless you accept it: "
-                f"{spell_accept(changed)}",
+                f"{told(self.graph, changed)}, unless you accept it: {spell_accept(changed)}",
             )
         return bool(changed)
 
@@ -242,7 +247,7 @@ def list_shapes(
     cluster: ClusterSpec,
     *,
     can_split: Callable[[int], bool],
-    across: tuple[Finding, ...] = (),
+    across: Across = NOTHING_ACROSS,
 ) -> list[Shape]:
     """Return every shape that divides; raise LayoutError when there is none.
 

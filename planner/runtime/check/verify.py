@@ -36,7 +36,7 @@ from planner.graph.model_file import ModelSource, load_model_file
 from planner.graph.module_keys import OPAQUE_MODULE
 from planner.layout.axes import own_axes, rest_axis
 from planner.plan import Plan, load_plan
-from planner.plan.whole_batch import refuse_cut
+from planner.plan.whole_batch import graph_under, refuse_cut
 from planner.runtime.check.adam_of_rows import AdamOfRows
 from planner.runtime.check.fixed_draws import FixedDraws
 from planner.runtime.check.one_process import OneProcess, Piece, Step, build_with_values
@@ -287,7 +287,7 @@ def compare_with_one_process(
     if graph is None:
         graph = shared_capture(smaller, module, source.loss, mesh)
     refuse_cut(graph, plan)
-    replicas = _replicas(graph, smaller)
+    replicas = _replicas(graph_under(graph, smaller), smaller)
     notes = _notes(plan, smaller, graph, replicas)
     # The capture of a cast model, with its blocks and layouts, is run in fp64 like any other.
     smaller = smaller.model_copy(update={"precision": "model"})

@@ -15,10 +15,11 @@ from planner.capture.checks.hooks import refuse_lost
 from planner.errors import CaptureError, PlanError, PlannerError
 from planner.graph import ModelGraph, from_json, to_json
 from planner.plan import Plan, load_plan, validate_model
+from planner.plan.accepted import LOCAL_SAMPLES
 from planner.plan.batch_statistics import BatchStatisticsWarning, batch_norm_messages
 from planner.plan.buckets import validate_bucket
 from planner.plan.short_sums import ShortSumsWarning, short_sums_messages
-from planner.plan.whole_batch import accepting, refuse_cut
+from planner.plan.whole_batch import accepting, graph_under, refuse_cut
 from planner.plugins import load_plugins
 from planner.runtime.check import out_of_memory
 from planner.runtime.initial.build import without_values
@@ -72,6 +73,12 @@ def apply_plan(
         weighted_loss=callable(loss_weight),
         summed_loss=loss_weight == "sum",
     )
+    if loss_weight == "sum" and graph_under(graph, plan) is not graph and plan.batch_parts > 1:
+        raise PlanError(
+            'loss_weight="sum" adds the losses of replicas, and each has that of the whole batch '
+            "in it, across which the model computes; return the mean over samples, or `accept` "
+            f"{LOCAL_SAMPLES}"
+        )
     if dist.get_rank() == 0:
         for message in () if deferred_batch_norm else batch_norm_messages(graph, plan):
             warnings.warn(BatchStatisticsWarning(message), stacklevel=3)

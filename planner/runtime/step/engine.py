@@ -551,8 +551,10 @@ class Engine:
             feed = self._feeder.feed(batch)
         if self._zero_stage:
             zero.quiet_views()
+        count = self.num_replicas
+        parts = tuple(len(feed.split.part(0, count, part)) for part in range(count))
         for programs in self._made_programs:
-            programs.bucket = feed.bucket
+            programs.bucket, programs.parts = feed.bucket, parts
         return feed
 
     def _after_forward(self, stage_index: int, num_samples: int) -> None:

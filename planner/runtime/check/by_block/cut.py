@@ -21,6 +21,7 @@ from planner.layout.lowering import local_program
 from planner.layout.sequences import longest_sequence
 from planner.plan import Plan
 from planner.plan.buckets import check_bucket
+from planner.plan.whole_batch import graph_under
 from planner.runtime.check.promote import promote_graph
 from planner.runtime.step.messages.wiring import block_placements
 from planner.units import DTYPE_BYTES
@@ -69,7 +70,7 @@ def cut_down(
     dtype = "float64" if wide <= min(free, _QUICK_BYTES) else "float32"
     size = DTYPE_BYTES[dtype]
     return Cut(
-        graph=promote_graph(with_table_lookups(shorter), to=dtype),
+        graph=promote_graph(with_table_lookups(graph_under(shorter, plan)), to=dtype),
         planned_length=planned,
         length=length,
         dtype=dtype,
