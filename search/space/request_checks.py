@@ -138,7 +138,7 @@ def _check_whole(
     degrees = Degrees(**{name: size for name, size in fixed.items() if size is not None})
     parts, size = degrees.along("batch"), request.microbatch_size
     count = 1 if size is None else request.global_batch // parts // size
-    if count > 1 and not all(fixed[axis.name] for axis in batch_axes()):
+    if count > 1 and request.dp is None:
         # Replicas that the search may add take the samples of all microbatches but one.
         parts = request.global_batch // (size or 1)
         if not across.changed(num_microbatches=1, degrees=Degrees(dp=parts)):

@@ -86,6 +86,6 @@ def test_equals_one_process(name, world_size):
 
 
 def test_microbatches_are_refused():
-    plan = default_plan(captured("Clip"), dp=2, num_microbatches=2)
+    plan = default_plan(captured("Clip"), num_microbatches=2)
     with pytest.raises(PlanError, match=r"samples are compared with each other .*`accept` local-"):
         planner.apply(plan, MODELS["Clip"]().double())

@@ -70,7 +70,7 @@ def cut_down(
     dtype = "float64" if wide <= min(free, _QUICK_BYTES) else "float32"
     size = DTYPE_BYTES[dtype]
     return Cut(
-        graph=promote_graph(with_table_lookups(graph_under(shorter, plan)), to=dtype),
+        graph=promote_graph(with_table_lookups(shorter), to=dtype),
         planned_length=planned,
         length=length,
         dtype=dtype,
@@ -90,15 +90,33 @@ def samples_of(graph: ModelGraph, plan: Plan, stage: int, class_index: int) -> i
     planned = plan.stage_microbatch_size(stage)
     for size in range(min(planned, _ENOUGH_SAMPLES), planned + 1):
         try:
-            local_program(
-                graph, plan, class_index, degrees=plan.stage_degrees(stage), microbatch_size=size
-            )
+            program_of_one_replica(graph, plan, class_index, plan.stage_degrees(stage), size)
         except LayoutError:
             if size == planned:
                 raise
         else:
             break
     return size
+
+
+def of_one_replica(graph: ModelGraph, plan: Plan, num_samples: int) -> ModelGraph:
+    """Return the graph as a replica runs it that has the whole batch, of so many samples."""
+    return graph_under(graph, plan, (num_samples,))
+
+
+def program_of_one_replica(
+    graph: ModelGraph, plan: Plan, class_index: int, degrees: Degrees, num_samples: int
+) -> Program:
+    """Return what a rank of such a replica runs for a class."""
+    run, planned = of_one_replica(graph, plan, num_samples), graph_under(graph, plan)
+    return local_program(
+        run,
+        plan,
+        class_index,
+        degrees=degrees,
+        microbatch_size=num_samples,
+        planned=None if planned is graph else planned,
+    )
 
 
 def _shortest(
