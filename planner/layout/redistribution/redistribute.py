@@ -57,7 +57,8 @@ def goes_back(op: Op, tensor: Mapping[str, TensorMeta]) -> bool:
 
 def replicas_of(op: Op, tensor: Mapping[str, TensorMeta]) -> int:
     """Return how many replicas put their rows together in a `GATHER_SAMPLES` of a bound program."""
-    return tensor[op.outputs[0]].numel_at(1) // max(tensor[op.inputs[0]].numel_at(1), 1)
+    own, all_of = (tensor[name].numel_at(1) for name in (op.inputs[0], op.outputs[0]))
+    return max(1, all_of // max(1, own))
 
 
 def collectives(

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from planner.capture import capture_source
 from planner.errors import LayoutError, PlannerError
-from planner.graph import Affine, ModelGraph
+from planner.graph import Affine, ModelGraph, Program
 from planner.graph.batch import flatten_batch, unflatten_batch
 from planner.graph.model_file import ModelSource
 from planner.graph.tables import with_table_lookups
-from planner.layout.axes import lowered_axes
+from planner.layout.axes import Degrees, lowered_axes
 from planner.layout.lowering import local_program
 from planner.layout.sequences import longest_sequence
 from planner.plan import Plan
