@@ -51,8 +51,8 @@ def _pure(walk: Walk, step: Step) -> tuple[State, ...] | None:
 
 def _loose(walk: Walk, name: str, cause: str, kind: Kind) -> State:
     growing = _growing(walk, name)
-    rows = Shard(growing[0]) if growing else None
-    return State(rows=rows, pure=True, loose=cause, loose_kind=kind)
+    lies = Shard(growing[0]) if growing else None
+    return State(rows=lies, pure=True, loose=cause, loose_kind=kind)
 
 
 def _reached(walk: Walk, step: Step) -> tuple[State, ...]:

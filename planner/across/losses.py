@@ -93,9 +93,7 @@ def _are_all_counted(step: Step) -> bool:
     return is_index or _packet(maker) in _NEVER_NEGATIVE
 
 
-def _root(
-    step: Step, name: str, same: Collection[str] = _SAME_LABELS
-) -> tuple[str, Op | None]:
+def _root(step: Step, name: str, same: Collection[str] = _SAME_LABELS) -> tuple[str, Op | None]:
     """Return the whole numbers that labels are, in another shape, and the op that made them."""
     maker = step.walk.maker.get(name)
     while maker is not None and _packet(maker) in same:

@@ -61,9 +61,9 @@ def sum_and_constant(step: Step) -> tuple[State, ...] | None:
                 step.scale(step.op.inputs[at], SAMPLES)
         constant = State(sums=joined_sums(sums), share=SCALED, terms=(SAMPLES,))
         sums = (*sums, constant)
-    at = _added_number(step)
-    if is_sum and at is not None:
-        step.scale_number(at, SAMPLES)
+    number = _added_number(step)
+    if is_sum and number is not None:
+        step.scale_number(number, SAMPLES)
         sums = (*sums, State(share=SCALED, terms=(SAMPLES,)))
     return (summed(sums),) * len(step.op.outputs)
 

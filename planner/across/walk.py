@@ -247,8 +247,7 @@ def names_at(graph: ModelGraph, place: int) -> Iterator[tuple[str, str]]:
 def _held(program: Program) -> dict[str, State]:
     """Return the states of parameters, and of buffers and constants."""
     return {
-        name: WHOLE if program.tensor[name].kind == "param" else CONSTANT
-        for name in program.params
+        name: WHOLE if program.tensor[name].kind == "param" else CONSTANT for name in program.params
     }
 
 

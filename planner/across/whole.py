@@ -152,7 +152,7 @@ class _Making:
         self.tensors |= {meta.name: replace(meta, requires_grad=False) for meta in metas}
         return op.outputs[0]
 
-    def _op(self, name: str, target: str, args: tuple, shape: tuple, dtype: str) -> str:  # type: ignore[type-arg]
+    def _op(self, name: str, target: str, args: tuple, shape: tuple, dtype: str) -> str:
         meta = TensorMeta(name=name, shape=shape, dtype=dtype, kind="activation")
         return self._add(Op(name=name, target=target, args=args, outputs=(name,)), meta)
 

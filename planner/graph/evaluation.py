@@ -50,9 +50,7 @@ def _preamble_names(
     return names
 
 
-def _whole_names(
-    graph: ModelGraph, captured: ModelGraph, across: dict[str, str]
-) -> dict[str, str]:
+def _whole_names(graph: ModelGraph, captured: ModelGraph, across: dict[str, str]) -> dict[str, str]:
     """Return the names in the graph of what blocks take of the whole batch, as in training."""
     own, other = graph.whole, captured.whole
     if own is None and other is None:

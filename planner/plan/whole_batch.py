@@ -74,8 +74,7 @@ def unaccepted(
         return tuple(
             finding
             for finding in across_samples(graph)
-            if finding.kind not in accepted
-            and not (finding.kind == "normaliser" and weighted_loss)
+            if finding.kind not in accepted and not (finding.kind == "normaliser" and weighted_loss)
         )
 
     found = left(graph)
@@ -248,7 +247,7 @@ _TELL: dict[Kind, tuple[str, str]] = {
     "normaliser": (
         "the loss is divided by a sum over the batch that follows from parameters or draws",
         ", each divided by its own and counted by its samples, so training differs from one "
-        "device; planner.apply(..., loss_weight=) counts parts by that sum, where the batch says it",
+        "device; planner.apply(..., loss_weight=) counts parts by that sum, if the batch says it",
     ),
     "size": (
         "values depend on the number of samples",

@@ -13,7 +13,6 @@ import planner
 from planner.errors import PlanError
 from planner.plan import Plan
 from planner.plan.defaults import default_plan
-from planner.plan.whole_batch import refuse_cut
 from tests.captures import capture_module
 from tests.spawn import run_ranks
 
@@ -30,6 +29,16 @@ class Summed(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x.square().sum()
+
+
+class Meant(Summed):
+    def forward(self, x):
+        return super().forward(x) / len(x)
+
+
+def plan_of(module: nn.Module) -> Plan:
+    graph = capture_module(module.double(), batch(2), batch(3))
+    return default_plan(graph, num_microbatches=2, microbatch_size=2)
 
 
 def batch(size):
@@ -77,17 +86,18 @@ def test_a_summed_loss_trains_as_in_one_process(graph, layout):
     assert max(run_ranks(gap_to_one_process, 2, plan, sizes)) < RTOL
 
 
-def test_the_mean_and_the_sum_of_two_parts_differ_by_two(graph):
+def test_a_loss_that_is_no_sum_is_not_added_up(graph):
     plan = default_plan(graph, num_microbatches=2, microbatch_size=2)
-    inputs, losses = batch(4), {}
+    inputs = batch(4)
     module = Summed().double()
-    for weight, accept in ((None, ["local-samples"]), ("sum", [])):
-        engine = planner.apply(plan, copy.deepcopy(module), loss_weight=weight, accept=accept)
-        losses[weight] = engine.step(inputs).item()
-        engine.close()
-    assert losses["sum"] == pytest.approx(2 * losses[None], rel=RTOL)
-    with pytest.raises(PlanError, match=r'planner.apply\(..., loss_weight="sum"\)'):
-        refuse_cut(graph, plan)
+    found = [
+        planner.apply(plan, copy.deepcopy(module), loss_weight=weight).step(inputs).item()
+        for weight in (None, "sum")
+    ]
+    assert found == pytest.approx([module(*inputs).item()] * 2, rel=RTOL)
+    mean = Meant().double()
+    with pytest.raises(PlanError, match='loss_weight="sum" was given, and the loss is a mean over'):
+        planner.apply(plan_of(mean), mean, loss_weight="sum")
 
 
 def test_batches_of_sums_are_added_until_the_update(graph):

@@ -19,11 +19,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import planner
-from planner.errors import LayoutError, ModelError
+from planner.errors import LayoutError, ModelError, PlanError
 from planner.graph.batch_split import BatchSplit
 from planner.loss_weight import count_tokens
 from planner.plan import Plan
-from planner.plan.batch_statistics import BatchStatisticsWarning
 from planner.plan.defaults import default_plan
 from tests.builders import VOCABULARY, PlainGPT, gpt_batch
 from tests.captures import capture_module
@@ -179,7 +178,7 @@ def _weighted_gap(plans: list[Plan], folder: str) -> float:
         alone = copy.deepcopy(module)
         sgd = torch.optim.SGD(module.parameters(), lr=0.1)
         with warnings.catch_warnings():
-            warnings.simplefilter("error", BatchStatisticsWarning)  # it is what one process does
+            warnings.simplefilter("error")  # it is what one process does
             engine = planner.apply(plan, module, optimizer=sgd)
         if dist.get_rank() == 0:
             save_file(
@@ -210,8 +209,8 @@ def test_weights_of_classes_count_parts_of_a_batch(tmp_path):
     assert max(run_ranks(_weighted_gap, 2, plans, str(tmp_path))) < RTOL
 
 
-def test_a_weight_that_is_not_what_the_loss_is_divided_by_is_told():
-    """A callable alone would silence what is said of class weights, right or wrong."""
+def test_a_weight_that_is_not_what_the_loss_is_divided_by_is_refused():
+    """B2: parts count as the loss counts them, whatever a callable says."""
     torch.set_default_dtype(torch.float64)
     module = Weighted()
     plan = default_plan(
@@ -225,20 +224,18 @@ def test_a_weight_that_is_not_what_the_loss_is_divided_by_is_told():
         return state["rarity"][labels[labels >= 0]].sum().item()
 
     engine = planner.apply(plan, copy.deepcopy(module), loss_weight=weights)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", BatchStatisticsWarning)
-        engine.step(batch)
+    engine.step(batch)
     engine.close()
     engine = planner.apply(plan, module, loss_weight=planner.count_tokens("labels"))
-    with pytest.warns(
-        BatchStatisticsWarning,
+    with pytest.raises(
+        ModelError,
         match=r"loss_weight counts \[1.0, 5.0\] in parts of the batch, and the loss is divided by ",
     ):
         engine.step(batch)
 
 
 def test_means_over_tokens_and_over_samples_differ():
-    """M6: a user's weight comes first; without it labels count as the loss counts them."""
+    """M6: labels count as the loss counts them; a user's weight says the same, or is refused."""
     torch.manual_seed(0)
     plan = default_plan(capture("gpt"), num_microbatches=4)
     batch = gpt_batch(4)
@@ -252,16 +249,15 @@ def test_means_over_tokens_and_over_samples_differ():
     samples, told, found = (
         planner.apply(plan, copy.deepcopy(module), loss_weight=weight) for weight in weights
     )
-    with pytest.warns(BatchStatisticsWarning, match="loss_weight counts"):
-        assert samples.step(batch).item() == pytest.approx(by_sample.mean().item(), rel=1e-6)
+    with pytest.raises(ModelError, match="loss_weight counts"):
+        samples.step(batch)
     assert told.step(batch).item() == pytest.approx(expected, rel=1e-6)
     assert found.step(batch).item() == pytest.approx(expected, rel=1e-6)
     assert abs(by_sample.mean().item() - expected) > 1e-3
     none = batch | {"labels": torch.full_like(batch["labels"], -100)}
-    with pytest.raises(ModelError, match="nor all zero"):
-        told.step(none)
-    with pytest.raises(ModelError, match="the batch has no label that is not ignored, so it has"):
-        found.step(none)
+    for engine in (told, found):
+        with pytest.raises(ModelError, match="the batch has no label that is not ignored, so it h"):
+            engine.step(none)
     with pytest.raises(ModelError, match=r"no such tensor in the batch, which has ids, labels"):
         planner.count_tokens("targets")(batch)
 
@@ -273,23 +269,25 @@ class TwoHeads(PlainGPT):
         return super().forward(ids, labels) + self.head(self.token(ids)).square().mean()
 
 
-def test_terms_that_count_parts_differently_are_told_once():
+def test_terms_that_count_parts_differently_are_each_of_the_whole_batch():
+    """B2: a mean over labels and one over samples; a batch with neither in proportion."""
+    torch.set_default_dtype(torch.float64)
+    module = TwoHeads()
     plan = default_plan(
-        capture_module(TwoHeads(), gpt_batch(2), gpt_batch(3)),
-        num_microbatches=2,
-        microbatch_size=2,
+        capture_module(module, gpt_batch(2), gpt_batch(3)), num_microbatches=2, microbatch_size=2
     )
-    engine = planner.apply(plan, TwoHeads())
     batch = gpt_batch(4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        engine.step(batch)  # all labels count
     batch["labels"][0, 1:] = -100
-    with pytest.warns(BatchStatisticsWarning, match=r"differently .labels .* others \[2.0, 2.0\]"):
-        engine.step(batch)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        engine.step(batch)
+    expected = module(**batch)
+    expected.backward()
+    engine = planner.apply(plan, copy.deepcopy(module))
+    assert engine.step(batch).item() == pytest.approx(expected.item(), rel=RTOL)
+    grads = {n: p.grad for n, p in module.named_parameters()}
+    assert gap_to_largest(engine.full_gradients(), grads) < RTOL
+    # Of batches in a row no weight of their gradients gives both means.
+    engine.step(batch, update=False)
+    with pytest.raises(PlanError, match="terms of the loss count the batches of an update diff"):
+        engine.step(gpt_batch(4))
 
 
 def test_tokens_are_counted_as_the_loss_counts_them():

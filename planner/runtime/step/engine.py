@@ -226,8 +226,7 @@ class Engine:
             for preamble in by_stage.values()
         ]
         read += [
-            (each, whole.tensors)
-            for each, whole in zip(self.captured, self._wholes, strict=True)
+            (each, whole.tensors) for each, whole in zip(self.captured, self._wholes, strict=True)
         ]
         take_first_values(self, values or ModuleValues(model, mesh), read)
         # First values are given to what the optimizer steps on (fp32 masters, copies on the host);

@@ -231,8 +231,8 @@ class Feeder:
         whole: OfWhole,
         counted: float | None,
     ) -> Feed:
-        """`runs` are the rank's samples in the cut batch, `places` theirs in the whole one, of which
-        the user's function counts `counted`, where replicas have their own parts.
+        """`runs` are the rank's samples in the cut batch, `places` theirs in the whole one. The
+        user's function counts `counted` in that, where replicas have their own parts.
         """
         weights = self._weights.of(whole, cut, runs, counted)
         shaped = self._shapes[cut.bucket]

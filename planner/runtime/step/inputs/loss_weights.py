@@ -150,12 +150,12 @@ class LossWeights:
             return self._tensors(each / total for each in own)
         made = self._wholes[cut.bucket]
         share = made.shares.share
-        if share not in (ADDED, SAMPLES, SCALED) and is_known(whole):
-            if not whole.count(made.shares.counts[share]) > 0:
-                raise ModelError(
-                    "the batch has no label that is not ignored, so it has no mean loss; give "
-                    "batches with labels"
-                )
+        counts_labels = share not in (ADDED, SAMPLES, SCALED) and is_known(whole)
+        if counts_labels and not whole.count(made.shares.counts[share]) > 0:
+            raise ModelError(
+                "the batch has no label that is not ignored, so it has no mean loss; give batches "
+                "with labels"
+            )
         weights = made.weights(whole, cut, runs)
         return torch.stack(weights).to(self._device, self._dtype).unbind() if weights else ()
 
@@ -211,15 +211,18 @@ class LossWeights:
         if not sum(counts) > 0:
             raise _no_weights(counts)
         found: Sequence[Mapping[str, float]] = made.counts_of(cut, runs)
-        names = found[0] if found else {}
-        terms = {name: [each[name] for each in found] for name in names}
-        if any(_in_proportion(counts, term) for term in terms.values()):
-            return
         share = made.shares.share
-        own = terms[made.shares.counts.get(share, SAMPLES)]
+        terms = [
+            [each[made.shares.counts.get(term, term)] for each in found]
+            for term in (made.shares.terms if share == SCALED else (share,))
+            if term != ADDED
+        ]
+        if any(_in_proportion(counts, term) for term in terms):
+            return
+        own = f"is divided by {_told(terms[0])}" if terms else "is a sum over samples, all that is"
         raise ModelError(
-            f"loss_weight counts {_told(counts)} in parts of the batch, and the loss counts "
-            f"{_told(own)} there; leave loss_weight out, and parts count as they do in one process"
+            f"loss_weight counts {_told(counts)} in parts of the batch, and the loss {own} there; "
+            "leave loss_weight out, and parts count as they do in one process"
         )
 
     def _tensors(self, weights: Iterable[float]) -> tuple[Tensor, ...]:

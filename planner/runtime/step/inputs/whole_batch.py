@@ -138,7 +138,9 @@ class WholeBatchValues:
         for name, dim in self._halves.rows.items():
             each = range(len(parts[0].samples))
             given[name] = torch.cat([part.rows[name][m] for m in each for part in parts], dim)
-        return OfWhole(samples=samples, values=self._program("second", samples)(given, self.tensors))
+        return OfWhole(
+            samples=samples, values=self._program("second", samples)(given, self.tensors)
+        )
 
     def weights(self, whole: OfWhole, cut: CutBatch, runs: Sequence[range]) -> list[Tensor]:
         """Return what each of some runs of samples counts for in the loss of the batch."""
@@ -148,9 +150,7 @@ class WholeBatchValues:
         name = SAMPLES if share == SAMPLES else self.shares.counts[share]
         return [self._share(name, whole, cut, run) for run in runs]
 
-    def given(
-        self, whole: OfWhole, cut: CutBatch, own: range, number: range
-    ) -> dict[str, Tensor]:
+    def given(self, whole: OfWhole, cut: CutBatch, own: range, number: range) -> dict[str, Tensor]:
         """Return what blocks take with a microbatch, by names in the graph.
 
         `own` are its samples in the cut batch, `number` their places in the whole one.
