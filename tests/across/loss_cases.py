@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from planner import OwnPart, apply
 from planner.capture import capture_module
 from planner.errors import PlannerError
 from planner.graph.batch import call_with_batch, loss_of
@@ -26,7 +27,7 @@ from planner.plan.batch_statistics import BatchStatisticsWarning, cut_batch_mess
 from planner.plan.defaults import default_plan
 from planner.runtime.start.groups.mesh import build_mesh
 from planner.runtime.step.engine import Engine
-from tests.across.random_losses import RandomProgram
+from tests.across.random_losses import RandomProgram, random_program
 
 ROUNDING = 1e-9
 SIZES = (6, 7, 8)
@@ -145,24 +146,66 @@ def _has_loss(made: Any, program_seed: int, seed: int) -> bool:
 
 
 def _cut(made: Any, graph: Any, program_seed: int, seed: int, parts: int) -> _Said:
-    size = _size(program_seed)
-    weight = getattr(made, "loss_weight", None)
+    """Train on parts of a batch that is given whole, and as this replica's own."""
+    size, weight = _size(program_seed), getattr(made, "loss_weight", None)
     plan = default_plan(graph, num_microbatches=parts, microbatch_size=-(-size // parts))
     messages = cut_batch_messages(
         graph, plan, weighted_loss=callable(weight), summed_loss=weight == "sum"
     )
+    batch = made.batch(size, seed)
+    gaps = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine = Engine(plan, graph, made.model(seed), build_mesh(plan, _CPU), loss_weight=weight)
-        loss = engine.step(made.batch(size, seed)).item()
+        for given in (batch, OwnPart(batch)):
+            loss = engine.step(given).item()
+            gaps.append(_gap(loss, engine.full_gradients(), *_whole(made, program_seed, seed)))
     told = [str(w.message) for w in caught if isinstance(w.message, BatchStatisticsWarning)]
-    found = engine.full_gradients()
-    expected_loss, expected = _whole(made, program_seed, seed)
+    return _Said((*messages, *told), max(gaps))
+
+
+def _gap(
+    loss: float, found: dict[str, Tensor], expected_loss: Tensor, expected: dict[str, Tensor]
+) -> float:
+    """The largest difference of a gradient and of the loss, relative to the largest gradient."""
     largest = max(g.abs().max().item() for g in expected.values())
-    gaps = [(found[n] - g).abs().max().item() for n, g in expected.items() if n in found]
-    lost = [g.abs().max().item() for n, g in expected.items() if n not in found]
-    gap = max(*gaps, *lost, 0.0) / largest
-    gap_of_loss = abs(loss - expected_loss.item()) / max(abs(expected_loss.item()), largest)
+    gaps = [abs(loss - expected_loss.item()) / max(abs(expected_loss.item()), largest)]
+    for name, gradient in expected.items():
+        difference = gradient - found[name] if name in found else gradient
+        gaps.append(difference.abs().max().item() / largest)
     # (A maximum over a list passes over what is no number.)
-    finite = math.isfinite(loss) and all(map(math.isfinite, gaps))
-    return _Said((*messages, *told), max(gap, gap_of_loss) if finite else math.inf)
+    return max(gaps) if all(map(math.isfinite, gaps)) else math.inf
+
+
+def judged_on_rank(seeds: range) -> list[tuple[int, Kind, float, str]]:
+    """Train programs on two replicas, each with its part of the batch; rank 0 has the verdicts."""
+    found: list[tuple[int, Kind, float, str]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in seeds:
+            program = random_program(seed)
+            made = load_program(program.source, Path(folder))
+            if _has_loss(made, seed, 0):
+                found.append((seed, *_on_ranks(made, program)))
+    return found
+
+
+def _on_ranks(made: Any, program: RandomProgram) -> tuple[Kind, float, str]:
+    loss_function, weight = getattr(made, "loss", None), getattr(made, "loss_weight", None)
+    module, size = made.model(), _size(program.seed)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            graph = capture_module(module, made.batch(2), made.batch(3), loss=loss_function)
+            plan = default_plan(graph, dp=2, num_microbatches=1, microbatch_size=-(-size // 2))
+            engine = apply(plan, module, loss=loss_function, loss_weight=weight)
+            loss = engine.step(made.batch(size)).item()
+    except PlannerError as error:
+        return "refused", 0.0, str(error)
+    gradients = engine.full_gradients()
+    if not gradients:
+        return "equal", 0.0, ""
+    gap = _gap(loss, gradients, *_whole(made, program.seed, 0))
+    told = [str(w.message) for w in caught if isinstance(w.message, BatchStatisticsWarning)]
+    if gap < ROUNDING:
+        return "equal", gap, ""
+    return ("told", gap, told[0]) if told else ("silent", gap, "")

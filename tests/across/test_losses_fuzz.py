@@ -8,8 +8,9 @@ from collections import Counter
 
 import pytest
 
-from tests.across.loss_cases import Verdict, judge
+from tests.across.loss_cases import Verdict, judge, judged_on_rank
 from tests.across.random_losses import HEADER, random_program
+from tests.spawn import run_ranks
 
 QUICK, ALL, CHUNK = 300, 5_000, 50
 """Programs of the quick tests and of the slow ones, and those of one test."""
@@ -56,3 +57,12 @@ def test_random_losses(seeds: range):
 @pytest.mark.parametrize("seeds", _chunks(QUICK, ALL), ids=str)
 def test_random_losses_by_the_thousand(seeds: range):
     check(judged(seeds))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_random_losses_on_two_replicas():
+    found = run_ranks(judged_on_rank, 2, range(100))[0]
+    silent = [verdict for verdict in found if verdict[1] == "silent"]
+    assert not silent, "\n".join(f"{each}\n{random_program(each[0]).source}" for each in silent)
+    assert Counter(verdict[1] for verdict in found)["equal"] > 10
