@@ -29,7 +29,7 @@ def _instance_norm(step: Step) -> tuple[State, ...] | None:
 def written(step: Step) -> tuple[State, ...]:
     """A buffer written: from samples, or once for each part of the batch."""
     op = step.op
-    if any(state != WHOLE for state in step.states[1:]) or step.batch_sizes():
+    if any(not state.is_whole for state in step.states[1:]) or step.batch_sizes():
         step.blame("buffer")
     elif not _is_counter(step) and not _sets_the_same(step):
         step.blame("repeated")

@@ -8,9 +8,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.across.state import ANY_ORDER, IN_ORDER, WHOLE, State
+from planner.across.state import ADDED, ANY_ORDER, IN_ORDER, SAMPLES, WHOLE, State, summed
 from planner.across.step import AXIS, MEAN, Step
-from planner.across.sums import joined_causes, power_of, sum_and_constant
+from planner.across.sums import (
+    is_linear_in_sums,
+    levelled,
+    number_at,
+    of_numbers,
+    sum_and_constant,
+)
 from planner.layout.placement import OpSharding, Partial, Placement, Replicate, Shard
 from planner.ops.call import Call, fits
 from planner.ops.record import is_random
@@ -20,27 +26,29 @@ from planner.ops.registry import apart_strategies_of, has_rule
 def by_rules(step: Step) -> tuple[State, ...]:
     """Return what the rules say of an op, noting what they and the states do not allow."""
     op = step.op
-    if not any(s.rows or s.sums or s.power for s in step.states) and not step.grows():
+    if all(state.is_whole or state.lost for state in step.states) and not step.grows():
         lost = any(state.lost for state in step.states)
         return (replace(WHOLE, lost=lost),) * len(op.outputs)
     numbers_are_values(step)
     in_one_order(step)
-    if any(state.bounded for state in step.states):
-        if step.facts.algebra == "rearrangement" or step.packet == "aten.to":
-            return (step.states[0],) * len(op.outputs)
-        step.blame_sums()
-    found = _match(step)
-    if found is None and any(state.sums for state in step.states):
-        affine = sum_and_constant(step)
-        if affine is not None:
-            return affine
-        step.blame_sums()
-        found = _match(step)
-    if found is not None:
-        power = power_of(step)
+    if step.batch_sizes():
+        counted = of_numbers(step)
+        if counted is not None:
+            return counted
+        at = number_at(step)
+        if at is None:
+            step.blame("size")
+        else:
+            step.take_number(at)
+    if any(state.sums for state in step.states):
+        found = _of_sums(step)
+        if found is not None:
+            return found
+    matched = _match(step)
+    if matched is not None:
         return tuple(
-            _outcome(step, placement, power, name)
-            for placement, name in zip(found.outputs, op.outputs, strict=True)
+            _outcome(step, placement, name)
+            for placement, name in zip(matched.outputs, op.outputs, strict=True)
         )
     if any(state.rows for state in step.states):
         is_known = has_rule(op.target) or step.facts.rule is not None
@@ -48,6 +56,25 @@ def by_rules(step: Step) -> tuple[State, ...]:
     elif any(map(step.growing, op.outputs)):
         step.blame("unknown")
     return step.anything()
+
+
+def _of_sums(step: Step) -> tuple[State, ...] | None:
+    """What becomes of sums over samples, the other inputs being the same in all parts; None, and a
+    fault, where it is more than a term of the loss.
+    """
+    meet_rows = any(state.rows or state.lost for state in step.states)
+    if not meet_rows and not any(map(step.growing, step.op.outputs)) and not _truncates(step):
+        if len(step.op.inputs) == 1 and (
+            step.facts.algebra == "rearrangement" or step.packet == "aten.to"
+        ):
+            return (step.states[0],) * len(step.op.outputs)
+        affine = sum_and_constant(step)
+        if affine is not None:
+            return affine
+        if is_linear_in_sums(step):
+            return (summed(levelled(step)),) * len(step.op.outputs)
+    step.blame_sums()
+    return None
 
 
 def _match(step: Step) -> OpSharding | None:
@@ -99,28 +126,21 @@ def _placement(state: State, keeps_segments: bool) -> Placement:
     return state.rows if keeps_segments else Shard(state.rows.dim)
 
 
-def _outcome(step: Step, placement: Placement, power: int, name: str) -> State:
-    """What a tensor is that follows from the inputs under a sharding."""
+def _outcome(step: Step, placement: Placement, name: str) -> State:
+    """What a tensor is that follows from rows under a sharding."""
     rows = [state for state in step.states if state.rows]
     equal = all(state.equal for state in rows) and not is_random(step.op)
     if isinstance(placement, Replicate):
-        return State(power=power)
+        return WHOLE
     if isinstance(placement, Partial):
-        # A term of a sum over samples: linear in it, so the average of parts is still the whole.
-        sums, shares = joined_causes(step.states)
-        if not rows:
-            if power > 0 and step.batch_sizes():
-                sums = (step.op.name,)  # by which a mean has become a sum
-            return State(sums=sums, shares=shares, power=power)
-        # A sum over n samples grows with n; a mean divides it out.
-        power += 0 if _is_mean(step) else 1
-        if equal:
-            return State(power=power)
-        return State(sums=(step.op.name,), shares=shares, power=power)
+        is_mean = _is_mean(step)
+        if equal and is_mean:
+            return WHOLE
+        return State(sums=(step.op.name,), share=SAMPLES if is_mean else ADDED)
     if not step.facts.in_runs:
         placement = Shard(placement.dim, max(_segments(step), default=1))
     if not rows:
-        return State(rows=placement, equal=True, power=power)
+        return State(rows=placement, equal=True)
     orders = {state.order for state in rows}
     points = next((state.points for state in rows if state.points is not None), None)
     if points == ANY_ORDER and len(step.op.inputs) == 1:
@@ -133,7 +153,6 @@ def _outcome(step: Step, placement: Placement, power: int, name: str) -> State:
         points=points,
         each=max(state.each for state in rows),
         equal=equal,
-        power=power,
         lost=any(s.lost for s in rows) and step.walk.program.tensor[name].dtype.startswith("int"),
     )
 

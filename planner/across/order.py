@@ -51,7 +51,7 @@ def _sort(step: Step) -> tuple[State, ...] | None:
     if isinstance(dim, bool):  # sort.stable's second argument is `stable`
         dim = call.arg(2, "dim", -1)
     shape = call.inputs[0]
-    if state.rows != Shard(normal_dim(dim, len(shape))) or state.power:
+    if state.rows != Shard(normal_dim(dim, len(shape))):
         return None
     if any(size > 1 for d, size in enumerate(shape) if d != state.rows.dim):
         return None  # each column in an order of its own
@@ -130,7 +130,7 @@ def _shifted(step: Step, state: State, number: Arg) -> tuple[State, ...] | None:
     if type(number) is int and type(stride) is int and 0 <= number < stride:
         return (state,)
     offset = step.of(number)
-    if not isinstance(number, Ref) or offset.sums or offset.power or offset.points is not None:
+    if not isinstance(number, Ref) or offset.sums or offset.points is not None:
         return None
     if offset.rows is not None and (offset.rows, offset.order) != (state.rows, state.order):
         return None

@@ -19,17 +19,12 @@ def _filled(step: Step) -> tuple[State, ...] | None:
     value = step.arg(0 if step.packet == "aten.scalar_tensor" else 1, "fill_value", 0)
     if step.packet.startswith("aten.new_"):
         value = step.arg(2, "fill_value", 0)
-    power = 0
     if isinstance(value, Affine):
-        power = 1
-        if value.fixed:
-            step.blame("size")
-            power = 0
+        step.blame("size")
     growing = step.growing(name)
     if not growing:
-        return (State(power=power),)
-    rows = Shard(growing[0])
-    return (State(rows=rows, order=ANY_ORDER, equal=True, power=power),)
+        return (WHOLE,)
+    return (State(rows=Shard(growing[0]), order=ANY_ORDER, equal=True),)
 
 
 @handles("rand", "randn", "randint", "normal")
@@ -52,7 +47,7 @@ def _repeat(step: Step) -> tuple[State, ...] | None:
     (dim,) = growing
     count = times[dim]
     if state.rows is None:
-        return (State(rows=Shard(dim), equal=True, power=state.power),)
+        return (State(rows=Shard(dim), equal=True),)
     if type(count) is not int or state.is_number:
         return None
     rows = Shard(dim, state.rows.segments * count)
@@ -68,7 +63,7 @@ def _repeat_each(step: Step) -> tuple[State, ...] | None:
     (dim,) = step.growing(step.op.outputs[0])
     size = step.walk.bound[step.op.inputs[0]].shape[dim]
     assert isinstance(size, int)
-    return (State(rows=Shard(dim, size), equal=True, power=state.power),)
+    return (State(rows=Shard(dim, size), equal=True),)
 
 
 @handles("slice")
@@ -105,7 +100,7 @@ def _bags(step: Step) -> tuple[State, ...] | None:
     table, numbers, begins = step.states[:3]
     starts_in_rows = begins.points == IN_ORDER and begins.order == IN_ORDER
     starts_in_rows &= begins.each == step.each(step.op.inputs[1], 0)
-    if table != WHOLE or numbers.rows != Shard(0) or numbers.order or not starts_in_rows:
+    if not table.is_whole or numbers.rows != Shard(0) or numbers.order or not starts_in_rows:
         return None
     growing = [step.growing(name) for name in step.op.outputs]
     return tuple(State(rows=Shard(dims[0])) if dims else WHOLE for dims in growing)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
 
+from planner.graph import SAMPLES
 from planner.layout.placement import Shard
 
 IN_ORDER = ""
@@ -11,13 +14,25 @@ IN_ORDER = ""
 ANY_ORDER = "*"
 """Rows that are what they are in every order: all equal, or each its own number."""
 
+# The share of a part in a mean over samples is SAMPLES: its samples by those of the batch.
+ADDED = "added"
+"""The share of a part in a sum over samples: each part's sum counts once."""
+SCALED = "scaled"
+"""Parts whose values have their shares in them already (several in one sum): each counts once."""
+
+Kind = Literal["mixed", "pairs", "normaliser", "size", "buffer", "repeated", "unknown"]
+"""How an op computes across samples: its result mixes samples ("mixed"), has an entry for each pair
+of them ("pairs"), divides by a sum over the batch that parameters reach ("normaliser"), holds their
+number as a value ("size"); it writes what samples made to a buffer ("buffer"), or moves a buffer in
+every microbatch ("repeated"); or the op has no rule ("unknown")."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """How a tensor of the whole batch follows from those of the batch's parts.
 
-    Without `rows` and `sums` it is the same whatever the batch holds. With n samples the tensor is
-    n**power as large as `rows` and `sums` say.
+    Without `rows`, `sums` and `loose` it is the same in the whole batch and in its parts. With
+    `sums` it is the sum of the parts' tensors, each times the share that `share` names.
     """
 
     rows: Shard | None = None
@@ -32,21 +47,64 @@ class State:
     equal: bool = False
     """All rows hold the same."""
     sums: tuple[str, ...] = ()
-    """Ops that summed over samples: the whole is the average of the parts' tensors."""
-    bounded: bool = False
-    """A sum that was kept from zero, as a divisor."""
-    shares: tuple[str, ...] = ()
-    """Ops that summed what the sum was divided by."""
+    """Ops that summed over samples."""
+    share: str = SAMPLES
+    """Of `sums`: SAMPLES, ADDED, SCALED, or the op (``block:op``) whose labels that count are
+    those of the share."""
+    terms: tuple[str, ...] = ()
+    """Of a SCALED sum: the shares and divisors that are in it, each a `share` or the name of a
+    value of the whole batch."""
+    pure: bool = False
+    """It is made of the batch, of constants and of buffers that stay as they are: no parameter
+    reaches it, and nothing is drawn. It can be made of the whole batch before a step begins."""
+    loose: str = ""
+    """The op (``block:op``) that made a pure tensor across samples: parts do not give it."""
+    loose_kind: Kind = "mixed"
+    """What that op did."""
+    whole: str = ""
+    """The name of the value of the whole batch that it is."""
     lost: bool = False
     """It comes from samples by an op that has a fault, and can't be followed."""
-    power: int = 0
-    """The exponent of the number of samples in the tensor's size."""
 
     @property
     def is_number(self) -> bool:
         """Whether each row is just its own number, as `arange` over samples makes."""
         return self.points == ANY_ORDER
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the same in the whole batch and in its parts."""
+        return not (self.rows or self.sums or self.loose or self.lost)
+
 
 WHOLE = State()
-"""A tensor that no sample changes: a weight, a mask of positions."""
+"""A tensor that no sample changes: a weight."""
+CONSTANT = State(pure=True)
+"""One that no parameter reaches either: a mask of positions."""
+
+
+def joined_sums(states: Iterable[State]) -> tuple[str, ...]:
+    """Return the ops that summed over samples what tensors come from."""
+    return tuple(dict.fromkeys(cause for state in states for cause in state.sums))
+
+
+def joined_terms(states: Iterable[State]) -> tuple[str, ...]:
+    """Return what is in a sum of SCALED and other sums."""
+    found: dict[str, None] = {}
+    for state in states:
+        found |= dict.fromkeys(state.terms if state.share == SCALED else (state.share,))
+    return tuple(sorted(found))
+
+
+def summed(states: Iterable[State]) -> State:
+    """Return the state of a sum of sums whose shares agree, or are in them already."""
+    states = tuple(states)
+    shares = {state.share for state in states}
+    if len(shares) == 1 and SCALED not in shares:
+        return State(sums=joined_sums(states), share=shares.pop())
+    return State(sums=joined_sums(states), share=SCALED, terms=joined_terms(states))
+
+
+def plain(state: State) -> State:
+    """Return a state as one whose entries say nothing of other rows."""
+    return replace(state, points=None, each=0)

@@ -8,21 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
-from planner.across.state import WHOLE, State
+from planner.across.state import WHOLE, Kind, State, joined_sums
 from planner.graph import Affine, Arg, Op, Program, Ref, Size, TensorMeta
 from planner.layout.placement import Shard
 from planner.ops.call import Call
 from planner.ops.record import Across, family_of, mutates
 from planner.ops.registry import without_names
-
-Kind = Literal["mixed", "pairs", "normaliser", "sum", "size", "buffer", "repeated", "unknown"]
-"""How an op computes across samples: its result mixes samples ("mixed"), has an entry for each pair
-of them ("pairs"), divides the loss by a sum over the batch ("normaliser"), is a sum over samples as
-the loss itself ("sum"), holds their number as a value ("size"); it writes what samples made to a
-buffer ("buffer"), or moves a buffer in every microbatch ("repeated"); or the op has no rule
-("unknown")."""
 
 BOUND = 2 * 1009
 """The microbatch size at which rules are evaluated: even, and no size that a model has."""
@@ -41,9 +34,27 @@ class Fault:
     used_by: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edit:
+    """A change of one op by which parts of a batch give what the whole gives.
+
+    Attributes:
+        op: the op's name in its program.
+        at: which of its tensors (by place in `Op.inputs`), or with `is_number` of its arguments.
+        share: the share that the term is multiplied by (see `State.share`); None: what stands there
+            is replaced by its value of the whole batch.
+        is_number: whether it is a plain number, or the number of samples.
+    """
+
+    op: str
+    at: int
+    share: str | None = None
+    is_number: bool = False
+
+
 @dataclass(kw_only=True)
 class Walk:
-    """One pass over a program. Mutable: states and faults grow."""
+    """One pass over a program. Mutable: states, faults and edits grow."""
 
     program: Program
     """As captured: sizes may depend on the batch."""
@@ -57,8 +68,12 @@ class Walk:
     """The ops that read a tensor."""
     written: set[str] = field(init=False)
     """Buffers that are written, and what follows from them."""
+    counted: dict[tuple[object, ...], str] = field(default_factory=dict)
+    """The op of the first mean over some labels that count: others are over the same."""
     faults: dict[Fault, None] = field(default_factory=dict)
     """Where samples meet, in order of their discovery."""
+    edits: dict[Edit, None] = field(default_factory=dict)
+    """What makes parts give what the whole batch gives."""
 
     def __post_init__(self) -> None:
         self.bound = self.program.bind(BOUND).tensor
@@ -70,20 +85,60 @@ class Walk:
                 self.users.setdefault(name, []).append(op)
             if self.written.intersection(op.inputs):
                 self.written.update(op.outputs)  # what follows from buffers that are written
+        for name in self.written:
+            if name in self.states:
+                self.states[name] = replace(self.states[name], pure=False)
+
+    def named(self, name: str) -> str:
+        """Return the name of an op or a tensor as that of this block's (`planner.across.walk`)."""
+        return f":{name}"
 
 
 @dataclass(slots=True, kw_only=True)
 class Step:
-    """One op with the states of its inputs. Mutable: a fault makes states simpler."""
+    """One op with the states of its inputs. Mutable: a fault makes states simpler.
+
+    What it finds counts when `commit` is called: an op is tried in several ways.
+    """
 
     walk: Walk
     op: Op
     states: list[State]
+    faults: dict[Fault, None] = field(default_factory=dict)
+    edits: dict[Edit, None] = field(default_factory=dict)
+
+    def named(self, name: str) -> str:
+        """Return a name as that of this block's."""
+        return self.walk.named(name)
+
+    def commit(self) -> None:
+        """Add what was found to the walk."""
+        self.walk.faults |= self.faults
+        self.walk.edits |= self.edits
+
+    def take_number(self, at: int) -> None:
+        """Let the op take the whole batch's number of samples for that of a part."""
+        self.edits[Edit(op=self.op.name, at=at, is_number=True)] = None
+
+    def take_whole(self, at: int) -> None:
+        """Let the op take an input's value of the whole batch."""
+        self.edits[Edit(op=self.op.name, at=at)] = None
+
+    def scale(self, name: str, share: str) -> None:
+        """Let the op take a tensor times its share."""
+        for at, each in enumerate(self.op.inputs):
+            if each == name:
+                self.edits[Edit(op=self.op.name, at=at, share=share)] = None
+
+    def scale_number(self, at: int, share: str) -> None:
+        """Let the op take a number among its arguments times its share."""
+        self.edits[Edit(op=self.op.name, at=at, share=share, is_number=True)] = None
 
     @property
     def packet(self) -> str:
-        """The op's name without its overload."""
-        return self.op.target.rpartition(".")[0]
+        """The op's name without its overload, which ops of ours have none of."""
+        target = self.op.target
+        return target if target.startswith("planner.") else target.rpartition(".")[0]
 
     @property
     def facts(self) -> Across:
@@ -124,7 +179,9 @@ class Step:
 
     def batch_sizes(self) -> list[Affine]:
         """Return the arguments that are values computed from the number of samples."""
-        if self.facts.sizes_only:
+        if self.facts.sizes_only or any(
+            edit.is_number and edit.share is None for edit in self.edits
+        ):
             return []
         values = (*self.op.args, *(value for _, value in self.op.kwargs))
         return [value for value in values if isinstance(value, Affine)]
@@ -151,11 +208,11 @@ class Step:
         follows = self.compares(self.op.inputs) or any(state.lost for state in self.states)
         if kind in ("buffer", "repeated") or not follows:
             for cause in causes or (self.op.name,):
-                self.walk.faults[Fault(kind=kind, op=cause, used_by=self.op.name)] = None
+                self.faults[Fault(kind=kind, op=cause, used_by=self.op.name)] = None
 
     def blame_sums(self) -> None:
         """Note that sums over samples are used otherwise than as terms of the loss."""
-        causes = dict.fromkeys(c for state in self.states for c in (*state.sums, *state.shares))
+        causes = joined_sums(self.states)
         if causes:
             self.blame("mixed", *causes)
         self.states = [WHOLE if state.sums else state for state in self.states]

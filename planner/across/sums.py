@@ -1,115 +1,143 @@
-"""Sums over samples, and factors of their number: what makes a loss a mean.
+"""Sums over samples, and what each part of a batch counts for in them.
 
-With n samples a tensor is n**power as large as its state says. A sum divided by their number, or by
-another sum over samples, is a mean.
+A mean over samples is the sum of the parts' means, each by its share of the samples; a mean over
+labels that count, by its share of these; a sum is the sum of the parts'. A sum over samples may be
+scaled, and sums of one share added; a value that no sample reaches is in a mean what it is in each
+part. Where shares differ, each term is multiplied by its own before they are added (`Scale`), so
+that the parts' sums just add up. A divisor that no parameter reaches is taken of the whole batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
-
-from planner.across.state import WHOLE, State
+from planner.across.state import ADDED, SAMPLES, SCALED, State, joined_sums, summed
 from planner.across.step import AXIS, Step, handles
-from planner.graph import Ref
+from planner.graph import Affine, Ref
 from planner.layout.placement import OpSharding, Partial, Replicate
 from planner.ops.registry import apart_strategies_of
 
 
-def power_of(step: Step) -> int:
-    """How the result grows with the number of samples, beside what its state says.
-
-    Notes where a value that depends on their number is used otherwise than as a factor.
-    """
-    powers = [state.power for state in step.states]
-    sizes = step.batch_sizes()
-    if not any(powers) and not sizes:
-        return 0
-    factor, algebra = 0, step.facts.algebra
-    if algebra in ("product", "quotient") and all(size.fixed == 0 for size in sizes):
-        factor, sizes = len(sizes), []
-    if sizes:
-        step.blame("size")
-        return 0
-    if algebra == "product":
-        return sum(powers) + factor
-    if algebra == "quotient" and step.arg(2, "rounding_mode") is None:
-        first = isinstance(step.op.args[0], Ref)
-        divisors = sum(powers[1:]) if first else sum(powers)
-        return (powers[0] - divisors - factor) if first else factor - divisors
-    is_sum = algebra == "addition" and len(step.states) > 1
-    if len(set(powers)) == 1 and (is_sum or _is_linear(step)):
-        return powers[0]
-    if step.packet in ("aten.linear", "aten.where") and _is_linear(step):
-        return max(powers, key=abs)
-    step.blame("size")
-    return 0
-
-
-def _is_linear(step: Step) -> bool:
-    """Whether an op is linear in the inputs that grow with the number of samples."""
-    terms = tuple(Partial() if state.power else Replicate() for state in step.states)
-    if len(step.op.inputs) == 1 and step.packet in ("aten.sum", "aten.mean", "aten.cumsum"):
-        return True
+def is_linear_in_sums(step: Step) -> bool:
+    """Whether an op is linear in the inputs that are sums, taken together."""
+    terms = tuple(Partial() if state.sums else Replicate() for state in step.states)
     plain, metas = step.without_names(whole_numbers_too=True)
     outputs = (Partial(),) * len(step.op.outputs)
     return OpSharding(inputs=terms, outputs=outputs) in apart_strategies_of(plain, metas, AXIS, ())
 
 
-def sum_and_constant(step: Step) -> tuple[State, ...] | None:
-    """A mean over samples stays one when something is added that no sample changes.
-
-    So does a sum up to that, which does no harm to a divisor: 1e-8 keeps it from zero.
-    """
-    if step.facts.algebra != "addition" or any(state.rows for state in step.states):
-        return None
+def levelled(step: Step) -> tuple[State, ...]:
+    """Return the sums among an op's inputs with shares that agree; others are scaled first."""
     sums = [state for state in step.states if state.sums]
-    powers = {state.power for state in sums}
-    if len(powers) > 1 or any(s.power for s in step.states if not s.sums) or step.batch_sizes():
+    shares = {state.share for state in sums}
+    if len(shares) > 1:
+        step.states = [_scaled(step, at) for at in range(len(step.states))]
+        sums = [state for state in step.states if state.sums]
+    return tuple(sums)
+
+
+def _scaled(step: Step, at: int) -> State:
+    """Return an input as a sum that has its share in it, which the edit of the op gives it."""
+    state = step.states[at]
+    if not state.sums or state.share in (ADDED, SCALED):
+        return state
+    step.scale(step.op.inputs[at], state.share)
+    return State(sums=state.sums, share=SCALED, terms=(state.share,), pure=state.pure)
+
+
+def sum_and_constant(step: Step) -> tuple[State, ...] | None:
+    """Sums over samples, added to or joined with values that no sample reaches.
+
+    In a mean such a value is what it is in each part. In a sum over parts it must count once, so
+    each part adds its share of the samples times it.
+    """
+    if step.facts.algebra != "addition":
         return None
-    causes, shares = joined_causes(sums)
-    return (State(sums=causes, shares=shares, power=max(powers), bounded=any(powers)),)
+    if any(not (state.sums or state.is_whole) for state in step.states):
+        return None
+    sums = levelled(step)
+    is_sum = sums[0].share in (ADDED, SCALED)
+    if is_sum and not all(state.sums for state in step.states):
+        for at, state in enumerate(step.states):
+            if not state.sums:
+                step.scale(step.op.inputs[at], SAMPLES)
+        constant = State(sums=joined_sums(sums), share=SCALED, terms=(SAMPLES,))
+        sums = (*sums, constant)
+    at = _added_number(step)
+    if is_sum and at is not None:
+        step.scale_number(at, SAMPLES)
+        sums = (*sums, State(share=SCALED, terms=(SAMPLES,)))
+    return (summed(sums),) * len(step.op.outputs)
 
 
-def joined_causes(states: Iterable[State]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the sums that tensors come from, and those they were divided by."""
-    states = tuple(states)
-    sums = dict.fromkeys(cause for state in states for cause in state.sums)
-    return tuple(sums), tuple(dict.fromkeys(cause for s in states for cause in s.shares))
+def _added_number(step: Step) -> int | None:
+    """Return which argument is a plain number that is added."""
+    numbers = (
+        at
+        for at, arg in enumerate(step.op.args[:2])
+        if isinstance(arg, int | float | Affine) and not isinstance(arg, bool) and arg != 0
+    )
+    return next(numbers, None) if step.packet in ("aten.add", "aten.sub", "aten.rsub") else None
 
 
-@handles("clamp", "clamp_min", "maximum")
-def _kept_from_zero(step: Step) -> tuple[State, ...] | None:
-    """A sum over samples that may become a divisor."""
+def of_numbers(step: Step) -> tuple[State, ...] | None:
+    """Follow an op with the number of samples among its values; None where it is no factor.
+
+    Raises no fault: a sum over samples divided by it is a mean over them, a mean times it is a sum.
+    """
+    sizes, algebra = step.batch_sizes(), step.facts.algebra
+    if len(sizes) != 1 or len(step.states) != 1 or sizes[0].fixed:
+        return None
     state = step.states[0]
-    if not state.sums or any(other != WHOLE for other in step.states[1:]):
+    if not state.sums:
         return None
-    return (replace(state, bounded=True),)
+    is_divisor = algebra == "quotient" and isinstance(step.op.args[0], Ref)
+    if is_divisor and step.arg(2, "rounding_mode") is None and state.share == ADDED:
+        return (State(sums=state.sums, share=SAMPLES, pure=state.pure),)
+    if algebra == "product" and state.share == SAMPLES:
+        return (State(sums=state.sums, share=ADDED, pure=state.pure),)
+    return None
+
+
+def number_at(step: Step) -> int | None:
+    """Return which argument of an arithmetic op is a number of samples that a tensor may replace:
+    the second of two; None where it is another.
+    """
+    arithmetic = step.facts.algebra in ("product", "quotient", "addition")
+    values = [at for at, arg in enumerate(step.op.args) if isinstance(arg, Affine)]
+    is_second = values == [1] and not any(isinstance(v, Affine) for _, v in step.op.kwargs)
+    return 1 if arithmetic and is_second and isinstance(step.op.args[0], Ref) else None
 
 
 @handles("div", "divide", "true_divide")
 def _quotient(step: Step) -> tuple[State, ...] | None:
-    """A sum over samples divided by another is a mean over what the other counts."""
-    if len(step.states) != 2 or not step.states[1].sums:
+    """A sum over samples, divided by a value of the whole batch or by another sum."""
+    if len(step.states) != 2:
         return None
     above, below = step.states
-    power = above.power - below.power
-    shares = tuple(dict.fromkeys((*above.shares, *below.sums, *below.shares)))
-    if above.sums and not above.bounded:
-        return (replace(above, shares=shares, power=power),)
-    if above.rows and above.points is None and _is_only_summed(step):
-        return (replace(above, equal=False, shares=shares, power=power),)
-    return None
-
-
-def _is_only_summed(step: Step) -> bool:
-    users = step.walk.users.get(step.op.outputs[0], [])
-    sums = [u for u in users if u.target in ("aten.sum.default",)]
-    return bool(users) and len(sums) == len(users)
+    if above.sums and below.whole and step.arg(2, "rounding_mode") is None:
+        if above.share in (ADDED, SCALED) and step.walk.bound[step.op.inputs[1]].numel_at(1) == 1:
+            terms = (*(t for t in above.terms if t != ADDED), below.whole)
+            return (State(sums=above.sums, share=SCALED, terms=tuple(sorted(set(terms)))),)
+        return None
+    if not below.sums or below.pure or not (above.sums or above.rows):
+        return None
+    step.blame("normaliser", *below.sums)
+    if above.sums:
+        return (State(sums=above.sums),)
+    return (State(rows=above.rows, order=above.order),)
 
 
 @handles("cumsum", "sum", "mean", "flip", "roll")
 def _sum_of_sum(step: Step) -> tuple[State, ...] | None:
     """Linear in a tensor that samples were summed to."""
     state = step.states[0]
-    return (state,) if state.sums and not state.bounded else None
+    return (state,) if state.sums and len(step.states) == 1 else None
+
+
+@handles("planner.part_of")
+def _part_of(step: Step) -> tuple[State, ...] | None:
+    """A term times its share (`planner.across.whole`), which is in the graph already."""
+    state, share = step.states
+    if not share.whole or not (state.sums or state.is_whole):
+        return None
+    sums = state.sums or (step.op.name,)
+    return (State(sums=sums, share=SCALED, terms=(share.whole,)),)

@@ -81,7 +81,7 @@ def _grouped_product(step: Step) -> tuple[State, ...] | None:
     """Rows in the order of their experts, weights, the last row of each expert's run."""
     rows, weights, ends = step.states[:3]
     is_sorted = rows.rows == Shard(0) and rows.order not in (IN_ORDER, ANY_ORDER)
-    if not is_sorted or rows.power or weights.rows or weights.sums or not ends.sums:
+    if not is_sorted or weights.rows or weights.sums or not ends.sums:
         return None
     by, counted = _sorted_by(step, rows.order), _counted(step, step.op.inputs[2])
     if by and counted and by != counted:
@@ -139,7 +139,7 @@ def _places(numbers: State, of: State, each: int) -> State | None:
     if numbers.each != each:
         return None
     order = IN_ORDER if of.order == ANY_ORDER else of.order
-    if numbers.rows is None or numbers.points is None or numbers.sums or numbers.power:
+    if numbers.rows is None or numbers.points is None or numbers.sums:
         return None
     if numbers.is_number:
         return replace(numbers, order=order, points=order)
@@ -160,7 +160,6 @@ def _take(step: Step, source: Arg, indices: Mapping[int, Arg]) -> tuple[State, .
             order=numbers.order,
             points=points,
             each=state.each,
-            power=state.power,
         ),
     )
 
@@ -191,7 +190,7 @@ def _placed(
     """What rows of a state are after they were put to numbers of rows."""
     is_blank = target.equal and target.order == ANY_ORDER
     places = _places(numbers, target, each)
-    if places is None or places.points is None or put.sums or put.power or target.power:
+    if places is None or places.points is None or put.sums:
         return None
     if put.is_number:
         put = replace(put, order=places.order, points=places.order)

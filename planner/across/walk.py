@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from planner.across.follow import follow_program
-from planner.across.state import ANY_ORDER, IN_ORDER, WHOLE, State
-from planner.across.step import Fault, Kind, Walk
+from planner.across.state import (
+    ANY_ORDER,
+    CONSTANT,
+    IN_ORDER,
+    SAMPLES,
+    WHOLE,
+    Kind,
+    State,
+)
+from planner.across.step import Edit, Fault, Walk
 from planner.graph import Affine, ModelGraph, Op, Program, TensorMeta
 from planner.layout.placement import Shard
+from planner.ops.record import mutates
 
 PREAMBLE = -1
 """The place of what comes before the first block."""
@@ -33,17 +42,39 @@ class Finding:
     """The op where a sum over samples becomes more than a term of the loss; empty for `op`."""
     used_in: int
     """The block of `used_by`."""
-    power: int = 0
-    """The power of the number of parts by which gradients are too small."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Followed:
+    """What was found of a model.
+
+    Attributes:
+        findings: what makes its training depend on how the batch is cut, in order.
+        share: what a part of the batch counts for in the loss (`State.share`).
+        terms: the shares and divisors that are in a SCALED loss.
+        edits: by block, what makes its parts give what the whole batch gives.
+    """
+
+    findings: tuple[Finding, ...]
+    share: str
+    terms: tuple[str, ...]
+    edits: Mapping[int, tuple[Edit, ...]]
+
+
+def follow_model(graph: ModelGraph) -> Followed:
+    """Follow a model's samples from the batch to the loss.
+
+    BatchNorm is not among the findings: see `planner.plan.batch_statistics`.
+    """
+    return _Model(graph).follow()
 
 
 def across_samples(graph: ModelGraph) -> tuple[Finding, ...]:
     """Return what makes a model's training depend on how the batch is cut, in order.
 
-    Empty for a model whose loss is a mean over samples that are each computed alone.
-    BatchNorm is not among it: see `planner.plan.batch_statistics`.
+    Empty for a model whose loss follows from those of the parts of a batch.
     """
-    return _Model(graph).findings()
+    return follow_model(graph).findings
 
 
 class _Model:
@@ -51,21 +82,35 @@ class _Model:
 
     def __init__(self, graph: ModelGraph) -> None:
         self._graph = graph
-        self._known: dict[tuple[int, tuple[State, ...]], tuple[tuple[State, ...], list[Fault]]] = {}
+        self._known: dict[
+            tuple[int, tuple[State, ...]],
+            tuple[tuple[State, ...], list[Fault], tuple[Edit, ...]],
+        ] = {}
         self._states: dict[str, State] = {}
         self._found: dict[Finding, None] = {}
+        self._edits: dict[int, tuple[Edit, ...]] = {}
 
-    def findings(self) -> tuple[Finding, ...]:
+    def follow(self) -> Followed:
         graph = self._graph
         for name in graph.batch_inputs:
             self._states[name] = _of_batch(graph.tensor[name])
+        if graph.whole is not None:
+            for name, value in graph.whole.values:
+                self._states[name] = replace(_of_batch(graph.tensor[name]), whole=value)
+            for name, count in graph.whole.shares:
+                self._states[name] = replace(CONSTANT, whole=count)
         self._pairs_in_batch()
         self._follow(PREAMBLE, graph.preamble, graph.preamble.inputs, graph.preamble.outputs)
         for block in graph.blocks:
             program = graph.classes[block.class_index]
             self._follow(block.index, program, block.inputs, block.outputs, block.class_index)
-        self._look_at_loss()
-        return tuple(self._found)
+        state = self._look_at_loss()
+        return Followed(
+            findings=tuple(self._found),
+            share=state.share,
+            terms=state.terms,
+            edits={place: edits for place, edits in self._edits.items() if edits},
+        )
 
     def _follow(
         self,
@@ -79,37 +124,51 @@ class _Model:
         given = [self._states[name] for name in inputs]
         # What a sum comes from is not the class's matter: equal blocks are followed once.
         local = tuple(
-            replace(state, sums=state.sums and (f"@{i}",), shares=state.shares and (f"/{i}",))
-            for i, state in enumerate(given)
+            replace(state, sums=state.sums and (f"@{i}",)) for i, state in enumerate(given)
         )
         key = (class_index, local)
         if key not in self._known:
-            walk = Walk(program=program, states=dict.fromkeys(program.params, WHOLE))
+            held = {
+                name: WHOLE if program.tensor[name].kind == "param" else CONSTANT
+                for name in program.params
+            }
+            walk = Walk(program=program, states=held)
             walk.states.update(zip(program.inputs, local, strict=True))
             follow_program(walk)
             made = tuple(walk.states[name] for name in program.outputs)
-            self._known[key] = made, list(walk.faults)
-        made, faults = self._known[key]
+            self._known[key] = made, list(walk.faults), tuple(walk.edits)
+        made, faults, edits = self._known[key]
+
+        def of_model(name: str) -> str:
+            """The name in the model of an op or a tensor of the class, or what it is already."""
+            return f"{place}{name}" if name[:1] == ":" else name
 
         def causes(name: str) -> tuple[str, ...]:
             """The ops of the model behind an op of the class."""
             if name[0] == "@":
                 return given[int(name[1:])].sums
-            return given[int(name[1:])].shares if name[0] == "/" else (f"{place}:{name}",)
+            return (of_model(name) if ":" in name else f"{place}:{name}",)
 
         for name, state in zip(outputs, made, strict=True):
             self._states[name] = replace(
                 state,
                 sums=tuple(dict.fromkeys(c for cause in state.sums for c in causes(cause))),
-                shares=tuple(dict.fromkeys(c for cause in state.shares for c in causes(cause))),
+                share=of_model(state.share),
+                terms=tuple(map(of_model, state.terms)),
+                loose=of_model(state.loose),
+                whole=of_model(state.whole),
                 order=_named(place, state.order, given),
                 points=None if state.points is None else _named(place, state.points, given),
             )
         for fault in faults:
             for cause in causes(fault.op):
                 self._add(fault.kind, cause, f"{place}:{fault.used_by}")
+        if edits:
+            self._edits[place] = tuple(
+                replace(edit, share=edit.share and of_model(edit.share)) for edit in edits
+            )
 
-    def _add(self, kind: Kind, cause: str, used: str, power: int = 0) -> None:
+    def _add(self, kind: Kind, cause: str, used: str) -> None:
         (at, op), (used_in, user) = self._op(cause), self._op(used)
         finding = Finding(
             kind=kind,
@@ -119,19 +178,13 @@ class _Model:
             block_index=at,
             used_by="" if cause == used else _called(user),
             used_in=used_in,
-            power=power,
         )
         self._found[finding] = None
 
     def _op(self, where: str) -> tuple[int, Op]:
         place, _, name = where.partition(":")
         index = int(place)
-        program = (
-            self._graph.preamble
-            if index == PREAMBLE
-            else self._graph.classes[self._graph.blocks[index].class_index]
-        )
-        return index, next(op for op in program.ops if op.name == name)
+        return index, next(op for op in program_at(self._graph, index).ops if op.name == name)
 
     def _pairs_in_batch(self) -> None:
         """A tensor of the batch with two dims of samples is cut along both."""
@@ -148,24 +201,38 @@ class _Model:
                 op = next(op for op in program.ops if local in op.inputs)
                 self._add("pairs", f"{index}:{op.name}", f"{index}:{op.name}")
 
-    def _look_at_loss(self) -> None:
+    def _look_at_loss(self) -> State:
         state = self._states[self._graph.loss]
+        if not state.rows and not state.loose:
+            return state if state.sums else State(share=SAMPLES)
+        # It still has rows, or is of the batch alone: no sum of parts.
         at = self._graph.producer[self._graph.loss]
         block = self._graph.blocks[at]
         program = self._graph.classes[block.class_index]
         local = program.outputs[block.outputs.index(self._graph.loss)]
         end = next(op for op in program.ops if local in op.outputs)
-        causes, last = state.sums or (f"{at}:{end.name}",), f"{at}:{end.name}"
-        for cause in state.shares:
-            self._add("normaliser", cause, last)
-        # It still has rows, or a sum kept from zero that nothing was divided by: no mean of parts.
-        if state.rows or (state.bounded and not state.power):
-            for cause in causes:
-                self._add("mixed", cause, last)
-        # Each part computes n**power of its own n: the average is a power of parts too small.
-        elif state.power:
-            for cause in causes:
-                self._add("sum", cause, cause, state.power)
+        self._add("mixed", f"{at}:{end.name}", f"{at}:{end.name}")
+        return State(share=SAMPLES)
+
+
+def program_at(graph: ModelGraph, place: int) -> Program:
+    """Return the program of a block, or of the preamble."""
+    if place == PREAMBLE:
+        return graph.preamble
+    return graph.classes[graph.blocks[place].class_index]
+
+
+def names_at(graph: ModelGraph, place: int) -> Iterator[tuple[str, str]]:
+    """Yield the tensors that a block takes and hands on by their names in its program, with those
+    in the graph.
+    """
+    program = program_at(graph, place)
+    if place == PREAMBLE:
+        yield from ((name, name) for name in (*program.inputs, *program.params, *program.outputs))
+        return
+    block = graph.blocks[place]
+    for what in ("inputs", "params", "outputs"):
+        yield from zip(getattr(program, what), getattr(block, what), strict=True)
 
 
 def _called(op: Op) -> str:
@@ -178,7 +245,7 @@ def _called(op: Op) -> str:
 
 def _of_batch(tensor: TensorMeta) -> State:
     growing = _growing(tensor)
-    return State(rows=Shard(growing[0])) if growing else WHOLE
+    return State(rows=Shard(growing[0]), pure=True) if growing else CONSTANT
 
 
 def _growing(tensor: TensorMeta) -> list[int]:
@@ -189,3 +256,28 @@ def _named(place: int, order: str, given: Sequence[State]) -> str:
     """An order's name in the whole model."""
     known = {IN_ORDER, ANY_ORDER} | {name for s in given for name in (s.order, s.points or "")}
     return order if order in known else f"{place}:{order}"
+
+
+def follows_from_parts(graph: ModelGraph) -> bool:
+    """Whether the loss of a batch follows from those of its parts, as `follow_model` says; buffers
+    that forward writes are apart.
+    """
+    return all(finding.kind in ("buffer", "repeated") for finding in across_samples(graph))
+
+
+def blocks_across_samples(graph: ModelGraph) -> frozenset[int]:
+    """Return the blocks whose results on a batch are not those on its parts, by index.
+
+    Ops of which nothing is known are none of it.
+    """
+    found: set[int] = set()
+    for block in graph.blocks:
+        if any(mutates(op) for op in graph.classes[block.class_index].ops):
+            found.add(block.index)
+    for finding in across_samples(graph):
+        if finding.kind != "unknown":
+            found.update((finding.block_index, finding.used_in))
+    if PREAMBLE in found:
+        made = set(graph.preamble.outputs)
+        found |= {block.index for block in graph.blocks if made.intersection(block.inputs)}
+    return frozenset(found - {PREAMBLE})

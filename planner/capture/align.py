@@ -98,7 +98,8 @@ def _merge_arg(at_small: Any, at_large: Any, op: Op, line: str, is_floating: boo
     ):
         pairs = zip(at_small, at_large, strict=True)
         return tuple(_merge_arg(a, b, op, line, is_floating) for a, b in pairs)
-    if at_small == at_large and type(at_small) is type(at_large):
+    # (By spelling: nan is not equal to itself.)
+    if type(at_small) is type(at_large) and repr(at_small) == repr(at_large):
         return at_small
     if is_floating and _is_whole_float(at_small) and _is_whole_float(at_large):
         at_small, at_large = int(at_small), int(at_large)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from planner.across import with_whole_values
 from planner.capture.align import BATCH_SIZES, align
 from planner.capture.checks.hooks import refuse_lost
 from planner.capture.checks.kept_calls import KeptCalls
@@ -161,7 +162,8 @@ def capture_module(
                     raise
     finally:
         kept_calls.forget()
-    return build_graph(with_told_masks(merged), name=name, batch_tree=leaves[0][1])
+    graph = build_graph(with_told_masks(merged), name=name, batch_tree=leaves[0][1])
+    return with_whole_values(graph)
 
 
 def batch_from_spec(spec: Any, tree: Tree, size: int) -> Any:

@@ -7,6 +7,7 @@ disk and `model_file` reads the user's ``model.py``.
 """
 
 from planner.graph.model_graph import (
+    SAMPLES,
     Affine,
     Arg,
     Block,
@@ -17,6 +18,7 @@ from planner.graph.model_graph import (
     Size,
     Symbol,
     TensorMeta,
+    WholeBatch,
     bind_arg,
     from_json,
     iter_refs,
@@ -26,6 +28,7 @@ from planner.graph.model_graph import (
 )
 
 __all__ = [
+    "SAMPLES",
     "Affine",
     "Arg",
     "Block",
@@ -36,6 +39,7 @@ __all__ = [
     "Size",
     "Symbol",
     "TensorMeta",
+    "WholeBatch",
     "bind_arg",
     "from_json",
     "iter_refs",

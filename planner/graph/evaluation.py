@@ -27,6 +27,7 @@ def evaluation_graph(graph: ModelGraph, captured: ModelGraph) -> ModelGraph:
     # The capture's tensors between blocks, as the graph names them.
     across = dict(zip(captured.batch_inputs, graph.batch_inputs, strict=True))
     across |= _preamble_names(graph, captured, across)
+    across |= _whole_names(graph, captured, across)
     classes: dict[int, Program] = {}
     for block, other in zip(graph.blocks, captured.blocks, strict=True):
         program = _aligned(graph, block, captured, other, across)
@@ -43,19 +44,53 @@ def _preamble_names(
 
     The preamble of training runs in evaluation, too: other arguments are refused.
     """
-    where = "what it makes of the batch alone"
     names = dict(across)
-    held = {key: name for name in graph.preamble.params for key in _keys(graph, name)}
-    for name in captured.preamble.params:
+    where = "what it makes of the batch alone"
+    _refuse_others(graph, graph.preamble, captured, captured.preamble, names, where)
+    return names
+
+
+def _whole_names(
+    graph: ModelGraph, captured: ModelGraph, across: dict[str, str]
+) -> dict[str, str]:
+    """Return the names in the graph of what blocks take of the whole batch, as in training."""
+    own, other = graph.whole, captured.whole
+    if own is None and other is None:
+        return {}
+    where = "what it makes of the whole batch"
+    if own is None or other is None or own.names != other.names:
+        raise _differs(f"{where} is other values")
+    names = dict(across)
+    _refuse_others(graph, own.program, captured, other.program, names, where)
+    if [(n, names.get(o, o)) for n, o in (*other.values, *other.shares)] != [
+        *own.values,
+        *own.shares,
+    ]:
+        raise _differs(f"{where} is other values")
+    return {name: name for name in own.names}
+
+
+def _refuse_others(
+    graph: ModelGraph,
+    program: Program,
+    captured: ModelGraph,
+    evaluated: Program,
+    names: dict[str, str],
+    where: str,
+) -> None:
+    """Raise PlanError where a program without parameters is another in evaluation mode. Adds what
+    it reads and makes to `names`.
+    """
+    held = {key: name for name in program.params for key in _keys(graph, name)}
+    for name in evaluated.params:
         key = next((key for key in _keys(captured, name) if key in held), None)
         if key is None:
             raise _differs(f"{where} reads {captured.tensor[name].fqn or 'a constant'}")
         names[name] = held[key]
-    own = {op.name: op for op in graph.preamble.ops}
-    for op in _in_names_of(graph.preamble, captured.preamble, names, where):
+    own = {op.name: op for op in program.ops}
+    for op in _in_names_of(program, evaluated, names, where):
         if (op.args, op.kwargs) != (own[op.name].args, own[op.name].kwargs):
             raise _differs(f"{where} has other arguments in {op.target} ({op.line})")
-    return names
 
 
 def _aligned(

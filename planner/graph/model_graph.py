@@ -263,13 +263,42 @@ class Block:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WholeBatch:
+    """What is made of the whole batch before a step, of which every part of it takes the same.
+
+    Attributes:
+        program: makes it of the batch, of buffers that stay as they are and of constants; its
+            params are named as in the graph.
+        values: names in the graph of what blocks take, each with the output that it is. A tensor
+            with samples along a dim is cut as the batch is.
+        shares: names in the graph of what blocks multiply a term of the loss by, each with the
+            output that counts what the term is the mean over (`SAMPLES`: the samples): what
+            counts in a part, by what counts in the whole.
+    """
+
+    program: Program
+    values: tuple[tuple[str, str], ...]
+    shares: tuple[tuple[str, str], ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names in the graph of all that blocks take."""
+        return tuple(name for name, _ in (*self.values, *self.shares))
+
+
+SAMPLES = "samples"
+"""Stands for a count of samples among the shares of a `WholeBatch`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelGraph:
     """A captured model: batch inputs, preamble, the chain of blocks and their classes.
 
     `tensors` describes inputs, params, buffers, constants, preamble outputs and every
     tensor that crosses a block boundary. `loss` names the scalar that the last block returns.
     `batch_inputs` are names of all tensor leaves of the batch, in tree order, used or not;
-    `batch_tree` is the JSON form of the batch's structure (see `planner.graph.batch`).
+    `batch_tree` is the JSON form of the batch's structure (see `planner.graph.batch`). `whole` is
+    what parts of a batch take of the whole one (`planner.across.whole`); None: nothing.
     """
 
     name: str
@@ -280,6 +309,7 @@ class ModelGraph:
     blocks: tuple[Block, ...]
     classes: tuple[Program, ...]
     loss: str
+    whole: WholeBatch | None = None
 
     @cached_property
     def tensor(self) -> dict[str, TensorMeta]:
@@ -330,10 +360,12 @@ def to_json(value: Any, *, lines: bool = True) -> Any:
         return {"r": value.name}
     if isinstance(value, Symbol):
         return {"s": [value.kind, value.value]}
-    if isinstance(value, TensorMeta | Op | Program | Block | ModelGraph):
+    if isinstance(value, TensorMeta | Op | Program | Block | ModelGraph | WholeBatch):
         names = [name for name in value.__dataclass_fields__ if lines or name != "line"]
         if isinstance(value, TensorMeta) and not value.table:
             names.remove("table")  # a plan's word: captures are what they were without
+        if isinstance(value, ModelGraph) and value.whole is None:
+            names.remove("whole")
         fields = {name: to_json(getattr(value, name), lines=lines) for name in names}
         return {"t": type(value).__name__, **fields}
     if isinstance(value, tuple | list):
@@ -350,7 +382,7 @@ def from_json(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if "t" in value:
-        kinds = {c.__name__: c for c in (TensorMeta, Op, Program, Block, ModelGraph)}
+        kinds = {c.__name__: c for c in (TensorMeta, Op, Program, Block, ModelGraph, WholeBatch)}
         if value["t"] not in kinds:
             raise ValueError(f"unknown record {value['t']!r}")
         return kinds[value["t"]](**{k: from_json(v) for k, v in value.items() if k != "t"})

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from planner.across import Finding, Kind, across_samples, uncounted
+from planner.across import Finding, Kind, across_samples
 from planner.graph import Block, ModelGraph, Op, Program, Ref
 from planner.layout.axes import batch_axes
 from planner.plan import Plan
@@ -90,21 +90,16 @@ def cut_batch_messages(
             "planner.apply(..., deferred_batch_norm=True) makes the running statistics those of "
             "the whole batch, a larger microbatch or GroupNorm lessens the rest"
         )
-    by_kind: dict[tuple[Kind, int], list[Finding]] = {}
-    for finding in uncounted(graph, across_samples(graph)):
-        by_kind.setdefault((finding.kind, finding.power), []).append(finding)
-    for (kind, power), findings in by_kind.items():
+    by_kind: dict[Kind, list[Finding]] = {}
+    for finding in across_samples(graph):
+        by_kind.setdefault(finding.kind, []).append(finding)
+    for kind, findings in by_kind.items():
         if kind == "normaliser" and weighted_loss:
-            continue
-        if (kind, power) == ("sum", 1) and summed_loss:
             continue
         if kind == "repeated" and plan.num_microbatches == 1:
             continue
         what, consequence = _TELL[kind]
-        factor = num_parts**power if power > 0 else f"1/{num_parts**-power}"
-        consequence = consequence.format(
-            each=plan.microbatch_size, factor=factor, steps=plan.num_microbatches
-        )
+        consequence = consequence.format(each=plan.microbatch_size, steps=plan.num_microbatches)
         messages.append(f"{what} ({_few(_places(graph, findings))}): {cut}{consequence}")
     return tuple(messages)
 

@@ -100,10 +100,9 @@ class OneProcess:
         self,
         cut: CutBatch,
         pieces: Sequence[Piece],
-        count: Callable[[CutBatch, Sequence[range]], Sequence[float]] | None = None,
+        weigh: Callable[[CutBatch, Sequence[range]], Sequence[float]],
     ) -> Step:
-        """Train on a batch, piece by piece; a piece's loss counts by its share of what `count` says
-        of pieces (None: their samples).
+        """Train on a batch, piece by piece; of several, a piece's loss counts by what `weigh` says.
 
         The default dtype is fp64 meanwhile.
         """
@@ -115,8 +114,8 @@ class OneProcess:
             self._buffers = {replica: self._held_buffers() for replica in replicas}
         total = torch.zeros((), dtype=torch.float64)
         runs = [piece.samples for piece in pieces]
-        counts = [float(len(run)) for run in runs] if count is None else count(cut, runs)
-        for piece, counted in zip(pieces, counts, strict=True):
+        weights = weigh(cut, runs) if len(runs) > 1 else [1.0]
+        for piece, weight in zip(pieces, weights, strict=True):
             # A replica's buffers go on from its own piece before, as on its ranks.
             self._write_buffers(self._buffers.get(piece.replica, {}))
             batch = cut.part(piece.samples)
@@ -127,7 +126,7 @@ class OneProcess:
                 loss = loss_of(output, batch, self._source.loss)
                 # Shares of the whole batch's mean: the gradients of the pieces then add up to its
                 # gradient.
-                loss = loss * (counted / sum(counts))
+                loss = loss * weight
                 _backward(loss)
             total += loss.detach()
             if len(replicas) > 1:

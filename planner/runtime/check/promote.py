@@ -62,6 +62,8 @@ def promote_graph(graph: ModelGraph, *, to: str = "float64") -> ModelGraph:
         tensors=_promote_tensors(graph.tensors, wide),
         preamble=_promote_program(graph.preamble, wide),
         classes=tuple(_promote_program(program, wide) for program in graph.classes),
+        whole=graph.whole
+        and replace(graph.whole, program=_promote_program(graph.whole.program, wide)),
     )
 
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from planner.across import blocks_across_samples
+from planner.across.state import ADDED, SCALED
 from planner.errors import PlanError
 from planner.graph import ModelGraph, TensorMeta
 from planner.graph.batch import flatten_batch, unflatten_batch
@@ -51,8 +52,8 @@ from planner.runtime.start.apply import shared_capture
 from planner.runtime.start.groups.mesh import build_mesh
 from planner.runtime.state.weights import constant
 from planner.runtime.step.engine import Engine
-from planner.runtime.step.inputs.feed import cut_batch
-from planner.runtime.step.inputs.label_counts import LabelCounts
+from planner.runtime.step.inputs.feed import CutBatch, cut_batch
+from planner.runtime.step.inputs.whole_batch import WholeBatchValues
 from planner.runtime.step.messages.wiring import stage_of
 from planner.units import format_bytes
 
@@ -311,11 +312,12 @@ def compare_with_one_process(
     ):
         functions = partial(ReferenceMode, own, torch.get_default_dtype())
     report = VerifyReport(num_ranks=plan.world_size, tolerance=tolerance, notes=notes)
-    labels = LabelCounts.of(graph, {}, partial(_values_of, module))
+    wide = promote_graph(graph)
+    whole = WholeBatchValues(wide, {}, partial(_values_of, module))
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        engine = make_engine(smaller, promote_graph(graph), module, mesh, optimizer=_optimizer)
+        engine = make_engine(smaller, wide, module, mesh, optimizer=_optimizer)
         for step in range(steps):
             batch = _shared_batch(source, engine, step)
             with draws(), functions():
@@ -324,8 +326,8 @@ def compare_with_one_process(
             if references:
                 cut = cut_batch(batch, graph, smaller)
                 pieces = _pieces(cut.split, replicas)
-                count = None if labels is None else labels.count
-                expected, *others = (ref.step(cut, pieces, count) for ref in references)
+                weigh = partial(_piece_weights, whole)
+                expected, *others = (ref.step(cut, pieces, weigh) for ref in references)
                 report = report.after_step(found, expected, others)
     finally:
         torch.set_default_dtype(before)
@@ -410,6 +412,29 @@ def _pieces(split: BatchSplit, replicas: int | None) -> list[Piece]:
         for microbatch in range(split.num_microbatches)
         for replica in range(replicas)
     ]
+
+
+def _piece_weights(
+    whole: WholeBatchValues, cut: CutBatch, runs: Sequence[range]
+) -> Sequence[float]:
+    """Return what the loss of each piece of a batch counts for in the batch's.
+
+    Raises PlanError for a loss of which pieces are no terms.
+    """
+    share, terms = whole.shares.share, whole.shares.terms
+    if share == ADDED:
+        return [1.0] * len(runs)
+    if share == SCALED:
+        if len(terms) > 1:
+            raise PlanError(
+                "the loss has terms that count parts of a batch differently, and blocks compute "
+                "statistics over the batch, so no one process gives it part by part; give `batch` "
+                "labels that count alike to verify the plan"
+            )
+        (share,) = terms
+    name = whole.shares.counts.get(share, share)
+    counts = [each[name] for each in whole.counts_of(cut, runs)]
+    return [count / sum(counts) for count in counts]
 
 
 def _values_of(module: nn.Module, meta: TensorMeta) -> Tensor:

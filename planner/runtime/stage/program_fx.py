@@ -30,6 +30,7 @@ from planner.runtime.stage.calls import collectives, local_ops
 from planner.runtime.stage.calls.autograd_functions import autograd_function
 from planner.runtime.stage.calls.exchanged_rows import exchanged_embedding
 from planner.runtime.stage.calls.opaque_modules import find_module, opaque_module, own_params
+from planner.runtime.stage.calls.part_of import part_of
 from planner.runtime.stage.calls.pure import PURE
 from planner.runtime.stage.calls.table_lookup import table_lookup
 from planner.runtime.stage.recompute import Keeper, KeptOp
@@ -178,6 +179,7 @@ def _emit_own(
 
 _OWN: dict[str, Callable[..., Any]] = {
     "exchanged_embedding": exchanged_embedding,
+    "part_of": part_of,
     "redistribute": collectives.redistribute,
     "table_lookup": table_lookup,
     AUTOGRAD_FUNCTION.removeprefix("planner."): autograd_function,

@@ -11,13 +11,15 @@ once, at the update (ZeRO 2 and 3 keep shards, and reduce in every backward as e
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from math import isclose
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from planner.across.state import ADDED
 from planner.errors import PlanError
 from planner.runtime.step.inputs.feed import Feed
 
@@ -32,6 +34,7 @@ class Accumulation:
 
     def __init__(self) -> None:
         self._weights: list[float] = []
+        self._totals: dict[str, float] = {}
         self._are_sums = False
         self.is_last = True
         self.counted: tuple[float, ...] = (1.0,)
@@ -42,18 +45,40 @@ class Accumulation:
         return bool(self._weights)
 
     def add(self, feed: Feed, *, is_last: bool) -> Feed:
-        """Take in a batch; return its feed with the gradients that its backwards start from."""
-        self.is_last = is_last
+        """Take in a batch; return its feed with the gradients that its backwards start from.
+
+        Raises PlanError where terms of the loss count batches differently: no weight of a batch
+        makes them what they are of the batches in a row.
+        """
         if is_last and not self.is_open:
+            self.is_last = is_last
             self.counted = (1.0,)
             return feed  # a batch alone, as ever
-        self._weights.append(1.0 if feed.total is None else feed.total())
-        self._are_sums = feed.total is None
+        totals = feed.totals()
+        self._refuse_uneven(totals)
+        self.is_last = is_last
+        self._weights.append(next(iter(totals.values()), 1.0))
+        self._are_sums = not totals
         # Relative to the first batch, so that sums keep the size of a single gradient.
         share = self._weights[-1] / self._weights[0]
         if share == 1.0:
             return feed
         return replace(feed, loss_weights=[weight * share for weight in feed.loss_weights])
+
+    def _refuse_uneven(self, totals: Mapping[str, float]) -> None:
+        if not self.is_open:
+            self._totals = dict(totals)
+        if len(totals) < 2:
+            return
+        shares = [total / self._totals[term] for term, total in totals.items()]
+        if ADDED in totals or not all(isclose(share, shares[0], rel_tol=1e-9) for share in shares):
+            told = [float(f"{total:.6g}") for total in totals.values()]
+            raise PlanError(
+                f"terms of the loss count the batches of an update differently ({told} in this "
+                f"one, {[float(f'{t:.6g}') for t in self._totals.values()]} in the first), so no "
+                "mean of their gradients is that of the batches in a row; give them to one "
+                "engine.step as one batch"
+            )
 
     @torch.no_grad()
     def finish(self, params: Iterable[nn.Parameter]) -> None:

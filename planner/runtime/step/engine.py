@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from planner.across import follows_from_parts
 from planner.errors import PlanError
 from planner.graph import ModelGraph, TensorMeta
 from planner.graph.tables import with_table_lookups
@@ -55,8 +56,8 @@ from planner.runtime.step.evaluation import Evaluation
 from planner.runtime.step.executor import Executor, Hooks
 from planner.runtime.step.inputs.feed import Feed, Preamble
 from planner.runtime.step.inputs.feeder import Feeder, Shaped
-from planner.runtime.step.inputs.label_counts import LabelCounts
 from planner.runtime.step.inputs.loss_weights import LossWeight, LossWeights
+from planner.runtime.step.inputs.whole_batch import WholeBatchValues
 from planner.runtime.step.messages.p2p import Post
 from planner.runtime.step.messages.wiring import (
     build_edges,
@@ -151,12 +152,12 @@ class Engine:
         self.average: WeightAverage | None = None
         for each in (graph, *buckets):
             keep_modules(each, model)
-        self._labels = [
-            LabelCounts.of(each, pad or {}, partial(_on_host, model)) for each in self.captured
+        self._wholes = [
+            WholeBatchValues(each, pad or {}, partial(_on_host, model)) for each in self.captured
         ]
-        counted = [() if labels is None else labels.tensors for labels in self._labels]
-        # Tensors of the state dict that no stage holds (unused, or read by the preamble and label
-        # counts alone) are kept apart, so that checkpoints still have them.
+        counted = [whole.tensors for whole in self._wholes]
+        # Tensors of the state dict that no stage holds (unused, or read by the preamble and what is
+        # made of whole batches alone) are kept apart, so that checkpoints still have them.
         used = {name for names in stage_params(graph, plan) for name in names}
         self.outside = OutsideTensors.of(
             model,
@@ -223,9 +224,8 @@ class Engine:
             for preamble in by_stage.values()
         ]
         read += [
-            (each, labels.tensors)
-            for each, labels in zip(self.captured, self._labels, strict=True)
-            if labels is not None
+            (each, whole.tensors)
+            for each, whole in zip(self.captured, self._wholes, strict=True)
         ]
         take_first_values(self, values or ModuleValues(model, mesh), read)
         # First values are given to what the optimizer steps on (fp32 masters, copies on the host);
@@ -287,8 +287,13 @@ class Engine:
                 mesh,
                 dtype=self._loss_dtype,
                 has_loss=any(stage.wiring.has_loss for stage in self.stages.values()),
+                takes=any(
+                    self._wholes[0].names.intersection(stage.wiring.side_inputs)
+                    for stage in self.stages.values()
+                ),
                 count=loss_weight,
-                labels=self._labels,
+                wholes=self._wholes,
+                is_exact=follows_from_parts(self.captured[0]),
             ),
         )
 
@@ -728,14 +733,15 @@ class Engine:
     def take_values(self) -> None:
         """Bring new values of what the optimizer steps on, and of buffers, to all that use them."""
         self._trained.write_back()
-        # Buffers that the preamble or the label counts read are copies of those in the state dict.
+        # Buffers that the preamble or what is made of whole batches reads are copies of those in
+        # the state dict.
         names = {t.fqn: t.name for t in self.graph.tensors if t.kind == "buffer"}
         outside = self.outside.tensors
         values = {names[fqn]: t for fqn, t in outside.items() if fqn in names}
         for preamble in self._feeder.preambles:
             preamble.take_values(values)
-        for labels in self._labels:
-            for name, tensor in () if labels is None else labels.tensors.items():
+        for whole in self._wholes:
+            for name, tensor in whole.tensors.items():
                 tensor.copy_(values.get(name, tensor))
 
     # -- what it holds ------------------------------------------------------------------

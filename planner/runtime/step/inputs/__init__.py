@@ -2,5 +2,5 @@
 
 Comes in: a whole batch, or a replica's own part. Goes out: microbatches, alike on all ranks that
 need them. Read `feed`, then `agreement` (what ranks agree on before a step), `feeder`,
-`loss_weights` and `label_counts`.
+`loss_weights` and `whole_batch`.
 """

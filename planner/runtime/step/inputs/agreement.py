@@ -22,6 +22,7 @@ from planner.plan import Plan
 from planner.runtime.start.groups.mesh import Mesh
 from planner.runtime.start.groups.together import together
 from planner.runtime.step.inputs.feed import whole_split
+from planner.runtime.step.inputs.whole_batch import OfPart
 
 _CHECKED_ELEMENTS = 512
 """Of a tensor: enough to tell samples apart, in some microseconds."""
@@ -43,6 +44,7 @@ class Said:
             none, or no dataset.
         has_ended: whether its data have come to an end; None where it read none.
         counted: what the user's loss weight counts in it; None where others say it.
+        part: what others need of its samples; None where others say it, or nothing is needed.
         marks: a checksum of some elements of each tensor, by path.
         progress: samples read so far of the shards it is made of.
     """
@@ -55,6 +57,7 @@ class Said:
     order: int | None = None
     has_ended: bool | None = None
     counted: float | None = None
+    part: OfPart | None = None
     marks: Mapping[str, int] = field(default_factory=dict)
     progress: Mapping[int, int] = field(default_factory=dict)
 
@@ -62,12 +65,14 @@ class Said:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreed:
     """What all ranks know of a batch: its cut, which of the plan's shapes it has, what the loss
-    weight counts in all of it, and how far shards of the data were read for it.
+    weight counts in all of it, what was told of its replicas' parts, in their order, and how far
+    shards of the data were read for it.
     """
 
     split: BatchSplit
     bucket: int
     counted: float | None
+    parts: tuple[OfPart, ...]
     progress: Mapping[int, int]
 
 
@@ -110,11 +115,13 @@ def agree(mesh: Mesh, plan: Plan, say: Callable[[], Said]) -> Agreed | None:
             "loss_weight counts nothing in any part of the batch, so it has no mean loss; give "
             "batches in which something counts"
         )
+    told = {each.number: each.part for each in said if each.part is not None}
     progress = {shard: place for each in said for shard, place in each.progress.items()}
     return Agreed(
         split=split,
         bucket=_common_shape(said),
         counted=sum(counts) if counts else None,
+        parts=tuple(told[number] for number in sorted(told)),
         progress=progress,
     )
 

@@ -30,11 +30,11 @@ class Feed:
         split: how the whole batch is cut into microbatches and parts.
         num_samples: this rank's samples of each microbatch.
         side_inputs: gives a stage's side inputs of a microbatch.
-        loss_weights: what the mean loss of each microbatch here counts for in the batch's (0-d;
+        loss_weights: what the loss of each microbatch here counts for in the batch's (0-d;
             backwards start from them). Over all microbatches and parts they sum to 1, but where
-            losses are sums each is 1 (0 without samples).
-        total: gives what the whole batch counts: its samples, or what the user counts in it; None
-            where losses are sums.
+            losses of parts add up each is 1 (0 without samples).
+        totals: gives what the whole batch counts for each term of the loss: its samples, its
+            labels, or what the user counts in it; empty where losses are sums over samples.
         bucket: which of the plan's shapes it has (0: its own).
         check: waits for what ranks exchange of the batch beside the step, and raises ModelError
             where they were given different ones.
@@ -44,7 +44,7 @@ class Feed:
     num_samples: tuple[int, ...]
     side_inputs: SideInputs
     loss_weights: Sequence[Tensor]
-    total: Callable[[], float] | None
+    totals: Callable[[], Mapping[str, float]]
     bucket: int = 0
     check: Callable[[], None] = lambda: None
 

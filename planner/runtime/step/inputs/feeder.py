@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,7 +36,8 @@ from planner.runtime.step.inputs.feed import (
     filled,
     whole_split,
 )
-from planner.runtime.step.inputs.loss_weights import LossWeights
+from planner.runtime.step.inputs.loss_weights import LossWeights, own_runs
+from planner.runtime.step.inputs.whole_batch import OfWhole
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Feeder:
         self._filled_up = {path: self._varying(path) for path in pad}
         self._smallest_first = (*range(1, len(shapes)), 0)
         used = {name for preamble in shapes[0].preambles.values() for name in preamble.inputs}
+        used -= loss_weights.names(0)
         self._used = sorted(used)
         self.reads = loss_weights.reads(self._metas[0]).union(
             self._graph.tensor[name].fqn for name in used
@@ -117,11 +119,10 @@ class Feeder:
             metas=self._metas[bucket],
             bucket=bucket,
         )
-        count, number = self._mesh.size("batch"), self._mesh.rank("batch")
-        runs = [cut.split.part(m, count, number) for m in range(cut.split.num_microbatches)]
+        runs = own_runs(cut.split, self._mesh)
+        whole = self._weights.of_whole(cut)
         # (Begun when nothing can raise any more: every rank takes part.)
-        weights, total = self._weights.of(cut), partial(self._weights.total, cut)
-        feed = self._feed(cut, runs, weights, total)
+        feed = self._feed(cut, runs, runs, whole, None)
         if self._plan.world_size == 1 or any(isinstance(t, FakeTensor) for t in leaves.values()):
             return feed  # (in a dry run there are no values to compare)
         return replace(feed, check=Alike(self._mesh, leaves).check)
@@ -162,14 +163,9 @@ class Feeder:
             split=agreed.split, tree=tree, leaves=leaves, metas=metas, bucket=agreed.bucket
         )
         runs = agreed.split.own(self._mesh.size("batch"), self._mesh.rank("batch"))
-        if agreed.counted is None:
-            weights = self._weights.by_samples(agreed.split)
-        elif self._weights.counts:
-            weights = self._weights.by_counts(self._weights.count(cut, runs), agreed.counted)
-        else:
-            weights = ()
-        counted = agreed.split.num_samples if agreed.counted is None else agreed.counted
-        return self._feed(cut, runs, weights, lambda: float(counted))
+        whole = self._weights.joined(agreed.bucket, agreed.split.num_samples, agreed.parts)
+        places = own_runs(agreed.split, self._mesh)
+        return self._feed(cut, runs, places, whole, agreed.counted)
 
     def _asked(self, part: OwnPart) -> Agreed:
         refuse_other_cuts(self._plan)
@@ -189,7 +185,7 @@ class Feeder:
         check_structure(tree, leaves, self._graph, needed=self.reads)
         fits, found = self._fitting(leaves)
         samples = found if self._counts_samples(leaves) else None
-        counted = None
+        counted = told = None
         if samples is not None:
             # Where others have no say in it, the replica's part is all there is.
             split, parts, place = self._split(samples), 1, 0
@@ -201,10 +197,12 @@ class Feeder:
                     f"its loader made {samples} samples of {runs[-1].stop}; a collate_fn keeps "
                     "the number of samples"
                 )
-            if self._weights.counts and self._mesh.is_first_of_samples:
+            if self._weights.tells:
                 metas = self._metas[fits[0]]
                 cut = CutBatch(split=split, tree=tree, leaves=leaves, metas=metas, bucket=fits[0])
-                counted = sum(self._weights.count(cut, runs))
+                told = self._weights.of_part(cut, runs)
+                if self._weights.is_counted:
+                    counted = sum(self._weights.count(cut, runs))
         if "marks" not in more:
             more["marks"] = marks_of(leaves)
         return Said(
@@ -214,6 +212,7 @@ class Feeder:
             fits=fits,
             whole=whole,
             counted=counted,
+            part=told,
             **more,
         )
 
@@ -228,9 +227,14 @@ class Feeder:
         self,
         cut: CutBatch,
         runs: Sequence[range],
-        weights: tuple[Tensor, ...],
-        total: Callable[[], float],
+        places: Sequence[range],
+        whole: OfWhole,
+        counted: float | None,
     ) -> Feed:
+        """`runs` are the rank's samples in the cut batch, `places` theirs in the whole one, of which
+        the user's function counts `counted`, where replicas have their own parts.
+        """
+        weights = self._weights.of(whole, cut, runs, counted)
         shaped = self._shapes[cut.bucket]
         metas = [shaped.graph.tensor[name] for name in self._used]
 
@@ -241,7 +245,14 @@ class Feeder:
             # (On the device: what is filled up on the host would no longer lie in pinned memory.)
             return filled(tensor, meta.shape_at(len(samples)), self.pad.get(meta.fqn, 0))
 
-        microbatches = [{meta.name: piece(meta, samples) for meta in metas} for samples in runs]
+        microbatches = [
+            {meta.name: piece(meta, samples) for meta in metas}
+            | {
+                name: value.to(self._mesh.device)
+                for name, value in self._weights.given(whole, cut, samples, place).items()
+            }
+            for samples, place in zip(runs, places, strict=True)
+        ]
 
         def side_inputs(stage_index: int, microbatch_index: int) -> tuple[Tensor, ...]:
             values = shaped.preambles[stage_index](
@@ -254,6 +265,6 @@ class Feeder:
             num_samples=tuple(map(len, runs)),
             side_inputs=side_inputs,
             loss_weights=weights,
-            total=None if self._weights.are_sums else total,
+            totals=partial(self._weights.totals, whole, cut, counted),
             bucket=cut.bucket,
         )

@@ -1,25 +1,27 @@
-"""What the mean loss of each part of a batch counts for in the mean loss of the whole.
+"""What the loss of each part of a batch counts for in the loss of the whole.
 
-A part counts by what the user counts in it (`planner.count_tokens`); else by the labels that its
-loss is the mean over, where the graph says so (`label_counts`); else by its samples. Where every
-rank is given the whole batch, no message is needed; where replicas have their own parts,
-`agreement` sums what they count.
+The graph says so (`planner.across.whole`): a part of a mean counts by its samples, or by its labels
+that are not ignored; a part of a sum counts once. Only of a loss of which it does not (its
+divisor is of the model's own making), the user's function counts a part. Where every rank is
+given the whole batch, no message is needed; where replicas have their own parts, `agreement` tells
+all ranks what counts in them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import product
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from math import isclose
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from planner.errors import ModelError
+from planner.across.state import ADDED, SAMPLES, SCALED
+from planner.errors import ModelError, PlanError
 from planner.graph.batch_split import BatchSplit
 from planner.runtime.start.groups.mesh import Mesh
 from planner.runtime.step.inputs.feed import CutBatch
-from planner.runtime.step.inputs.label_counts import LabelCounts
+from planner.runtime.step.inputs.whole_batch import OfPart, OfWhole, WholeBatchValues, is_known
 
 LossWeight = Callable[[Any], float] | Literal["sum"]
 """What a part counts, by the user's function; "sum": every part once, as a loss that is a sum over
@@ -27,11 +29,11 @@ samples has it."""
 
 
 class LossWeights:
-    """Weighs one rank's microbatches. Mutable: weights by sample are kept by how a batch is cut.
+    """Weighs one rank's microbatches. Mutable: what the user counts is compared once.
 
-    `count` is what the user says of a part; None: it counts by its labels, as `labels` counts them
-    on each of the plan's shapes, or by its samples where no loss is a mean over labels. What the
-    user says is compared with `labels`.
+    `count` is what the user says of a part. `wholes` make what parts take of the whole batch, and
+    count for, on each of the plan's shapes. With `is_exact` the loss of the batch follows from
+    those of the parts as the graph says, and the user's function must say the same.
     """
 
     def __init__(
@@ -40,111 +42,207 @@ class LossWeights:
         *,
         dtype: torch.dtype,
         has_loss: bool,
+        takes: bool,
         count: LossWeight | None,
-        labels: Sequence[LabelCounts | None] = (),
+        wholes: Sequence[WholeBatchValues],
+        is_exact: bool,
     ) -> None:
+        """`takes`: whether a stage of the rank takes values of the whole batch.
+
+        Raises PlanError for parts that are to be summed, of a loss that is a mean.
+        """
         self._mesh = mesh
         self._num_parts, self._number = mesh.size("batch"), mesh.rank("batch")
-        self._device = mesh.device
-        self._dtype, self._has_loss, self._count = dtype, has_loss, count
-        known = [each for each in labels if each is not None]
-        known = known if len(known) == len(labels) else []
-        self._labels = known if count is None else []
-        self._compared = known if callable(count) else []
-        self._by_samples: dict[tuple[tuple[int, ...], int], tuple[Tensor, ...]] = {}
+        self._device, self._dtype, self._has_loss = mesh.device, dtype, has_loss
+        self._takes, self._wholes = takes, wholes
+        share = wholes[0].shares.share
+        self._is_sum = count == "sum" and not is_exact
+        if count == "sum" and is_exact and share not in (ADDED, SCALED):
+            counted = "samples" if share == SAMPLES else "labels that are not ignored"
+            raise PlanError(
+                f'loss_weight="sum" was given, and the loss is a mean over {counted}, whose parts '
+                "do not add up; leave loss_weight out, and parts count as they do in one process"
+            )
+        # By the user's function alone, or to be compared with what the graph says.
+        self._count = count if callable(count) and not is_exact else None
+        self._compared = count if callable(count) and is_exact else None
 
     @property
-    def counts(self) -> bool:
-        """Whether it looks into the rank's parts of the batch."""
-        return self._has_loss and self._is_counted
+    def is_needed(self) -> bool:
+        """Whether something is made of the batch's tensors, for any rank."""
+        return self._count is not None or self._wholes[0].is_needed
 
     @property
-    def _is_counted(self) -> bool:
-        """Whether any rank's does."""
-        return callable(self._count) or bool(self._labels)
+    def tells(self) -> bool:
+        """Whether the rank tells others what counts in its own part."""
+        return self._has_loss and self.is_needed and self._mesh.is_first_of_samples
 
     def reads(self, paths: Collection[str]) -> frozenset[str]:
         """Return which of the batch's tensors it looks into."""
-        if not self.counts:
+        if not (self._has_loss or self._takes):
             return frozenset()
-        return self._labels[0].reads if self._labels else frozenset(paths)
+        if self._has_loss and (self._count is not None or self._compared is not None):
+            return frozenset(paths)
+        return frozenset().union(*(each.reads for each in self._wholes))
 
-    def of(self, cut: CutBatch) -> tuple[Tensor, ...]:
+    def names(self, bucket: int) -> frozenset[str]:
+        """Return the names in the graph of what blocks take of the whole batch."""
+        return self._wholes[bucket].names
+
+    def of_whole(self, cut: CutBatch) -> OfWhole:
+        """Return what is made of a whole batch, on every rank alike.
+
+        Raises ModelError where the user's counts are not what the loss counts.
+        """
+        if self._compared is not None:
+            split = cut.split
+            places = (
+                split.part(m, self._num_parts, number)
+                for number in range(self._num_parts)
+                for m in range(split.num_microbatches)
+            )
+            self._compare(cut, list(places))
+        whole = self._wholes[cut.bucket]
+        if not (whole.is_needed and (self._has_loss or self._takes)):
+            return OfWhole(samples=cut.split.num_samples)
+        return whole.of_whole(cut)
+
+    def of_part(self, cut: CutBatch, runs: Sequence[range]) -> OfPart | None:
+        """Return what others need of the rank's own part; None: nothing."""
+        if self._compared is not None:
+            self._compare(cut, runs)
+        whole = self._wholes[cut.bucket]
+        return whole.of_part(cut, runs) if whole.is_needed else None
+
+    def joined(self, bucket: int, samples: int, parts: Sequence[OfPart]) -> OfWhole:
+        """Return what is made of a batch of which replicas have parts."""
+        return self._wholes[bucket].joined(parts) if parts else OfWhole(samples=samples)
+
+    def given(self, whole: OfWhole, cut: CutBatch, own: range, place: range) -> dict[str, Tensor]:
+        """Return what blocks take with a microbatch, by names in the graph (see
+        `WholeBatchValues.given`).
+        """
+        if not self._takes:
+            return {}
+        return self._wholes[cut.bucket].given(whole, cut, own, place)
+
+    def of(
+        self,
+        whole: OfWhole,
+        cut: CutBatch,
+        runs: Sequence[range],
+        counted: float | None = None,
+    ) -> tuple[Tensor, ...]:
         """Return the weight of each of this rank's microbatches; () where no loss is.
 
-        `cut` is a whole batch. Raises ModelError where the user's counts can't be weights.
-        """
-        if not self.counts:
-            return self.by_samples(cut.split)
-        # All replicas' parts are counted here, so every rank finds the same total without a
-        # message.
-        counts = self._counts(cut)
-        return self.by_counts(counts[self._number], sum(map(sum, counts)))
-
-    @property
-    def are_sums(self) -> bool:
-        """Whether losses of parts are added."""
-        return self._count == "sum"
-
-    def total(self, cut: CutBatch) -> float:
-        """Return what counts in a whole batch."""
-        if not self._is_counted:
-            return float(cut.split.num_samples)
-        return sum(map(sum, self._counts(cut)))
-
-    def _counts(self, cut: CutBatch) -> list[list[float]]:
-        """Return what counts in each microbatch of each replica of a whole batch."""
-        split, parts, each = cut.split, self._num_parts, cut.split.num_microbatches
-        places = product(range(parts), range(each))
-        found = self.count(cut, [split.part(m, parts, number) for number, m in places])
-        return [found[number * each : (number + 1) * each] for number in range(parts)]
-
-    def by_samples(self, split: BatchSplit) -> tuple[Tensor, ...]:
-        """Return the weights where each sample counts the same, in a mean over all or in a sum;
-        () where no loss is.
+        `counted` is what the user counts in the whole batch, where replicas have their own parts.
+        Raises ModelError where nothing counts, or the user's counts can't be weights.
         """
         if not self._has_loss:
             return ()
-        own = tuple(map(len, split.own(self._num_parts, self._number)))
-        key = (own, split.num_samples)
-        if key not in self._by_samples:
-            is_sum = self._count == "sum"
-            weights = (float(n > 0) if is_sum else n / split.num_samples for n in own)
-            self._by_samples[key] = self._tensors(weights)
-        return self._by_samples[key]
+        if self._is_sum:
+            return self._tensors(float(len(run) > 0) for run in runs)
+        if self._count is not None:
+            own = self.count(cut, runs)
+            total = sum(self.counted(cut)) if counted is None else counted
+            if not total > 0:
+                raise _no_weights(own)
+            return self._tensors(each / total for each in own)
+        made = self._wholes[cut.bucket]
+        share = made.shares.share
+        if share not in (ADDED, SAMPLES, SCALED) and is_known(whole):
+            if not whole.count(made.shares.counts[share]) > 0:
+                raise ModelError(
+                    "the batch has no label that is not ignored, so it has no mean loss; give "
+                    "batches with labels"
+                )
+        weights = made.weights(whole, cut, runs)
+        return torch.stack(weights).to(self._device, self._dtype).unbind() if weights else ()
+
+    def totals(self, whole: OfWhole, cut: CutBatch, counted: float | None) -> dict[str, float]:
+        """Return what counts in a whole batch by the terms of its loss; {}: losses add up."""
+        if self._is_sum:
+            return {}
+        if self._count is not None:
+            return {"loss_weight": sum(self.counted(cut)) if counted is None else counted}
+        made = self._wholes[cut.bucket]
+        if made.shares.share == ADDED:
+            return {}
+        if made.is_needed and not whole.values:  # (a rank without use for them)
+            whole = made.of_whole(cut)
+        return made.totals(whole)
 
     def count(self, cut: CutBatch, runs: Sequence[range]) -> list[float]:
-        """Return what counts in each of some runs of samples.
+        """Return what the user counts in each of some runs of samples.
 
         Raises ModelError for what is less than zero, or no number.
         """
-        if self._labels:
-            warns = self._number == 0 and self._mesh.is_first_of_samples
-            return self._labels[cut.bucket].count(cut, runs, warns=warns)
-        assert callable(self._count)
-        counts = [float(self._count(cut.part(samples))) for samples in runs]
-        if not all(count >= 0 for count in counts):
+        count = self._count or self._compared
+        assert count is not None
+        counts = [float(count(cut.part(run))) for run in runs]
+        if not all(each >= 0 for each in counts):
             raise _no_weights(counts)
-        if self._compared and self._number == 0 and self._mesh.is_first_of_samples:
-            self._compared[cut.bucket].compare(counts, cut, runs)
         return counts
 
-    def by_counts(self, own: Sequence[float], total: float) -> tuple[Tensor, ...]:
-        """Return the weights of runs that count so much of a total.
+    @property
+    def is_counted(self) -> bool:
+        """Whether the user's function counts parts."""
+        return self._count is not None
 
-        Raises ModelError where nothing counts.
+    def counted(self, cut: CutBatch) -> list[float]:
+        """Return what the user counts in all parts of a whole batch."""
+        split = cut.split
+        return self.count(
+            cut,
+            [
+                split.part(m, self._num_parts, number)
+                for number in range(self._num_parts)
+                for m in range(split.num_microbatches)
+            ],
+        )
+
+    def _compare(self, cut: CutBatch, runs: Sequence[range]) -> None:
+        """Raise ModelError, for the first batch, where the user's counts of some runs are those of
+        no term of the loss.
         """
-        if not total > 0 and self._labels:
-            raise ModelError(
-                "the batch has no label that is not ignored, so it has no mean loss; give batches "
-                "with labels"
-            )
-        if not total > 0:
-            raise _no_weights(own)
-        return self._tensors(count / total for count in own)
+        made = self._wholes[cut.bucket]
+        counts = self.count(cut, runs)
+        self._compared = None
+        if not sum(counts) > 0:
+            raise _no_weights(counts)
+        found: Sequence[Mapping[str, float]] = made.counts_of(cut, runs)
+        names = found[0] if found else {}
+        terms = {name: [each[name] for each in found] for name in names}
+        if any(_in_proportion(counts, term) for term in terms.values()):
+            return
+        share = made.shares.share
+        own = terms[made.shares.counts.get(share, SAMPLES)]
+        raise ModelError(
+            f"loss_weight counts {_told(counts)} in parts of the batch, and the loss counts "
+            f"{_told(own)} there; leave loss_weight out, and parts count as they do in one process"
+        )
 
     def _tensors(self, weights: Iterable[float]) -> tuple[Tensor, ...]:
         return torch.tensor(list(weights), dtype=self._dtype, device=self._device).unbind()
+
+
+def own_runs(split: BatchSplit, mesh: Mesh) -> tuple[range, ...]:
+    """Return the places in a whole batch of a rank's microbatches."""
+    count, number = mesh.size("batch"), mesh.rank("batch")
+    return tuple(split.part(m, count, number) for m in range(split.num_microbatches))
+
+
+def _in_proportion(first: Sequence[float], second: Sequence[float]) -> bool:
+    """Whether two counts are the same shares of their sums, but for rounding."""
+    all_first, all_second = sum(first), sum(second)
+    return all(
+        isclose(a * all_second, b * all_first, rel_tol=1e-9, abs_tol=1e-12)
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def _told(counts: Sequence[float]) -> list[float]:
+    return [float(f"{count:.6g}") for count in counts]
 
 
 def _no_weights(counts: Sequence[float]) -> ModelError:
