@@ -146,7 +146,7 @@ def _has_loss(made: Any, program_seed: int, seed: int) -> bool:
 
 
 def _cut(made: Any, graph: Any, program_seed: int, seed: int, parts: int) -> _Said:
-    """Train on parts of a batch that is given whole, and as this replica's own."""
+    """Train on parts of a batch that is given whole; in most parts, also as this replica's own."""
     size, weight = _size(program_seed), getattr(made, "loss_weight", None)
     plan = default_plan(graph, num_microbatches=parts, microbatch_size=-(-size // parts))
     messages = cut_batch_messages(
@@ -156,8 +156,10 @@ def _cut(made: Any, graph: Any, program_seed: int, seed: int, parts: int) -> _Sa
     gaps = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        engine = Engine(plan, graph, made.model(seed), build_mesh(plan, _CPU), loss_weight=weight)
-        for given in (batch, OwnPart(batch)):
+        # (A step moves the weights.)
+        for given in (batch, OwnPart(batch)) if parts == CUTS[-1] else (batch,):
+            mesh = build_mesh(plan, _CPU)
+            engine = Engine(plan, graph, made.model(seed), mesh, loss_weight=weight)
             loss = engine.step(given).item()
             gaps.append(_gap(loss, engine.full_gradients(), *_whole(made, program_seed, seed)))
     told = [str(w.message) for w in caught if isinstance(w.message, BatchStatisticsWarning)]
