@@ -43,7 +43,8 @@ class LossShares:
     Attributes:
         share: of a part in the loss (see `planner.across.state.State.share`).
         terms: what is in a loss whose terms have their shares in them already.
-        program: counts over the batch; params are named as in the graph.
+        program: makes the graph's values of the whole batch, and counts over it; params are named
+            as in the graph.
         counts: its output for each share and term that is no word of `planner.across.state`.
     """
 
@@ -66,17 +67,18 @@ def loss_shares(graph: ModelGraph) -> LossShares:
     followed = follow_model(graph)
     making = _Making(graph)
     counts = {}
+    values: tuple[str, ...] = ()
+    if graph.whole is not None:
+        values = graph.whole.program.outputs
+        making.take(graph.whole.program)
     for name in dict.fromkeys((followed.share, *followed.terms)):
         if name in (ADDED, SAMPLES, SCALED):
             continue
-        if graph.whole is not None and name in graph.whole.program.outputs:
-            counts[name] = making.again(graph.whole.program, name)
-        else:
-            counts[name] = making.count(name)
+        counts[name] = name if name in values else making.count(name)
     return LossShares(
         share=followed.share,
         terms=followed.terms,
-        program=making.program(tuple(counts.values())),
+        program=making.program(tuple(dict.fromkeys((*values, *counts.values())))),
         counts=counts,
     )
 
@@ -153,12 +155,10 @@ class _Making:
         meta = TensorMeta(name=name, shape=shape, dtype=dtype, kind="activation")
         return self._add(Op(name=name, target=target, args=args, outputs=(name,)), meta)
 
-    def again(self, program: Program, output: str) -> str:
-        """Take over what makes an output of another program of such ops."""
-        needed = program.only((output,))
-        for op in needed.ops:
-            self._add(op, *(needed.tensor[name] for name in op.outputs))
-        return output
+    def take(self, program: Program) -> None:
+        """Take over the ops of another such program."""
+        for op in program.ops:
+            self._add(op, *(program.tensor[name] for name in op.outputs))
 
     def number(self, size: Affine) -> str:
         """Return the name of the number that a size of the whole batch is."""

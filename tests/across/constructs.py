@@ -1,7 +1,8 @@
 """What people write, across samples or not: a body for each, as the forward of one small module.
 
-`ALONE` are bodies that compute samples alone and return their mean loss, `ACROSS` others with
-the kinds of findings they must have, `NAMED_ALL_THE_SAME` those with findings that do no harm.
+`ALONE` are bodies that compute samples alone and return their mean loss, `MADE_WHOLE` others whose
+parts take what they need from the whole batch, `ACROSS` those with findings, of these kinds, and
+`NAMED_ALL_THE_SAME` those with findings that do no harm.
 """
 
 from __future__ import annotations
@@ -588,25 +589,14 @@ ACROSS: dict[Body, tuple[str, ...]] = {
     log_softmax_over_batch: ("mixed",),
     root_of_mean: ("mixed",),
     log_of_mean: ("mixed",),
-    masked_mean: ("normaliser",),
-    masked_mean_kept_from_zero: ("normaliser",),
-    masked_mean_with_epsilon: ("normaliser",),
-    masked_shares: ("normaliser",),
     class_weights: ("normaliser",),
-    sum_loss: ("sum",),
-    sum_cross_entropy: ("sum",),
-    sum_and_penalty: ("sum",),
-    times_batch_size: ("sum",),
-    mean_over_one_less: ("size",),
-    plus_batch_size: ("size",),
-    scaled_by_batch_size: ("size",),
     variance_over_batch: ("mixed",),
     cumsum_over_tokens: ("mixed",),
     cumsum_as_product: ("pairs",),
     expert_choice: ("mixed",),
     capacity: ("mixed",),
     balance_loss: ("mixed",),
-    balance_by_counts: ("mixed",),
+    balance_by_counts: ("normaliser", "mixed"),
     contrast: ("pairs",),
     pairwise_distances: ("pairs",),
     decorrelated: ("mixed",),
@@ -614,7 +604,6 @@ ACROSS: dict[Body, tuple[str, ...]] = {
     largest_of_batch: ("mixed",),
     median_of_batch: ("mixed",),
     log_sum_exp: ("mixed",),
-    mixed_up: ("mixed",),
     rolled: ("mixed",),
     neighbours: ("mixed",),
     first_sample: ("mixed",),
@@ -622,7 +611,6 @@ ACROSS: dict[Body, tuple[str, ...]] = {
     dispatched_by_product: ("mixed",),
     batch_laid_across: ("mixed",),
     rows_by_label: ("mixed",),
-    place_in_batch: ("mixed",),
     sorted_and_not_undone: ("mixed",),
     convolved_over_batch: ("mixed",),
     attention_over_batch: ("mixed",),
@@ -632,6 +620,23 @@ ACROSS: dict[Body, tuple[str, ...]] = {
     decayed_buffer: ("repeated",),
 }
 """Bodies that cutting the batch changes, and the kind of what is named."""
+
+MADE_WHOLE: tuple[Body, ...] = (
+    masked_mean,
+    masked_mean_kept_from_zero,
+    masked_mean_with_epsilon,
+    masked_shares,
+    sum_loss,
+    sum_cross_entropy,
+    sum_and_penalty,
+    times_batch_size,
+    mean_over_one_less,
+    plus_batch_size,
+    scaled_by_batch_size,
+    mixed_up,
+    place_in_batch,
+)
+"""Bodies that the mean of the parts' losses changes, and which parts compute as the whole does."""
 
 NAMED_ALL_THE_SAME = {
     mean_added_to_each: "a mean that is added to each sample is not followed further",

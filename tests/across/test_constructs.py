@@ -12,8 +12,8 @@ import pytest
 from planner.across.walk import Finding, across_samples
 from planner.capture.module import capture_module
 from tests.across import constructs
-from tests.across.constructs import ACROSS, ALONE, NAMED_ALL_THE_SAME, Body, batch
-from tests.referees.batches import cutting_changes, used_parts
+from tests.across.constructs import ACROSS, ALONE, MADE_WHOLE, NAMED_ALL_THE_SAME, Body, batch
+from tests.referees.batches import cutting_changes, gap_of_engine, used_parts
 
 QUICK = 3
 """Every so many bodies are looked at in the quick tests, all in the slow ones."""
@@ -50,6 +50,16 @@ def test_across_samples(body: Body):
     findings = named_in(body)
     assert tuple(dict.fromkeys(finding.kind for finding in findings)) == ACROSS[body]
     assert any(_lines(body) & _lines_of(finding) for finding in findings)
+
+
+@pytest.mark.parametrize("body", _some(MADE_WHOLE), ids=lambda body: body.__name__)
+def test_made_of_the_whole_batch(body: Body):
+    """B2: the mean of parts is another loss; the engine's parts add up to the whole batch's."""
+    model = used_parts(body)
+    assert cutting_changes(model) > 1e-3
+    assert named_in(body) == ()
+    assert gap_of_engine(model, parts=2) < ROUNDING
+    assert gap_of_engine(model, parts=3) < ROUNDING
 
 
 @pytest.mark.parametrize("body", NAMED_ALL_THE_SAME, ids=lambda body: body.__name__)

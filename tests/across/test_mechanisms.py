@@ -8,9 +8,18 @@ from planner.across.follow import follow_program
 from planner.across.losses import _class_loss
 from planner.across.order import _sort
 from planner.across.rows import _repeat
-from planner.across.state import ANY_ORDER, IN_ORDER, WHOLE, State
-from planner.across.step import Kind, Step, Walk, handlers_of
-from planner.across.sums import joined_causes
+from planner.across.state import (
+    ADDED,
+    ANY_ORDER,
+    CONSTANT,
+    IN_ORDER,
+    SAMPLES,
+    SCALED,
+    WHOLE,
+    Kind,
+    State,
+)
+from planner.across.step import Edit, Step, Walk, handlers_of
 from planner.across.take_and_put import _index_select
 from planner.graph import Affine, Op, Program, Ref, TensorMeta
 from planner.layout.placement import Shard
@@ -19,11 +28,21 @@ N = Affine(per_sample=1, fixed=0)
 BATCH = State(rows=Shard(0))
 
 
-def walk(*ops: tuple, inputs: dict[str, tuple], buffers: dict[str, tuple] | None = None) -> Walk:
-    """Follow ops (name, target, args, shape) on inputs whose samples lie along dim 0."""
+PURE = State(rows=Shard(0), pure=True)
+
+
+def walk(
+    *ops: tuple,
+    inputs: dict[str, tuple],
+    buffers: dict[str, tuple] | None = None,
+    batch: tuple[str, ...] = (),
+) -> Walk:
+    """Follow ops (name, target, args, shape) on inputs whose samples lie along dim 0; those of the
+    `batch` no parameter reached.
+    """
     buffers = buffers or {}
     shapes = inputs | buffers | {name: shape for name, _, _, shape in ops}
-    whole = {name for name, target, _, _ in ops if "sort" in target or "arange" in target}
+    whole = {name for name, target, _, _ in ops if "sort" in target or "arange" in target} | {"t"}
     program = Program(
         name="p",
         inputs=tuple(inputs),
@@ -42,6 +61,7 @@ def walk(*ops: tuple, inputs: dict[str, tuple], buffers: dict[str, tuple] | None
         ops=tuple(Op(name=n, target=t, args=a, outputs=(n,)) for n, t, a, _ in ops),
     )
     states = dict.fromkeys(inputs, BATCH) | dict.fromkeys(buffers, WHOLE)
+    states |= dict.fromkeys(batch, PURE)
     found = Walk(program=program, states=states)
     follow_program(found)
     return found
@@ -58,11 +78,59 @@ def test_entries_stay_with_their_samples():
     assert handlers_of("aten.relu") == ()  # by the rules alone
 
 
-def test_a_sum_over_samples_grows_with_them_and_a_mean_does_not():
+def test_a_part_counts_once_in_a_sum_and_by_its_samples_in_a_mean():
     total = walk(("y", "aten.sum.default", (Ref("x"),), ()), inputs={"x": (N, 4)}).states["y"]
-    assert (total.sums, total.power) == (("y",), 1)
+    assert (total.sums, total.share) == (("y",), ADDED)
     mean = walk(("y", "aten.mean.default", (Ref("x"),), ()), inputs={"x": (N, 4)}).states["y"]
-    assert (mean.sums, mean.power) == (("y",), 0)
+    assert (mean.sums, mean.share) == (("y",), SAMPLES)
+
+
+def test_a_sum_divided_by_the_number_of_samples_is_a_mean():
+    found = walk(
+        ("total", "aten.sum.default", (Ref("x"),), ()),
+        ("y", "aten.div.Tensor", (Ref("total"), N), ()),
+        inputs={"x": (N, 4)},
+    )
+    assert found.states["y"].share == SAMPLES
+    assert not found.edits
+
+
+def test_another_number_of_samples_is_that_of_the_whole_batch():
+    found = walk(
+        ("total", "aten.sum.default", (Ref("x"),), ()),
+        ("y", "aten.div.Tensor", (Ref("total"), Affine(1, -1)), ()),
+        inputs={"x": (N, 4)},
+    )
+    assert found.states["y"].share == ADDED
+    assert tuple(found.edits) == (Edit(op="y", at=1, is_number=True),)
+
+
+def test_terms_that_count_differently_get_their_shares():
+    found = walk(
+        ("total", "aten.sum.default", (Ref("x"),), ()),
+        ("mean", "aten.mean.default", (Ref("x"),), ()),
+        ("y", "aten.add.Tensor", (Ref("total"), Ref("mean")), ()),
+        ("z", "aten.add.Tensor", (Ref("y"), 3.0), ()),
+        inputs={"x": (N, 4)},
+    )
+    assert (found.states["z"].share, found.states["z"].terms) == (SCALED, (ADDED, SAMPLES))
+    assert tuple(found.edits) == (
+        Edit(op="y", at=1, share=SAMPLES),
+        Edit(op="z", at=1, share=SAMPLES, is_number=True),
+    )
+
+
+def test_what_no_parameter_reaches_is_taken_of_the_whole_batch():
+    found = walk(
+        ("mean", "aten.mean.default", (Ref("rewards"),), ()),
+        ("root", "aten.sqrt.default", (Ref("mean"),), ()),
+        ("y", "aten.mul.Tensor", (Ref("x"), Ref("root")), (N, 4)),
+        inputs={"x": (N, 4), "rewards": (N,)},
+        batch=("rewards",),
+    )
+    assert found.states["root"].loose == ":root"
+    assert found.states["y"] == BATCH
+    assert (kinds(found), tuple(found.edits)) == ([], (Edit(op="y", at=1),))
 
 
 def test_a_sum_that_is_used_as_a_value_mixes_samples():
@@ -75,17 +143,17 @@ def test_a_sum_that_is_used_as_a_value_mixes_samples():
 
 
 def test_a_sum_divided_by_a_sum_is_a_mean_of_what_the_other_counts():
-    found = walk(
+    ops = (
         ("above", "aten.sum.default", (Ref("x"),), ()),
         ("below", "aten.sum.default", (Ref("mask"),), ()),
         ("y", "aten.div.Tensor", (Ref("above"), Ref("below")), ()),
-        inputs={"x": (N, 4), "mask": (N, 4)},
     )
-    assert found.states["y"] == State(sums=("above",), shares=("below",), power=0)
-    assert joined_causes([found.states["y"], found.states["below"]]) == (
-        ("above", "below"),
-        ("below",),
-    )
+    inputs = {"x": (N, 4), "mask": (N, 4)}
+    found = walk(*ops, inputs=inputs, batch=("mask",))
+    assert found.states["y"] == State(sums=("above",), share=SCALED, terms=(":below",))
+    assert tuple(found.edits) == (Edit(op="y", at=1),)
+    # Of a mask that the model makes, nothing tells it before the step.
+    assert kinds(walk(*ops, inputs=inputs)) == ["normaliser"]
 
 
 def test_pairs_of_samples_are_seen_by_their_sizes():
@@ -148,6 +216,7 @@ def test_a_buffer_written_from_samples_and_one_that_moves():
 
 def test_an_op_without_any_rule_is_unknown():
     found = walk(("y", "other.op.default", (Ref("x"),), (N, 4)), inputs={"x": (N, 4)})
+    assert CONSTANT.pure
     assert kinds(found) == ["unknown"]
     op = found.program.ops[0]
     assert by_rules(Step(walk=found, op=op, states=[WHOLE])) != (WHOLE,)
@@ -161,11 +230,21 @@ def test_class_weights_divide_by_the_weights_of_the_targets():
     )
     assert _class_loss in handlers_of("aten.cross_entropy_loss")
     assert found.states["y"].sums == ("y",)
+    assert kinds(found) == ["normaliser"]  # (of targets that a parameter may have reached)
+
+
+def test_a_mean_over_labels_counts_by_those_that_are_not_ignored():
+    found = walk(
+        ("y", "aten.cross_entropy_loss.default", (Ref("x"), Ref("t")), ()),
+        inputs={"x": (N, 4), "t": (N,)},
+        batch=("t",),
+    )
+    assert (found.states["y"].share, kinds(found)) == (":y", [])
 
 
 def test_constants_of_the_batchs_size_are_equal_in_any_order():
     found = walk(("y", "aten.zeros.default", ((N, 4),), (N, 4)), inputs={"x": (N, 4)})
-    assert found.states["y"] == State(rows=Shard(0), order=ANY_ORDER, equal=True)
+    assert found.states["y"] == State(rows=Shard(0), order=ANY_ORDER, equal=True, pure=True)
     assert found.states["y"].order != IN_ORDER
 
 

@@ -7,7 +7,10 @@ import copy
 import torch
 from torch import Tensor, nn
 
+import planner
+from planner.plan.defaults import default_plan
 from tests.across.constructs import Body, Model, batch
+from tests.captures import capture_module
 
 BATCH, PARTS = 8, 4
 
@@ -51,6 +54,24 @@ def cutting_changes(model: nn.Module) -> float:
     worst = [_gap(*grads)]
     floats = [[b for b in m.buffers() if b.is_floating_point()] for m in (whole, parts)]
     return max(*worst, _gap(*floats))
+
+
+def gap_of_engine(model: nn.Module, *, parts: int) -> float:
+    """The largest relative difference of a gradient, or of the loss, of an engine that goes through
+    a batch in so many microbatches, and of the module on the whole batch, in fp64.
+    """
+    whole = copy.deepcopy(model).double()
+    given = batch(BATCH, torch.float64)
+    loss = whole(**given)
+    loss.backward()
+    graph = capture_module(whole, *(batch(size, torch.float64) for size in (2, 3)))
+    plan = default_plan(graph, num_microbatches=parts, microbatch_size=-(-BATCH // parts))
+    engine = planner.apply(plan, copy.deepcopy(whole))
+    found = engine.step(given)
+    gradients = engine.full_gradients()
+    named = [(n, p.grad) for n, p in whole.named_parameters() if p.grad is not None]
+    gap = _gap([grad for _, grad in named], [gradients[name] for name, _ in named])
+    return max(gap, abs(found.item() / loss.item() - 1))
 
 
 def _gap(ones: list[Tensor], others: list[Tensor]) -> float:
