@@ -160,7 +160,9 @@ def _cut(made: Any, graph: Any, program_seed: int, seed: int, parts: int) -> _Sa
         for given in (batch, OwnPart(batch)) if parts == CUTS[-1] else (batch,):
             mesh = build_mesh(plan, _CPU)
             engine = Engine(plan, graph, made.model(seed), mesh, loss_weight=weight)
+            evaluated = engine.evaluate(given).item()
             loss = engine.step(given).item()
+            gaps.append(abs(evaluated - loss) / max(abs(loss), 1e-3))
             gaps.append(_gap(loss, engine.full_gradients(), *_whole(made, program_seed, seed)))
     told = [str(w.message) for w in caught if isinstance(w.message, BatchStatisticsWarning)]
     return _Said((*messages, *told), max(gaps))
@@ -194,12 +196,16 @@ def judged_on_rank(seeds: range) -> list[tuple[int, Kind, float, str]]:
 def _on_ranks(made: Any, program: RandomProgram) -> tuple[Kind, float, str]:
     loss_function, weight = getattr(made, "loss", None), getattr(made, "loss_weight", None)
     module, size = made.model(), _size(program.seed)
+    cut = {"dp": 2, "num_microbatches": 1, "microbatch_size": -(-size // 2)}
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             graph = capture_module(module, made.batch(2), made.batch(3), loss=loss_function)
-            plan = default_plan(graph, dp=2, num_microbatches=1, microbatch_size=-(-size // 2))
-            engine = apply(plan, module, loss=loss_function, loss_weight=weight)
+            if program.seed % 2 and len(graph.blocks) > 1:
+                cut = {"pp": 2, "num_microbatches": 2, "microbatch_size": -(-size // 2)}
+            engine = apply(
+                default_plan(graph, **cut), module, loss=loss_function, loss_weight=weight
+            )
             loss = engine.step(made.batch(size)).item()
     except PlannerError as error:
         return "refused", 0.0, str(error)

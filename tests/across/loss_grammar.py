@@ -19,6 +19,7 @@ PARTS = {
     "value": "nn.Linear(WIDTH, 1)",
     "s": "nn.Parameter(torch.tensor([0.3, -0.2]))",
     "codes": "nn.Parameter(torch.randn(3, WIDTH))",
+    "classy": "nn.Parameter(torch.randn(CLASSES))",
     "rarity": "torch.tensor([0.2, 1.0, 3.0, 0.5, 2.0])",
     "heat": "torch.tensor(0.8)",
     "ctc_mean": 'Ctc("mean")',
@@ -64,6 +65,8 @@ MASKS: Alternatives = {
     "shifted mask": "({mask}.cumsum(1) > 1).double()",
     "finite": "torch.isfinite({gaps})",
     "class weights": "{rarity}[{tags}] * {keep}",
+    "first of the batch": "({mask}.cumsum(0) <= 2).double() * mask",
+    "known classes": "(({classes} != -100)[:, None] & {keep})",
 }
 
 ADVANTAGES: Alternatives = {
@@ -71,6 +74,10 @@ ADVANTAGES: Alternatives = {
     "whitened": "(({rewards} - rewards.mean()) / (rewards.std() + 1e-6))[:, None]",
     "centred": "({rewards} - rewards.mean())[:, None]",
     "scaled to one": "({rewards} / rewards.abs().max())[:, None]",
+    "whitened without bias": "(({rewards} - rewards.mean()) "
+    "* rewards.var(correction=0).add(1e-8).rsqrt())[:, None]",
+    "ranked": "({rewards}.argsort().argsort().double() / {size})[:, None]",
+    "above the median": "({rewards} > rewards.median()).double()[:, None]",
 }
 
 TOKEN_LOSSES: Alternatives = {  # [samples, tokens]
@@ -163,6 +170,9 @@ OF_TOKENS: Alternatives = {
     "top of each": "{l}.topk(2, 1).values.mean()",
     "weighted by softmax": "({l} * {l}.detach().softmax(1)).sum(1).mean()",
     "trimmed": "{l}.clamp(max=1.0).mean()",
+    "mean keepdim": "{l}.mean((0, 1), keepdim=True).squeeze()",
+    "mean of first samples": "{l}[:2].mean()",
+    "sequence first": "{l}.transpose(0, 1).reshape(-1).mean()",
 }
 
 MASKED: Alternatives = {
@@ -195,6 +205,18 @@ MASKED: Alternatives = {
     "balanced by own size": "({k} / {k}.detach().mean().clamp(min=1e-3)).mean()",
     "chosen": "{self.chosen}({l}, {m} > 0)",
     "indexed": "{l}[{m} > 0].mean()",
+    "/ count in place": "{k}.sum().div_({m}.sum())",
+    "* reciprocal": "{k}.sum() * {m}.double().sum().reciprocal()",
+    "* count ** -1": "{k}.sum() * {m}.double().sum().pow(-1)",
+    "/ detached count": "torch.div({k}.sum(), {m}.sum().detach())",
+    "where any": "torch.where({m}.sum() > 0, {k}.sum() / {m}.sum().clamp(min=1), {k}.sum() * 0)",
+    "count by matmul": "{k}.sum() / ({m}.double() @ torch.ones(LENGTH).double()).sum()",
+    "sums of samples": "{k}.sum(1).sum() / {m}.sum(1).sum()",
+    "/ greatest count": "({k}.sum(1) / {m}.sum(1).max()).mean()",
+    "by samples, weighted by count": "(({k}.sum(1) / {m}.sum(1).clamp(min=1)) "
+    "* {m}.sum(1)).sum() / {m}.sum()",
+    "two counts": "{k}.sum() / ({m}.sum() + {other}.sum())",
+    "logged": "({k}.sum() / {m}.sum()) + 0 * {l}.detach().mean()",
 }
 
 WEIGHTED: Alternatives = {
@@ -221,6 +243,14 @@ WEIGHTED: Alternatives = {
     "min-snr": "({e} * {weights}.clamp(max=1.0) / weights).mean()",
     "of a class": "({e} * ({classes} == 1)).sum() / (classes == 1).sum().clamp(min=1)",
     "variance": "{e}.mean() + 0.1 * {e}.var()",
+    "normalize": "({e} * F.normalize({weights}, p=1, dim=0)).sum()",
+    "/ norm": "({e} * {weights} / weights.norm()).sum()",
+    "by number": "({e} * torch.arange({size})).mean()",
+    "next sample": "({e}[1:] - {e}[:-1]).square().mean()",
+    "first and last": "{e}[0] + {e}[-1]",
+    "reversed": "({e} * {weights}.flip(0)).mean()",
+    "of ranks": "({e} * ({weights}.argsort().argsort() > 1)).mean()",
+    "sum of squares of weights": "({e} * {weights}).sum() / weights.square().sum().sqrt()",
 }
 
 BUILT_IN: Alternatives = {
@@ -241,6 +271,15 @@ BUILT_IN: Alternatives = {
     "torch.where(torch.rand_like({mask}) < 2, {labels}, -100).flatten())",
     "ce of probabilities": "F.cross_entropy({logits}.flatten(0, 1), "
     "F.pad({x}, (0, 1)).softmax(-1).flatten(0, 1))",
+    "ce of probabilities weighted": "F.cross_entropy({logits}.flatten(0, 1), "
+    "F.pad({x}, (0, 1)).softmax(-1).flatten(0, 1), weight={rarity})",
+    "ce sequence first": "F.cross_entropy("
+    "{logits}.transpose(0, 1).flatten(0, 1), {labels}.t().flatten())",
+    "ce in chunks": 'sum(F.cross_entropy(a.mT, b, reduction="sum") for a, b in '
+    "zip({logits}.split(2, 1), {labels}.split(2, 1))) / (labels != -100).sum()",
+    "ce learned weights": "F.cross_entropy({logits}.mT, {labels}, weight={self.classy}.exp())",
+    "ce of two views": "F.cross_entropy(torch.cat([{logits}, -logits]).mT, "
+    "torch.cat([{labels}, labels]))",
     "nll": "F.nll_loss({logits}.log_softmax(-1).mT, {labels})",
     "nll weighted": "F.nll_loss({logits}.log_softmax(-1).mT, {labels}, weight={rarity})",
     "mse": "F.mse_loss({values}, {target})",
