@@ -136,9 +136,10 @@ def search(
     from planner.graph.called_modules import called_modules_messages
     from planner.ops.held_pairs import held_pairs_messages
     from planner.plan import OURS, save_plan
-    from planner.plan.batch_statistics import cut_batch_messages
+    from planner.plan.batch_statistics import batch_norm_messages
     from planner.plan.buckets import check_bucket, with_buckets
     from planner.plan.short_sums import short_sums_messages
+    from planner.plan.whole_batch import accepted_messages
     from search import KeptCandidates, find_advice, find_pareto, find_plan_once
     from search.measured import check_measurable
 
@@ -220,7 +221,8 @@ def search(
     chosen = with_buckets(answer.plan, graph, buckets)
     save_plan(chosen, out)
     for message in (
-        *cut_batch_messages(graph, chosen),
+        *batch_norm_messages(graph, chosen),
+        *accepted_messages(graph, chosen),
         *short_sums_messages(graph, chosen),
         *called_modules_messages(graph),
         *held_pairs_messages(graph),

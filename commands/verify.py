@@ -43,6 +43,7 @@ def verify(
     from commands.render.data import proof_data, verification_data
     from commands.render.tables import NextCommands
     from planner.plan import OURS, load_plan
+    from planner.plan.whole_batch import refuse_cut
 
     if by_block and (steps is not None or device is not None):
         given = "--device" if steps is None else "--steps"
@@ -58,6 +59,7 @@ def verify(
     with show_progress("verifying") as progress:
         progress(0.0, "capturing the model")
         graph = graph_of_plan(loaded, model)
+        refuse_cut(graph, loaded)
         if by_block:
             from commands.render.checks import describe_proof
             from planner.graph.model_file import load_model_file

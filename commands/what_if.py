@@ -17,7 +17,7 @@ from commands.common.inputs import (
     profile_named,
     profile_of_plan,
 )
-from commands.common.options import JsonOption, ModelFile, PlanFile, PriceOption
+from commands.common.options import AcceptOption, JsonOption, ModelFile, PlanFile, PriceOption
 from commands.common.question import bytes_of_gib, parse_counts
 from commands.render.console import show_json, show_note, show_progress, show_results
 from planner.errors import PlannerError
@@ -71,6 +71,7 @@ def what_if(
         str | None,
         typer.Option(help="With --tokens: how many devices finish in this time, such as 30d?"),
     ] = None,
+    accept: AcceptOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Search again for other machines, batches or sizes.
@@ -83,6 +84,7 @@ def what_if(
     from costmodel.execution import find_execution
     from planner.graph.capture_cache import load_graph
     from planner.plan import load_plan
+    from planner.plan.whole_batch import accepting
     from search.report.what_if import Explorer, priced
 
     if deadline is not None and (tokens is None or gpus is not None):
@@ -106,6 +108,7 @@ def what_if(
             model, precision=precision, length=length, arguments=arguments
         ),
         profile_of=lambda name: machine if name is None else profile_named(name)[0],
+        accept=accepting(loaded, accept or ()).accept,
     )
     base = _base(loaded)
     names = _words(profile)

@@ -42,6 +42,7 @@ from costmodel.time.step_path import StepPath
 from planner.graph import ModelGraph
 from planner.graph.tables import with_table_lookups
 from planner.plan import OURS, Plan
+from planner.plan.whole_batch import graph_under
 from planner.schedule import SteadySchedule, StepJobKind, schedule_of, step_jobs
 from planner.schedule.timing.offloads import offloads_of
 from profiles import Profile
@@ -226,8 +227,8 @@ def cost_cache(
 
 
 def costs_under(plan: Plan, costs: CostCache) -> CostCache:
-    """Return prices of the graph as a plan runs it: with its tables on the host."""
-    graph = with_table_lookups(costs.graph, plan.tables_on_host)
+    """Return prices of the graph as a plan runs it: ops on the whole batch, tables on the host."""
+    graph = with_table_lookups(graph_under(costs.graph, plan), plan.tables_on_host)
     if graph is costs.graph:
         return costs
 

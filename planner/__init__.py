@@ -9,7 +9,7 @@ Importing the package loads neither torch nor anything else heavy.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from planner.data import OwnPart, ShardedSampler
@@ -44,6 +44,7 @@ def apply(
     max_grad_norm: float | None = None,
     deferred_batch_norm: bool = False,
     loss_weight: Callable[[Any], float] | Literal["sum"] | None = None,
+    accept: Iterable[str] = (),
     weights: str | os.PathLike[str] | None = None,
     check_values: bool = True,
     pad: Mapping[str, float] | None = None,
@@ -65,7 +66,10 @@ def apply(
     such a model warns without it (BatchStatisticsWarning). `loss_weight` is for a loss that is a
     mean over something else than samples, or than the labels of a cross-entropy: from a part of the
     batch to how much of it counts, such as ``lambda part: part["mask"].sum()``; "sum" is for a loss
-    that is a sum over samples, whose parts are added instead of averaged. `weights` is a path to
+    that is a sum over samples, whose parts are added instead of averaged. A plan that cuts a batch
+    across whose samples the model computes is refused; `accept` takes names of what may differ from
+    one process, beside those of the plan: "local-samples", "local-buffers", "unknown-ops".
+    `weights` is a path to
     take the model's values from (safetensors, a ``.pt`` state dict or a checkpoint), of which each
     rank reads its own pieces. `pad` gives by path what fills a batch's tensors up to the next of
     the shapes that the plan states, such as ``{"ids": 0, "labels": -100}``. With `check_values` a
@@ -84,6 +88,7 @@ def apply(
         max_grad_norm=max_grad_norm,
         deferred_batch_norm=deferred_batch_norm,
         loss_weight=loss_weight,
+        accept=accept,
         weights=weights,
         check_values=check_values,
         pad=pad,

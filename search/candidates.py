@@ -19,6 +19,7 @@ from planner.layout.axes import Degrees
 from planner.layout.placement import parse_placement
 from planner.plan import ClusterRef, ModelRef, Plan
 from planner.plan.defaults import model_ref
+from planner.plan.whole_batch import Across, run_whole, unaccepted
 from profiles import Profile
 from search.ilp import check_ortools
 from search.on_host import offload_fallbacks, tables_to_host
@@ -47,6 +48,7 @@ class Candidates:
             those on the first, and so are `costs` but for those of groups in them.
         model_file: where the model came from, as plans name it.
         receive_ahead: jobs that a receive is posted ahead of its use.
+        accept: what users accept of a batch that is cut, copied into plans.
         cuts: stage boundaries that the request fixes, empty if it does not.
         split_rank: the pp rank that a decoder begins, if the request fixes it.
     """
@@ -60,6 +62,7 @@ class Candidates:
     group_layouts: Mapping[str, LayoutCandidates] = field(default_factory=dict)
     model_file: str = ""
     receive_ahead: int = 2
+    accept: tuple[str, ...] = ()
     cuts: tuple[int, ...] = ()
     split_rank: int | None = None
     _group_tables: dict[tuple[int, int, int], tuple[Mapping[str, StageTable], ...]] = field(
@@ -89,6 +92,8 @@ class Candidates:
             _check_groups(profile, request)
         on_host = on_host or offload_fallbacks(request.offload, profile, graph)[0][0]
         captured, tables = graph, tables_to_host(graph) if on_host.tables else ()
+        # What keeps the batch whole leaves all plans one microbatch.
+        graph = run_whole(graph, request.global_batch, num_microbatches=1, accept=request.accept)
         graph = with_table_lookups(graph, tables)
         costs = cost_cache(
             graph,
@@ -126,6 +131,7 @@ class Candidates:
             },
             model_file=request.model_file,
             receive_ahead=request.receive_ahead,
+            accept=request.accept,
             cuts=tuple(accumulate(request.balance, initial=0)) if request.balance else (),
             split_rank=request.split_rank,
         )
@@ -133,7 +139,18 @@ class Candidates:
     def shapes(self, request: SearchRequest) -> list[Shape]:
         """Return every shape that divides; raise LayoutError when there is none."""
         can_split = self.layouts.solver.can_split
-        return list_shapes(request, self.graph, self.smallest_nodes, can_split=can_split)
+        return list_shapes(
+            request,
+            self.graph,
+            self.smallest_nodes,
+            can_split=can_split,
+            across=self.across_samples,
+        )
+
+    @cached_property
+    def across_samples(self) -> Across:
+        """What keeps the batch whole: where the model computes across samples, unaccepted."""
+        return unaccepted(self.captured or self.graph, self.accept)
 
     @property
     def smallest_nodes(self) -> ClusterSpec:

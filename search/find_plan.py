@@ -27,6 +27,7 @@ from planner.collector import no_gc
 from planner.deadline import OutOfTime, is_interrupted, within
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
+from planner.plan.whole_batch import one_microbatch, spell_accept, stays_whole
 from profiles import Profile
 from search.branch_and_bound import Node, Progress, evaluated_plan
 from search.candidates import Candidates, CandidatesOf, with_estimate
@@ -251,8 +252,19 @@ def _result_of(search: SearchState, *, runners_up: bool) -> SearchResult:
         ),
         runners_up=find_runners_up(search, best) if runners_up else (),
         certificate=proof,
+        whole_batch=_why_whole(search.candidates, search.request),
         search_s=time.perf_counter() - search.started,
     )
+
+
+def _why_whole(candidates: Candidates, request: SearchRequest) -> str:
+    """Say why no plan of a search cuts the batch; nothing where plans may."""
+    across = candidates.across_samples
+    if not across or request.global_batch == 1:
+        return ""
+    graph, found = candidates.captured or candidates.graph, across.of_microbatches
+    told = stays_whole if across.of_replicas else one_microbatch
+    return f"{told(graph, found)}; {spell_accept(found)} lets it be cut"
 
 
 def _explore(search: SearchState, shapes: Sequence[Shape]) -> None:

@@ -6,13 +6,14 @@ from collections import OrderedDict
 
 from costmodel.memory.bound import OnHost
 from planner.graph import ModelGraph
+from planner.plan.whole_batch import run_whole
 from profiles import Profile
 from search.candidates import Candidates
 from search.request import SearchRequest
 
 _OWN_FIELDS = (
     "num_devices", "model_file", "precision", "execution", "solver", "receive_ahead",
-    "clip_gradients", "pins", "balance", "split_rank", "axes",
+    "clip_gradients", "accept", "pins", "balance", "split_rank", "axes",
 )  # fmt: skip
 """What of a request its candidates follow from."""
 
@@ -33,7 +34,10 @@ class KeptCandidates:
     ) -> Candidates:
         """Return `Candidates.of` these, kept from an earlier call where it is the same."""
         own = tuple(getattr(request, name) for name in _OWN_FIELDS)
-        key = id(graph), id(profile), on_host, own
+        # Where ops run on the whole batch, its size is in the graph.
+        whole = run_whole(graph, request.global_batch, num_microbatches=1, accept=request.accept)
+        batch = 0 if whole is graph else request.global_batch
+        key = id(graph), id(profile), on_host, own, batch
         if key not in self._kept:
             # The graph and the profile are kept, too, so that no others have their ids.
             made = Candidates.of(graph, profile, request, on_host)

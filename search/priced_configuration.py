@@ -198,6 +198,7 @@ class PricedConfiguration:
                 for stage, (first, end) in enumerate(pairwise(cut.cuts))
             ),
             layouts=self.table.layouts,
+            accept=candidates.accept,
         )
 
     def recompute_by_block(self, cut: Cut) -> tuple[Recompute, ...]:

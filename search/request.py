@@ -10,6 +10,7 @@ from costmodel.execution import find_execution
 from planner.errors import LayoutError
 from planner.layout.axes import find_axis
 from planner.plan import OURS, Plan, Precision, precision_named
+from planner.plan.accepted import check_accept
 from planner.schedule import find_schedule
 from search.space.configuration import RECOMPUTE_CHOICES
 
@@ -84,6 +85,9 @@ class SearchRequest:
     """Jobs ahead of which receives are posted; not searched, copied into the plan."""
     clip_gradients: bool = False
     """Whether the step clips gradients by their norm; not searched."""
+    accept: tuple[str, ...] = ()
+    """What may differ from one process where a plan cuts a batch across which the model computes:
+    names of `planner.plan.accepted`, copied into the plan."""
     balance: tuple[int, ...] = ()
     """Blocks of each stage, in order; empty: searched."""
     split_rank: int | None = None
@@ -163,6 +167,7 @@ class SearchRequest:
                 "more and below 1, such as 0.02"
             )
 
+        check_accept(self.accept)
         for field_name in ("allow", "forbid"):
             for choice, value in getattr(self, field_name):
                 _check_named_value(field_name, choice, value)
@@ -303,6 +308,8 @@ class SearchResult:
     """Where nothing fits: a limit per device under which a search finds a plan."""
     leanest: Plan | None = None
     """Where nothing fits: the plan that needs the least memory."""
+    whole_batch: str = ""
+    """Why no plan cuts the batch, in one sentence; empty: plans may."""
     search_s: float = field(default=0.0, compare=False)
     """Seconds that the search took."""
     is_out_of_time: bool = False

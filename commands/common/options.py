@@ -61,6 +61,14 @@ ClipOption = Annotated[
         rich_help_panel=TRAINING,
     ),
 ]
+AcceptOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="What may differ from one process where the batch is cut: local-samples, "
+        "local-buffers, unknown-ops. Repeatable.",
+        rich_help_panel=TRAINING,
+    ),
+]
 RUNTIMES = (
     "ours-eager is `planner launch`, ours-compiled the same with compiled blocks; others are "
     "megatron-core, torchtitan, nanotron and more."

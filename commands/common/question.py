@@ -14,6 +14,7 @@ from commands.common.options import (
     CHOICES,
     RUNTIMES,
     TRAINING,
+    AcceptOption,
     ClipOption,
     ClusterOption,
     ProfileOption,
@@ -115,6 +116,7 @@ class Question:
             rich_help_panel=CHOICES,
         ),
     ] = "same"
+    accept: AcceptOption = None
     pin: Annotated[
         list[str] | None,
         typer.Option(
@@ -157,6 +159,7 @@ class Question:
             execution=self.execution,
             receive_ahead=self.receive_ahead,
             clip_gradients=self.clip_gradients,
+            accept=tuple(dict.fromkeys(self.accept or ())),
             **more,
         )
 

@@ -52,6 +52,7 @@ def replanner(plan: Plan, profile_name: str | None) -> Callable[[Sequence[int], 
                     precision=plan.precision,
                     execution=plan.execution,
                     receive_ahead=plan.receive_ahead,
+                    accept=plan.accept,
                 )
                 result = find_plan_once(graph, profile, request)
             except LayoutError as error:

@@ -216,6 +216,7 @@ def chosen_of(plan: Plan) -> dict[str, str]:
         "offload": " and ".join(plan.on_host) or "none",
         "precision": plan.precision,
         "execution": plan.execution,
+        "accept": " and ".join(plan.accept) or "nothing",
     }
     return {field.name: str(own[field.name]) for field in CHOICES}
 

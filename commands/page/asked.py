@@ -53,6 +53,8 @@ class Asked:
         plain = Question(gpus=1)
         for field in CHOICES:
             value = getattr(request, field.name)
+            if field.name == "accept":  # of which the form has one
+                value = value[0] if value else None
             if value != getattr(plain, field.name):
                 words.append(f"{field.flag} {value}")
         return " ".join(words)
@@ -83,6 +85,8 @@ def parse_form(
     precision = parse_precision(read.pop("precision") or ("model" if model else "bf16"))
     # What is not searched, or not blank where it is left open, has the command's own default.
     values: dict[str, Any] = {name: value for name, value in read.items() if value is not None}
+    if "accept" in values:
+        values["accept"] = [values["accept"]]
     question = Question(**values, precision=precision)
     return Asked(
         model=model,
@@ -125,5 +129,5 @@ def _read(field: Field, given: Mapping[str, str]) -> Any:
     return int(number) if field.is_whole else number
 
 
-_WORDS = ("schedule", "recompute", "offload", "precision", "execution")
+_WORDS = ("schedule", "recompute", "offload", "precision", "execution", "accept")
 """Fields that hold a word; the request says which words there are."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from planner.plan.accepted import ACCEPTED
+
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
@@ -171,6 +173,11 @@ CHOICES = (
         name="execution", label="Runtime", flag="--execution", values=("",),
         meaning="The software that trains; others run other kernels and hide other messages. Not "
         "searched: blank is `planner launch`.",
+    ),
+    Field(
+        name="accept", label="Accepted of a cut batch", flag="--accept", values=("", *ACCEPTED),
+        meaning="Where a model computes across the samples of a batch, the batch stays whole, as "
+        "one process has it. This lets parts of it compute with their own samples.",
     ),
 )  # fmt: skip
 """What a search decides, and may be fixed."""

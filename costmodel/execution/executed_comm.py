@@ -22,8 +22,9 @@ from costmodel.topology import Axis
 from planner.graph import Op, Program
 from planner.layout.redistribution.redistribute import (
     EXCHANGE_ROWS,
+    GATHER_SAMPLES,
     REDISTRIBUTE,
-    THERE_AND_BACK,
+    goes_back,
     inner_collectives,
 )
 from planner.ops.families.products.attention import RING
@@ -87,7 +88,10 @@ def exposed_comm(
         if op.target != REDISTRIBUTE:
             if op.target.startswith("planner."):
                 inner_s = sum(inner_seconds(op, local.tensor, profile, axes))
-                if op.target in THERE_AND_BACK:
+                if op.target == GATHER_SAMPLES:
+                    there_s += inner_s
+                    back_s += inner_s if goes_back(op, local.tensor) else 0.0
+                elif goes_back(op, local.tensor):
                     rows_s += inner_s
                 else:
                     there_s += inner_s

@@ -14,6 +14,7 @@ of what rules do not say: `sums` (over samples, and their shares), `rows` (made,
 a program with these, `walk` through a model; `whole` makes the graph, and says what parts count.
 """
 
+from planner.across import gathers  # noqa: F401 - its ops have handlers
 from planner.across.walk import Finding, across_samples, blocks_across_samples, follows_from_parts
 from planner.across.state import Kind
 from planner.across.whole import LossShares, loss_shares, with_whole_values

@@ -16,7 +16,7 @@ from planner.across.state import (
     State,
 )
 from planner.across.step import Edit, Fault, Walk
-from planner.graph import Affine, ModelGraph, Op, Program, TensorMeta
+from planner.graph import Affine, Block, ModelGraph, Op, Program, TensorMeta
 from planner.layout.placement import Shard
 from planner.ops.record import mutates
 
@@ -77,6 +77,19 @@ def across_samples(graph: ModelGraph) -> tuple[Finding, ...]:
     return follow_model(graph).findings
 
 
+def states_of_blocks(graph: ModelGraph) -> Iterator[tuple[Block, Mapping[str, State]]]:
+    """Yield each block with the states of all tensors in it, by its class's names."""
+    model = _Model(graph)
+    model.follow()
+    for block in graph.blocks:
+        program = graph.classes[block.class_index]
+        walk = Walk(program=program, states=_held(program))
+        given = (model._states[name] for name in block.inputs)
+        walk.states.update(zip(program.inputs, given, strict=True))
+        follow_program(walk)
+        yield block, walk.states
+
+
 class _Model:
     """Follows a graph. Mutable: what was found of a class is kept for its other blocks."""
 
@@ -128,11 +141,7 @@ class _Model:
         )
         key = (class_index, local)
         if key not in self._known:
-            held = {
-                name: WHOLE if program.tensor[name].kind == "param" else CONSTANT
-                for name in program.params
-            }
-            walk = Walk(program=program, states=held)
+            walk = Walk(program=program, states=_held(program))
             walk.states.update(zip(program.inputs, local, strict=True))
             follow_program(walk)
             made = tuple(walk.states[name] for name in program.outputs)
@@ -233,6 +242,14 @@ def names_at(graph: ModelGraph, place: int) -> Iterator[tuple[str, str]]:
     block = graph.blocks[place]
     for what in ("inputs", "params", "outputs"):
         yield from zip(getattr(program, what), getattr(block, what), strict=True)
+
+
+def _held(program: Program) -> dict[str, State]:
+    """Return the states of parameters, and of buffers and constants."""
+    return {
+        name: WHOLE if program.tensor[name].kind == "param" else CONSTANT
+        for name in program.params
+    }
 
 
 def _called(op: Op) -> str:

@@ -125,7 +125,8 @@ class _Making:
         return self.value(place, inner[name])
 
     def _made(self, place: int, op: Op) -> tuple[str, ...]:
-        where = "" if place == PREAMBLE else f"{place}."
+        # (What runs is Python, whose names begin with a letter.)
+        where = "" if place == PREAMBLE else f"b{place}."
 
         def renamed(name: str) -> str:
             return f"{where}{name}"

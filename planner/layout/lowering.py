@@ -35,17 +35,21 @@ def local_program(
     degrees: Degrees,
     microbatch_size: int,
     watched: tuple[str, ...] = (),
+    planned: ModelGraph | None = None,
 ) -> Program:
     """Return what a rank of a stage of these degrees runs for a block class.
 
     The program is lowered on one axis after the other, innermost first. `watched` tensors become
-    further outputs, in the placements in which their ops make them.
+    further outputs, in the placements in which their ops make them. `planned` is the graph on the
+    plan's own batch, where sizes of the whole batch are numbers in it (None: the same).
     """
     whole = graph.classes[class_index]
     full_size = plan.microbatch_samples // degrees.along("batch")
     # Layouts were found for a full microbatch. A smaller microbatch is lowered beside it, as the
     # segments of its layout follow from comparing the two programs.
-    programs = [whole.bind(size) for size in dict.fromkeys((microbatch_size, full_size))]
+    programs = [whole.bind(microbatch_size)]
+    if planned is not None or microbatch_size != full_size:
+        programs.append((planned or graph).classes[class_index].bind(full_size))
     programs = [replace(bound, outputs=(*bound.outputs, *watched)) for bound in programs]
     for axis in lowered_axes():
         layout = plan.layout(class_index, axis=axis.name, degrees=degrees)

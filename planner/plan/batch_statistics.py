@@ -1,30 +1,28 @@
-"""What a plan that cuts the batch changes in a model that computes across its samples.
+"""What a plan that cuts the batch changes in a model with BatchNorm.
 
 A BatchNorm in training normalises by the mean and variance of the samples it sees: under a
 plan, those of one part of a microbatch. So a plan that cuts the batch trains a
 slightly different model than one device does on the whole batch. Nothing can change that
 short of communication between microbatches that run one after the other; the *running*
 statistics, which evaluation uses, can be made those of the whole batch (`deferred`,
-`planner.runtime.step.batch_norm`). Other things that samples have to do with each other are found
-in the graph (`planner.across`).
+`planner.runtime.step.batch_norm`). Other things that samples have to do with each other are
+refused (`planner.plan.whole_batch`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from planner.across import Finding, Kind, across_samples
 from planner.graph import Block, ModelGraph, Op, Program, Ref
-from planner.layout.axes import batch_axes
 from planner.plan import Plan
+from planner.plan.whole_batch import cut_spelled, cuts_batch, few
 
 _TARGET = "aten.batch_norm.default"
 _RUNNING_MEAN, _RUNNING_VAR, _TRAINING, _MOMENTUM = 3, 4, 5, 6
 
 
 class BatchStatisticsWarning(UserWarning):
-    """A plan cuts the batch of a model that computes across its samples."""
+    """A plan cuts the batch of a model whose BatchNorms normalise by it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,118 +53,19 @@ def batch_norms(graph: ModelGraph) -> tuple[BatchNorm, ...]:
     )
 
 
-def cut_batch_messages(
-    graph: ModelGraph,
-    plan: Plan,
-    *,
-    deferred_batch_norm: bool = False,
-    weighted_loss: bool = False,
-    summed_loss: bool = False,
-) -> tuple[str, ...]:
-    """Return what to tell a user whose plan cuts a batch that the model computes across.
-
-    With `deferred_batch_norm` there is no message on BatchNorm, and with `weighted_loss` none on
-    losses that are divided by what a part holds, with `summed_loss` none on those that are sums
-    over samples: the user has chosen what to do about them.
+def batch_norm_messages(graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
+    """Return what to tell a user whose plan cuts the batch of a model with BatchNorm in training;
+    `deferred_batch_norm` answers it.
     """
-    num_parts = plan.num_microbatches * plan.degrees.along("batch")
-    if num_parts == 1:
-        return ()
-    sizes = ", ".join(
-        f"{axis.name}={plan.degrees[axis.name]}"
-        for axis in batch_axes()
-        if axis.name in plan.degrees.sizes
-    )
-    cut = (
-        f"the plan cuts a batch of {plan.global_batch} samples into {num_parts} parts "
-        f"({sizes}, num_microbatches={plan.num_microbatches})"
-    )
-    messages = []
     norms = list(dict.fromkeys(norm.module for norm in batch_norms(graph)))
-    if norms and not deferred_batch_norm:
-        messages.append(
-            f"BatchNorm {_few(norms)}: {cut}, each normalised by the statistics of its own "
-            f"{plan.microbatch_size}, so training differs from one device; "
-            "planner.apply(..., deferred_batch_norm=True) makes the running statistics those of "
-            "the whole batch, a larger microbatch or GroupNorm lessens the rest"
-        )
-    by_kind: dict[Kind, list[Finding]] = {}
-    for finding in across_samples(graph):
-        by_kind.setdefault(finding.kind, []).append(finding)
-    for kind, findings in by_kind.items():
-        if kind == "normaliser" and weighted_loss:
-            continue
-        if kind == "repeated" and plan.num_microbatches == 1:
-            continue
-        what, consequence = _TELL[kind]
-        consequence = consequence.format(each=plan.microbatch_size, steps=plan.num_microbatches)
-        messages.append(f"{what} ({_few(_places(graph, findings))}): {cut}{consequence}")
-    return tuple(messages)
-
-
-_LARGER = "so training differs from one device; a larger `microbatch_size` lessens that"
-
-_TELL: dict[Kind, tuple[str, str]] = {
-    "mixed": (
-        "values are computed across samples",
-        f", and each part has those of its own {{each}}, {_LARGER}",
-    ),
-    "pairs": (
-        "samples are compared with each other",
-        f", and each meets only the {{each}} of its own, {_LARGER}",
-    ),
-    "normaliser": (
-        "the loss is divided by a sum over the batch",
-        ", each divided by its own and counted by its samples, so training differs from one "
-        "device; planner.apply(..., loss_weight=) counts parts by that sum, for example "
-        "planner.count_tokens(...) where it counts labels",
-    ),
-    "sum": (
-        "the loss grows with the number of samples",
-        ", whose losses are averaged, so one device's gradients are {factor} times as large; "
-        "return the mean over samples (divide by their number), or let parts be summed with "
-        'planner.apply(..., loss_weight="sum")',
-    ),
-    "size": (
-        "values depend on the number of samples",
-        f", and each part takes {{each}} for it, {_LARGER}",
-    ),
-    "buffer": (
-        "buffers are written from samples",
-        ", and every replica and microbatch writes what its own {each} give, so they differ from "
-        "one device's",
-    ),
-    "repeated": (
-        "buffers move each time the model runs",
-        ", so they move {steps} times a step instead of once",
-    ),
-    "unknown": (
-        "whether these ops compute across samples is not known",
-        ", and if they do, training differs from one device; planner verify shows it",
-    ),
-}
-"""By kind of finding: what is so, and what the cut makes of it."""
-
-
-def _places(graph: ModelGraph, findings: Sequence[Finding]) -> list[str]:
-    """Name each op with its line once, and the blocks that have it."""
-    blocks: dict[tuple[str, str, str], list[str]] = {}
-    for finding in findings:
-        key = finding.op, finding.line, finding.used_by
-        names = blocks.setdefault(key, [])
-        name = graph.blocks[finding.block_index].name if finding.block_index >= 0 else ""
-        if name not in names:
-            names.append(name)
-    places = []
-    for (op, line, used_by), names in blocks.items():
-        inside = f" in block{'s' * (len(names) > 1)} {_few(names)}" if all(names) else ""
-        user = f", used by {used_by}" if used_by else ""
-        places.append(f"{op}{inside}{f' at {line}' if line else ''}{user}")
-    return places
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" * (len(names) > 3))
+    if not norms or not cuts_batch(plan):
+        return ()
+    return (
+        f"BatchNorm {few(norms)}: {cut_spelled(plan)}, each normalised by the statistics of its "
+        f"own {plan.microbatch_size}, so training differs from one device; "
+        "planner.apply(..., deferred_batch_norm=True) makes the running statistics those of "
+        "the whole batch, a larger microbatch or GroupNorm lessens the rest",
+    )
 
 
 def deferred(program: Program) -> Program:

@@ -23,6 +23,7 @@ from planner.plan import (
     batch_spec,
     recompute_fields,
 )
+from planner.plan.whole_batch import run_whole
 from planner.schedule import DEFAULT_SCHEDULE, stage_to_pp_rank
 
 
@@ -39,6 +40,7 @@ def default_plan(
     zero_stage: ZeroStage = 0,
     recompute: Recompute | Sequence[Recompute] = "none",
     file: str = "",
+    accept: tuple[str, ...] = (),
     **sizes: int,
 ) -> Plan:
     """Return a plan with these degrees; num_microbatches defaults to twice pp.
@@ -46,7 +48,7 @@ def default_plan(
     `sizes` are those of the mesh axes by name (``dp=2, tp=4``), one where not given. `balance`
     gives the number of blocks of each stage, else they are as equal as can be. `by_stage` gives
     each stage a size of its own on an axis (``{"tp": (4, 1)}``). `recompute` is of all blocks, or
-    one for each. Raises LayoutError when
+    one for each; `accept` is as in `Plan`. Raises LayoutError when
     there are fewer blocks than stages, when the model can't be divided over an axis, or when
     stages' sizes do not fit; ScheduleError for an unknown schedule.
     """
@@ -73,6 +75,8 @@ def default_plan(
         bounds = [sum(balance[:s]) for s in range(num_stages + 1)]
     else:
         bounds = [num_blocks * s // num_stages for s in range(num_stages + 1)]
+    count = num_microbatches or max(2 * pp, 1)
+    runs = run_whole(graph, samples * count, num_microbatches=count, accept=accept)
     by_block = [recompute] * num_blocks if isinstance(recompute, str) else recompute
     if len(by_block) != num_blocks:
         raise LayoutError(
@@ -98,7 +102,7 @@ def default_plan(
             for b in stage.blocks
             if degrees.with_own(stage.own_sizes) == mesh
         }
-        found = default_layouts(graph, degrees=mesh, microbatch_size=samples // mesh.along("batch"))
+        found = default_layouts(runs, degrees=mesh, microbatch_size=samples // mesh.along("batch"))
         layouts += [
             layout.model_copy(update={"own_sizes": meshes[mesh]})
             for layout in found
@@ -111,11 +115,12 @@ def default_plan(
         pp=pp,
         vpp=vpp,
         microbatch_size=microbatch_size,
-        num_microbatches=num_microbatches or max(2 * pp, 1),
+        num_microbatches=count,
         schedule=schedule,
         zero_stage=zero_stage,
         stages=stages,
         layouts=tuple(layouts),
+        accept=accept,
     )
 
 

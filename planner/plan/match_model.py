@@ -52,8 +52,11 @@ def validate_model(plan: Plan, graph: ModelGraph) -> None:
             f"the plan's stages hold blocks 0..{num_planned - 1} and the model has "
             f"{len(graph.blocks)} blocks; each must be in exactly one stage, so search again"
         )
+    from planner.plan.whole_batch import graph_under  # which loads the rules of all ops
+
+    run = graph_under(graph, plan) if plan.layouts else graph
     for layout in plan.layouts:
-        _check_layout(layout, graph)
+        _check_layout(layout, run)
     for choice in plan.recomputed:
         _program_of(choice.class_index, graph)
 

@@ -22,6 +22,7 @@ from planner.layout import axes
 from planner.layout.axes import Degrees, degree_names
 from planner.layout.class_layout import MOST, ClassLayout, DegreesField, Record, gathered
 from planner.layout.layout import ProcessMesh
+from planner.plan.accepted import check_accept
 from planner.plan.parts import (
     ClassRecompute,
     ClusterRef,
@@ -73,6 +74,8 @@ class Plan(Record):
             default choice (`planner.ops.recompute_choice`).
         stages: in forward order.
         layouts: of block classes, on each axis that blocks are lowered on.
+        accept: what users accept of a batch that is cut, by the names of `planner.plan.accepted`:
+            where the model computes across samples, parts of the batch compute with their own.
         estimate: what the search predicted, in named parts (seconds and bytes), for `show` and
             `compare`; running ignores it.
         execution: the runtime whose step `estimate` is; running ignores it, too.
@@ -98,6 +101,7 @@ class Plan(Record):
     recomputed: tuple[ClassRecompute, ...] = ()
     stages: tuple[StagePlan, ...]
     layouts: tuple[ClassLayout, ...]
+    accept: tuple[str, ...] = ()
     estimate: dict[str, Any] = Field(default_factory=dict)
     execution: str = OURS
 
@@ -116,7 +120,15 @@ class Plan(Record):
         spread: dict[str, Any] = {}
         for key, value in handler(self).items():
             spread |= value if key == "degrees" else {key: value}
+        if not self.accept:  # the rule, which plans need not state
+            spread.pop("accept", None)
         return spread
+
+    @field_validator("accept")
+    @classmethod
+    def _accepts_what_there_is(cls, accept: tuple[str, ...]) -> tuple[str, ...]:
+        check_accept(accept)
+        return accept
 
     @field_validator("estimate")
     @classmethod

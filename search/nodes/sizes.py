@@ -53,7 +53,8 @@ class DegreesNode(Node[SearchState]):
             sizes = tuple(tuple(by_size[size]) for size in sorted(by_size))
             search.num_considered += _count(sizes)
             # cp divides at best all that blocks do without it.
-            per_sample_s = search.least_per_sample_s.get((1, tp), 0.0) if cp > 1 else 0.0
+            is_known = cp > 1 and not search.candidates.across_samples
+            per_sample_s = search.least_per_sample_s.get((1, tp), 0.0) if is_known else 0.0
             bounds = tuple(_least_step_s(shapes, per_sample_s) for shapes in sizes)
             yield SizesNode(bound=min(bounds), wave=sizes_wave(cp, tp), sizes=sizes, bounds=bounds)
 
@@ -134,6 +135,9 @@ def _shape_nodes(search: SearchState, shapes: Sequence[Shape]) -> Generator[Shap
     search.least_per_sample_s[cp, tp] = min(least, least_before)
     before = search.per_sample_s.get((cp, tp), float("inf"))
     search.per_sample_s[cp, tp] = min(seconds, before)
+    if search.candidates.across_samples:
+        # A batch of one microbatch has a size for each dp: no size stands for another.
+        return ""
     if not fits and not _larger_may_fit(search, shapes):
         return TOO_LARGE
     # A larger microbatch pays off by work per sample alone: with fewer of them the pipeline is

@@ -16,11 +16,15 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodel.time.block.compute import op_seconds
+from costmodel.time.block.compute import gather_seconds, op_seconds
 from planner.deadline import check_time
 from planner.graph import Op, Program, TensorMeta
 from planner.layout.placement import Placement, Shard
-from planner.layout.redistribution.redistribute import THERE_AND_BACK, inner_collectives
+from planner.layout.redistribution.redistribute import (
+    GATHER_SAMPLES,
+    goes_back,
+    inner_collectives,
+)
 from planner.ops.call import local_shape
 from planner.ops.record import family_of
 from planner.ops.registry import local_ops, strategies_of, without_names
@@ -194,28 +198,43 @@ class Prices:
         """
         op = signature.op
         found = np.zeros(len(strategies.values))
-        if family_of(op.target).local_form is None:
+        gathers = op.target == GATHER_SAMPLES
+        if family_of(op.target).local_form is None and not gathers:
             return found
         for index, (sharding, dims) in enumerate(
             zip(strategies.values, strategies.dims, strict=True)
         ):
+            if gathers:
+                found[index] = self._gathering_s(signature, dims)
+                continue
             if not any(isinstance(place, Shard) for place in (*sharding.inputs, *sharding.outputs)):
                 continue
             # Sharded, the op runs in steps between which ranks sum or gather what each has.
             form = local_ops(op, sharding, signature.tensor, axis=AXIS, axis_size=self.axis_size)
-            local = {
-                name: replace(signature.tensor[name], shape=self._local_shape(shape, dim))
-                for name, shape, dim in zip(signature.names, signature.shapes, dims, strict=True)
-            }
+            local = self._local_tensors(signature, dims)
             for meta in form.tensors:
                 shape = local_shape(meta.shape_at(1), sharding.outputs[0], self.axis_size)
                 local[meta.name] = replace(meta, shape=shape)
             for each in form.ops:
                 # Some collectives come again in the backward, on the gradient.
-                times = 2 if each.target in THERE_AND_BACK else 1
+                times = 2 if goes_back(each, local) else 1
                 for kind, num_bytes in inner_collectives(each, local):
                     found[index] += times * self._collective_s(kind, num_bytes)
         return found
+
+    def _gathering_s(self, signature: OpSignature, dims: Dims) -> float:
+        """Return seconds of an op that gathers samples, there and back; of replicas of one rank for
+        each of this axis.
+        """
+        op, local = signature.op, self._local_tensors(signature, dims)
+        there_s = sum(gather_seconds(op, local, self.ops.profile, apart=self.axis_size))
+        return there_s * (2 if goes_back(op, local) else 1)
+
+    def _local_tensors(self, signature: OpSignature, dims: Dims) -> dict[str, TensorMeta]:
+        return {
+            name: replace(signature.tensor[name], shape=self._local_shape(shape, dim))
+            for name, shape, dim in zip(signature.names, signature.shapes, dims, strict=True)
+        }
 
     def _local_shape(self, shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
         if dim is None:

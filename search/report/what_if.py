@@ -125,11 +125,13 @@ class Explorer:
 
     `graph_of` captures the model: (precision, length, arguments) -> graph. `profile_of` gives the
     profile of a name, None for the base's.
+    `accept` is that of a request.
     """
 
     model: Path
     graph_of: Callable[[Precision, int | None, Mapping[str, Any]], ModelGraph]
     profile_of: Callable[[str | None], Profile]
+    accept: tuple[str, ...] = ()
 
     def answer(self, case: Case, progress: Callable[[float, str], None] | None = None) -> Answer:
         """Search the best plan of a case.
@@ -157,6 +159,7 @@ class Explorer:
             model_file=str(self.model),
             precision=case.precision,
             execution=case.execution,
+            accept=self.accept,
         )
 
     def answers(

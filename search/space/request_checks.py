@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 from planner.cluster import ClusterSpec
@@ -10,14 +10,30 @@ from planner.errors import LayoutError
 from planner.graph import ModelGraph
 from planner.graph.called_modules import called_whole
 from planner.graph.encoder_decoder import first_decoder_block
-from planner.layout.axes import AXES, axis_names, batch_axes, lowered_axes
+from planner.layout.axes import AXES, Degrees, axis_names, batch_axes, lowered_axes
 from planner.plan.defaults import check_balance
+from planner.plan.whole_batch import (
+    NOTHING_ACROSS,
+    Across,
+    one_microbatch,
+    spell_accept,
+    stays_whole,
+)
 from planner.schedule import find_schedule
 from search.request import SearchRequest
 
 
-def validate_request(request: SearchRequest, graph: ModelGraph, cluster: ClusterSpec) -> None:
-    """Raise LayoutError for choices that cannot go together, with what to try."""
+def validate_request(
+    request: SearchRequest,
+    graph: ModelGraph,
+    cluster: ClusterSpec,
+    *,
+    across: Across = NOTHING_ACROSS,
+) -> None:
+    """Raise LayoutError for choices that cannot go together, with what to try.
+
+    `across` keeps the batch whole (`planner.plan.whole_batch`).
+    """
     n = request.num_devices
     if cluster.max_devices is not None and n > cluster.max_devices:
         raise LayoutError(
@@ -85,21 +101,58 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
             f"`microbatch_size` {size} does not divide {whose}; "
             f"use a divisor: {listed(divisors(per_part))}"
         )
+    if across:
+        _check_whole(request, graph, across, cuts={**cuts, "microbatch_size": size})
+    most = 1 if across else per_part // (size or 1)
     if request.schedule is not None:
         spec = find_schedule(request.schedule)
         pp = request.pp or min(2, blocks)
         vpp = request.vpp or spec.min_vpp
-        most = per_part // (size or 1)
         if reason := spec.why_not(pp=pp, vpp=vpp, num_microbatches=most):
+            if across:
+                raise LayoutError(
+                    f"{reason} ({one_microbatch(graph, across.of_microbatches)}); use `schedule` "
+                    f"naive or no pipeline, or accept it: {spell_accept(across.of_microbatches)}"
+                )
             raise LayoutError(
                 f"{reason} (the batch gives at most {most} microbatches); use other values, or a "
                 "larger `global_batch`"
             )
-    elif request.pp is not None and per_part // (size or 1) < request.pp:
+    elif request.pp is not None and most < request.pp and not across:
         raise LayoutError(
             f"pp={request.pp} needs at least {request.pp} microbatches, but the batch gives "
-            f"at most {per_part // (size or 1)} per replica; use a larger `global_batch`, a "
+            f"at most {most} per replica; use a larger `global_batch`, a "
             "smaller `microbatch_size` or a smaller `pp`"
+        )
+
+
+def _check_whole(
+    request: SearchRequest,
+    graph: ModelGraph,
+    across: Across,
+    *,
+    cuts: Mapping[str, int | None],
+) -> None:
+    """Raise LayoutError where a choice cuts a batch across which the model computes."""
+    fixed = {name: request.fixed(name) for name in axis_names()}
+    degrees = Degrees(**{name: size for name, size in fixed.items() if size is not None})
+    parts, size = degrees.along("batch"), request.microbatch_size
+    count = 1 if size is None else request.global_batch // parts // size
+    if count > 1 and request.dp is None:
+        # Replicas that the search may add take the samples of all microbatches but one.
+        parts = request.global_batch // (size or 1)
+        if not across.changed(num_microbatches=1, degrees=Degrees(dp=parts)):
+            return
+    changed = across.changed(num_microbatches=count, degrees=degrees)
+    if changed:
+        told = stays_whole if count == 1 else one_microbatch
+        given = [f"`{name}` {value}" for name, value in cuts.items() if value is not None]
+        raise LayoutError(
+            f"{' and '.join(given)} {'were' if len(given) > 1 else 'was'} given, which would cut "
+            f"the batch of {request.global_batch} samples into {count * degrees.along('batch')} "
+            "parts, and "
+            f"{told(graph, changed)}; leave that to the search, or accept it: "
+            f"{spell_accept(changed)}"
         )
 
 

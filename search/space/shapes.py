@@ -29,6 +29,13 @@ from planner.layout.axes import (
 )
 from planner.layout.class_layout import MOST
 from planner.plan.replication import block_of_several_dtypes
+from planner.plan.whole_batch import (
+    NOTHING_ACROSS,
+    Across,
+    one_microbatch,
+    spell_accept,
+    stays_whole,
+)
 from planner.schedule import DEFAULT_SCHEDULE, find_schedule, searched_schedules
 from search.request import SearchRequest
 from search.space.configuration import RECOMPUTE_CHOICES, Shape
@@ -36,6 +43,10 @@ from search.space.request_checks import divisors, listed, validate_request
 
 MOST_VPP = 8
 SEARCHED_ZERO = (0, 1, 3)
+UNFILLED = "naive"
+"""The schedule of fewer microbatches than pipeline ranks."""
+STAYS_WHOLE = "the batch stays whole"
+"""The rule of a batch across which the model computes, among the reasons."""
 
 Reasons = dict[str, str]
 """Rules that left out meshes or schedules, each with its first example; grows in place."""
@@ -50,6 +61,7 @@ class Space:
         graph: the model, which some axes can't divide.
         cluster: whose nodes some axes stay in.
         can_split: whether any op of the model can be split in so many pieces.
+        across: what keeps the batch whole (`planner.plan.whole_batch`).
         reasons: what was left out, and why.
     """
 
@@ -57,6 +69,7 @@ class Space:
     graph: ModelGraph
     cluster: ClusterSpec
     can_split: Callable[[int], bool]
+    across: Across = NOTHING_ACROSS
     reasons: Reasons = field(default_factory=dict)
 
     def meshes(self) -> Iterator[tuple[Degrees, int]]:
@@ -154,7 +167,7 @@ class Space:
                 size for size in divisors(per_part) if max(size, per_part // size * pp) <= MOST
             )
             for size in request.values("microbatch_size", can_be):
-                if per_part % size:
+                if per_part % size or self._changes(per_part // size, degrees):
                     continue
                 # Schedules depend on ranks and microbatches alone: each pair is looked up once.
                 key = (pp, per_part // size)
@@ -183,6 +196,17 @@ class Space:
                         options=options_of[key], zeros=tuple(zeros), recompute=recompute,
                     )  # fmt: skip
 
+    def _changes(self, num_microbatches: int, degrees: Degrees) -> bool:
+        """Whether so many microbatches on a mesh change what is computed across samples."""
+        changed = self.across.changed(num_microbatches=num_microbatches, degrees=degrees)
+        if changed:
+            told = stays_whole if num_microbatches == 1 else one_microbatch
+            self.reasons.setdefault(
+                STAYS_WHOLE,
+                f"{told(self.graph, changed)}, unless you accept it: {spell_accept(changed)}",
+            )
+        return bool(changed)
+
     def _may_hold(self, pp: int, vpp: int) -> bool:
         """Whether so many stages take the request's blocks of each stage, or its encoder apart."""
         request = self.request
@@ -196,7 +220,9 @@ class Space:
         if pp == 1 and request.schedule is None and 1 in request.values("vpp", (1,)):
             yield DEFAULT_SCHEDULE, 1
             return
-        for name in request.values("schedule", searched_schedules()):
+        # A batch that stays whole leaves no microbatches to fill a pipeline with.
+        unfilled = (UNFILLED,) if self.across and num_microbatches < pp else ()
+        for name in request.values("schedule", (*searched_schedules(), *unfilled)):
             spec = find_schedule(name)
             # A stage holds a block at least.
             most = min(num_blocks // pp, spec.max_vpp or num_blocks)
@@ -221,12 +247,14 @@ def list_shapes(
     cluster: ClusterSpec,
     *,
     can_split: Callable[[int], bool],
+    across: Across = NOTHING_ACROSS,
 ) -> list[Shape]:
     """Return every shape that divides; raise LayoutError when there is none.
 
-    `can_split` says whether any op of the model has a sharded strategy at that size.
+    `can_split` says whether any op of the model has a sharded strategy at that size, `across` what
+    keeps the batch whole.
     """
-    validate_request(request, graph, cluster)
+    validate_request(request, graph, cluster, across=across)
     for axis in split_axes():
         size = request.fixed(axis.name) or 1
         if size > 1 and not can_split(size):
@@ -235,14 +263,17 @@ def list_shapes(
                 f"{axis.name}={size} divides no tensor dimension of model {graph.name!r} that an "
                 f"op can be split along; use {axis.name} in {listed(tried)}"
             )
-    space = Space(request=request, graph=graph, cluster=cluster, can_split=can_split)
+    space = Space(request=request, graph=graph, cluster=cluster, can_split=can_split, across=across)
     found = list(space.shapes())
     if not found:
         why = "; ".join(space.reasons.values()) or "the fixed choices exclude each other"
+        other = _next_multiple(request.global_batch, request.num_devices)
+        remedy = f"try another `num_devices` or `global_batch`, such as `global_batch` {other}"
+        if STAYS_WHOLE in space.reasons:
+            remedy = "or use fewer devices (`num_devices`)"
         raise LayoutError(
             f"{request.num_devices} devices with a global batch of {request.global_batch} cannot "
-            f"be used: {why}; try another `num_devices` or `global_batch`, such as "
-            f"`global_batch` {_next_multiple(request.global_batch, request.num_devices)}"
+            f"be used: {why}; {remedy}"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""N1: what a user is told where a plan cuts the batch, and where not."""
+"""N1: plans that cut a batch across which the model computes are refused, and by what name not."""
 
 from __future__ import annotations
 
@@ -12,68 +12,89 @@ from torch import Tensor, nn
 import planner
 from planner.across import blocks_across_samples
 from planner.capture.module import capture_module
+from planner.errors import LayoutError, PlanError
 from planner.graph import ModelGraph
-from planner.plan.batch_statistics import BatchStatisticsWarning, cut_batch_messages
+from planner.plan import Plan, load_plan, save_plan
+from planner.plan.accepted import ACCEPTED
 from planner.plan.defaults import default_plan
+from planner.plan.whole_batch import accepted_messages, refuse_cut
 from tests.across import constructs
 from tests.across.constructs import Body, batch
 from tests.referees.batches import used_parts
+from tests.spawn import run_ranks
 
 
 def graph_of(body: Body) -> ModelGraph:
     return capture_module(used_parts(body), batch(2), batch(3))
 
 
-def told(body: Body, **settings: bool) -> tuple[str, ...]:
+def refusal(graph: ModelGraph, plan: Plan, **settings: bool) -> str:
+    """Return the line that refuses a plan; nothing where none does."""
+    try:
+        refuse_cut(graph, plan, **settings)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def told(body: Body, **settings: bool) -> str:
+    """Return the same of a plan that cuts the batch, without where it cuts it."""
     graph = graph_of(body)
     whole = default_plan(graph, microbatch_size=8, num_microbatches=1)
-    assert cut_batch_messages(graph, whole) == ()
+    assert not refusal(graph, whole)
     cut = default_plan(graph, microbatch_size=2, dp=2, num_microbatches=2)
-    return cut_batch_messages(graph, cut, **settings)
+    text = refusal(graph, cut, **settings)
+    assert not text or text.startswith(CUT)
+    assert "\n" not in text
+    return text.removeprefix(CUT)
 
 
-CUT = "the plan cuts a batch of 8 samples into 4 parts (dp=2, num_microbatches=2)"
+CUT = "the plan cuts a batch of 8 samples into 4 parts (dp=2, num_microbatches=2): "
 
 
 def test_an_op_its_user_and_the_line():
-    (message,) = told(constructs.where_sum)
+    message = told(constructs.where_sum)
     assert message.startswith("values are computed across samples (sum in block ")
     assert "across/constructs.py:" in message
-    assert "`return _out(m, torch.where(h.sum() > 0, h, -2 * h), b)`, used by gt): " in message
-    assert f"{CUT}, and each part has those of its own 2" in message
+    assert "`return _out(m, torch.where(h.sum() > 0, h, -2 * h), b)`, used by gt), " in message
+    assert "and each part has those of its own 2, so training differs from one device; " in message
+    assert message.endswith(
+        "search again for a plan that keeps the batch whole, or accept it: `accept` local-samples"
+    )
 
 
 def test_a_loss_that_is_a_sum_says_the_factor():
-    (message,) = told(constructs.sum_loss)
+    message = told(constructs.sum_loss)
     assert message.startswith("the loss grows with the number of samples (sum in block ")
     assert "one device's gradients are 4 times as large" in message
     assert "divide by their number" in message
 
 
 def test_a_normaliser_is_told_with_loss_weight():
-    (message,) = told(constructs.masked_mean)
+    message = told(constructs.masked_mean)
     assert message.startswith("the loss is divided by a sum over the batch (sum in block ")
     assert "loss_weight=" in message
-    assert told(constructs.masked_mean, weighted_loss=True) == ()
+    assert not told(constructs.masked_mean, weighted_loss=True)
 
 
 def test_a_normaliser_inside_the_model_is_no_matter_of_weights():
     """The share of each expert is used by a product, not by the loss."""
-    (message,) = told(constructs.balance_by_counts, weighted_loss=True)
+    message = told(constructs.balance_by_counts, weighted_loss=True)
     assert "histc" in message
     assert "used by mul" in message
 
 
 def test_buffers():
-    (message,) = told(constructs.moving_average)
+    message = told(constructs.moving_average)
     assert message.startswith("buffers are written from samples (copy_ in block ")
     graph = graph_of(constructs.decayed_buffer)
     by_dp = default_plan(graph, microbatch_size=2, dp=2, num_microbatches=1)
-    assert cut_batch_messages(graph, by_dp) == ()
+    assert not refusal(graph, by_dp)
     in_turn = default_plan(graph, microbatch_size=2, num_microbatches=3)
-    (message,) = cut_batch_messages(graph, in_turn)
+    message = refusal(graph, in_turn)
     assert "buffers move each time the model runs (mul_ in block " in message
     assert "they move 3 times a step instead of once" in message
+    assert message.endswith("`accept` local-buffers")
 
 
 class Layers(nn.Module):
@@ -110,14 +131,15 @@ class Round(torch.autograd.Function):
 
 
 def test_an_op_that_nothing_is_known_of_is_told():
-    (message,) = told(lambda m, b: m.fc(Round.apply(b["x"])).pow(2).mean())
+    message = told(lambda m, b: m.fc(Round.apply(b["x"])).pow(2).mean())
     assert message.startswith("whether these ops compute across samples is not known (Round in ")
     assert "planner verify shows it" in message
+    assert message.endswith("`accept` unknown-ops")
 
 
 def test_equal_blocks_are_told_together():
     graph = capture_module(Layers(), (torch.randn(2, 4),), (torch.randn(3, 4),))
-    (message,) = cut_batch_messages(graph, default_plan(graph, num_microbatches=4))
+    message = refusal(graph, default_plan(graph, num_microbatches=4))
     assert "mean in blocks layers.0, layers.1, layers.2 and 2 more at " in message
     assert message.count("`return y - y.mean(0)`") == 1
     assert blocks_across_samples(graph) == set(range(5))
@@ -135,24 +157,83 @@ def test_a_sum_and_its_use_in_another_block():
             return (x * total).pow(2).mean()
 
     graph = capture_module(Apart(), (torch.randn(2, 4),), (torch.randn(3, 4),))
-    (message,) = cut_batch_messages(graph, default_plan(graph, num_microbatches=4))
+    message = refusal(graph, default_plan(graph, num_microbatches=4))
     assert "mean in block layers.0 at " in message
     assert "`total = x.mean(0) if layer is self.layers[0] else total`, used by mul" in message
     assert blocks_across_samples(graph) == {0, 4}
 
 
-def test_apply_warns_of_each_kind_once():
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        (constructs.where_sum, "local-samples"),
+        (constructs.sum_loss, "local-samples"),
+        (constructs.moving_average, "local-buffers"),
+        (lambda m, b: m.fc(Round.apply(b["x"])).pow(2).mean(), "unknown-ops"),
+    ],
+    ids=["mixed", "sum", "buffer", "unknown"],
+)
+def test_each_kind_is_accepted_by_its_name_alone(body, name):
+    graph = graph_of(body)
+    for accept in ACCEPTED:
+        plan = default_plan(graph, microbatch_size=2, dp=2, num_microbatches=2, accept=(accept,))
+        assert bool(refusal(graph, plan)) == (accept != name)
+        messages = accepted_messages(graph, plan)
+        assert len(messages) == (accept == name)
+        assert all(message.endswith("(accepted)") for message in messages)
+
+
+def test_a_name_that_accepts_nothing():
+    graph = graph_of(constructs.where_sum)
+    names = "use local-samples, local-buffers or unknown-ops"
+    with pytest.raises(ValueError, match=f"`accept` locals was given; {names}"):
+        default_plan(graph, accept=("locals",))
+    with pytest.raises(LayoutError, match=f"`accept` local was given; {names}"):
+        planner.apply(default_plan(graph), used_parts(constructs.where_sum), accept=["local"])
+
+
+def test_a_plan_states_what_it_accepts_and_nothing_else(tmp_path):
+    graph = graph_of(constructs.where_sum)
+    save_plan(default_plan(graph), tmp_path / "plan.json")
+    assert '"accept"' not in (tmp_path / "plan.json").read_text()
+    accepting = default_plan(graph, accept=("local-samples",))
+    save_plan(accepting, tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == accepting
+
+
+def test_apply_refuses_what_neither_it_nor_the_plan_accepts():
     model = used_parts(constructs.sum_loss)
     graph = capture_module(model, batch(2), batch(3))
     plan = default_plan(graph, microbatch_size=2, num_microbatches=3)
-    with pytest.warns(BatchStatisticsWarning, match="the loss grows with the number of samples"):
+    with pytest.raises(PlanError, match="the loss grows with the number of samples"):
         planner.apply(plan, model)
     dist.destroy_process_group()
-    model = used_parts(constructs.masked_mean)
-    plan = default_plan(
-        capture_module(model, batch(2), batch(3)), microbatch_size=2, num_microbatches=3
-    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        planner.apply(plan, used_parts(constructs.sum_loss), accept=("local-samples",))
+        dist.destroy_process_group()
+        planner.apply(plan, used_parts(constructs.sum_loss), loss_weight="sum")
+        dist.destroy_process_group()
+        planner.apply(
+            plan.model_copy(update={"accept": ("local-samples",)}), used_parts(constructs.sum_loss)
+        )
+        dist.destroy_process_group()
+        model = used_parts(constructs.masked_mean)
+        plan = default_plan(
+            capture_module(model, batch(2), batch(3)), microbatch_size=2, num_microbatches=3
+        )
         planner.apply(plan, model, loss_weight=lambda part: part["mask"].sum().item())
     dist.destroy_process_group()
+
+
+def _refused_on(plan: Plan) -> str:
+    with pytest.raises(PlanError) as caught:
+        planner.apply(plan, used_parts(constructs.where_sum))
+    return str(caught.value)
+
+
+def test_all_ranks_are_refused_in_the_same_line():
+    plan = default_plan(graph_of(constructs.where_sum), dp=2, num_microbatches=1)
+    first, second = run_ranks(_refused_on, 2, plan)
+    assert first == second
+    assert first.startswith("the plan cuts a batch of 2 samples into 2 parts (dp=2, ")

@@ -10,6 +10,7 @@ import typer
 import cli
 
 BY_COMMAND = {
+    "accept": "`emit` accepts what a system does otherwise; others, what cuts of the batch change",
     "cluster": "`launch` reads it for --preflight alone",
     "device": "`emit` has no machine to look at: its default is the plan's",
     "execution": "`what-if` takes others, with commas; defaults differ: `estimate` has a plan",

@@ -106,8 +106,9 @@ def test_own_meshes_of_one_tp_are_none(planner, write_model):
     assert "--meshes" not in planner("search", write_model(), *SEARCH, "--meshes", "own").stderr
 
 
-def test_what_computes_across_samples_is_noted_by_line(planner, write_model):
-    """N1: the op, its block and the user's line; the same from a kept capture."""
+@pytest.fixture
+def centred(write_model):
+    """A model that subtracts the mean of the batch in each of its layers."""
     path = write_model()
     text = path.read_text()
     assert text.count("nn.Linear(8, 8)") == 1
@@ -115,15 +116,63 @@ def test_what_computes_across_samples_is_noted_by_line(planner, write_model):
         text.replace("nn.Linear(8, 8)", "nn.Sequential(nn.Linear(8, 8), Centred())")
         + "\n\nclass Centred(nn.Module):\n    def forward(self, x):\n        return x - x.mean(0)\n"
     )
+    return path
+
+
+STAYS_WHOLE = "the batch stays whole: values are computed across samples (mean in block"
+
+
+def test_a_batch_that_the_model_computes_across_stays_whole(planner, centred):
+    """N1: the op, its block and the user's line; the same from a kept capture."""
     for _ in range(2):
-        cut = planner("search", path, *SEARCH, "--dp", 2, "--microbatch-size", 2)
-        assert cut.code == 0
-        assert "values are computed across samples (mean in blocks layers.0" in cut.stderr
-        assert f"{path.name}:{len(path.read_text().splitlines())}: `return x - x.mean(0)`" in (
-            " ".join(cut.stderr.split())
+        found = planner("search", centred, *SEARCH)
+        assert found.code == 0, found.stderr
+        told = " ".join(found.stdout.split())
+        assert f"{STAYS_WHOLE}s layers.0" in told
+        assert (
+            f"{centred.name}:{len(centred.read_text().splitlines())}: `return x - x.mean(" in told
         )
-    whole = planner("search", path, *SEARCH, "--tp", 2, "--microbatch-size", 8)
-    assert "across samples" not in whole.stderr
+        assert "--accept local-samples lets it be cut" in told
+        plan = json.loads(Path("plan.json").read_text())
+        assert (plan["dp"], plan["num_microbatches"], "accept" in plan) == (1, 1, False)
+    assert planner("verify", "plan.json", centred, "--device", "cpu", "--steps", 1).code == 0
+
+
+def test_choices_that_cut_a_whole_batch_are_refused_at_once(planner, centred):
+    for given in (["--dp", 2], ["--microbatch-size", 2], ["--dp", 2, "--microbatch-size", 2]):
+        refused = planner("search", centred, *SEARCH, *given, "--out", "no.json")
+        assert refused.code == 2
+        (line,) = refused.stderr.splitlines()
+        assert "which would cut the batch of 8 samples into " in line
+        assert STAYS_WHOLE in line
+        assert line.endswith("or accept it: --accept local-samples")
+    assert not Path("no.json").exists()
+    given = ["--forbid", "pp=2", "--forbid", "tp=2"]
+    refused = planner("search", centred, *SEARCH, *given)
+    assert refused.code == 2
+    assert "unless you accept it: --accept local-samples; or use fewer devices" in refused.stderr
+    refused = planner("why", centred, *SEARCH, "--dp", 2)
+    assert (refused.code, STAYS_WHOLE in refused.stderr) == (2, True)
+
+
+def test_a_cut_that_is_accepted_is_noted_and_recorded(planner, centred):
+    given = ["--dp", 2, "--accept", "local-samples"]
+    cut = planner("search", centred, *SEARCH, *given)
+    assert cut.code == 0, cut.stderr
+    assert "values are computed across samples (mean in blocks layers.0" in cut.stderr
+    plan = json.loads(Path("plan.json").read_text())
+    assert plan["accept"] == ["local-samples"]
+    assert planner("verify", "plan.json", centred, "--device", "cpu", "--steps", 1).code == 0
+    del plan["accept"]
+    Path("plan.json").write_text(json.dumps(plan))
+    for how in (["--device", "cpu"], ["--by-block"]):
+        refused = planner("verify", "plan.json", centred, *how)
+        assert refused.code == 2
+        assert refused.stderr.count("\n") == 1
+        assert "the plan cuts a batch of 8 samples into 2 parts (dp=2, " in refused.stderr
+    refused = planner("search", centred, *SEARCH, "--accept", "local")
+    assert refused.code == 2
+    assert "--accept local was given; use local-samples, local-buffers or" in refused.stderr
 
 
 def test_the_measured_best_is_written(planner, write_model, monkeypatch):

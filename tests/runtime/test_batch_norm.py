@@ -16,8 +16,13 @@ from planner.graph import ModelGraph
 from planner.layout.pins import parse_pin
 from planner.layout.propagate import propagate_graph
 from planner.plan import Plan
-from planner.plan.batch_statistics import BatchStatisticsWarning, batch_norms, cut_batch_messages
+from planner.plan.batch_statistics import (
+    BatchStatisticsWarning,
+    batch_norm_messages,
+    batch_norms,
+)
 from planner.plan.defaults import default_plan
+from planner.plan.whole_batch import refuse_cut
 from planner.runtime.check import verify
 from planner.runtime.start.groups.mesh import build_mesh
 from planner.runtime.step.engine import Engine
@@ -218,7 +223,7 @@ def test_layers_in_evaluation_mode_are_no_matter():
     assert [norm.module for norm in batch_norms(graph)] == ["stages.0.1", "stages.1.1"]
     model.stages.eval()
     graph = capture_module(model, batch(2), batch(3), name="convnet")
-    assert cut_batch_messages(graph, default_plan(graph, num_microbatches=4)) == ()
+    assert batch_norm_messages(graph, default_plan(graph, num_microbatches=4)) == ()
 
 
 class Contrast(nn.Module):
@@ -233,22 +238,21 @@ class Contrast(nn.Module):
         return F.cross_entropy(similar, torch.arange(len(x), device=x.device))
 
 
-def test_samples_compared_with_each_other_are_warned_of():
+def test_samples_compared_with_each_other_are_refused():
     """P33: a contrastive loss changes with the microbatch, too; attention does not."""
     graph = capture_module(
         Contrast(), {"x": torch.randn(2, 8)}, {"x": torch.randn(3, 8)}, name="contrast"
     )
     plan = default_plan(graph, microbatch_size=2, num_microbatches=3)
-    for deferred in (False, True):
-        (message,) = cut_batch_messages(graph, plan, deferred_batch_norm=deferred)
-        assert message.startswith("samples are compared with each other (matmul in block ")
-        assert "test_batch_norm.py:" in message
-        assert "`similar = self.left(x) @ self.right(x).T`" in message
-        assert "each meets only the 2 of its own" in message
-    assert (
-        cut_batch_messages(graph, default_plan(graph, microbatch_size=6, num_microbatches=1)) == ()
-    )
+    with pytest.raises(PlanError, match="each meets only the 2 of its own") as caught:
+        refuse_cut(graph, plan)
+    message = str(caught.value)
+    assert "samples are compared with each other (matmul in block " in message
+    assert "test_batch_norm.py:" in message
+    assert "`similar = self.left(x) @ self.right(x).T`" in message
+    assert batch_norm_messages(graph, plan) == ()
+    refuse_cut(graph, default_plan(graph, microbatch_size=6, num_microbatches=1))
     assert verify._replicas(graph, plan) == 1
     model = tiny_models()["gpt"]
     attends = capture_module(model.build(), model.batch(2), model.batch(3), name="gpt")
-    assert cut_batch_messages(attends, default_plan(attends, num_microbatches=4)) == ()
+    refuse_cut(attends, default_plan(attends, num_microbatches=4))

@@ -14,6 +14,7 @@ import torch
 from planner.capture import capture_module
 from planner.graph.model_file import ModelSource
 from planner.plan import Plan
+from planner.plan.accepted import ACCEPTED
 from planner.plan.defaults import default_plan
 from planner.runtime.check.verify import VerifyReport, compare_with_one_process
 from tests.constructs import CONSTRUCTS, batch
@@ -51,7 +52,13 @@ def _check(names: list[str], recompute: str = "none") -> None:
             torch.manual_seed(0)
             graph = capture_module(KEPT[what].build(), batch(2), batch(3))
             for layout in LAYOUTS:
-                plan = default_plan(graph, num_microbatches=4, microbatch_size=2, **layout)
+                plan = default_plan(
+                    graph,
+                    num_microbatches=4,
+                    microbatch_size=2,
+                    accept=tuple(ACCEPTED),  # buffers move on each replica
+                    **layout,
+                )
                 stages = [s.model_copy(update={"recompute": recompute}) for s in plan.stages]
                 cases.append((what, plan.model_copy(update={"stages": tuple(stages)})))
     finally:

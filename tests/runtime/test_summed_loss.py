@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import planner
+from planner.errors import PlanError
 from planner.plan import Plan
-from planner.plan.batch_statistics import BatchStatisticsWarning, cut_batch_messages
 from planner.plan.defaults import default_plan
+from planner.plan.whole_batch import refuse_cut
 from tests.captures import capture_module
 from tests.spawn import run_ranks
 
@@ -42,7 +43,7 @@ def gap_to_one_process(plan: Plan, sizes: tuple[int, ...]) -> float:
     alone = copy.deepcopy(module)
     by_rank = torch.optim.SGD(module.parameters(), lr=0.01)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", BatchStatisticsWarning)  # summing is what one device does
+        warnings.simplefilter("error")  # summing is what one device does
         engine = planner.apply(plan, module, optimizer=by_rank, loss_weight="sum")
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.01)
     gaps = []
@@ -80,16 +81,13 @@ def test_the_mean_and_the_sum_of_two_parts_differ_by_two(graph):
     plan = default_plan(graph, num_microbatches=2, microbatch_size=2)
     inputs, losses = batch(4), {}
     module = Summed().double()
-    for weight in (None, "sum"):
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always", BatchStatisticsWarning)
-            engine = planner.apply(plan, copy.deepcopy(module), loss_weight=weight)
+    for weight, accept in ((None, ["local-samples"]), ("sum", [])):
+        engine = planner.apply(plan, copy.deepcopy(module), loss_weight=weight, accept=accept)
         losses[weight] = engine.step(inputs).item()
         engine.close()
-        assert bool(told) == (weight is None)
     assert losses["sum"] == pytest.approx(2 * losses[None], rel=RTOL)
-    (message,) = cut_batch_messages(graph, plan)
-    assert 'planner.apply(..., loss_weight="sum")' in message
+    with pytest.raises(PlanError, match=r'planner.apply\(..., loss_weight="sum"\)'):
+        refuse_cut(graph, plan)
 
 
 def test_batches_of_sums_are_added_until_the_update(graph):

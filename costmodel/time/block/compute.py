@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import NamedTuple
 
-from costmodel.topology import Axis
+from costmodel.topology import Axis, axis_group
 from planner.deadline import check_time
 from planner.graph import Op, Program, TensorMeta
-from planner.layout.redistribution.redistribute import inner_collectives, op_collectives
+from planner.layout.redistribution.redistribute import (
+    GATHER_SAMPLES,
+    inner_collectives,
+    op_collectives,
+    replicas_of,
+)
 from planner.ops.flops import Work, backward_work, op_work
 from profiles import Group, OpQuery, Profile
 from profiles.records import Direction
@@ -86,11 +92,26 @@ def inner_seconds(
     op: Op, tensor: Mapping[str, TensorMeta], profile: Profile, axes: Mapping[str, Axis]
 ) -> tuple[float, ...]:
     """Return seconds of each collective inside a local op of ours (a sharded loss), forward."""
+    if op.target == GATHER_SAMPLES:
+        return gather_seconds(op, tensor, profile, apart=prod(axis.size for axis in axes.values()))
     axis = next((axes[arg] for arg in op.args if isinstance(arg, str) and arg in axes), None)
     if axis is None or axis.size == 1:
         return ()
     return tuple(
         _collective(profile, kind, num_bytes, axis.group)
+        for kind, num_bytes in inner_collectives(op, dict(tensor))
+    )
+
+
+def gather_seconds(
+    op: Op, tensor: Mapping[str, TensorMeta], profile: Profile, *, apart: int
+) -> tuple[float, ...]:
+    """Return seconds of the collective of an op that gathers samples, of replicas so many ranks
+    apart.
+    """
+    group = axis_group(profile.cluster, size=replicas_of(op, tensor), stride=apart)
+    return tuple(
+        _collective(profile, kind, num_bytes, group)
         for kind, num_bytes in inner_collectives(op, dict(tensor))
     )
 

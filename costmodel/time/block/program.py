@@ -21,7 +21,7 @@ from costmodel.time.block.compute import (
 )
 from costmodel.topology import Axis
 from planner.graph import Program
-from planner.layout.redistribution.redistribute import THERE_AND_BACK
+from planner.layout.redistribution.redistribute import goes_back
 from planner.ops.flops import Work, op_kernels
 from planner.ops.weight_products import deferrable_products
 from profiles import Profile
@@ -80,7 +80,7 @@ def profiled_times(
             forward_comm_s += sum(inner)
             again_comm_s += sum(inner) if op.name in recomputed else 0.0
             forward_waits += len(inner)
-            if op.target in THERE_AND_BACK:  # gradients of rows go the same way, back
+            if goes_back(op, tensor):  # gradients of rows go the same way, back
                 backward_comm_s += sum(inner)
                 backward_waits += len(inner)
         there, back = seconds[op.name]

@@ -18,6 +18,7 @@ redistribution to Replicate says with `grad_partial` which gradient it will be g
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from planner.graph import Arg, Op, Ref, TensorMeta
@@ -37,8 +38,27 @@ EXCHANGED_EMBEDDING = "planner.exchanged_embedding"
 """Target of the lookup in a table that is cut by rows, each rank for its own samples; args (Ref of
 the table, Ref of indices, padding, axis, ranks)."""
 
-THERE_AND_BACK = (EXCHANGE_ROWS, EXCHANGED_EMBEDDING)
-"""Ops whose gradients go the same way, back."""
+GATHER_SAMPLES = "planner.gather_samples.default"
+"""Target of the op that puts the rows of all replicas together (`planner.across.gathers`); args
+(Ref, the axes, dim, segments, samples of each replica: none where all have equally many)."""
+
+OWN_SAMPLES = "planner.own_samples.default"
+"""Target of the op that takes a replica's own rows of all; args (Ref, the axes, dim, samples of
+each replica)."""
+
+_THERE_AND_BACK = (EXCHANGE_ROWS, EXCHANGED_EMBEDDING)
+
+
+def goes_back(op: Op, tensor: Mapping[str, TensorMeta]) -> bool:
+    """Whether gradients go the same way as what an op of ours sends, back."""
+    is_gather = op.target == GATHER_SAMPLES
+    return op.target in _THERE_AND_BACK or (is_gather and tensor[op.inputs[0]].requires_grad)
+
+
+def replicas_of(op: Op, tensor: Mapping[str, TensorMeta]) -> int:
+    """Return how many replicas put their rows together in a `GATHER_SAMPLES` of a bound program."""
+    own, all_of = (tensor[name].numel_at(1) for name in (op.inputs[0], op.outputs[0]))
+    return max(1, all_of // max(1, own))
 
 
 def collectives(
@@ -114,6 +134,9 @@ def inner_collectives(
     if op.target == EXCHANGE_ROWS:
         # What a rank gets is never less than what it sends where it waits for the fullest.
         return (("all_to_all", max(tensor[n].bytes_at(1) for n in (*op.inputs, *op.outputs))),)
+    if op.target == GATHER_SAMPLES:
+        whole = tensor[op.outputs[0]].bytes_at(1)
+        return (("all_gather", whole),) if replicas_of(op, tensor) > 1 else ()
     if op.target == EXCHANGED_EMBEDDING:
         # Numbers there, rows back; as if ranks held equally many of those asked for.
         parts = int(op.args[4])  # type: ignore[arg-type]

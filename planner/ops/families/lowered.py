@@ -12,7 +12,13 @@ from dataclasses import replace
 from math import lcm, prod
 
 from planner.layout.placement import OpSharding, Placement, Replicate, Shard, parse_placement
-from planner.layout.redistribution.redistribute import EXCHANGE_ROWS, REDISTRIBUTE, collectives
+from planner.layout.redistribution.redistribute import (
+    EXCHANGE_ROWS,
+    GATHER_SAMPLES,
+    OWN_SAMPLES,
+    REDISTRIBUTE,
+    collectives,
+)
 from planner.ops.call import Call, LocalForm, P, Placed
 from planner.ops.families.entries.creation import saves_mask
 from planner.ops.kernel import KernelCall, Saved, View, same_memory, saves_nothing
@@ -64,6 +70,12 @@ def _multiples(count: int, segments: Sequence[int]) -> list[int]:
     return [count, *(more for more in segments if more != count and more % count == 0)]
 
 
+def along_samples(call: Call) -> Iterator[OpSharding]:
+    """Tensor, axes, dim of samples: joins or cuts that dim over replicas, and keeps others."""
+    yield from same_dims(call, fixed=[int(call.op.args[2])])  # type: ignore[arg-type]
+    yield OpSharding(inputs=(P,), outputs=(P,))
+
+
 def own_random_stream(call: Call) -> Iterator[OpSharding]:
     """A random op divided on another axis can be divided as ever on this one."""
     inner = op_inside(call.op)
@@ -106,6 +118,19 @@ def is_view_slice(src: Placement, dst: Placement, shape: Sequence[int]) -> bool:
         and dst.segments == 1
         and prod(shape[: dst.dim]) == 1
     )
+
+
+def _of_one_replica(call: KernelCall, position: int) -> View | None:
+    """Where one replica has all samples, they are what it has."""
+    source, made = call.op.inputs[0], call.op.outputs[0]
+    return View(source, call.strides[source]) if call.shape(source) == call.shape(made) else None
+
+
+def _staging_of_samples(call: KernelCall, *, forward: bool) -> int:
+    """Rows along another dim than the first are put side by side by a copy."""
+    source, made = call.op.inputs[0], call.op.outputs[0]
+    is_first = call.op.args[2:4] == (0, 1) or call.shape(source) == call.shape(made)
+    return 0 if is_first else call.num_bytes(made)
 
 
 def _staging(call: KernelCall, *, forward: bool) -> int:
@@ -155,6 +180,28 @@ register(
         saved=saves_nothing,
         scratch=_staging,
         recomputed=False,  # other ranks would have to take part
+    )
+)
+register(
+    OpFamily(
+        name="samples of all replicas",
+        targets=(GATHER_SAMPLES,),
+        shard=(ShardRule(along_samples),),
+        moves_nothing=True,  # its collective is priced apart
+        view=_of_one_replica,
+        saved=saves_nothing,
+        scratch=_staging_of_samples,
+        recomputed=False,  # other ranks would have to take part
+    )
+)
+register(
+    OpFamily(
+        name="a replica's own samples",
+        targets=(OWN_SAMPLES,),
+        shard=(ShardRule(along_samples),),
+        moves_nothing=True,
+        view=same_memory,
+        saved=saves_nothing,
     )
 )
 register(

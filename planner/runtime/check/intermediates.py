@@ -24,6 +24,7 @@ from planner.layout.axes import lowered_axes
 from planner.layout.lowering import made_as
 from planner.layout.placement import Partial, Placement, Shard
 from planner.layout.placements import Placements
+from planner.plan.whole_batch import graph_under
 from planner.runtime.stage.calls.collectives import run_step
 from planner.runtime.stage.programs import Programs, Run
 from planner.runtime.step.messages.wiring import stage_of
@@ -127,7 +128,8 @@ def gathered(engine: Engine, seen: Seen) -> dict[str, Tensor]:
                 continue
             for axis, placement in reversed(placed.pairs):  # fine cuts first
                 value = _whole(value, placement, mesh.group_name(axis))
-            if mesh.is_first_of_samples:
+            is_first = mesh.rank("batch") == 0 or not _is_of_all(engine, watched)
+            if mesh.is_first_of_samples and is_first:
                 mine.append((watched.name, microbatch, mesh.rank("batch"), value.cpu()))
     return _on_rank_0(mine, seen.wanted, mesh.control)
 
@@ -179,7 +181,7 @@ def _made_as(engine: Engine, watched: Watched) -> Placements:
     plan = engine.plan
     degrees = plan.stage_degrees(stage_of(plan, watched.block))
     class_index = engine.graph.blocks[watched.block].class_index
-    program = engine.graph.classes[class_index]
+    program = _run(engine).classes[class_index]
     layouts = {
         axis.name: plan.layout(class_index, axis=axis.name, degrees=degrees)
         for axis in lowered_axes()
@@ -187,6 +189,17 @@ def _made_as(engine: Engine, watched: Watched) -> Placements:
     return Placements.of(
         {axis: made_as(program, layout, watched.tensor) for axis, layout in layouts.items()}
     )
+
+
+def _run(engine: Engine) -> ModelGraph:
+    return graph_under(engine.graph, engine.plan)
+
+
+def _is_of_all(engine: Engine, watched: Watched) -> bool:
+    """Whether every replica has a value of the whole batch."""
+    index = engine.graph.blocks[watched.block].class_index
+    made = _run(engine).classes[index].tensor[watched.tensor]
+    return made.shape != engine.graph.classes[index].tensor[watched.tensor].shape
 
 
 def _whole(value: Tensor, placement: Placement, group: str) -> Tensor:

@@ -37,6 +37,7 @@ from planner.graph.model_file import ModelSource, load_model_file
 from planner.graph.module_keys import OPAQUE_MODULE
 from planner.layout.axes import own_axes, rest_axis
 from planner.plan import Plan, load_plan
+from planner.plan.whole_batch import graph_under, refuse_cut
 from planner.runtime.check.adam_of_rows import AdamOfRows
 from planner.runtime.check.fixed_draws import FixedDraws
 from planner.runtime.check.one_process import OneProcess, Piece, Step, build_with_values
@@ -286,7 +287,8 @@ def compare_with_one_process(
     module = build_with_values(source)
     if graph is None:
         graph = shared_capture(smaller, module, source.loss, mesh)
-    replicas = _replicas(graph, smaller)
+    refuse_cut(graph, plan)
+    replicas = _replicas(graph_under(graph, smaller), smaller)
     notes = _notes(plan, smaller, graph, replicas)
     # The capture of a cast model, with its blocks and layouts, is run in fp64 like any other.
     smaller = smaller.model_copy(update={"precision": "model"})
@@ -313,7 +315,7 @@ def compare_with_one_process(
         functions = partial(ReferenceMode, own, torch.get_default_dtype())
     report = VerifyReport(num_ranks=plan.world_size, tolerance=tolerance, notes=notes)
     wide = promote_graph(graph)
-    whole = WholeBatchValues(wide, {}, partial(_values_of, module))
+    whole = WholeBatchValues(wide, graph_under(wide, smaller), {}, partial(_values_of, module))
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

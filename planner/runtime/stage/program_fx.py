@@ -29,6 +29,7 @@ from planner.runtime.stage.bindings import BINDINGS
 from planner.runtime.stage.calls import collectives, local_ops
 from planner.runtime.stage.calls.autograd_functions import autograd_function
 from planner.runtime.stage.calls.exchanged_rows import exchanged_embedding
+from planner.runtime.stage.calls.gathered_samples import gather_samples, own_samples
 from planner.runtime.stage.calls.opaque_modules import find_module, opaque_module, own_params
 from planner.runtime.stage.calls.part_of import part_of
 from planner.runtime.stage.calls.pure import PURE
@@ -146,7 +147,7 @@ def _emit_own(
     device: torch.device,
 ) -> fx.Node:
     """Call one of our functions; an argument named for a group carries the axis in the IR."""
-    name = op.target.removeprefix("planner.")
+    name = op.target.removeprefix("planner.").removesuffix(".default")
     function = _OWN.get(name) or getattr(local_ops, name, None)
     if function is None:
         raise LayoutError(f"op {op.name} has the unknown target {op.target!r}")
@@ -179,6 +180,8 @@ def _emit_own(
 
 _OWN: dict[str, Callable[..., Any]] = {
     "exchanged_embedding": exchanged_embedding,
+    "gather_samples": gather_samples,
+    "own_samples": own_samples,
     "part_of": part_of,
     "redistribute": collectives.redistribute,
     "table_lookup": table_lookup,

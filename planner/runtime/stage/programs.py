@@ -11,11 +11,13 @@ from functools import cache
 
 from torch import Tensor
 
+from planner.across.gathers import BATCH
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
 from planner.layout.lowering import local_program
 from planner.ops.recompute_choice import ops_made_again
 from planner.plan import Plan
+from planner.plan.whole_batch import graph_under
 from planner.runtime.stage.program_fx import to_graph_module
 from planner.runtime.stage.recompute import Keeper
 from planner.runtime.stage.weight_grads import WeightQueue
@@ -26,7 +28,8 @@ Run = Callable[..., tuple[Tensor, ...]]
 
 class Programs:
     """Makes and keeps the programs of one rank. Mutable: sizes are met as batches come, and
-    `bucket` is that of the step: which of the graphs blocks run.
+    `bucket` is that of the step: which of the graphs blocks run; `parts` are the samples of each
+    replica, where ops run on the whole batch.
     """
 
     def __init__(
@@ -49,6 +52,11 @@ class Programs:
         self._own_size = plan.shares[mesh.rank("batch")] if plan.shares else self._full_size
         self._chosen = {entry.class_index: entry.ops for entry in plan.recomputed}
         self._of_class: dict[int, Callable[[int], Run]] = {}
+        # Ops on the whole batch are made for each way in which replicas share it.
+        self._planned = [graph_under(graph, plan) for graph in graphs]
+        self.runs_whole = [of is not graph for of, graph in zip(self._planned, graphs, strict=True)]
+        count = mesh.size("batch")
+        self.parts = tuple(len(plan.split.part(0, count, part)) for part in range(count))
 
     def of_class(self, class_index: int) -> Callable[[int], Run]:
         """Return what gives a class's program for a number of samples.
@@ -57,25 +65,42 @@ class Programs:
         later if it can't run on another number.
         """
         if class_index not in self._of_class:
-            made = cache(lambda bucket, num_samples: self._make(class_index, bucket, num_samples))
+            made = cache(
+                lambda bucket, num_samples, parts: self._make(
+                    class_index, bucket, num_samples, parts
+                )
+            )
             # Made now for a full microbatch of each bucket, so that a class that can't run shows
             # before training.
             for bucket in range(len(self._graphs)):
-                made(bucket, self._own_size)
-            self._of_class[class_index] = lambda num_samples: made(self.bucket, num_samples)
+                made(bucket, self._own_size, self.parts if self.runs_whole[bucket] else ())
+            self._of_class[class_index] = lambda num_samples: made(
+                self.bucket, num_samples, self.parts if self.runs_whole[self.bucket] else ()
+            )
         return self._of_class[class_index]
 
     def handing_out(self, class_index: int, tensors: tuple[str, ...]) -> Callable[[int], Run]:
         """Return the same, where these tensors of the class come as further outputs."""
         made = cache(
-            lambda bucket, num_samples: self._make(class_index, bucket, num_samples, tensors)
+            lambda bucket, num_samples, parts: self._make(
+                class_index, bucket, num_samples, parts, tensors
+            )
         )
-        return lambda num_samples: made(self.bucket, num_samples)
+        return lambda num_samples: made(
+            self.bucket, num_samples, self.parts if self.runs_whole[self.bucket] else ()
+        )
 
     def _make(
-        self, class_index: int, bucket: int, num_samples: int, watched: tuple[str, ...] = ()
+        self,
+        class_index: int,
+        bucket: int,
+        num_samples: int,
+        parts: tuple[int, ...],
+        watched: tuple[str, ...] = (),
     ) -> Run:
         graph = self._graphs[bucket]
+        if parts:
+            graph = graph_under(graph, self._plan, parts)
         try:
             program = local_program(
                 graph,
@@ -84,6 +109,7 @@ class Programs:
                 degrees=self._mesh.degrees,
                 microbatch_size=num_samples,
                 watched=watched,
+                planned=self._planned[bucket] if parts else None,
             )
         except LayoutError as error:
             if num_samples == self._full_size:
@@ -98,7 +124,7 @@ class Programs:
         whole = graph.classes[class_index]
         module = to_graph_module(
             program,
-            self._mesh.lowered_groups(),
+            self._mesh.lowered_groups() | {BATCH: self._mesh.group(BATCH)},
             self._mesh.device,
             weight_queue=self._weight_queue,
             keeper=self._keeper,

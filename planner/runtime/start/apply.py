@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -15,9 +15,10 @@ from planner.capture.checks.hooks import refuse_lost
 from planner.errors import CaptureError, PlanError, PlannerError
 from planner.graph import ModelGraph, from_json, to_json
 from planner.plan import Plan, load_plan, validate_model
-from planner.plan.batch_statistics import BatchStatisticsWarning, cut_batch_messages
+from planner.plan.batch_statistics import BatchStatisticsWarning, batch_norm_messages
 from planner.plan.buckets import validate_bucket
 from planner.plan.short_sums import ShortSumsWarning, short_sums_messages
+from planner.plan.whole_batch import accepting, refuse_cut
 from planner.plugins import load_plugins
 from planner.runtime.check import out_of_memory
 from planner.runtime.initial.build import without_values
@@ -43,6 +44,7 @@ def apply_plan(
     max_grad_norm: float | None = None,
     deferred_batch_norm: bool = False,
     loss_weight: LossWeight | None = None,
+    accept: Iterable[str] = (),
     weights: str | os.PathLike[str] | None = None,
     check_values: bool = True,
     pad: Mapping[str, float] | None = None,
@@ -54,6 +56,7 @@ def apply_plan(
     launched = None if isinstance(plan, Plan) else os.environ.get(LAUNCHED)
     plan = os.environ.get(PLAN) or launched or plan
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
+    plan = accepting(plan, accept)
     take_place()
     mesh = build_mesh(plan, choose_device())
     model, recording = without_values(model, has_weights=weights is not None)
@@ -62,14 +65,10 @@ def apply_plan(
         values = RecordedValues(recording, mesh, to_the_end=weights is None)
     refuse_lost(model)  # on each rank: rank 0 alone captures
     graph, *buckets = shared_captures(plan, model, loss, mesh)
+    # On all ranks alike: each has the graph, so none waits for another.
+    refuse_cut(graph, plan, weighted_loss=callable(loss_weight))
     if dist.get_rank() == 0:
-        for message in cut_batch_messages(
-            graph,
-            plan,
-            deferred_batch_norm=deferred_batch_norm,
-            weighted_loss=callable(loss_weight),
-            summed_loss=loss_weight == "sum",
-        ):
+        for message in () if deferred_batch_norm else batch_norm_messages(graph, plan):
             warnings.warn(BatchStatisticsWarning(message), stacklevel=3)
         for message in short_sums_messages(graph, plan):
             warnings.warn(ShortSumsWarning(message), stacklevel=3)

@@ -28,6 +28,7 @@ from planner.ops.record import is_random
 from planner.plan import Plan
 from planner.plan.batch_statistics import deferred
 from planner.plan.replication import Replication
+from planner.plan.whole_batch import graph_under
 from planner.runtime.check.intermediates import gathered, intermediates, watching
 from planner.runtime.check.recorder import start_recorder
 from planner.runtime.check.values import ValueCheck
@@ -153,7 +154,8 @@ class Engine:
         for each in (graph, *buckets):
             keep_modules(each, model)
         self._wholes = [
-            WholeBatchValues(each, pad or {}, partial(_on_host, model)) for each in self.captured
+            WholeBatchValues(each, graph_under(each, plan), pad or {}, partial(_on_host, model))
+            for each in self.captured
         ]
         counted = [whole.tensors for whole in self._wholes]
         # Tensors of the state dict that no stage holds (unused, or read by the preamble and what is
@@ -293,7 +295,7 @@ class Engine:
                 ),
                 count=loss_weight,
                 wholes=self._wholes,
-                is_exact=follows_from_parts(self.captured[0]),
+                is_exact=follows_from_parts(graph_under(self.captured[0], plan)),
             ),
         )
 
@@ -556,8 +558,10 @@ class Engine:
             feed = self._feeder.feed(batch)
         if self._zero_stage:
             zero.quiet_views()
+        count = self.num_replicas
+        parts = tuple(len(feed.split.part(0, count, part)) for part in range(count))
         for programs in self._made_programs:
-            programs.bucket = feed.bucket
+            programs.bucket, programs.parts = feed.bucket, parts
         return feed
 
     def _after_forward(self, stage_index: int, num_samples: int) -> None:

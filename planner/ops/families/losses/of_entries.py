@@ -40,7 +40,7 @@ def loss_of_samples(call: Call) -> Iterator[OpSharding]:
     is_each = _reduction(call) == NONE
     for dim in range(len(call.inputs[0]) if call.packet == "aten.kl_div" else 1):
         place = Shard(dim)
-        given = isinstance(call.arg(3, "weight"), Ref) and call.packet == "aten.multi_margin_loss"
+        given = isinstance(call.arg(4, "weight"), Ref) and call.packet == "aten.multi_margin_loss"
         inputs: list[Placement] = [place for _ in call.inputs]
         if given:
             inputs[-1] = R

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from planner.across.gathers import BATCH
 from planner.errors import PlannerError
 from planner.graph import Program
 from planner.layout.axes import Degrees, lowered_axes
@@ -125,7 +126,7 @@ def check_class(
         # (The program writes into buffers.)
         values |= {name: values[name].clone() for name in buffers}
         own = local(rank)
-        run = BlockRun(to_graph_module(own, world.groups(rank), CPU), own)
+        run = BlockRun(to_graph_module(own, {**world.groups(rank), BATCH: None}, CPU), own)
         with draws():
             outputs = run.forward(values)
             # Collectives so far are the forward's; those behind them the backward's.

@@ -12,15 +12,16 @@ from torch import Tensor
 
 from planner.capture import capture_source
 from planner.errors import LayoutError, PlannerError
-from planner.graph import Affine, ModelGraph
+from planner.graph import Affine, ModelGraph, Program
 from planner.graph.batch import flatten_batch, unflatten_batch
 from planner.graph.model_file import ModelSource
 from planner.graph.tables import with_table_lookups
-from planner.layout.axes import lowered_axes
+from planner.layout.axes import Degrees, lowered_axes
 from planner.layout.lowering import local_program
 from planner.layout.sequences import longest_sequence
 from planner.plan import Plan
 from planner.plan.buckets import check_bucket
+from planner.plan.whole_batch import graph_under
 from planner.runtime.check.promote import promote_graph
 from planner.runtime.step.messages.wiring import block_placements
 from planner.units import DTYPE_BYTES
@@ -89,15 +90,33 @@ def samples_of(graph: ModelGraph, plan: Plan, stage: int, class_index: int) -> i
     planned = plan.stage_microbatch_size(stage)
     for size in range(min(planned, _ENOUGH_SAMPLES), planned + 1):
         try:
-            local_program(
-                graph, plan, class_index, degrees=plan.stage_degrees(stage), microbatch_size=size
-            )
+            program_of_one_replica(graph, plan, class_index, plan.stage_degrees(stage), size)
         except LayoutError:
             if size == planned:
                 raise
         else:
             break
     return size
+
+
+def of_one_replica(graph: ModelGraph, plan: Plan, num_samples: int) -> ModelGraph:
+    """Return the graph as a replica runs it that has the whole batch, of so many samples."""
+    return graph_under(graph, plan, (num_samples,))
+
+
+def program_of_one_replica(
+    graph: ModelGraph, plan: Plan, class_index: int, degrees: Degrees, num_samples: int
+) -> Program:
+    """Return what a rank of such a replica runs for a class."""
+    run, planned = of_one_replica(graph, plan, num_samples), graph_under(graph, plan)
+    return local_program(
+        run,
+        plan,
+        class_index,
+        degrees=degrees,
+        microbatch_size=num_samples,
+        planned=None if planned is graph else planned,
+    )
 
 
 def _shortest(

@@ -17,6 +17,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from planner.across.gathers import BATCH
 from planner.graph import Block, ModelGraph, Program, TensorMeta
 from planner.graph.model_file import ModelSource
 from planner.layout.axes import lowered_axes
@@ -34,6 +35,8 @@ from planner.runtime.state.weights import constant
 from planner.runtime.step.inputs.feed import Preamble
 
 CPU = torch.device("cpu")
+_ALONE = dict.fromkeys((*(axis.name for axis in lowered_axes()), BATCH))
+"""Groups by axis: one rank has all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +134,7 @@ class Facts:
         )
         taken = {name: values[name] for name in program.inputs}
         buffers = [n for n in program.params if program.tensor[n].kind == "buffer"]
-        module = to_graph_module(program, dict.fromkeys(a.name for a in lowered_axes()), CPU)
+        module = to_graph_module(program, _ALONE, CPU)
         run = BlockRun(module, program)
         before = {name: values[name].clone() for name in buffers}
         with self.draws():
@@ -167,9 +170,8 @@ class Facts:
             program = self._graph.classes[class_index].bind(self._num_samples)
             values = [self._input(name, None) for name in block.inputs]
             values += [self.param(name) for name in block.params]
-            axes = dict.fromkeys(a.name for a in lowered_axes())
             with torch.no_grad(), self.draws():
-                self._made[class_index] = to_graph_module(program, axes, CPU)(*values)
+                self._made[class_index] = to_graph_module(program, _ALONE, CPU)(*values)
         return self._made[class_index]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from planner.graph import ModelGraph
 from planner.plan import Plan
+from planner.plan.whole_batch import graph_under
 from planner.runtime.check.by_block.cut import Cut
 from planner.runtime.check.promote import has_dropout
 from planner.units import format_bytes
@@ -47,6 +48,11 @@ def unproven(plan: Plan, graph: ModelGraph, cut: Cut) -> Iterator[str]:
     yield "the whole step in numbers: losses, the optimizer's update, learning rates, clipping"
     if plan.precision == "bf16":
         yield "what rounding to bf16 does"
+    if graph_under(graph, plan) is not graph and plan.batch_parts > 1:
+        yield (
+            "that replicas put their samples together for ops that compute across them: these were "
+            "run as on one replica"
+        )
     yield "other sequence lengths than the one run, where an op branches on them"
     parts = ["the network and the devices' own kernels", "loading of data", "checkpoints"]
     if any(stage.is_recomputed for stage in plan.stages):

@@ -17,11 +17,16 @@ from planner.errors import LayoutError, PlannerError
 from planner.graph import ModelGraph, Program
 from planner.graph.model_file import ModelSource
 from planner.layout.axes import Degrees
-from planner.layout.lowering import local_program
 from planner.plan import Plan
 from planner.runtime.check.by_block.blocks import Checked, check_class, simulated_mesh
 from planner.runtime.check.by_block.coverage import Held, check_coverage
-from planner.runtime.check.by_block.cut import Cut, cut_down, samples_of
+from planner.runtime.check.by_block.cut import (
+    Cut,
+    cut_down,
+    of_one_replica,
+    program_of_one_replica,
+    samples_of,
+)
 from planner.runtime.check.by_block.facts import Facts
 from planner.runtime.check.by_block.hand_over import check_handover, handovers
 from planner.runtime.check.by_block.limits import cuts, unproven
@@ -60,7 +65,7 @@ LocalProgram = Callable[[ModelGraph, Plan, int, Degrees, int, int], Program]
 def _same_on_all(
     graph: ModelGraph, plan: Plan, class_index: int, degrees: Degrees, size: int, rank: int
 ) -> Program:
-    return local_program(graph, plan, class_index, degrees=degrees, microbatch_size=size)
+    return program_of_one_replica(graph, plan, class_index, degrees, size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,14 +259,15 @@ def _blocks(
         ) -> Program:
             return derived.local(cut.graph, plan, index, degrees, size, rank)
 
-        whole = cut.graph.classes[index].bind(size)
+        alone = replace(cut, graph=of_one_replica(cut.graph, plan, size))
+        whole = alone.graph.classes[index].bind(size)
         # No axis cuts the block: comparing it with itself would show nothing.
         if all(local(rank) == whole for rank in simulated_mesh(degrees).ranks):
             checked[index, degrees] = Checked(faults=())
             uncut += 1
             continue
         if size not in made:
-            made[size] = Facts(cut, graph, source, size)
+            made[size] = Facts(alone, graph, source, size)
         facts = made[size]
 
         found = check_class(

@@ -242,4 +242,7 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     # Without copies ZeRO shards over all of "data": the same group serves both.
     if not has_copies and "data" in mesh._lines:
         mesh._lines["shards"] = mesh._lines["data"]
+    # Where none of the ranks with the same parameters share samples, they have the whole batch.
+    if "data" in mesh._lines and mesh.size("data") == mesh.size("batch"):
+        mesh._lines["batch"] = mesh._lines["data"]
     return mesh

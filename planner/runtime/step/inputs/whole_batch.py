@@ -61,13 +61,17 @@ class WholeBatchValues:
     """
 
     def __init__(
-        self, graph: ModelGraph, pad: Mapping[str, float], tensor_of: Callable[[TensorMeta], Tensor]
+        self,
+        graph: ModelGraph,
+        run: ModelGraph,
+        pad: Mapping[str, float],
+        tensor_of: Callable[[TensorMeta], Tensor],
     ) -> None:
-        """`pad` fills tensors of a smaller shape up; `tensor_of` gives what a buffer is on the
-        host.
+        """`run` is the graph as a plan runs it; `pad` fills tensors of a smaller shape up, and
+        `tensor_of` gives what a buffer is on the host.
         """
         self._graph, self._pad = graph, pad
-        self.shares: LossShares = loss_shares(graph)
+        self.shares: LossShares = loss_shares(run)
         program = self.shares.program
         self._halves: Halves = halves(program)
         self.tensors = {name: tensor_of(graph.tensor[name]) for name in program.params}
