@@ -21,10 +21,11 @@ from torch import Tensor
 
 from planner import OwnPart, apply
 from planner.capture import capture_module
-from planner.errors import PlannerError
+from planner.errors import PlanError, PlannerError
 from planner.graph.batch import call_with_batch, loss_of
-from planner.plan.batch_statistics import BatchStatisticsWarning, cut_batch_messages
+from planner.plan.batch_statistics import BatchStatisticsWarning
 from planner.plan.defaults import default_plan
+from planner.plan.whole_batch import refuse_cut
 from planner.runtime.start.groups.mesh import build_mesh
 from planner.runtime.step.engine import Engine
 from tests.across.random_losses import RandomProgram, random_program
@@ -149,9 +150,11 @@ def _cut(made: Any, graph: Any, program_seed: int, seed: int, parts: int) -> _Sa
     """Train on parts of a batch that is given whole; in most parts, also as this replica's own."""
     size, weight = _size(program_seed), getattr(made, "loss_weight", None)
     plan = default_plan(graph, num_microbatches=parts, microbatch_size=-(-size // parts))
-    messages = cut_batch_messages(
-        graph, plan, weighted_loss=callable(weight), summed_loss=weight == "sum"
-    )
+    messages: tuple[str, ...] = ()
+    try:
+        refuse_cut(graph, plan, weighted_loss=callable(weight))
+    except PlanError as error:
+        messages = (str(error),)  # (The engine trains it all the same, which shows why.)
     batch = made.batch(size, seed)
     gaps = []
     with warnings.catch_warnings(record=True) as caught:

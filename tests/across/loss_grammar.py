@@ -277,7 +277,8 @@ BUILT_IN: Alternatives = {
     "{logits}.transpose(0, 1).flatten(0, 1), {labels}.t().flatten())",
     "ce in chunks": 'sum(F.cross_entropy(a.mT, b, reduction="sum") for a, b in '
     "zip({logits}.split(2, 1), {labels}.split(2, 1))) / (labels != -100).sum()",
-    "ce learned weights": "F.cross_entropy({logits}.mT, {labels}, weight={self.classy}.detach().exp())",
+    "ce learned weights": "F.cross_entropy("
+    "{logits}.mT, {labels}, weight={self.classy}.detach().exp())",
     "ce of two views": "F.cross_entropy(torch.cat([{logits}, -logits]).mT, "
     "torch.cat([{labels}, labels]))",
     "nll": "F.nll_loss({logits}.log_softmax(-1).mT, {labels})",

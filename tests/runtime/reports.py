@@ -1,4 +1,4 @@
-"""Runs a program of `tests/reports` on two ranks beside one process, under three layouts."""
+"""Runs a program of `tests/reports` on two ranks beside one process, under four layouts."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ FOLDER = Path(__file__).parent.parent / "reports"
 PROGRAMS = tuple(sorted(path.stem for path in FOLDER.glob("*.py")))
 LAYOUTS: dict[str, dict[str, int]] = {
     "dp2": {"dp": 2, "num_microbatches": 2, "microbatch_size": 2},
+    "dp2 at once": {"dp": 2, "num_microbatches": 1, "microbatch_size": 4},
     "pp2": {"pp": 2, "num_microbatches": 4, "microbatch_size": 2},
     "tp2": {"tp": 2, "num_microbatches": 1, "microbatch_size": 8},
 }
