@@ -8,9 +8,9 @@ the ops by which the result on a batch is not the mean of those on its parts. Fr
 Read `state` (what a tensor can be along its samples), `step` (one op with the states of its
 inputs), `by_rules` (most ops: by the rules in their records of `planner.ops`), then the handlers
 of what rules do not say: `sums` (of samples, and their number), `rows` (made, repeated, taken),
-`order` and `take_and_put` (rows sorted and put back), `losses` and `buffers`. `gathers` runs such ops
-on the whole batch of all replicas. `follow` goes through
-a program with these, `walk` through a model. `counted` says over which labels a loss is a mean.
+`order` and `take_and_put` (rows sorted and put back), `losses` and `buffers`. `follow` goes through
+a program with these, `walk` through a model. `counted` says over which labels a loss is a mean, and
+`gathers` runs ops that compute across samples on the whole batch of all replicas.
 """
 
 from planner.across import gathers  # noqa: F401 - its ops have handlers

@@ -140,14 +140,15 @@ def _refused(view: PlanView, emitter: Emitter) -> Iterable[Refusal]:
         if why:
             yield Refusal(feature=name, used=used, why=why, instead=instead)
     graph, plan = view.graph, view.plan
-    if graph is not None and WHOLE_BATCH not in emitter.expresses and plan.batch_parts > 1:
-        if graph_under(graph, plan) is not graph:
-            yield Refusal(
-                feature=WHOLE_BATCH,
-                used="ops that compute across the samples of all replicas",
-                why=f"{emitter.name} runs them on each replica's own",
-                instead="",
-            )
+    if graph is None or WHOLE_BATCH in emitter.expresses or plan.batch_parts == 1:
+        return
+    if graph_under(graph, plan) is not graph:
+        yield Refusal(
+            feature=WHOLE_BATCH,
+            used="ops that compute across the samples of all replicas",
+            why=f"{emitter.name} runs them on each replica's own",
+            instead="",
+        )
 
 
 def emit(view: PlanView, emitter: Emitter) -> Emitted:

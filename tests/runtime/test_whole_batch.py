@@ -121,7 +121,11 @@ def test_own_parts_and_what_is_fetched_of_the_whole_batch():
 
 def verified(plan: Plan) -> VerifyReport | None:
     source = ModelSource(
-        path=Path("vicreg.py"), name="VicReg", build=MODELS["VicReg"], batch=float_batch, loss=None
+        path=Path("VicReg"),
+        build=MODELS["VicReg"],
+        batch=float_batch,
+        loss=None,
+        dependencies=(),
     )
     return compare_with_one_process(plan, source, steps=2)
 
@@ -141,9 +145,7 @@ def test_verify_compares_with_one_process_on_the_whole_batch():
 def test_summed_losses_of_replicas_are_refused():
     plan = default_plan(captured("Clip"), dp=2, microbatch_size=4, num_microbatches=1)
     for told in run_ranks(summed, 2, plan):
-        assert told.startswith(
-            'loss_weight="sum" adds the losses of replicas, and each has that of'
-        )
+        assert told.startswith('loss_weight="sum" adds the losses of replicas, and each has')
 
 
 def summed(plan: Plan) -> str:
