@@ -84,7 +84,7 @@ def what_if(
     from costmodel.execution import find_execution
     from planner.graph.capture_cache import load_graph
     from planner.plan import load_plan
-    from planner.plan.whole_batch import accepting
+    from planner.plan.accepted import accepted_names
     from search.report.what_if import Explorer, priced
 
     if deadline is not None and (tokens is None or gpus is not None):
@@ -108,7 +108,7 @@ def what_if(
             model, precision=precision, length=length, arguments=arguments
         ),
         profile_of=lambda name: machine if name is None else profile_named(name)[0],
-        accept=accepting(loaded, accept or ()).accept,
+        accept=accepted_names((*loaded.accept, *(accept or ()))),
     )
     base = _base(loaded)
     names = _words(profile)

@@ -11,7 +11,8 @@ Read `state` (what a tensor can be along its samples), `step` (one op with the s
 inputs), `by_rules` (most ops: by the rules in their records of `planner.ops`), then the handlers
 of what rules do not say: `sums` (over samples, and their shares), `rows` (made, repeated, taken),
 `order` and `take_and_put` (rows sorted and put back), `losses` and `buffers`. `follow` goes through
-a program with these, `walk` through a model; `whole` makes the graph, and says what parts count.
+a program with these, `walk` through a model; `whole` makes the graph and says what parts
+count; `gathers` runs ops that compute across samples on the whole batch of all replicas.
 """
 
 from planner.across import gathers  # noqa: F401 - its ops have handlers

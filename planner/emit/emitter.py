@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
-from planner.emit.features import plan_features, used_features
+from planner.emit.features import WHOLE_BATCH, plan_features, used_features
 from planner.emit.view import PlanView
 from planner.errors import PlanError
 from planner.plan import OURS
+from planner.plan.whole_batch import graph_under
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +139,16 @@ def _refused(view: PlanView, emitter: Emitter) -> Iterable[Refusal]:
             why, instead = rule.unless(view), rule.instead
         if why:
             yield Refusal(feature=name, used=used, why=why, instead=instead)
+    graph, plan = view.graph, view.plan
+    if graph is None or WHOLE_BATCH in emitter.expresses or plan.batch_parts == 1:
+        return
+    if graph_under(graph, plan) is not graph:
+        yield Refusal(
+            feature=WHOLE_BATCH,
+            used="ops that compute across the samples of all replicas",
+            why=f"{emitter.name} runs them on each replica's own",
+            instead="",
+        )
 
 
 def emit(view: PlanView, emitter: Emitter) -> Emitted:

@@ -26,6 +26,9 @@ class Feature:
     """What a plan uses of it, in words; empty: nothing that a system must be told."""
 
 
+WHOLE_BATCH = "whole-batch"
+"""The feature of ops that compute across the samples of all replicas."""
+
 DECIDES_NOTHING = frozenset(
     {
         *("format", "version", "model", "cluster", "estimate", "execution", "degrees"),
@@ -164,6 +167,8 @@ _OTHERS = (
     Feature(name="device-groups", fields=("device_group",), used=_device_groups),
     Feature(name="own-meshes", fields=("own_sizes",), used=_own_meshes),
     Feature(name="layouts", fields=("layouts",), used=_layouts),
+    # What of it a plan uses is known with its model's graph (`planner.emit.emitter`).
+    Feature(name=WHOLE_BATCH, fields=("accept",), used=lambda plan: ""),
     # How early this project's runtime posts receives. Other systems have their own way; the
     # results are the same, so nothing is to be told.
     Feature(name="receive-ahead", fields=("receive_ahead",), used=lambda plan: ""),

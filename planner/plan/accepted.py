@@ -21,6 +21,13 @@ samples; replicas and microbatches write buffers of their own; ops without a rul
 compute on parts what they compute on the whole batch."""
 
 
+def accepted_names(given: str | Iterable[str]) -> tuple[str, ...]:
+    """Return a name, or names, each once; raise LayoutError for one that accepts nothing."""
+    names = (given,) if isinstance(given, str) else tuple(dict.fromkeys(given))
+    check_accept(names)
+    return names
+
+
 def check_accept(names: Iterable[str]) -> None:
     """Raise LayoutError for a name that accepts nothing."""
     for name in names:

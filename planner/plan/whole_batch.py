@@ -19,15 +19,7 @@ from planner.errors import PlanError
 from planner.graph import ModelGraph
 from planner.layout.axes import Degrees, batch_axes
 from planner.plan import Plan
-from planner.plan.accepted import ACCEPTED, LOCAL_SAMPLES, check_accept
-
-
-def accepting(plan: Plan, names: Iterable[str]) -> Plan:
-    """Return a plan that accepts these names, too; raise LayoutError for one that there is not."""
-    names = (names,) if isinstance(names, str) else tuple(names)
-    check_accept(names)
-    accept = tuple(dict.fromkeys((*plan.accept, *names)))
-    return plan if accept == plan.accept else plan.model_copy(update={"accept": accept})
+from planner.plan.accepted import ACCEPTED, LOCAL_SAMPLES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,13 +120,15 @@ def refuse_cut(
     graph: ModelGraph,
     plan: Plan,
     *,
+    accept: Iterable[str] = (),
     weighted_loss: bool = False,
 ) -> None:
-    """Raise PlanError where a plan cuts a batch across which the model computes, and does not
-    accept what that changes; `weighted_loss` is as in `unaccepted`.
+    """Raise PlanError where a plan cuts a batch across which the model computes, and neither it nor
+    `accept` accepts what that changes; `weighted_loss` is as in `unaccepted`.
     """
     left = unaccepted(graph, plan.accept, weighted_loss=weighted_loss)
-    changed = _changed(left, plan)
+    accepted = {kind for name in accept for kind in ACCEPTED[name]}
+    changed = [finding for finding in _changed(left, plan) if finding.kind not in accepted]
     if changed:
         told = "; ".join(
             what + consequence for what, consequence in _all_told(graph, changed, plan)

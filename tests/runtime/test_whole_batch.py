@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,14 @@ import torch
 from torch import nn
 
 import planner
+from planner.emit import EMITTERS, PlanView, refusals
 from planner.errors import PlanError
 from planner.graph import ModelGraph
+from planner.graph.model_file import ModelSource
 from planner.plan import Plan
 from planner.plan.defaults import default_plan
+from planner.runtime.check.intermediates import intermediate_names
+from planner.runtime.check.verify import VerifyReport, compare_with_one_process
 from tests.captures import capture_module
 from tests.runtime.whole_batch_models import MODELS, batch
 from tests.spawn import run_ranks
@@ -89,3 +94,69 @@ def test_microbatches_are_refused():
     plan = default_plan(captured("Clip"), num_microbatches=2)
     with pytest.raises(PlanError, match=r"samples are compared with each other .*`accept` local-"):
         planner.apply(plan, MODELS["Clip"]().double())
+
+
+def fetched_and_own(plan: Plan) -> float:
+    """Give each replica its own samples; return how far features, which all have, are off."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    module = MODELS["Clip"]()
+    alone = copy.deepcopy(module)
+    engine = planner.apply(plan, module)
+    name = next(n for n in intermediate_names(engine.graph) if n.endswith("/matmul"))
+    whole = batch(8)
+    rows = slice(4 * engine.replica, 4 * engine.replica + 4)
+    loss = engine.step(planner.OwnPart(tuple(t[rows] for t in whole)), fetch=[name])
+    gap = abs(loss.item() - alone(*whole).item())
+    if engine.fetched:
+        assert engine.fetched[name].shape == (8, 8)
+    engine.close()
+    return gap
+
+
+def test_own_parts_and_what_is_fetched_of_the_whole_batch():
+    plan = default_plan(captured("Clip"), dp=2, microbatch_size=4, num_microbatches=1)
+    assert max(run_ranks(fetched_and_own, 2, plan)) < RTOL
+
+
+def verified(plan: Plan) -> VerifyReport | None:
+    source = ModelSource(
+        path=Path("VicReg"),
+        build=MODELS["VicReg"],
+        batch=float_batch,
+        loss=None,
+        dependencies=(),
+    )
+    return compare_with_one_process(plan, source, steps=2)
+
+
+def float_batch(size: int) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor.float() for tensor in batch(size))
+
+
+def test_verify_compares_with_one_process_on_the_whole_batch():
+    graph = capture_module(MODELS["VicReg"](), float_batch(2), float_batch(3), name="VicReg")
+    plan = default_plan(graph, dp=2, microbatch_size=4, num_microbatches=1)
+    report = run_ranks(verified, 2, plan)[0]
+    assert report.passed
+    assert not any("microbatch by microbatch" in note for note in report.notes)
+
+
+def test_summed_losses_of_replicas_are_refused():
+    plan = default_plan(captured("Clip"), dp=2, microbatch_size=4, num_microbatches=1)
+    for told in run_ranks(summed, 2, plan):
+        assert told.startswith('loss_weight="sum" adds the losses of replicas, and each has')
+
+
+def summed(plan: Plan) -> str:
+    with pytest.raises(PlanError) as caught:
+        planner.apply(plan, MODELS["Clip"]().double(), loss_weight="sum")
+    return str(caught.value)
+
+
+def test_systems_that_compute_on_each_replicas_own_samples_are_refused():
+    graph = captured("Clip")
+    plan = default_plan(graph, dp=2, microbatch_size=4, num_microbatches=1)
+    told = [r.feature for r in refusals(PlanView(plan=plan, graph=graph), EMITTERS["deepspeed"])]
+    assert "whole-batch" in told
+    assert not refusals(PlanView(plan=plan, graph=graph), EMITTERS["torchrun"])

@@ -53,11 +53,9 @@ def test_replicas_share_one_microbatch_where_ops_run_on_the_whole_batch():
 
 def test_a_batch_stays_whole_where_ops_cannot_run_on_it_by_replicas():
     assert shapes_of("Dropped") == {(1, 1)}
-    with pytest.raises(
-        LayoutError, match=r"`dp` 2 was given, which would cut the batch of 8 .*into 2"
-    ):
+    with pytest.raises(LayoutError, match="`dp` 2 was given, which would cut the batch of 8 sam"):
         shapes_of("Dropped", dp=2)
-    with pytest.raises(LayoutError, match="the batch is one microbatch: samples are compared"):
+    with pytest.raises(LayoutError, match=r"the batch is one microbatch: samples are"):
         shapes_of("Clip", dp=2, microbatch_size=2)
     with pytest.raises(LayoutError, match="use `schedule` naive or no pipeline, or accept it"):
         shapes_of("Clip", pp=2, schedule="1f1b")

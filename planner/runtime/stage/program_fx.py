@@ -23,6 +23,7 @@ from planner.graph import Affine, Op, Program, Ref, Symbol
 from planner.graph.function_keys import AUTOGRAD_FUNCTION
 from planner.graph.module_keys import OPAQUE_MODULE
 from planner.graph.tables import TABLE_LOOKUP
+from planner.layout.redistribution.redistribute import GATHER_SAMPLES, OWN_SAMPLES
 from planner.ops.record import is_random
 from planner.ops.weight_products import deferrable_products
 from planner.runtime.stage.bindings import BINDINGS
@@ -147,7 +148,7 @@ def _emit_own(
     device: torch.device,
 ) -> fx.Node:
     """Call one of our functions; an argument named for a group carries the axis in the IR."""
-    name = op.target.removeprefix("planner.").removesuffix(".default")
+    name = op.target.removeprefix("planner.")
     function = _OWN.get(name) or getattr(local_ops, name, None)
     if function is None:
         raise LayoutError(f"op {op.name} has the unknown target {op.target!r}")
@@ -180,13 +181,13 @@ def _emit_own(
 
 _OWN: dict[str, Callable[..., Any]] = {
     "exchanged_embedding": exchanged_embedding,
-    "gather_samples": gather_samples,
-    "own_samples": own_samples,
     "part_of": part_of,
     "redistribute": collectives.redistribute,
     "table_lookup": table_lookup,
     AUTOGRAD_FUNCTION.removeprefix("planner."): autograd_function,
+    GATHER_SAMPLES.removeprefix("planner."): gather_samples,
     OPAQUE_MODULE.removeprefix("planner."): opaque_module,
+    OWN_SAMPLES.removeprefix("planner."): own_samples,
 }
 
 

@@ -15,10 +15,11 @@ from planner.capture.checks.hooks import refuse_lost
 from planner.errors import CaptureError, PlanError, PlannerError
 from planner.graph import ModelGraph, from_json, to_json
 from planner.plan import Plan, load_plan, validate_model
+from planner.plan.accepted import accepted_names
 from planner.plan.batch_statistics import BatchStatisticsWarning, batch_norm_messages
 from planner.plan.buckets import validate_bucket
 from planner.plan.short_sums import ShortSumsWarning, short_sums_messages
-from planner.plan.whole_batch import accepting, refuse_cut
+from planner.plan.whole_batch import refuse_cut
 from planner.plugins import load_plugins
 from planner.runtime.check import out_of_memory
 from planner.runtime.initial.build import without_values
@@ -56,7 +57,8 @@ def apply_plan(
     launched = None if isinstance(plan, Plan) else os.environ.get(LAUNCHED)
     plan = os.environ.get(PLAN) or launched or plan
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
-    plan = accepting(plan, accept)
+    # (Not made a part of the plan: with it other ops than the plan's might run.)
+    accept = accepted_names(accept)
     take_place()
     mesh = build_mesh(plan, choose_device())
     model, recording = without_values(model, has_weights=weights is not None)
@@ -66,7 +68,7 @@ def apply_plan(
     refuse_lost(model)  # on each rank: rank 0 alone captures
     graph, *buckets = shared_captures(plan, model, loss, mesh)
     # On all ranks alike: each has the graph, so none waits for another.
-    refuse_cut(graph, plan, weighted_loss=callable(loss_weight))
+    refuse_cut(graph, plan, accept=accept, weighted_loss=callable(loss_weight))
     if dist.get_rank() == 0:
         for message in () if deferred_batch_norm else batch_norm_messages(graph, plan):
             warnings.warn(BatchStatisticsWarning(message), stacklevel=3)
