@@ -6,6 +6,7 @@ over, into how many shards, and how many bytes a gradient sum takes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import TYPE_CHECKING
@@ -28,13 +29,20 @@ def gradient_factor(precision: Precision) -> int:
     return MASTER_FACTOR if precision == "bf16" else 1
 
 
+def has_shards(shape: Sequence[object]) -> bool:
+    """Whether ZeRO can cut a parameter of this shape: it has dims, and elements."""
+    return len(shape) > 0 and 0 not in shape
+
+
 def block_of_several_dtypes(graph: ModelGraph, precision: Precision) -> str:
     """Return the first block whose trained parameters rest in several dtypes, with these; "" where
     there is none. ZeRO gathers the parameters of a block as one tensor, so it takes no such block.
     """
     for block in graph.blocks:
         metas = [graph.tensor[name] for name in block.params]
-        trained = [m for m in metas if m.kind == "param" and m.requires_grad and m.shape]
+        trained = [
+            m for m in metas if m.kind == "param" and m.requires_grad and has_shards(m.shape)
+        ]
         # (Precision "bf16" trains fp32 copies of what is cast.)
         is_cast = precision == "bf16"
         dtypes = {"float32" if is_cast and m.dtype == "bfloat16" else m.dtype for m in trained}

@@ -12,8 +12,9 @@ in the last backward.
 Optimizer state follows the parameters, which are sharded between steps in all three. A frozen
 parameter has neither gradient nor state: ZeRO 1 and 2 leave it whole on every rank, where
 gathering it would be one exchange a step of what never changes; ZeRO 3 shards and gathers it
-as the others, and reduces nothing of it. A number (a parameter without dims) can't be cut: it is
-whole on every rank, and its gradient is summed as without ZeRO. With
+as the others, and reduces nothing of it. A number (a parameter without dims) can't be cut, and one
+without elements has nothing to cut: each is whole on every rank, and its gradient is summed as
+without ZeRO. With
 precision "bf16" the shards are fp32, what is gathered is cast, and gradients are summed in
 fp32, over microbatches as over ranks. With the optimizer on the host, that is where the
 shards rest: they are copied up to be gathered, and their gradients down once reduced.
@@ -45,6 +46,7 @@ from planner.layout.axes import split_axes
 from planner.layout.placement import Placement, Shard
 from planner.layout.placements import Placements
 from planner.plan import Precision
+from planner.plan.replication import has_shards
 from planner.runtime.stage.stage import BlockModule, StageModule
 from planner.runtime.start import device as devices
 from planner.runtime.start.groups.mesh import Mesh
@@ -141,7 +143,7 @@ def quiet_views() -> None:
 
 def can_shard(param: Tensor, zero_stage: int) -> bool:
     """Whether ZeRO shards a parameter."""
-    return param.dim() > 0 and (param.requires_grad or zero_stage == 3)
+    return has_shards(param.shape) and (param.requires_grad or zero_stage == 3)
 
 
 def _refuse_dtypes(stage: StageModule, left: Set[nn.Parameter]) -> None:
@@ -152,7 +154,7 @@ def _refuse_dtypes(stage: StageModule, left: Set[nn.Parameter]) -> None:
         own = {
             param.dtype: name
             for name, param in module.named_parameters(recurse=module is not stage)
-            if param.requires_grad and param.dim() and param not in left
+            if param.requires_grad and has_shards(param.shape) and param not in left
         }
         if len(own) > 1:
             found = " and ".join(f"{name} {dtype}" for dtype, name in own.items())
