@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from math import gcd, prod
 
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
@@ -74,8 +74,9 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
         raise LayoutError(
             f"{' * '.join(f'{name}={size}' for name, size in cuts.items())} does not divide "
             f"`global_batch` {request.global_batch}; every replica takes the same number of "
-            f"samples, so use {' * '.join(cuts)} in {listed(divisors(request.global_batch))} or "
-            "another batch"
+            f"samples, so use {' * '.join(cuts)} in "
+            f"{listed(divisors(gcd(request.global_batch, n)))} or `global_batch` "
+            f"{-(-request.global_batch // parts) * parts}"
         )
     per_part = request.global_batch // parts
     size = request.microbatch_size
@@ -83,7 +84,7 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
         whose = f"the {per_part} samples of a replica" if cuts else f"the batch of {per_part}"
         raise LayoutError(
             f"`microbatch_size` {size} does not divide {whose}; "
-            f"use a divisor: {listed(divisors(per_part))}"
+            f"use a divisor: {listed(_microbatch_sizes(per_part, request.pp or 1))}"
         )
     if request.schedule is not None:
         spec = find_schedule(request.schedule)
@@ -96,10 +97,13 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
                 "larger `global_batch`"
             )
     elif request.pp is not None and per_part // (size or 1) < request.pp:
+        smaller = _microbatch_sizes(per_part, request.pp) if size is not None else []
+        ways = [f"`microbatch_size` {max(smaller)}"] if smaller else []
         raise LayoutError(
             f"pp={request.pp} needs at least {request.pp} microbatches, but the batch gives "
-            f"at most {per_part // (size or 1)} per replica; use a larger `global_batch`, a "
-            "smaller `microbatch_size` or a smaller `pp`"
+            f"at most {per_part // (size or 1)} per replica; use "
+            f"{', '.join([f'`global_batch` {parts * (size or 1) * request.pp}', *ways])} or a "
+            "smaller `pp`"
         )
 
 
@@ -112,6 +116,11 @@ def _check_split(request: SearchRequest, graph: ModelGraph) -> None:
             f"{', '.join(block.name for block in graph.blocks[:8])}); leave it out"
         )
     most = min(first, (request.pp or request.num_devices) - 1)
+    if most < 1:
+        raise LayoutError(
+            f"{given}, and ranks before it hold the encoder, others the decoder, which takes a "
+            "`pp` of 2 or more; leave it out"
+        )
     if not 1 <= (request.split_rank or 0) <= most:
         raise LayoutError(
             f"{given}; ranks before it hold the encoder's {first} blocks, at least one each, and "
@@ -122,6 +131,11 @@ def _check_split(request: SearchRequest, graph: ModelGraph) -> None:
             f"{given}, which goes with one stage a rank, `meshes` same and `solver` dp or "
             "recursive; use these"
         )
+
+
+def _microbatch_sizes(samples: int, pp: int) -> list[int]:
+    """Return the sizes that cut a replica's samples into as many microbatches as `pp` needs."""
+    return [size for size in divisors(samples) if samples // size >= pp]
 
 
 def listed(numbers: Sequence[int]) -> str:

@@ -90,8 +90,8 @@ class Piece:
         A tensor without elements is one box, which says that it is there.
         """
         if 0 in self.shape:
-            box = tuple((0, size) for size in self.shape)
-            yield Chunk(box, box)
+            everything = tuple((0, size) for size in self.shape)
+            yield Chunk(everything, everything)
             return
         # A run of each dim makes a box; only dim 0 is cut further, so that a chunk has whole rows.
         located = [list(_located(runs)) for runs in self.runs]
@@ -217,7 +217,7 @@ def _holding(
 def _is_sharded(meta: TensorMeta, plan: Plan, stage: int) -> bool:
     if meta.table:  # with a gradient of rows: each replica has it whole
         return False
-    if meta.kind != "param" or not has_shards(meta.shape):
+    if meta.kind != "param" or not has_shards(meta.shape, meta.dtype):
         return False
     if not Replication.of(plan, stage).is_sharded:
         return False

@@ -28,6 +28,7 @@ from planner.ops.weight_products import deferrable_products
 from planner.runtime.stage.bindings import BINDINGS
 from planner.runtime.stage.calls import collectives, local_ops
 from planner.runtime.stage.calls.autograd_functions import autograd_function
+from planner.runtime.stage.calls.complex_writes import COMPLEX_WRITES
 from planner.runtime.stage.calls.exchanged_rows import exchanged_embedding
 from planner.runtime.stage.calls.opaque_modules import find_module, opaque_module, own_params
 from planner.runtime.stage.calls.pure import PURE
@@ -75,7 +76,8 @@ def to_graph_module(
         elif op.target.startswith("planner."):
             node = _emit_own(graph, program, op, env, groups, device)
         else:
-            node = _emit_aten(graph, op, env, device)
+            is_complex = program.tensor[op.outputs[0]].dtype.startswith("complex")
+            node = _emit_aten(graph, op, env, device, is_complex=is_complex)
         calls[op.name] = node
     if keeper is not None:
         _keep_results(program, root, calls, env, keeper, made_again)
@@ -123,10 +125,18 @@ def _keep_results(
         node.op, node.target = "call_module", f"kept_{index}"
 
 
-def _emit_aten(graph: fx.Graph, op: Op, env: dict[str, fx.Node], device: torch.device) -> fx.Node:
+def _emit_aten(
+    graph: fx.Graph,
+    op: Op,
+    env: dict[str, fx.Node],
+    device: torch.device,
+    *,
+    is_complex: bool,
+) -> fx.Node:
     target = aten_overload(op.target)
+    own = (COMPLEX_WRITES.get(op.target) if is_complex else None) or PURE.get(op.target)
     node = graph.call_function(
-        PURE.get(op.target) or BINDINGS.get(op.target, target),
+        own or BINDINGS.get(op.target, target),
         tuple(_fx_arg(arg, env, device) for arg in op.args),
         {key: _fx_arg(arg, env, device) for key, arg in op.kwargs},
     )
