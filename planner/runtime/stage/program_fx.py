@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -25,6 +26,7 @@ from planner.graph.module_keys import OPAQUE_MODULE
 from planner.graph.tables import TABLE_LOOKUP
 from planner.ops.record import is_random
 from planner.ops.weight_products import deferrable_products
+from planner.plan.batch_statistics import MOMENTUM_ARGUMENT, counters
 from planner.runtime.stage.bindings import BINDINGS
 from planner.runtime.stage.calls import collectives, local_ops
 from planner.runtime.stage.calls.autograd_functions import autograd_function
@@ -65,7 +67,10 @@ def to_graph_module(
     env = {name: graph.placeholder(_identifier(name)) for name in program.inputs}
     env |= {name: graph.placeholder(_identifier(name)) for name in program.params}
     calls = {}
+    counted = counters(program)
     for op in program.ops:
+        if op.name in counted:
+            op = _with_momentum(graph, op, env, counted[op.name])
         if op.name in products:
             x, weight, bias, transposed = products[op.name]
             node = graph.call_module(
@@ -87,6 +92,19 @@ def to_graph_module(
     # Whose op a line of its code is, for messages (`planner.runtime.check.values`).
     module.meta["lines"] = {calls[op.name].name: (op.name, op.line) for op in program.ops}
     return module
+
+
+def _with_momentum(graph: fx.Graph, op: Op, env: dict[str, fx.Node], counter: str) -> Op:
+    """Return a cumulative BatchNorm's op with the momentum that follows from its counter."""
+    made = f"{op.name} momentum"
+    env[made] = graph.call_function(_momentum_of, (env[counter],))
+    before, after = op.args[:MOMENTUM_ARGUMENT], op.args[MOMENTUM_ARGUMENT + 1 :]
+    return replace(op, args=(*before, Ref(made), *after))
+
+
+def _momentum_of(counter: torch.Tensor) -> float:
+    """One over the steps that a layer has counted, the present one among them."""
+    return 1.0 / counter.item()
 
 
 def aten_overload(target: str) -> torch._ops.OpOverload:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,7 +144,7 @@ class Engine:
         buckets = tuple(with_table_lookups(each, plan.tables_on_host) for each in buckets)
         _refuse_tables(graph, plan)
         if deferred_batch_norm:
-            graph = replace(graph, classes=tuple(map(deferred, graph.classes)))
+            graph = deferred(graph)
         self.plan, self.graph, self.mesh, self.captured = plan, graph, mesh, (captured, *buckets)
         self.steps = self.samples = 0
         self.after_step: list[Callable[[Tensor], None]] = []
