@@ -26,6 +26,7 @@ from planner.ops.record import is_random
 from planner.plan import Plan
 from planner.plan.batch_statistics import deferred
 from planner.plan.replication import Replication
+from planner.runtime.check.ended import counted_step
 from planner.runtime.check.intermediates import gathered, intermediates, watching
 from planner.runtime.check.recorder import start_recorder
 from planner.runtime.check.values import ValueCheck
@@ -408,6 +409,10 @@ class Engine:
         """
         if self._untouched is not None:
             self._untouched.check()
+        with counted_step():
+            return self._step(batch, update=update, fetch=fetch)
+
+    def _step(self, batch: Any, *, update: bool, fetch: Iterable[str]) -> Tensor:
         # A bad batch is told before any gradient of the last step is lost.
         feed = self._feed(batch)
         # Gradients of an earlier batch without update are added to, not cleared.
