@@ -88,6 +88,7 @@ class Engine:
     Attributes:
         plan, graph, mesh: what is trained, and this rank's process groups.
         captured: the graphs of the plan's shapes of batches, the largest first.
+        modules: the classes of the model's modules, by name.
         stages: this rank's stage modules, by stage index.
         outside: the tensors of the state dict that lie in no stage.
         optimizer: over this rank's parameters; None when it holds none that train.
@@ -147,6 +148,7 @@ class Engine:
         if deferred_batch_norm:
             graph = deferred(graph)
         self.plan, self.graph, self.mesh, self.captured = plan, graph, mesh, (captured, *buckets)
+        self.modules = {name: type(part) for name, part in model.named_modules() if name}
         self.steps = self.samples = 0
         self.after_step: list[Callable[[Tensor], None]] = []
         self.after_load: list[Callable[[], None]] = []
@@ -403,9 +405,10 @@ class Engine:
         Without `update` its gradients are kept for the next step with it, which takes the mean
         over all samples (or what `loss_weight` counts) since the last update.
 
-        `fetch` names values inside the model, on any stage (`BLOCK/TENSOR`, as `intermediates` has
-        them): they are in `fetched` afterwards, whole, on rank 0's CPU; on other ranks that is {}.
-        Until the step ends they stay on their devices.
+        `fetch` names values inside the model, on any stage: a module, for the tensor that it
+        returned and others use, or `BLOCK/TENSOR`, as `intermediates` has them. They are in
+        `fetched` afterwards, whole, on rank 0's CPU; on other ranks that is {}. Until the step
+        ends they stay on their devices.
         """
         if self._untouched is not None:
             self._untouched.check()
