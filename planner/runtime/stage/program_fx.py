@@ -234,7 +234,7 @@ def _fx_arg(arg: Any, env: Mapping[str, fx.Node], device: torch.device) -> Any:
     if isinstance(arg, tuple):
         return [_fx_arg(item, env, device) for item in arg]
     if isinstance(arg, Symbol):
-        return device if arg.kind == "device" else getattr(torch, arg.value)
+        return arg.constant(torch, device)
     if isinstance(arg, Affine):
         raise LayoutError("the program still depends on the microbatch size; bind it first")
     return arg
