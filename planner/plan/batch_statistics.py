@@ -224,7 +224,7 @@ def counters(program: Program) -> dict[str, str]:
     found = {}
     counted: dict[str, str] = {}
     for op in program.ops:
-        if op.target == _COUNT and program.tensor[op.inputs[0]].dtype == "int64":
+        if op.target == _COUNT and op.inputs[0] in program.params:
             counted[op.module] = op.inputs[0]
         elif op.target in (_TARGET, _ON_SHARDS) and op.args[_MOMENTUM] == CUMULATIVE:
             found[op.name] = counted[op.module]

@@ -226,6 +226,7 @@ class Checkpoints:
             assembly.finish()
         casts = self._casts(parts, metadata, manifest)
         restore(engine, notes, extra)
+        _take_over(checkpoint.parent, engine)
         return Loaded(path=checkpoint, step=notes.step, samples=notes.samples, casts=casts)
 
     def load_weights(self, path: Path) -> None:
@@ -362,6 +363,15 @@ def _claim(folder: Path, engine: Engine) -> None:
                 "each engine a folder of its own, or save one with the other by extra="
                 "{name: engine}"
             )
+    _saving[path] = weakref.ref(engine)
+
+
+def _take_over(folder: Path, engine: Engine) -> None:
+    """Let an engine that goes on from a checkpoint in a folder be the one that saves there."""
+    path = Path(os.path.realpath(folder))
+    other = _saving.get(path, lambda: None)()
+    if other is not None and other is not engine:
+        other.wait_for_save()
     _saving[path] = weakref.ref(engine)
 
 

@@ -81,7 +81,8 @@ def to_graph_module(
         elif op.target.startswith("planner."):
             node = _emit_own(graph, program, op, env, groups, device)
         else:
-            is_complex = program.tensor[op.outputs[0]].dtype.startswith("complex")
+            made = program.tensor.get(op.outputs[0])
+            is_complex = made is not None and made.dtype.startswith("complex")
             node = _emit_aten(graph, op, env, device, is_complex=is_complex)
         calls[op.name] = node
     if keeper is not None:
