@@ -37,9 +37,14 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
     text = " * ".join(f"{name}={value}" for name, value in given.items())
     rule = f"{' * '.join(sides)} must equal {n}"
     if n % product:
+        advice = f"use divisors of {n}: {listed(divisors(n))}"
+        if all(n % value == 0 for value in given.values()):  # (each is one already)
+            advice = "leave one of them out"
+            if cluster.max_devices is None or product <= cluster.max_devices:
+                advice += f", or use `num_devices` {product}"
         raise LayoutError(
             f"{text} does not divide `num_devices` {n}, and degrees are never changed silently; "
-            f"{rule}, so use divisors of {n}: {listed(divisors(n))}"
+            f"{rule}, so {advice}"
         )
     if fixed["pp"] and all(fixed[a.name] for a in AXES if a.in_every_file) and product != n:
         raise LayoutError(

@@ -184,7 +184,10 @@ def test_less_memory_is_never_faster(gpt):
         ),
         ({"tp": 3}, r"tp=3 does not divide `num_devices` 4"),
         ({"gpus": 5, "tp": 5, "batch": 10}, r"tp=5 divides no tensor dimension .* use tp in 1"),
-        ({"dp": 2, "tp": 2, "pp": 2}, r"does not divide `num_devices` 4"),
+        (
+            {"dp": 2, "tp": 2, "pp": 2},
+            r"does not divide `num_devices` 4.* so leave one of them out, or use `num_devices` 8$",
+        ),
         (
             {"dp": 4, "batch": 6},
             r"dp=4 does not divide `global_batch` 6; .* use dp in 1, 2 or `global_batch` 8$",
