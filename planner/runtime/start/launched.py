@@ -91,10 +91,10 @@ def where_ranks_come_from() -> str:
         return "start it with: planner launch plan.json script.py"
     if os.environ.get(PLAN, launched) != launched:
         return (
-            f"the run goes on with those that are left (`--elastic`), for which a plan was "
+            f"the run goes on with those that are left (`elastic`), for which a plan was "
             f"searched in place of {launched} alone; a script of several plans needs all its ranks"
         )
     return (
         f"those of {launched}, and all engines of a script run on the same ranks; search both "
-        "plans with the same `--gpus`"
+        "plans with the same `num_devices`"
     )
