@@ -814,6 +814,7 @@ _construct(
     "counter in a buffer",
     extra=_counters,
     inner=_counted_in_buffer,
+    note="moves once a step, as all that follows from buffers and parameters alone",
 )
 _construct(_WRITES, "activation written in place, by index", inner=_written)
 _construct(
@@ -882,7 +883,7 @@ _construct(
     _PARAMETERS,
     "`parametrizations.spectral_norm`",
     extra=lambda self: parametrizations.spectral_norm(self.layers[1]),
-    note="its power iteration moves once a microbatch",
+    note="its power iteration moves once a step, as in one process",
 )
 _construct(
     _PARAMETERS,

@@ -11,7 +11,7 @@ in the graph (`planner.across`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from planner.across import Finding, Kind, across_samples, uncounted
@@ -142,7 +142,7 @@ _TELL: dict[Kind, tuple[str, str]] = {
         "one device's",
     ),
     "repeated": (
-        "buffers move each time the model runs",
+        "buffers move by numbers that are drawn each time the model runs",
         ", so they move {steps} times a step instead of once",
     ),
     "unknown": (
@@ -174,17 +174,23 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" * (len(names) > 3))
 
 
-def deferred(program: Program) -> Program:
-    """Return a class's program whose running statistics are those of the last microbatch.
+def deferred(graph: ModelGraph) -> ModelGraph:
+    """Return a model whose running statistics are those of the last microbatch.
 
     With a momentum of one, a layer leaves there what it computed, and the caller of the
-    program takes it from there. Counts of batches stand still.
+    programs takes it from there. Counts of the layers' batches stand still.
     """
-    counters = {
-        op.inputs[0]
-        for op in program.ops
-        if op.target == "aten.add_.Tensor" and program.tensor[op.inputs[0]].dtype == "int64"
-    }
+    counters: dict[int, set[str]] = {}
+    for norm in batch_norms(graph):
+        block = graph.blocks[norm.block_index]
+        names = zip(graph.classes[block.class_index].params, block.params, strict=True)
+        found = {local for local, name in names if name == norm.num_batches_tracked}
+        counters.setdefault(block.class_index, set()).update(found)
+    classes = (_deferred(c, counters.get(i, set())) for i, c in enumerate(graph.classes))
+    return replace(graph, classes=tuple(classes))
+
+
+def _deferred(program: Program, counters: Collection[str]) -> Program:
     ops = []
     for op in program.ops:
         if op.target == "aten.add_.Tensor" and op.inputs[0] in counters:

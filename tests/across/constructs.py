@@ -267,6 +267,29 @@ def counter(m: Model, b: Any) -> Tensor:
     return plain(m, b)
 
 
+def power_iteration(m: Model, b: Any) -> Tensor:
+    with torch.no_grad():
+        m.direction.copy_(F.normalize(m.fc.weight @ m.direction, dim=0))
+    return _out(m, m.fc(_rows(b)) * m.direction, b)
+
+
+def average_of_weights(m: Model, b: Any) -> Tensor:
+    with torch.no_grad():
+        m.average.mul_(0.9).add_(m.fc.bias, alpha=0.1)
+    return _out(m, m.fc(_rows(b)) + m.average, b)
+
+
+def warmed_up(m: Model, b: Any) -> Tensor:
+    m.calls += 1
+    share = (m.calls / 10).clamp(max=1).to(b["x"].dtype)
+    return plain(m, b) + share * mean_of_squares(m, b)
+
+
+def cooled_down(m: Model, b: Any) -> Tensor:
+    m.average.mul_(0.5)
+    return _out(m, m.fc(_rows(b)) / m.average, b)
+
+
 def detached(m: Model, b: Any) -> Tensor:
     return plain(m, b) + 0 * b["x"].mean().detach()
 
@@ -536,15 +559,9 @@ def filled_queue(m: Model, b: Any) -> Tensor:
     return plain(m, b)
 
 
-def power_iteration(m: Model, b: Any) -> Tensor:
-    with torch.no_grad():
-        m.direction.copy_(F.normalize(m.fc.weight @ m.direction, dim=0))
-    return plain(m, b)
-
-
-def decayed_buffer(m: Model, b: Any) -> Tensor:
-    m.average.mul_(0.5)
-    return plain(m, b)
+def drawn_walk(m: Model, b: Any) -> Tensor:
+    m.average.add_(torch.randn(WIDTH))
+    return plain(m, b) + 0 * m.average.sum()
 
 
 # --------------------------------------- alone in what they compute, and named all the same
@@ -574,7 +591,8 @@ ALONE = (
     group_normed, recurrent, recurrent_sequence_first, bags, sorted_in_sample, two_views,
     two_views_by_number, sorted_by_expert, sorted_and_added_back, sorted_and_undone,
     every_expert, experts_by_weights, ignored_labels, weighted_elements, smoothed_labels,
-    padded_attention, nearest_codes, heads_in_front, triplets, counter, detached, cast_as_larger,
+    padded_attention, nearest_codes, heads_in_front, triplets, counter, power_iteration,
+    average_of_weights, warmed_up, cooled_down, detached, cast_as_larger,
     dot_with_itself,
     mean_after_shift, frames,
 )  # fmt: skip
@@ -628,8 +646,7 @@ ACROSS: dict[Body, tuple[str, ...]] = {
     attention_over_batch: ("mixed",),
     moving_average: ("buffer",),
     filled_queue: ("mixed", "buffer"),
-    power_iteration: ("repeated",),
-    decayed_buffer: ("repeated",),
+    drawn_walk: ("repeated",),
 }
 """Bodies that cutting the batch changes, and the kind of what is named."""
 

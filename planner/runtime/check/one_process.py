@@ -1,8 +1,8 @@
 """The single process that `planner verify` compares with: the user's module, trained alone.
 
-It reads nothing of lowering, schedules or collectives, and of the capture three things: which
-dims of the batch count samples, whether the model computes across them, and over which labels its
-loss is a mean. It is trained a
+It reads nothing of lowering, schedules or collectives, and of the capture four things: which
+dims of the batch count samples, whether the model computes across them, which buffers it moves
+whatever they are, and over which labels its loss is a mean. It is trained a
 few times side by side: as it is, and with its weights moved by one unit in the last place
 and its samples in another order, which nothing but rounding tells from the first. How far
 these come apart is the rounding of each tensor.
@@ -10,7 +10,7 @@ these come apart is the rounding of each tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -80,16 +80,19 @@ class OneProcess:
         draws: Callable[[], AbstractContextManager[Any]],
         moved: int | None = None,
         backwards: bool = False,
+        moved_once: Collection[str] = (),
     ) -> None:
         """The module is built anew, as the user builds it, with the values of `values` in fp64.
 
-        `own` is the dtype that fp64 stands for; `draws` is entered around forward and backward.
-        `moved` seeds how weights are moved by one unit in the last place; `backwards` goes
-        through the samples in another order.
+        `moved_once` names buffers that each piece of a batch finds as the first one did. `own` is
+        the dtype that fp64 stands for; `draws` is entered around forward and backward. `moved`
+        seeds how weights are moved by one unit in the last place; `backwards` goes through the
+        samples in another order.
         """
         self.module = build_with_values(source)
         promote_module(self.module, values)
         self._source, self._draws, self._backwards = source, draws, backwards
+        self._moved_once = frozenset(moved_once)
         self._own, self._numbers = own, torch.get_default_dtype()
         if moved is not None:
             _move(self.module, moved)
@@ -113,12 +116,18 @@ class OneProcess:
         replicas = sorted({piece.replica for piece in pieces})
         if not self._buffers and len(replicas) > 1:
             self._buffers = {replica: self._held_buffers() for replica in replicas}
+        begun = {
+            name: tensor
+            for name, tensor in (self._held_buffers() if self._moved_once else {}).items()
+            if name in self._moved_once
+        }
         total = torch.zeros((), dtype=torch.float64)
         runs = [piece.samples for piece in pieces]
         counts = [float(len(run)) for run in runs] if count is None else count(cut, runs)
         for piece, counted in zip(pieces, counts, strict=True):
             # A replica's buffers go on from its own piece before, as on its ranks.
             self._write_buffers(self._buffers.get(piece.replica, {}))
+            self._write_buffers(begun)
             batch = cut.part(piece.samples)
             # Compiled parts run as they are written: a compiler sees neither draws nor dtypes.
             eager = torch.compiler.set_stance("force_eager")

@@ -36,6 +36,7 @@ from planner.graph.model_file import ModelSource, load_model_file
 from planner.graph.module_keys import OPAQUE_MODULE
 from planner.layout.axes import own_axes, rest_axis
 from planner.plan import Plan, load_plan
+from planner.plan.moved_once import moved_once
 from planner.runtime.check.adam_of_rows import AdamOfRows
 from planner.runtime.check.fixed_draws import FixedDraws
 from planner.runtime.check.one_process import OneProcess, Piece, Step, build_with_values
@@ -294,7 +295,13 @@ def compare_with_one_process(
     promote_module(module)
     references = []
     if dist.get_rank() == 0:
-        settings: dict[str, Any] = {"optimizer": _optimizer, "own": own, "draws": draws}
+        once = {graph.tensor[name] for name in moved_once(graph)}
+        settings: dict[str, Any] = {
+            "optimizer": _optimizer,
+            "own": own,
+            "draws": draws,
+            "moved_once": {name for meta in once for name in (meta.fqn, *meta.aliases)},
+        }
         # Three runs of the same training that differ by rounding alone: what they are apart by is
         # the rounding of each tensor.
         references = [

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,7 @@ from planner.layout.placements import Placements
 from planner.ops.record import is_random
 from planner.plan import Plan
 from planner.plan.batch_statistics import deferred
+from planner.plan.moved_once import moved_once
 from planner.plan.replication import Replication
 from planner.runtime.check.intermediates import gathered, intermediates, watching
 from planner.runtime.check.recorder import start_recorder
@@ -143,7 +143,7 @@ class Engine:
         buckets = tuple(with_table_lookups(each, plan.tables_on_host) for each in buckets)
         _refuse_tables(graph, plan)
         if deferred_batch_norm:
-            graph = replace(graph, classes=tuple(map(deferred, graph.classes)))
+            graph = deferred(graph)
         self.plan, self.graph, self.mesh, self.captured = plan, graph, mesh, (captured, *buckets)
         self.steps = self.samples = 0
         self.after_step: list[Callable[[Tensor], None]] = []
@@ -200,6 +200,7 @@ class Engine:
             keeper=self._keeper,
             host=self._host,
             away=self._away,
+            moved_once=moved_once(captured),
         )
         preambles = [self._build_preambles(model, each) for each in (graph, *buckets)]
         self._preambles = preambles[0]
