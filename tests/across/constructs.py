@@ -150,6 +150,16 @@ def gathered(m: Model, b: Any) -> Tensor:
     return -torch.gather(logits.log_softmax(-1), 2, b["ids"].unsqueeze(-1)).mean()
 
 
+def taken_along_row(m: Model, b: Any) -> Tensor:
+    logits = m.head(b["x"]).log_softmax(-1)
+    return -torch.take_along_dim(logits, b["ids"].unsqueeze(-1), 2).mean()
+
+
+def member_of_classes(m: Model, b: Any) -> Tensor:
+    is_known = torch.isin(b["ids"], torch.arange(2, device=b["ids"].device))
+    return _out(m, (m.fc(b["x"]) * is_known.unsqueeze(-1)).mean(1), b)
+
+
 def group_normed(m: Model, b: Any) -> Tensor:
     return _out(m, m.group_norm(m.conv(b["x"].transpose(1, 2))).mean(-1), b)
 
@@ -526,6 +536,39 @@ def first_sample(m: Model, b: Any) -> Tensor:
     return _out(m, h + h[0], b)
 
 
+def bags_by_offsets(m: Model, b: Any) -> Tensor:
+    """One list of numbers for all samples, and where each begins in it: here the last has all."""
+    begins = 0 * b["label"]
+    return _out(m, F.embedding_bag(b["ids"].flatten(), m.table.weight, begins), b)
+
+
+def edges_of_batch(m: Model, b: Any) -> Tensor:
+    """Messages between rows that numbers of the batch name, as `edge_index` does."""
+    h = m.fc(_rows(b))
+    source, target = b["ids"][:, 0].clamp(max=1), b["label"].clamp(max=1)
+    return _out(m, torch.zeros_like(h).index_add(0, target, h[source]), b)
+
+
+def reduced_by_number(m: Model, b: Any) -> Tensor:
+    h = m.fc(_rows(b))
+    return _out(m, torch.zeros_like(h).index_reduce(0, b["label"].clamp(max=1), h, "mean"), b)
+
+
+def taken_by_number(m: Model, b: Any) -> Tensor:
+    h = m.fc(_rows(b))
+    return _out(m, h * torch.take(h, b["label"].clamp(max=1)).unsqueeze(1), b)
+
+
+def taken_along_batch(m: Model, b: Any) -> Tensor:
+    h = m.fc(_rows(b))
+    return _out(m, h + torch.take_along_dim(h, b["label"].clamp(max=1).unsqueeze(1), 0), b)
+
+
+def member_of_batch(m: Model, b: Any) -> Tensor:
+    is_known = torch.isin(b["label"], b["ids"][:, 0])
+    return _out(m, m.fc(_rows(b)) * is_known.unsqueeze(1), b)
+
+
 def place_in_batch(m: Model, b: Any) -> Tensor:
     h = m.fc(_rows(b))
     return _out(m, h * torch.arange(len(h), device=h.device).unsqueeze(1), b)
@@ -577,6 +620,12 @@ def centred_and_averaged(m: Model, b: Any) -> Tensor:
     return (h - h.mean(0)).mean() + mean_of_squares(m, b)
 
 
+def runs_by_lengths(m: Model, b: Any) -> Tensor:
+    """Rows in runs, as long as numbers of the batch say: here all of one sample."""
+    lengths = 0 * b["label"] + LENGTH
+    return _out(m, torch.segment_reduce(m.fc(b["x"]).flatten(0, 1), "mean", lengths=lengths), b)
+
+
 def running_counts_of_rows(m: Model, b: Any) -> Tensor:
     """Rows sorted by numbers counted up, not by a sort."""
     x = m.fc(b["x"]).reshape(-1, WIDTH)
@@ -588,6 +637,7 @@ ALONE = (
     plain, mean_of_squares, sum_over_batch_size, sum_of_scaled, batchmean_kl, two_losses,
     per_sample_softmax, sequence_first, attention, einsum_with_dots, class_token,
     repeated_positions, masked_fill_per_sample, last_position, flat_last_position, gathered,
+    taken_along_row, member_of_classes,
     group_normed, recurrent, recurrent_sequence_first, bags, sorted_in_sample, two_views,
     two_views_by_number, sorted_by_expert, sorted_and_added_back, sorted_and_undone,
     every_expert, experts_by_weights, ignored_labels, weighted_elements, smoothed_labels,
@@ -640,6 +690,12 @@ ACROSS: dict[Body, tuple[str, ...]] = {
     dispatched_by_product: ("mixed",),
     batch_laid_across: ("mixed",),
     rows_by_label: ("mixed",),
+    bags_by_offsets: ("mixed",),
+    edges_of_batch: ("mixed",),
+    reduced_by_number: ("mixed",),
+    taken_by_number: ("mixed",),
+    taken_along_batch: ("mixed",),
+    member_of_batch: ("mixed",),
     place_in_batch: ("mixed",),
     sorted_and_not_undone: ("mixed",),
     convolved_over_batch: ("mixed",),
@@ -653,6 +709,7 @@ ACROSS: dict[Body, tuple[str, ...]] = {
 NAMED_ALL_THE_SAME = {
     mean_added_to_each: "a mean that is added to each sample is not followed further",
     centred_and_averaged: "that a later mean takes the subtracted one out is arithmetic",
+    runs_by_lengths: "lengths that come with the batch may be any",
     running_counts_of_rows: "numbers counted up are values, whatever they are used for",
 }
 """Bodies that cutting leaves as they are, and why they are named."""
