@@ -898,6 +898,21 @@ _construct(
 )
 _construct(
     _PARAMETERS,
+    "sparse, nested or quantized tensor in a buffer or an attribute",
+    extra=lambda self: self.register_buffer("road", torch.eye(WIDTH).to_sparse()),
+    inner=lambda self, x, index: torch.sparse.mm(self.road, x.t()).t(),
+    refused=r"buffer road is a sparse_coo tensor of shape \[4, 4\], which no graph holds; keep it",
+    note="dense, or its indices and values as buffers",
+)
+_construct(
+    _PARAMETERS,
+    "sparse tensor made by the forward",
+    inner=lambda self, x, index: torch.sparse.mm(torch.eye(WIDTH).to_sparse(), x.t()).t(),
+    refused=r"at .*constructs.py:\d+: .* computes with a sparse tensor, .* multiply by the dense",
+    note="the same",
+)
+_construct(
+    _PARAMETERS,
     "lazy modules, before their first batch",
     extra=lambda self: setattr(self, "lazy", nn.LazyLinear(WIDTH)),
     inner=lambda self, x, index: self.lazy(x),

@@ -47,7 +47,7 @@ def _flatten(value: Any, path: str, leaves: dict[str, Any]) -> Tree:
         _refuse_layout(value, path)
         leaves[path or "batch"] = value
         return {"tensor": path or "batch"}
-    if is_namedtuple(value):
+    if is_namedtuple(value) and kind.__name__ != "PackedSequence":
         return {"made": [name_of(kind), pairs(zip(kind._fields, value, strict=True))]}
     if kind in (tuple, list):
         return {kind.__name__: [tree for _, tree in pairs(enumerate(value))]}
@@ -131,6 +131,11 @@ def _instead(value: Any) -> str:
         return (
             "a dataclass is not taken apart: use a typing.NamedTuple of the same fields, or a dict "
             "(dataclasses.asdict makes one)"
+        )
+    if type(value).__name__ == "PackedSequence":
+        return (
+            "its rows are those of all samples, step by step, and can't be cut by samples: give "
+            "the padded tensor with its lengths"
         )
     if isinstance(value, tuple | list):
         plain = "tuple" if isinstance(value, tuple) else "list"

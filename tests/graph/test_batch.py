@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_sequence
 
 import planner
 from planner.capture import batch_from_spec, capture_module
@@ -104,6 +105,10 @@ def test_tokenizers_batches_stay_what_they_are():
         ({"a": Tagged({"x": X}, 1)}, "'a' is a Tagged, a mapping that can't be made of its items"),
         ({"a": torch.return_types.max((X, X))}, "'a' is a max; a tuple of its own class"),
         ({"a": X.to_sparse()}, "'a' is a sparse_coo tensor, .* give x.to_dense"),
+        (
+            {"a": pack_sequence([X, X])},
+            "'a' is a PackedSequence; its rows are those of all samples",
+        ),
         ({"a": JAGGED}, "'a' is a nested tensor, .* a mask or lengths"),
         ({"a": [{"b": np.zeros(2)}]}, "'a.0.b' is a ndarray; use tensors .torch.from_numpy"),
         ({"a": Mode.FAST}, "'a' is a Mode; it would come back as a plain value"),
