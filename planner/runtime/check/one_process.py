@@ -10,6 +10,7 @@ these come apart is the rounding of each tensor.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,9 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.variable import Variable
 
+from planner.capture.diagnose import first_line
+from planner.errors import ModelError
 from planner.graph.batch import call_with_batch, loss_of
 from planner.graph.model_file import ModelSource
+from planner.runtime.check.out_of_memory import is_out_of_memory
 from planner.runtime.check.promote import ReferenceMode, held_tensors, promote_module
+from planner.runtime.check.users_errors import is_torchs
 from planner.runtime.state.weights import stored_tensors
 from planner.runtime.step.inputs.feed import CutBatch
 
@@ -49,6 +54,11 @@ def build_with_values(source: ModelSource) -> nn.Module:
     """
     torch.manual_seed(0)
     module = source.build()
+    if not isinstance(module, nn.Module):
+        raise ModelError(
+            f"{source.path.name}: model() returned {type(module).__name__} in a process that "
+            "trains; return an nn.Module in each"
+        )
     drawn: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, param in part._parameters.items():
@@ -137,6 +147,12 @@ class OneProcess:
                 # Shares of the whole batch's mean: the gradients of the pieces then add up to its
                 # gradient.
                 loss = loss * (counted / sum(counts))
+                if not loss.requires_grad:
+                    raise ModelError(
+                        "the loss of one process has no gradient: all that it depends on is "
+                        "frozen, detached or of whole numbers; let parameters that it reaches "
+                        "train (requires_grad)"
+                    )
                 _backward(loss)
             total += loss.detach()
             if len(replicas) > 1:
@@ -175,12 +191,23 @@ class OneProcess:
 def _backward(loss: Tensor) -> None:
     """``loss.backward()``, inside which function modes would not be active.
 
-    The user's own autograd functions compute there.
+    The user's own autograd functions compute there. Raises ModelError for what torch itself finds
+    wrong with the user's graph.
     """
-    Variable._execution_engine.run_backward(
-        (loss,), (torch.ones_like(loss),), False, False, (),
-        allow_unreachable=True, accumulate_grad=True,
-    )  # fmt: skip
+    try:
+        Variable._execution_engine.run_backward(
+            (loss,), (torch.ones_like(loss),), False, False, (),
+            allow_unreachable=True, accumulate_grad=True,
+        )  # fmt: skip
+    except RuntimeError as error:
+        # An error of Python code, the user's or ours, is told by its place.
+        calls = error.__traceback__.tb_next if error.__traceback__ else None
+        if is_out_of_memory(error) or any(not is_torchs(f) for f in traceback.extract_tb(calls)):
+            raise
+        raise ModelError(
+            f"the backward of one process fails: {first_line(error)}; mend the model, which does "
+            "not train without a plan"
+        ) from error
 
 
 def _move(module: nn.Module, seed: int) -> None:
