@@ -36,21 +36,21 @@ def refuse_lost(module: nn.Module) -> None:
                 f"parameter {name} has no shape yet (a lazy module); run one batch through the "
                 "model in model() before returning it, or give the sizes"
             )
-    for what, tensor in _held(module):
-        layout = str(tensor.layout).removeprefix("torch.")
-        if tensor.is_nested:
+    for what, held in _held(module):
+        layout = str(held.layout).removeprefix("torch.")
+        if held.is_nested:
             raise CaptureError(
                 f"{what} is a nested tensor, which no graph holds; keep one tensor filled up to "
                 "the longest, with lengths or a mask in a buffer beside it"
             )
-        if tensor.is_quantized:
+        if held.is_quantized:
             raise CaptureError(
                 f"{what} is a quantized tensor, which no graph holds; keep it as it was before "
                 "(x.dequantize()), or its whole numbers and their scale as two buffers"
             )
         if layout != "strided":
             raise CaptureError(
-                f"{what} is a {layout} tensor of shape {list(tensor.shape)}, which no graph holds; "
+                f"{what} is a {layout} tensor of shape {list(held.shape)}, which no graph holds; "
                 "keep it dense (x.to_dense()), or as two buffers, its indices and its values, "
                 "which forward gathers by and adds up (index_add)"
             )
