@@ -64,8 +64,11 @@ def verify(
             from commands.render.checks import describe_proof
             from planner.graph.model_file import load_model_file
             from planner.runtime.check.by_block.prove import prove
+            from planner.runtime.check.users_errors import told_as_users
 
-            proof = prove(loaded, graph, load_model_file(model), progress=progress)
+            source = load_model_file(model)
+            with told_as_users(source.path.name, "proving its blocks"):
+                proof = prove(loaded, graph, source, progress=progress)
         else:
             from commands.render.checks import describe_verification
             from planner.runtime.check.verify import check_memory

@@ -828,6 +828,7 @@ _construct(
     "counter in a buffer",
     extra=_counters,
     inner=_counted_in_buffer,
+    note="moves once a step, as all that follows from buffers and parameters alone",
 )
 _construct(_WRITES, "activation written in place, by index", inner=_written)
 _construct(_WRITES, "the same in a complex activation (`z[:, :2] = y`)", inner=_written_complex)
@@ -910,7 +911,7 @@ _construct(
     _PARAMETERS,
     "`parametrizations.spectral_norm`",
     extra=lambda self: parametrizations.spectral_norm(self.layers[1]),
-    note="its power iteration moves once a microbatch",
+    note="its power iteration moves once a step, as in one process",
 )
 _construct(
     _PARAMETERS,
@@ -922,6 +923,21 @@ _construct(
     _PARAMETERS,
     "`prune`",
     extra=lambda self: prune.l1_unstructured(self.layers[1], "weight", 0.5),
+)
+_construct(
+    _PARAMETERS,
+    "sparse, nested or quantized tensor in a buffer or an attribute",
+    extra=lambda self: self.register_buffer("road", torch.eye(WIDTH).to_sparse()),
+    inner=lambda self, x, index: torch.sparse.mm(self.road, x.t()).t(),
+    refused=r"buffer road is a sparse_coo tensor of shape \[4, 4\], which no graph holds; keep it",
+    note="dense, or its indices and values as buffers",
+)
+_construct(
+    _PARAMETERS,
+    "sparse tensor made by the forward",
+    inner=lambda self, x, index: torch.sparse.mm(torch.eye(WIDTH).to_sparse(), x.t()).t(),
+    refused=r"at .*constructs.py:\d+: .* computes with a sparse tensor, .* multiply by the dense",
+    note="the same",
 )
 _construct(
     _PARAMETERS,

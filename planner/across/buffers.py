@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from planner.across.state import IN_ORDER, WHOLE, State
 from planner.across.step import Step, handles
+from planner.graph import Op, Program
+from planner.ops.record import is_random
 
 
 @handles("batch_norm")
@@ -27,22 +29,26 @@ def _instance_norm(step: Step) -> tuple[State, ...] | None:
 
 
 def written(step: Step) -> tuple[State, ...]:
-    """A buffer written: from samples, or once for each part of the batch."""
+    """A buffer written: from samples, or from numbers that each part of the batch draws anew.
+
+    What follows from buffers and parameters alone is the same in every part: no fault, as each
+    begins with the buffers that the step began with (`planner.plan.moved_once`).
+    """
     op = step.op
     if any(not state.is_whole for state in step.states[1:]) or step.batch_sizes():
         step.blame("buffer")
-    elif not _is_counter(step) and not _sets_the_same(step):
+    elif is_drawn(step.walk.program, op) and not _sets_anew(step):
         step.blame("repeated")
     return (WHOLE,) * len(op.outputs)
 
 
-def _is_counter(step: Step) -> bool:
-    tensor = step.walk.program.tensor[step.op.inputs[0]]
-    return len(step.op.inputs) == 1 and tensor.dtype.startswith("int") and not tensor.shape
+def is_drawn(program: Program, op: Op) -> bool:
+    """Whether what an op writes follows from random numbers."""
+    made = program.only(op.inputs[1:])
+    return is_random(op) or any(is_random(each) for each in made.ops)
 
 
-def _sets_the_same(step: Step) -> bool:
+def _sets_anew(step: Step) -> bool:
     """Whether a buffer gets a value in which no buffer that is written has a part."""
-    if step.packet in ("aten.zero_", "aten.fill_"):
-        return True
-    return step.packet == "aten.copy_" and not step.walk.written.intersection(step.op.inputs[1:])
+    anew = not step.walk.written.intersection(step.op.inputs[1:])
+    return step.packet == "aten.copy_" and anew

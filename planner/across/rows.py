@@ -96,11 +96,17 @@ def _like_another(step: Step) -> tuple[State, ...] | None:
 
 @handles("embedding_bag", "_embedding_bag")
 def _bags(step: Step) -> tuple[State, ...] | None:
-    """Table, numbers of all bags in a row, where each bag begins: a row for each bag."""
+    """Table, numbers of all bags in a row, where each bag begins: a row for each bag.
+
+    Where bags begin at numbers that come with the batch, a part's numbers are other samples'.
+    """
     table, numbers, begins = step.states[:3]
     starts_in_rows = begins.points == IN_ORDER and begins.order == IN_ORDER
     starts_in_rows &= begins.each == step.each(step.op.inputs[1], 0)
     if not table.is_whole or numbers.rows != Shard(0) or numbers.order or not starts_in_rows:
-        return None
+        if not any(state.rows for state in step.states):
+            return None
+        step.blame("mixed")
+        return step.anything()
     growing = [step.growing(name) for name in step.op.outputs]
     return tuple(State(rows=Shard(dims[0])) if dims else WHOLE for dims in growing)

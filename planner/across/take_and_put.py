@@ -76,6 +76,38 @@ def _scatter(step: Step) -> tuple[State, ...] | None:
     return _placed(step.of(target), step.of(index), step.of(values), at, each)
 
 
+@handles("take_along_dim")
+def _take_along(step: Step) -> tuple[State, ...] | None:
+    """Tensor, a number for each entry of the result: places inside each row, or of rows."""
+    source, index = step.states[:2]
+    if source.rows is None:
+        return None
+    dim, rank = step.arg(2, "dim"), len(step.shape(step.op.inputs[0]))
+    inside = dim is not None and normal_dim(dim, rank) != source.rows.dim
+    if inside and (index.rows, index.order) == (source.rows, source.order) and not index.sums:
+        return (replace(source, equal=False),) if index.points is None else None
+    return _mixed(step)
+
+
+@handles("take", "index_reduce", "segment_reduce")
+def _by_any_numbers(step: Step) -> tuple[State, ...] | None:
+    """Entries or rows by numbers, or by where runs of rows begin: of whichever samples they are."""
+    rows = step.states[0].rows
+    if rows is None:
+        return None
+    if (
+        step.packet == "aten.index_reduce"
+        and _dim(step, step.op.args[0], step.op.args[1]) != rows.dim
+    ):
+        return None
+    return _mixed(step)
+
+
+def _mixed(step: Step) -> tuple[State, ...]:
+    step.blame("mixed")
+    return step.anything()
+
+
 @handles("_grouped_mm", "transformers.grouped_mm_fallback", "planner.grouped_mm")
 def _grouped_product(step: Step) -> tuple[State, ...] | None:
     """Rows in the order of their experts, weights, the last row of each expert's run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,6 +26,20 @@ def explain(error: BaseException) -> str:
             "captured; use torch.where or a mask instead of if, int(), .item() or boolean "
             "indexing, or put it into a module of its own, which then runs as it is"
         )
+    elif re.search(_OF_SPARSE, text) or re.search(r"to_sparse|torch\.sparse|sparse_(coo|cs)", line):
+        advice = (
+            "forward computes with a sparse tensor, which no graph holds; multiply by the dense "
+            "form, or gather by its indices and add up (index_add)"
+        )
+    elif "'NestedTensorMeta' backend" in text or "torch.nested" in line:
+        advice = (
+            "forward computes with a nested tensor, which no graph holds; fill one tensor up to "
+            "the longest, with a mask or lengths beside it"
+        )
+    elif ".numpy() is not supported" in text or ("np." in line and "Meta" in text):
+        advice = (
+            "NumPy computes with values, which are unknown when the model is captured; use torch"
+        )
     elif "meta tensor" in text.lower() or "Meta" in type(error).__name__:
         advice = "it needs a tensor's values while the model is captured; compute with tensors"
     elif "FakeTensorDeviceMismatch" in text or "found at least two devices" in text:
@@ -42,6 +57,8 @@ def explain(error: BaseException) -> str:
         advice = f"torch.export says {first_line(error)}"
     return f"the model can't be captured{line}: {advice}"
 
+
+_OF_SPARSE = r"'Sparse\w+' backend|Sparse(Csr)?TensorImpl"
 
 _SIGNS_OF_VALUES = ("data-dependent", "DataDependent", "DynamicOutputShape", "item()")
 """In the words of PyTorch's messages."""

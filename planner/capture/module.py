@@ -21,7 +21,8 @@ from planner.capture.precision import cast_parameters
 from planner.capture.repeats.in_part import capture_in_part, long_lists
 from planner.errors import CaptureError, ModelError
 from planner.graph import ModelGraph
-from planner.graph.batch import Tree, flatten_batch, unflatten_batch
+from planner.graph.batch import Tree, classes_in, difference, flatten_batch, unflatten_batch
+from planner.graph.batch_classes import importable
 from planner.graph.blocks import RawGraph, build_graph
 from planner.graph.model_file import ModelSource
 from planner.graph.users_modules import users_modules
@@ -98,11 +99,19 @@ def capture_module(
             f"batch(2) of {name} returned {type(batch2).__name__} without a tensor in it; "
             "batch(size) must return a tuple or dict of tensors"
         )
-    if leaves[0][1] != leaves[1][1]:
+    apart = difference(leaves[0][1], leaves[1][1])
+    if apart:
         raise ModelError(
-            f"batch(2) and batch(3) of {name} differ in structure; "
-            "batch(size) must return the same keys for every size"
+            f"batch(2) and batch(3) of {name} differ in structure: {apart}; batch(size) must "
+            "return the same keys and values for every size, and what differs from sample to "
+            "sample in tensors, along a dim of samples"
         )
+    for called, path in classes_in(leaves[0][1]).items():
+        if importable(called) is None:
+            raise ModelError(
+                f"batch entry {path!r} of {name} is a {called}, which other processes can't "
+                "import; define the class at the top of a module, under its own name"
+            )
     if all(
         a.shape == b.shape
         for a, b in zip(leaves[0][0].values(), leaves[1][0].values(), strict=True)

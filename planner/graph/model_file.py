@@ -141,7 +141,7 @@ _hooked = False
 def _audit(event: str, args: tuple[Any, ...]) -> None:
     if not _recorders or event != "open" or not isinstance(args[0], str):
         return
-    if args[2] & (os.O_WRONLY | os.O_CREAT) or not _is_local(args[0]):
+    if args[2] & (os.O_WRONLY | os.O_CREAT) or not is_local(args[0]):
         return
     if os.path.isfile(args[0]) or _is_asked_by_local_code():
         for reads in _recorders:
@@ -166,7 +166,7 @@ def _is_asked_by_local_code() -> bool:
     frame = sys._getframe(2)
     while frame is not None and _is_of_python(frame.f_code.co_filename):
         frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None and _is_local(frame.f_code.co_filename)
+    return frame is not None and is_local(frame.f_code.co_filename)
 
 
 @functools.cache
@@ -234,7 +234,8 @@ def _real_path(name: str) -> str:
     return os.path.realpath(path) if os.path.islink(path) else path
 
 
-def _is_local(name: str) -> bool:
+def is_local(name: str) -> bool:
+    """Whether a file is neither installed nor part of Python."""
     path = _real_path(name) if name else ""
     return (
         bool(path)
@@ -255,4 +256,4 @@ def local_modules() -> set[Path]:
 def _users_module(name: str) -> Path | None:
     """The file of a module, unless it is installed, part of Python or ours."""
     path = _real_path(name)
-    return Path(path) if _is_local(path) and not path.startswith(_OWN) else None
+    return Path(path) if is_local(path) and not path.startswith(_OWN) else None

@@ -253,7 +253,7 @@ _TELL: dict[Kind, tuple[str, str]] = {
         "one device's",
     ),
     "repeated": (
-        "buffers move each time the model runs",
+        "buffers move by numbers that are drawn each time the model runs",
         ", so they move {steps} times a step instead of once",
     ),
     "unknown": (

@@ -151,6 +151,16 @@ def gathered(m: Model, b: Any) -> Tensor:
     return -torch.gather(logits.log_softmax(-1), 2, b["ids"].unsqueeze(-1)).mean()
 
 
+def taken_along_row(m: Model, b: Any) -> Tensor:
+    logits = m.head(b["x"]).log_softmax(-1)
+    return -torch.take_along_dim(logits, b["ids"].unsqueeze(-1), 2).mean()
+
+
+def member_of_classes(m: Model, b: Any) -> Tensor:
+    is_known = torch.isin(b["ids"], torch.arange(2, device=b["ids"].device))
+    return _out(m, (m.fc(b["x"]) * is_known.unsqueeze(-1)).mean(1), b)
+
+
 def group_normed(m: Model, b: Any) -> Tensor:
     return _out(m, m.group_norm(m.conv(b["x"].transpose(1, 2))).mean(-1), b)
 
@@ -266,6 +276,29 @@ def triplets(m: Model, b: Any) -> Tensor:
 def counter(m: Model, b: Any) -> Tensor:
     m.calls += 1
     return plain(m, b)
+
+
+def power_iteration(m: Model, b: Any) -> Tensor:
+    with torch.no_grad():
+        m.direction.copy_(F.normalize(m.fc.weight @ m.direction, dim=0))
+    return _out(m, m.fc(_rows(b)) * m.direction, b)
+
+
+def average_of_weights(m: Model, b: Any) -> Tensor:
+    with torch.no_grad():
+        m.average.mul_(0.9).add_(m.fc.bias, alpha=0.1)
+    return _out(m, m.fc(_rows(b)) + m.average, b)
+
+
+def warmed_up(m: Model, b: Any) -> Tensor:
+    m.calls += 1
+    share = (m.calls / 10).clamp(max=1).to(b["x"].dtype)
+    return plain(m, b) + share * mean_of_squares(m, b)
+
+
+def cooled_down(m: Model, b: Any) -> Tensor:
+    m.average.mul_(0.5)
+    return _out(m, m.fc(_rows(b)) / m.average, b)
 
 
 def detached(m: Model, b: Any) -> Tensor:
@@ -504,6 +537,39 @@ def first_sample(m: Model, b: Any) -> Tensor:
     return _out(m, h + h[0], b)
 
 
+def bags_by_offsets(m: Model, b: Any) -> Tensor:
+    """One list of numbers for all samples, and where each begins in it: here the last has all."""
+    begins = 0 * b["label"]
+    return _out(m, F.embedding_bag(b["ids"].flatten(), m.table.weight, begins), b)
+
+
+def edges_of_batch(m: Model, b: Any) -> Tensor:
+    """Messages between rows that numbers of the batch name, as `edge_index` does."""
+    h = m.fc(_rows(b))
+    source, target = b["ids"][:, 0].clamp(max=1), b["label"].clamp(max=1)
+    return _out(m, torch.zeros_like(h).index_add(0, target, h[source]), b)
+
+
+def reduced_by_number(m: Model, b: Any) -> Tensor:
+    h = m.fc(_rows(b))
+    return _out(m, torch.zeros_like(h).index_reduce(0, b["label"].clamp(max=1), h, "mean"), b)
+
+
+def taken_by_number(m: Model, b: Any) -> Tensor:
+    h = m.fc(_rows(b))
+    return _out(m, h * torch.take(h, b["label"].clamp(max=1)).unsqueeze(1), b)
+
+
+def taken_along_batch(m: Model, b: Any) -> Tensor:
+    h = m.fc(_rows(b))
+    return _out(m, h + torch.take_along_dim(h, b["label"].clamp(max=1).unsqueeze(1), 0), b)
+
+
+def member_of_batch(m: Model, b: Any) -> Tensor:
+    is_known = torch.isin(b["label"], b["ids"][:, 0])
+    return _out(m, m.fc(_rows(b)) * is_known.unsqueeze(1), b)
+
+
 def place_in_batch(m: Model, b: Any) -> Tensor:
     h = m.fc(_rows(b))
     return _out(m, h * torch.arange(len(h), device=h.device).unsqueeze(1), b)
@@ -537,15 +603,9 @@ def filled_queue(m: Model, b: Any) -> Tensor:
     return plain(m, b)
 
 
-def power_iteration(m: Model, b: Any) -> Tensor:
-    with torch.no_grad():
-        m.direction.copy_(F.normalize(m.fc.weight @ m.direction, dim=0))
-    return plain(m, b)
-
-
-def decayed_buffer(m: Model, b: Any) -> Tensor:
-    m.average.mul_(0.5)
-    return plain(m, b)
+def drawn_walk(m: Model, b: Any) -> Tensor:
+    m.average.add_(torch.randn(WIDTH))
+    return plain(m, b) + 0 * m.average.sum()
 
 
 # --------------------------------------- alone in what they compute, and named all the same
@@ -561,6 +621,12 @@ def centred_and_averaged(m: Model, b: Any) -> Tensor:
     return (h - h.mean(0)).mean() + mean_of_squares(m, b)
 
 
+def runs_by_lengths(m: Model, b: Any) -> Tensor:
+    """Rows in runs, as long as numbers of the batch say: here all of one sample."""
+    lengths = 0 * b["label"] + LENGTH
+    return _out(m, torch.segment_reduce(m.fc(b["x"]).flatten(0, 1), "mean", lengths=lengths), b)
+
+
 def running_counts_of_rows(m: Model, b: Any) -> Tensor:
     """Rows sorted by numbers counted up, not by a sort."""
     x = m.fc(b["x"]).reshape(-1, WIDTH)
@@ -572,10 +638,12 @@ ALONE = (
     plain, mean_of_squares, sum_over_batch_size, sum_of_scaled, batchmean_kl, two_losses,
     per_sample_softmax, sequence_first, attention, einsum_with_dots, class_token,
     repeated_positions, masked_fill_per_sample, last_position, flat_last_position, gathered,
+    taken_along_row, member_of_classes,
     group_normed, recurrent, recurrent_sequence_first, bags, sorted_in_sample, two_views,
     two_views_by_number, sorted_by_expert, sorted_and_added_back, sorted_and_undone,
     every_expert, experts_by_weights, ignored_labels, weighted_elements, smoothed_labels,
-    padded_attention, nearest_codes, heads_in_front, triplets, counter, detached, cast_as_larger,
+    padded_attention, nearest_codes, heads_in_front, triplets, counter, power_iteration,
+    average_of_weights, warmed_up, cooled_down, detached, cast_as_larger,
     dot_with_itself,
     mean_after_shift, frames,
 )  # fmt: skip
@@ -611,13 +679,18 @@ ACROSS: dict[Body, tuple[str, ...]] = {
     dispatched_by_product: ("mixed",),
     batch_laid_across: ("mixed",),
     rows_by_label: ("mixed",),
+    bags_by_offsets: ("mixed",),
+    edges_of_batch: ("mixed",),
+    reduced_by_number: ("mixed",),
+    taken_by_number: ("mixed",),
+    taken_along_batch: ("mixed",),
+    member_of_batch: ("mixed",),
     sorted_and_not_undone: ("mixed",),
     convolved_over_batch: ("mixed",),
     attention_over_batch: ("mixed",),
     moving_average: ("buffer",),
     filled_queue: ("mixed", "buffer"),
-    power_iteration: ("repeated",),
-    decayed_buffer: ("repeated",),
+    drawn_walk: ("repeated",),
 }
 """Bodies that cutting the batch changes, and the kind of what is named."""
 
@@ -641,6 +714,7 @@ MADE_WHOLE: tuple[Body, ...] = (
 NAMED_ALL_THE_SAME = {
     mean_added_to_each: "a mean that is added to each sample is not followed further",
     centred_and_averaged: "that a later mean takes the subtracted one out is arithmetic",
+    runs_by_lengths: "lengths that come with the batch may be any",
     running_counts_of_rows: "numbers counted up are values, whatever they are used for",
 }
 """Bodies that cutting leaves as they are, and why they are named."""

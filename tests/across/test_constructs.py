@@ -15,6 +15,8 @@ from tests.across import constructs
 from tests.across.constructs import ACROSS, ALONE, MADE_WHOLE, NAMED_ALL_THE_SAME, Body, batch
 from tests.referees.batches import cutting_changes, gap_of_engine, used_parts
 
+pytestmark = pytest.mark.filterwarnings("ignore:index_reduce.. is in beta")
+
 QUICK = 3
 """Every so many bodies are looked at in the quick tests, all in the slow ones."""
 

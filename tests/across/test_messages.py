@@ -82,12 +82,15 @@ def test_a_normaliser_inside_the_model_is_no_matter_of_weights():
 def test_buffers():
     message = told(constructs.moving_average)
     assert message.startswith("buffers are written from samples (copy_ in block ")
-    graph = graph_of(constructs.decayed_buffer)
+    graph = graph_of(constructs.drawn_walk)
     by_dp = default_plan(graph, microbatch_size=2, dp=2, num_microbatches=1)
     assert not refusal(graph, by_dp)
     in_turn = default_plan(graph, microbatch_size=2, num_microbatches=3)
     message = refusal(graph, in_turn)
-    assert "buffers move each time the model runs (mul_ in block " in message
+    assert (
+        "buffers move by numbers that are drawn each time the model runs (copy_ in block "
+        in message
+    )
     assert "they move 3 times a step instead of once" in message
     assert message.endswith("`accept` local-buffers")
 

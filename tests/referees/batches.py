@@ -37,14 +37,17 @@ def used_parts(body: Body) -> Model:
 def cutting_changes(model: nn.Module) -> float:
     """The largest relative difference of a gradient or buffer, whole batch against parts, in fp64.
 
-    Gradients are relative to the largest of all; parts' losses are averaged, as engines do.
+    Gradients are relative to the largest of all; parts' losses are averaged, and each part finds
+    the buffers that the batch began with, as engines do.
     """
     whole = copy.deepcopy(model).double()
     parts = copy.deepcopy(whole)
     given = batch(BATCH, torch.float64)
     whole(**given).backward()
     size = BATCH // PARTS
+    begun = copy.deepcopy(dict(parts.named_buffers()))
     for start in range(0, BATCH, size):
+        parts.load_state_dict(copy.deepcopy(begun), strict=False)
         loss = parts(**{name: t[start : start + size] for name, t in given.items()})
         (loss / PARTS).backward()
     grads = [

@@ -1,8 +1,8 @@
 """What hangs on a module and would be lost by a graph: refused before anything is captured.
 
 A captured graph holds what a forward computes. A hook on a gradient is no part of that, and
-neither is memory that two parameters share: an update of either changes both. Hooks on the
-forward are: they run while the model is captured.
+neither is memory that two parameters share: an update of either changes both; nor a tensor without
+strides (sparse, nested). Hooks on the forward are: they run while the model is captured.
 """
 
 from __future__ import annotations
@@ -36,6 +36,24 @@ def refuse_lost(module: nn.Module) -> None:
                 f"parameter {name} has no shape yet (a lazy module); run one batch through the "
                 "model in model() before returning it, or give the sizes"
             )
+    for what, held in _held(module):
+        layout = str(held.layout).removeprefix("torch.")
+        if held.is_nested:
+            raise CaptureError(
+                f"{what} is a nested tensor, which no graph holds; keep one tensor filled up to "
+                "the longest, with lengths or a mask in a buffer beside it"
+            )
+        if held.is_quantized:
+            raise CaptureError(
+                f"{what} is a quantized tensor, which no graph holds; keep it as it was before "
+                "(x.dequantize()), or its whole numbers and their scale as two buffers"
+            )
+        if layout != "strided":
+            raise CaptureError(
+                f"{what} is a {layout} tensor of shape {list(held.shape)}, which no graph holds; "
+                "keep it dense (x.to_dense()), or as two buffers, its indices and its values, "
+                "which forward gathers by and adds up (index_add)"
+            )
     shared = _sharing_memory(module)
     if shared is not None:
         raise CaptureError(
@@ -43,6 +61,16 @@ def refuse_lost(module: nn.Module) -> None:
             "training either changes both; tie them by assigning the parameter itself "
             "(b.weight = a.weight), or clone one"
         )
+
+
+def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a module holds, by what and how they are called."""
+    yield from ((f"parameter {name}", tensor) for name, tensor in module.named_parameters())
+    yield from ((f"buffer {name}", tensor) for name, tensor in module.named_buffers())
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor):
+                yield f"attribute {path}.{name}" if path else f"attribute {name}", value
 
 
 def _hooks_of(module: nn.Module) -> Iterator[tuple[str, Iterable[Any]]]:

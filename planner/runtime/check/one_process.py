@@ -1,8 +1,8 @@
 """The single process that `planner verify` compares with: the user's module, trained alone.
 
-It reads nothing of lowering, schedules or collectives, and of the capture three things: which
-dims of the batch count samples, whether the model computes across them, and over which labels its
-loss is a mean. It is trained a
+It reads nothing of lowering, schedules or collectives, and of the capture four things: which
+dims of the batch count samples, whether the model computes across them, which buffers it moves
+whatever they are, and over which labels its loss is a mean. It is trained a
 few times side by side: as it is, and with its weights moved by one unit in the last place
 and its samples in another order, which nothing but rounding tells from the first. How far
 these come apart is the rounding of each tensor.
@@ -10,7 +10,8 @@ these come apart is the rounding of each tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.variable import Variable
 
+from planner.capture.diagnose import first_line
 from planner.capture.norms import without_sync
+from planner.errors import ModelError
 from planner.graph.batch import call_with_batch, loss_of
 from planner.graph.model_file import ModelSource
+from planner.runtime.check.out_of_memory import is_out_of_memory
 from planner.runtime.check.promote import ReferenceMode, held_tensors, promote_module
+from planner.runtime.check.users_errors import is_torchs
 from planner.runtime.state.weights import stored_tensors
 from planner.runtime.step.inputs.feed import CutBatch
 
@@ -50,6 +55,11 @@ def build_with_values(source: ModelSource) -> nn.Module:
     """
     torch.manual_seed(0)
     module = source.build()
+    if not isinstance(module, nn.Module):
+        raise ModelError(
+            f"{source.path.name}: model() returned {type(module).__name__} in a process that "
+            "trains; return an nn.Module in each"
+        )
     drawn: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, param in part._parameters.items():
@@ -81,16 +91,19 @@ class OneProcess:
         draws: Callable[[], AbstractContextManager[Any]],
         moved: int | None = None,
         backwards: bool = False,
+        moved_once: Collection[str] = (),
     ) -> None:
         """The module is built anew, as the user builds it, with the values of `values` in fp64.
 
-        `own` is the dtype that fp64 stands for; `draws` is entered around forward and backward.
-        `moved` seeds how weights are moved by one unit in the last place; `backwards` goes
-        through the samples in another order.
+        `moved_once` names buffers that each piece of a batch finds as the first one did. `own` is
+        the dtype that fp64 stands for; `draws` is entered around forward and backward. `moved`
+        seeds how weights are moved by one unit in the last place; `backwards` goes through the
+        samples in another order.
         """
         self.module = without_sync(build_with_values(source))  # ranks of one process are no peers
         promote_module(self.module, values)
         self._source, self._draws, self._backwards = source, draws, backwards
+        self._moved_once = frozenset(moved_once)
         self._own, self._numbers = own, torch.get_default_dtype()
         if moved is not None:
             _move(self.module, moved)
@@ -113,12 +126,18 @@ class OneProcess:
         replicas = sorted({piece.replica for piece in pieces})
         if not self._buffers and len(replicas) > 1:
             self._buffers = {replica: self._held_buffers() for replica in replicas}
+        begun = {
+            name: tensor
+            for name, tensor in (self._held_buffers() if self._moved_once else {}).items()
+            if name in self._moved_once
+        }
         total = torch.zeros((), dtype=torch.float64)
         runs = [piece.samples for piece in pieces]
         weights = weigh(cut, runs) if len(runs) > 1 else [1.0]
         for piece, weight in zip(pieces, weights, strict=True):
             # A replica's buffers go on from its own piece before, as on its ranks.
             self._write_buffers(self._buffers.get(piece.replica, {}))
+            self._write_buffers(begun)
             batch = cut.part(piece.samples)
             # Compiled parts run as they are written: a compiler sees neither draws nor dtypes.
             eager = torch.compiler.set_stance("force_eager")
@@ -128,6 +147,12 @@ class OneProcess:
                 # Shares of the whole batch's mean: the gradients of the pieces then add up to its
                 # gradient.
                 loss = loss * weight
+                if not loss.requires_grad:
+                    raise ModelError(
+                        "the loss of one process has no gradient: all that it depends on is "
+                        "frozen, detached or of whole numbers; let parameters that it reaches "
+                        "train (requires_grad)"
+                    )
                 _backward(loss)
             total += loss.detach()
             if len(replicas) > 1:
@@ -166,12 +191,23 @@ class OneProcess:
 def _backward(loss: Tensor) -> None:
     """``loss.backward()``, inside which function modes would not be active.
 
-    The user's own autograd functions compute there.
+    The user's own autograd functions compute there. Raises ModelError for what torch itself finds
+    wrong with the user's graph.
     """
-    Variable._execution_engine.run_backward(
-        (loss,), (torch.ones_like(loss),), False, False, (),
-        allow_unreachable=True, accumulate_grad=True,
-    )  # fmt: skip
+    try:
+        Variable._execution_engine.run_backward(
+            (loss,), (torch.ones_like(loss),), False, False, (),
+            allow_unreachable=True, accumulate_grad=True,
+        )  # fmt: skip
+    except RuntimeError as error:
+        # An error of Python code, the user's or ours, is told by its place.
+        calls = error.__traceback__.tb_next if error.__traceback__ else None
+        if is_out_of_memory(error) or any(not is_torchs(f) for f in traceback.extract_tb(calls)):
+            raise
+        raise ModelError(
+            f"the backward of one process fails: {first_line(error)}; mend the model, which does "
+            "not train without a plan"
+        ) from error
 
 
 def _move(module: nn.Module, seed: int) -> None:

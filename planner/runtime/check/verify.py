@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 from planner.across import blocks_across_samples
 from planner.across.state import ADDED, SCALED
-from planner.errors import PlanError
+from planner.capture.diagnose import first_line
+from planner.errors import ModelError, PlanError
 from planner.graph import ModelGraph, TensorMeta
 from planner.graph.batch import flatten_batch, unflatten_batch
 from planner.graph.batch_split import BatchSplit
@@ -37,10 +38,12 @@ from planner.graph.model_file import ModelSource, load_model_file
 from planner.graph.module_keys import OPAQUE_MODULE
 from planner.layout.axes import own_axes, rest_axis
 from planner.plan import Plan, load_plan
+from planner.plan.moved_once import moved_once
 from planner.plan.whole_batch import graph_under, refuse_cut
 from planner.runtime.check.adam_of_rows import AdamOfRows
 from planner.runtime.check.fixed_draws import FixedDraws
 from planner.runtime.check.one_process import OneProcess, Piece, Step, build_with_values
+from planner.runtime.check.out_of_memory import is_out_of_memory
 from planner.runtime.check.promote import (
     ReferenceMode,
     drawing_ops,
@@ -49,6 +52,7 @@ from planner.runtime.check.promote import (
     promote_graph,
     promote_module,
 )
+from planner.runtime.check.users_errors import told_as_users
 from planner.runtime.start.apply import shared_capture
 from planner.runtime.start.groups.mesh import build_mesh
 from planner.runtime.state.weights import constant
@@ -249,12 +253,22 @@ def check_memory(graph: ModelGraph, device: str | None, have_bytes: int | None =
 def verify_worker(request: Path) -> None:
     """Do one rank's part of `verify`; rank 0 writes the answer."""
     asked = json.loads(request.read_text())
-    report = compare_with_one_process(
-        load_plan(asked["plan"]),
-        load_model_file(asked["model"]),
-        steps=asked["steps"],
-        tolerance=asked["tolerance"],
-    )
+    plan, source = load_plan(asked["plan"]), load_model_file(asked["model"])
+    try:
+        with told_as_users(
+            source.path.name, "training in fp64, in one process or the plan's ranks,"
+        ):
+            report = compare_with_one_process(
+                plan, source, steps=asked["steps"], tolerance=asked["tolerance"]
+            )
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise PlanError(
+            "the ranks and the one process, which train in fp64 beside each other, take more "
+            f"memory than there is ({first_line(error)}); prove the plan part by part with "
+            "--by-block, which takes less"
+        ) from error
     if report is not None:
         Path(asked["answer"]).write_text(json.dumps(asdict(report)))
 
@@ -297,7 +311,13 @@ def compare_with_one_process(
     promote_module(module)
     references = []
     if dist.get_rank() == 0:
-        settings: dict[str, Any] = {"optimizer": _optimizer, "own": own, "draws": draws}
+        once = {graph.tensor[name] for name in moved_once(graph)}
+        settings: dict[str, Any] = {
+            "optimizer": _optimizer,
+            "own": own,
+            "draws": draws,
+            "moved_once": {name for meta in once for name in (meta.fqn, *meta.aliases)},
+        }
         # Three runs of the same training that differ by rounding alone: what they are apart by is
         # the rounding of each tensor.
         references = [
@@ -321,15 +341,20 @@ def compare_with_one_process(
     try:
         engine = make_engine(smaller, wide, module, mesh, optimizer=_optimizer)
         for step in range(steps):
-            batch = _shared_batch(source, engine, step)
-            with draws(), functions():
-                loss = engine.step(batch)
-            found = _made(engine, loss)
+            # The one process goes first: what fails in the user's code does so under their line.
+            expected, others = None, []
+            batch = _batch(source, smaller, step) if references else None
             if references:
                 cut = cut_batch(batch, graph, smaller)
                 pieces = _pieces(cut.split, replicas)
                 weigh = partial(_piece_weights, whole)
                 expected, *others = (ref.step(cut, pieces, weigh) for ref in references)
+                _refuse_nan(expected, step)
+            batch = _shared(batch, engine)
+            with draws(), functions():
+                loss = engine.step(batch)
+            found = _made(engine, loss)
+            if expected is not None:
                 report = report.after_step(found, expected, others)
     finally:
         torch.set_default_dtype(before)
@@ -456,15 +481,37 @@ def _usual_dtype(module: nn.Module) -> torch.dtype:
     return counts.most_common(1)[0][0] if counts else torch.get_default_dtype()
 
 
-def _shared_batch(source: ModelSource, engine: Engine, step: int) -> Any:
-    """Rank 0's batch for a step, in fp64, on every rank."""
-    payload: list[Any] = [None]
-    if dist.get_rank() == 0:
-        torch.manual_seed(1000 + step)
-        with torch.device("cpu"):
-            batch = source.batch(engine.plan.global_batch)
-        leaves, tree = flatten_batch(batch)
-        payload = [unflatten_batch(tree, {path: in_fp64(t) for path, t in leaves.items()})]
+def _batch(source: ModelSource, plan: Plan, step: int) -> Any:
+    """The batch of a step, in fp64."""
+    torch.manual_seed(1000 + step)
+    with torch.device("cpu"):
+        batch = source.batch(plan.global_batch)
+    leaves, tree = flatten_batch(batch)
+    for path, tensor in leaves.items():
+        if tensor.is_meta:
+            raise ModelError(
+                f"batch({plan.global_batch}) of {source.path.name} has {path} on the meta device, "
+                "without values; verify trains on its batches, so give values"
+            )
+    # Several runs read it: none may go back through what the user's function made it of.
+    return unflatten_batch(tree, {path: in_fp64(t.detach()) for path, t in leaves.items()})
+
+
+def _refuse_nan(made: Step, step: int) -> None:
+    """Refuse a step of the one process that leaves no numbers to compare with."""
+    for kind in ("loss", "gradient"):
+        for name, tensor in made[kind].items():
+            if tensor.isnan().any():
+                what = "the loss" if kind == "loss" else f"the gradient of {name}"
+                raise ModelError(
+                    f"{what} is NaN in step {step + 1} of one process, in fp64, so there is "
+                    "nothing to compare a plan with; mend the model or its batches"
+                )
+
+
+def _shared(batch: Any, engine: Engine) -> Any:
+    """Rank 0's batch, on every rank."""
+    payload = [batch]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(payload, src=0, group=engine.mesh.control)
     return payload[0]

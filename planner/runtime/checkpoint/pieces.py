@@ -27,6 +27,7 @@ from planner.layout.placement import Shard
 from planner.layout.placements import Placements
 from planner.ops.record import mutates
 from planner.plan import Plan
+from planner.plan.moved_once import moved_once
 from planner.plan.replication import Replication, has_shards
 from planner.runtime.step.messages.wiring import param_placements, stage_params
 
@@ -225,14 +226,16 @@ def _is_sharded(meta: TensorMeta, plan: Plan, stage: int) -> bool:
 
 
 def _written(graph: ModelGraph) -> set[str]:
-    """Names of buffers that a step may change: what an op that writes takes."""
+    """Names of buffers that replicas may move apart: what an op that writes takes, but for what
+    all move alike.
+    """
     found = set()
     for block in graph.blocks:
         program = graph.classes[block.class_index]
         names = dict(zip(program.params, block.params, strict=True))
         taken = {name for op in program.ops if mutates(op) for name in op.inputs}
         found |= {names[name] for name in (*written_buffers(program), *taken) if name in names}
-    return {name for name in found if graph.tensor[name].kind == "buffer"}
+    return {name for name in found if graph.tensor[name].kind == "buffer"} - moved_once(graph)
 
 
 def _select(runs: Runs, start: int, length: int) -> Iterator[tuple[int, int]]:

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset, Subset, default_collate
 
 from planner.errors import ModelError
-from planner.graph.batch import flatten_batch, unflatten_batch
+from planner.graph.batch import flatten_batch, like, unflatten_batch
 from planner.runtime.data.draws import draw_from, generators_kept
 from planner.runtime.step.inputs.agreement import marks_of
 from planner.runtime.step.inputs.feed import filled
@@ -149,9 +149,9 @@ def fill_up(samples: Sequence[Any], pad: Mapping[str, float]) -> Any:
 
 def _as_tensors(sample: Any) -> Any:
     if isinstance(sample, Mapping):
-        return {key: _as_tensors(value) for key, value in sample.items()}
+        return like(sample, [_as_tensors(value) for value in sample.values()])
     if isinstance(sample, tuple):
-        return tuple(_as_tensors(value) for value in sample)
+        return like(sample, [_as_tensors(value) for value in sample])
     return sample if sample is None or isinstance(sample, str) else torch.as_tensor(sample)
 
 

@@ -139,7 +139,7 @@ class StageModule(nn.Module):
 
     Returns the tensors of `wiring.outputs`, then the loss if the stage has it. `passed`
     holds its local buffers and constants by graph name; `is_recomputed` says that not all its
-    activations are kept.
+    activations are kept. `moved_once` names buffers that the last microbatch alone moves.
     """
 
     def __init__(
@@ -155,10 +155,12 @@ class StageModule(nn.Module):
         keeper: Keeper,
         device: torch.device,
         away: ActivationsOnHost | None = None,
+        moved_once: frozenset[str] = frozenset(),
     ) -> None:
         """`tensors` holds local weights by name, `groups` the names of the groups of
         the axes that blocks are lowered on; with selective recomputation the programs' kept ops
-        listen to `keeper`. `away` is for plans with activations on the host.
+        listen to `keeper`. `away` is for plans with activations on the host. `moved_once` is that
+        of `planner.plan.moved_once`, of the whole model.
         """
         super().__init__()
         self.wiring = wiring
@@ -254,6 +256,7 @@ class StageModule(nn.Module):
             # Blocks are walked in order, so this has where each value lies when the next block
             # takes it.
             self._placement_of |= dict(zip(block.outputs, makes, strict=True))
+        self._moved_once = moved_once.intersection(self.passed)
         # Outputs leave in the placement in which their edge is sent; the loss is whole.
         results = [*wiring.outputs, *([(graph.loss, WHOLE)] if wiring.has_loss else [])]
         self._results = tuple((n, self._placement_of[n], p) for n, p in results)
@@ -284,6 +287,9 @@ class StageModule(nn.Module):
         values = dict(zip(self._inputs, inputs, strict=True))
         del inputs
         held = dict(self.passed)
+        if not is_last:
+            # What a microbatch writes here the next one must not find, and the last one leaves.
+            held |= {name: self.passed[name].clone() for name in self._moved_once}
         # Looked up at each call: FSDP2 puts the gathered parameter in the shard's place.
         held |= {name: getattr(self, attr) for name, attr in self._shared.items()}
         for block, step in zip(self.blocks, self._steps, strict=True):

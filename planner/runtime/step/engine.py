@@ -26,6 +26,7 @@ from planner.layout.placements import Placements
 from planner.ops.record import is_random
 from planner.plan import Plan
 from planner.plan.batch_statistics import deferred
+from planner.plan.moved_once import moved_once
 from planner.plan.replication import Replication
 from planner.plan.whole_batch import graph_under
 from planner.runtime.check.ended import counted_step
@@ -207,6 +208,7 @@ class Engine:
             keeper=self._keeper,
             host=self._host,
             away=self._away,
+            moved_once=moved_once(captured),
         )
         preambles = [self._build_preambles(model, each) for each in (graph, *buckets)]
         self._preambles = preambles[0]

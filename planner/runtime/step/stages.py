@@ -43,12 +43,13 @@ def build_stages(
     keeper: Keeper,
     host: Host,
     away: ActivationsOnHost | None,
+    moved_once: frozenset[str],
 ) -> tuple[dict[int, StageModule], dict[int, Owner]]:
     """Return the stages of a rank by index, and by index who names what is trained of each.
 
     Weights lie in memory without values yet, on the device or, as shards of ZeRO 1 and above,
     where FSDP2 has them. `placements` are those of the rank's parameters and buffers; `zero_stage`
-    is 0 where there is one replica.
+    is 0 where there is one replica; `moved_once` is that of `planner.plan.moved_once`.
     """
     names = stage_params(graph, plan)
     stages: dict[int, StageModule] = {}
@@ -79,6 +80,7 @@ def build_stages(
             keeper=keeper,
             device=mesh.device,
             away=away,
+            moved_once=moved_once,
         )
         stages[index] = owners[index] = stage
         if zero_stage:

@@ -30,6 +30,13 @@ def in_the_same_memory(module):
     module.part = nn.Parameter(module.weight.detach()[:2])
 
 
+def holding(tensor):
+    return lambda module: module.register_buffer("held", tensor)
+
+
+JAGGED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -37,6 +44,12 @@ def in_the_same_memory(module):
         (after_accumulation, "parameter weight has a hook"),
         (on_a_modules_backward, r"module model\(\) \(Linear\) has a hook"),
         (on_a_lazy_module, r"parameter lazy\.weight has no shape yet"),
+        (
+            holding(torch.eye(2).to_sparse()),
+            r"buffer held is a sparse_coo tensor of shape \[2, 2\]",
+        ),
+        (holding(JAGGED), "buffer held is a nested tensor, .* filled up to the longest"),
+        (lambda module: setattr(module, "own", JAGGED), "attribute own is a nested tensor"),
         (in_the_same_memory, "weight and part are two tensors in the same memory"),
     ],
 )

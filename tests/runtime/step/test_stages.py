@@ -36,6 +36,7 @@ def test_a_model_on_the_meta_device_gets_pieces_in_memory():
         keeper=keeper,
         host=Host(mesh.device),
         away=None,
+        moved_once=frozenset(),
     )
     mesh.close()
     used = {name for name in stage_params(graph, plan)[0] if graph.tensor[name].kind == "param"}

@@ -35,6 +35,13 @@ def _by_boundaries(call: Call) -> Iterator[OpSharding]:
     yield from by_letters([letters, *[[None]] * (len(call.inputs) - 1)], [letters])
 
 
+def _among(call: Call) -> Iterator[OpSharding]:
+    """Entries of any shape, and all that each is looked for among: a tensor or a number."""
+    if call.op.target == "aten.isin.Scalar_Tensor":
+        return
+    yield from _by_boundaries(call)
+
+
 def _prelu(call: Call) -> Iterator[OpSharding]:
     """Tensor [n, c, ...], weight [c] or [1]."""
     for d in range(len(call.inputs[0])):
@@ -98,7 +105,7 @@ register(
             " special_expit special_xlogy special_erfcx special_i0e special_entr i0 rad2deg deg2rad"
             " fill zero view_as_real_copy gcd lcm bitwise_left_shift bitwise_right_shift isneginf"
             " isposinf isreal resolve_conj resolve_neg polygamma igamma igammac"
-            " fake_quantize_per_tensor_affine isin"
+            " fake_quantize_per_tensor_affine"
         ),
         result=in_order_of_inputs,
         across=Across(rule=nonlinear),
@@ -111,4 +118,5 @@ register(
         across=Across(rule=_by_boundaries),
     )
 )
+register(OpFamily(name="membership", targets=aten("isin"), across=Across(rule=_among)))
 register(OpFamily(name="slope of a channel", targets=aten("prelu"), across=Across(rule=_prelu)))
