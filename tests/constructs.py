@@ -17,6 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn import functional as F
 from torch.nn import utils
 from torch.nn.utils import parametrizations, prune
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 4
@@ -957,6 +958,39 @@ class Experts(nn.Module):
         return made
 
 
+class Packed(nn.Module):
+    """Recurrent layers over samples of their own lengths, padded to all, or to the longest."""
+
+    def __init__(self, total_length: int | None) -> None:
+        super().__init__()
+        kinds = (nn.LSTM, nn.GRU, nn.RNN)
+        self.layers = nn.ModuleList(kind(1, 2, batch_first=True) for kind in kinds)
+        self.total_length = total_length
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = 1 + (x[:, 1:] > 0).sum(-1).cpu()
+        packed = pack_padded_sequence(x[..., None], lengths, True, enforce_sorted=False)
+        every = [
+            pad_packed_sequence(layer(packed)[0], True, total_length=self.total_length)[0]
+            for layer in self.layers
+        ]
+        return torch.stack(every).sum((0, -1))
+
+
+class Rounds(nn.Module):
+    """As many rounds as the batch says, none at times; the result's shape is one and the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, steps: Tensor) -> Tensor:
+        made = torch.zeros_like(x)
+        for _ in range(int(steps.max())):
+            made = torch.tanh(self.layer(made) + x)
+        return made
+
+
 class Counted:
     """No tensor, and no number."""
 
@@ -1047,6 +1081,28 @@ _construct(
     extra=_part(PutsBack),
     inner=_through_part,
     note="the module around runs as it is",
+)
+_construct(
+    _VALUES,
+    "a loop of `int(steps.max())` rounds, in a module of its own",
+    extra=_part(Rounds),
+    inner=lambda self, x, index: x + self.part(x, (x > 0).sum(-1)) if index == 1 else x,
+    note="the module runs as it is",
+)
+_construct(
+    _VALUES,
+    "inside it: `nn.LSTM`, `nn.GRU`, `nn.RNN` over packed sequences, with `total_length`",
+    extra=_part(lambda: Packed(WIDTH)),
+    inner=_through_part,
+    note="runs as in one process",
+)
+_construct(
+    _VALUES,
+    "the same, as long as the longest sample that a part of the batch has",
+    extra=_part(lambda: Packed(None)),
+    inner=lambda self, x, index: x + self.part(x).mean(-1, keepdim=True),
+    refused="Packed at .* pad_packed_sequence makes it as long as .* give it total_length",
+    note="`pad_packed_sequence(..., total_length=)`",
 )
 _construct(
     _VALUES,
