@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
 from torch.nn import utils
+from torch.nn.attention import flex_attention as torchs_flex
 from torch.nn.utils import parametrizations, prune
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
@@ -905,6 +907,34 @@ _construct(
     note="give the sizes",
 )
 
+
+@contextmanager
+def flex_on_cpu() -> Iterator[None]:
+    """Let torch's flex_attention train on a CPU, by its formula and without a compiler."""
+    given = torchs_flex._validate_device
+    torchs_flex._validate_device = lambda *tensors: None
+    torchs_flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torchs_flex._validate_device = given
+        torchs_flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = False
+
+
+def _attends_flexibly(self: Chain, x: Tensor, index: int) -> Tensor:
+    each = x[:, None, :, None]
+    mask = torchs_flex.create_block_mask(
+        lambda b, h, q, k: q >= k, None, None, WIDTH, WIDTH, device=x.device
+    )
+    with flex_on_cpu():
+        near = torchs_flex.flex_attention(
+            each, each, each, score_mod=lambda score, b, h, q, k: score - 0.3 * (q - k).abs()
+        )
+        return torchs_flex.flex_attention(each, near, each, block_mask=mask)[:, 0, :, 0]
+
+
 _sine = torch.compile(lambda x: torch.sin(x) * x, backend="eager")
 
 # -- values that decide -------------------------------------------------------------------
@@ -1306,6 +1336,12 @@ _construct(
     "`module.compile()`",
     extra=lambda self: self.layers[1].compile(backend="eager"),
     note="the same",
+)
+_construct(
+    _OTHER,
+    "`flex_attention`, `create_block_mask`",
+    inner=_attends_flexibly,
+    note="masks that compare positions are told, others and a `score_mod` written out",
 )
 _construct(
     _OTHER,
