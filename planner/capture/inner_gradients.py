@@ -42,16 +42,57 @@ from planner.capture.checks.functions import draws
 from planner.capture.diagnose import calling_line, node_line
 from planner.errors import CaptureError
 
+
+def _log_sigmoid_backward(grad: Tensor, x: Tensor, buffer: Tensor) -> Tensor:
+    return grad * torch.sigmoid(-x)  # smooth at 0, as the usual one with |x| is not
+
+
+def _convolution_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_sizes: Any,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    output_mask: Sequence[bool],
+) -> Any:
+    """The gradient of the input alone: a convolution the other way round."""
+    if any(output_mask[1:]):
+        return NotImplemented
+    more = [0] * len(stride)
+    if not transposed:
+        sides = zip(
+            x.shape[2:], grad.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True
+        )
+        more = [
+            size - ((made - 1) * step - 2 * pad + apart * (kernel - 1) + 1)
+            for size, made, kernel, step, pad, apart in sides
+        ]
+    made = torch.ops.aten.convolution.default(
+        grad, weight, None, stride, padding, dilation, not transposed, more, groups
+    )
+    return made, None, None
+
+
 _DECOMPOSED = {
     op: rule
     for op, rule in decomposition_table.items()
-    if isinstance(op, torch._ops.OpOverload)
-    and ("_backward" in op.name() or op.name() in ("aten::native_layer_norm",))
+    if isinstance(op, torch._ops.OpOverload) and "_backward" in op.name()
+} | {
+    torch.ops.aten.log_sigmoid_backward.default: _log_sigmoid_backward,
+    torch.ops.aten.convolution_backward.default: _convolution_backward,
 }
 """Ops of derivatives, in plain arithmetic."""
 
 _CONSTANT = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
 """Through which no gradient flows."""
+
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+"""Of memory that may lie otherwise where the graph runs."""
 
 
 def inner_gradient(
@@ -107,6 +148,7 @@ class _Reverse:
         self._tracer = tracer
         self._graph: Graph = tracer.graph
         self._grads: dict[Node, Node] = {}
+        self._written = _writes(self._graph)
         self._module: Any = None
         """Of the op whose derivative is being added: what is added is that module's."""
 
@@ -125,6 +167,18 @@ class _Reverse:
                 self._step(node, {*path, *asked_nodes}, asked_nodes)
         return [self._grads.get(node) for node in asked_nodes]
 
+    def _refuse_overwritten(self, node: Node, before: int | None = None) -> None:
+        """Raise where what a node made was written over since, up to the op at a position."""
+        found = self._written.get(_memory(node))
+        if found is None:
+            return
+        made, writes = found[0][node], found[1]
+        if any(made < at and (before is None or at < before) for at in writes):
+            raise CaptureError(
+                f"forward takes a gradient{calling_line()} that reads what was made"
+                f"{node_line(node)} and written in place since; write the out-of-place form"
+            )
+
     def tracked(self, node: Node, *, has_gradient: bool) -> Tensor:
         """Return a tensor that stands for a node of the graph."""
         if not has_gradient:
@@ -136,6 +190,10 @@ class _Reverse:
                 made = made.requires_grad_().clone()
         track_tensor_tree(made, Proxy(node, self._tracer), constant=None, tracer=self._tracer)
         return made
+
+    def _position(self, node: Node) -> int | None:
+        found = self._written.get(_memory(node))
+        return None if found is None else found[0].get(node)
 
     def _node(self, tensor: Tensor) -> Node:
         slot = get_proxy_slot(tensor, self._tracer, None)
@@ -165,10 +223,15 @@ class _Reverse:
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """Add an op of tensors that are there."""
         if target is torch.ops.aten.t.default and args[0].target is target:
-            source: Node = args[0].args[0]
-            return source
+            turned: Node = args[0].args[0]
+            return turned
         with _plainly():
             value = target(*_values(args), **_values(kwargs))
+        if isinstance(value, list | tuple) and None in value:
+            raise CaptureError(
+                f"forward takes a gradient{calling_line()} by {target}, of which a plan can't hold "
+                "a part; take it of the inputs alone, or write it with other operations"
+            )
         return self._emit(target, args, kwargs, like=value)
 
     def _ones(self, value: Tensor) -> Node:
@@ -197,6 +260,9 @@ class _Reverse:
         if all(grad is None for grad in grads_of):
             return
         target = _pure(node)
+        for each in node.all_input_nodes:
+            if each in differentiable:
+                self._refuse_overwritten(each, self._position(node))
         wanted = [each for each in node.all_input_nodes if each in differentiable]
         self._module = node.meta.get("nn_module_stack")
         for into, grad in self._derived(node, target, wanted, grads_of, parts):
@@ -257,15 +323,20 @@ class _Reverse:
     def _copied(self, node: Node, there: dict[Node, Node | None]) -> Node | None:
         if node.target in _CONSTANT:  # autograd's own, of what it saved: its gradient flows on
             return there[node.args[0]]  # type: ignore[index]
+        for each in node.all_input_nodes:
+            known = there[each]
+            assert known is not None
+            self._refuse_overwritten(known)
         args = torch.fx.map_arg(node.args, lambda each: there[each])
         kwargs = torch.fx.map_arg(node.kwargs, lambda each: there[each])
         if node.op == "get_attr":  # a number as a tensor
             value = getattr(node.graph.owning_module, str(node.target))
             return self._number(value)
         if node.target is operator.getitem:
-            source = args[0]
-            return self._emit(operator.getitem, args, {}, like=source.meta["val"][node.args[1]])
-        return self._call(node.target, *args, **kwargs)
+            values = _values(args)
+            return self._emit(operator.getitem, args, {}, like=values[0][values[1]])
+        target = torch.ops.aten.reshape.default if node.target in _VIEWS else node.target
+        return self._call(target, *args, **kwargs)
 
     def _number(self, value: Tensor) -> Node:
         if value.dim() or value.is_meta:
@@ -277,6 +348,29 @@ class _Reverse:
             like = torch.empty((), dtype=value.dtype, device="meta")
         named = {"dtype": value.dtype, "device": like.device}
         return self._emit(torch.ops.aten.full.default, ([], value.item()), named, like=like)
+
+
+def _memory(node: Node) -> int | None:
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+
+
+def _writes(graph: Graph) -> dict[int | None, tuple[dict[Node, int], list[int]]]:
+    """Return of memory that ops write in place: who else made something of it, and the writes.
+
+    Both by their positions in the graph.
+    """
+    of_memory: dict[int | None, tuple[dict[Node, int], list[int]]] = {}
+    written: set[int | None] = set()
+    for position, node in enumerate(graph.nodes):
+        memory = _memory(node)
+        known = of_memory.setdefault(memory, ({}, []))
+        known[0][node] = position
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+            known[1].append(position)
+            written.add(memory)
+    return {memory: of_memory[memory] for memory in written - {None}}
 
 
 def _between(graph: Graph, starts: Sequence[Node], ends: Sequence[Node]) -> list[Node]:
@@ -346,7 +440,7 @@ def _is_in_evaluation(node: Node) -> bool:
     assert isinstance(node.target, torch._ops.OpOverload)
     names = [argument.name for argument in node.target._schema.arguments]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    return given.get("train") is False or given.get("p") == 0
+    return bool(given.get("train") is False or given.get("p") == 0)
 
 
 def _traced_derivative(
@@ -360,7 +454,8 @@ def _traced_derivative(
     values = values if isinstance(values, list | tuple) else [values]
     others = node.all_input_nodes
     given = [_empty(value) for value, has in zip(values, has_grad, strict=True) if has]
-    args, kwargs = _without_running_statistics(node)
+    args, kwargs = node.args, node.kwargs
+    target = _PLAIN.get(target, target)
 
     def run(grads: list[Tensor], tensors: list[Tensor]) -> tuple[Tensor | None, ...]:
         own = {
@@ -373,25 +468,107 @@ def _traced_derivative(
                 **torch.fx.map_arg(kwargs, own.__getitem__),
             )
             results = list(made) if isinstance(made, list | tuple) else [made]
-            ends = [result for result, has in zip(results, has_grad, strict=True) if has]
-            found = torch.autograd.grad(
-                ends, [own[wish] for wish in wanted], grads, allow_unused=True
-            )
+            given = iter(grads)
+            ends = [
+                (result, next(given)) for result, has in zip(results, has_grad, strict=True) if has
+            ]
+            ends = [(result, grad) for result, grad in ends if result.requires_grad]
+            found: Sequence[Tensor | None] = [None] * len(wanted)
+            if ends:  # else it makes what is like another (ones_like)
+                found = torch.autograd.grad(
+                    [result for result, _ in ends],
+                    [own[wish] for wish in wanted],
+                    [grad for _, grad in ends],
+                    allow_unused=True,
+                )
         return (*(result.detach() for result in results), *found)
 
-    traced = make_fx(run, decomposition_table=_DECOMPOSED, tracing_mode="real")(
-        given, [_empty(other.meta["val"]) for other in others]
-    )
-    assert isinstance(traced, GraphModule)
-    return traced
+    empty = given, [_empty(other.meta["val"]) for other in others]
+    rules = dict(_DECOMPOSED)
+    while True:
+        traced = make_fx(run, decomposition_table=rules, tracing_mode="real")(*empty)
+        assert isinstance(traced, GraphModule)
+        traced.graph.eliminate_dead_code()
+        apart = _apart_from_derivatives(traced.graph)
+        if not apart:
+            return traced
+        # What a derivative reads beside an op's results depends on its inputs, too: the op itself
+        # in plain arithmetic says how. Else derivatives stay ops, which have derivatives.
+        more = {op: decomposition_table[op] for op in apart if op in decomposition_table}
+        rules = rules | more if more and not more.keys() <= rules.keys() else {}
 
 
-def _without_running_statistics(node: Node) -> tuple[Any, Any]:
-    """Return an op's arguments; a batch norm in training reads no running statistics."""
-    args = list(node.args)
-    if node.target is torch.ops.aten.batch_norm.default and args[5]:
-        args[3] = args[4] = None
-    return tuple(args), node.kwargs
+def _apart_from_derivatives(graph: Graph) -> set[Any]:
+    """Return the ops whose results without a gradient are read as if they were constants."""
+    found = set()
+    for node in graph.nodes:
+        if node.target is not operator.getitem:
+            continue
+        maker, index = node.args
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        readers = [
+            user
+            for user in node.users
+            if user.op == "call_function"
+            and user.target not in _CONSTANT
+            and "_backward" not in str(user.target)
+        ]
+        readers += [
+            user
+            for alias in node.users
+            if alias.target in _CONSTANT
+            for user in alias.users
+            if user.op == "call_function" and "_backward" not in str(user.target)
+        ]
+        if readers and not _is_differentiable(maker, index):
+            found.add(maker.target)
+    return found
+
+
+def _is_differentiable(maker: Node, index: int) -> bool:
+    """Whether a result of an op has a gradient."""
+
+    def given(node: Node) -> Any:
+        value = node.meta["val"]
+        is_float = isinstance(value, Tensor) and value.is_floating_point()
+        return _empty(value).requires_grad_(is_float) if isinstance(value, Tensor) else value
+
+    with _plainly():
+        made = maker.target(  # type: ignore[operator]
+            *torch.fx.map_arg(maker.args, given), **torch.fx.map_arg(maker.kwargs, given)
+        )
+    return bool(made[index].requires_grad)
+
+
+def _batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    """A batch norm in plain arithmetic, which moves no running statistics a second time."""
+    shape = [1, -1] + [1] * (x.dim() - 2)
+    if training or mean is None or variance is None:
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        middle = x.mean(dims, keepdim=True)
+        centred = x - middle
+        spread = centred.square().mean(dims, keepdim=True)
+    else:
+        centred, spread = x - mean.reshape(shape), variance.reshape(shape)
+    made = centred * torch.rsqrt(spread + eps)
+    made = made if weight is None else made * weight.reshape(shape)
+    return made if bias is None else made + bias.reshape(shape)
+
+
+_PLAIN = {torch.ops.aten.batch_norm.default: _batch_norm}
+"""Ops whose derivative is that of the same in other ops."""
 
 
 def _aliases(node: Node) -> Iterator[Node]:
@@ -420,6 +597,7 @@ def _plainly() -> Iterator[None]:
         _disable_current_modes(),
         unset_fake_temporarily(),
         torch._C.DisableTorchFunction(),
+        torch._C._DisablePythonDispatcher(),
         torch.enable_grad(),
     ):
         yield
