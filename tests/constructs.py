@@ -381,9 +381,9 @@ def _detached_in_place(self: Chain, x: Tensor, index: int) -> Tensor:
     return x.clone().detach_() * x
 
 
-def _inner_gradient(create_graph: bool) -> Inner:
+def _inner_gradient(create_graph: bool, of: Callable[[Tensor], Tensor] = lambda x: x**3) -> Inner:
     def inner(self: Chain, x: Tensor, index: int) -> Tensor:
-        energy = (x**3).sum()
+        energy = of(x).sum()
         (grad,) = torch.autograd.grad(energy, x, create_graph=create_graph, retain_graph=True)
         return x + grad * x
 
@@ -444,7 +444,24 @@ _construct(
 )
 _construct(_MODE, "`torch.autograd.grad` in forward", inner=_inner_gradient(False))
 _construct(
-    _MODE, "`torch.autograd.grad(..., create_graph=True)` in forward", inner=_inner_gradient(True)
+    _MODE,
+    "`torch.autograd.grad(..., create_graph=True)` in forward",
+    inner=_inner_gradient(True),
+    note="gradient penalties, forces, second derivatives: as ops, each divided like any other",
+)
+_construct(
+    _MODE,
+    "the same through dropout",
+    inner=_inner_gradient(True, of=lambda x: F.dropout(x**3, 0.1)),
+    refused="through aten.dropout.default at .* draws random numbers inside; draw them by an op",
+    note="a product with a mask that is drawn",
+)
+_construct(
+    _MODE,
+    "the same through a `torch.autograd.Function`",
+    inner=_inner_gradient(True, of=lambda x: RoundedThrough.apply(x, 4)),
+    refused=r"through planner.autograd_function.default at .* plain tensor operations",
+    note="plain operations",
 )
 _construct(
     _MODE,

@@ -453,7 +453,40 @@ def _traced_derivative(
     values = node.meta["val"]
     values = values if isinstance(values, list | tuple) else [values]
     others = node.all_input_nodes
-    given = [_empty(value) for value, has in zip(values, has_grad, strict=True) if has]
+    # Equal layers have equal derivatives.
+    place = {other: f"input {index}" for index, other in enumerate(others)}
+    key = (
+        target,
+        repr(torch.fx.map_arg((node.args, node.kwargs), place.__getitem__)),
+        tuple(map(_told, (*(other.meta["val"] for other in others), *values))),
+        tuple(place[wish] for wish in wanted),
+        tuple(has_grad),
+    )
+    if key not in _traced:
+        if len(_traced) >= _MOST_TRACED:
+            _traced.clear()
+        given = [_empty(value) for value, has in zip(values, has_grad, strict=True) if has]
+        _traced[key] = _traced_of(node, target, wanted, has_grad, given)
+    return _traced[key]
+
+
+_traced: dict[Any, GraphModule] = {}
+_MOST_TRACED = 1000
+
+
+def _told(value: Any) -> Any:
+    """Return what a derivative may depend on of what an op is given or makes."""
+    return (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else repr(value)
+
+
+def _traced_of(
+    node: Node,
+    target: Any,
+    wanted: Sequence[Node],
+    has_grad: Sequence[bool],
+    given: Sequence[Tensor],
+) -> GraphModule:
+    others = node.all_input_nodes
     args, kwargs = node.args, node.kwargs
     target = _PLAIN.get(target, target)
 
@@ -483,19 +516,25 @@ def _traced_derivative(
                 )
         return (*(result.detach() for result in results), *found)
 
-    empty = given, [_empty(other.meta["val"]) for other in others]
-    rules = dict(_DECOMPOSED)
-    while True:
+    empty = list(given), [_empty(other.meta["val"]) for other in others]
+
+    def trace(rules: dict[Any, Any]) -> GraphModule:
         traced = make_fx(run, decomposition_table=rules, tracing_mode="real")(*empty)
         assert isinstance(traced, GraphModule)
         traced.graph.eliminate_dead_code()
-        apart = _apart_from_derivatives(traced.graph)
-        if not apart:
+        return traced
+
+    traced = trace(_DECOMPOSED)
+    apart = _apart_from_derivatives(traced.graph)
+    if not apart:
+        return traced
+    # What a derivative reads beside an op's results depends on its inputs, too: the op itself in
+    # plain arithmetic says how. Else derivatives stay ops, which have derivatives of their own.
+    if apart <= decomposition_table.keys():
+        traced = trace(_DECOMPOSED | {op: decomposition_table[op] for op in apart})
+        if not _apart_from_derivatives(traced.graph):
             return traced
-        # What a derivative reads beside an op's results depends on its inputs, too: the op itself
-        # in plain arithmetic says how. Else derivatives stay ops, which have derivatives.
-        more = {op: decomposition_table[op] for op in apart if op in decomposition_table}
-        rules = rules | more if more and not more.keys() <= rules.keys() else {}
+    return trace({})
 
 
 def _apart_from_derivatives(graph: Graph) -> set[Any]:

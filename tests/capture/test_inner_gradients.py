@@ -245,7 +245,7 @@ def _written_in_part(self: Differentiated, x: Tensor) -> Tensor:
 
 
 def _read_before_written(self: Differentiated, x: Tensor) -> Tensor:
-    return torch.tanh(x).mul_(x)
+    return (x * 2).mul_(x)
 
 
 def _written_through_a_view(self: Differentiated, x: Tensor) -> Tensor:
@@ -265,7 +265,7 @@ def _written_through_a_view(self: Differentiated, x: Tensor) -> Tensor:
             lambda self, x: RoundedThrough.apply(x, 4),
             r"planner.autograd_function.default at .*a function of its own.*plain tensor",
         ),
-        (_written_in_part, r"copy_.*writes in place.*the out-of-place form"),
+        (_written_in_part, "and written in place since; write the out-of-place form"),
         (_read_before_written, "reads what was made at .* and written in place since"),
         (_written_through_a_view, "and written in place since; write the out-of-place form"),
     ],
