@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
 from torch.nn import utils
+from torch.nn.attention import flex_attention as torchs_flex
 from torch.nn.utils import parametrizations, prune
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 4
@@ -378,9 +381,9 @@ def _detached_in_place(self: Chain, x: Tensor, index: int) -> Tensor:
     return x.clone().detach_() * x
 
 
-def _inner_gradient(create_graph: bool) -> Inner:
+def _inner_gradient(create_graph: bool, of: Callable[[Tensor], Tensor] = lambda x: x**3) -> Inner:
     def inner(self: Chain, x: Tensor, index: int) -> Tensor:
-        energy = (x**3).sum()
+        energy = of(x).sum()
         (grad,) = torch.autograd.grad(energy, x, create_graph=create_graph, retain_graph=True)
         return x + grad * x
 
@@ -441,7 +444,24 @@ _construct(
 )
 _construct(_MODE, "`torch.autograd.grad` in forward", inner=_inner_gradient(False))
 _construct(
-    _MODE, "`torch.autograd.grad(..., create_graph=True)` in forward", inner=_inner_gradient(True)
+    _MODE,
+    "`torch.autograd.grad(..., create_graph=True)` in forward",
+    inner=_inner_gradient(True),
+    note="gradient penalties, forces, second derivatives: as ops, each divided like any other",
+)
+_construct(
+    _MODE,
+    "the same through dropout",
+    inner=_inner_gradient(True, of=lambda x: F.dropout(x**3, 0.1)),
+    refused="through aten.dropout.default at .* draws random numbers inside; draw them by an op",
+    note="a product with a mask that is drawn",
+)
+_construct(
+    _MODE,
+    "the same through a `torch.autograd.Function`",
+    inner=_inner_gradient(True, of=lambda x: RoundedThrough.apply(x, 4)),
+    refused=r"through planner.autograd_function.default at .* plain tensor operations",
+    note="plain operations",
 )
 _construct(
     _MODE,
@@ -948,6 +968,34 @@ _construct(
     note="give the sizes",
 )
 
+
+@contextmanager
+def flex_on_cpu() -> Iterator[None]:
+    """Let torch's flex_attention train on a CPU, by its formula and without a compiler."""
+    given = torchs_flex._validate_device
+    torchs_flex._validate_device = lambda *tensors: None
+    torchs_flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torchs_flex._validate_device = given
+        torchs_flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = False
+
+
+def _attends_flexibly(self: Chain, x: Tensor, index: int) -> Tensor:
+    each = x[:, None, :, None]
+    mask = torchs_flex.create_block_mask(
+        lambda b, h, q, k: q >= k, None, None, WIDTH, WIDTH, device=x.device
+    )
+    with flex_on_cpu():
+        near = torchs_flex.flex_attention(
+            each, each, each, score_mod=lambda score, b, h, q, k: score - 0.3 * (q - k).abs()
+        )
+        return torchs_flex.flex_attention(each, near, each, block_mask=mask)[:, 0, :, 0]
+
+
 _sine = torch.compile(lambda x: torch.sin(x) * x, backend="eager")
 
 # -- values that decide -------------------------------------------------------------------
@@ -998,6 +1046,39 @@ class Experts(nn.Module):
             rows = (chosen == index).nonzero().flatten()
             if rows.numel():
                 made = made.index_add(0, rows, self._inner(self, layer(x[rows]), index))
+        return made
+
+
+class Packed(nn.Module):
+    """Recurrent layers over samples of their own lengths, padded to all, or to the longest."""
+
+    def __init__(self, total_length: int | None) -> None:
+        super().__init__()
+        kinds = (nn.LSTM, nn.GRU, nn.RNN)
+        self.layers = nn.ModuleList(kind(1, 2, batch_first=True) for kind in kinds)
+        self.total_length = total_length
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = 1 + (x[:, 1:] > 0).sum(-1).cpu()
+        packed = pack_padded_sequence(x[..., None], lengths, True, enforce_sorted=False)
+        every = [
+            pad_packed_sequence(layer(packed)[0], True, total_length=self.total_length)[0]
+            for layer in self.layers
+        ]
+        return torch.stack(every).sum((0, -1))
+
+
+class Rounds(nn.Module):
+    """As many rounds as the batch says, none at times; the result's shape is one and the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, steps: Tensor) -> Tensor:
+        made = torch.zeros_like(x)
+        for _ in range(int(steps.max())):
+            made = torch.tanh(self.layer(made) + x)
         return made
 
 
@@ -1091,6 +1172,28 @@ _construct(
     extra=_part(PutsBack),
     inner=_through_part,
     note="the module around runs as it is",
+)
+_construct(
+    _VALUES,
+    "a loop of `int(steps.max())` rounds, in a module of its own",
+    extra=_part(Rounds),
+    inner=lambda self, x, index: x + self.part(x, (x > 0).sum(-1)) if index == 1 else x,
+    note="the module runs as it is",
+)
+_construct(
+    _VALUES,
+    "inside it: `nn.LSTM`, `nn.GRU`, `nn.RNN` over packed sequences, with `total_length`",
+    extra=_part(lambda: Packed(WIDTH)),
+    inner=_through_part,
+    note="runs as in one process",
+)
+_construct(
+    _VALUES,
+    "the same, as long as the longest sample that a part of the batch has",
+    extra=_part(lambda: Packed(None)),
+    inner=lambda self, x, index: x + self.part(x).mean(-1, keepdim=True),
+    refused="Packed at .* pad_packed_sequence makes it as long as .* give it total_length",
+    note="`pad_packed_sequence(..., total_length=)`",
 )
 _construct(
     _VALUES,
@@ -1294,6 +1397,12 @@ _construct(
     "`module.compile()`",
     extra=lambda self: self.layers[1].compile(backend="eager"),
     note="the same",
+)
+_construct(
+    _OTHER,
+    "`flex_attention`, `create_block_mask`",
+    inner=_attends_flexibly,
+    note="masks that compare positions are told, others and a `score_mod` written out",
 )
 _construct(
     _OTHER,

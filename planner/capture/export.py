@@ -25,6 +25,7 @@ from planner.capture.checks.hooks import saved_tensors_untouched
 from planner.capture.checks.on_meta import OnMeta
 from planner.capture.checks.rehearsal import Rehearsal, rehearse
 from planner.capture.diagnose import explain
+from planner.capture.flex import flex_written_out
 from planner.capture.opaque import OpaqueModules
 from planner.capture.precision import MixedDtypes
 from planner.capture.read import Reader
@@ -220,7 +221,14 @@ def export_batch(
 @contextlib.contextmanager
 def _as_captured() -> Iterator[None]:
     """Let a forward run as it is captured, rehearsed and traced alike."""
-    with _quiet(), no_gc(), torch.enable_grad(), _buffers_assigned_in_place(), same_parts():
+    with (
+        _quiet(),
+        no_gc(),
+        torch.enable_grad(),
+        _buffers_assigned_in_place(),
+        same_parts(),
+        flex_written_out(),
+    ):
         yield
 
 

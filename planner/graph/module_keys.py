@@ -22,6 +22,10 @@ OPAQUE_MODULE = "planner.opaque_module.default"
 _OF_EVERY_MODULE = ("_parameters", "_buffers", "_modules", "training", "forward")
 _OF_VALUES = ("_is_hf_initialized",)
 """What a library notes of a part whose parameters have values; no forward reads it."""
+CACHED_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
+"""Where torch's recurrent layers have their parameters a second time, and make it anew themselves
+where a parameter is another one (`nn.RNNBase`).
+"""
 _DEPTH = 6
 """So far into nested objects attributes are told."""
 
@@ -57,7 +61,7 @@ def attributes(module: Any) -> list[tuple[str, Any]]:
         # Hooks are kept by numbers that count on through the whole process.
         (name, list(value.values()) if "_hooks" in name else value)
         for name, value in vars(module).items()
-        if name not in (*_OF_EVERY_MODULE, *_OF_VALUES)
+        if name not in (*_OF_EVERY_MODULE, *_OF_VALUES, *CACHED_WEIGHTS)
         and not isinstance(getattr(type(module), name, None), cached_property)
     ]
 

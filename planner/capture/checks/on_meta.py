@@ -21,6 +21,7 @@ from planner.capture.checks.constants import Constants
 from planner.capture.checks.guards import value_that_passes
 from planner.capture.checks.hooks import HOOK_ADVICE
 from planner.capture.diagnose import calling_line
+from planner.capture.inner_gradients import inner_gradient
 from planner.errors import CaptureError
 
 _FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
@@ -109,8 +110,14 @@ class OnMeta(TorchFunctionMode):
                 f"forward calls backward(){calling_line()}; return the loss, whose backward a plan "
                 "runs itself, or use torch.autograd.grad"
             )
-        if func is torch.autograd.grad and not kwargs.get("create_graph"):
-            return tuple(None if g is None else g.detach() for g in func(*args, **kwargs))
+        if func is torch.autograd.grad:
+            found = inner_gradient(*args, **kwargs)
+            if found is not None:
+                return found
+            found = func(*args, **kwargs)
+            if kwargs.get("create_graph"):
+                return found
+            return tuple(None if grad is None else grad.detach() for grad in found)
         if func == _DATA:
             return args[0].detach()
         if func in _FROM_DATA:

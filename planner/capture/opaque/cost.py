@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,11 @@ class Cost:
 
     forward: Counts
     backward: Counts
+
+
+def dearest(costs: Sequence[Cost]) -> Cost:
+    """Return the one with the most flop in its forward and backward: values may leave work out."""
+    return max(costs, key=lambda cost: cost.forward[0].per_sample + cost.backward[0].per_sample)
 
 
 def counted(run: Callable[[], Any], num_samples: int, kept_bytes: Callable[[Any], int]) -> Counts:

@@ -36,14 +36,29 @@ DRAWS = (
     Draw(sizes=(8.0, 0.125)),
     Draw(means=(-4.0, 4.0, 0.0)),
     Draw(means=(0.5, 0.0), sizes=(0.01, 1.0)),
+    # Alike in sign: all rows that a condition may pick, and none.
+    Draw(means=(3.0,)),
+    Draw(means=(-3.0,)),
 )
 
+
+def _mixed(tensor: Tensor, low: int) -> Tensor:
+    """Return integers `low` and one more at random, the first and the last not the same."""
+    made = torch.randint(low, low + 2, tensor.shape).flatten()
+    made[:1], made[1:][-1:] = low, low + 1
+    return made.view(tensor.shape).to(tensor.dtype)
+
+
 WHOLE_NUMBERS: tuple[Callable[[Tensor], Tensor], ...] = (
-    lambda tensor: torch.randint(0, 2, tensor.shape).to(tensor.dtype),
+    lambda tensor: _mixed(tensor, 0),
+    lambda tensor: _mixed(tensor, 1),
     lambda tensor: torch.ones(tensor.shape, dtype=tensor.dtype),
     lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype),
+    lambda tensor: _mixed(tensor, 1).flatten().flip(0).view(tensor.shape),
 )
-"""Integers that indices and lengths may be: the first of these that a module takes."""
+"""Integers that indices and lengths may be (which must be above 0, or must not grow). The first of
+these that a module takes are its whole numbers; others that it takes are tried, too.
+"""
 
 
 def input_like(

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from planner.capture.checks.functions import as_written
 from planner.capture.checks.rehearsal import state_of
 from planner.capture.diagnose import first_line
-from planner.capture.opaque.cost import Cost, counted
+from planner.capture.opaque.cost import Cost, counted, dearest
 from planner.capture.opaque.draws import TrialDraws
 from planner.capture.opaque.samples import (
     DRAWS,
@@ -31,7 +31,12 @@ from planner.capture.precision import MixedDtypes
 from planner.errors import CaptureError
 from planner.graph.module_keys import attributes
 from planner.plan import Precision
-from planner.runtime.stage.calls.opaque_modules import SEED, called, tensors_of
+from planner.runtime.stage.calls.opaque_modules import (
+    SEED,
+    advice_on_shapes,
+    called,
+    tensors_of,
+)
 
 SCALARS = (type(None), bool, int, float, str)
 
@@ -174,7 +179,7 @@ class Trial:
 
     def _tried(self) -> ModuleCall:
         own = [own_like(tensor) for tensor in tensors_of(self.module)]
-        whole = self._whole_numbers(own)
+        whole, *others = self._whole_numbers(own)
         values = self._values(DRAWS[0], whole)
         result = self._untouched(values, own)
         leaves, spec = tree_flatten(result)
@@ -182,22 +187,24 @@ class Trial:
         if not made:
             raise NotHeld(f"{self.who}, returns no tensor; return tensors and numbers")
         structure = [self._told(leaf) for leaf in leaves]
-        results = tuple(
-            Result(
-                shape=tuple(tensor.shape),
-                dtype=tensor.dtype,
-                is_differentiable=tensor.requires_grad,
-            )
-            for tensor in made
-        )
         if self.first is None:
-            holds = self._compare_draws(own, whole, leaves) if self._draws.are_apart else ()
-            cost = self._cost(values, own, made)
+            has_gradient = [tensor.requires_grad for tensor in made]
+            drawn = [self._values(draw, whole) for draw in DRAWS]
+            drawn += [self._values(DRAWS[0], other) for other in others]
+            holds = self._compare_draws(own, drawn, leaves, has_gradient)
+            if not self._draws.are_apart:
+                holds = ()
+            cost = dearest([self._cost(each, own) for each in (values, *drawn[len(DRAWS) :])])
             if holds and self._draws.number:
                 # The seed is the same for all samples.
                 holds = (*holds, False)
         else:
             holds, cost = self.first.holds_samples, self.first.cost
+            has_gradient = [result.is_differentiable for result in self.first.results]
+        results = tuple(
+            Result(shape=tuple(tensor.shape), dtype=tensor.dtype, is_differentiable=has)
+            for tensor, has in zip(made, has_gradient, strict=True)
+        )
         args, kwargs = self.places
         if self._draws.number:
             kwargs = (*kwargs, (SEED, Place(len(self.given))))
@@ -221,44 +228,62 @@ class Trial:
     def _values(self, draw: Draw, whole: Callable[[Tensor], Tensor]) -> list[Tensor]:
         return [input_like(tensor, draw, self.num_samples, whole) for tensor in self.given]
 
-    def _whole_numbers(self, own: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
-        """Return the first maker of integers that the forward takes."""
-        *others, last = WHOLE_NUMBERS
-        for whole in others:
+    def _whole_numbers(self, own: Sequence[Tensor]) -> list[Callable[[Tensor], Tensor]]:
+        """Return the makers of integers that the forward takes, at least one.
+
+        Those of which it makes finite numbers come first.
+        """
+        first, *others = WHOLE_NUMBERS
+        if all(
+            t.is_floating_point() or t.is_complex() or t.dtype == torch.bool for t in self.given
+        ):
+            return [first]
+        taken: list[tuple[bool, Callable[[Tensor], Tensor]]] = []
+        for whole in (first, *others):
             try:
-                self._result(self._values(DRAWS[0], whole), own)
+                made = self._tensors_of(own)(self._values(DRAWS[0], whole))
             except Exception:
                 continue
-            return whole
-        return last
+            taken.append((all(bool(tensor.isfinite().all()) for tensor in made), whole))
+        return [whole for _, whole in sorted(taken, key=lambda each: not each[0])] or [first]
 
     def _compare_draws(
-        self, own: Sequence[Tensor], whole: Callable[[Tensor], Tensor], leaves: Sequence[Any]
+        self,
+        own: Sequence[Tensor],
+        drawn: Sequence[Sequence[Tensor]],
+        leaves: Sequence[Any],
+        has_gradient: list[bool],
     ) -> tuple[bool, ...]:
-        """See that shapes and numbers hold for other values; return which inputs hold samples."""
+        """See that shapes and numbers hold for other values; return which inputs hold samples.
+
+        Results that have a gradient for some of the values are noted in `has_gradient`.
+        """
         fixed = _fixed(leaves)
         possible: list[tuple[bool, ...]] | None = None
-        for draw in DRAWS:
-            values = self._values(draw, whole)
+        for values in drawn:
             again = tree_leaves(self._result(values, own))
             if _fixed(again) != fixed:
                 raise NotHeld(
                     f"{self.who}, returns a tensor whose shape, or a number, depends on values; "
-                    "put it, and all that uses that, into one module"
+                    f"{advice_on_shapes(self.module)}"
                 )
             made = [leaf for leaf in again if isinstance(leaf, Tensor)]
+            has_gradient[:] = (
+                has or t.requires_grad for has, t in zip(has_gradient, made, strict=True)
+            )
             self._compare_twice(values, own, made)
+            if possible is None:
+                possible = [*splits(values, self.num_samples)]
+            elif not all(bool(tensor.isfinite().all()) for tensor in made):
+                continue  # integers that other values do not go with
             # A split that a single draw contradicts is out: samples may seem apart by chance, never
             # not apart.
             possible = [
                 split
-                for split in (splits(values, self.num_samples) if possible is None else possible)
+                for split in possible
                 if are_apart(self._tensors_of(own), values, made, split, self.num_samples)
             ]
-            if not possible:
-                return ()
-        assert possible is not None
-        return possible[0]
+        return possible[0] if possible else ()
 
     def _compare_twice(
         self, values: Sequence[Tensor], own: Sequence[Tensor], made: Sequence[Tensor]
@@ -270,9 +295,7 @@ class Trial:
                 "time; a plan repeats one forward in every step"
             )
 
-    def _cost(
-        self, values: Sequence[Tensor], own: Sequence[Tensor], made: Sequence[Tensor]
-    ) -> Cost:
+    def _cost(self, values: Sequence[Tensor], own: Sequence[Tensor]) -> Cost:
         def forward() -> list[Tensor]:
             with torch.no_grad():
                 return self._tensors_of(own)(values)
@@ -336,7 +359,7 @@ def _filled(place: Any, values: Sequence[Tensor]) -> Any:
 def _fixed(leaves: Sequence[Any]) -> list[Any]:
     """What of a result must not depend on values."""
     return [
-        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+        (tuple(leaf.shape), leaf.dtype)
         if isinstance(leaf, Tensor)
         else leaf
         if isinstance(leaf, SCALARS)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.variable import Variable
 
 from planner.capture.diagnose import first_line
+from planner.capture.flex import flex_written_out
 from planner.capture.norms import without_sync
 from planner.errors import ModelError
 from planner.graph.batch import call_with_batch, loss_of
@@ -141,7 +142,9 @@ class OneProcess:
             batch = cut.part(piece.samples)
             # Compiled parts run as they are written: a compiler sees neither draws nor dtypes.
             eager = torch.compiler.set_stance("force_eager")
-            with eager, self._draws(), ReferenceMode(self._own, self._numbers):
+            # Torch's flex_attention trains on GPUs alone, and under no mode.
+            written = flex_written_out()
+            with eager, written, self._draws(), ReferenceMode(self._own, self._numbers):
                 output = call_with_batch(self.module, batch)
                 loss = loss_of(output, batch, self._source.loss)
                 # Shares of the whole batch's mean: the gradients of the pieces then add up to its

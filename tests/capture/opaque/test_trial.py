@@ -67,6 +67,35 @@ def test_shapes_that_follow_values_are_not_held():
         tried(Rows(), meta(8, 3), meta(8, dtype=torch.int64))
 
 
+class Cut(nn.Module):
+    def forward(self, x, lengths):
+        return x[:, : int(lengths.max())]
+
+
+class Counts(nn.Module):
+    def forward(self, x, steps):
+        made = torch.zeros_like(x)
+        for _ in range(int(steps.max())):
+            made = torch.tanh(made + x)
+        return made
+
+
+def test_lengths_are_tried_that_are_not_alike():
+    """Lengths of 1 alone, which any forward takes, would show one shape."""
+    given = meta(2, 5, grad=True), meta(2, dtype=torch.int64)
+    with pytest.raises(NotHeld, match="shape, or a number, depends on values"):
+        tried(Cut(), *given)
+
+
+def test_a_result_that_some_values_leave_without_a_gradient():
+    call = tried(Counts(), meta(2, 5, grad=True), meta(2, dtype=torch.int64))
+    assert call.results[0].is_differentiable
+    assert call.holds_samples == (True, False), "all samples take as many rounds"
+    forward, backward = call.cost.forward, call.cost.backward
+    assert forward[0].per_sample >= 10, "of the dearest course that was tried"
+    assert backward[0].per_sample > 0
+
+
 class Drifts(nn.Module):
     calls = 0
 

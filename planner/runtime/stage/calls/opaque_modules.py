@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -22,7 +23,12 @@ from torch.utils._pytree import tree_leaves
 
 from planner.errors import PlanError
 from planner.graph import ModelGraph, Op, Program, Ref
-from planner.graph.module_keys import OPAQUE_MODULE, class_of, module_key
+from planner.graph.module_keys import (
+    CACHED_WEIGHTS,
+    OPAQUE_MODULE,
+    class_of,
+    module_key,
+)
 from planner.runtime.stage.calls.opaque_functions import find_function
 from planner.runtime.start.device import forked_generators, is_accelerator, of
 
@@ -46,8 +52,24 @@ def called(
     """
     names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
     named = dict(zip(names, own, strict=True))
-    with _reparametrize_module(module, named, tie_weights=True):
+    with _cached_weights_kept(module), _reparametrize_module(module, named, tie_weights=True):
         return module.forward(*args, **kwargs)
+
+
+@contextmanager
+def _cached_weights_kept(module: nn.Module) -> Iterator[None]:
+    """Take back what recurrent layers of torch note of their parameters, when a call has ended.
+
+    They make it anew by themselves where a parameter is another one; kept, it would hold the
+    call's tensors.
+    """
+    held = [vars(part) for part in module.modules()]
+    before = [(each, name, each[name]) for each in held for name in CACHED_WEIGHTS if name in each]
+    try:
+        yield
+    finally:
+        for each, name, value in before:
+            each[name] = value
 
 
 # ----------------------------------------------------------------------------------- finding
@@ -98,6 +120,30 @@ def find_module(key: str) -> nn.Module:
             "or function of that code and those attributes; search again"
         )
     return _kept[key]
+
+
+def advice_on_shapes(module: nn.Module) -> str:
+    """Say what to do where a module returns a shape that depends on values."""
+    classes = {kind for part in module.modules() for kind in type(part).__mro__}
+    held = [
+        vars(module).get("function"),
+        *(each for kind in classes for each in vars(kind).values()),
+    ]
+    codes = [each.__code__ for each in held if isinstance(each, FunctionType)]
+    if any("pad_packed_sequence" in names for code in codes for names in _names_in(code)):
+        return (
+            "pad_packed_sequence makes it as long as the longest sample that is there, of which "
+            "a part of the batch has another: give it total_length, or put all that uses "
+            "its result into the same module"
+        )
+    return "put all that uses it into the same module"
+
+
+def _names_in(code: CodeType) -> Iterator[tuple[str, ...]]:
+    yield code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names_in(inner)
 
 
 # ----------------------------------------------------------------------------------- calling
@@ -222,8 +268,8 @@ class _Call:
         if found != planned:
             raise PlanError(
                 f"{class_of(self.key)}, which runs as it is, returned {found} and its "
-                f"plan has {planned}: a shape or dtype that depends on values; put what uses it "
-                "into the same module"
+                f"plan has {planned}: a shape or dtype that depends on values; "
+                f"{advice_on_shapes(find_module(self.key))}"
             )
 
 
@@ -240,7 +286,8 @@ class _OpaqueCall(torch.autograd.Function):
             made = [tensors[0].new_empty(shape, dtype=dtype) for shape, dtype, _ in call.results]
             del scratch
         else:
-            made = call.run(tensors)
+            # (A recurrent layer moves the memory of the very tensors that it is given.)
+            made = call.run([t.detach() for t in tensors])
             call.check(made)
         # Results are new: a module may return its input, or a view of it.
         given = {tensor.untyped_storage()._cdata for tensor in tensors}
