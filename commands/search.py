@@ -220,6 +220,7 @@ def search(
     chosen = with_buckets(answer.plan, graph, buckets)
     save_plan(chosen, out)
     for message in (
+        *([graph.unit.told] if graph.unit.told else []),
         *cut_batch_messages(graph, chosen),
         *short_sums_messages(graph, chosen),
         *called_modules_messages(graph),

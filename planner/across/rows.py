@@ -8,6 +8,7 @@ from planner.across.state import ANY_ORDER, IN_ORDER, WHOLE, State
 from planner.across.step import BOUND, Step, handles
 from planner.graph import Affine
 from planner.layout.placement import Shard
+from planner.ops.call import normal_dim
 
 
 @handles("full", "zeros", "ones", "empty", "scalar_tensor")
@@ -61,14 +62,20 @@ def _repeat(step: Step) -> tuple[State, ...] | None:
 
 @handles("repeat_interleave")
 def _repeat_each(step: Step) -> tuple[State, ...] | None:
-    """Each entry as often as there are samples."""
-    state = step.states[0]
-    if state.rows or state.sums or not isinstance(step.arg(1, "repeats"), Affine):
+    """Each entry as often as there are samples; or each sample so many times."""
+    state, repeats = step.states[0], step.arg(1, "repeats")
+    rank = len(step.shape(step.op.inputs[0]))
+    dim = step.call.arg(2, "dim", 0 if rank == 1 else None)
+    if state.rows and type(repeats) is int and dim is not None:
+        along = normal_dim(dim, rank)
+        # (Numbers of rows would be those of other rows.)
+        return (state,) if state.points is None or along != state.rows.dim else None
+    if state.rows or state.sums or not isinstance(repeats, Affine):
         return None
-    (dim,) = step.growing(step.op.outputs[0])
-    size = step.walk.bound[step.op.inputs[0]].shape[dim]
+    (grown,) = step.growing(step.op.outputs[0])
+    size = step.walk.bound[step.op.inputs[0]].shape[grown]
     assert isinstance(size, int)
-    return (State(rows=Shard(dim, size), equal=True, power=state.power),)
+    return (State(rows=Shard(grown, size), equal=True, power=state.power),)
 
 
 @handles("slice")
@@ -90,6 +97,17 @@ def _slice(step: Step) -> tuple[State, ...] | None:
     if start >= stride or stop != size or state.rows.segments > 1 or (size // BOUND) % stride:
         return None
     return (state,) if state.points is None else None
+
+
+@handles("tensor_split")
+def _equal_parts(step: Step) -> tuple[State, ...] | None:
+    """The runs of the batch's samples, each a tensor of its own."""
+    state, call = step.states[0], step.call
+    dim = normal_dim(call.arg(2, "dim", 0), len(call.inputs[0]))
+    is_run = len(call.outputs) > 1 and len(set(call.outputs)) == 1
+    if not is_run or state.rows != Shard(dim, len(call.outputs)):
+        return None
+    return (replace(state, rows=Shard(dim)),) * len(call.outputs)
 
 
 @handles("view_as")

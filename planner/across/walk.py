@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from planner.across.follow import follow_program
 from planner.across.state import ANY_ORDER, IN_ORDER, WHOLE, State
 from planner.across.step import Fault, Kind, Walk
-from planner.graph import Affine, ModelGraph, Op, Program, TensorMeta
+from planner.graph import Affine, ModelGraph, Op, Program, TensorMeta, Unit
 from planner.layout.placement import Shard
 
 PREAMBLE = -1
@@ -58,7 +58,7 @@ class _Model:
     def findings(self) -> tuple[Finding, ...]:
         graph = self._graph
         for name in graph.batch_inputs:
-            self._states[name] = _of_batch(graph.tensor[name])
+            self._states[name] = _of_batch(graph.tensor[name], graph.unit)
         self._pairs_in_batch()
         self._follow(PREAMBLE, graph.preamble, graph.preamble.inputs, graph.preamble.outputs)
         for block in graph.blocks:
@@ -176,9 +176,14 @@ def _called(op: Op) -> str:
     return name
 
 
-def _of_batch(tensor: TensorMeta) -> State:
+def _of_batch(tensor: TensorMeta, unit: Unit) -> State:
+    """What comes with the batch: samples that belong together may lie in several runs of it."""
     growing = _growing(tensor)
-    return State(rows=Shard(growing[0])) if growing else WHOLE
+    if not growing:
+        return WHOLE
+    size = tensor.shape[growing[0]]
+    assert isinstance(size, Affine)
+    return State(rows=Shard(growing[0], unit.runs_of(size.per_sample)))
 
 
 def _growing(tensor: TensorMeta) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from planner.capture.masks import with_told_masks
 from planner.capture.opaque import OpaqueModules
 from planner.capture.precision import cast_parameters
 from planner.capture.repeats.in_part import capture_in_part, long_lists
+from planner.capture.units import capture_by_units
 from planner.errors import CaptureError, ModelError
-from planner.graph import ModelGraph
+from planner.graph import SAMPLE, ModelGraph, Unit
 from planner.graph.batch import Tree, flatten_batch, unflatten_batch
 from planner.graph.blocks import RawGraph, build_graph
 from planner.graph.model_file import ModelSource
@@ -45,20 +47,28 @@ def capture_source(
         raise ModelError(
             f"{source.path.name}: model() returned {type(module).__name__}; return an nn.Module"
         )
-    batches = []
-    for size in BATCH_SIZES:
-        try:
-            batches.append(source.batch(*((size,) if length is None else (size, length))))
-        except Exception as error:
-            where = user_line(error)
-            called = f"batch({size})" if length is None else f"batch({size}, {length})"
-            raise ModelError(
-                f"{source.path.name}: the example {called} failed{where}: {first_line(error)}"
-            ) from error
-    with users_modules(source.path.parent):  # a forward may import what it needs
+
+    def batches_of(unit_size: int) -> list[Any]:
+        batches = []
+        for size in (unit_size * count for count in BATCH_SIZES):
+            try:
+                batches.append(source.batch(*((size,) if length is None else (size, length))))
+            except Exception as error:
+                where = user_line(error)
+                called = f"batch({size})" if length is None else f"batch({size}, {length})"
+                raise ModelError(
+                    f"{source.path.name}: the example {called} failed{where}: {first_line(error)}"
+                ) from error
+        _check_batches(*map(flatten_batch, batches), name=source.name, unit_size=unit_size)
+        return batches
+
+    def capture(batches: list[Any], unit: Unit) -> ModelGraph:
         return capture_module(
-            module, *batches, loss=source.loss, name=source.name, precision=precision
+            module, *batches, loss=source.loss, name=source.name, precision=precision, unit=unit
         )
+
+    with users_modules(source.path.parent):  # a forward may import what it needs
+        return capture_by_units(batches_of, capture)
 
 
 def build_without_values(build: Callable[[], Any]) -> Any:
@@ -81,34 +91,20 @@ def capture_module(
     loss: Callable[[Any, Any], Any] | None = None,
     name: str = "model",
     precision: Precision = "model",
+    unit: Unit = SAMPLE,
 ) -> ModelGraph:
     """Capture a module on example batches of two and of three samples.
 
-    The module may hold real or meta tensors; it is not changed, and its weights are not
-    copied. Precision "bf16" captures it cast (see `planner.capture.precision`), which is
-    another graph with another fingerprint. Raises CaptureError when it can't be captured at
-    all, or not as a function of the batch size; ModelError when the batches do not fit.
+    Where samples belong together these are two and three units of them. The module may hold real
+    or meta tensors; it is not changed, and its weights are not copied. Precision "bf16" captures it
+    cast (see `planner.capture.precision`), which is another graph with another fingerprint.
+
+    Raises CaptureError when it can't be captured at all, or not as a function of the batch size;
+    ModelError when the batches do not fit.
     """
     refuse_lost(module)
     leaves = [flatten_batch(batch) for batch in (batch2, batch3)]
-    if not leaves[0][0]:
-        raise ModelError(
-            f"batch(2) of {name} returned {type(batch2).__name__} without a tensor in it; "
-            "batch(size) must return a tuple or dict of tensors"
-        )
-    if leaves[0][1] != leaves[1][1]:
-        raise ModelError(
-            f"batch(2) and batch(3) of {name} differ in structure; "
-            "batch(size) must return the same keys for every size"
-        )
-    if all(
-        a.shape == b.shape
-        for a, b in zip(leaves[0][0].values(), leaves[1][0].values(), strict=True)
-    ):
-        raise ModelError(
-            f"batch(2) and batch(3) of {name} have the same shapes; "
-            "batch(size) must return `size` samples, usually as the first dim of each tensor"
-        )
+    _check_batches(*leaves, name=name, unit_size=unit.size)
 
     kept_calls = KeptCalls()
 
@@ -161,11 +157,40 @@ def capture_module(
                     raise
     finally:
         kept_calls.forget()
-    return build_graph(with_told_masks(merged), name=name, batch_tree=leaves[0][1])
+    graph = build_graph(with_told_masks(merged), name=name, batch_tree=leaves[0][1])
+    return replace(graph, unit=unit)
+
+
+def _check_batches(
+    small: tuple[dict[str, Any], Tree],
+    large: tuple[dict[str, Any], Tree],
+    *,
+    name: str,
+    unit_size: int,
+) -> None:
+    """Raise ModelError where two example batches do not tell which sizes count samples."""
+    first, second = (f"batch({count * unit_size})" for count in BATCH_SIZES)
+    if not small[0]:
+        raise ModelError(
+            f"{first} of {name} returned no tensor; batch(size) must return a tuple or dict of "
+            "tensors"
+        )
+    if small[1] != large[1]:
+        raise ModelError(
+            f"{first} and {second} of {name} differ in structure; "
+            "batch(size) must return the same keys for every size"
+        )
+    if all(a.shape == b.shape for a, b in zip(small[0].values(), large[0].values(), strict=True)):
+        raise ModelError(
+            f"{first} and {second} of {name} have the same shapes; "
+            "batch(size) must return `size` samples, usually as the first dim of each tensor"
+        )
 
 
 def batch_from_spec(spec: Any, tree: Tree, size: int) -> Any:
-    """Return a meta batch of `size` samples from what a plan stores of its inputs."""
+    """Return a meta batch of `size` samples (units of them, where they belong together) from what
+    a plan stores of its inputs.
+    """
     leaves = {
         path: torch.empty(
             [s[0] * size + s[1] if isinstance(s, tuple | list) else s for s in shape],

@@ -2,7 +2,8 @@
 
 In: a captured list of ops (`planner.capture`). Out: a `ModelGraph`, whose sizes are affine in the
 microbatch size, cut into a preamble and a chain of blocks grouped by class. Read `model_graph`
-first, then `blocks`; `batch` and `batch_split` describe batches, `capture_cache` keeps graphs on
+first, then `blocks`; `batch`, `batch_split` and
+`unit` describe batches, `capture_cache` keeps graphs on
 disk and `model_file` reads the user's ``model.py``.
 """
 
@@ -24,8 +25,10 @@ from planner.graph.model_graph import (
     size_at,
     to_json,
 )
+from planner.graph.unit import SAMPLE, Unit
 
 __all__ = [
+    "SAMPLE",
     "Affine",
     "Arg",
     "Block",
@@ -36,6 +39,7 @@ __all__ = [
     "Size",
     "Symbol",
     "TensorMeta",
+    "Unit",
     "bind_arg",
     "from_json",
     "iter_refs",

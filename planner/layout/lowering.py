@@ -42,7 +42,7 @@ def local_program(
     further outputs, in the placements in which their ops make them.
     """
     whole = graph.classes[class_index]
-    full_size = plan.microbatch_samples // degrees.along("batch")
+    full_size = plan.microbatch_units // degrees.along("batch")
     # Layouts were found for a full microbatch. A smaller microbatch is lowered beside it, as the
     # segments of its layout follow from comparing the two programs.
     programs = [whole.bind(size) for size in dict.fromkeys((microbatch_size, full_size))]

@@ -7,7 +7,7 @@ from math import prod
 
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
-from planner.graph import ModelGraph
+from planner.graph import ModelGraph, Unit
 from planner.graph.called_modules import called_whole
 from planner.graph.encoder_decoder import first_decoder_block
 from planner.layout.axes import AXES, axis_names, batch_axes, lowered_axes
@@ -70,20 +70,25 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
         )
     cuts = {axis.name: fixed[axis.name] for axis in batch_axes() if fixed[axis.name]}
     parts = prod(size or 1 for size in cuts.values())
-    if request.global_batch % parts:
+    _check_units(request, graph.unit)
+    # What is cut are units of samples that belong together; of most models each is one sample.
+    unit, units = graph.unit.size, request.global_batch // graph.unit.size
+    if units % parts:
+        of_units = "" if unit == 1 else f" of {units} {graph.unit.spelled}"
         raise LayoutError(
             f"{' * '.join(f'{name}={size}' for name, size in cuts.items())} does not divide "
-            f"`global_batch` {request.global_batch}; every replica takes the same number of "
-            f"samples, so use {' * '.join(cuts)} in {listed(divisors(request.global_batch))} or "
+            f"`global_batch` {request.global_batch}{of_units}; every replica takes the same number "
+            f"of samples, so use {' * '.join(cuts)} in {listed(divisors(units))} or "
             "another batch"
         )
-    per_part = request.global_batch // parts
-    size = request.microbatch_size
+    per_part = units // parts
+    size = None if request.microbatch_size is None else request.microbatch_size // unit
     if size is not None and per_part % size:
-        whose = f"the {per_part} samples of a replica" if cuts else f"the batch of {per_part}"
+        samples = per_part * unit
+        whose = f"the {samples} samples of a replica" if cuts else f"the batch of {samples}"
         raise LayoutError(
-            f"`microbatch_size` {size} does not divide {whose}; "
-            f"use a divisor: {listed(divisors(per_part))}"
+            f"`microbatch_size` {size * unit} does not divide {whose}; "
+            f"use a divisor: {listed([size * unit for size in divisors(per_part)])}"
         )
     if request.schedule is not None:
         spec = find_schedule(request.schedule)
@@ -100,6 +105,23 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
             f"pp={request.pp} needs at least {request.pp} microbatches, but the batch gives "
             f"at most {per_part // (size or 1)} per replica; use a larger `global_batch`, a "
             "smaller `microbatch_size` or a smaller `pp`"
+        )
+
+
+def _check_units(request: SearchRequest, unit: Unit) -> None:
+    """Raise LayoutError for sizes by which samples that belong together would be cut apart."""
+    allowed = [int(value) for value in request.allowed("microbatch_size")]
+    for name, sizes in (
+        ("global_batch", [request.global_batch]),
+        ("microbatch_size", [request.microbatch_size or unit.size, *allowed]),
+    ):
+        for size in sizes:
+            if why := unit.why_not(size):
+                raise LayoutError(f"`{name}` {size} was given; {why}")
+    if unit.runs > 1 and request.meshes == "own":
+        raise LayoutError(
+            f"`meshes` own was given, and samples belong together in {unit.spelled}, which stages "
+            "of different meshes can't hand on; use `meshes` same"
         )
 
 

@@ -394,10 +394,11 @@ class Engine:
 
         Every rank gives the whole batch, or every rank the `planner.OwnPart` of its replica. It may
         be of fewer samples than ``plan.global_batch``, down to one for each microbatch and
-        replica; each counts the same, however unevenly they are cut. Raises ModelError for a
-        batch that the plan can't take, PlanError when the module that the plan was applied to
-        was changed since (a parameter frozen, a hook set, evaluation mode), ValuesError, before
-        weights change, where the loss or a gradient is NaN or infinite.
+        replica (whole units, where samples belong together: ``plan.unit``); each counts the same,
+        however unevenly they are cut. Raises ModelError for a batch that the plan can't take,
+        PlanError when the module that the plan was applied to was changed since (a parameter
+        frozen, a hook set, evaluation mode), ValuesError, before weights change, where the loss or
+        a gradient is NaN or infinite.
 
         Without `update` its gradients are kept for the next step with it, which takes the mean
         over all samples (or what `loss_weight` counts) since the last update.
@@ -427,7 +428,7 @@ class Engine:
             self._update(feed, loss, shared)
         elif self._values is not None:
             self._stop_if_wrong(self._values, feed, loss, shared, has_gradients=False)
-        self.samples += feed.split.num_samples
+        self.samples += feed.split.num_samples * self.plan.unit.size
         if shared is not None:
             shared.wait()
         self.fetched = gathered(self, seen) if seen.wanted else {}

@@ -116,6 +116,7 @@ class Feeder:
             leaves=leaves,
             metas=self._metas[bucket],
             bucket=bucket,
+            unit=self._plan.unit,
         )
         count, number = self._mesh.size("batch"), self._mesh.rank("batch")
         runs = [cut.split.part(m, count, number) for m in range(cut.split.num_microbatches)]
@@ -137,7 +138,10 @@ class Feeder:
         for bucket in self._smallest_first:
             try:
                 found[bucket] = count_samples(
-                    leaves, self._metas[bucket], filled_up=self._filled_up
+                    leaves,
+                    self._metas[bucket],
+                    filled_up=self._filled_up,
+                    unit=self._plan.unit,
                 )
             except ModelError as error:
                 wrong = error
@@ -159,7 +163,12 @@ class Feeder:
         leaves, tree = flatten_batch(part.batch)
         metas = self._metas[agreed.bucket]
         cut = CutBatch(
-            split=agreed.split, tree=tree, leaves=leaves, metas=metas, bucket=agreed.bucket
+            split=agreed.split,
+            tree=tree,
+            leaves=leaves,
+            metas=metas,
+            bucket=agreed.bucket,
+            unit=self._plan.unit,
         )
         runs = agreed.split.own(self._mesh.size("batch"), self._mesh.rank("batch"))
         if agreed.counted is None:
@@ -168,7 +177,8 @@ class Feeder:
             weights = self._weights.by_counts(self._weights.count(cut, runs), agreed.counted)
         else:
             weights = ()
-        counted = agreed.split.num_samples if agreed.counted is None else agreed.counted
+        unit = self._plan.unit.size
+        counted = agreed.split.num_samples * unit if agreed.counted is None else agreed.counted
         return self._feed(cut, runs, weights, lambda: float(counted))
 
     def _asked(self, part: OwnPart) -> Agreed:
@@ -197,13 +207,21 @@ class Feeder:
                 split, parts, place = whole_split(whole, self._plan), count, number
             runs = split.own(parts, place)
             if samples != runs[-1].stop:
+                unit = self._plan.unit.size
                 raise ModelError(
-                    f"its loader made {samples} samples of {runs[-1].stop}; a collate_fn keeps "
-                    "the number of samples"
+                    f"its loader made {samples * unit} samples of {runs[-1].stop * unit}; a "
+                    "collate_fn keeps the number of samples"
                 )
             if self._weights.counts and self._mesh.is_first_of_samples:
                 metas = self._metas[fits[0]]
-                cut = CutBatch(split=split, tree=tree, leaves=leaves, metas=metas, bucket=fits[0])
+                cut = CutBatch(
+                    split=split,
+                    tree=tree,
+                    leaves=leaves,
+                    metas=metas,
+                    bucket=fits[0],
+                    unit=self._plan.unit,
+                )
                 counted = sum(self._weights.count(cut, runs))
         if "marks" not in more:
             more["marks"] = marks_of(leaves)
@@ -216,6 +234,11 @@ class Feeder:
             counted=counted,
             **more,
         )
+
+    def samples_of(self, batch: Any) -> int:
+        """Return the samples of a batch that may hold more than the plan takes."""
+        leaves, _ = flatten_batch(batch)
+        return self._fitting(leaves)[1] * self._plan.unit.size
 
     def _split(self, samples: int) -> BatchSplit:
         return BatchSplit.of_parts((samples,), num_microbatches=self._plan.num_microbatches)

@@ -115,7 +115,9 @@ class LabelCounts:
         """
         labels = self._counted.means[number]
         rows = labels.made.tensor[labels.made.outputs[0]].shape[:1]
-        if not (rows and isinstance(rows[0], Affine) and not rows[0].fixed):
+        # (Labels of samples that lie apart do not follow each other sample by sample.)
+        in_order = cut.unit.runs == 1
+        if not (in_order and rows and isinstance(rows[0], Affine) and not rows[0].fixed):
             return [sum(self._of_samples(number, cut, samples)) for samples in runs]
         first = min((samples.start for samples in runs if samples), default=0)
         last = max((samples.stop for samples in runs if samples), default=0)

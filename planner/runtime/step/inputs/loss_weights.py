@@ -89,7 +89,7 @@ class LossWeights:
     def total(self, cut: CutBatch) -> float:
         """Return what counts in a whole batch."""
         if not self._is_counted:
-            return float(cut.split.num_samples)
+            return float(cut.split.num_samples * cut.unit.size)
         return sum(map(sum, self._counts(cut)))
 
     def _counts(self, cut: CutBatch) -> list[list[float]]:
