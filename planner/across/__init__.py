@@ -14,6 +14,13 @@ a program with these, `walk` through a model. `counted` says over which labels a
 
 from planner.across.counted import blocks_across_samples, uncounted
 from planner.across.step import Kind
-from planner.across.walk import Finding, across_samples
+from planner.across.walk import Finding, across_samples, runs_of_samples
 
-__all__ = ["Finding", "Kind", "across_samples", "blocks_across_samples", "uncounted"]
+__all__ = [
+    "Finding",
+    "Kind",
+    "across_samples",
+    "blocks_across_samples",
+    "runs_of_samples",
+    "uncounted",
+]

@@ -99,15 +99,15 @@ def _slice(step: Step) -> tuple[State, ...] | None:
     return (state,) if state.points is None else None
 
 
-@handles("tensor_split")
+@handles("chunk", "split", "split_with_sizes", "tensor_split")
 def _equal_parts(step: Step) -> tuple[State, ...] | None:
-    """The runs of the batch's samples, each a tensor of its own."""
+    """The runs of the batch's samples, equally many in each of several tensors."""
     state, call = step.states[0], step.call
-    dim = normal_dim(call.arg(2, "dim", 0), len(call.inputs[0]))
-    is_run = len(call.outputs) > 1 and len(set(call.outputs)) == 1
-    if not is_run or state.rows != Shard(dim, len(call.outputs)):
+    dim, count = normal_dim(call.arg(2, "dim", 0), len(call.inputs[0])), len(call.outputs)
+    if count < 2 or len(set(call.outputs)) > 1 or state.rows is None or state.rows.dim != dim:
         return None
-    return (replace(state, rows=Shard(dim)),) * len(call.outputs)
+    runs, rest = divmod(state.rows.segments, count)
+    return None if rest else (replace(state, rows=Shard(dim, runs)),) * count
 
 
 @handles("view_as")

@@ -46,6 +46,16 @@ def across_samples(graph: ModelGraph) -> tuple[Finding, ...]:
     return _Model(graph).findings()
 
 
+def runs_of_samples(graph: ModelGraph, block_index: int, name: str) -> int:
+    """Return in how many runs of a dim a tensor of a block has its samples: in several where the
+    batch stacks what belongs together, or the model puts one copy of it behind the other.
+    """
+    model = _Model(graph)
+    model.findings()
+    rows = model.states_in(block_index)[name].rows
+    return 1 if rows is None else rows.segments
+
+
 class _Model:
     """Follows a graph. Mutable: what was found of a class is kept for its other blocks."""
 
@@ -66,6 +76,16 @@ class _Model:
             self._follow(block.index, program, block.inputs, block.outputs, block.class_index)
         self._look_at_loss()
         return tuple(self._found)
+
+    def states_in(self, block_index: int) -> dict[str, State]:
+        """Return the states of all tensors in a block, once all was followed."""
+        block = self._graph.blocks[block_index]
+        program = self._graph.classes[block.class_index]
+        walk = Walk(program=program, states=dict.fromkeys(program.params, WHOLE))
+        given = (self._states[name] for name in block.inputs)
+        walk.states.update(zip(program.inputs, given, strict=True))
+        follow_program(walk)
+        return walk.states
 
     def _follow(
         self,

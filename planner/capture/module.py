@@ -59,7 +59,7 @@ def capture_source(
                 raise ModelError(
                     f"{source.path.name}: the example {called} failed{where}: {first_line(error)}"
                 ) from error
-        _check_batches(*map(flatten_batch, batches), name=source.name, unit_size=unit_size)
+        _leaves_of(*batches, name=source.name, unit_size=unit_size)
         return batches
 
     def capture(batches: list[Any], unit: Unit) -> ModelGraph:
@@ -103,8 +103,7 @@ def capture_module(
     ModelError when the batches do not fit.
     """
     refuse_lost(module)
-    leaves = [flatten_batch(batch) for batch in (batch2, batch3)]
-    _check_batches(*leaves, name=name, unit_size=unit.size)
+    leaves = _leaves_of(batch2, batch3, name=name, unit_size=unit.size)
 
     kept_calls = KeptCalls()
 
@@ -122,7 +121,7 @@ def capture_module(
         return cast_parameters(meta) if precision == "bf16" and of is module else meta
 
     paths = long_lists(module)
-    opaque = OpaqueModules(precision=precision)
+    opaque = OpaqueModules(precision=precision, unit=unit.size)
 
     def captured() -> RawGraph:
         rehearsal, whole = rehearse_batch(fresh, *leaves[0], loss, paths, opaque)
@@ -161,30 +160,32 @@ def capture_module(
     return replace(graph, unit=unit)
 
 
-def _check_batches(
-    small: tuple[dict[str, Any], Tree],
-    large: tuple[dict[str, Any], Tree],
-    *,
-    name: str,
-    unit_size: int,
-) -> None:
-    """Raise ModelError where two example batches do not tell which sizes count samples."""
+def _leaves_of(
+    small: Any, large: Any, *, name: str, unit_size: int
+) -> list[tuple[dict[str, Any], Tree]]:
+    """Return the leaves and structure of two example batches, which tell which sizes count samples.
+
+    Raises ModelError where they do not.
+    """
+    leaves = [flatten_batch(batch) for batch in (small, large)]
+    (ones, one_tree), (others, other_tree) = leaves
     first, second = (f"batch({count * unit_size})" for count in BATCH_SIZES)
-    if not small[0]:
+    if not ones:
         raise ModelError(
-            f"{first} of {name} returned no tensor; batch(size) must return a tuple or dict of "
-            "tensors"
+            f"{first} of {name} returned {type(small).__name__} without a tensor in it; "
+            "batch(size) must return a tuple or dict of tensors"
         )
-    if small[1] != large[1]:
+    if one_tree != other_tree:
         raise ModelError(
             f"{first} and {second} of {name} differ in structure; "
             "batch(size) must return the same keys for every size"
         )
-    if all(a.shape == b.shape for a, b in zip(small[0].values(), large[0].values(), strict=True)):
+    if all(a.shape == b.shape for a, b in zip(ones.values(), others.values(), strict=True)):
         raise ModelError(
             f"{first} and {second} of {name} have the same shapes; "
             "batch(size) must return `size` samples, usually as the first dim of each tensor"
         )
+    return leaves
 
 
 def batch_from_spec(spec: Any, tree: Tree, size: int) -> Any:

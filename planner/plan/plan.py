@@ -280,6 +280,14 @@ class Plan(Record):
         return self
 
     @model_validator(mode="after")
+    def _holds_whole_units(self) -> Plan:
+        shares = (("a share", share) for share in self.shares)
+        for what, number in (("microbatch_size", self.microbatch_size), *shares):
+            if why := self.unit.why_not(number):
+                raise ValueError(f"{what} is {number}, and {why}")
+        return self
+
+    @model_validator(mode="after")
     def _meshes_fit(self) -> Plan:
         shape_of_rank: dict[int, Degrees] = {}
         for index, stage in enumerate(self.stages):
@@ -299,22 +307,12 @@ class Plan(Record):
                     f"stage {index} has {shape} and another stage of pp rank {stage.pp_rank} has "
                     f"{shape_of_rank[stage.pp_rank]}; stages of one pp rank share its mesh"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _holds_whole_units(self) -> Plan:
-        for what, number in (
-            ("microbatch_size", self.microbatch_size),
-            *(("a share", share) for share in self.shares),
-        ):
-            if why := self.unit.why_not(number):
-                raise ValueError(f"{what} is {number}, and {why}")
-        cuts = {self.stage_degrees(index).along("batch") for index in range(len(self.stages))}
+        cuts = sorted({shape.along("batch") for shape in shape_of_rank.values()})
         if self.unit.runs > 1 and len(cuts) > 1:
             raise ValueError(
                 f"samples belong together in {self.unit.spelled} and stages cut them in "
-                f"{' and '.join(map(str, sorted(cuts)))} parts, between which no stage hands on "
-                "samples that lie apart; give all stages one mesh"
+                f"{' and '.join(map(str, cuts))} parts, between which no stage hands on samples "
+                "that lie apart; give all stages one mesh"
             )
         return self
 

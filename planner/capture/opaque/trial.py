@@ -109,7 +109,8 @@ class Trial:
         key: names the module in a graph, see `module_key`.
         places: args and kwargs, in which a `Place` stands for a tensor of `given`.
         given: the tensors of the arguments, without values.
-        num_samples: of the batch that the call is a part of.
+        num_samples: of the batch that the call is a part of; units of those that belong together.
+        unit: samples of each of these.
         first: the same call on fewer samples, where that was tried: only shapes differ.
     """
 
@@ -120,6 +121,7 @@ class Trial:
     places: tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
     given: Sequence[Tensor]
     num_samples: int
+    unit: int
     first: ModuleCall | None
     _draws: TrialDraws = field(default_factory=TrialDraws)
 
@@ -218,8 +220,13 @@ class Trial:
             return Tensor
         return leaf if isinstance(leaf, SCALARS) else Unread(self.who, type(leaf).__name__)
 
+    @property
+    def _rows(self) -> int:
+        """Samples one by one: which of them are neighbours is not known where units lie apart."""
+        return self.num_samples * self.unit
+
     def _values(self, draw: Draw, whole: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        return [input_like(tensor, draw, self.num_samples, whole) for tensor in self.given]
+        return [input_like(tensor, draw, self._rows, whole) for tensor in self.given]
 
     def _whole_numbers(self, own: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
         """Return the first maker of integers that the forward takes."""
@@ -252,8 +259,8 @@ class Trial:
             # not apart.
             possible = [
                 split
-                for split in (splits(values, self.num_samples) if possible is None else possible)
-                if are_apart(self._tensors_of(own), values, made, split, self.num_samples)
+                for split in (splits(values, self._rows) if possible is None else possible)
+                if are_apart(self._tensors_of(own), values, made, split, self._rows)
             ]
             if not possible:
                 return ()

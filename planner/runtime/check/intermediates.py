@@ -8,7 +8,7 @@ that blocks are lowered on (sums taken), and over replicas and microbatches alon
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from planner.across import runs_of_samples
 from planner.errors import PlanError
 from planner.graph import Affine, Block, ModelGraph, Op, Program, TensorMeta
 from planner.layout.axes import lowered_axes
@@ -129,7 +130,11 @@ def gathered(engine: Engine, seen: Seen) -> dict[str, Tensor]:
                 value = _whole(value, placement, mesh.group_name(axis))
             if mesh.is_first_of_samples:
                 mine.append((watched.name, microbatch, mesh.rank("batch"), value.cpu()))
-    return _on_rank_0(mine, seen.wanted, mesh.control)
+    if mesh.global_rank:
+        runs = {}
+    else:  # (of a tensor that comes stacked, or of one part, it is not asked)
+        runs = {each.name: _runs(engine, each) for each in seen.wanted}
+    return _on_rank_0(mine, seen.wanted, mesh.control, runs)
 
 
 def _find(graph: ModelGraph, name: str) -> Watched:
@@ -203,7 +208,10 @@ def _whole(value: Tensor, placement: Placement, group: str) -> Tensor:
 
 
 def _on_rank_0(
-    mine: list[tuple[str, int, int, Tensor]], wanted: Iterable[Watched], control: dist.ProcessGroup
+    mine: list[tuple[str, int, int, Tensor]],
+    wanted: Iterable[Watched],
+    control: dist.ProcessGroup,
+    runs: Mapping[str, int],
 ) -> dict[str, Tensor]:
     is_first = dist.get_rank() == 0
     everyone: list[Any] = [None] * dist.get_world_size() if is_first else []
@@ -211,10 +219,26 @@ def _on_rank_0(
     parts: dict[str, list[tuple[int, int, Tensor]]] = {}
     for name, microbatch, number, value in (part for rank in everyone for part in rank):
         parts.setdefault(name, []).append((microbatch, number, value))
-    return {w.name: _joined(w.meta, parts[w.name]) for w in wanted} if is_first else {}
+    if not is_first:
+        return {}
+    return {w.name: _joined(w.meta, parts[w.name], runs[w.name]) for w in wanted}
 
 
-def _joined(meta: TensorMeta, parts: list[tuple[int, int, Tensor]]) -> Tensor:
+def _runs(engine: Engine, watched: Watched) -> int:
+    """In how many runs a tensor has its samples; found once, as steps fetch the same again."""
+    place = watched.block, watched.tensor
+    if place not in engine.runs_of_fetched:
+        engine.runs_of_fetched[place] = runs_of_samples(engine.graph, *place)
+    return engine.runs_of_fetched[place]
+
+
+def _joined(meta: TensorMeta, parts: list[tuple[int, int, Tensor]], runs: int) -> Tensor:
     values = [value for _, _, value in sorted(parts, key=lambda part: part[:2])]
     counts_samples = [d for d, size in enumerate(meta.shape) if isinstance(size, Affine)]
-    return torch.cat(values, counts_samples[0]) if counts_samples else torch.stack(values)
+    if not counts_samples:
+        return torch.stack(values)
+    dim = counts_samples[0]
+    if runs == 1:
+        return torch.cat(values, dim)
+    # Each part has its own samples of every run: [runs, samples of a run].
+    return torch.cat([v.unflatten(dim, (runs, -1)) for v in values], dim + 1).flatten(dim, dim + 1)

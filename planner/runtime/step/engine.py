@@ -92,6 +92,8 @@ class Engine:
         steps, samples: how many updates were made, and of how many samples.
         grad_norm: of the last step's gradients before clipping, when they are clipped.
         fetched: what the last step was told to fetch.
+        runs_of_fetched: in how many runs of a dim fetched tensors have their samples, by block and
+            name (`planner.across.runs_of_samples`).
         average: the average of weights, once `average_weights` began it.
         after_step: functions that are given each step's loss.
         after_load: functions that run when a training was loaded.
@@ -239,6 +241,7 @@ class Engine:
         self._max_grad_norm = max_grad_norm
         self.grad_norm: Tensor | None = None
         self.fetched: dict[str, Tensor] = {}
+        self.runs_of_fetched: dict[tuple[int, str], int] = {}
         self._statistics = (
             DeferredStatistics(captured, plan, mesh, self.stages) if deferred_batch_norm else None
         )
