@@ -137,6 +137,34 @@ def groups_of_pairs(x, v, r):
     return -(chosen - rejected).view(-1, 2).log_softmax(-1)[:, 0].mean()
 
 
+def last_of_each(x, v, r):
+    """A place of each sample by its number, then halves."""
+    places = torch.stack([x, 2 * x], 1)
+    a, b = places[torch.arange(len(x)), (r > 0).long()].sum(-1).chunk(2)
+    return -F.logsigmoid(a - b).mean()
+
+
+def views_of_pairs(x, v, r):
+    """Two views inside the model, of a batch whose halves are stacked."""
+    p, q = torch.cat([x, 2 * x]).chunk(2)
+    a, b = (p * q.detach()).sum(-1).chunk(2)
+    return -F.logsigmoid(a - b).mean()
+
+
+def labels_and_pairs(x, v, r):
+    """A mean over labels of the chosen half, beside the loss of pairs."""
+    half = len(v) // 2
+    labels = torch.where(r > 0, 1, 3)
+    return F.cross_entropy(x[:half], labels[:half]) - F.logsigmoid(v[:half] - v[half:]).mean()
+
+
+def labels_of_pairs(x, v, r):
+    """A mean over the pairs that have a label."""
+    half = len(v) // 2
+    labels = torch.where(r[:half] > -0.5, 3, -100)
+    return F.cross_entropy(x[:half] - x[half:], labels)
+
+
 UNITS: dict[Body, Unit] = {
     chunked: Unit(size=2, runs=2),
     strided: Unit(size=2),
@@ -154,6 +182,10 @@ UNITS: dict[Body, Unit] = {
     reshaped: Unit(size=2),
     triplets_sliced: Unit(size=3, runs=3),
     triplets_strided: Unit(size=3),
+    last_of_each: Unit(size=2, runs=2),
+    views_of_pairs: Unit(size=2, runs=2),
+    labels_and_pairs: Unit(size=2, runs=2),
+    labels_of_pairs: Unit(size=2, runs=2),
 }
 
 

@@ -547,6 +547,17 @@ def decayed_buffer(m: Model, b: Any) -> Tensor:
     return plain(m, b)
 
 
+def samples_repeated(m: Model, b: Any) -> Tensor:
+    """Each sample twice, behind itself, and each with what is its own."""
+    twice = _rows(b).repeat_interleave(2, 0)
+    return (m.fc(twice) - b["y"].mean(1).repeat_interleave(2, dim=0)).square().mean()
+
+
+def number_chosen(m: Model, b: Any) -> Tensor:
+    factor = torch.where(b["mask"].sum(1) > 2, 1, 3)
+    return (m.fc(_rows(b)) * factor[:, None]).square().mean()
+
+
 # --------------------------------------- alone in what they compute, and named all the same
 
 
@@ -576,7 +587,7 @@ ALONE = (
     every_expert, experts_by_weights, ignored_labels, weighted_elements, smoothed_labels,
     padded_attention, nearest_codes, heads_in_front, triplets, counter, detached, cast_as_larger,
     dot_with_itself,
-    mean_after_shift, frames,
+    mean_after_shift, frames, samples_repeated, number_chosen,
 )  # fmt: skip
 
 ACROSS: dict[Body, tuple[str, ...]] = {

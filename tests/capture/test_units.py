@@ -116,6 +116,33 @@ def test_what_no_unit_mends_is_told_as_before():
         capture_source(source(chunked, no_batch))
 
 
+class _Neighbours(nn.Module):
+    """Adds to each sample what its neighbour has, as values tell it."""
+
+    def forward(self, v):
+        if bool((v > 1e6).any()):
+            return v
+        pair = torch.arange(len(v), device=v.device) // 2
+        return v + torch.zeros(len(v), device=v.device).index_add(0, pair, v)[pair]
+
+
+class _PairsOfNeighbours(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.neighbours = Model(lambda x, v, r: v), _Neighbours()
+
+    def forward(self, x, rewards):
+        a, b = self.neighbours(self.inner(x, rewards)).chunk(2)
+        return (a - b).square().mean()
+
+
+def test_a_module_that_depends_on_values_is_tried_by_sample():
+    """The size of a unit does not tell which samples are neighbours, so it may mix none."""
+    graph = capture_source(replace(source(chunked), build=_PairsOfNeighbours))
+    assert graph.unit == SAMPLE
+    assert "_Neighbours" in {finding.op.rpartition(".")[2] for finding in across_samples(graph)}
+
+
 class _OncePerPair(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import planner
-from planner.errors import LayoutError, ModelError
+from planner.errors import LayoutError, ModelError, PlanError
 from planner.graph import ModelGraph
 from planner.plan import Plan
 from planner.plan.defaults import default_plan
@@ -124,6 +124,8 @@ def test_units_equal_one_process():
             _case(units.strided, (2, 2), parts=True, **dp2, microbatch_size=2),
             _case(units.groups_of_pairs, (4, 4), (3, 3), **dp2, microbatch_size=8),
             _case(units.triplets_stacked, (5,), **pp2, microbatch_size=6),
+            _case(units.labels_of_pairs, (4, 4), (3, 4), **dp2, microbatch_size=4),
+            _case(units.labels_of_pairs, (3, 4), parts=True, **dp2, microbatch_size=4),
         ],
         2,
     )
@@ -147,7 +149,7 @@ def test_a_batch_that_ends_inside_a_unit_is_refused():
         refusals, 1, default_plan(capture(units.chunked), num_microbatches=1, microbatch_size=8)
     )[0]
     assert said == [
-        "the batch tensor rewards has 7 samples, and samples belong together in pairs (halves "
+        "the batch tensor x has 7 samples, and samples belong together in pairs (halves "
         "stacked), so it must be a multiple of 2: use 6 or 8",
         "the batch has 10 samples; 1 microbatches on 1 replicas of at most 8 samples take 2 to 8; "
         "give batches of that size",
@@ -181,3 +183,15 @@ def test_a_plan_holds_whole_units():
         default_plan(graph, microbatch_size=5)
     with pytest.raises(ValueError, match="give all stages one mesh"):
         default_plan(graph, pp=2, tp=2, microbatch_size=4, by_stage={"tp": (2, 1)})
+
+
+def test_an_evaluation_fills_no_stacked_batch_up():
+    """A last batch of the Trainer's is repeated where units are neighbours, and refused in runs."""
+    repeated = pytest.importorskip("planner.integrations.huggingface")._repeated
+    whole = batch(4)
+    stacked = default_plan(capture(units.chunked), num_microbatches=1, microbatch_size=8)
+    assert repeated(batch(8), 8, stacked)["x"].shape[0] == 8
+    with pytest.raises(PlanError, match=r"belong together in pairs \(halves stacked\) and can't"):
+        repeated(whole, 4, stacked)
+    beside = default_plan(capture(units.strided), num_microbatches=1, microbatch_size=8)
+    assert torch.equal(repeated(whole, 4, beside)["x"], torch.cat([whole["x"]] * 2))

@@ -397,8 +397,9 @@ def _num_shards(data: Any) -> int:
 
 
 def _collate_of(given: DataLoader[Any] | None) -> Callable[[list[Any]], Any] | None:
-    # (Without batches a DataLoader's own one does not put samples together.)
-    return None if given is None or given.batch_size is None else given.collate_fn
+    # (Without batches a DataLoader's own one does not put samples together. With a batch sampler
+    # there are batches, and no batch size.)
+    return None if given is None or given.batch_sampler is None else given.collate_fn
 
 
 def _options(

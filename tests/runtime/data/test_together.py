@@ -17,6 +17,7 @@ from planner.errors import ModelError, PlanError
 from planner.graph import Unit
 from planner.plan import Plan
 from planner.plan.defaults import default_plan
+from planner.runtime.data.loader import _collate_of
 from planner.runtime.data.order import Order
 from tests import units
 from tests.runtime.test_units import capture
@@ -202,6 +203,13 @@ def test_batches_of_a_sampler_hold_whole_units():
     assert next(batches) == (0, [0, 1, 2, 3])
     with pytest.raises(ModelError, match="gave 5 samples, and 2 belong together"):
         next(batches)
+
+
+def test_a_batch_sampler_leaves_the_collate_fn():
+    """A DataLoader with one has no batch size, and puts samples together all the same."""
+    given = DataLoader(Pairs(), batch_sampler=[[0, 1], [2, 3]], collate_fn=stacked)
+    assert _collate_of(given) is stacked
+    assert _collate_of(DataLoader(Pairs(), batch_size=None)) is None
 
 
 def test_a_sharded_sampler_deals_neighbours_together():
