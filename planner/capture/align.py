@@ -20,7 +20,8 @@ class UnlikeExports(CaptureError):
 def align(first: Exported, second: Exported) -> RawGraph:
     """Merge two exports. Raises UnlikeExports naming the op that differs in more than sizes."""
     if len(first.ops) != len(second.ops):
-        raise UnlikeExports(
+        # (Of more units it runs more ops, too, whatever a unit is.)
+        raise CaptureError(
             f"the model runs {len(first.ops)} ops on {BATCH_SIZES[0]} samples and "
             f"{len(second.ops)} on {BATCH_SIZES[1]}; forward must do the same for every batch size"
         )

@@ -67,8 +67,14 @@ def capture_source(
             module, *batches, loss=source.loss, name=source.name, precision=precision, unit=unit
         )
 
+    def runs_on(batches: list[Any]) -> bool:
+        return all(
+            trace_batch(meta_copy(module), *flatten_batch(batch), source.loss, (), OpaqueModules())
+            for batch in batches
+        )
+
     with users_modules(source.path.parent):  # a forward may import what it needs
-        return capture_by_units(batches_of, capture)
+        return capture_by_units(batches_of, capture, runs_on=runs_on)
 
 
 def build_without_values(build: Callable[[], Any]) -> Any:

@@ -4,7 +4,8 @@ Captured with each sample on its own, a model that computes inside groups of sam
 samples make no pairs), or has findings (`planner.across`) on an op that takes some samples apart
 from others. What fails or is found names the sizes to try: the numbers in the message, or those of
 the op. A model is captured once for each size; how its samples lie (`Unit.runs`) changes nothing of
-the graph, and is tried on it. The first unit by which no op mixes units is the model's.
+the graph, and is tried on it; first of all with samples as the script counts them, which may be
+pairs already. The first unit by which no op mixes units is the model's.
 """
 
 from __future__ import annotations
@@ -34,11 +35,15 @@ Batches = TypeVar("Batches")
 
 
 def capture_by_units(
-    batches_of: Callable[[int], Batches], capture: Callable[[Batches, Unit], ModelGraph]
+    batches_of: Callable[[int], Batches],
+    capture: Callable[[Batches, Unit], ModelGraph],
+    *,
+    runs_on: Callable[[Batches], bool],
 ) -> ModelGraph:
     """Return the graph of a model whose samples belong together as it computes with them.
 
-    `batches_of` gives the batches to capture on for units of a size. Where each sample can be on
+    `batches_of` gives the batches to capture on for units of a size, `runs_on` says whether the
+    model runs on each of them, captured or not. Where each sample can be on
     its own, or no unit keeps samples apart, that is the graph with each on its own. Raises what
     that raises where no unit can be captured.
     """
@@ -49,12 +54,18 @@ def capture_by_units(
     try:
         graph = capture(batches, Unit())
     except CaptureError as error:
-        if not _may_be_of_groups(error):
+        if not _may_be_of_groups(error) or (
+            not isinstance(error, UnlikeExports) and runs_on(batches)
+        ):
             raise
         return _captured(batches_of, capture, _sizes_told(error), otherwise=error)
     found = _mixing(graph)
     sizes = _sizes_shown(graph, found) if found else ()
     shown = f"{found[0].op} at {found[0].line}" if found and found[0].line else ""
+    for runs in sizes if _has_rows_for_runs(graph) else ():
+        stacked = replace(graph, unit=Unit(runs=runs, shown_by=shown))
+        if not _mixing(stacked):
+            return stacked
     return _captured(batches_of, capture, sizes, otherwise=graph, shown=shown)
 
 
@@ -89,6 +100,20 @@ def _captured(
     if tried:
         return min(tried, key=lambda each: each[0])[1]
     raise otherwise
+
+
+def _has_rows_for_runs(graph: ModelGraph) -> bool:
+    """Whether each sample, as the script counts them, may have rows in several parts of the batch.
+
+    What depends on values was tried on samples that lie together, which tells nothing of others.
+    """
+    several = (
+        isinstance(size, Affine) and size.per_sample > 1
+        for name in graph.batch_inputs
+        for size in graph.tensor[name].shape
+    )
+    is_opaque = any(op.target.startswith("planner.opaque_module") for _, op in _ops(graph))
+    return any(several) and not is_opaque
 
 
 def _mixing(graph: ModelGraph) -> list[Finding]:

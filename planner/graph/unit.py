@@ -10,12 +10,16 @@ The samples of a unit are neighbours in the batch, or lie in several runs of it:
     size 2, runs 1    a0 b0 a1 b1 a2 b2      pairs of neighbours
     size 2, runs 2    a0 a1 a2 b0 b1 b2      halves stacked
     size 4, runs 2    a0 b0 a1 b1 c0 d0 c1 d1    two neighbours of each half
+
+Where a script counts pairs as its samples (``batch(3)`` makes three of them), and stacks their
+halves, each is alone, and has a row in each run: size 1, runs 2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import lcm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,28 +39,30 @@ class Unit:
     shown_by: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        """Raise ValueError for runs that do not divide the size."""
-        if self.size < 1 or self.runs < 1 or self.size % self.runs:
+        """Raise ValueError for runs that do not divide the size, where it is not one sample."""
+        if self.size < 1 or self.runs < 1 or (self.size > 1 and self.size % self.runs):
             raise ValueError(
                 f"a unit of {self.size} samples in {self.runs} runs; each run has as many of them"
             )
 
     @property
     def is_sample(self) -> bool:
-        """Whether each sample is on its own."""
-        return self.size == 1
+        """Whether each sample is on its own, with its rows in one place."""
+        return self.size == self.runs == 1
 
     def runs_of(self, rows: int) -> int:
         """Return the runs in which a tensor of so many rows a unit has them.
 
         What has fewer rows than there are samples (a label for each pair) has them in one.
         """
-        return self.runs if rows % self.size == 0 else 1
+        return self.runs if rows % lcm(self.size, self.runs) == 0 else 1
 
     def places(self, units: Sequence[int], num_units: int) -> list[int]:
         """Return which samples of a batch are in some of its units, as a batch of these has them:
-        run by run.
+        run by run. Of units of one sample each is where it is.
         """
+        if self.size == 1:
+            return list(units)
         each = self.size // self.runs
         return [
             (run * num_units + unit) * each + place
@@ -68,12 +74,12 @@ class Unit:
     @property
     def spelled(self) -> str:
         """What belongs together: "pairs (halves stacked)", "groups of 4 neighbours"."""
-        if self.is_sample:
-            return "samples"
+        parts = {2: "halves", 3: "thirds"}.get(self.runs, f"{self.runs} equal parts")
+        if self.size == 1:
+            return "samples" if self.runs == 1 else f"samples ({parts} stacked)"
         name = {2: "pairs", 3: "triplets"}.get(self.size, f"groups of {self.size}")
         if self.runs == 1:
             return f"{name} of neighbours" if self.size < 4 else f"{name} neighbours"
-        parts = {2: "halves", 3: "thirds"}.get(self.runs, f"{self.runs} equal parts")
         each = self.size // self.runs
         return f"{name} ({parts} stacked{'' if each == 1 else f', {each} neighbours of each'})"
 
@@ -83,6 +89,11 @@ class Unit:
         if self.is_sample:
             return ""
         shown = f", as {self.shown_by} shows" if self.shown_by else ""
+        if self.size == 1:
+            return (
+                f"each sample has rows in {self.runs} equal parts of the batch, stacked{shown}: "
+                "replicas and microbatches take their samples of each part"
+            )
         return (
             f"samples belong together in {self.spelled}{shown}: replicas and microbatches take "
             "whole ones"

@@ -166,6 +166,37 @@ def test_a_label_for_each_pair():
     assert across_samples(graph) == ()
 
 
+def test_samples_that_are_pairs_with_stacked_halves():
+    """A script that counts pairs makes two rows of each: a pair is a sample, in two runs."""
+
+    def pairs(size: int):
+        return {"x": batch(2 * size)["x"], "margin": batch(size)["rewards"]}
+
+    graph = capture_source(replace(source(chunked, pairs), build=_OncePerPair))
+    assert graph.unit == Unit(size=1, runs=2)
+    assert (_shape(graph, "x")[0], _shape(graph, "margin")[0]) == (Affine(2), Affine(1))
+    assert across_samples(graph) == ()
+    assert graph.unit.told.startswith("each sample has rows in 2 equal parts of the batch, stacked")
+    assert graph.fingerprint != replace(graph, unit=SAMPLE).fingerprint
+
+
+def test_a_failure_that_is_not_of_sizes_is_told_at_once(monkeypatch):
+    """A model that runs on both batches, and can't be captured, is captured once."""
+    asked: list[int] = []
+
+    def watched(size: int):
+        asked.append(size)
+        return batch(size)
+
+    def fails(*args, **kwargs):
+        raise RuntimeError("an export that fails")
+
+    monkeypatch.setattr(torch.export, "export", fails)
+    with pytest.raises(CaptureError, match="an export that fails"):
+        capture_source(source(NO_UNITS[0], watched))
+    assert asked == [2, 3]
+
+
 def test_a_graph_with_units_survives_json():
     """Its fingerprint tells units apart; that of other graphs is what it was without."""
     graph = capture_source(source(chunked))

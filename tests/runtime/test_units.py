@@ -11,7 +11,7 @@ import torch
 
 import planner
 from planner.errors import LayoutError, ModelError, PlanError
-from planner.graph import ModelGraph
+from planner.graph import ModelGraph, Unit
 from planner.plan import Plan
 from planner.plan.defaults import default_plan
 from tests import units
@@ -141,6 +141,37 @@ def test_units_equal_one_process_on_two_axes():
         ],
         4,
     )
+
+
+def gap_of_stacked_pairs(plan: Plan) -> float:
+    """The largest gap of a step on pairs that a script counts as samples, halves stacked."""
+    torch.set_default_dtype(torch.float64)
+    module = build(units.chunked)
+    alone = copy.deepcopy(module)
+    engine = planner.apply(plan, module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    for size in (8, 5):
+        whole = batch(2 * size, torch.float64)
+        alone.zero_grad()
+        expected = alone(**whole)
+        expected.backward()
+        torch.optim.SGD(alone.parameters(), lr=0.1).step()
+        assert engine.step(whole).item() == pytest.approx(expected.item(), rel=RTOL)
+    assert engine.samples == 13
+    return gap_to_largest(engine.full_state_dict(), dict(alone.named_parameters()))
+
+
+def test_pairs_that_are_samples_equal_one_process():
+    """Each replica takes its pairs from both halves; a step may have any number of them."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        two, three = (batch(2 * count, torch.float64) for count in (2, 3))
+        graph = capture_module(build(units.chunked), two, three, unit=Unit(runs=2))
+    finally:
+        torch.set_default_dtype(before)
+    plan = default_plan(graph, dp=2, num_microbatches=2, microbatch_size=2)
+    assert plan.global_batch == 8
+    assert run_ranks(gap_of_stacked_pairs, 2, plan)[0] < RTOL
 
 
 def test_a_batch_that_ends_inside_a_unit_is_refused():

@@ -136,8 +136,8 @@ class Loader:
         A DataLoader says it by its batch size. Else a collate_fn is tried on a few samples.
         """
         unit = self._plan.unit
-        if unit.is_sample:
-            return unit
+        if unit.size == 1:
+            return SAMPLE
         each = 1
         if given is not None and type(given.batch_sampler) is BatchSampler and given.batch_size:
             fits = self._plan.global_batch % given.batch_size == 0

@@ -189,10 +189,13 @@ def _refuse_part_of_unit(path: str, rows: int, per_unit: int, unit: Unit) -> Non
     """Raise ModelError for a batch that ends inside samples that belong together."""
     if unit.is_sample or rows % per_unit == 0:
         return
-    # What has a row for each sample, or some: told in samples; a label for each pair is whole.
-    each = per_unit // unit.size if per_unit % unit.size == 0 else 1
-    why = unit.why_not(rows // each) or f"it has {per_unit} rows of each"
-    raise ModelError(f"the batch tensor {path} has {rows // each} samples, and {why}")
+    samples, rest = divmod(rows * unit.size, per_unit)
+    if not rest and (why := unit.why_not(samples)):
+        raise ModelError(f"the batch tensor {path} has {samples} samples, and {why}")
+    raise ModelError(
+        f"the batch tensor {path} has {rows} rows, and {per_unit} of them belong together; give a "
+        f"multiple of {per_unit}"
+    )
 
 
 def _check_dtype(path: str, tensor: Tensor, meta: TensorMeta) -> None:
