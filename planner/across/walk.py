@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from planner.across.follow import follow_program
@@ -46,14 +46,22 @@ def across_samples(graph: ModelGraph) -> tuple[Finding, ...]:
     return _Model(graph).findings()
 
 
-def runs_of_samples(graph: ModelGraph, block_index: int, name: str) -> int:
-    """Return in how many runs of a dim a tensor of a block has its samples: in several where the
-    batch stacks what belongs together, or the model puts one copy of it behind the other.
+def runs_of_samples(
+    graph: ModelGraph, tensors: Iterable[tuple[int, str]]
+) -> dict[tuple[int, str], int]:
+    """Return in how many runs of a dim tensors of blocks have their samples, by block and name: in
+    several where the batch stacks what belongs together, or the model one copy behind the other.
     """
     model = _Model(graph)
     model.findings()
-    rows = model.states_in(block_index)[name].rows
-    return 1 if rows is None else rows.segments
+    states: dict[int, dict[str, State]] = {}
+    found: dict[tuple[int, str], int] = {}
+    for block_index, name in tensors:
+        if block_index not in states:
+            states[block_index] = model.states_in(block_index)
+        rows = states[block_index][name].rows
+        found[block_index, name] = 1 if rows is None else rows.segments
+    return found
 
 
 class _Model:

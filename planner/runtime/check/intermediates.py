@@ -130,10 +130,7 @@ def gathered(engine: Engine, seen: Seen) -> dict[str, Tensor]:
                 value = _whole(value, placement, mesh.group_name(axis))
             if mesh.is_first_of_samples:
                 mine.append((watched.name, microbatch, mesh.rank("batch"), value.cpu()))
-    if mesh.global_rank:
-        runs = {}
-    else:  # (of a tensor that comes stacked, or of one part, it is not asked)
-        runs = {each.name: _runs(engine, each) for each in seen.wanted}
+    runs = {} if mesh.global_rank else _runs(engine, seen.wanted)
     return _on_rank_0(mine, seen.wanted, mesh.control, runs)
 
 
@@ -224,12 +221,13 @@ def _on_rank_0(
     return {w.name: _joined(w.meta, parts[w.name], runs[w.name]) for w in wanted}
 
 
-def _runs(engine: Engine, watched: Watched) -> int:
-    """In how many runs a tensor has its samples; found once, as steps fetch the same again."""
-    place = watched.block, watched.tensor
-    if place not in engine.runs_of_fetched:
-        engine.runs_of_fetched[place] = runs_of_samples(engine.graph, *place)
-    return engine.runs_of_fetched[place]
+def _runs(engine: Engine, wanted: Iterable[Watched]) -> dict[str, int]:
+    """In how many runs tensors have their samples; found once, as steps fetch the same again."""
+    places = {each.name: (each.block, each.tensor) for each in wanted}
+    known = engine.runs_of_fetched
+    if new := [place for place in places.values() if place not in known]:
+        known |= runs_of_samples(engine.graph, new)
+    return {name: known[place] for name, place in places.items()}
 
 
 def _joined(meta: TensorMeta, parts: list[tuple[int, int, Tensor]], runs: int) -> Tensor:
