@@ -221,6 +221,7 @@ def search(
     chosen = with_buckets(answer.plan, graph, buckets)
     save_plan(chosen, out)
     for message in (
+        *([graph.unit.told] if graph.unit.told else []),
         *batch_norm_messages(graph, chosen),
         *accepted_messages(graph, chosen),
         *short_sums_messages(graph, chosen),

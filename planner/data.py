@@ -23,7 +23,8 @@ from planner.errors import ModelError
 class ShardedSampler:
     """Indices of one shard of a dataset, in an order drawn anew each epoch. Mutable: the epoch.
 
-    Sample i of an epoch's order goes to shard i % num_shards. Where the data run short of
+    Sample i of an epoch's order goes to shard i % num_shards. Neighbours that belong `together`
+    stay so (give ``plan.unit.size`` where ``plan.unit.runs`` is 1). Where the data run short of
     whole batches on every shard, the order begins again (as often as it takes), so that all
     shards and all batches are equally long and no sample is left out.
     """
@@ -37,9 +38,10 @@ class ShardedSampler:
         shard_id: int = 0,
         shuffle: bool = True,
         seed: int = 0,
+        together: int = 1,
     ) -> None:
         """`batch_size` is what the loader draws from this shard at a time. Raises ModelError for
-        an empty dataset, or a shard that there is not.
+        an empty dataset, or a shard that there is not, or numbers that `together` does not divide.
         """
         if num_samples < 1 or batch_size < 1:
             raise ModelError(
@@ -50,6 +52,12 @@ class ShardedSampler:
                 f"shard_id={shard_id} is not one of the {num_shards} shards; use 0 to "
                 f"{num_shards - 1}"
             )
+        if together < 1 or num_samples % together or batch_size % together:
+            raise ModelError(
+                f"together={together} must divide num_samples={num_samples} and "
+                f"batch_size={batch_size}"
+            )
+        self._together = together
         self._num_samples, self._batch_size = num_samples, batch_size
         self._num_shards, self._shard_id = num_shards, shard_id
         self._shuffle, self._seed, self._epoch = shuffle, seed, 0
@@ -76,12 +84,14 @@ class ShardedSampler:
 
     def __iter__(self) -> Iterator[int]:
         """Yield the indices of one pass."""
-        order = list(range(self._num_samples))
+        each = self._together
+        order = list(range(self._num_samples // each))
         if self._shuffle:
             random.Random(f"{self._seed} {self._epoch}").shuffle(order)
         first, self._first = self._first, 0
         for turn in range(first, len(self)):
-            yield order[(turn * self._num_shards + self._shard_id) % self._num_samples]
+            group, place = divmod(turn, each)
+            yield order[(group * self._num_shards + self._shard_id) % len(order)] * each + place
 
 
 @dataclass(frozen=True)

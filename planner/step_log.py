@@ -110,8 +110,9 @@ class StepLog:
         if self._flop is None:
             from planner.ops.flops import model_flop
 
-            size = engine.plan.microbatch_size
-            self._flop = model_flop(engine.graph, size) / size
+            # (A graph counts the samples that belong together as one.)
+            unit, size = engine.plan.unit.size, engine.plan.stage_microbatch_size(0)
+            self._flop = model_flop(engine.graph, size) / (size * unit)
         figures["model_tflop_per_s"] = rate * self._flop / engine.plan.world_size / 1e12
         if self._peak is not None:
             figures["mfu"] = figures["model_tflop_per_s"] / self._peak

@@ -23,6 +23,8 @@ ERRORS = {
     "PlannerError", "ModelError", "CaptureError", "PlanError", "LayoutError", "ScheduleError",
     "ProfileError",
 }  # fmt: skip
+KINDS_OF = {"UnlikeExports": "CaptureError"}
+"""Errors of one room that are told as another."""
 LEAST = 12
 HOLE = "{...}"
 
@@ -59,6 +61,7 @@ def _messages_of(path: Path) -> Iterator[Message]:
             continue
         name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
         name = call.func.id if isinstance(call.func, ast.Name) else name
+        name = KINDS_OF.get(name, name)
         template = with_flags(_template(call.args[0]))
         if name in ERRORS and template.replace(HOLE, "").strip():
             yield Message(

@@ -17,7 +17,13 @@ count; `gathers` runs ops that compute across samples on the whole batch of all 
 
 from planner.across import gathers  # noqa: F401 - its ops have handlers
 from planner.across.state import Kind
-from planner.across.walk import Finding, across_samples, blocks_across_samples, follows_from_parts
+from planner.across.walk import (
+    Finding,
+    across_samples,
+    blocks_across_samples,
+    follows_from_parts,
+    runs_of_samples,
+)
 from planner.across.whole import LossShares, loss_shares, with_whole_values
 
 __all__ = [
@@ -28,5 +34,6 @@ __all__ = [
     "blocks_across_samples",
     "follows_from_parts",
     "loss_shares",
+    "runs_of_samples",
     "with_whole_values",
 ]

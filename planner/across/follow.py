@@ -51,7 +51,11 @@ def _pure(walk: Walk, step: Step) -> tuple[State, ...] | None:
 
 def _loose(walk: Walk, name: str, cause: str, kind: Kind) -> State:
     growing = _growing(walk, name)
-    lies = Shard(growing[0]) if growing else None
+    lies = None
+    if growing:
+        size = walk.program.tensor[name].shape[growing[0]]
+        assert isinstance(size, Affine)
+        lies = Shard(growing[0], walk.unit.runs_of(size.per_sample))
     return State(rows=lies, pure=True, loose=cause, loose_kind=kind)
 
 
@@ -110,7 +114,8 @@ def _whole(walk: Walk, name: str) -> State | None:
     size = walk.program.tensor[name].shape[growing[0]]
     if len(growing) > 1 or not isinstance(size, Affine) or size.fixed:
         return None
-    return State(rows=Shard(growing[0]), pure=True, whole=walk.named(name))
+    lies = Shard(growing[0], walk.unit.runs_of(size.per_sample))
+    return State(rows=lies, pure=True, whole=walk.named(name))
 
 
 def _growing(walk: Walk, name: str) -> list[int]:

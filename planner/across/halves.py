@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from planner.across.follow import follow_program
 from planner.across.state import ADDED, CONSTANT, IN_ORDER, SAMPLES, State
 from planner.across.step import Walk
-from planner.graph import Affine, Program
+from planner.graph import Affine, Program, Unit
 from planner.layout.placement import Shard
 
 
@@ -35,13 +35,13 @@ class Halves:
     same: tuple[str, ...]
 
 
-def halves(program: Program) -> Halves:
+def halves(program: Program, unit: Unit) -> Halves:
     """Cut a program of the batch, of buffers and constants in two."""
     states: dict[str, State] = dict.fromkeys(program.params, CONSTANT)
     for name in program.inputs:
-        growing = _growing(program, name)
-        states[name] = State(rows=Shard(growing[0]), pure=True) if growing else CONSTANT
-    walk = Walk(program=program, states=states)
+        lies = _lies(program, name, unit)
+        states[name] = CONSTANT if lies is None else State(rows=lies, pure=True)
+    walk = Walk(program=program, states=states, unit=unit)
     follow_program(walk)
     behind = {
         op.name
@@ -57,13 +57,13 @@ def halves(program: Program) -> Halves:
             for op in program.ops
             if op.name not in behind
             and (wanted | set(program.outputs)).intersection(op.outputs)
-            and not all(_is_told(walk, program, name) for name in op.outputs)
+            and not all(_is_told(walk, name) for name in op.outputs)
         }
         if not more:
             break
         behind |= more
     ends = [n for n in dict.fromkeys((*sorted(wanted), *program.outputs)) if n not in made]
-    told = [name for name in ends if _is_told(walk, program, name)]
+    told = [name for name in ends if _is_told(walk, name)]
     sums = {name: walk.states[name].share for name in told if walk.states[name].sums}
     same = tuple(n for n in program.inputs if n in ends and not _growing(program, n))
     rows = {name: _growing(program, name)[0] for name in told if name not in sums}
@@ -81,16 +81,23 @@ def halves(program: Program) -> Halves:
     return Halves(first=program.only(tuple(told)), second=second, sums=sums, rows=rows, same=same)
 
 
-def _is_told(walk: Walk, program: Program, name: str) -> bool:
+def _is_told(walk: Walk, name: str) -> bool:
     """Whether parts give a tensor: a sum over samples, or their rows in the order of samples."""
-    state = walk.states[name]
+    state, program = walk.states[name], walk.program
     if state.loose or name in program.params:
         return False
     if state.sums:
         return state.share in (ADDED, SAMPLES)
     growing = _growing(program, name)
     in_order = state.rows is not None and (state.order, state.points) == (IN_ORDER, None)
-    return len(growing) == 1 and in_order and state.rows == Shard(growing[0])
+    return len(growing) == 1 and in_order and state.rows == _lies(program, name, walk.unit)
+
+
+def _lies(program: Program, name: str, unit: Unit) -> Shard | None:
+    """Return where a tensor has its samples, as one of the batch has them."""
+    growing = _growing(program, name)
+    size = program.tensor[name].shape[growing[0]] if growing else 0
+    return Shard(growing[0], unit.runs_of(size.per_sample)) if isinstance(size, Affine) else None
 
 
 def _growing(program: Program, name: str) -> list[int]:

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.across.state import ANY_ORDER, IN_ORDER, State
-from planner.across.step import Step, handles
-from planner.graph import Affine, Arg, Ref
+from planner.across.step import BOUND, Step, handles
+from planner.graph import Affine, Arg, Ref, size_at
 from planner.layout.placement import Shard
 from planner.ops.call import normal_dim, normal_dims
 
@@ -76,6 +76,8 @@ def _turned(step: Step) -> tuple[State, ...] | None:
     at = 2 if step.packet == "aten.roll" else 1
     rank = len(step.shape(step.op.inputs[0]))
     dims = normal_dims(step.arg(at, "dims"), rank)
+    if at == 2 and _rolls_runs(step, state):
+        return (state,)
     if state.rows is None or state.rows.dim not in dims or state.rows.segments > 1:
         return None
     if step.packet == "aten.roll" and step.arg(2, "dims", ()) == ():
@@ -89,6 +91,21 @@ def _turned(step: Step) -> tuple[State, ...] | None:
     )
     points = before if state.is_number else state.points
     return (replace(state, order=order, points=points),)
+
+
+def _rolls_runs(step: Step, state: State) -> bool:
+    """Whether whole runs of the batch's samples change places, in which no sample moves."""
+    shifts, dims = step.op.args[1], step.arg(2, "dims", ())
+    shape = step.call.inputs[0]
+    if not isinstance(shifts, tuple) or len(shifts) != 1 or state.rows is None:
+        return False
+    along = normal_dims(dims, len(shape)) if dims else (0,) if len(shape) == 1 else ()
+    if along != (state.rows.dim,) or state.points is not None:
+        return False
+    (shift,) = shifts
+    if not isinstance(shift, int | Affine):
+        return False
+    return size_at(shift, BOUND) % (shape[along[0]] // state.rows.segments) == 0
 
 
 @handles("floor_divide", "div", "remainder", "fmod", "mul", "add")
@@ -124,9 +141,14 @@ def _shifted(step: Step, state: State, number: Arg) -> tuple[State, ...] | None:
     first = step.op.args[0]
     assert isinstance(first, Ref)
     maker = step.walk.maker.get(first.name)
-    if maker is None or not maker.target.startswith("aten.mul."):
+    if maker is None:
         return None
-    stride = maker.args[1]
+    if maker.target == "aten.arange.start_step":
+        stride = maker.args[2] if len(maker.args) > 2 else 1
+    elif maker.target.startswith("aten.mul."):
+        stride = maker.args[1]
+    else:
+        return None
     if type(number) is int and type(stride) is int and 0 <= number < stride:
         return (state,)
     offset = step.of(number)

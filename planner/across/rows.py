@@ -8,6 +8,7 @@ from planner.across.state import ANY_ORDER, IN_ORDER, WHOLE, State
 from planner.across.step import BOUND, Step, handles
 from planner.graph import Affine
 from planner.layout.placement import Shard
+from planner.ops.call import normal_dim
 
 
 @handles("full", "zeros", "ones", "empty", "scalar_tensor")
@@ -56,14 +57,20 @@ def _repeat(step: Step) -> tuple[State, ...] | None:
 
 @handles("repeat_interleave")
 def _repeat_each(step: Step) -> tuple[State, ...] | None:
-    """Each entry as often as there are samples."""
-    state = step.states[0]
-    if state.rows or state.sums or not isinstance(step.arg(1, "repeats"), Affine):
+    """Each entry as often as there are samples; or each sample so many times."""
+    state, repeats = step.states[0], step.arg(1, "repeats")
+    rank = len(step.shape(step.op.inputs[0]))
+    dim = step.call.arg(2, "dim", 0 if rank == 1 else None)
+    if state.rows and type(repeats) is int and dim is not None:
+        along = normal_dim(dim, rank)
+        # (Numbers of rows would be those of other rows.)
+        return (state,) if state.points is None or along != state.rows.dim else None
+    if state.rows or state.sums or not isinstance(repeats, Affine):
         return None
-    (dim,) = step.growing(step.op.outputs[0])
-    size = step.walk.bound[step.op.inputs[0]].shape[dim]
+    (grown,) = step.growing(step.op.outputs[0])
+    size = step.walk.bound[step.op.inputs[0]].shape[grown]
     assert isinstance(size, int)
-    return (State(rows=Shard(dim, size), equal=True),)
+    return (State(rows=Shard(grown, size), equal=True),)
 
 
 @handles("slice")
@@ -85,6 +92,17 @@ def _slice(step: Step) -> tuple[State, ...] | None:
     if start >= stride or stop != size or state.rows.segments > 1 or (size // BOUND) % stride:
         return None
     return (state,) if state.points is None else None
+
+
+@handles("chunk", "split", "split_with_sizes", "tensor_split")
+def _equal_parts(step: Step) -> tuple[State, ...] | None:
+    """The runs of the batch's samples, equally many in each of several tensors."""
+    state, call = step.states[0], step.call
+    dim, count = normal_dim(call.arg(2, "dim", 0), len(call.inputs[0])), len(call.outputs)
+    if count < 2 or len(set(call.outputs)) > 1 or state.rows is None or state.rows.dim != dim:
+        return None
+    runs, rest = divmod(state.rows.segments, count)
+    return None if rest else (replace(state, rows=Shard(dim, runs)),) * count
 
 
 @handles("view_as")

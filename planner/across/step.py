@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from planner.across.state import WHOLE, Kind, State, joined_sums
-from planner.graph import Affine, Arg, Op, Program, Ref, Size, TensorMeta
+from planner.graph import SAMPLE, Affine, Arg, Op, Program, Ref, Size, TensorMeta, Unit
 from planner.layout.placement import Shard
 from planner.ops.call import Call
 from planner.ops.record import Across, family_of, mutates
@@ -60,6 +60,8 @@ class Walk:
     """As captured: sizes may depend on the batch."""
     states: dict[str, State]
     """By tensor; those of inputs and params are given."""
+    unit: Unit = SAMPLE
+    """Which samples belong together: what sizes count as one."""
     bound: Mapping[str, TensorMeta] = field(init=False)
     """Tensors at the microbatch size `BOUND`."""
     maker: dict[str, Op] = field(init=False)

@@ -180,15 +180,17 @@ def _places(numbers: State, of: State, each: int) -> State | None:
 
 def _take(step: Step, source: Arg, indices: Mapping[int, Arg]) -> tuple[State, ...] | None:
     """Rows of a tensor by their numbers, perhaps with places inside each row beside."""
-    found = _numbers(step, source, indices)
+    state = step.of(source)
+    found = _numbers(step, source, indices, in_runs=True)
     if found is None:
         return None
-    state, (numbers, dim) = step.of(source), found
+    numbers, dim = found
     assert numbers.rows is not None
+    assert state.rows is not None
     points = numbers.points if state.is_number else state.points
     return (
         State(
-            rows=Shard(dim, numbers.rows.segments),
+            rows=Shard(dim, max(numbers.rows.segments, state.rows.segments)),
             order=numbers.order,
             points=points,
             each=state.each,
@@ -233,14 +235,20 @@ def _placed(
     return (State(rows=rows, order=places.points, points=put.points, each=put.each),)
 
 
-def _numbers(step: Step, tensor: Arg, indices: Mapping[int, Arg]) -> tuple[State, int] | None:
+def _numbers(
+    step: Step, tensor: Arg, indices: Mapping[int, Arg], *, in_runs: bool = False
+) -> tuple[State, int] | None:
     """The numbers of a tensor's rows among indices of its dims, and the dim of the result that has
-    their rows; None where samples do not lie along one run of an indexed dim.
+    their rows; None where samples do not lie along one run of an indexed dim, or with `in_runs`
+    along several of which each row is taken where it is.
 
     The other indices must be of the same rows, in the same order.
     """
     state = step.of(tensor)
-    if state.rows is None or state.rows.segments > 1 or state.rows.dim not in indices:
+    if state.rows is None or state.rows.dim not in indices:
+        return None
+    own = step.of(indices[state.rows.dim])
+    if state.rows.segments > 1 and not (in_runs and own.is_number):
         return None
     dims = sorted(indices)
     numbers = _places(step.of(indices[state.rows.dim]), state, _each(step, tensor, state.rows))
@@ -256,6 +264,8 @@ def _numbers(step: Step, tensor: Arg, indices: Mapping[int, Arg]) -> tuple[State
         if other.sums or other.points is not None or common - ranks[dim] + other.rows.dim != lies:
             return None
         if other.order not in (ANY_ORDER, numbers.order):
+            return None
+        if state.rows.segments > 1 and other.rows.segments != state.rows.segments:
             return None
     adjacent = dims == list(range(dims[0], dims[-1] + 1))
     return numbers, lies + (dims[0] if adjacent else 0)

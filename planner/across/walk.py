@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from planner.across.follow import follow_program
@@ -16,7 +16,7 @@ from planner.across.state import (
     State,
 )
 from planner.across.step import Edit, Fault, Walk
-from planner.graph import Affine, Block, ModelGraph, Op, Program, TensorMeta
+from planner.graph import Affine, Block, ModelGraph, Op, Program, TensorMeta, Unit
 from planner.layout.placement import Shard
 from planner.ops.record import mutates
 
@@ -82,12 +82,25 @@ def states_of_blocks(graph: ModelGraph) -> Iterator[tuple[Block, Mapping[str, St
     model = _Model(graph)
     model.follow()
     for block in graph.blocks:
-        program = graph.classes[block.class_index]
-        walk = Walk(program=program, states=_held(program))
-        given = (model._states[name] for name in block.inputs)
-        walk.states.update(zip(program.inputs, given, strict=True))
-        follow_program(walk)
-        yield block, walk.states
+        yield block, model.states_in(block.index)
+
+
+def runs_of_samples(
+    graph: ModelGraph, tensors: Iterable[tuple[int, str]]
+) -> dict[tuple[int, str], int]:
+    """Return in how many runs of a dim tensors of blocks have their samples, by block and name: in
+    several where the batch stacks what belongs together, or the model one copy behind the other.
+    """
+    model = _Model(graph)
+    model.follow()
+    states: dict[int, dict[str, State]] = {}
+    found: dict[tuple[int, str], int] = {}
+    for block_index, name in tensors:
+        if block_index not in states:
+            states[block_index] = model.states_in(block_index)
+        rows = states[block_index][name].rows
+        found[block_index, name] = 1 if rows is None else rows.segments
+    return found
 
 
 class _Model:
@@ -106,10 +119,11 @@ class _Model:
     def follow(self) -> Followed:
         graph = self._graph
         for name in graph.batch_inputs:
-            self._states[name] = _of_batch(graph.tensor[name])
+            self._states[name] = _of_batch(graph.tensor[name], graph.unit)
         if graph.whole is not None:
             for name, value in graph.whole.values:
-                self._states[name] = replace(_of_batch(graph.tensor[name]), whole=value)
+                state = _of_batch(graph.tensor[name], graph.unit)
+                self._states[name] = replace(state, whole=value)
             for name, count in graph.whole.shares:
                 self._states[name] = replace(CONSTANT, whole=count)
         self._pairs_in_batch()
@@ -124,6 +138,16 @@ class _Model:
             terms=state.terms,
             edits={place: edits for place, edits in self._edits.items() if edits},
         )
+
+    def states_in(self, block_index: int) -> dict[str, State]:
+        """Return the states of all tensors in a block, once all was followed."""
+        block = self._graph.blocks[block_index]
+        program = self._graph.classes[block.class_index]
+        walk = Walk(program=program, states=_held(program), unit=self._graph.unit)
+        given = (self._states[name] for name in block.inputs)
+        walk.states.update(zip(program.inputs, given, strict=True))
+        follow_program(walk)
+        return walk.states
 
     def _follow(
         self,
@@ -141,7 +165,7 @@ class _Model:
         )
         key = (class_index, local)
         if key not in self._known:
-            walk = Walk(program=program, states=_held(program))
+            walk = Walk(program=program, states=_held(program), unit=self._graph.unit)
             walk.states.update(zip(program.inputs, local, strict=True))
             follow_program(walk)
             made = tuple(walk.states[name] for name in program.outputs)
@@ -259,9 +283,14 @@ def _called(op: Op) -> str:
     return name
 
 
-def _of_batch(tensor: TensorMeta) -> State:
+def _of_batch(tensor: TensorMeta, unit: Unit) -> State:
+    """What comes with the batch: samples that belong together may lie in several runs of it."""
     growing = _growing(tensor)
-    return State(rows=Shard(growing[0]), pure=True) if growing else CONSTANT
+    if not growing:
+        return CONSTANT
+    size = tensor.shape[growing[0]]
+    assert isinstance(size, Affine)
+    return State(rows=Shard(growing[0], unit.runs_of(size.per_sample)), pure=True)
 
 
 def _growing(tensor: TensorMeta) -> list[int]:

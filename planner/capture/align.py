@@ -13,9 +13,14 @@ from planner.graph.blocks import RawGraph, RawOp
 BATCH_SIZES = (2, 3)
 
 
+class UnlikeExports(CaptureError):
+    """A model does not compute the same on batches of two sizes."""
+
+
 def align(first: Exported, second: Exported) -> RawGraph:
-    """Merge two exports. Raises CaptureError naming the op that differs in more than sizes."""
+    """Merge two exports. Raises UnlikeExports naming the op that differs in more than sizes."""
     if len(first.ops) != len(second.ops):
+        # (Of more units it runs more ops, too, whatever a unit is.)
         raise CaptureError(
             f"the model runs {len(first.ops)} ops on {BATCH_SIZES[0]} samples and "
             f"{len(second.ops)} on {BATCH_SIZES[1]}; forward must do the same for every batch size"
@@ -24,7 +29,7 @@ def align(first: Exported, second: Exported) -> RawGraph:
     for raw, other, line in zip(first.ops, second.ops, first.lines, strict=True):
         small_op, large_op = raw.op, other.op
         if (small_op.target, small_op.outputs) != (large_op.target, large_op.outputs):
-            raise CaptureError(
+            raise UnlikeExports(
                 f"op {small_op.target}{line} differs with the batch size; "
                 "forward must do the same for every batch size"
             )
@@ -43,12 +48,12 @@ def align(first: Exported, second: Exported) -> RawGraph:
     for name, meta in first.tensors.items():
         other_meta = second.tensors[name]
         if len(meta.shape) != len(other_meta.shape) or meta.dtype != other_meta.dtype:
-            raise CaptureError(
+            raise UnlikeExports(
                 f"tensor {name} has another rank or dtype for another batch size; forward must do "
                 "the same for every batch size"
             )
         if repr(meta.data) != repr(other_meta.data):  # nan is not equal to itself
-            raise CaptureError(
+            raise UnlikeExports(
                 f"constant {name} is made of other numbers for {BATCH_SIZES[0]} samples than for "
                 f"{BATCH_SIZES[1]}; compute it from the batch's tensors"
             )
@@ -106,13 +111,13 @@ def _merge_arg(at_small: Any, at_large: Any, op: Op, line: str, is_floating: boo
     if type(at_small) is int and type(at_large) is int:
         power = _power(at_small, at_large)
         if power:
-            raise CaptureError(
+            raise UnlikeExports(
                 f"an argument of {op.target}{line} is {at_small} for {BATCH_SIZES[0]} samples and "
                 f"{at_large} for {BATCH_SIZES[1]}, so it grows as the {power} of their number; "
                 "write -1 for a size, divide twice by a number of samples"
             )
         return _affine(at_small, at_large)
-    raise CaptureError(
+    raise UnlikeExports(
         f"an argument of {op.target}{line} is {at_small} for {BATCH_SIZES[0]} samples and "
         f"{at_large} for {BATCH_SIZES[1]}; it must not depend on the batch size except as a size"
     )

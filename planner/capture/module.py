@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from planner.capture.norms import with_told_momentum, without_sync
 from planner.capture.opaque import OpaqueModules
 from planner.capture.precision import cast_parameters
 from planner.capture.repeats.in_part import capture_in_part, long_lists
+from planner.capture.units import capture_by_units
 from planner.errors import CaptureError, ModelError
-from planner.graph import ModelGraph
+from planner.graph import SAMPLE, ModelGraph, Unit
 from planner.graph.batch import Tree, classes_in, difference, flatten_batch, unflatten_batch
 from planner.graph.batch_classes import importable
 from planner.graph.blocks import RawGraph, build_graph
@@ -48,20 +50,34 @@ def capture_source(
         raise ModelError(
             f"{source.path.name}: model() returned {type(module).__name__}; return an nn.Module"
         )
-    batches = []
-    for size in BATCH_SIZES:
-        try:
-            batches.append(source.batch(*((size,) if length is None else (size, length))))
-        except Exception as error:
-            where = user_line(error)
-            called = f"batch({size})" if length is None else f"batch({size}, {length})"
-            raise ModelError(
-                f"{source.path.name}: the example {called} failed{where}: {first_line(error)}"
-            ) from error
-    with users_modules(source.path.parent):  # a forward may import what it needs
-        return capture_module(
-            module, *batches, loss=source.loss, name=source.name, precision=precision
+
+    def batches_of(unit_size: int) -> list[Any]:
+        batches = []
+        for size in (unit_size * count for count in BATCH_SIZES):
+            try:
+                batches.append(source.batch(*((size,) if length is None else (size, length))))
+            except Exception as error:
+                where = user_line(error)
+                called = f"batch({size})" if length is None else f"batch({size}, {length})"
+                raise ModelError(
+                    f"{source.path.name}: the example {called} failed{where}: {first_line(error)}"
+                ) from error
+        _leaves_of(*batches, name=source.name, unit_size=unit_size)
+        return batches
+
+    def capture(batches: list[Any], unit: Unit) -> ModelGraph:
+        return _captured(
+            module, *batches, loss=source.loss, name=source.name, precision=precision, unit=unit
         )
+
+    def runs_on(batches: list[Any]) -> bool:
+        return all(
+            trace_batch(meta_copy(module), *flatten_batch(batch), source.loss, (), OpaqueModules())
+            for batch in batches
+        )
+
+    with users_modules(source.path.parent):  # a forward may import what it needs
+        return with_whole_values(capture_by_units(batches_of, capture, runs_on=runs_on))
 
 
 def build_without_values(build: Callable[[], Any]) -> Any:
@@ -84,42 +100,34 @@ def capture_module(
     loss: Callable[[Any, Any], Any] | None = None,
     name: str = "model",
     precision: Precision = "model",
+    unit: Unit = SAMPLE,
 ) -> ModelGraph:
     """Capture a module on example batches of two and of three samples.
 
-    The module may hold real or meta tensors; it is not changed, and its weights are not
-    copied. Precision "bf16" captures it cast (see `planner.capture.precision`), which is
-    another graph with another fingerprint. Raises CaptureError when it can't be captured at
-    all, or not as a function of the batch size; ModelError when the batches do not fit.
+    Where samples belong together these are two and three units of them. The module may hold real
+    or meta tensors; it is not changed, and its weights are not copied. Precision "bf16" captures it
+    cast (see `planner.capture.precision`), which is another graph with another fingerprint.
+
+    Raises CaptureError when it can't be captured at all, or not as a function of the batch size;
+    ModelError when the batches do not fit.
     """
+    graph = _captured(module, batch2, batch3, loss=loss, name=name, precision=precision, unit=unit)
+    return with_whole_values(graph)
+
+
+def _captured(
+    module: torch.nn.Module,
+    batch2: Any,
+    batch3: Any,
+    *,
+    loss: Callable[[Any, Any], Any] | None,
+    name: str,
+    precision: Precision,
+    unit: Unit,
+) -> ModelGraph:
+    """Return the graph as it is captured, without what parts of a batch take of the whole."""
     refuse_lost(module)
-    leaves = [flatten_batch(batch) for batch in (batch2, batch3)]
-    if not leaves[0][0]:
-        raise ModelError(
-            f"batch(2) of {name} returned {type(batch2).__name__} without a tensor in it; "
-            "batch(size) must return a tuple or dict of tensors"
-        )
-    apart = difference(leaves[0][1], leaves[1][1])
-    if apart:
-        raise ModelError(
-            f"batch(2) and batch(3) of {name} differ in structure: {apart}; batch(size) must "
-            "return the same keys and values for every size, and what differs from sample to "
-            "sample in tensors, along a dim of samples"
-        )
-    for called, path in classes_in(leaves[0][1]).items():
-        if importable(called) is None:
-            raise ModelError(
-                f"batch entry {path!r} of {name} is a {called}, which other processes can't "
-                "import; define the class at the top of a module, under its own name"
-            )
-    if all(
-        a.shape == b.shape
-        for a, b in zip(leaves[0][0].values(), leaves[1][0].values(), strict=True)
-    ):
-        raise ModelError(
-            f"batch(2) and batch(3) of {name} have the same shapes; "
-            "batch(size) must return `size` samples, usually as the first dim of each tensor"
-        )
+    leaves = _leaves_of(batch2, batch3, name=name, unit_size=unit.size)
 
     kept_calls = KeptCalls()
 
@@ -137,7 +145,7 @@ def capture_module(
         return cast_parameters(meta) if precision == "bf16" and of is module else meta
 
     paths = long_lists(module)
-    opaque = OpaqueModules(precision=precision)
+    opaque = OpaqueModules(precision=precision, unit=unit.size)
 
     def captured() -> RawGraph:
         rehearsal, whole = rehearse_batch(fresh, *leaves[0], loss, paths, opaque)
@@ -173,11 +181,49 @@ def capture_module(
     finally:
         kept_calls.forget()
     graph = build_graph(with_told_masks(merged), name=name, batch_tree=leaves[0][1])
-    return with_whole_values(graph)
+    return replace(graph, unit=unit)
+
+
+def _leaves_of(
+    small: Any, large: Any, *, name: str, unit_size: int
+) -> list[tuple[dict[str, Any], Tree]]:
+    """Return the leaves and structure of two example batches, which tell which sizes count samples.
+
+    Raises ModelError where they do not.
+    """
+    leaves = [flatten_batch(batch) for batch in (small, large)]
+    (ones, one_tree), (others, other_tree) = leaves
+    first, second = (f"batch({count * unit_size})" for count in BATCH_SIZES)
+    if not ones:
+        raise ModelError(
+            f"{first} of {name} returned {type(small).__name__} without a tensor in it; "
+            "batch(size) must return a tuple or dict of tensors"
+        )
+    apart = difference(one_tree, other_tree)
+    if apart:
+        raise ModelError(
+            f"{first} and {second} of {name} differ in structure: {apart}; batch(size) must "
+            "return the same keys and values for every size, and what differs from sample to "
+            "sample in tensors, along a dim of samples"
+        )
+    for called, path in classes_in(one_tree).items():
+        if importable(called) is None:
+            raise ModelError(
+                f"batch entry {path!r} of {name} is a {called}, which other processes can't "
+                "import; define the class at the top of a module, under its own name"
+            )
+    if all(a.shape == b.shape for a, b in zip(ones.values(), others.values(), strict=True)):
+        raise ModelError(
+            f"{first} and {second} of {name} have the same shapes; "
+            "batch(size) must return `size` samples, usually as the first dim of each tensor"
+        )
+    return leaves
 
 
 def batch_from_spec(spec: Any, tree: Tree, size: int) -> Any:
-    """Return a meta batch of `size` samples from what a plan stores of its inputs."""
+    """Return a meta batch of `size` samples (units of them, where they belong together) from what
+    a plan stores of its inputs.
+    """
     leaves = {
         path: torch.empty(
             [s[0] * size + s[1] if isinstance(s, tuple | list) else s for s in shape],

@@ -129,6 +129,13 @@ _OTHERS = (
             f"batches of {1 + len(plan.model.buckets)} shapes" if plan.model.buckets else ""
         ),
     ),
+    Feature(
+        name="units",
+        fields=("unit",),
+        used=lambda plan: (
+            "" if plan.unit.is_sample else f"samples that belong together in {plan.unit.spelled}"
+        ),
+    ),
     Feature(name="pp", fields=("pp",), used=lambda plan: f"pp={plan.pp}" if plan.pp > 1 else ""),
     Feature(
         name="vpp", fields=("vpp",), used=lambda plan: f"vpp={plan.vpp}" if plan.vpp > 1 else ""

@@ -2,7 +2,8 @@
 
 In: a captured list of ops (`planner.capture`). Out: a `ModelGraph`, whose sizes are affine in the
 microbatch size, cut into a preamble and a chain of blocks grouped by class. Read `model_graph`
-first, then `blocks`; `batch` and `batch_split` describe batches, `capture_cache` keeps graphs on
+first, then `blocks`; `batch`, `batch_split` and
+`unit` describe batches, `capture_cache` keeps graphs on
 disk and `model_file` reads the user's ``model.py``.
 """
 
@@ -26,8 +27,10 @@ from planner.graph.model_graph import (
     size_at,
     to_json,
 )
+from planner.graph.unit import SAMPLE, Unit
 
 __all__ = [
+    "SAMPLE",
     "SAMPLES",
     "Affine",
     "Arg",
@@ -39,6 +42,7 @@ __all__ = [
     "Size",
     "Symbol",
     "TensorMeta",
+    "Unit",
     "WholeBatch",
     "bind_arg",
     "from_json",

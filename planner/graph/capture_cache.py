@@ -121,7 +121,8 @@ def _installed() -> Mapping[str, list[str]]:
 def _own_digest() -> str:
     """Digest of the modules that decide what a capture looks like."""
     here = Path(__file__).parent
-    files = sorted([*here.glob("*.py"), *(here.parent / "capture").rglob("*.py")])
+    rooms = (here.parent / "capture", here.parent / "across")
+    files = sorted([*here.glob("*.py"), *(file for room in rooms for file in room.rglob("*.py"))])
     return _digest(b"".join(file.read_bytes() for file in files))[:16]
 
 

@@ -19,6 +19,7 @@ from math import prod
 from operator import is_
 from typing import Any, Literal
 
+from planner.graph.unit import SAMPLE, Unit
 from planner.units import DTYPE_BYTES
 
 
@@ -306,6 +307,7 @@ class ModelGraph:
     `batch_inputs` are names of all tensor leaves of the batch, in tree order, used or not;
     `batch_tree` is the JSON form of the batch's structure (see `planner.graph.batch`). `whole` is
     what parts of a batch take of the whole one (`planner.across.whole`); None: nothing.
+    Where samples belong together (`unit`), what sizes count as a sample is a unit of them.
     """
 
     name: str
@@ -317,6 +319,7 @@ class ModelGraph:
     classes: tuple[Program, ...]
     loss: str
     whole: WholeBatch | None = None
+    unit: Unit = SAMPLE
 
     @cached_property
     def tensor(self) -> dict[str, TensorMeta]:
@@ -367,10 +370,14 @@ def to_json(value: Any, *, lines: bool = True) -> Any:
         return {"r": value.name}
     if isinstance(value, Symbol):
         return {"s": [value.kind, value.value]}
-    if isinstance(value, TensorMeta | Op | Program | Block | ModelGraph | WholeBatch):
-        names = [name for name in value.__dataclass_fields__ if lines or name != "line"]
+    if isinstance(value, TensorMeta | Op | Program | Block | ModelGraph | WholeBatch | Unit):
+        names = [
+            name for name in value.__dataclass_fields__ if lines or name not in ("line", "shown_by")
+        ]
         if isinstance(value, TensorMeta) and not value.table:
             names.remove("table")  # a plan's word: captures are what they were without
+        if isinstance(value, ModelGraph) and value.unit.is_sample:
+            names.remove("unit")  # so captures of other models are what they were without units
         if isinstance(value, ModelGraph) and value.whole is None:
             names.remove("whole")
         fields = {name: to_json(getattr(value, name), lines=lines) for name in names}
@@ -389,7 +396,9 @@ def from_json(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if "t" in value:
-        kinds = {c.__name__: c for c in (TensorMeta, Op, Program, Block, ModelGraph, WholeBatch)}
+        kinds = {
+            c.__name__: c for c in (TensorMeta, Op, Program, Block, ModelGraph, WholeBatch, Unit)
+        }
         if value["t"] not in kinds:
             raise ValueError(f"unknown record {value['t']!r}")
         return kinds[value["t"]](**{k: from_json(v) for k, v in value.items() if k != "t"})

@@ -586,4 +586,9 @@ def _repeated(batch: Any, samples: int, plan: Plan) -> Any:
     times = math.ceil(wanted / samples)
     if times == 1:
         return batch
+    if plan.unit.runs > 1:
+        raise PlanError(
+            f"the last batch has {samples} samples, which belong together in {plan.unit.spelled} "
+            f"and can't be filled up to {wanted}; evaluate on a multiple of {plan.global_batch}"
+        )
     return tree_map_only(Tensor, lambda t: torch.cat([t] * times) if t.dim() else t, batch)

@@ -44,7 +44,7 @@ def local_program(
     plan's own batch, where sizes of the whole batch are numbers in it (None: the same).
     """
     whole = graph.classes[class_index]
-    full_size = plan.microbatch_samples // degrees.along("batch")
+    full_size = plan.microbatch_units // degrees.along("batch")
     # Layouts were found for a full microbatch. A smaller microbatch is lowered beside it, as the
     # segments of its layout follow from comparing the two programs.
     programs = [whole.bind(microbatch_size)]

@@ -84,7 +84,7 @@ def _outline(graph: ModelGraph) -> object:
     blocks = tuple((b.name, b.class_index, b.inputs, b.params, b.outputs) for b in graph.blocks)
     # (As JSON: graphs that were kept have tuples for lists.)
     tree = json.dumps(graph.batch_tree)
-    return blocks, graph.batch_inputs, tree, graph.preamble.params, graph.loss
+    return blocks, graph.batch_inputs, tree, graph.preamble.params, graph.loss, graph.unit
 
 
 def _ops(program: Program) -> object:

@@ -35,7 +35,7 @@ def default_plan(
     vpp: int = 1,
     by_stage: Mapping[str, Sequence[int]] | None = None,
     balance: Sequence[int] = (),
-    microbatch_size: int = 1,
+    microbatch_size: int | None = None,
     num_microbatches: int | None = None,
     schedule: str = DEFAULT_SCHEDULE,
     zero_stage: ZeroStage = 0,
@@ -44,7 +44,8 @@ def default_plan(
     accept: tuple[str, ...] = (),
     **sizes: int,
 ) -> Plan:
-    """Return a plan with these degrees; num_microbatches defaults to twice pp.
+    """Return a plan with these degrees; num_microbatches defaults to twice pp, microbatch_size to
+    one sample, or as many as belong together.
 
     `sizes` are those of the mesh axes by name (``dp=2, tp=4``), one where not given. `balance`
     gives the number of blocks of each stage, else they are as equal as can be. `by_stage` gives
@@ -62,8 +63,11 @@ def default_plan(
             f"blocks; use at most {num_blocks} stages"
         )
     own_sizes = _own_sizes(by_stage or {}, degrees, num_stages)
-    replicas = degrees.along("batch")
-    samples = microbatch_size * replicas
+    unit, replicas = graph.unit, degrees.along("batch")
+    microbatch_size = unit.size if microbatch_size is None else microbatch_size
+    if why := unit.why_not(microbatch_size):
+        raise LayoutError(f"microbatch_size={microbatch_size} was given, and {why}")
+    samples = microbatch_size // unit.size * replicas
     cuts = [degrees.with_own(own).along("batch") for own in own_sizes]
     # Sizes that all stages can cut are multiples of this.
     step = lcm(*(parts // gcd(parts, replicas) for parts in cuts))
@@ -197,4 +201,5 @@ def model_ref(graph: ModelGraph, *, file: str) -> ModelRef:
         fingerprint=graph.fingerprint,
         inputs=batch_spec(graph),
         batch_tree=graph.batch_tree,
+        unit=graph.unit,
     )

@@ -41,7 +41,7 @@ def validate_model(plan: Plan, graph: ModelGraph) -> None:
             "(if it is: an earlier planner made the plan and named models otherwise, its forward "
             "does not do the same in every process, or a call changed it)"
         )
-    if plan.model.inputs != batch_spec(graph):
+    if plan.model.inputs != batch_spec(graph) or plan.model.unit != graph.unit:
         raise PlanError(
             "the plan's inputs are not those of the model's batch; the plan is damaged, so search "
             "again"

@@ -8,10 +8,19 @@ from itertools import groupby
 from math import gcd
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    Strict,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from planner.errors import LayoutError, PlanError
 from planner.graph.batch import tensor_paths
+from planner.graph.unit import SAMPLE, Unit
 from planner.layout.class_layout import MOST, OwnSizesField, Record, WithOwnSizes
 
 Recompute = Literal["none", "selective", "full"]
@@ -50,7 +59,8 @@ class ModelRef(Record):
     """The model a plan is for: its name, file as given, and structural fingerprint.
 
     `inputs` lists the batch's tensor leaves; with `batch_tree` they are enough to capture the model
-    again without a batch. `buckets` are the other shapes that batches may have, the smallest first;
+    again without a batch. Where samples belong together (`unit`), sizes of `inputs` count units of
+    them. `buckets` are the other shapes that batches may have, the smallest first;
     none is larger than `inputs` in any dim.
     """
 
@@ -60,6 +70,14 @@ class ModelRef(Record):
     inputs: InputSpec
     batch_tree: Any
     buckets: tuple[Bucket, ...] = ()
+    unit: Unit = SAMPLE
+
+    @model_serializer(mode="wrap")
+    def _without_usual(self, handler: Any) -> dict[str, Any]:
+        data: dict[str, Any] = handler(self)
+        if self.unit.is_sample:
+            del data["unit"]  # (of most models: their files are what they were without units)
+        return data
 
     @field_validator("batch_tree")
     @classmethod

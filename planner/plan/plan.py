@@ -18,6 +18,7 @@ from pydantic import Field, field_validator, model_serializer, model_validator
 
 from planner.errors import LayoutError
 from planner.graph.batch_split import BatchSplit
+from planner.graph.unit import Unit
 from planner.layout import axes
 from planner.layout.axes import Degrees, degree_names
 from planner.layout.class_layout import MOST, ClassLayout, DegreesField, Record, gathered
@@ -54,7 +55,7 @@ class Plan(Record):
         pp: pipeline ranks.
         vpp: stages of each pipeline rank.
         microbatch_size: samples of a microbatch in each part that the batch axes cut; with `shares`
-            their mean.
+            their mean. Where samples belong together (`ModelRef.unit`) parts hold whole units.
         shares: samples of a microbatch in each of these parts, in the order of ranks, where they
             differ: as much as the devices of each are fast. Empty: equal parts.
         num_microbatches: microbatches of a step.
@@ -168,15 +169,40 @@ class Plan(Record):
         return self.microbatch_samples * self.num_microbatches
 
     @property
+    def unit(self) -> Unit:
+        """The samples that belong together; a graph counts these, not samples."""
+        return self.model.unit
+
+    @property
+    def microbatch_units(self) -> int:
+        """Units of one microbatch over all ranks."""
+        return self.microbatch_samples // self.unit.size
+
+    @property
+    def global_units(self) -> int:
+        """Units per step over all ranks."""
+        return self.global_batch // self.unit.size
+
+    @property
+    def unit_shares(self) -> tuple[int, ...]:
+        """The same as `shares`, in units."""
+        return tuple(share // self.unit.size for share in self.shares)
+
+    @property
     def batch_parts(self) -> int:
         """Parts of a microbatch of which every stage's cut puts some together."""
         return lcm(*(self.stage_degrees(index).along("batch") for index in range(len(self.stages))))
 
     @property
     def least_batch(self) -> int:
-        """Samples of the smallest batch of a step: one for each microbatch and part of it."""
-        if self.shares:  # of so many the smallest share is a sample
-            return self.num_microbatches * -(-self.microbatch_samples // min(self.shares))
+        """Samples of the smallest batch of a step: a unit for each microbatch and part of it."""
+        return self.least_units * self.unit.size
+
+    @property
+    def least_units(self) -> int:
+        """Units of the smallest batch of a step."""
+        if self.shares:  # of so many the smallest share is a unit
+            return self.num_microbatches * -(-self.microbatch_units // min(self.unit_shares))
         parts = (self.stage_degrees(index).along("batch") for index in range(len(self.stages)))
         return self.num_microbatches * max(parts)
 
@@ -188,10 +214,10 @@ class Plan(Record):
 
     @property
     def split(self) -> BatchSplit:
-        """Which samples of a full batch are in which microbatch and part."""
-        shares = self.shares or (1,) * self.batch_parts
+        """Which units of a full batch are in which microbatch and part."""
+        shares = self.unit_shares or (1,) * self.batch_parts
         return BatchSplit.by_shares(
-            self.global_batch, num_microbatches=self.num_microbatches, shares=shares
+            self.global_units, num_microbatches=self.num_microbatches, shares=shares
         )
 
     @property
@@ -250,8 +276,10 @@ class Plan(Record):
         return self.degrees.with_own(self.stages[stage_index].own_sizes)
 
     def stage_microbatch_size(self, stage_index: int) -> int:
-        """Samples of one microbatch in each part that the batch axes of a stage cut."""
-        return self.microbatch_samples // self.stage_degrees(stage_index).along("batch")
+        """Units of one microbatch in each part that the batch axes of a stage cut: what sizes of
+        the stage's graph count.
+        """
+        return self.microbatch_units // self.stage_degrees(stage_index).along("batch")
 
     @model_validator(mode="after")
     def _is_of_this_world(self) -> Plan:
@@ -264,6 +292,14 @@ class Plan(Record):
         return self
 
     @model_validator(mode="after")
+    def _holds_whole_units(self) -> Plan:
+        shares = (("a share", share) for share in self.shares)
+        for what, number in (("microbatch_size", self.microbatch_size), *shares):
+            if why := self.unit.why_not(number):
+                raise ValueError(f"{what} is {number}, and {why}")
+        return self
+
+    @model_validator(mode="after")
     def _meshes_fit(self) -> Plan:
         shape_of_rank: dict[int, Degrees] = {}
         for index, stage in enumerate(self.stages):
@@ -272,16 +308,24 @@ class Plan(Record):
                 shape = self.stage_degrees(index)
             except LayoutError as error:
                 raise ValueError(f"stage {index}: {error}") from None
-            if self.microbatch_samples % shape.along("batch"):
+            if self.microbatch_units % shape.along("batch"):
                 raise ValueError(
-                    f"stage {index} has {own}, so it cuts the {self.microbatch_samples} samples of "
-                    f"a microbatch in {shape.along('batch')} parts, which does not divide them"
+                    f"stage {index} has {own}, so it cuts the {self.microbatch_units} "
+                    f"{'samples' if self.unit.is_sample else self.unit.spelled} of a microbatch in "
+                    f"{shape.along('batch')} parts, which does not divide them"
                 )
             if shape_of_rank.setdefault(stage.pp_rank, shape) != shape:
                 raise ValueError(
                     f"stage {index} has {shape} and another stage of pp rank {stage.pp_rank} has "
                     f"{shape_of_rank[stage.pp_rank]}; stages of one pp rank share its mesh"
                 )
+        cuts = sorted({shape.along("batch") for shape in shape_of_rank.values()})
+        if self.unit.runs > 1 and len(cuts) > 1:
+            raise ValueError(
+                f"samples belong together in {self.unit.spelled} and stages cut them in "
+                f"{' and '.join(map(str, cuts))} parts, between which no stage hands on samples "
+                "that lie apart; give all stages one mesh"
+            )
         return self
 
     @model_validator(mode="after")

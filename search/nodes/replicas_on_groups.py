@@ -149,6 +149,7 @@ class ReplicasNode(Node[SearchState]):
             schedule=schedule,
             zero=zero,
             recompute=shape.recompute,
+            unit=shape.unit,
             device_groups=("+".join(self.tables),) * shape.pp,
             shares=tuple(
                 chain.from_iterable(map(repeat, shares, self.replicas))

@@ -79,7 +79,7 @@ class SizesNode(Node[SearchState]):
     def label(self) -> str:
         """What is priced."""
         shape = self.sizes[0][0]
-        return f"pricing tp={shape.tp}, microbatch size {shape.microbatch_size}"
+        return f"pricing tp={shape.tp}, microbatch size {shape.microbatch_size * shape.unit}"
 
     def refine(self, search: SearchState) -> Outcomes:
         """Yield the shapes of the smallest size with each layout, and the larger sizes."""

@@ -58,6 +58,7 @@ class Configuration(_OnMesh):
         stage_tps: empty where all stages have this mesh, else each stage's tp.
         device_groups: of a cluster of several groups of devices, that of each stage.
         shares: as in `Plan`.
+        unit: samples that belong together; sizes of microbatches and shares count these as one.
     """
 
     degrees: Degrees
@@ -71,6 +72,7 @@ class Configuration(_OnMesh):
     stage_tps: tuple[int, ...] = ()
     device_groups: tuple[str, ...] = ()
     shares: tuple[int, ...] = ()
+    unit: int = 1
 
     @property
     def pipeline(self) -> tuple[str, int, int, int]:
@@ -117,7 +119,7 @@ class Configuration(_OnMesh):
         if self.device_groups:
             sizes["pp"] = f"{self.pp} on {'/'.join(self.device_groups)}"
         return spell_choices(
-            sizes, self.vpp, (self.num_microbatches, self.microbatch_size),
+            sizes, self.vpp, (self.num_microbatches, self.microbatch_size * self.unit),
             self.schedule, self.zero, self.recompute,
         )  # fmt: skip
 
@@ -134,6 +136,7 @@ class Shape(_OnMesh):
         options: (schedule, stages of each pipeline rank) to choose from.
         zeros: stages of ZeRO to choose from.
         recompute: as in `Configuration`.
+        unit: as in `Configuration`.
     """
 
     degrees: Degrees
@@ -143,6 +146,7 @@ class Shape(_OnMesh):
     options: tuple[tuple[str, int], ...]
     zeros: tuple[int, ...]
     recompute: str
+    unit: int = 1
 
     @property
     def num_configurations(self) -> int:
@@ -157,7 +161,7 @@ class Shape(_OnMesh):
                     degrees=self.degrees, pp=self.pp, vpp=vpp,
                     microbatch_size=self.microbatch_size,
                     num_microbatches=self.num_microbatches,
-                    schedule=schedule, zero=zero, recompute=self.recompute,
+                    schedule=schedule, zero=zero, recompute=self.recompute, unit=self.unit,
                 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from math import gcd, prod
 
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
-from planner.graph import ModelGraph
+from planner.graph import ModelGraph, Unit
 from planner.graph.called_modules import called_whole
 from planner.graph.encoder_decoder import first_decoder_block
 from planner.layout.axes import AXES, Degrees, axis_names, batch_axes, lowered_axes
@@ -91,21 +91,26 @@ def validate_request(
         )
     cuts = {axis.name: fixed[axis.name] for axis in batch_axes() if fixed[axis.name]}
     parts = prod(size or 1 for size in cuts.values())
-    if request.global_batch % parts:
+    _check_units(request, graph.unit)
+    # What is cut are units of samples that belong together; of most models each is one sample.
+    unit, units = graph.unit.size, request.global_batch // graph.unit.size
+    if units % parts:
+        of_units = "" if unit == 1 else f" of {units} {graph.unit.spelled}"
         raise LayoutError(
             f"{' * '.join(f'{name}={size}' for name, size in cuts.items())} does not divide "
-            f"`global_batch` {request.global_batch}; every replica takes the same number of "
-            f"samples, so use {' * '.join(cuts)} in "
-            f"{listed(divisors(gcd(request.global_batch, n)))} or `global_batch` "
-            f"{-(-request.global_batch // parts) * parts}"
+            f"`global_batch` {request.global_batch}{of_units}; every replica takes the same number "
+            f"of samples, so use {' * '.join(cuts)} in "
+            f"{listed(divisors(gcd(units, n)))} or `global_batch` "
+            f"{-(-units // parts) * parts * unit}"
         )
-    per_part = request.global_batch // parts
-    size = request.microbatch_size
+    per_part = units // parts
+    size = None if request.microbatch_size is None else request.microbatch_size // unit
     if size is not None and per_part % size:
-        whose = f"the {per_part} samples of a replica" if cuts else f"the batch of {per_part}"
+        samples = per_part * unit
+        whose = f"the {samples} samples of a replica" if cuts else f"the batch of {samples}"
         raise LayoutError(
-            f"`microbatch_size` {size} does not divide {whose}; "
-            f"use a divisor: {listed(_microbatch_sizes(per_part, request.pp or 1))}"
+            f"`microbatch_size` {size * unit} does not divide {whose}; use a divisor: "
+            f"{listed([each * unit for each in _microbatch_sizes(per_part, request.pp or 1)])}"
         )
     if across:
         _check_whole(request, graph, across, cuts={**cuts, "microbatch_size": size})
@@ -162,6 +167,23 @@ def _check_whole(
             "parts, and "
             f"{told(graph, changed)}; leave that to the search, or accept it: "
             f"{spell_accept(changed)}"
+        )
+
+
+def _check_units(request: SearchRequest, unit: Unit) -> None:
+    """Raise LayoutError for sizes by which samples that belong together would be cut apart."""
+    allowed = [int(value) for value in request.allowed("microbatch_size")]
+    for name, sizes in (
+        ("global_batch", [request.global_batch]),
+        ("microbatch_size", [request.microbatch_size or unit.size, *allowed]),
+    ):
+        for size in sizes:
+            if why := unit.why_not(size):
+                raise LayoutError(f"`{name}` {size} was given; {why}")
+    if unit.runs > 1 and request.meshes == "own":
+        raise LayoutError(
+            f"`meshes` own was given, and samples belong together in {unit.spelled}, which stages "
+            "of different meshes can't hand on; use `meshes` same"
         )
 
 

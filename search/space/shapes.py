@@ -143,6 +143,8 @@ class Space:
         cuts = " * ".join(axis.name for axis in batch_axes())
         no_zero = why_no_zero(graph, request.precision)
         tables = [meta.fqn for meta in graph.params if meta.table]
+        # Sizes of the graph, and so of shapes, count the samples that belong together as one.
+        unit, units = graph.unit, request.global_batch // graph.unit.size
         for degrees, pp in self.meshes():
             if tables and degrees.along("data") > degrees.along("batch"):
                 reasons.setdefault(
@@ -156,19 +158,23 @@ class Space:
                 )
                 continue
             parts = degrees.along("batch")
-            if request.global_batch % parts:
+            if units % parts:
+                of_units = "" if unit.is_sample else f" of {units} {unit.spelled}"
                 reasons.setdefault(
                     f"{cuts} divides the batch",
-                    f"{cuts}={parts} does not divide the batch {request.global_batch}",
+                    f"{cuts}={parts} does not divide the batch {request.global_batch}{of_units}",
                 )
                 continue
-            per_part = request.global_batch // parts
+            per_part = units // parts
             # A plan counts neither samples of a microbatch nor forwards beyond MOST.
             can_be = (
-                size for size in divisors(per_part) if max(size, per_part // size * pp) <= MOST
+                size * unit.size
+                for size in divisors(per_part)
+                if max(size * unit.size, per_part // size * pp) <= MOST
             )
-            for size in request.values("microbatch_size", can_be):
-                if per_part % size or self._changes(per_part // size, degrees):
+            for samples in request.values("microbatch_size", can_be):
+                size, rest = divmod(samples, unit.size)
+                if rest or per_part % size or self._changes(per_part // size, degrees):
                     continue
                 # Schedules depend on ranks and microbatches alone: each pair is looked up once.
                 key = (pp, per_part // size)
@@ -192,6 +198,7 @@ class Space:
                     yield Shape(
                         degrees=degrees, pp=pp, microbatch_size=size, num_microbatches=key[1],
                         options=options_of[key], zeros=tuple(zeros), recompute=recompute,
+                        unit=unit.size,
                     )  # fmt: skip
 
     def _changes(self, num_microbatches: int, degrees: Degrees) -> bool:

@@ -608,6 +608,17 @@ def drawn_walk(m: Model, b: Any) -> Tensor:
     return plain(m, b) + 0 * m.average.sum()
 
 
+def samples_repeated(m: Model, b: Any) -> Tensor:
+    """Each sample twice, behind itself, and each with what is its own."""
+    twice = _rows(b).repeat_interleave(2, 0)
+    return (m.fc(twice) - b["y"].mean(1).repeat_interleave(2, dim=0)).square().mean()
+
+
+def number_chosen(m: Model, b: Any) -> Tensor:
+    factor = torch.where(b["mask"].sum(1) > 2, 1, 3)
+    return (m.fc(_rows(b)) * factor[:, None]).square().mean()
+
+
 # --------------------------------------- alone in what they compute, and named all the same
 
 
@@ -645,7 +656,7 @@ ALONE = (
     padded_attention, nearest_codes, heads_in_front, triplets, counter, power_iteration,
     average_of_weights, warmed_up, cooled_down, detached, cast_as_larger,
     dot_with_itself,
-    mean_after_shift, frames,
+    mean_after_shift, frames, samples_repeated, number_chosen,
 )  # fmt: skip
 
 ACROSS: dict[Body, tuple[str, ...]] = {

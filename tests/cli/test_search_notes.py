@@ -199,3 +199,31 @@ def test_plans_for_devices_that_are_not_here_are_refused_unsearched(planner, wri
     refused = planner("search", write_model(), *SEARCH, "--measure", 2, "--out", "no.json")
     assert "--measure can't run plans for h100-sxm5-80gb here" in refused.complaint
     assert not Path("no.json").exists()
+
+
+def test_samples_that_belong_together_are_told(planner, write_model):
+    """The line that shows them, in a search and a plan; sizes that cut them are refused by name."""
+    path = write_model(body="a, b = x.chunk(2); x = a - b")
+    found = planner("search", path, *SEARCH, "--dp", 2, "--microbatch-size", 2)
+    assert found.code == 0, found.stderr
+    told = "samples belong together in pairs (halves stacked), as chunk at "
+    assert told in found.stderr
+    assert "chunk(2); x = a - b` shows: replicas and microbatches take whole ones" in found.stderr
+    assert "computed across samples" not in found.stderr
+    data = json.loads(Path("plan.json").read_text())
+    assert (data["microbatch_size"], data["num_microbatches"]) == (2, 2)
+    shown = " ".join(planner("show", "plan.json").stdout.split())
+    assert "8 samples = dp 2 x 2 microbatches of 2" in shown
+    assert told in shown
+    search = ("search", path, *SEARCH[:-1])
+    assert planner(*search, 9).complaint.endswith(
+        "--global-batch 9 was given; samples belong together in pairs (halves stacked), so it must "
+        "be a multiple of 2: use 8 or 10"
+    )
+    assert "--microbatch-size 1 was given; samples belong together" in (
+        planner(*search, 8, "--microbatch-size", 1).complaint
+    )
+    refused = planner(*search, 12, "--dp", 2, "--microbatch-size", 4).complaint
+    assert "--microbatch-size 4 does not divide the 6 samples of a replica" in refused
+    assert refused.endswith("use a divisor: 2, 6")
+    assert "use --meshes same" in planner(*search, 8, "--meshes", "own").complaint

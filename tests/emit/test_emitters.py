@@ -21,6 +21,7 @@ from planner.emit.features import DECIDES_NOTHING, plan_features, used_features
 from planner.emit.start import runs_by_apply
 from planner.emit.view import PlanView
 from planner.errors import PlanError
+from planner.graph import Unit
 from planner.plan import ModelRef, Plan, StagePlan
 from planner.plan.parts import Bucket
 from tests.emit.views import changed, view_of
@@ -75,7 +76,7 @@ def test_all_that_a_plan_may_hold_is_refused_by_an_emitter_without_entries():
         for stage in view.plan.stages
     )
     bucket = Bucket(inputs=view.plan.model.inputs, fingerprint="0" * 64)
-    model = view.plan.model.model_copy(update={"buckets": (bucket,)})
+    model = view.plan.model.model_copy(update={"buckets": (bucket,), "unit": Unit(size=2)})
     degrees = view.plan.degrees.with_sizes(rp=2)
     own = {"degrees": degrees, "optimizer_on_host": True, "precision": "model", "model": model}
     own |= {"shares": (1, 3), "tables_on_host": ("word_embeddings.weight",)}

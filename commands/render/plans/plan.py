@@ -86,6 +86,7 @@ def _summary(plan: Plan) -> Table:
             f"of {plan.microbatch_size}",
         ),
         *([("replicas", f"{plan.shares_spelled} samples")] if plan.shares else []),
+        *([("units", plan.unit.told)] if plan.unit.told else []),
         *(("also takes", shapes_of(bucket.inputs)) for bucket in plan.model.buckets),
         ("schedule", plan.schedule),
         ("ZeRO stage", str(plan.zero_stage)),

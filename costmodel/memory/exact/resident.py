@@ -161,7 +161,7 @@ def optimizer(rank: RankState) -> Amount:
 def batch(rank: RankState) -> Amount:
     """Return the global batch: the caller holds it to the end of the step."""
     graph = rank.costs.graph
-    return sum(graph.tensor[name].bytes_at(rank.plan.global_batch) for name in graph.batch_inputs)
+    return sum(graph.tensor[name].bytes_at(rank.plan.global_units) for name in graph.batch_inputs)
 
 
 def on_host(rank: RankState) -> Amount:

@@ -43,11 +43,13 @@ class OpaqueModules:
     Attributes:
         precision: that the model is captured in.
         branches: that its forward takes where it tests whether a compiler runs.
+        unit: samples that belong together, of which batches have so many.
         calls: each once, however often it is made; ops name them by their number.
     """
 
     precision: Precision = "model"
     branches: Branches = field(default_factory=Branches)
+    unit: int = 1
     calls: list[ModuleCall] = field(default_factory=list)
     _forwards: dict[type[nn.Module], Callable[..., Any]] = field(default_factory=dict)
     _codes: dict[FunctionType, CodeType] = field(default_factory=dict)
@@ -177,6 +179,7 @@ class OpaqueModules:
                     places=places,
                     given=given,
                     num_samples=self._num_samples,
+                    unit=self.unit,
                     first=first,
                 )
                 self.calls.append(trial.run())

@@ -114,7 +114,8 @@ class Trial:
         key: names the module in a graph, see `module_key`.
         places: args and kwargs, in which a `Place` stands for a tensor of `given`.
         given: the tensors of the arguments, without values.
-        num_samples: of the batch that the call is a part of.
+        num_samples: of the batch that the call is a part of; units of those that belong together.
+        unit: samples of each of these.
         first: the same call on fewer samples, where that was tried: only shapes differ.
     """
 
@@ -125,6 +126,7 @@ class Trial:
     places: tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
     given: Sequence[Tensor]
     num_samples: int
+    unit: int = 1
     first: ModuleCall | None
     _draws: TrialDraws = field(default_factory=TrialDraws)
 
@@ -225,8 +227,13 @@ class Trial:
             return Tensor
         return leaf if isinstance(leaf, SCALARS) else Unread(self.who, type(leaf).__name__)
 
+    @property
+    def _rows(self) -> int:
+        """Samples one by one: which of them are neighbours is not known where units lie apart."""
+        return self.num_samples * self.unit
+
     def _values(self, draw: Draw, whole: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        return [input_like(tensor, draw, self.num_samples, whole) for tensor in self.given]
+        return [input_like(tensor, draw, self._rows, whole) for tensor in self.given]
 
     def _whole_numbers(self, own: Sequence[Tensor]) -> list[Callable[[Tensor], Tensor]]:
         """Return the makers of integers that the forward takes, at least one.
@@ -281,7 +288,7 @@ class Trial:
             possible = [
                 split
                 for split in possible
-                if are_apart(self._tensors_of(own), values, made, split, self.num_samples)
+                if are_apart(self._tensors_of(own), values, made, split, self._rows)
             ]
         return possible[0] if possible else ()
 

@@ -278,7 +278,7 @@ def _fake_batch(plan: Plan) -> Any:
     from planner.capture import batch_from_spec
     from planner.graph.batch import flatten_batch, unflatten_batch
 
-    meta = batch_from_spec(plan.model.inputs, plan.model.batch_tree, plan.global_batch)
+    meta = batch_from_spec(plan.model.inputs, plan.model.batch_tree, plan.global_units)
     leaves, tree = flatten_batch(meta)
     return unflatten_batch(
         tree, {path: torch.empty(t.shape, dtype=t.dtype) for path, t in leaves.items()}

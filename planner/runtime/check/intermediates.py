@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from planner.across import runs_of_samples
 from planner.graph import Affine, ModelGraph, TensorMeta
 from planner.layout.axes import lowered_axes
 from planner.layout.lowering import made_as
@@ -123,7 +124,8 @@ def gathered(engine: Engine, seen: Seen) -> dict[str, Tensor]:
             is_first = mesh.rank("batch") == 0 or not _is_of_all(engine, watched)
             if mesh.is_first_of_samples and is_first:
                 mine.append((watched.name, microbatch, mesh.rank("batch"), value.cpu()))
-    return _on_rank_0(mine, seen.wanted, mesh.control)
+    runs = {} if mesh.global_rank else _runs(engine, seen.wanted)
+    return _on_rank_0(mine, seen.wanted, mesh.control, runs)
 
 
 def _find(graph: ModelGraph, name: str, modules: Mapping[str, type[nn.Module]]) -> Watched:
@@ -201,7 +203,10 @@ def _whole(value: Tensor, placement: Placement, group: str) -> Tensor:
 
 
 def _on_rank_0(
-    mine: list[tuple[str, int, int, Tensor]], wanted: Iterable[Watched], control: dist.ProcessGroup
+    mine: list[tuple[str, int, int, Tensor]],
+    wanted: Iterable[Watched],
+    control: dist.ProcessGroup,
+    runs: Mapping[str, int],
 ) -> dict[str, Tensor]:
     is_first = dist.get_rank() == 0
     everyone: list[Any] = [None] * dist.get_world_size() if is_first else []
@@ -209,10 +214,27 @@ def _on_rank_0(
     parts: dict[str, list[tuple[int, int, Tensor]]] = {}
     for name, microbatch, number, value in (part for rank in everyone for part in rank):
         parts.setdefault(name, []).append((microbatch, number, value))
-    return {w.name: _joined(w.meta, parts[w.name]) for w in wanted} if is_first else {}
+    if not is_first:
+        return {}
+    return {w.name: _joined(w.meta, parts[w.name], runs[w.name]) for w in wanted}
 
 
-def _joined(meta: TensorMeta, parts: list[tuple[int, int, Tensor]]) -> Tensor:
+def _runs(engine: Engine, wanted: Iterable[Watched]) -> dict[str, int]:
+    """In how many runs tensors have their samples; found once, as steps fetch the same again."""
+    places = {each.name: (each.block, each.tensor) for each in wanted}
+    known = engine.runs_of_fetched
+    if new := [place for place in places.values() if place not in known]:
+        known |= runs_of_samples(engine.graph, new)
+    return {name: known[place] for name, place in places.items()}
+
+
+def _joined(meta: TensorMeta, parts: list[tuple[int, int, Tensor]], runs: int) -> Tensor:
     values = [value for _, _, value in sorted(parts, key=lambda part: part[:2])]
     counts_samples = [d for d, size in enumerate(meta.shape) if isinstance(size, Affine)]
-    return torch.cat(values, counts_samples[0]) if counts_samples else torch.stack(values)
+    if not counts_samples:
+        return torch.stack(values)
+    dim = counts_samples[0]
+    if runs == 1:
+        return torch.cat(values, dim)
+    # Each part has its own samples of every run: [runs, samples of a run].
+    return torch.cat([v.unflatten(dim, (runs, -1)) for v in values], dim + 1).flatten(dim, dim + 1)

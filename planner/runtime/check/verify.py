@@ -419,7 +419,8 @@ def _replicas(graph: ModelGraph, plan: Plan) -> int | None:
     stages = {stage_of(plan, block.index) for block in across}
     replicas = {plan.stage_degrees(stage).along("batch") for stage in stages}
     if len(replicas) > 1:
-        sizes = sorted({plan.stage_microbatch_size(stage) for stage in stages})
+        each = plan.unit.size
+        sizes = sorted({plan.stage_microbatch_size(stage) * each for stage in stages})
         raise PlanError(
             f"blocks {across[0].name} to {across[-1].name} compute across samples (statistics of "
             "the batch, or samples compared with each other), and their stages, of different "

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +20,8 @@ from torch.utils.data import (
 
 from planner.data import OwnPart
 from planner.errors import ModelError, PlanError, PlannerError
-from planner.runtime.data.draws import seed_of
+from planner.graph.unit import SAMPLE, Unit
+from planner.runtime.data.draws import generators_kept, seed_of
 from planner.runtime.data.order import AtEnd, Order
 from planner.runtime.data.samples import Collate, Loaded, MapParts, PartKey, as_it_is
 from planner.runtime.data.streams import ShardedStream, WholeStream, places_of
@@ -33,7 +36,9 @@ _ENDS = ("wrap", "drop", "short")
 class Loader:
     """Gives the own parts of a dataset, pass by pass. Mutable: its position.
 
-    `epoch` is the pass under way, or the next, and `samples` how many of it were given. Iterating
+    `epoch` is the pass under way, or the next, and `samples` how many of the data's were given in
+    it. Where samples belong together (`Plan.unit`), one of the data may be one sample of the batch,
+    or make several: all that belong together, or some neighbours of them. Iterating
     goes on from there to the end of the pass, under any plan, with no sample lost or given twice.
     """
 
@@ -70,8 +75,9 @@ class Loader:
             make=collate_fn or _collate_of(given), reads=engine.reads, pad=engine._feeder.pad
         )
         self._split = plan.split
+        self._together = self._units_of(given)
         cuts = {plan.stage_degrees(s).along("batch") for s in range(len(plan.stages))}
-        self._least = plan.least_batch
+        self._least = plan.least_units * self._together.size
         self._replicas = mesh.size("batch"), mesh.rank("batch")
         self._order: Order | None = None
         self._num_shards = 0
@@ -80,7 +86,9 @@ class Loader:
         else:
             _check_stream(data, shuffle)
             shards = _num_shards(data)
-            if len(cuts) == 1 and shards and shards % max(cuts) == 0:
+            # (Samples that belong together may lie in several shards.)
+            is_whole = self._together.is_sample
+            if is_whole and len(cuts) == 1 and shards and shards % max(cuts) == 0:
                 self._num_shards = shards
         self.epoch = self.samples = 0
         self._progress: dict[int, int] = {}
@@ -98,22 +106,68 @@ class Loader:
             elif not isinstance(given.sampler, SequentialSampler):
                 sampler = given.sampler
             _refuse_dealt(sampler, getattr(sampler, "sampler", None))
-            if not gives_batches and given.batch_size not in (None, self._plan.global_batch):
+            if not gives_batches and given.batch_size not in (None, self._batch):
                 raise ModelError(
                     f"the DataLoader has batch_size={given.batch_size} and the plan's global batch "
-                    f"is {self._plan.global_batch}; give it that batch_size, or search with "
+                    f"is {self._batch}; give it that batch_size, or search with "
                     f"`global_batch`={given.batch_size}"
                 )
         return Order(
             num_samples=len(self._data),
-            batch=self._plan.global_batch,
+            batch=self._batch,
             least=self._least,
             at_end=self._at_end,
             shuffle=shuffle,
             seed=self._seed,
             sampler=sampler,
             batches_of_sampler=gives_batches,
+            together=self._together.size,
         )
+
+    @property
+    def _batch(self) -> int:
+        """Samples of the data that make a whole batch."""
+        return self._split.num_samples * self._together.size
+
+    def _units_of(self, given: DataLoader[Any] | None) -> Unit:
+        """How samples of the data belong together: as those of the batch do, where each is one; a
+        pair of the data belongs to no other.
+
+        A DataLoader says it by its batch size. Else a collate_fn is tried on a few samples.
+        """
+        unit = self._plan.unit
+        if unit.size == 1:
+            return SAMPLE
+        each = 1
+        if given is not None and type(given.batch_sampler) is BatchSampler and given.batch_size:
+            fits = self._plan.global_batch % given.batch_size == 0
+            each = self._plan.global_batch // given.batch_size if fits else 1
+        elif self._collate.make is not None:
+            each = self._samples_of_one()
+        if each == unit.size:
+            return SAMPLE
+        if each == 1 or (unit.runs == 1 and unit.size % each == 0):
+            return replace(unit, size=unit.size // each)
+        if given is not None and given.batch_size:
+            return unit  # (of another batch size: told beside)
+        raise ModelError(
+            f"the collate_fn makes {each} samples of each of the data, and samples belong together "
+            f"in {unit.spelled}; make 1 or {unit.size} of each"
+        )
+
+    def _samples_of_one(self) -> int:
+        """How many samples of the batch a collate_fn makes of each sample of the data."""
+        unit = self._plan.unit
+        assert self._collate.make is not None
+        with generators_kept():
+            if _is_stream(self._data):
+                _check_stream(self._data, shuffle=False)
+                few = list(islice(iter(self._data), unit.size))
+            else:
+                few = [self._data[n] for n in range(min(unit.size, len(self._data)))]
+            made = self._collate.make(few) if few else None
+        rows = self._feeder.samples_of(made) if few else len(few)
+        return rows // len(few) if few and rows % len(few) == 0 else 1
 
     def warn_of_rest(self, instead: str) -> None:
         """Warn where batches at the end of a pass are filled up, so that some samples count twice.
@@ -181,7 +235,7 @@ class Loader:
         self.epoch, self.samples, self._progress = self.epoch + 1, 0, {}
 
     def _advance(self, agreed: Agreed) -> None:
-        self.samples += agreed.split.num_samples
+        self.samples += agreed.split.num_samples * self._together.size
         self._progress |= agreed.progress
 
     def _parts(self) -> Iterator[Loaded]:
@@ -207,6 +261,7 @@ class Loader:
                 seed=self._seed,
                 epoch=self.epoch,
                 start=self.samples,
+                together=self._together,
             )
         else:
             stream = ShardedStream(
@@ -227,10 +282,11 @@ class Loader:
         assert self._order is not None
         for first, samples in self._order.batches(self.epoch, self.samples):
             # (The last batch may be smaller: it is cut by the same shares.)
-            own = places_of(self._split.resized(len(samples)), *self._replicas)
+            split = self._split.resized(len(samples) // self._together.size)
+            own = places_of(split, *self._replicas, self._together)
             yield PartKey(
                 epoch=self.epoch,
-                whole=len(samples),
+                whole=split.num_samples,
                 order=zlib.crc32(repr(samples).encode()),
                 places=[first + place for place in own],
                 numbers=[samples[place] for place in own],
@@ -341,8 +397,9 @@ def _num_shards(data: Any) -> int:
 
 
 def _collate_of(given: DataLoader[Any] | None) -> Callable[[list[Any]], Any] | None:
-    # (Without batches a DataLoader's own one does not put samples together.)
-    return None if given is None or given.batch_size is None else given.collate_fn
+    # (Without batches a DataLoader's own one does not put samples together. With a batch sampler
+    # there are batches, and no batch size.)
+    return None if given is None or given.batch_sampler is None else given.collate_fn
 
 
 def _options(

@@ -30,6 +30,7 @@ class Order:
         seed: what these orders, and random numbers of a sampler, are drawn from.
         sampler: gives the order of a pass instead, on all ranks the same.
         batches_of_sampler: whether that gives whole batches.
+        together: how many samples belong together: batches have a multiple of them.
     """
 
     num_samples: int
@@ -40,12 +41,15 @@ class Order:
     seed: int = 0
     sampler: Iterable[Any] | None = None
     batches_of_sampler: bool = False
+    together: int = 1
 
     def __post_init__(self) -> None:
         """Raise ModelError where a pass has no batch, or a last one that can't be trained on."""
         if self.sampler is not None:
             return
         rest = self.num_samples % self.batch
+        if self.at_end == "short" and rest % self.together:
+            raise self._not_together(rest)
         if self.at_end == "short" and 0 < rest < self.least:
             raise ModelError(
                 f"at_end='short' leaves a last batch of {rest} of the {self.num_samples} samples, "
@@ -85,6 +89,8 @@ class Order:
                 samples = samples[: count - start]
                 if self.at_end == "drop" or len(samples) < self.least:
                     return
+                if len(samples) % self.together:
+                    raise self._not_together(len(samples))
             yield start, samples
             start += self.batch
 
@@ -108,9 +114,20 @@ class Order:
                     f"the batch sampler gave {len(samples)} samples; it gives global batches, and "
                     f"the plan takes {self.least} to {self.batch}"
                 )
+            if len(samples) % self.together:
+                raise ModelError(
+                    f"the batch sampler gave {len(samples)} samples, and {self.together} belong "
+                    f"together; give batches of a multiple of {self.together}"
+                )
             if place >= start:
                 yield place, samples
             place += len(samples)
+
+    def _not_together(self, rest: int) -> ModelError:
+        return ModelError(
+            f"at_end='short' leaves a last batch of {rest} samples, and {self.together} belong "
+            "together; choose 'wrap' or 'drop', or give a multiple of them"
+        )
 
     def __len__(self) -> int:
         """Batches of one pass; TypeError where the batch sampler does not say it."""

@@ -23,7 +23,8 @@ class Loaded:
     Attributes:
         batch: in the user's structure, None for tensors that the rank does not read.
         marks: checksums of all its tensors, those not read among them (`agreement.marks_of`).
-        whole: samples of the whole batch; None where replicas read shards of their own.
+        whole: samples (units of them) of the whole batch; None where replicas read shards of their
+            own.
         order: a checksum of which samples of the dataset these are; None of a stream.
         has_ended: of what goes round again at its end, whether it has come round once.
         progress: samples read of each shard that this part was made of.
@@ -76,7 +77,7 @@ class PartKey:
 
     Attributes:
         epoch: the pass.
-        whole: samples of the whole batch.
+        whole: samples (units of them) of the whole batch.
         order: a checksum of which samples of the dataset these are.
         places: of the part's samples in the pass.
         numbers: theirs in the dataset.

@@ -19,6 +19,7 @@ from torch.utils.data._utils import worker
 
 from planner.errors import ModelError
 from planner.graph.batch_split import BatchSplit
+from planner.graph.unit import SAMPLE, Unit
 from planner.runtime.data.draws import draw_from, generators_kept
 from planner.runtime.data.order import AtEnd
 from planner.runtime.data.samples import Collate, Loaded
@@ -39,14 +40,15 @@ class WholeStream(IterableDataset[Loaded]):
         seed: int,
         epoch: int,
         start: int,
+        together: Unit = SAMPLE,
     ) -> None:
-        """`split` is that of a whole batch, `least` the samples of the smallest that can be
-        trained on; `replicas` says how many parts a batch has, and which this is. `epoch` and
-        `start` are the pass, and the sample in it to begin with.
+        """`split` is that of a whole batch, of units of samples that belong `together`, `least` the
+        samples of the smallest that can be trained on; `replicas` says how many parts a batch has,
+        and which this is. `epoch` and `start` are the pass, and the sample in it to begin with.
         """
         self._data, self._collate, self._split, self._least = data, collate, split, least
         self._replicas, self._at_end, self._seed = replicas, at_end, seed
-        self._epoch, self._start = epoch, start
+        self._epoch, self._start, self._together = epoch, start, together
 
     def __iter__(self) -> Iterator[Loaded]:
         """Yield the parts that this worker makes: all read the data, each collates its turns."""
@@ -59,16 +61,16 @@ class WholeStream(IterableDataset[Loaded]):
             # the middle.
             if number % turns != turn:
                 continue
-            split = self._split.resized(len(samples))
-            own = places_of(split, *self._replicas)
+            split = self._split.resized(len(samples) // self._together.size)
+            own = places_of(split, *self._replicas, self._together)
             draw_from(self._seed, self._epoch, first, len(own))
             part = self._collate([samples[place] for place in own])
-            yield replace(part, whole=len(samples))
+            yield replace(part, whole=split.num_samples)
 
     def _batches(self) -> Iterator[tuple[int, list[Any]]]:
-        size = self._split.num_samples
+        size = self._split.num_samples * self._together.size
         # (Of a batch that is whole for certain, the samples of others need not be kept.)
-        own = frozenset(places_of(self._split, *self._replicas))
+        own = frozenset(places_of(self._split, *self._replicas, self._together))
         keeps_all = self._at_end == "short"
         samples: list[Any] = []
         first = self._start
@@ -83,6 +85,11 @@ class WholeStream(IterableDataset[Loaded]):
         if not samples or self._at_end == "drop":
             return
         if self._at_end == "short":
+            if len(samples) % self._together.size:
+                raise ModelError(
+                    f"the data end with a batch of {len(samples)} samples, and "
+                    f"{self._together.size} belong together; choose at_end='wrap' or 'drop'"
+                )
             if len(samples) >= self._least:
                 yield first, samples
             return
@@ -217,6 +224,9 @@ def _own_turn() -> tuple[int, int]:
     return info.id, info.num_workers
 
 
-def places_of(split: BatchSplit, parts: int, number: int) -> list[int]:
-    """Return which samples of a batch are in one of the parts that it is cut into."""
-    return [place for m in range(split.num_microbatches) for place in split.part(m, parts, number)]
+def places_of(split: BatchSplit, parts: int, number: int, together: Unit = SAMPLE) -> list[int]:
+    """Return which samples of a batch are in one of the parts that it is cut into, as units of
+    those that belong together.
+    """
+    units = [unit for m in range(split.num_microbatches) for unit in split.part(m, parts, number)]
+    return together.places(units, split.num_samples)

@@ -47,9 +47,10 @@ class Programs:
         selective = any("selective" in stage.recompute_by_block for stage in plan.stages)
         self._keeper = keeper if selective else None
         self._weight_queue = weight_queue
-        self._full_size = plan.microbatch_samples // mesh.size("batch")
+        self._full_size = plan.microbatch_units // mesh.size("batch")
         # A replica's share may differ from the mean, in which layouts were found.
-        self._own_size = plan.shares[mesh.rank("batch")] if plan.shares else self._full_size
+        shares = plan.unit_shares
+        self._own_size = shares[mesh.rank("batch")] if shares else self._full_size
         self._chosen = {entry.class_index: entry.ops for entry in plan.recomputed}
         self._of_class: dict[int, Callable[[int], Run]] = {}
         # Ops on the whole batch are made for each way in which replicas share it.
@@ -114,11 +115,13 @@ class Programs:
         except LayoutError as error:
             if num_samples == self._full_size:
                 raise
+            unit = self._plan.unit.size
             remedy = f"give batches of {self._plan.global_batch}"
             if num_samples == self._own_size:
-                remedy = f"give replicas shares whose sizes divide as {self._full_size} does"
+                remedy = f"give replicas shares whose sizes divide as {self._full_size * unit} does"
             raise LayoutError(
-                f"a microbatch of {num_samples} instead of {self._full_size} samples a rank "
+                f"a microbatch of {num_samples * unit} instead of {self._full_size * unit} samples "
+                "a rank "
                 f"can't be run as planned ({error}); {remedy}"
             ) from error
         whole = graph.classes[class_index]

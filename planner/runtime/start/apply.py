@@ -160,7 +160,13 @@ def _captures(
     def on(spec: Any) -> ModelGraph:
         two, three = (batch_from_spec(spec, plan.model.batch_tree, size) for size in (2, 3))
         return capture_module(
-            model, two, three, loss=loss, name=plan.model.name, precision=plan.precision
+            model,
+            two,
+            three,
+            loss=loss,
+            name=plan.model.name,
+            precision=plan.precision,
+            unit=plan.unit,
         )
 
     return tuple(

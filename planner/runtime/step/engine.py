@@ -98,6 +98,8 @@ class Engine:
         steps, samples: how many updates were made, and of how many samples.
         grad_norm: of the last step's gradients before clipping, when they are clipped.
         fetched: what the last step was told to fetch.
+        runs_of_fetched: in how many runs of a dim fetched tensors have their samples, by block and
+            name (`planner.across.runs_of_samples`).
         average: the average of weights, once `average_weights` began it.
         after_step: functions that are given each step's loss.
         after_load: functions that run when a training was loaded.
@@ -246,6 +248,7 @@ class Engine:
         self._max_grad_norm = max_grad_norm
         self.grad_norm: Tensor | None = None
         self.fetched: dict[str, Tensor] = {}
+        self.runs_of_fetched: dict[tuple[int, str], int] = {}
         self._statistics = (
             DeferredStatistics(captured, plan, mesh, self.stages) if deferred_batch_norm else None
         )
@@ -405,10 +408,11 @@ class Engine:
 
         Every rank gives the whole batch, or every rank the `planner.OwnPart` of its replica. It may
         be of fewer samples than ``plan.global_batch``, down to one for each microbatch and
-        replica; each counts the same, however unevenly they are cut. Raises ModelError for a
-        batch that the plan can't take, PlanError when the module that the plan was applied to
-        was changed since (a parameter frozen, a hook set, evaluation mode), ValuesError, before
-        weights change, where the loss or a gradient is NaN or infinite.
+        replica (whole units, where samples belong together: ``plan.unit``); each counts the same,
+        however unevenly they are cut. Raises ModelError for a batch that the plan can't take,
+        PlanError when the module that the plan was applied to was changed since (a parameter
+        frozen, a hook set, evaluation mode), ValuesError, before weights change, where the loss or
+        a gradient is NaN or infinite.
 
         Without `update` its gradients are kept for the next step with it, which takes the mean
         over all samples (or what `loss_weight` counts) since the last update.
@@ -443,7 +447,7 @@ class Engine:
             self._update(feed, loss, shared)
         elif self._values is not None:
             self._stop_if_wrong(self._values, feed, loss, shared, has_gradients=False)
-        self.samples += feed.split.num_samples
+        self.samples += feed.split.num_samples * self.plan.unit.size
         if shared is not None:
             shared.wait()
         self.fetched = gathered(self, seen) if seen.wanted else {}

@@ -45,8 +45,8 @@ def mul(call: Call) -> Iterator[OpSharding]:
 
 
 def where(call: Call) -> Iterator[OpSharding]:
-    """Chooses between two tensors; linear in the pair of them."""
-    if len(call.inputs) < 2:
+    """Chooses between two tensors, or numbers; linear in a pair of tensors."""
+    if len(call.op.args) < 3:
         return  # where(condition) returns indices, whose number is not known
     yield from pointwise(call)
     if len(call.inputs) == 3 and call.is_floating(call.op.outputs[0]):

@@ -174,10 +174,12 @@ def _with_length(graph: ModelGraph, source: ModelSource, planned: int, length: i
 
 
 def batch_of(graph: ModelGraph, source: ModelSource, cut: Cut, size: int) -> dict[str, Tensor]:
-    """Return the leaves of a batch of `size` samples, as short as the cut, by graph names."""
+    """Return the leaves of a batch of `size` samples, or units of them, as short as the cut, by
+    graph names.
+    """
     if cut.length != cut.planned_length:
         source = _with_length(graph, source, cut.planned_length, cut.length)
-    leaves, _ = flatten_batch(source.batch(size))
+    leaves, _ = flatten_batch(source.batch(size * graph.unit.size))
     return {name: leaves[graph.tensor[name].fqn] for name in graph.batch_inputs}
 
 

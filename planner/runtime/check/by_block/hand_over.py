@@ -133,7 +133,7 @@ def _alone(plan: Plan) -> Plan:
 def _play(handover: Handover, name: str, plan: Plan, routes: Routes) -> Iterator[str]:
     source, target = (plan.mesh(plan.stages[stage].pp_rank) for stage in handover.stages)
     # Two samples in each part where the plan has them, so that mixing them up shows.
-    per_part = max(1, min(2, plan.microbatch_samples // plan.batch_parts))
+    per_part = max(1, min(2, plan.microbatch_units // plan.batch_parts))
     cut = (per_part,) * plan.batch_parts
     dtype = getattr(torch, handover.dtype)
     dtype = torch.float32 if dtype.is_floating_point else dtype

@@ -16,7 +16,10 @@ def cuts(plan: Plan, graph: ModelGraph, cut: Cut) -> Iterator[str]:
     """Yield what blocks were run on instead of what is planned, as sentences."""
     planned = max(plan.stage_microbatch_size(stage) for stage in range(len(plan.stages)))
     if planned > 2:
-        yield f"microbatches were cut from {planned} samples to as few as two where layouts allow"
+        yield (
+            f"microbatches were cut from {planned} {plan.unit.spelled} to as few as two where "
+            "layouts allow"
+        )
     if cut.length != cut.planned_length:
         yield (
             f"sequences were cut from {cut.planned_length} to {cut.length} positions, in a capture "

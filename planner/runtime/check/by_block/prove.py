@@ -251,7 +251,7 @@ def _blocks(
             fault = f"block class {name} ({degrees}) can't be run as planned: {error}"
             checked[index, degrees] = Checked(faults=(fault,))
             continue
-        sizes.add(size)
+        sizes.add(size * graph.unit.size)
         tell(0.2 + 0.75 * at / len(kinds), f"block class {name}")
 
         def local(

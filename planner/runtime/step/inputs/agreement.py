@@ -30,7 +30,7 @@ _CHECKED_ELEMENTS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """What a rank says of its own part.
+    """What a rank says of its own part; its samples are units of those that belong together.
 
     Attributes:
         parts: into how many its stages cut the batch.
@@ -95,12 +95,13 @@ def agree(mesh: Mesh, plan: Plan, say: Callable[[], Said]) -> Agreed | None:
     ended = [each.has_ended for each in said if each.has_ended is not None]
     if ended and (all(ended) or any(each.has_ended and each.samples is None for each in said)):
         return None
-    _check_peers(said)
+    unit = plan.unit.size
+    _check_peers(said, unit)
     wholes = {each.whole for each in said if each.whole is not None}
     if len(wholes) > 1:
         raise ModelError(
-            f"ranks read global batches of {' and '.join(map(str, sorted(wholes)))} samples; every "
-            "rank must read the same data"
+            f"ranks read global batches of {' and '.join(str(n * unit) for n in sorted(wholes))} "
+            "samples; every rank must read the same data"
         )
     if len({each.order for each in said if each.order is not None}) > 1:
         raise ModelError(
@@ -141,7 +142,7 @@ def _common_shape(said: Sequence[Said]) -> int:
     return common[0]
 
 
-def _check_peers(said: Sequence[Said]) -> None:
+def _check_peers(said: Sequence[Said], unit: int) -> None:
     """Raise ModelError where ranks of one replica have other samples."""
     firsts: dict[tuple[int, int], tuple[int, Said]] = {}
     marks: dict[tuple[int, int, str], tuple[int, int]] = {}
@@ -150,7 +151,9 @@ def _check_peers(said: Sequence[Said]) -> None:
             continue
         place = own.parts, own.number
         first, other = firsts.setdefault(place, (rank, own))
-        wrong = f"{other.samples} and {own.samples}" if own.samples != other.samples else ""
+        wrong = ""
+        if other.samples is not None and own.samples != other.samples:
+            wrong = f"{other.samples * unit} and {own.samples * unit}"
         # By path: peers may read different tensors, of which only common ones can be compared.
         for path, mark in own.marks.items():
             before, known = marks.setdefault((*place, path), (rank, mark))
@@ -174,13 +177,14 @@ def _split_of_parts(said: Sequence[Said], plan: Plan) -> BatchSplit:
             "rank, with a batch where its stages read one"
         )
     samples = tuple(by_replica[number] for number in range(plan.batch_parts))
+    unit = plan.unit.size
     for number, count in enumerate(samples):
         size = plan.shares[number] if plan.shares else plan.microbatch_size
-        most = size * plan.num_microbatches
-        if not plan.num_microbatches <= count <= most:
+        least, most = plan.num_microbatches, size // unit * plan.num_microbatches
+        if not least <= count <= most:
             raise ModelError(
-                f"replica {number} has {count} samples; {plan.num_microbatches} microbatches of at "
-                f"most {size} take {plan.num_microbatches} to {most}"
+                f"replica {number} has {count * unit} samples; {plan.num_microbatches} "
+                f"microbatches of at most {size} take {least * unit} to {most * unit}"
             )
     return BatchSplit.of_parts(samples, num_microbatches=plan.num_microbatches)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from planner.errors import ModelError
-from planner.graph import Affine, ModelGraph, TensorMeta
+from planner.graph import SAMPLE, Affine, ModelGraph, TensorMeta, Unit
 from planner.graph.batch import Tree, flatten_batch, plain_values, unflatten_batch
 from planner.graph.batch_split import BatchSplit
 from planner.plan import Plan
@@ -54,7 +54,8 @@ class CutBatch:
     """A batch found to be one the plan can take, and where it is cut.
 
     Its `leaves` are of the whole batch, or of the samples of one replica; `bucket` says which of
-    the plan's shapes `metas` are of (0: its own).
+    the plan's shapes `metas` are of (0: its own). Its samples, as those of the split, are units of
+    those that belong together.
     """
 
     split: BatchSplit
@@ -62,10 +63,11 @@ class CutBatch:
     leaves: Mapping[str, Tensor]
     metas: Mapping[str, TensorMeta]
     bucket: int = 0
+    unit: Unit = SAMPLE
 
     def tensor(self, path: str, samples: range) -> Tensor:
         """Return some samples of a tensor; one without a batch dim is in every part."""
-        return _piece(self.leaves[path], self.metas[path], samples)
+        return piece_of(self.leaves[path], self.metas[path], samples, self.unit)
 
     def part(self, samples: range) -> Any:
         """Return some samples as a batch of the user's own structure."""
@@ -73,7 +75,9 @@ class CutBatch:
 
     def reversed(self) -> CutBatch:
         """Return the same samples from the last to the first."""
-        leaves = {path: _reversed(t, self.metas[path]) for path, t in self.leaves.items()}
+        leaves = {
+            path: _reversed(t, self.metas[path], self.unit) for path, t in self.leaves.items()
+        }
         return replace(self, leaves=leaves)
 
 
@@ -87,8 +91,14 @@ def cut_batch(batch: Any, graph: ModelGraph, plan: Plan) -> CutBatch:
     leaves, tree = flatten_batch(batch)
     metas = batch_metas(graph)
     check_structure(tree, leaves, graph, needed=metas)
-    num_samples = count_samples(leaves, metas)
-    return CutBatch(split=whole_split(num_samples, plan), tree=tree, leaves=leaves, metas=metas)
+    num_samples = count_samples(leaves, metas, unit=plan.unit)
+    return CutBatch(
+        split=whole_split(num_samples, plan),
+        tree=tree,
+        leaves=leaves,
+        metas=metas,
+        unit=plan.unit,
+    )
 
 
 def batch_metas(graph: ModelGraph) -> dict[str, TensorMeta]:
@@ -97,21 +107,20 @@ def batch_metas(graph: ModelGraph) -> dict[str, TensorMeta]:
 
 
 def whole_split(num_samples: int, plan: Plan) -> BatchSplit:
-    """Return the split of a global batch whose samples lie together.
+    """Return the split of a global batch of so many samples, or units of them.
 
-    Raises ModelError for more samples than the plan's, or fewer than one for each microbatch and
-    replica.
+    Raises ModelError for more than the plan's, or fewer than one for each microbatch and replica.
     """
     most_replicas = max(
         plan.stage_degrees(index).along("batch") for index in range(len(plan.stages))
     )
-    least = plan.least_batch
-    if not least <= num_samples <= plan.global_batch:
+    if not plan.least_units <= num_samples <= plan.global_units:
+        least, unit = plan.least_batch, plan.unit
         most = max(plan.shares, default=plan.microbatch_size)
         fitting = "" if least == plan.global_batch else f"{least} to "
         raise ModelError(
-            f"the batch has {num_samples} samples; {plan.num_microbatches} microbatches on "
-            f"{most_replicas} replicas of at most {most} samples take "
+            f"the batch has {num_samples * unit.size} samples; {plan.num_microbatches} "
+            f"microbatches on {most_replicas} replicas of at most {most} samples take "
             f"{fitting}{plan.global_batch}; give batches of that size"
         )
     return plan.split.resized(num_samples)
@@ -145,8 +154,9 @@ def count_samples(
     metas: Mapping[str, TensorMeta],
     *,
     filled_up: Mapping[str, frozenset[int]] = MappingProxyType({}),
+    unit: Unit = SAMPLE,
 ) -> int:
-    """Return the number of samples that the shapes of all tensors agree on.
+    """Return the number of samples, or units of them, that the shapes of all tensors agree on.
 
     Dims that are `filled_up` may be smaller. Raises ModelError where shapes are others, or dtypes
     that a cast to the captured one would not keep.
@@ -158,6 +168,7 @@ def count_samples(
             if isinstance(size, Affine) and not first and dim < len(shape):
                 # (size = fixed + per_sample * samples, solved for samples.)
                 first, found = path, (shape[dim] - size.fixed) // size.per_sample
+                _refuse_part_of_unit(path, shape[dim] - size.fixed, size.per_sample, unit)
     for path, tensor in leaves.items():
         _check_dtype(path, tensor, metas[path])
         shape, meta = tuple(tensor.shape), metas[path]
@@ -167,11 +178,24 @@ def count_samples(
             for dim, (have, want) in enumerate(zip(shape, wanted, strict=True))
         ):
             raise ModelError(
-                f"the batch tensor {path} has shape {shape}; for {found} samples"
+                f"the batch tensor {path} has shape {shape}; for {found * unit.size} samples"
                 f"{f', as {first} has,' if first not in ('', path) else ''} it must be "
                 f"{wanted}{' or less, filled up' if may_differ else ''}"
             )
     return found
+
+
+def _refuse_part_of_unit(path: str, rows: int, per_unit: int, unit: Unit) -> None:
+    """Raise ModelError for a batch that ends inside samples that belong together."""
+    if unit.is_sample or rows % per_unit == 0:
+        return
+    samples, rest = divmod(rows * unit.size, per_unit)
+    if not rest and (why := unit.why_not(samples)):
+        raise ModelError(f"the batch tensor {path} has {samples} samples, and {why}")
+    raise ModelError(
+        f"the batch tensor {path} has {rows} rows, and {per_unit} of them belong together; give a "
+        f"multiple of {per_unit}"
+    )
 
 
 def _check_dtype(path: str, tensor: Tensor, meta: TensorMeta) -> None:
@@ -188,7 +212,11 @@ def _check_dtype(path: str, tensor: Tensor, meta: TensorMeta) -> None:
         )
 
 
-def _piece(tensor: Tensor, meta: TensorMeta, samples: range) -> Tensor:
+def piece_of(tensor: Tensor, meta: TensorMeta, samples: range, unit: Unit) -> Tensor:
+    """Return some samples of a tensor of the whole batch, or units of them.
+
+    Raises ModelError for a tensor whose size does not follow from the samples alone.
+    """
     for dim, size in enumerate(meta.shape):
         if isinstance(size, Affine):
             if size.fixed:
@@ -196,9 +224,15 @@ def _piece(tensor: Tensor, meta: TensorMeta, samples: range) -> Tensor:
                     f"dim {dim} of batch tensor {meta.fqn} is {size.per_sample} per sample plus "
                     f"{size.fixed}; it can't be cut into microbatches"
                 )
-            tensor = tensor.narrow(
-                dim, size.per_sample * samples.start, size.per_sample * len(samples)
-            )
+            runs = unit.runs_of(size.per_sample)
+            each = size.per_sample // runs
+            start, length = each * samples.start, each * len(samples)
+            if runs == 1:
+                tensor = tensor.narrow(dim, start, length)
+            elif length * runs != tensor.shape[dim]:
+                # Of each run its own part: [runs, samples of a run].
+                in_runs = tensor.unflatten(dim, (runs, -1)).narrow(dim + 1, start, length)
+                tensor = in_runs.flatten(dim, dim + 1)
     return tensor
 
 
@@ -211,11 +245,13 @@ def filled(tensor: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
     return F.pad(tensor, [n for pair in reversed(behind) for n in pair], value=value)
 
 
-def _reversed(tensor: Tensor, meta: TensorMeta) -> Tensor:
+def _reversed(tensor: Tensor, meta: TensorMeta, unit: Unit) -> Tensor:
     for dim, size in enumerate(meta.shape):
         if isinstance(size, Affine) and size.per_sample:
-            # The samples change places; the entries of each sample stay in order.
-            tensor = tensor.unflatten(dim, (-1, size.per_sample)).flip(dim).flatten(dim, dim + 1)
+            # The samples of a run change places; the entries of each sample stay in order.
+            runs = unit.runs_of(size.per_sample)
+            rows = tensor.unflatten(dim, (runs, -1, size.per_sample // runs))
+            tensor = rows.flip(dim + 1).flatten(dim, dim + 2)
     return tensor
 
 

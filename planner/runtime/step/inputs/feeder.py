@@ -118,6 +118,7 @@ class Feeder:
             leaves=leaves,
             metas=self._metas[bucket],
             bucket=bucket,
+            unit=self._plan.unit,
         )
         runs = own_runs(cut.split, self._mesh)
         whole = self._weights.of_whole(cut)
@@ -138,7 +139,10 @@ class Feeder:
         for bucket in self._smallest_first:
             try:
                 found[bucket] = count_samples(
-                    leaves, self._metas[bucket], filled_up=self._filled_up
+                    leaves,
+                    self._metas[bucket],
+                    filled_up=self._filled_up,
+                    unit=self._plan.unit,
                 )
             except ModelError as error:
                 wrong = error
@@ -160,7 +164,12 @@ class Feeder:
         leaves, tree = flatten_batch(part.batch)
         metas = self._metas[agreed.bucket]
         cut = CutBatch(
-            split=agreed.split, tree=tree, leaves=leaves, metas=metas, bucket=agreed.bucket
+            split=agreed.split,
+            tree=tree,
+            leaves=leaves,
+            metas=metas,
+            bucket=agreed.bucket,
+            unit=self._plan.unit,
         )
         runs = agreed.split.own(self._mesh.size("batch"), self._mesh.rank("batch"))
         whole = self._weights.joined(agreed.bucket, agreed.split.num_samples, agreed.parts)
@@ -193,13 +202,21 @@ class Feeder:
                 split, parts, place = whole_split(whole, self._plan), count, number
             runs = split.own(parts, place)
             if samples != runs[-1].stop:
+                unit = self._plan.unit.size
                 raise ModelError(
-                    f"its loader made {samples} samples of {runs[-1].stop}; a collate_fn keeps "
-                    "the number of samples"
+                    f"its loader made {samples * unit} samples of {runs[-1].stop * unit}; a "
+                    "collate_fn keeps the number of samples"
                 )
             if self._weights.tells:
                 metas = self._metas[fits[0]]
-                cut = CutBatch(split=split, tree=tree, leaves=leaves, metas=metas, bucket=fits[0])
+                cut = CutBatch(
+                    split=split,
+                    tree=tree,
+                    leaves=leaves,
+                    metas=metas,
+                    bucket=fits[0],
+                    unit=self._plan.unit,
+                )
                 told = self._weights.of_part(cut, runs)
                 if self._weights.is_counted:
                     counted = sum(self._weights.count(cut, runs))
@@ -215,6 +232,11 @@ class Feeder:
             part=told,
             **more,
         )
+
+    def samples_of(self, batch: Any) -> int:
+        """Return the samples of a batch that may hold more than the plan takes."""
+        leaves, _ = flatten_batch(batch)
+        return self._fitting(leaves)[1] * self._plan.unit.size
 
     def _split(self, samples: int) -> BatchSplit:
         return BatchSplit.of_parts((samples,), num_microbatches=self._plan.num_microbatches)

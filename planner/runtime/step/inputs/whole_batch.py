@@ -21,7 +21,7 @@ from planner.across.whole import LossShares, loss_shares
 from planner.graph import Affine, ModelGraph, Program, TensorMeta
 from planner.graph.batch_split import BatchSplit
 from planner.runtime.stage.program_fx import to_graph_module
-from planner.runtime.step.inputs.feed import CutBatch, filled
+from planner.runtime.step.inputs.feed import CutBatch, filled, piece_of
 
 _CPU = torch.device("cpu")
 
@@ -73,7 +73,7 @@ class WholeBatchValues:
         self._graph, self._pad = graph, pad
         self.shares: LossShares = loss_shares(run)
         program = self.shares.program
-        self._halves: Halves = halves(program)
+        self._halves: Halves = halves(program, graph.unit)
         self.tensors = {name: tensor_of(graph.tensor[name]) for name in program.params}
         self._programs: dict[tuple[str, int], _Made] = {}
         whole = graph.whole
@@ -137,10 +137,19 @@ class WholeBatchValues:
             given[name] = total if share == ADDED else total / samples
         for name, dim in self._halves.rows.items():
             each = range(len(parts[0].samples))
-            given[name] = torch.cat([part.rows[name][m] for m in each for part in parts], dim)
+            rows = [part.rows[name][m] for m in each for part in parts]
+            given[name] = self._in_a_row(name, rows, dim)
         return OfWhole(
             samples=samples, values=self._program("second", samples)(given, self.tensors)
         )
+
+    def _in_a_row(self, name: str, rows: Sequence[Tensor], dim: int) -> Tensor:
+        """Return rows of parts as those of the batch, run by run where samples lie in several."""
+        size = self._halves.first.tensor[name].shape[dim]
+        assert isinstance(size, Affine)
+        in_runs = (self._graph.unit.runs_of(size.per_sample), -1)
+        each = [rows_of.unflatten(dim, in_runs) for rows_of in rows]
+        return torch.cat(each, dim + 1).flatten(dim, dim + 1)
 
     def weights(self, whole: OfWhole, cut: CutBatch, runs: Sequence[range]) -> list[Tensor]:
         """Return what each of some runs of samples counts for in the loss of the batch."""
@@ -157,12 +166,8 @@ class WholeBatchValues:
         """
         made = {}
         for name, output in self._values:
-            meta, value = self._graph.tensor[name], whole.values[output]
-            for dim, size in enumerate(meta.shape):
-                if isinstance(size, Affine) and size.per_sample:
-                    each = size.per_sample
-                    value = value.narrow(dim, each * number.start, each * len(number))
-            made[name] = value
+            meta = self._graph.tensor[name]
+            made[name] = piece_of(whole.values[output], meta, number, cut.unit)
         for name, count in self._shares:
             dtype = getattr(torch, self._graph.tensor[name].dtype)
             made[name] = self._share(count, whole, cut, own).to(dtype)
