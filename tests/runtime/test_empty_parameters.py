@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
+import planner
+from planner.plan import Plan
 from planner.plan.defaults import default_plan
+from tests.builders import gpt_batch
+from tests.captures import capture_module
+from tests.empty import EmptyGPT
 from tests.runtime.checkpoint.scenarios import Case, load_and_train, train_and_save
 from tests.runtime.scenarios import capture, train_many
 from tests.spawn import run_ranks
@@ -37,6 +43,25 @@ def test_trains_as_one_process():
     for plan, outcome in zip(plans, outcomes, strict=True):
         gaps = outcome.loss_gap, outcome.gradient_gap, outcome.param_gap
         assert max(gaps) < RTOL, (plan.degrees, plan.zero_stage, gaps)
+
+
+def losses(every: list[Plan]) -> list[list[float]]:
+    found = []
+    for plan in every:
+        torch.manual_seed(0)
+        engine = planner.apply(plan, EmptyGPT())
+        found.append([engine.step(gpt_batch(plan.global_batch)).item() for _ in range(2)])
+    return found
+
+
+def test_in_bf16_what_is_whole_under_zero_is_cast_as_without():
+    graph = capture_module(EmptyGPT(), gpt_batch(2), gpt_batch(3), name=NAME, precision="bf16")
+    every = [
+        default_plan(graph, dp=2, zero_stage=zero).model_copy(update={"precision": "bf16"})
+        for zero in (0, 1)
+    ]
+    without, sharded = run_ranks(losses, 2, every)[0]
+    assert sharded == pytest.approx(without, rel=1e-6)
 
 
 def test_a_checkpoint_goes_on_under_another_plan(tmp_path):

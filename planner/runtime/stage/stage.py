@@ -65,7 +65,7 @@ class BlockModule(nn.Module):
         self._program, self._slots, self._away = program, slots, away
         self._written = written
         self.unreached, self.reached = unreached or {}, set[str]()
-        self.params_are_dtensors = self.frees_params = False
+        self.params_are_dtensors = self.frees_params = self.casts_whole = False
         self.recomputed = None if recomputed is None else recomputed(self._with_params)
 
     def forward(
@@ -101,6 +101,8 @@ class BlockModule(nn.Module):
         params = [passed[slot] if isinstance(slot, int) else own[slot] for slot in self._slots]
         if self.params_are_dtensors:
             params = [_local(param) for param in params]
+        if self.casts_whole:
+            params = [_cast_whole(param) for param in params]
         if self._away is not None:
             self._away.hold(params)
         program = self._program(num_samples)
@@ -113,6 +115,13 @@ def _apart(made: tuple[Tensor, ...], params: Sequence[Tensor | None]) -> tuple[T
     """Copy results that are views of parameters: other blocks read them after these have gone."""
     own = {param.untyped_storage()._cdata for param in params if param is not None}
     return tuple(t.clone() if t.untyped_storage()._cdata in own else t for t in made)
+
+
+def _cast_whole(param: Tensor | None) -> Tensor | None:
+    """Return what FSDP2 holds no shards of, and so does not cast from fp32, as programs take it."""
+    is_whole = isinstance(param, nn.Parameter) and (param.dim() == 0 or param.numel() == 0)
+    is_wide = param is not None and param.dtype == torch.float32
+    return param.to(torch.bfloat16) if param is not None and is_whole and is_wide else param
 
 
 def _local(tensor: Tensor | None) -> Tensor | None:

@@ -114,6 +114,7 @@ def shard_stage(
         # ZeRO 3 frees a block's weights after each forward; 1 and 2 keep them until the last
         # backward.
         block.frees_params = zero_stage == 3
+        block.casts_whole = precision == "bf16"
         fully_shard(block, mesh=data_mesh, reshard_after_forward=zero_stage == 3, **policies)
     fully_shard(stage, mesh=data_mesh, reshard_after_forward=False, **policies)
     shards_on = torch.device("cpu") if on_host else mesh.device
