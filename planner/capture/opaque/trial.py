@@ -121,7 +121,7 @@ class Trial:
     places: tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
     given: Sequence[Tensor]
     num_samples: int
-    unit: int
+    unit: int = 1
     first: ModuleCall | None
     _draws: TrialDraws = field(default_factory=TrialDraws)
 
