@@ -41,6 +41,7 @@ from search.report.infeasible import (
     explain_infeasible_groups,
     memory_limit,
     nothing_fits,
+    or_less_fixed,
 )
 from search.report.runners_up import find_runners_up
 from search.request import SearchRequest, SearchResult
@@ -223,7 +224,7 @@ def search_among(
         search.push(meshes_node(shapes))
         search.run()
     if search.best is None:
-        reasons = (_why_no_plan_yet(search.time_limit_s),) if search.is_out_of_time else ()
+        reasons = (_why_no_plan_yet(request),) if search.is_out_of_time else ()
         return SearchResult(
             plan=None,
             reasons=reasons,
@@ -299,12 +300,13 @@ def _without_own_table(request: SearchRequest) -> SearchRequest:
     return replace(request, schedule=None) if request.schedule == SYNTHESISED else request
 
 
-def _why_no_plan_yet(time_limit_s: float | None) -> str:
+def _why_no_plan_yet(request: SearchRequest) -> str:
+    time_limit_s = request.time_limit_s
     limit = f"in `time_limit_s` {time_limit_s:g} s" if time_limit_s else ""
     when = "before the search was interrupted" if is_interrupted() else limit
-    return (
-        f"no plan was found {when}, and it is not known whether any fits; give more time, or "
-        "fix choices such as `tp` and `pp`"
+    free = " and ".join(f"`{name}`" for name in ("tp", "pp") if getattr(request, name) is None)
+    return f"no plan was found {when}, and it is not known whether any fits; give more time" + (
+        f", or fix {free}" if free else ""
     )
 
 
@@ -316,7 +318,7 @@ def _why_nothing_fits(tried: Sequence[Candidates], request: SearchRequest) -> Se
     if not found:
         reasons = (
             f"{nothing_fits(request, memory_limit(tried[0], request))}; no time was left to find "
-            "what would: give more time, more devices or fewer fixed choices",
+            f"what would: give more time{or_less_fixed(request, 'more devices')}",
         )
         return SearchResult(plan=None, reasons=reasons, is_out_of_time=True)
     return min(found, key=lambda result: result.smallest_memory_bytes or 0)

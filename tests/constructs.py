@@ -746,6 +746,13 @@ def _written(self: Chain, x: Tensor, index: int) -> Tensor:
     return y
 
 
+def _written_complex(self: Chain, x: Tensor, index: int) -> Tensor:
+    z = torch.fft.rfft(x)
+    z[:, :2] = z[:, :2] * (1 + 2j)
+    z[:, 2] = z[:, 0].conj()
+    return torch.fft.irfft(z, n=x.shape[-1])
+
+
 def _written_through_a_view(self: Chain, x: Tensor, index: int) -> Tensor:
     y = x * 2
     y.view(-1).mul_(2)
@@ -811,11 +818,19 @@ _construct(
 )
 _construct(
     _WRITES,
+    "`BatchNorm(momentum=None)`: a mean over all steps",
+    extra=lambda self: setattr(self, "norm", nn.BatchNorm1d(WIDTH, momentum=None)),
+    inner=lambda self, x, index: self.norm(x) if index == 1 else x,
+    note="steps are those of its own count, on each rank",
+)
+_construct(
+    _WRITES,
     "counter in a buffer",
     extra=_counters,
     inner=_counted_in_buffer,
 )
 _construct(_WRITES, "activation written in place, by index", inner=_written)
+_construct(_WRITES, "the same in a complex activation (`z[:, :2] = y`)", inner=_written_complex)
 _construct(
     _WRITES,
     "the same through another view",
@@ -870,6 +885,19 @@ _construct(
     extra=_share_view,
     refused="layers.0.weight and layers.2.weight are two tensors in the same memory",
     note="tie them",
+)
+_construct(
+    _PARAMETERS,
+    "without elements (no prefix tokens, no inputs)",
+    extra=lambda self: setattr(self, "prefix", nn.Parameter(torch.zeros(0, WIDTH))),
+    inner=lambda self, x, index: torch.cat([self.prefix, x]),
+)
+_construct(
+    _PARAMETERS,
+    "complex",
+    extra=lambda self: setattr(self, "modes", nn.Parameter(torch.ones(WIDTH // 2 + 1) + 0j)),
+    inner=lambda self, x, index: torch.fft.irfft(torch.fft.rfft(x) * self.modes, n=x.shape[-1]),
+    note="not under ZeRO, which refuses it",
 )
 _construct(
     _PARAMETERS,

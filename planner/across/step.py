@@ -136,9 +136,8 @@ class Step:
 
     @property
     def packet(self) -> str:
-        """The op's name without its overload, which ops of ours have none of."""
-        target = self.op.target
-        return target if target.startswith("planner.") else target.rpartition(".")[0]
+        """The op's name without its overload, if it has any (some ops of ours have none)."""
+        return ".".join(self.op.target.split(".")[:2])
 
     @property
     def facts(self) -> Across:

@@ -15,6 +15,7 @@ from planner.capture.checks.on_meta import StaysOnMeta
 from planner.capture.diagnose import first_line, user_line
 from planner.capture.export import export_batch, meta_copy, rehearse_batch, trace_batch
 from planner.capture.masks import with_told_masks
+from planner.capture.norms import with_told_momentum, without_sync
 from planner.capture.opaque import OpaqueModules
 from planner.capture.precision import cast_parameters
 from planner.capture.repeats.in_part import capture_in_part, long_lists
@@ -117,7 +118,7 @@ def capture_module(
         # For each run anew: what one leaves in its module, another must not find.
         kept_calls.forget()
         try:
-            meta = meta_copy(of)
+            meta = with_told_momentum(without_sync(meta_copy(of)))
         except Exception as error:
             raise CaptureError(
                 f"{name} can't be captured, because it can't be copied ({first_line(error)}); "

@@ -571,6 +571,8 @@ class Reader:
             return Symbol("layout", str(arg).removeprefix("torch."))
         if isinstance(arg, torch.memory_format):
             return Symbol("memory_format", str(arg).removeprefix("torch."))
+        if isinstance(arg, complex):
+            return Symbol("complex", str(arg))
         if arg is None or isinstance(arg, bool | int | float | str | Ref):
             return arg
         raise CaptureError(f"an op takes an argument of type {type(arg).__name__}; use tensors")
@@ -655,7 +657,7 @@ def _on_meta(
             meta = tensors[arg.name]
             return torch.empty(meta.shape_at(1), dtype=getattr(torch, meta.dtype), device="meta")
         if isinstance(arg, Symbol):
-            return torch.device("meta") if arg.kind == "device" else getattr(torch, arg.value)
+            return arg.constant(torch, torch.device("meta"))
         return [plain(item) for item in arg] if isinstance(arg, tuple) else arg
 
     result: torch.Tensor = target(*map(plain, args), **{k: plain(v) for k, v in kwargs})

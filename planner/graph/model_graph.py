@@ -52,11 +52,18 @@ class Ref:
 @dataclass(frozen=True, slots=True)
 class Symbol:
     """A torch constant in an op's arguments: kind ``dtype``, ``layout``, ``memory_format``
-    or ``device`` (always "the device the program runs on", so its value is empty).
+    or ``device`` (always "the device the program runs on", so its value is empty); or a number that
+    JSON has not, of kind ``complex``, as Python writes it.
     """
 
-    kind: Literal["dtype", "layout", "memory_format", "device"]
+    kind: Literal["dtype", "layout", "memory_format", "device", "complex"]
     value: str = ""
+
+    def constant(self, torch: Any, device: Any) -> Any:
+        """Return what it stands for, of the module torch (which is not loaded here)."""
+        if self.kind == "complex":
+            return complex(self.value)
+        return device if self.kind == "device" else getattr(torch, self.value)
 
 
 Arg = None | bool | int | float | str | Affine | Ref | Symbol | tuple["Arg", ...]

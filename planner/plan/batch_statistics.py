@@ -11,6 +11,7 @@ refused (`planner.plan.whole_batch`).
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, replace
 
 from planner.graph import Block, ModelGraph, Op, Program, Ref
@@ -18,7 +19,16 @@ from planner.plan import Plan
 from planner.plan.whole_batch import cut_spelled, cuts_batch, few
 
 _TARGET = "aten.batch_norm.default"
+_COUNT = "aten.add_.Tensor"
+_ON_SHARDS = "planner.batch_norm_by_channel"
 _RUNNING_MEAN, _RUNNING_VAR, _TRAINING, _MOMENTUM = 3, 4, 5, 6
+MOMENTUM_ARGUMENT = _MOMENTUM
+"""Which argument of a BatchNorm's op its momentum is, on shards too."""
+
+CUMULATIVE = -1.0
+"""The momentum that stands for none: running statistics are means over all steps, so a step moves
+them by one over its number, which the layer counts in a buffer (`counters`).
+"""
 
 
 class BatchStatisticsWarning(UserWarning):
@@ -68,25 +78,52 @@ def batch_norm_messages(graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
     )
 
 
-def deferred(program: Program) -> Program:
-    """Return a class's program whose running statistics are those of the last microbatch.
+def deferred(graph: ModelGraph) -> ModelGraph:
+    """Return a graph whose running statistics are those of the last microbatch.
 
     With a momentum of one, a layer leaves there what it computed, and the caller of the
-    program takes it from there. Counts of batches stand still.
+    programs takes it from there. The layers' counts of batches stand still.
     """
-    counters = {
-        op.inputs[0]
-        for op in program.ops
-        if op.target == "aten.add_.Tensor" and program.tensor[op.inputs[0]].dtype == "int64"
-    }
+    counters: dict[int, set[str]] = {}
+    for norm in batch_norms(graph):
+        if norm.num_batches_tracked is not None:
+            block = graph.blocks[norm.block_index]
+            params = graph.classes[block.class_index].params
+            name = params[block.params.index(norm.num_batches_tracked)]
+            counters.setdefault(block.class_index, set()).add(name)
+    return replace(
+        graph,
+        classes=tuple(
+            _deferred(program, counters.get(index, set()))
+            for index, program in enumerate(graph.classes)
+        ),
+    )
+
+
+def _deferred(program: Program, counters: Set[str]) -> Program:
     ops = []
     for op in program.ops:
-        if op.target == "aten.add_.Tensor" and op.inputs[0] in counters:
+        if op.target == _COUNT and op.inputs[0] in counters:
             continue
         if _is_training(op):
             op = replace(op, args=(*op.args[:_MOMENTUM], 1.0, *op.args[_MOMENTUM + 1 :]))
         ops.append(op)
     return replace(program, ops=tuple(ops))
+
+
+def counters(program: Program) -> dict[str, str]:
+    """Return, by the name of each op of a cumulative BatchNorm, the buffer that counts its steps.
+
+    A layer counts a step before it moves its statistics.
+    """
+    found = {}
+    counted: dict[str, str] = {}
+    for op in program.ops:
+        if op.target == _COUNT and op.inputs[0] in program.params:
+            counted[op.module] = op.inputs[0]
+        elif op.target in (_TARGET, _ON_SHARDS) and op.args[_MOMENTUM] == CUMULATIVE:
+            found[op.name] = counted[op.module]
+    return found
 
 
 def _is_training(op: Op) -> bool:

@@ -6,6 +6,7 @@ For trying one layout out, and for tests. `search` finds better plans.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import gcd, lcm
 
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
@@ -61,14 +62,17 @@ def default_plan(
             f"blocks; use at most {num_blocks} stages"
         )
     own_sizes = _own_sizes(by_stage or {}, degrees, num_stages)
-    samples = microbatch_size * degrees.along("batch")
-    for own in own_sizes:
-        parts = degrees.with_own(own).along("batch")
+    replicas = degrees.along("batch")
+    samples = microbatch_size * replicas
+    cuts = [degrees.with_own(own).along("batch") for own in own_sizes]
+    # Sizes that all stages can cut are multiples of this.
+    step = lcm(*(parts // gcd(parts, replicas) for parts in cuts))
+    for parts in cuts:
         if samples % parts:
             raise LayoutError(
                 f"by_stage={by_stage}: microbatches of {microbatch_size} with {degrees} can't be "
-                f"divided in {parts} parts; use a microbatch_size that makes {samples} samples "
-                f"divide by {parts}"
+                f"divided in {parts} parts; use a microbatch_size of "
+                f"{-(-microbatch_size // step) * step}"
             )
     if balance:
         check_balance(balance, num_blocks=num_blocks, num_stages=num_stages)

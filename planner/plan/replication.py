@@ -6,6 +6,7 @@ over, into how many shards, and how many bytes a gradient sum takes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import TYPE_CHECKING
@@ -28,18 +29,32 @@ def gradient_factor(precision: Precision) -> int:
     return MASTER_FACTOR if precision == "bf16" else 1
 
 
-def block_of_several_dtypes(graph: ModelGraph, precision: Precision) -> str:
-    """Return the first block whose trained parameters rest in several dtypes, with these; "" where
-    there is none. ZeRO gathers the parameters of a block as one tensor, so it takes no such block.
+def has_shards(shape: Sequence[object], dtype: str) -> bool:
+    """Whether ZeRO can cut a parameter: it has dims and elements, and its numbers are real."""
+    return len(shape) > 0 and 0 not in shape and not dtype.startswith("complex")
+
+
+def why_no_zero(graph: ModelGraph, precision: Precision) -> str:
+    """Return the first block that ZeRO does not take, and why; "" where there is none.
+
+    FSDP2 gathers the parameters of a block as one tensor, so they have one dtype. Complex ones it
+    reduces wrongly: they would be trained by other gradients, in silence (torch 2.13).
     """
     for block in graph.blocks:
         metas = [graph.tensor[name] for name in block.params]
         trained = [m for m in metas if m.kind == "param" and m.requires_grad and m.shape]
+        whose = f"block {block.name or 'of the model'}"
+        if of_complex := [m.fqn for m in trained if m.dtype.startswith("complex")]:
+            return f"ZeRO shards no complex parameters, and {whose} trains {of_complex[0]}"
         # (Precision "bf16" trains fp32 copies of what is cast.)
         is_cast = precision == "bf16"
-        dtypes = {"float32" if is_cast and m.dtype == "bfloat16" else m.dtype for m in trained}
+        cut = [m for m in trained if has_shards(m.shape, m.dtype)]
+        dtypes = {"float32" if is_cast and m.dtype == "bfloat16" else m.dtype for m in cut}
         if len(dtypes) > 1:
-            return f"block {block.name or 'of the model'} trains {' and '.join(sorted(dtypes))}"
+            return (
+                f"ZeRO gathers a block's parameters as one tensor, and {whose} trains "
+                f"{' and '.join(sorted(dtypes))}"
+            )
     return ""
 
 

@@ -9,6 +9,7 @@ from planner.units import GIB, format_bytes
 from search.branch_and_bound import EvaluatedPlan
 from search.candidates import Candidates
 from search.request import SearchRequest
+from search.space.advice import fixed_choices
 
 
 def explain_infeasible(
@@ -19,7 +20,7 @@ def explain_infeasible(
     reasons = (
         f"{nothing_fits(request, memory_limit_bytes)}: the smallest limit that would fit is "
         f"{limit_gib} GiB ({leanest.configuration.label}); "
-        f"try `memory_limit_bytes` {limit_gib} GiB, more devices, or fewer fixed choices",
+        f"try `memory_limit_bytes` {limit_gib} GiB{or_less_fixed(request, 'more devices')}",
     )
     return reasons, int(limit_gib * GIB)
 
@@ -44,8 +45,18 @@ def explain_infeasible_groups(
     have = " and ".join(f"{format_bytes(limit)} on {name}" for name, limit in limits.items())
     return (
         f"nothing fits the {request.num_devices} devices, with {have}, for a global batch of "
-        f"{request.global_batch}; try more nodes, or fewer fixed choices",
+        f"{request.global_batch}; try more nodes{or_less_fixed(request)}",
     )
+
+
+def or_less_fixed(request: SearchRequest, *others: str) -> str:
+    """Return the ways beside the first, in words: fewer fixed choices only where some are."""
+    fixed = fixed_choices(request)
+    ways = [*others, *([f"without {' or '.join(f'`{n}`' for n in fixed)}"] if fixed else [])]
+    if not ways:
+        return ""
+    *most, last = ways
+    return "".join(f", {way}" for way in most) + f", or {last}"
 
 
 def round_up(number: float, digits: int = 4) -> float:

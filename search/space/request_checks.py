@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
+from math import gcd, prod
 
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
@@ -53,9 +53,14 @@ def validate_request(
     text = " * ".join(f"{name}={value}" for name, value in given.items())
     rule = f"{' * '.join(sides)} must equal {n}"
     if n % product:
+        advice = f"use divisors of {n}: {listed(divisors(n))}"
+        if all(n % value == 0 for value in given.values()):  # (each is one already)
+            advice = "leave one of them out"
+            if cluster.max_devices is None or product <= cluster.max_devices:
+                advice += f", or use `num_devices` {product}"
         raise LayoutError(
             f"{text} does not divide `num_devices` {n}, and degrees are never changed silently; "
-            f"{rule}, so use divisors of {n}: {listed(divisors(n))}"
+            f"{rule}, so {advice}"
         )
     if fixed["pp"] and all(fixed[a.name] for a in AXES if a.in_every_file) and product != n:
         raise LayoutError(
@@ -90,8 +95,9 @@ def validate_request(
         raise LayoutError(
             f"{' * '.join(f'{name}={size}' for name, size in cuts.items())} does not divide "
             f"`global_batch` {request.global_batch}; every replica takes the same number of "
-            f"samples, so use {' * '.join(cuts)} in {listed(divisors(request.global_batch))} or "
-            "another batch"
+            f"samples, so use {' * '.join(cuts)} in "
+            f"{listed(divisors(gcd(request.global_batch, n)))} or `global_batch` "
+            f"{-(-request.global_batch // parts) * parts}"
         )
     per_part = request.global_batch // parts
     size = request.microbatch_size
@@ -99,7 +105,7 @@ def validate_request(
         whose = f"the {per_part} samples of a replica" if cuts else f"the batch of {per_part}"
         raise LayoutError(
             f"`microbatch_size` {size} does not divide {whose}; "
-            f"use a divisor: {listed(divisors(per_part))}"
+            f"use a divisor: {listed(_microbatch_sizes(per_part, request.pp or 1))}"
         )
     if across:
         _check_whole(request, graph, across, cuts={**cuts, "microbatch_size": size})
@@ -119,10 +125,13 @@ def validate_request(
                 "larger `global_batch`"
             )
     elif request.pp is not None and most < request.pp and not across:
+        smaller = _microbatch_sizes(per_part, request.pp) if size is not None else []
+        ways = [f"`microbatch_size` {max(smaller)}"] if smaller else []
         raise LayoutError(
             f"pp={request.pp} needs at least {request.pp} microbatches, but the batch gives "
-            f"at most {most} per replica; use a larger `global_batch`, a "
-            "smaller `microbatch_size` or a smaller `pp`"
+            f"at most {most} per replica; use "
+            f"{', '.join([f'`global_batch` {parts * (size or 1) * request.pp}', *ways])} or a "
+            "smaller `pp`"
         )
 
 
@@ -165,6 +174,11 @@ def _check_split(request: SearchRequest, graph: ModelGraph) -> None:
             f"{', '.join(block.name for block in graph.blocks[:8])}); leave it out"
         )
     most = min(first, (request.pp or request.num_devices) - 1)
+    if most < 1:
+        raise LayoutError(
+            f"{given}, and ranks before it hold the encoder, others the decoder, which takes a "
+            "`pp` of 2 or more; leave it out"
+        )
     if not 1 <= (request.split_rank or 0) <= most:
         raise LayoutError(
             f"{given}; ranks before it hold the encoder's {first} blocks, at least one each, and "
@@ -175,6 +189,11 @@ def _check_split(request: SearchRequest, graph: ModelGraph) -> None:
             f"{given}, which goes with one stage a rank, `meshes` same and `solver` dp or "
             "recursive; use these"
         )
+
+
+def _microbatch_sizes(samples: int, pp: int) -> list[int]:
+    """Return the sizes that cut a replica's samples into as many microbatches as `pp` needs."""
+    return [size for size in divisors(samples) if samples // size >= pp]
 
 
 def listed(numbers: Sequence[int]) -> str:

@@ -28,7 +28,7 @@ from planner.layout.axes import (
     split_axes,
 )
 from planner.layout.class_layout import MOST
-from planner.plan.replication import block_of_several_dtypes
+from planner.plan.replication import why_no_zero
 from planner.plan.whole_batch import (
     NOTHING_ACROSS,
     Across,
@@ -38,6 +38,7 @@ from planner.plan.whole_batch import (
 )
 from planner.schedule import DEFAULT_SCHEDULE, find_schedule, searched_schedules
 from search.request import SearchRequest
+from search.space.advice import advised, tried_changes
 from search.space.configuration import RECOMPUTE_CHOICES, Shape
 from search.space.request_checks import divisors, listed, validate_request
 
@@ -140,7 +141,7 @@ class Space:
             reasons.setdefault("forbidden", "every kind of recompute is forbidden")
             return
         cuts = " * ".join(axis.name for axis in batch_axes())
-        mixed = block_of_several_dtypes(graph, request.precision)
+        no_zero = why_no_zero(graph, request.precision)
         tables = [meta.fqn for meta in graph.params if meta.table]
         for degrees, pp in self.meshes():
             if tables and degrees.along("data") > degrees.along("batch"):
@@ -178,11 +179,8 @@ class Space:
                 # FSDP2 takes parameters that one axis cuts (`planner.runtime.state.zero`).
                 can_shard = sum(degrees[axis.name] > 1 for axis in split_axes()) < 2
                 zeros = request.values("zero", SEARCHED_ZERO)
-                if mixed and degrees.along("shards") > 1 and any(zeros):
-                    reasons.setdefault(
-                        "zero takes one dtype a block",
-                        f"ZeRO gathers a block's parameters as one tensor, and {mixed}",
-                    )
+                if no_zero and degrees.along("shards") > 1 and any(zeros):
+                    reasons.setdefault("zero takes one real dtype a block", no_zero)
                     zeros = [zero for zero in zeros if zero == 0]
                 if degrees.along("shards") == 1 or not can_shard:
                     zeros = [zero for zero in zeros if zero == 0 or request.names("zero", zero)]
@@ -266,9 +264,16 @@ def list_shapes(
     space = Space(request=request, graph=graph, cluster=cluster, can_split=can_split, across=across)
     found = list(space.shapes())
     if not found:
+
+        def has_shapes(changed: SearchRequest) -> bool:
+            validate_request(changed, graph, cluster, across=across)
+            others = Space(
+                request=changed, graph=graph, cluster=cluster, can_split=can_split, across=across
+            )
+            return next(others.shapes(), None) is not None
+
         why = "; ".join(space.reasons.values()) or "the fixed choices exclude each other"
-        other = _next_multiple(request.global_batch, request.num_devices)
-        remedy = f"try another `num_devices` or `global_batch`, such as `global_batch` {other}"
+        remedy = advised(tried_changes(request, has_shapes))
         if STAYS_WHOLE in space.reasons:
             remedy = "or use fewer devices (`num_devices`)"
         raise LayoutError(
@@ -276,7 +281,3 @@ def list_shapes(
             f"be used: {why}; {remedy}"
         )
     return found
-
-
-def _next_multiple(number: int, of: int) -> int:
-    return -(-number // of) * of

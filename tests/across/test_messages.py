@@ -63,16 +63,11 @@ def test_an_op_its_user_and_the_line():
     )
 
 
-def test_a_loss_that_is_a_sum_says_the_factor():
-    message = told(constructs.sum_loss)
-    assert message.startswith("the loss grows with the number of samples (sum in block ")
-    assert "one device's gradients are 4 times as large" in message
-    assert "divide by their number" in message
-
-
 def test_a_normaliser_is_told_with_loss_weight():
-    message = told(constructs.masked_mean)
-    assert message.startswith("the loss is divided by a sum over the batch (sum in block ")
+    message = told(constructs.class_weights)
+    assert message.startswith(
+        "the loss is divided by a sum over the batch that follows from parameters or draws ("
+    )
     assert "loss_weight=" in message
     assert not told(constructs.masked_mean, weighted_loss=True)
 
@@ -167,11 +162,10 @@ def test_a_sum_and_its_use_in_another_block():
     ("body", "name"),
     [
         (constructs.where_sum, "local-samples"),
-        (constructs.sum_loss, "local-samples"),
         (constructs.moving_average, "local-buffers"),
         (lambda m, b: m.fc(Round.apply(b["x"])).pow(2).mean(), "unknown-ops"),
     ],
-    ids=["mixed", "sum", "buffer", "unknown"],
+    ids=["mixed", "buffer", "unknown"],
 )
 def test_each_kind_is_accepted_by_its_name_alone(body, name):
     graph = graph_of(body)
@@ -202,28 +196,22 @@ def test_a_plan_states_what_it_accepts_and_nothing_else(tmp_path):
 
 
 def test_apply_refuses_what_neither_it_nor_the_plan_accepts():
-    model = used_parts(constructs.sum_loss)
+    model = used_parts(constructs.class_weights)
     graph = capture_module(model, batch(2), batch(3))
     plan = default_plan(graph, microbatch_size=2, num_microbatches=3)
-    with pytest.raises(PlanError, match="the loss grows with the number of samples"):
+    with pytest.raises(PlanError, match="the loss is divided by a sum over the batch that follows"):
         planner.apply(plan, model)
     dist.destroy_process_group()
+    accepted = plan.model_copy(update={"accept": ("local-samples",)})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        planner.apply(plan, used_parts(constructs.sum_loss), accept=("local-samples",))
-        dist.destroy_process_group()
-        planner.apply(plan, used_parts(constructs.sum_loss), loss_weight="sum")
-        dist.destroy_process_group()
-        planner.apply(
-            plan.model_copy(update={"accept": ("local-samples",)}), used_parts(constructs.sum_loss)
-        )
-        dist.destroy_process_group()
-        model = used_parts(constructs.masked_mean)
-        plan = default_plan(
-            capture_module(model, batch(2), batch(3)), microbatch_size=2, num_microbatches=3
-        )
-        planner.apply(plan, model, loss_weight=lambda part: part["mask"].sum().item())
-    dist.destroy_process_group()
+        for given, more in (
+            (plan, {"accept": ("local-samples",)}),
+            (plan, {"loss_weight": lambda part: 1.0}),
+            (accepted, {}),
+        ):
+            planner.apply(given, used_parts(constructs.class_weights), **more)
+            dist.destroy_process_group()
 
 
 def _refused_on(plan: Plan) -> str:

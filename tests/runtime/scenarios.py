@@ -17,6 +17,7 @@ from planner.plan import Plan
 from planner.runtime.step.engine import Engine
 from tests.builders import PlainGPT, TinyModel, gpt_batch, tiny_models
 from tests.captures import capture_module
+from tests.empty import EmptyGPT
 from tests.frozen import TiedGPT, frozen_models
 
 STEPS = 2
@@ -29,6 +30,7 @@ def models() -> dict[str, TinyModel]:
         "small-gpt": lambda: PlainGPT(layers=2),
         "tied-gpt": TiedGPT,
         "small-tied-gpt": lambda: TiedGPT(layers=2),
+        "empty-gpt": EmptyGPT,
     }
     gpts = {name: TinyModel(name, build, gpt_batch) for name, build in more.items()}
     return tiny_models() | frozen_models() | gpts
@@ -127,10 +129,12 @@ def held_params(engine: Engine) -> frozenset[str]:
 def _gap(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     if not found:
         return 0.0
-    largest = max(t.abs().max().item() for t in expected.values())
+    largest = max(t.abs().max().item() for t in expected.values() if t.numel())
+    assert all(found[n].shape == t.shape for n, t in expected.items())
     return max(
         (found[n] - t).abs().max().item() / max(t.abs().max().item(), 1e-6 * largest)
         for n, t in expected.items()
+        if t.numel()
     )
 
 
@@ -138,8 +142,9 @@ def gap_to_largest(found: dict[str, torch.Tensor], expected: dict[str, torch.Ten
     """The largest difference, relative to the largest of all values; 0 on ranks with nothing."""
     if not found:
         return 0.0
-    largest = max(t.abs().max().item() for t in expected.values())
-    return max((found[n] - t).abs().max().item() for n, t in expected.items()) / largest
+    largest = max(t.abs().max().item() for t in expected.values() if t.numel())
+    named = ((found[n], t) for n, t in expected.items() if t.numel())
+    return max((value - t).abs().max().item() for value, t in named) / largest
 
 
 def clip_many(cases: list[tuple[str, Plan]], max_norm: float) -> list[tuple[float, float, float]]:

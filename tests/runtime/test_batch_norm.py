@@ -34,18 +34,22 @@ STEPS = 2
 
 
 class ConvNet(nn.Module):
-    """A BatchNorm that sees the batch as it is, and others that see normalised values."""
+    """A BatchNorm that sees the batch as it is, and others that see normalised values, of which the
+    last one's running statistics are the mean over all steps; and a count of forwards.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm2d(2, momentum=0.3)
         self.stages = nn.Sequential(
             nn.Sequential(nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU()),
-            nn.Sequential(nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6, affine=False), nn.ReLU()),
+            nn.Sequential(nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6, momentum=None), nn.ReLU()),
         )
         self.head = nn.Linear(6, 3)
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
 
     def forward(self, image: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
         x = self.stages(self.norm(image))
         return F.cross_entropy(self.head(x.mean((2, 3))), label)
 
@@ -89,7 +93,8 @@ def expected_statistics(module: nn.Module, plan: Plan) -> dict[str, torch.Tensor
         for name, norm in norms.items():
             values = torch.cat(seen[name]).transpose(0, 1).flatten(1)
             for key, now in (("mean", values.mean(1)), ("var", values.var(1))):
-                state[f"{name}.running_{key}"].lerp_(now, norm.momentum)
+                share = norm.momentum or 1 / (step + 1)
+                state[f"{name}.running_{key}"].lerp_(now, share)
             state[f"{name}.num_batches_tracked"] += 1
     return state
 
@@ -103,11 +108,11 @@ def one_device_statistics(plan: Plan) -> dict[str, torch.Tensor]:
 
 
 def plan_of(graph: ModelGraph, layout: dict) -> Plan:
-    """A default plan; with tp the channels of one BatchNorm are divided, whatever that costs."""
+    """A default plan; with tp the channels of two BatchNorms are divided, whatever that costs."""
     plan = default_plan(graph, **layout)
     if plan.tp == 1:
         return plan
-    pins = [parse_pin("stages.0.1.weight: S(0)@tp")]
+    pins = [parse_pin(f"stages.{at}.1.weight: S(0)@tp") for at in (0, 1)]
     layouts = propagate_graph(graph, microbatch_size=2, axis_size=plan.tp, pins=pins)
     return plan.model_copy(update={"layouts": layouts})
 
@@ -167,6 +172,7 @@ def test_uneven_microbatches_weigh_by_their_samples():
     norm = ConvNet().norm
     norm(batch(3)["image"])
     state = engine.full_state_dict()
+    assert state["forwards"] == 2  # a count of the model's own is not the norms'
     for name, expected in norm.named_buffers(prefix="norm"):
         torch.testing.assert_close(state[name], expected)
 
@@ -207,6 +213,50 @@ def test_a_cut_batch_is_warned_of_once_and_by_name():
     apply_alone(ConvNet(), m=1)
     dist.destroy_process_group()
     apply_alone(ConvNet(), m=3, deferred_batch_norm=True)
+
+
+def test_a_mean_over_all_steps_moves_by_microbatches_without_deferral():
+    """As one process goes by microbatches: each counts as a step."""
+    torch.set_default_dtype(torch.float64)
+    model = ConvNet()
+    alone = copy.deepcopy(model)
+    plan = default_plan(
+        captured(torch.float64), microbatch_size=2, num_microbatches=2, recompute="full"
+    )
+    with pytest.warns(BatchStatisticsWarning):
+        engine = planner.apply(plan, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for step in range(STEPS):
+        whole = batch(4, step)
+        engine.step(whole)
+        optimizer.zero_grad()
+        for start in (0, 2):
+            (alone(**{k: v[start : start + 2] for k, v in whole.items()}) / 2).backward()
+        optimizer.step()
+    state = engine.full_state_dict()
+    for name, expected in alone.state_dict().items():
+        torch.testing.assert_close(state[name], expected, rtol=1e-12, atol=1e-12)
+    whole = batch(4, 7)
+    expected = alone.eval()(**whole)
+    torch.testing.assert_close(engine.evaluate(whole), expected, rtol=1e-12, atol=0)
+
+
+class Synced(ConvNet):
+    """A model that was made for DistributedDataParallel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.SyncBatchNorm(2)
+
+
+def test_a_synced_norm_is_a_plain_one_beside_other_ranks_and_alone():
+    """It looked for ranks: the plan of a search was of another model than that of a rank."""
+    examples = batch(2), batch(3)
+    before = capture_module(Synced(), *examples, name="synced")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert capture_module(Synced(), *examples, name="synced") == before
+    (message,) = batch_norm_messages(before, default_plan(before, num_microbatches=4))
+    assert message.startswith("BatchNorm norm, stages.0.1, stages.1.1: the plan cuts a batch")
 
 
 def test_statistics_that_move_twice_are_not_deferred():

@@ -69,11 +69,14 @@ if mode == "fault" and 1 in engine.stages:
             raise RuntimeError("deliberate")
         return forward(*inputs, **settings)
     stage.forward = failing
-for step in range(10_000 if mode == "endless" else 3):
+short = mode == "short" and os.environ["RANK"] == "0"
+for step in range(10_000 if mode == "endless" else 3 - short):
     loss = engine.step(gpt_batch(engine.plan.global_batch))
     if mode == "vanish" and os.environ["RANK"] == "1":
         os.kill(os.getpid(), 9)
     print(f"rank {os.environ['RANK']} step {step} loss {loss.item():.9f}\\n", end="", flush=True)
+if mode == "alone" and os.environ["RANK"] == "1":
+    engine.evaluate(gpt_batch(engine.plan.global_batch))
 """
 
 RUN = """
@@ -175,6 +178,25 @@ def test_a_stall_and_an_exception_are_told_once(
     assert "in job 1F2 (forward of stage 1, microbatch 2) on pp rank 1" in err
     assert "runpy" not in err[err.index("planner: rank 1 failed") :]
     assert err.count("planner: stacks of rank 0") == err.count("planner: stacks of rank 1") == 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "told"),
+    [
+        ("short", r"^rank 0's script had ended after 2 steps, and rank 1 was in step 3; every"),
+        ("alone", r"^rank 0's script had ended after 3 steps, and rank 1 waited for it behind"),
+    ],
+)
+def test_a_script_that_ends_before_the_others_is_told(
+    plan_path, tmp_path, monkeypatch, forked_ranks, mode, told
+):
+    """Its loader was shorter, or a call was of one rank alone; the backend says that a connection
+    was closed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(TRAIN)
+    with pytest.raises(PlannerError, match=told) as caught:
+        launch(plan_path, "train.py", [str(plan_path), mode], "cpu")
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.slow

@@ -38,6 +38,14 @@ def plan_for(name: str, **choices: Any) -> Plan:
     return default_plan(capture(name, torch.float64), microbatch_size=2, **choices)
 
 
+def test_a_microbatch_that_a_stage_cannot_cut_is_refused_with_a_size_that_all_can():
+    graph = capture("gpt")
+    choices = {"tp": 4, "pp": 2, "by_stage": {"tp": (4, 1)}, "num_microbatches": 2}
+    with pytest.raises(LayoutError, match=r"in 4 parts; use a microbatch_size of 4$"):
+        default_plan(graph, microbatch_size=3, **choices)
+    default_plan(graph, microbatch_size=4, **choices)
+
+
 def check(world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> None:
     """Train each on that many ranks and compare with one process."""
     check_plans(world_size, [(name, plan_for(name, **choices)) for name, choices in cases])

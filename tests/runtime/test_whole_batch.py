@@ -145,7 +145,7 @@ def test_verify_compares_with_one_process_on_the_whole_batch():
 def test_summed_losses_of_replicas_are_refused():
     plan = default_plan(captured("Clip"), dp=2, microbatch_size=4, num_microbatches=1)
     for told in run_ranks(summed, 2, plan):
-        assert told.startswith('loss_weight="sum" adds the losses of replicas, and each has')
+        assert told.startswith('loss_weight="sum" was given, and the loss is a mean over samples')
 
 
 def summed(plan: Plan) -> str:

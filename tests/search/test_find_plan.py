@@ -184,18 +184,40 @@ def test_less_memory_is_never_faster(gpt):
         ),
         ({"tp": 3}, r"tp=3 does not divide `num_devices` 4"),
         ({"gpus": 5, "tp": 5, "batch": 10}, r"tp=5 divides no tensor dimension .* use tp in 1"),
-        ({"dp": 2, "tp": 2, "pp": 2}, r"does not divide `num_devices` 4"),
-        ({"dp": 4, "batch": 6}, r"dp=4 does not divide `global_batch` 6"),
+        (
+            {"dp": 2, "tp": 2, "pp": 2},
+            r"does not divide `num_devices` 4.* so leave one of them out, or use `num_devices` 8$",
+        ),
+        (
+            {"dp": 4, "batch": 6},
+            r"dp=4 does not divide `global_batch` 6; .* use dp in 1, 2 or `global_batch` 8$",
+        ),
         (
             {"microbatch_size": 3},
             r"`microbatch_size` 3 does not divide .* use a divisor: 1, 2, 4, 8",
         ),
-        ({"pp": 4, "batch": 2}, r"pp=4 needs at least 4 microbatches, but the batch gives at most"),
+        (
+            {"microbatch_size": 3, "pp": 4},
+            r"`microbatch_size` 3 does not divide .* use a divisor: 1, 2$",
+        ),
+        (
+            {"pp": 4, "batch": 2},
+            r"pp=4 needs at least 4 microbatches, but the batch gives at most 2 per replica; use "
+            r"`global_batch` 4 or a smaller `pp`$",
+        ),
+        (
+            {"pp": 4, "batch": 8, "microbatch_size": 4},
+            r"at most 2 per replica; use `global_batch` 16, `microbatch_size` 2 or a smaller `pp`$",
+        ),
         ({"pp": 2, "vpp": 9}, r"makes 18 stages, but the model has \d+ blocks"),
         ({"cp": 4, "gpus": 6, "batch": 6}, r"cp=4 does not divide `num_devices` 6"),
         ({"zero": 4}, r"`zero` 4 was given; ZeRO stages are 0, 1, 2 and 3"),
         ({"recompute": "some"}, r"`recompute` some was given; use none, selective or full"),
         ({"gpus": 7, "batch": 4}, r"7 devices with a global batch of 4 cannot be used: .*dp=7"),
+        (
+            {"gpus": 7, "batch": 4, "pp": 1},
+            r"; take `global_batch` 7 or take `num_devices` 4$",
+        ),
     ],
 )
 def test_bad_input_says_what_was_given_the_rule_and_what_to_try(gpt, choices, message):
@@ -204,6 +226,20 @@ def test_bad_input_says_what_was_given_the_rule_and_what_to_try(gpt, choices, me
     with pytest.raises(LayoutError, match=message) as caught:
         find_plan(gpt, machine, ask(**choices))
     assert "\n" not in str(caught.value)
+
+
+def test_advice_for_a_request_without_shapes_was_tried(gpt, monkeypatch):
+    """A block of two dtypes takes no ZeRO: another batch is no way out, and is not told."""
+    from search.space import shapes
+
+    monkeypatch.setattr(shapes, "why_no_zero", lambda graph, precision: "ZeRO takes no such block")
+    with pytest.raises(LayoutError) as caught:
+        find_plan(gpt, MACHINE, ask(4, 8, dp=4, zero=1))
+    told = str(caught.value)
+    assert "ZeRO takes no such block" in told
+    assert told.endswith("; leave `dp` out or leave `zero` out")
+    for changes in ({"zero": 1}, {"dp": 4}):
+        assert find_plan(gpt, MACHINE, ask(4, 8, **changes)).plan is not None
 
 
 def test_an_unknown_schedule_is_refused_with_the_nearest_name(gpt):
@@ -354,7 +390,7 @@ def test_an_interrupt_ends_a_search_with_the_best_so_far(gpt, monkeypatch):
     assert found.is_out_of_time
     assert found.reasons == (
         "no plan was found before the search was interrupted, and it is not known whether any "
-        "fits; give more time, or fix choices such as `tp` and `pp`",
+        "fits; give more time, or fix `tp` and `pp`",
     )
 
 

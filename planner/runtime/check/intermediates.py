@@ -7,8 +7,7 @@ that blocks are lowered on (sums taken), and over replicas and microbatches alon
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from planner.errors import PlanError
-from planner.graph import Affine, Block, ModelGraph, Op, Program, TensorMeta
+from planner.graph import Affine, ModelGraph, TensorMeta
 from planner.layout.axes import lowered_axes
 from planner.layout.lowering import made_as
 from planner.layout.placement import Partial, Placement, Shard
 from planner.layout.placements import Placements
 from planner.plan.whole_batch import graph_under
+from planner.runtime.check.returned import returned
 from planner.runtime.stage.calls.collectives import run_step
 from planner.runtime.stage.programs import Programs, Run
 from planner.runtime.step.messages.wiring import stage_of
@@ -73,15 +72,6 @@ class Seen:
     pieces: dict[tuple[str, int], Tensor]
 
 
-def _module_of(op: Op, program: Program, block: Block) -> str:
-    """Return the name of the module that called an op: a block whose ops are all of its own module
-    has them relative to it.
-    """
-    if any(f"{each.module}.".startswith(f"{block.name}.") for each in program.ops):
-        return op.module
-    return f"{block.name}.{op.module}".strip(".")
-
-
 @contextmanager
 def watching(
     engine: Engine, names: Iterable[str], programs: Programs | None = None
@@ -89,9 +79,11 @@ def watching(
     """Inside, blocks with these tensors run by programs that hand those out too, detached.
 
     `programs` are those that blocks run by; None: those of training. Raises PlanError for a name
-    that `intermediate_names` does not list.
+    that `intermediate_names` does not list, and that is of no module that returns one tensor.
     """
-    seen = Seen(tuple(_find(engine.graph, name) for name in dict.fromkeys(names)), {})
+    seen = Seen(
+        tuple(_find(engine.graph, name, engine.modules) for name in dict.fromkeys(names)), {}
+    )
     by_block: dict[int, list[Watched]] = {}
     for watched in seen.wanted:
         by_block.setdefault(watched.block, []).append(watched)
@@ -134,23 +126,16 @@ def gathered(engine: Engine, seen: Seen) -> dict[str, Tensor]:
     return _on_rank_0(mine, seen.wanted, mesh.control)
 
 
-def _find(graph: ModelGraph, name: str) -> Watched:
+def _find(graph: ModelGraph, name: str, modules: Mapping[str, type[nn.Module]]) -> Watched:
     """Return what a name means: a tensor of a block, or what a module returned, the last time."""
     block_name, _, tensor = name.rpartition("/")
     for block in graph.blocks:
         program = graph.classes[block.class_index]
         if block.name == block_name and any(tensor in op.outputs for op in program.ops):
             return Watched(name, block.index, tensor, program.tensor[tensor])
-    for block in reversed(graph.blocks):
-        program = graph.classes[block.class_index]
-        for op in reversed(program.ops):
-            if name and name == _module_of(op, program, block):
-                return Watched(name, block.index, op.outputs[0], program.tensor[op.outputs[0]])
-    near = difflib.get_close_matches(name, intermediate_names(graph), n=1, cutoff=0.0)
-    raise PlanError(
-        f"no op or module makes {name!r}; names are those of modules, and BLOCK/TENSOR as "
-        f"intermediate_names lists them, for example {near[0]}"
-    )
+    made = returned(graph, name, modules)
+    program = graph.classes[graph.blocks[made.block].class_index]
+    return Watched(name, made.block, made.tensor, program.tensor[made.tensor])
 
 
 def _handing_out(

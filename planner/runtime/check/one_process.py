@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.variable import Variable
 
+from planner.capture.norms import without_sync
 from planner.graph.batch import call_with_batch, loss_of
 from planner.graph.model_file import ModelSource
 from planner.runtime.check.promote import ReferenceMode, held_tensors, promote_module
@@ -87,7 +88,7 @@ class OneProcess:
         `moved` seeds how weights are moved by one unit in the last place; `backwards` goes
         through the samples in another order.
         """
-        self.module = build_with_values(source)
+        self.module = without_sync(build_with_values(source))  # ranks of one process are no peers
         promote_module(self.module, values)
         self._source, self._draws, self._backwards = source, draws, backwards
         self._own, self._numbers = own, torch.get_default_dtype()

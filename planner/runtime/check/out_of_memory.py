@@ -18,8 +18,8 @@ from planner.units import format_bytes
 if TYPE_CHECKING:
     from planner.runtime.step.engine import Engine
 
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-"""Those of this process: an error that leaves the script does not have them."""
+_engines: list[weakref.ref[Engine]] = []
+"""Those of this process, as they were made: an error that leaves the script has none of them."""
 
 _HELD = (("parameters", "parameter_bytes"), ("gradients", "gradient_bytes"))
 _STATE = ("optimizer", "optimizer_bytes")
@@ -35,7 +35,7 @@ _SAID = (
 
 def watch(engine: Engine) -> None:
     """Let `describe` find an engine for as long as it lives."""
-    _engines.add(engine)
+    _engines.append(weakref.ref(engine))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -46,17 +46,32 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def describe(error: BaseException, rank: int) -> tuple[str, int | None]:
-    """Return predicted against actual by category, as lines, and the most bytes that were held."""
+    """Return predicted against actual by category, as lines, and the most bytes that were held.
+
+    Each engine of the script has a table; the most that was held is that of the process.
+    """
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
     lines = [f"planner: rank {rank} ran out of memory: {first}"]
-    engine = next(iter(_engines), None)
-    if engine is None:
+    engines = [engine for each in _engines if (engine := each()) is not None]
+    if not engines:
         return "\n".join((*lines, "  before planner.apply had made its engine")), None
-    actual, peak = _actual(engine)
+    held = [_actual(engine) for engine in engines]
+    peak = _peak_bytes(engines[0].mesh.device)
+    everything = sum(sum(actual.values()) for actual in held)
+    for number, (engine, actual) in enumerate(zip(engines, held, strict=True), 1):
+        if len(engines) > 1:
+            model = engine.plan.model.name
+            lines.append(f"  engine {number} of {len(engines)}, {model}, without the others'")
+        others = everything - sum(actual.values())
+        lines += _table(engine, actual, peak - others)
+    return "\n".join(lines), peak
+
+
+def _table(engine: Engine, actual: dict[str, int], peak: int) -> list[str]:
     every = engine.plan.estimate.get("memory", ())
     place = engine.mesh.rank("pp")
     predicted = dict(every[place]) if place < len(every) else {}
-    lines.append(f"  {'':26}{'predicted':>12}{'actual':>12}")
+    lines = [f"  {'':26}{'predicted':>12}{'actual':>12}"]
     known = dict((*_HELD, _STATE))
     for name, held in actual.items():
         there = predicted.get(known[name])
@@ -69,24 +84,28 @@ def describe(error: BaseException, rank: int) -> tuple[str, int | None]:
         fields = format_bytes(rest), format_bytes(total)
     lines.append(f"  {_REST:26}{fields[0]:>12}{format_bytes(peak - sum(actual.values())):>12}")
     lines.append(f"  {'at the height':26}{fields[1]:>12}{format_bytes(peak):>12}")
-    return "\n".join(lines), peak
+    return lines
 
 
-def _actual(engine: Engine) -> tuple[dict[str, int], int]:
-    """Bytes by category on the device, and the most there ever were (on a CPU, of the process)."""
+def _actual(engine: Engine) -> dict[str, int]:
+    """Bytes by category on the device."""
     device = engine.mesh.device
     params = [p for stage in engine.stages.values() for p in stage.parameters()]
     buffers = [t for stage in engine.stages.values() for t in stage.passed.values()]
     states = [] if engine.optimizer is None else tree_leaves(list(engine.optimizer.state.values()))
-    actual = {
+    return {
         "parameters": _bytes([*params, *buffers], device),
         "gradients": _bytes(engine._trained.gradients(), device),
         "optimizer": _bytes([t for t in states if isinstance(t, Tensor)], device),
     }
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """The most bytes that were ever held on the device; on a CPU, by the process."""
     if devices.is_accelerator(device):
-        return actual, int(devices.of(device).max_memory_reserved(device))
+        return int(devices.of(device).max_memory_reserved(device))
     unit = 1 if sys.platform == "darwin" else 1024
-    return actual, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _bytes(tensors: object, device: torch.device) -> int:

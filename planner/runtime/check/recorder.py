@@ -11,7 +11,7 @@ import atexit
 import os
 import resource
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
@@ -36,6 +36,9 @@ _MEMORY_AGE_S = 0.02
 """A CPU's memory counter takes as long to read as ten spans take to keep; it is read anew
 after this long.
 """
+
+_recorded: Counter[Path] = Counter()
+"""How many engines of this process have recorded in a folder."""
 
 
 def job_name(job: Job, kind: str | None = None) -> str:
@@ -211,9 +214,17 @@ class _OpenByEvents:
 
 
 def start_recorder(mesh: Mesh) -> Recorder | None:
-    """Return a recorder if the environment variable for timelines is set."""
-    folder = os.environ.get(TIMELINE_DIR)
-    return Recorder(Path(folder), mesh) if folder else None
+    """Return a recorder if the environment variable for timelines is set.
+
+    A script's first engine records in the folder that it names, a second in ``engine-2`` in it.
+    """
+    name = os.environ.get(TIMELINE_DIR)
+    if not name:
+        return None
+    folder = Path(name)
+    _recorded[folder] += 1
+    number = _recorded[folder]
+    return Recorder(folder if number == 1 else folder / f"engine-{number}", mesh)
 
 
 def _memory_counter(device: torch.device) -> Callable[[float], int]:

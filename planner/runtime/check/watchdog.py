@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import itertools
 import os
 import sys
 import tempfile
@@ -36,6 +37,9 @@ _DEFAULT_STALL_S = 20.0
 _STACKS = "stacks"
 _TELLER = "teller"
 _MOVES = "moves"
+
+_started = itertools.count()
+"""How many engines of this process were watched: the same number on all ranks for the same one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +194,11 @@ def start_watchdog(status: Callable[[], Status], *, step_s: float) -> None:
 
     if dist.get_world_size() == 1:
         return
+    # Engines of one script are watched apart: their ranks' notes would overwrite each other.
+    store = dist.PrefixStore(f"engine-{next(_started)}", _get_default_store())
     dog = Watchdog(
         status,
-        _get_default_store(),
+        store,
         dist.get_rank(),
         dist.get_world_size(),
         end=end_of_stall,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import os
 import threading
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -75,7 +78,9 @@ class Loaded:
 
 
 class Checkpoints:
-    """The checkpoints of one engine. Mutable: a save under way, host memory for it, a group."""
+    """The checkpoints of one engine. Mutable: a save under way, host memory for it, a group, and on
+    rank 0 `saved`, the name of the last checkpoint written.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -84,12 +89,14 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._copies: Copies | None = None
         self._failure: BaseException | None = None
+        self.saved = ""
 
     def save(self, folder: Path, *, keep: int, extra: Mapping[str, Any]) -> None:
         """Begin to save; every rank calls it after the same step. See `Engine.save`."""
         if keep < 1:
             raise PlanError(f"keep={keep} must be at least 1: the checkpoint just written")
         self.wait()
+        _claim(folder, self._engine)
         if self._group is None:
             # Its own: its messages go beside those of the training.
             self._group = self._engine.mesh.open_host_group()
@@ -176,7 +183,7 @@ class Checkpoints:
                 # checkpoint, so a crash before it leaves none that is half written.
                 files = {name: found for each in checksums for name, found in each.items()}
                 files[".metadata"] = file_checksum(scratch / ".metadata")
-                folders.commit(scratch, replace(manifest, files=files))
+                self.saved = folders.commit(scratch, replace(manifest, files=files)).name
                 folders.keep_newest(folder, keep)
 
         together(group, commit)
@@ -219,6 +226,7 @@ class Checkpoints:
             assembly.finish()
         casts = self._casts(parts, metadata, manifest)
         restore(engine, notes, extra)
+        _take_over(checkpoint.parent, engine)
         return Loaded(path=checkpoint, step=notes.step, samples=notes.samples, casts=casts)
 
     def load_weights(self, path: Path) -> None:
@@ -334,6 +342,37 @@ class Checkpoints:
         if casts and dist.get_rank() == 0:
             warnings.warn(CheckpointWarning("; ".join(casts)), stacklevel=4)
         return casts
+
+
+_saving: dict[Path, weakref.ref[Engine]] = {}
+"""By folder, the engine of this process that saved there last."""
+
+
+def _claim(folder: Path, engine: Engine) -> None:
+    """Raise PlanError where another engine of the script saves to a folder: the newest checkpoint
+    there would be of either, and one under way would be swept up as what a crash had left.
+    """
+    path = Path(os.path.realpath(folder))
+    other = _saving.get(path, lambda: None)()
+    if other is not None and other is not engine:
+        del other
+        gc.collect()  # an engine that the script has let go may wait for it
+        if _saving[path]() is not None:
+            raise PlanError(
+                f"engine.save({str(folder)!r}): another engine of this script saves there; give "
+                "each engine a folder of its own, or save one with the other by extra="
+                "{name: engine}"
+            )
+    _saving[path] = weakref.ref(engine)
+
+
+def _take_over(folder: Path, engine: Engine) -> None:
+    """Let an engine that goes on from a checkpoint in a folder be the one that saves there."""
+    path = Path(os.path.realpath(folder))
+    other = _saving.get(path, lambda: None)()
+    if other is not None and other is not engine:
+        other.wait_for_save()
+    _saving[path] = weakref.ref(engine)
 
 
 def finish_parts(engine: Engine, parts: Sequence[Part]) -> None:

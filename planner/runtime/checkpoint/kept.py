@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,10 @@ KEEP, SAVE_EVERY = "PLANNER_KEEP", "PLANNER_SAVE_EVERY"
 """Name the folder of a kept run's checkpoints, and after how many steps each is due."""
 
 
+_kept: dict[Path, weakref.ref[Engine]] = {}
+"""By the folder of a kept run, the engine of this process that goes on from it."""
+
+
 class Kept:
     """What `Engine.resume` and `Engine.keep` do; nothing without a launcher that keeps the run.
 
@@ -37,6 +43,7 @@ class Kept:
 
     def resume(self, extra: Mapping[str, Any]) -> Loaded | None:
         """Go on from the newest whole checkpoint, if there is any; see `Engine.resume`."""
+        self._claim("resume")
         self._extra, folder = extra, self._folder
         if folder is None:
             return None
@@ -55,8 +62,26 @@ class Kept:
         self._saved = loaded.step
         return loaded
 
+    def _claim(self, what: str) -> None:
+        """Raise PlanError where another engine of the script is the one that is kept."""
+        if self._folder is None:
+            return
+        other = _kept.get(self._folder, lambda: None)()
+        if other is not None and other is not self._engine:
+            del other
+            gc.collect()  # an engine that the script has let go may wait for it
+            if _kept[self._folder]() is not None:
+                raise PlanError(
+                    f"engine.{what}() of a second engine of the script: a run goes on from one "
+                    "checkpoint, of the engine that called engine.resume first; give that one the "
+                    "others, which are then saved and loaded with it: "
+                    "engine.resume(extra={name: other engine})"
+                )
+        _kept[self._folder] = weakref.ref(self._engine)
+
     def keep(self, *, now: bool) -> None:
         """Begin to save if a checkpoint is due, or `now`; see `Engine.keep`."""
+        self._claim("keep")
         if self._folder is None:
             return
         if self._extra is None:

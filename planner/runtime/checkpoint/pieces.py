@@ -27,7 +27,7 @@ from planner.layout.placement import Shard
 from planner.layout.placements import Placements
 from planner.ops.record import mutates
 from planner.plan import Plan
-from planner.plan.replication import Replication
+from planner.plan.replication import Replication, has_shards
 from planner.runtime.step.messages.wiring import param_placements, stage_params
 
 CHUNK_BYTES = 64 * 2**20
@@ -85,7 +85,14 @@ class Piece:
         return replace(self, runs=(*self.runs[:dim], runs, *self.runs[dim + 1 :]))
 
     def chunks(self, element_bytes: int, most_bytes: int = CHUNK_BYTES) -> Iterator[Chunk]:
-        """Yield boxes that together are the piece, each of whole rows and about `most_bytes`."""
+        """Yield boxes that together are the piece, each of whole rows and about `most_bytes`.
+
+        A tensor without elements is one box, which says that it is there.
+        """
+        if 0 in self.shape:
+            everything = tuple((0, size) for size in self.shape)
+            yield Chunk(everything, everything)
+            return
         # A run of each dim makes a box; only dim 0 is cut further, so that a chunk has whole rows.
         located = [list(_located(runs)) for runs in self.runs]
         for place in product(*located):
@@ -210,7 +217,9 @@ def _holding(
 def _is_sharded(meta: TensorMeta, plan: Plan, stage: int) -> bool:
     if meta.table:  # with a gradient of rows: each replica has it whole
         return False
-    if meta.kind != "param" or not meta.shape or not Replication.of(plan, stage).is_sharded:
+    if meta.kind != "param" or not has_shards(meta.shape, meta.dtype):
+        return False
+    if not Replication.of(plan, stage).is_sharded:
         return False
     return meta.requires_grad or plan.zero_stage == 3
 

@@ -131,7 +131,7 @@ def targets_of(part: Part, stored: Metadata) -> Iterator[Target]:
 
     Raises PlanError for a tensor that is not stored, or has another shape.
     """
-    if 0 in part.piece.shape:  # nothing is stored of what has no elements
+    if 0 in part.piece.shape:  # nothing is to be read of what has no elements
         return
     stored_tensor(stored, part)
     held = tuple((0, size) for size in part.tensors[0].shape)

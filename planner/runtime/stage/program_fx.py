@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -26,9 +27,11 @@ from planner.graph.tables import TABLE_LOOKUP
 from planner.layout.redistribution.redistribute import GATHER_SAMPLES, OWN_SAMPLES
 from planner.ops.record import is_random
 from planner.ops.weight_products import deferrable_products
+from planner.plan.batch_statistics import MOMENTUM_ARGUMENT, counters
 from planner.runtime.stage.bindings import BINDINGS
 from planner.runtime.stage.calls import collectives, local_ops
 from planner.runtime.stage.calls.autograd_functions import autograd_function
+from planner.runtime.stage.calls.complex_writes import COMPLEX_WRITES
 from planner.runtime.stage.calls.exchanged_rows import exchanged_embedding
 from planner.runtime.stage.calls.gathered_samples import gather_samples, own_samples
 from planner.runtime.stage.calls.opaque_modules import find_module, opaque_module, own_params
@@ -67,7 +70,10 @@ def to_graph_module(
     env = {name: graph.placeholder(_identifier(name)) for name in program.inputs}
     env |= {name: graph.placeholder(_identifier(name)) for name in program.params}
     calls = {}
+    counted = counters(program)
     for op in program.ops:
+        if op.name in counted:
+            op = _with_momentum(graph, op, env, counted[op.name])
         if op.name in products:
             x, weight, bias, transposed = products[op.name]
             node = graph.call_module(
@@ -78,7 +84,9 @@ def to_graph_module(
         elif op.target.startswith("planner."):
             node = _emit_own(graph, program, op, env, groups, device)
         else:
-            node = _emit_aten(graph, op, env, device)
+            made = program.tensor.get(op.outputs[0])
+            is_complex = made is not None and made.dtype.startswith("complex")
+            node = _emit_aten(graph, op, env, device, is_complex=is_complex)
         calls[op.name] = node
     if keeper is not None:
         _keep_results(program, root, calls, env, keeper, made_again)
@@ -88,6 +96,19 @@ def to_graph_module(
     # Whose op a line of its code is, for messages (`planner.runtime.check.values`).
     module.meta["lines"] = {calls[op.name].name: (op.name, op.line) for op in program.ops}
     return module
+
+
+def _with_momentum(graph: fx.Graph, op: Op, env: dict[str, fx.Node], counter: str) -> Op:
+    """Return a cumulative BatchNorm's op with the momentum that follows from its counter."""
+    made = f"{op.name} momentum"
+    env[made] = graph.call_function(_momentum_of, (env[counter],))
+    before, after = op.args[:MOMENTUM_ARGUMENT], op.args[MOMENTUM_ARGUMENT + 1 :]
+    return replace(op, args=(*before, Ref(made), *after))
+
+
+def _momentum_of(counter: torch.Tensor) -> float:
+    """One over the steps that a layer has counted, the present one among them."""
+    return 1.0 / counter.item()
 
 
 def aten_overload(target: str) -> torch._ops.OpOverload:
@@ -126,10 +147,18 @@ def _keep_results(
         node.op, node.target = "call_module", f"kept_{index}"
 
 
-def _emit_aten(graph: fx.Graph, op: Op, env: dict[str, fx.Node], device: torch.device) -> fx.Node:
+def _emit_aten(
+    graph: fx.Graph,
+    op: Op,
+    env: dict[str, fx.Node],
+    device: torch.device,
+    *,
+    is_complex: bool,
+) -> fx.Node:
     target = aten_overload(op.target)
+    own = (COMPLEX_WRITES.get(op.target) if is_complex else None) or PURE.get(op.target)
     node = graph.call_function(
-        PURE.get(op.target) or BINDINGS.get(op.target, target),
+        own or BINDINGS.get(op.target, target),
         tuple(_fx_arg(arg, env, device) for arg in op.args),
         {key: _fx_arg(arg, env, device) for key, arg in op.kwargs},
     )
@@ -212,7 +241,7 @@ def _fx_arg(arg: Any, env: Mapping[str, fx.Node], device: torch.device) -> Any:
     if isinstance(arg, tuple):
         return [_fx_arg(item, env, device) for item in arg]
     if isinstance(arg, Symbol):
-        return device if arg.kind == "device" else getattr(torch, arg.value)
+        return arg.constant(torch, device)
     if isinstance(arg, Affine):
         raise LayoutError("the program still depends on the microbatch size; bind it first")
     return arg

@@ -14,7 +14,7 @@ from torch import nn
 from planner.capture.checks.hooks import refuse_lost
 from planner.errors import CaptureError, PlanError, PlannerError
 from planner.graph import ModelGraph, from_json, to_json
-from planner.plan import Plan, load_plan, validate_model
+from planner.plan import Plan, validate_model
 from planner.plan.accepted import accepted_names
 from planner.plan.batch_statistics import BatchStatisticsWarning, batch_norm_messages
 from planner.plan.buckets import validate_bucket
@@ -24,12 +24,12 @@ from planner.plugins import load_plugins
 from planner.runtime.check import out_of_memory
 from planner.runtime.initial.build import without_values
 from planner.runtime.initial.values import RecordedValues
-from planner.runtime.start.course import LAUNCHED, PLAN
 from planner.runtime.start.device import choose_device
 from planner.runtime.start.groups.mesh import Mesh, build_mesh
 from planner.runtime.start.groups.process_group import take_place
 from planner.runtime.start.groups.together import together
-from planner.runtime.state.away import plain, take_away
+from planner.runtime.start.launched import followed_plan
+from planner.runtime.state.away import plain, refuse_away, take_away
 from planner.runtime.step.engine import Engine
 from planner.runtime.step.evaluation import reads_mode
 from planner.runtime.step.inputs.loss_weights import LossWeight
@@ -52,13 +52,11 @@ def apply_plan(
 ) -> Engine:
     """Join the plan's ranks, capture the model, and return its engine; see `planner.apply`."""
     load_plugins()
-    # A plan file is the one that was launched, whatever file the script names; the launcher of an
-    # elastic run may have chosen another plan since.
-    launched = None if isinstance(plan, Plan) else os.environ.get(LAUNCHED)
-    plan = os.environ.get(PLAN) or launched or plan
-    plan = plan if isinstance(plan, Plan) else load_plan(plan)
     # (Not made a part of the plan: with it other ops than the plan's might run.)
     accept = accepted_names(accept)
+    plan = followed_plan(plan)
+    if isinstance(model, nn.Module):
+        refuse_away(model)
     take_place()
     mesh = build_mesh(plan, choose_device())
     model, recording = without_values(model, has_weights=weights is not None)

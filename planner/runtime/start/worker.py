@@ -67,7 +67,10 @@ def main(args: list[str]) -> None:
         story = _story(error, args[0])
         if runs_script(args):
             _fail_without_memory(error)
-            _fail("peer" if _lost_a_peer(error) else "script", 1, story)
+            if _lost_a_peer(error):
+                _fail_behind_a_rank_that_ended()
+                _fail("peer", 1, story)
+            _fail("script", 1, story)
         _fail("library", 3, story)
 
 
@@ -94,6 +97,9 @@ def _leave() -> None:
     """What the interpreter would do at a good end, but for taking itself apart."""
     import torch.distributed as dist
 
+    from planner.runtime.check.ended import tell_end
+
+    tell_end()
     # Pools first, as the interpreter does: their threads wait for work until they are told to end.
     for end in reversed(threading._threading_atexits):  # type: ignore[attr-defined]
         end()
@@ -139,6 +145,14 @@ def _fail_without_memory(error: BaseException) -> None:
     if is_out_of_memory(error):
         text, peak = describe(error, int(os.environ.get("RANK", "0")))
         _fail("memory", 1, text, peak_bytes=peak)
+
+
+def _fail_behind_a_rank_that_ended() -> None:
+    """End with the rank that was lost because its script had ended, if that is why."""
+    from planner.runtime.check.ended import who_ended
+
+    if told := who_ended():
+        _fail("user", 2, told)
 
 
 def _fail(kind: Kind, code: int, text: str, *, peak_bytes: int | None = None) -> NoReturn:

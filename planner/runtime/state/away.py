@@ -80,6 +80,18 @@ def take_away(module: nn.Module) -> None:
     module.register_load_state_dict_pre_hook(_refuse_load)
 
 
+def refuse_away(module: nn.Module) -> None:
+    """Raise PlanError for a model with tensors whose values an engine has already."""
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        if isinstance(tensor, _Away | _AwayParameter):
+            raise PlanError(
+                f"{name} of the model is in an engine already ({_name(tensor)} of the model that "
+                "it was made for), and engines share no tensors; give planner.apply a copy made "
+                "before (copy.deepcopy), one model that has both losses, or, to train on, "
+                "model.load_state_dict(engine.full_state_dict(), assign=True)"
+            )
+
+
 def _refuse_load(module: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
     held = chain(module.parameters(), module.buffers())
     is_away = any(isinstance(tensor, _Away | _AwayParameter) for tensor in held)

@@ -12,8 +12,9 @@ in the last backward.
 Optimizer state follows the parameters, which are sharded between steps in all three. A frozen
 parameter has neither gradient nor state: ZeRO 1 and 2 leave it whole on every rank, where
 gathering it would be one exchange a step of what never changes; ZeRO 3 shards and gathers it
-as the others, and reduces nothing of it. A number (a parameter without dims) can't be cut: it is
-whole on every rank, and its gradient is summed as without ZeRO. With
+as the others, and reduces nothing of it. A number (a parameter without dims) can't be cut, and one
+without elements has nothing to cut: each is whole on every rank, and its gradient is summed as
+without ZeRO. So is a frozen complex one; complex parameters that train are refused. With
 precision "bf16" the shards are fp32, what is gathered is cast, and gradients are summed in
 fp32, over microbatches as over ranks. With the optimizer on the host, that is where the
 shards rest: they are copied up to be gathered, and their gradients down once reduced.
@@ -45,6 +46,7 @@ from planner.layout.axes import split_axes
 from planner.layout.placement import Placement, Shard
 from planner.layout.placements import Placements
 from planner.plan import Precision
+from planner.plan.replication import has_shards
 from planner.runtime.stage.stage import BlockModule, StageModule
 from planner.runtime.start import device as devices
 from planner.runtime.start.groups.mesh import Mesh
@@ -78,7 +80,7 @@ def shard_stage(
         raise LayoutError(f"ZeRO goes with one axis that cuts parameters, not {' and '.join(cut)}")
     # Tables with a gradient of rows: their optimizer is given rows, which FSDP2 has no form for.
     left = {p for fqn, p in stage.named_params().items() if fqn in whole}
-    _refuse_dtypes(stage, left)
+    _refuse_dtypes(stage, left, precision)
     _make_contiguous(stage, left)
     ignored = {p for p in stage.parameters() if not can_shard(p, zero_stage)} | left
     # Parameters become DTensors on tp, so that FSDP2's shards are DTensors on both axes and each
@@ -141,25 +143,38 @@ def quiet_views() -> None:
 
 def can_shard(param: Tensor, zero_stage: int) -> bool:
     """Whether ZeRO shards a parameter."""
-    return param.dim() > 0 and (param.requires_grad or zero_stage == 3)
+    is_cut = has_shards(param.shape, dtype_name(param))
+    return is_cut and (param.requires_grad or zero_stage == 3)
 
 
-def _refuse_dtypes(stage: StageModule, left: Set[nn.Parameter]) -> None:
-    """Raise LayoutError where a unit has parameters of several dtypes: it is gathered as one, those
-    that are `left` alone apart.
+def dtype_name(param: Tensor) -> str:
+    """Return a parameter's dtype as graphs have it."""
+    return str(param.dtype).removeprefix("torch.")
+
+
+def _refuse_dtypes(stage: StageModule, left: Set[nn.Parameter], precision: Precision) -> None:
+    """Raise LayoutError where a unit has complex parameters, or parameters of several dtypes: it is
+    gathered as one, those that are `left` alone apart (`planner.plan.replication.why_no_zero`).
     """
     for module in (*stage.blocks, stage):
-        own = {
-            param.dtype: name
+        trained = {
+            name: param
             for name, param in module.named_parameters(recurse=module is not stage)
             if param.requires_grad and param.dim() and param not in left
         }
+        for name, param in trained.items():
+            if param.is_complex():
+                raise LayoutError(
+                    f"ZeRO shards no complex parameters ({name} {param.dtype}); search with "
+                    "`zero` 0"
+                )
+        own = {p.dtype: n for n, p in trained.items() if has_shards(p.shape, dtype_name(p))}
         if len(own) > 1:
             found = " and ".join(f"{name} {dtype}" for dtype, name in own.items())
+            cast = "" if precision == "bf16" else "plan with precision bf16, "
             raise LayoutError(
                 f"ZeRO gathers the parameters of a block together, and those of a block have "
-                f"several dtypes ({found}); give them one dtype, plan with precision bf16, or "
-                "search with `zero` 0"
+                f"several dtypes ({found}); give them one dtype, {cast}or search with `zero` 0"
             )
 
 

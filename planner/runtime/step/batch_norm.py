@@ -18,7 +18,7 @@ from torch import Tensor
 from planner.errors import PlanError
 from planner.graph import ModelGraph, TensorMeta
 from planner.plan import Plan
-from planner.plan.batch_statistics import BatchNorm, batch_norms
+from planner.plan.batch_statistics import CUMULATIVE, BatchNorm, batch_norms
 from planner.runtime.stage.stage import StageModule
 from planner.runtime.start.groups.mesh import Mesh
 
@@ -80,7 +80,12 @@ class _Layer:
         self.moments = self.moments.merge(made)
 
     def finish(self, moments: Moments) -> None:
-        step = self.norm.momentum
+        if self.tracked is not None:
+            self.tracked += 1
+        step: float | Tensor = self.norm.momentum
+        if step == CUMULATIVE:
+            assert self.tracked is not None, "a capture marks layers that count"
+            step = self.tracked.double().reciprocal()
         # Unbiased, as the running variance of torch's BatchNorm is.
         var = moments.squares / (moments.count - 1).clamp(min=1)
         for buffer, old, new in zip(
@@ -89,8 +94,6 @@ class _Layer:
             # (The buffer holds the last microbatch's statistics; `before` has what it held at the
             # start.)
             buffer.copy_((1 - step) * old.double() + step * new)
-        if self.tracked is not None:
-            self.tracked += 1
 
 
 class DeferredStatistics:

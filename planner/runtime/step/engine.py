@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,10 +28,13 @@ from planner.plan import Plan
 from planner.plan.batch_statistics import deferred
 from planner.plan.replication import Replication
 from planner.plan.whole_batch import graph_under
+from planner.runtime.check.ended import counted_step
 from planner.runtime.check.intermediates import gathered, intermediates, watching
 from planner.runtime.check.recorder import start_recorder
 from planner.runtime.check.values import ValueCheck
 from planner.runtime.check.watchdog import start_watchdog
+from planner.runtime.checkpoint.beside import Beside
+from planner.runtime.checkpoint.folder import is_checkpoint
 from planner.runtime.initial.places import take_first_values
 from planner.runtime.initial.values import FirstValues, ModuleValues
 from planner.runtime.stage.calls import collectives
@@ -66,7 +68,7 @@ from planner.runtime.step.messages.wiring import (
     shaped_edges,
     stage_params,
 )
-from planner.runtime.step.randomness import RandomStream
+from planner.runtime.step.randomness import RandomStream, unused_seed
 from planner.runtime.step.reached import Reached
 from planner.runtime.step.stages import build_stages
 from planner.runtime.step.trained import TrainedParams
@@ -88,6 +90,7 @@ class Engine:
     Attributes:
         plan, graph, mesh: what is trained, and this rank's process groups.
         captured: the graphs of the plan's shapes of batches, the largest first.
+        modules: the classes of the model's modules, by name.
         stages: this rank's stage modules, by stage index.
         outside: the tensors of the state dict that lie in no stage.
         optimizer: over this rank's parameters; None when it holds none that train.
@@ -145,8 +148,9 @@ class Engine:
         buckets = tuple(with_table_lookups(each, plan.tables_on_host) for each in buckets)
         _refuse_tables(graph, plan)
         if deferred_batch_norm:
-            graph = replace(graph, classes=tuple(map(deferred, graph.classes)))
+            graph = deferred(graph)
         self.plan, self.graph, self.mesh, self.captured = plan, graph, mesh, (captured, *buckets)
+        self.modules = {name: type(part) for name, part in model.named_modules() if name}
         self.steps = self.samples = 0
         self.after_step: list[Callable[[Tensor], None]] = []
         self.after_load: list[Callable[[], None]] = []
@@ -244,7 +248,6 @@ class Engine:
             DeferredStatistics(captured, plan, mesh, self.stages) if deferred_batch_norm else None
         )
         self._recorder = self._host.recorder = start_recorder(mesh)
-        collectives.record(None if self._recorder is None else self._recorder.collective)
         self._executor = Executor(
             schedule=self.schedule,
             pp_rank=mesh.rank("pp"),
@@ -408,12 +411,17 @@ class Engine:
         Without `update` its gradients are kept for the next step with it, which takes the mean
         over all samples (or what `loss_weight` counts) since the last update.
 
-        `fetch` names values inside the model, on any stage (`BLOCK/TENSOR`, as `intermediates` has
-        them): they are in `fetched` afterwards, whole, on rank 0's CPU; on other ranks that is {}.
-        Until the step ends they stay on their devices.
+        `fetch` names values inside the model, on any stage: a module, for the tensor that it
+        returned and others use, or `BLOCK/TENSOR`, as `intermediates` has them. They are in
+        `fetched` afterwards, whole, on rank 0's CPU; on other ranks that is {}. Until the step
+        ends they stay on their devices.
         """
         if self._untouched is not None:
             self._untouched.check()
+        with counted_step():
+            return self._step(batch, update=update, fetch=fetch)
+
+    def _step(self, batch: Any, *, update: bool, fetch: Iterable[str]) -> Tensor:
         # A bad batch is told before any gradient of the last step is lost.
         feed = self._feed(batch)
         # Gradients of an earlier batch without update are added to, not cleared.
@@ -561,6 +569,8 @@ class Engine:
         parts = tuple(len(feed.split.part(0, count, part)) for part in range(count))
         for programs in self._made_programs:
             programs.bucket, programs.parts = feed.bucket, parts
+        # (Another engine of the script may have run since.)
+        collectives.record(None if self._recorder is None else self._recorder.collective)
         return feed
 
     def _after_forward(self, stage_index: int, num_samples: int) -> None:
@@ -643,17 +653,33 @@ class Engine:
         the next `save`, `load`, `wait_for_save` or `close` waits for them and raises PlanError
         where they could not be written. `folder` is one that all ranks reach; in it the newest
         `keep` checkpoints stay. `extra` gives by name what else is to be saved, each with a
-        `state_dict` and a `load_state_dict`: scalers, the script's own schedulers. Those that
-        `planner.apply` was given are saved in any case.
+        `state_dict` and a `load_state_dict`: scalers, the script's own schedulers, and other
+        engines, whose checkpoints are written first, each in a folder of its name within `folder`.
+        Schedulers that `planner.apply` was given are saved in any case.
         """
         self._accumulation.refuse_open("engine.save")
-        self._own_checkpoints().save(Path(folder), keep=keep, extra=self._with_own(extra or {}))
+        given = self._with_own(extra or {}, Path(folder))
+        for each in given.values():
+            if isinstance(each, Beside):
+                each.save(keep)
+        self._own_checkpoints().save(Path(folder), keep=keep, extra=given)
 
-    def _with_own(self, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the script saves beside, and the schedulers that the engine steps."""
+    def _with_own(self, extra: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+        """Return what the script saves beside in a folder, and the schedulers that the engine
+        steps.
+        """
         given = {id(each) for each in extra.values()}
         own = {f"{OWN_SCHEDULER}{n}": each for n, each in enumerate(self._schedulers)}
-        return {**extra, **{name: each for name, each in own.items() if id(each) not in given}}
+        beside = {
+            name: Beside(each, folder / name) if isinstance(each, Engine) else each
+            for name, each in extra.items()
+        }
+        return {**beside, **{name: each for name, each in own.items() if id(each) not in given}}
+
+    @property
+    def last_saved(self) -> str:
+        """On rank 0, the name of the last checkpoint that was written; empty without one."""
+        return "" if self._checkpoints is None else self._checkpoints.saved
 
     def wait_for_save(self) -> None:
         """Return when the last save is on the disk. Raises PlanError where it could not be."""
@@ -670,7 +696,8 @@ class Engine:
         checkpoint is whole, or is of another model.
         """
         self._accumulation.forget()
-        loaded = self._own_checkpoints().load(Path(path), extra=self._with_own(extra or {}))
+        folder = Path(path).parent if is_checkpoint(Path(path)) else Path(path)
+        loaded = self._own_checkpoints().load(Path(path), extra=self._with_own(extra or {}, folder))
         for tell in self.after_load:
             tell()
         return loaded
@@ -808,8 +835,10 @@ def _refuse_tables(graph: ModelGraph, plan: Plan) -> None:
 
 
 def _shared_seed(mesh: Mesh) -> int:
-    """Rank 0's seed, on every rank."""
-    seed = [torch.initial_seed()]
+    """Rank 0's seed, or for a second engine beside others another that follows from it; the same
+    on every rank.
+    """
+    seed = [unused_seed(torch.initial_seed())]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(seed, src=0, group=mesh.control)
     return seed[0]

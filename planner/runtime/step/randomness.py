@@ -8,7 +8,9 @@ may use to choose equal batches on every rank, is saved before a step and restor
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -19,6 +21,9 @@ from planner.runtime.start.device import forked_generators, is_accelerator, of
 from planner.runtime.start.groups.mesh import Mesh
 
 _PRIME = 1_000_003
+
+_streams: weakref.WeakSet[RandomStream] = weakref.WeakSet()
+"""Those of this process: one for each engine that draws."""
 
 
 class RandomStream:
@@ -31,6 +36,7 @@ class RandomStream:
         self._places = mesh.firsts_of_samples()
         self._device = mesh.device
         self._begin(seed)
+        _streams.add(self)
 
     def _begin(self, seed: int) -> None:
         with forked_generators(self._device):
@@ -61,6 +67,20 @@ class RandomStream:
             write_generators(self._device, self._state)
             yield
             self._state = read_generators(self._device)
+
+
+def unused_seed(seed: int) -> int:
+    """Return a seed that no engine of this process draws from: `seed`, or what follows from it.
+
+    Two engines of one script, such as students that teach each other, would else drop the same.
+    """
+    if any(stream.seed == seed for stream in _streams):
+        gc.collect()  # an engine that the script has let go may wait for it
+    used = {stream.seed for stream in _streams}
+    found, number = seed, 1
+    while found in used:
+        found, number = random.Random(f"{seed} engine {number}").getrandbits(63), number + 1
+    return found
 
 
 def read_generators(device: torch.device) -> list[Tensor]:

@@ -46,7 +46,7 @@ class GradBuckets:
 
     def start(self) -> None:
         """Begin summing over the group; the gradients must be complete."""
-        for flat in self._flats:
+        for flat in filter(torch.numel, self._flats):  # (parameters may have no elements)
             # Sums, not means: each part's loss carries its weight (`loss_weights`).
             work = dist.all_reduce(flat, group=self._group, async_op=True)
             self._under_way.append(work)

@@ -191,7 +191,7 @@ def _plain(arg: Any, tensors: Mapping[str, Tensor], device: torch.device) -> Any
     if isinstance(arg, tuple):
         return [_plain(item, tensors, device) for item in arg]
     if isinstance(arg, Symbol):
-        return device if arg.kind == "device" else getattr(torch, arg.value)
+        return arg.constant(torch, device)
     return arg
 
 

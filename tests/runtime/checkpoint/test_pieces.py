@@ -50,7 +50,11 @@ def test_pieces_are_what_the_runtime_cuts(seed):
 def test_a_number_is_one_chunk():
     (chunk,) = Piece.whole(()).chunks(4)
     assert chunk.box == chunk.local == ()
-    assert list(Piece.whole((0, 3)).chunks(4)) == []
+
+
+def test_a_tensor_without_elements_is_one_chunk_which_says_that_it_is_there():
+    (chunk,) = Piece.whole((0, 3)).chunks(4)
+    assert chunk.box == chunk.local == ((0, 0), (0, 3))
 
 
 @pytest.mark.parametrize(

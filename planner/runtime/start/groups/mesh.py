@@ -37,8 +37,11 @@ from planner.layout.axes import (
 from planner.layout.layout import ProcessMesh
 from planner.plan import Plan
 from planner.runtime.start import device as devices
+from planner.runtime.start.groups.alike import differences, told_of_run
 from planner.runtime.start.groups.gloo_threads import put_socket_threads_last
 from planner.runtime.start.groups.process_group import start_process_group
+from planner.runtime.start.groups.together import together
+from planner.runtime.start.launched import where_ranks_come_from
 
 SHARING = ("copies", "shards")
 """The two sides of the ranks "data" under ZeRO, outermost first."""
@@ -198,6 +201,15 @@ def check_runs(plan: Plan) -> None:
         )
 
 
+def _refuse_other_plans(plan: Plan, control: dist.ProcessGroup) -> None:
+    """Raise PlanError on every rank where ranks make a later engine by unlike plans: they would
+    wait for each other in groups that not all of them make.
+    """
+    told = together(control, lambda: told_of_run(plan))
+    if differ := differences(told):
+        raise PlanError(f"{'; '.join(differ)}; give all nodes the same")
+
+
 def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     """Join the plan's ranks. Every rank calls this once.
 
@@ -208,13 +220,14 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     """
     check_runs(plan)
     devices.prepare(device)
-    if not dist.is_initialized():
+    # (At the start of the run ranks tell each other their plan before there is a group.)
+    is_later = dist.is_initialized()
+    if not is_later:
         start_process_group(plan, device)
     if dist.get_world_size() != plan.world_size:
         raise PlanError(
             f"the plan is for {plan.world_size} ranks (pp={plan.pp} {plan.degrees}) "
-            f"and {dist.get_world_size()} are running; start it with: "
-            "planner launch plan.json script.py"
+            f"and {dist.get_world_size()} are running; {where_ranks_come_from()}"
         )
     pp_rank, *_ = coordinate_of(plan, dist.get_rank())
     meshes = tuple(plan.mesh(each) for each in range(plan.pp))
@@ -224,6 +237,8 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     else:
         control = dist.new_group(backend="gloo")
         opened.append(control)
+    if is_later and dist.get_world_size() > 1:
+        _refuse_other_plans(plan, control)
     mesh = Mesh(
         device=device,
         control=control,

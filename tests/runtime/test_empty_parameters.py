@@ -1,0 +1,55 @@
+"""Parameters and buffers of no elements in every layout: trained, gathered, saved as others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from planner.plan.defaults import default_plan
+from tests.runtime.checkpoint.scenarios import Case, load_and_train, train_and_save
+from tests.runtime.scenarios import capture, train_many
+from tests.spawn import run_ranks
+
+RTOL = 1e-10
+NAME = "empty-gpt"
+
+TWO: dict[str, dict[str, Any]] = {
+    "dp2": {"dp": 2},
+    "dp2-zero1": {"dp": 2, "zero_stage": 1, "num_microbatches": 2},
+    "dp2-zero2": {"dp": 2, "zero_stage": 2, "num_microbatches": 2},
+    "dp2-zero3": {"dp": 2, "zero_stage": 3, "num_microbatches": 2},
+    "dp2-zero3-full": {"dp": 2, "zero_stage": 3, "recompute": "full"},
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2, "num_microbatches": 4},
+}
+
+
+def plan_of(name: str, **changes: Any):
+    plan = default_plan(capture(NAME, torch.float64), **TWO[name])
+    return plan.model_copy(update=changes)
+
+
+def test_trains_as_one_process():
+    plans = [plan_of(name) for name in TWO]
+    plans += [plan_of(name, optimizer_on_host=True) for name in ("dp2", "dp2-zero3", "pp2")]
+    outcomes = run_ranks(train_many, 2, [(NAME, plan) for plan in plans])[0]
+    for plan, outcome in zip(plans, outcomes, strict=True):
+        gaps = outcome.loss_gap, outcome.gradient_gap, outcome.param_gap
+        assert max(gaps) < RTOL, (plan.degrees, plan.zero_stage, gaps)
+
+
+def test_a_checkpoint_goes_on_under_another_plan(tmp_path):
+    pairs = [("dp2-zero1", "pp2"), ("pp2", "dp2-zero3"), ("dp2-zero3", "dp2")]
+    cases = [
+        Case(NAME, plan_of(saved), plan_of(loaded), str(tmp_path / saved))
+        for saved, loaded in pairs
+    ]
+    before = run_ranks(train_and_save, 2, cases)[0]
+    after = run_ranks(load_and_train, 2, cases)[0]
+    for (saved, _), (loaded, _) in zip(before, after, strict=True):
+        assert {n: t.shape for n, t in loaded.state.items()} == {
+            n: t.shape for n, t in saved.state.items()
+        }
+        for name, value in saved.state.items():
+            assert torch.equal(loaded.state[name], value), name
