@@ -79,11 +79,16 @@ def _slice(step: Step) -> tuple[State, ...] | None:
     state, call = step.states[0], step.call
     rank = len(call.inputs[0])
     dim = int(call.arg(1, "dim", 0)) % rank if rank else 0
-    if state.rows is None or state.rows.dim != dim or call.inputs == call.outputs:
+    if state.rows is None or state.rows.dim != dim:
         return None
-    size = call.inputs[0][dim]
+    size, stride = call.inputs[0][dim], call.arg(4, "step", 1)
     start, stop, _ = slice(call.arg(2, "start"), call.arg(3, "end")).indices(size)
-    stride = call.arg(4, "step", 1)
+    if len(range(start, stop, stride)) != call.outputs[0][dim]:
+        # All rows of the batches of two and three that were captured, and not of larger ones.
+        step.blame("mixed")
+        return step.anything()
+    if call.inputs == call.outputs:
+        return None
     run = size // state.rows.segments
     if stride == 1:
         if start % run or stop % run:

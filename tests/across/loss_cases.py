@@ -21,7 +21,7 @@ from torch import Tensor
 
 from planner import OwnPart, apply
 from planner.capture import capture_module
-from planner.errors import PlanError, PlannerError
+from planner.errors import LayoutError, PlanError, PlannerError
 from planner.graph.batch import call_with_batch, loss_of
 from planner.plan.batch_statistics import BatchStatisticsWarning
 from planner.plan.defaults import default_plan
@@ -94,7 +94,9 @@ def judge(program: RandomProgram) -> Verdict:
         try:
             return _judged(program, made, batches)
         except PlannerError as error:
-            return Verdict(program, "refused", str(error))
+            # (One rank has no layout that a user could have chosen wrongly.)
+            kind: Kind = "crash" if isinstance(error, LayoutError) else "refused"
+            return Verdict(program, kind, str(error))
         except Exception as error:
             return Verdict(program, "crash", f"{type(error).__name__}: {error}", math.inf)
 

@@ -434,3 +434,10 @@ MAY_COINCIDE = {
     *("/ another count", "positives and negatives", "balanced by own size", "zero where none"),
 }
 """By which parts can differ from the whole on other batches than those that are tried."""
+
+NAMED_ALL_THE_SAME = {
+    # Modules of their own that are called as they are: what they give has no samples, or along
+    # another dim than what they are given.
+    *("ctc", "ctc sum", "ctc none"),
+}
+"""Of which it is known that they are named in vain."""

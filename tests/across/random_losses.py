@@ -74,6 +74,9 @@ _ALONE = {"num_items", "scale"}
 """Tensors of the batch that are no samples'."""
 
 
+_MAY_COINCIDE = grammar.MAY_COINCIDE | grammar.NAMED_ALL_THE_SAME
+
+
 @dataclass(frozen=True)
 class RandomProgram:
     """A model file, and what its loss is made of.
@@ -82,7 +85,8 @@ class RandomProgram:
         seed: by which it was made.
         source: its text.
         tags: the alternatives that were taken.
-        may_coincide: whether parts may differ on other batches, whatever these show (a clamp).
+        may_coincide: whether parts may differ on other batches, whatever these show (a clamp), or
+            it is known that they are named in vain.
     """
 
     seed: int
@@ -103,7 +107,7 @@ def random_program(seed: int) -> RandomProgram:
         seed=seed,
         source=HEADER + writer.program(result) + weight,
         tags=tuple(dict.fromkeys((*writer.tags, *(["beside"] if writer.is_beside else [])))),
-        may_coincide=bool(grammar.MAY_COINCIDE.intersection(writer.tags)),
+        may_coincide=bool(_MAY_COINCIDE.intersection(writer.tags)),
     )
 
 

@@ -1,7 +1,8 @@
 """Features that a classifier of domains can't tell apart, by a reversed gradient; only the source
 domain has labels, and its mean is over these.
 
-Source: CuthbertCai/pytorch_DANN#13 (the reversal is a function of its own). Right: one process's.
+Source: CuthbertCai/pytorch_DANN#13 (the reversal is a function of its own). Right: one process's,
+or a line that names the function, of which nothing is known until it is accepted.
 """
 
 import torch
@@ -49,3 +50,6 @@ def batch(size):
         "y": y.masked_fill(domain == 1, -1),
         "domain": domain,
     }
+
+
+REFUSED = r"Reversed"
