@@ -803,7 +803,8 @@ _construct(
     "moving average in a buffer (`self.m.mul_(0.9).add_(...)`)",
     extra=_mean_buffers,
     inner=_averaged,
-    note="each replica and microbatch moves it on its own, as with BatchNorm",
+    note="each replica and microbatch moves it on its own, once that is accepted "
+    "(`--accept local-buffers`)",
 )
 _construct(_WRITES, "the same by `copy_`", extra=_mean_buffers, inner=_averaged_by_copy)
 _construct(_WRITES, "the same by assignment", extra=_mean_buffers, inner=_averaged_by_assignment)

@@ -224,7 +224,7 @@ def _refused_on(plan: Plan) -> str:
 
 
 def test_all_ranks_are_refused_in_the_same_line():
-    plan = default_plan(graph_of(constructs.where_sum), dp=2, num_microbatches=1)
+    plan = default_plan(graph_of(constructs.where_sum), dp=2, num_microbatches=2)
     first, second = run_ranks(_refused_on, 2, plan)
     assert first == second
-    assert first.startswith("the plan cuts a batch of 2 samples into 2 parts (dp=2, ")
+    assert first.startswith("the plan cuts a batch of 4 samples into 4 parts (dp=2, ")
