@@ -165,6 +165,24 @@ def trace_batch(
         return None
 
 
+def run_on_meta(
+    module: torch.nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    tree: Tree,
+    loss: Any,
+    opaque: OpaqueModules,
+) -> None:
+    """Run one forward of a module on meta tensors, as it is captured. The module is spent."""
+    wrapped = _LossModule(module, tree, tuple(tensors), loss, opaque)
+    with (
+        _as_captured(),
+        saved_tensors_untouched(),
+        _compiling_state_context(),
+        opaque.as_ops(),
+    ):
+        wrapped(*tensors.values())
+
+
 def _empty(tensors: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
     return tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors.values())
 

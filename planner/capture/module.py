@@ -10,11 +10,12 @@ import torch
 
 from planner.across import with_whole_values
 from planner.capture.align import BATCH_SIZES, align
+from planner.capture.checks.any_size import refuse_other_sizes, shapes_of
 from planner.capture.checks.hooks import refuse_lost
 from planner.capture.checks.kept_calls import KeptCalls
 from planner.capture.checks.on_meta import StaysOnMeta
 from planner.capture.diagnose import first_line, user_line
-from planner.capture.export import export_batch, meta_copy, rehearse_batch, trace_batch
+from planner.capture.export import export_batch, meta_copy, rehearse_batch, run_on_meta, trace_batch
 from planner.capture.masks import with_told_masks
 from planner.capture.norms import with_told_momentum, without_sync
 from planner.capture.opaque import OpaqueModules
@@ -152,12 +153,19 @@ def _captured(
         kept_calls.find()  # a forward may import what it needs
 
         def export(make: Callable[[], torch.nn.Module]) -> RawGraph:
-            return align(
+            aligned = align(
                 *(
                     export_batch(make(), tensors, tree, loss, rehearsal, opaque, size)
                     for (tensors, tree), size in zip(leaves, BATCH_SIZES, strict=True)
                 )
             )
+            refuse_other_sizes(
+                shapes_of(*(tensors for tensors, _ in leaves)),
+                lambda given: run_on_meta(
+                    make(), dict(zip(leaves[0][0], given, strict=True)), leaves[0][1], loss, opaque
+                ),
+            )
+            return aligned
 
         in_part = whole and capture_in_part(
             module,

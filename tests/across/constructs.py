@@ -570,11 +570,6 @@ def member_of_batch(m: Model, b: Any) -> Tensor:
     return _out(m, m.fc(_rows(b)) * is_known.unsqueeze(1), b)
 
 
-def last_samples(m: Model, b: Any) -> Tensor:
-    """All of the two and three that a model is captured on, and not of more."""
-    return m.fc(b["x"])[-3:].pow(2).mean()
-
-
 def place_in_batch(m: Model, b: Any) -> Tensor:
     h = m.fc(_rows(b))
     return _out(m, h * torch.arange(len(h), device=h.device).unsqueeze(1), b)
@@ -691,7 +686,6 @@ ACROSS: dict[Body, tuple[str, ...]] = {
     rolled: ("mixed",),
     neighbours: ("mixed",),
     first_sample: ("mixed",),
-    last_samples: ("mixed",),
     class_centres: ("mixed",),
     dispatched_by_product: ("mixed",),
     batch_laid_across: ("mixed",),
