@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from planner.across import blocks_across_samples
+from planner.across import blocks_across_samples, follows_from_parts
 from planner.across.state import ADDED, SCALED
 from planner.capture.diagnose import first_line
 from planner.errors import ModelError, PlanError
@@ -318,11 +318,14 @@ def compare_with_one_process(
             "draws": draws,
             "moved_once": {name for meta in once for name in (meta.fqn, *meta.aliases)},
         }
+        # Where samples meet, or values of the whole batch are taken, their order may be a part of
+        # what is computed (offsets into one list): another order would be another training.
+        in_any_order = follows_from_parts(graph) and graph.whole is None
         # Three runs of the same training that differ by rounding alone: what they are apart by is
         # the rounding of each tensor.
         references = [
             OneProcess(source, module, **settings),
-            OneProcess(source, module, **settings, moved=1, backwards=True),
+            OneProcess(source, module, **settings, moved=1, backwards=in_any_order),
             OneProcess(source, module, **settings, moved=2),
         ]
     # A graph has been promoted; the user's own code that it calls has not.
