@@ -42,6 +42,7 @@ def verify(
     """
     from commands.render.data import proof_data, verification_data
     from commands.render.tables import NextCommands
+    from planner.graph.model_file import load_model_file
     from planner.plan import OURS, load_plan
     from planner.plan.whole_batch import refuse_cut
 
@@ -59,14 +60,13 @@ def verify(
     with show_progress("verifying") as progress:
         progress(0.0, "capturing the model")
         graph = graph_of_plan(loaded, model)
-        refuse_cut(graph, loaded)
+        source = load_model_file(model)
+        refuse_cut(graph, loaded, weighted_loss=callable(source.loss_weight))
         if by_block:
             from commands.render.checks import describe_proof
-            from planner.graph.model_file import load_model_file
             from planner.runtime.check.by_block.prove import prove
             from planner.runtime.check.users_errors import told_as_users
 
-            source = load_model_file(model)
             with told_as_users(source.path.name, "proving its blocks"):
                 proof = prove(loaded, graph, source, progress=progress)
         else:

@@ -18,7 +18,6 @@ from planner.across.state import (
 from planner.across.step import Edit, Fault, Walk
 from planner.graph import Affine, Block, ModelGraph, Op, Program, TensorMeta, Unit
 from planner.layout.placement import Shard
-from planner.ops.record import mutates
 
 PREAMBLE = -1
 """The place of what comes before the first block."""
@@ -268,6 +267,11 @@ def names_at(graph: ModelGraph, place: int) -> Iterator[tuple[str, str]]:
         yield from zip(getattr(program, what), getattr(block, what), strict=True)
 
 
+def _is_norm_in_training(op: Op) -> bool:
+    """Whether an op is a BatchNorm that takes statistics of the batch."""
+    return op.target == "aten.batch_norm.default" and bool(op.args[5])
+
+
 def _held(program: Program) -> dict[str, State]:
     """Return the states of parameters, and of buffers and constants."""
     return {
@@ -310,17 +314,18 @@ def follows_from_parts(graph: ModelGraph) -> bool:
     return all(finding.kind in ("buffer", "repeated") for finding in across_samples(graph))
 
 
-def blocks_across_samples(graph: ModelGraph) -> frozenset[int]:
+def blocks_across_samples(graph: ModelGraph, *, weighted_loss: bool = False) -> frozenset[int]:
     """Return the blocks whose results on a batch are not those on its parts, by index.
 
-    Ops of which nothing is known are none of it.
+    Ops of which nothing is known are none of it, nor, with a `weighted_loss`, divisors of the loss
+    that the user counts in parts.
     """
     found: set[int] = set()
     for block in graph.blocks:
-        if any(mutates(op) for op in graph.classes[block.class_index].ops):
+        if any(map(_is_norm_in_training, graph.classes[block.class_index].ops)):
             found.add(block.index)
     for finding in across_samples(graph):
-        if finding.kind != "unknown":
+        if finding.kind != "unknown" and not (finding.kind == "normaliser" and weighted_loss):
             found.update((finding.block_index, finding.used_in))
     if PREAMBLE in found:
         made = set(graph.preamble.outputs)

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from planner.errors import ModelError
 from planner.graph.users_modules import among_users_modules, kept_modules, users_modules
@@ -30,6 +30,7 @@ class ModelSource:
     batch: Callable[..., Any]
     loss: Callable[[Any, Any], Any] | None
     dependencies: tuple[Path, ...]
+    loss_weight: Callable[[Any], float] | Literal["sum"] | None = None
 
     @property
     def name(self) -> str:
@@ -86,12 +87,18 @@ def load_model_file(path: str | os.PathLike[str]) -> ModelSource:
     for name, use in (("model", "returns an nn.Module"), ("batch", "takes a number of samples")):
         if not callable(getattr(module, name, None)):
             raise ModelError(f"{path} defines no {name}(); add a function {name} that {use}")
-    loss = getattr(module, "loss", None)
+    loss, weight = (getattr(module, name, None) for name in ("loss", "loss_weight"))
+    if not (weight is None or weight == "sum" or callable(weight)):
+        raise ModelError(
+            f"loss_weight of {path} is a {type(weight).__name__}; define a function of a part of "
+            'the batch, as planner.apply(..., loss_weight=) takes it, or "sum"'
+        )
     return ModelSource(
         path=file,
         build=among_users_modules(file.parent, module.model),
         batch=among_users_modules(file.parent, module.batch),
         loss=None if loss is None else among_users_modules(file.parent, loss),
+        loss_weight=among_users_modules(file.parent, weight) if callable(weight) else weight,
         dependencies=tuple(sorted({file} | reads.files | local_modules())),
     )
 

@@ -211,7 +211,14 @@ def test_a_buffer_written_from_samples_and_one_that_moves():
         inputs={"x": (N, 4)},
         buffers={"b": (4,)},
     )
-    assert kinds(moved) == ["repeated"]
+    assert kinds(moved) == []  # once for a batch: `planner.plan.moved_once`
+    drawn = walk(
+        ("noise", "aten.rand_like.default", (Ref("b"),), (4,)),
+        ("y", "aten.mul_.Tensor", (Ref("b"), Ref("noise")), (4,)),
+        inputs={"x": (N, 4)},
+        buffers={"b": (4,)},
+    )
+    assert kinds(drawn) == ["repeated"]
 
 
 def test_an_op_without_any_rule_is_unknown():

@@ -301,8 +301,9 @@ def compare_with_one_process(
     module = build_with_values(source)
     if graph is None:
         graph = shared_capture(smaller, module, source.loss, mesh)
-    refuse_cut(graph, plan)
-    replicas = _replicas(graph_under(graph, smaller), smaller)
+    is_weighted = callable(source.loss_weight)
+    refuse_cut(graph, plan, weighted_loss=is_weighted)
+    replicas = _replicas(graph_under(graph, smaller), smaller, weighted_loss=is_weighted)
     notes = _notes(plan, smaller, graph, replicas)
     # The capture of a cast model, with its blocks and layouts, is run in fp64 like any other.
     smaller = smaller.model_copy(update={"precision": "model"})
@@ -342,7 +343,9 @@ def compare_with_one_process(
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        engine = make_engine(smaller, wide, module, mesh, optimizer=_optimizer)
+        engine = make_engine(
+            smaller, wide, module, mesh, optimizer=_optimizer, loss_weight=source.loss_weight
+        )
         for step in range(steps):
             # The one process goes first: what fails in the user's code does so under their line.
             expected, others = None, []
@@ -412,12 +415,14 @@ def _shortened(plan: Plan) -> Plan:
     return plan.model_copy(update={"num_microbatches": enough})
 
 
-def _replicas(graph: ModelGraph, plan: Plan) -> int | None:
+def _replicas(graph: ModelGraph, plan: Plan, *, weighted_loss: bool = False) -> int | None:
     """The replicas by which ops see samples that compute across them; None: no such ops.
+
+    With a `weighted_loss` the user counts parts of what it is divided by.
 
     Raises PlanError where that is not one number, which no one process can repeat.
     """
-    found = blocks_across_samples(graph)
+    found = blocks_across_samples(graph, weighted_loss=weighted_loss)
     across = [block for block in graph.blocks if block.index in found]
     stages = {stage_of(plan, block.index) for block in across}
     replicas = {plan.stage_degrees(stage).along("batch") for stage in stages}
