@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from torch import nn
 from planner.graph.model_file import ModelSource
 from planner.plan.defaults import default_plan
 from planner.runtime.check.one_process import OneProcess, Piece
-from planner.runtime.step.inputs.feed import cut_batch
+from planner.runtime.step.inputs.feed import CutBatch, cut_batch
 from tests.builders import MlpWithTarget, mlp_batch
 from tests.captures import capture_tiny
 
@@ -38,6 +39,10 @@ def process(values: nn.Module, **options) -> OneProcess:
     )
 
 
+def by_samples(cut: CutBatch, runs: Sequence[range]) -> list[float]:
+    return [len(run) / cut.split.num_samples for run in runs]
+
+
 PIECES = [Piece(replica=0, samples=range(3)), Piece(replica=1, samples=range(3, 4))]
 
 
@@ -50,7 +55,7 @@ def test_a_piece_counts_by_its_samples(cut):
     loss = alone(x, target)
     loss.backward()
     for pieces in (PIECES, [Piece(replica=0, samples=range(4))]):
-        found = process(values).step(cut, pieces)
+        found = process(values).step(cut, pieces, by_samples)
         torch.testing.assert_close(found["loss"]["loss"], loss.detach(), rtol=1e-12, atol=0)
         for name, param in alone.named_parameters():
             torch.testing.assert_close(found["gradient"][name], param.grad, rtol=1e-10, atol=1e-14)
@@ -62,7 +67,7 @@ def test_only_rounding_tells_the_moved_and_the_reordered_from_it(cut):
     values = MlpWithTarget()
     pieces = [Piece(replica=0, samples=range(4))]
     plain, moved, reordered = (
-        process(values, **options).step(cut, pieces)["gradient"]["fc1.weight"]
+        process(values, **options).step(cut, pieces, by_samples)["gradient"]["fc1.weight"]
         for options in ({}, {"moved": 1}, {"backwards": True})
     )
     for other in (moved, reordered):

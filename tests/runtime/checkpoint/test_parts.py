@@ -29,10 +29,11 @@ def test_a_whole_tensor_is_written_by_a_single_rank():
     assert list(whole_part("model.frozen.table", tensor, is_written=False).written()) == []
 
 
-def test_a_number_is_a_part_and_nothing_is_none():
+def test_a_number_is_a_part_and_so_is_a_tensor_of_no_elements():
     (chunk,) = whole_part("average_count", torch.zeros((), dtype=torch.int64)).written()
     assert chunk.box == ()
-    assert list(whole_part("model.none", torch.zeros(0, 3)).written()) == []
+    (chunk,) = whole_part("model.none", torch.zeros(0, 3)).written()
+    assert chunk.box == ((0, 0), (0, 3))
 
 
 def test_each_chunk_is_written_by_a_single_one_of_those_that_hold_it(monkeypatch):
