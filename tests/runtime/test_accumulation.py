@@ -41,6 +41,7 @@ def train(cases: list[tuple[str, Plan, bool]]) -> list[tuple[float, float, float
             optimizer=torch.optim.AdamW(module.parameters(), **SETTINGS),
             max_grad_norm=0.05,
             loss_weight=count,
+            accept=["local-samples"] if weighted else [],
         )
         # What no update follows leaves nothing behind.
         engine.step(tiny.batch(plan.global_batch), update=False)

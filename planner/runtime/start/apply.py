@@ -88,6 +88,7 @@ def apply_plan(
         buckets=tuple(buckets),
         pad=pad,
         capture_evaluation=_evaluation_captures(plan, model, loss, mesh),
+        accept=accept,
     )
     if weights is not None:
         engine.load_weights(weights)

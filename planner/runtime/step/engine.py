@@ -25,6 +25,7 @@ from planner.graph.tables import with_table_lookups
 from planner.layout.placements import Placements
 from planner.ops.record import is_random
 from planner.plan import Plan
+from planner.plan.accepted import LOCAL_SAMPLES
 from planner.plan.batch_statistics import deferred
 from planner.plan.moved_once import moved_once
 from planner.plan.replication import Replication
@@ -124,13 +125,15 @@ class Engine:
         buckets: tuple[ModelGraph, ...] = (),
         pad: Mapping[str, float] | None = None,
         capture_evaluation: Callable[[], tuple[ModelGraph, ...]] | None = None,
+        accept: Iterable[str] = (),
     ) -> None:
         """`graph` is the capture of `model`; `values` brings first values (None: those of the
         model, which rank 0 gives to all ranks). `host` takes what the plan puts there (None: this
         machine's memory). A model that `may_be_empty` has tensors on the meta device, whose values
         are loaded afterwards. `buckets` are its captures
         on the other shapes of the plan, and `pad` fills batches up to them. `capture_evaluation`
-        gives all of them in evaluation mode, on every rank; None: they are the same.
+        gives all of them in evaluation mode, on every rank; None: they are the same. `accept` names
+        what is accepted beside what the plan accepts.
         """
         # The merge counts values per channel by the shapes of a single capture.
         if buckets and deferred_batch_norm:
@@ -253,6 +256,7 @@ class Engine:
             DeferredStatistics(captured, plan, mesh, self.stages) if deferred_batch_norm else None
         )
         self._recorder = self._host.recorder = start_recorder(mesh)
+        self._record_collective = None if self._recorder is None else self._recorder.collective
         self._executor = Executor(
             schedule=self.schedule,
             pp_rank=mesh.rank("pp"),
@@ -302,7 +306,8 @@ class Engine:
                 ),
                 count=loss_weight,
                 wholes=self._wholes,
-                is_exact=follows_from_parts(graph_under(self.captured[0], plan)),
+                is_exact=follows_from_parts(graph_under(self.captured[0], plan))
+                and not (callable(loss_weight) and LOCAL_SAMPLES in {*plan.accept, *accept}),
             ),
         )
 
@@ -576,7 +581,7 @@ class Engine:
         for programs in self._made_programs:
             programs.bucket, programs.parts = feed.bucket, parts
         # (Another engine of the script may have run since.)
-        collectives.record(None if self._recorder is None else self._recorder.collective)
+        collectives.record(self._record_collective)
         return feed
 
     def _after_forward(self, stage_index: int, num_samples: int) -> None:

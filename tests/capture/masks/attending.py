@@ -94,6 +94,12 @@ def loss_of_graph(graph: ModelGraph, module: nn.Module, batch: Mapping[str, Tens
         elif meta.kind == "constant":
             dtype = getattr(torch, meta.dtype)
             values[meta.name] = torch.tensor(meta.data, dtype=dtype).reshape(meta.shape_at(size))
+    if graph.whole is not None:
+        made = graph.whole.program
+        given = (values[name] for name in (*made.inputs, *made.params))
+        found = dict(zip(made.outputs, _run(made.bind(size), *given), strict=True))
+        values |= {name: found[value] for name, value in graph.whole.values}
+        values |= {name: torch.ones(()) for name, _ in graph.whole.shares}
     preamble = graph.preamble
     names = (preamble.inputs, preamble.params, preamble.outputs)
     chain = [(preamble, *names)]

@@ -113,7 +113,9 @@ def run(
             global_rank=rank,
             is_first_of_samples=True,
         )
-        weights: Any = SimpleNamespace(counts=False, reads=lambda paths: frozenset())
+        weights: Any = SimpleNamespace(
+            tells=False, reads=lambda paths: frozenset(), names=lambda bucket: frozenset()
+        )
         preamble: Any = SimpleNamespace(inputs=graph.batch_inputs)
         feeder = Feeder(
             [Shaped(graph, {0: preamble})],

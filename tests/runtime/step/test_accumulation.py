@@ -12,13 +12,13 @@ from planner.runtime.step.accumulation import Accumulation
 from planner.runtime.step.inputs.feed import Feed
 
 
-def feed(total: float | None, weights: tuple[float, ...] = (0.25, 0.75)) -> Feed:
+def feed(total: float | None, weights: tuple[float, ...] = (0.25, 0.75), **more: float) -> Feed:
     return Feed(
         split=BatchSplit.even(4, num_microbatches=2),
         num_samples=(2, 2),
         side_inputs={},
         loss_weights=[torch.tensor(weight) for weight in weights],
-        total=None if total is None else lambda: total,
+        totals=lambda: {} if total is None else {"samples": total, **more},
     )
 
 
@@ -56,6 +56,18 @@ def test_a_batch_alone_is_taken_as_it_is():
     held.finish([])
     assert held.is_last
     assert not held.is_open
+
+
+def test_terms_that_count_batches_differently_are_refused():
+    held = Accumulation()
+    held.add(feed(4.0, labels=6.0), is_last=False)
+    held.add(feed(2.0, labels=3.0), is_last=False)  # in proportion
+    with pytest.raises(PlanError, match=r"differently \(\[4.0, 5.0\] in this one, \[4.0, 6.0\] in"):
+        held.add(feed(4.0, labels=5.0), is_last=True)
+    held.forget()
+    # A sum over samples, and a term that is none.
+    with pytest.raises(PlanError, match="terms of the loss count the batches of an update"):
+        held.add(feed(4.0, added=1.0), is_last=False)
 
 
 def test_batches_that_were_let_go_leave_no_weight():

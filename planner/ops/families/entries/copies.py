@@ -125,7 +125,7 @@ register(
 register(
     OpFamily(
         name="parts of complex numbers",
-        targets=aten("imag conj"),
+        targets=aten("imag conj _conj conj_physical"),
         across=Across(rule=with_a_linear_input),
     )
 )

@@ -143,8 +143,13 @@ class LossWeights:
         if self._is_sum:
             return self._tensors(float(len(run) > 0) for run in runs)
         if self._count is not None:
-            own = self.count(cut, runs)
-            total = sum(self.counted(cut)) if counted is None else counted
+            if counted is None:
+                # All replicas' parts are counted here, so every rank finds the same total without
+                # a message.
+                every, each = self.counted(cut), cut.split.num_microbatches
+                own, total = every[self._number * each :][:each], sum(every)
+            else:
+                own, total = self.count(cut, runs), counted
             if not total > 0:
                 raise _no_weights(own)
             return self._tensors(each / total for each in own)
@@ -222,7 +227,8 @@ class LossWeights:
         own = f"is divided by {_told(terms[0])}" if terms else "is a sum over samples, all that is"
         raise ModelError(
             f"loss_weight counts {_told(counts)} in parts of the batch, and the loss {own} there; "
-            "leave loss_weight out, and parts count as they do in one process"
+            "leave loss_weight out, and parts count as they do in one process, or `accept` "
+            "local-samples to count them so"
         )
 
     def _tensors(self, weights: Iterable[float]) -> tuple[Tensor, ...]:
