@@ -213,5 +213,5 @@ def compared(x, v, r):
     return F.cross_entropy(a @ b.T, torch.arange(len(a)))
 
 
-NO_UNITS = (each_alone, two_views, mixed_up, centred, compared)
+NO_UNITS = (each_alone, two_views, mixed_up, centred)
 """Models of samples alone, or in which all samples of the batch meet."""

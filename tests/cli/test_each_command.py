@@ -7,6 +7,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import pytest
@@ -248,7 +249,9 @@ def _proof(*faults: str) -> Proof:
 def test_verify_by_block_says_what_was_proven_and_what_not(plan, monkeypatch, capsys, faults, code):
     """N6: the verdict names the first fault; the others, cuts and what is open stand before it."""
     monkeypatch.setattr(commands.verify, "graph_of_plan", lambda plan, model: None)
-    monkeypatch.setattr("planner.graph.model_file.load_model_file", lambda path: None)
+    monkeypatch.setattr("planner.plan.whole_batch.refuse_cut", lambda *args, **more: None)
+    source = SimpleNamespace(path=Path("model.py"), loss_weight=None)
+    monkeypatch.setattr("planner.graph.model_file.load_model_file", lambda path: source)
     monkeypatch.setattr(
         "planner.runtime.check.by_block.prove.prove", lambda *args, **more: _proof(*faults)
     )

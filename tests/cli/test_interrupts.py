@@ -98,6 +98,7 @@ def test_an_interrupted_measurement_keeps_the_profile(tmp_path, monkeypatch):
 OWN_FOLDERS = {
     "planner/files.py": "the function itself",
     "planner/doctor/pair.py": "the output of a child, in a scratch folder",
+    "planner/runtime/check/ended.py": "a rank's own note, in a scratch folder",
     "planner/runtime/check/recorder.py": "spans are added while a run goes on",
     "planner/runtime/check/trials.py": "requests to ranks, in a scratch folder",
     "planner/runtime/check/verify.py": "requests to ranks, in a scratch folder",

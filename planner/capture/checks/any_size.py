@@ -16,9 +16,8 @@ import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves
 
-from planner.capture.align import BATCH_SIZES
+from planner.capture.align import BATCH_SIZES, UnlikeExports
 from planner.capture.diagnose import calling_line
-from planner.errors import CaptureError
 
 MANY = 1009
 """Samples of the large batch: more than what a forward compares their number with, and a prime."""
@@ -64,7 +63,7 @@ class _Stopped(Exception):
 
 
 def refuse_other_sizes(shapes: Shapes, run: Callable[[Sequence[torch.Tensor]], Any]) -> None:
-    """Raise CaptureError, with the line, where a forward does other things on a large batch.
+    """Raise UnlikeExports, with the line, where a forward does other things on a large batch.
 
     `run` runs a new copy of the module on meta tensors. A forward that meta tensors can't go
     through is not looked at.
@@ -89,7 +88,7 @@ def refuse_other_sizes(shapes: Shapes, run: Callable[[Sequence[torch.Tensor]], A
     except _Stopped as stopped:
         line = str(stopped)
     name = resolve_name(calls[1][min(at, len(calls[1]) - 1)][0]) or "forward"
-    raise CaptureError(
+    raise UnlikeExports(
         f"on a batch of {MANY} samples the forward does otherwise than on {BATCH_SIZES[0]}, in "
         f"{name}{line}: what Python computes of the number of samples (a minimum, a branch, a "
         "whole quotient) must hold for every number; use the size itself, or tensors"

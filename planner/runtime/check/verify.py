@@ -267,7 +267,7 @@ def verify_worker(request: Path) -> None:
         raise PlanError(
             "the ranks and the one process, which train in fp64 beside each other, take more "
             f"memory than there is ({first_line(error)}); prove the plan part by part with "
-            "--by-block, which takes less"
+            "`by_block`, which takes less"
         ) from error
     if report is not None:
         Path(asked["answer"]).write_text(json.dumps(asdict(report)))
