@@ -647,6 +647,8 @@ class Engine:
         if self._checkpoints is not None:
             self._checkpoints.wait()
         collectives.record(None)
+        if self._random is not None:
+            self._random.close()
         self.mesh.close()
 
     # -- checkpoints --------------------------------------------------------------------

@@ -48,6 +48,10 @@ class RandomStream:
         """Return where the stream is."""
         return [state.clone() for state in self._state]
 
+    def close(self) -> None:
+        """Leave the seed to engines that come."""
+        _streams.discard(self)
+
     def restore(self, seed: int, states: Mapping[int, list[Tensor]], step: int) -> None:
         """Go on where streams were, given by place, after so many steps.
 
