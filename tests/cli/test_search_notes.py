@@ -108,18 +108,19 @@ def test_own_meshes_of_one_tp_are_none(planner, write_model):
 
 @pytest.fixture
 def centred(write_model):
-    """A model that subtracts the mean of the batch in each of its layers."""
+    """A model that sorts the batch in each of its layers, and drops some: no replica draws for all."""
     path = write_model()
     text = path.read_text()
     assert text.count("nn.Linear(8, 8)") == 1
     path.write_text(
         text.replace("nn.Linear(8, 8)", "nn.Sequential(nn.Linear(8, 8), Centred())")
-        + "\n\nclass Centred(nn.Module):\n    def forward(self, x):\n        return x - x.mean(0)\n"
+        + "\n\nclass Centred(nn.Module):\n    def forward(self, x):\n"
+        "        return nn.functional.dropout(x.sort(0).values, 0.1)\n"
     )
     return path
 
 
-STAYS_WHOLE = "the batch stays whole: values are computed across samples (mean in block"
+STAYS_WHOLE = "the batch stays whole: values are computed across samples (sort in block"
 
 
 def test_a_batch_that_the_model_computes_across_stays_whole(planner, centred):
@@ -130,7 +131,8 @@ def test_a_batch_that_the_model_computes_across_stays_whole(planner, centred):
         told = " ".join(found.stdout.split())
         assert f"{STAYS_WHOLE}s layers.0" in told
         assert (
-            f"{centred.name}:{len(centred.read_text().splitlines())}: `return x - x.mean(" in told
+            f"{centred.name}:{len(centred.read_text().splitlines())}: `return nn.functional."
+            in told
         )
         assert "--accept local-samples lets it be cut" in told
         plan = json.loads(Path("plan.json").read_text())
@@ -144,7 +146,7 @@ def test_choices_that_cut_a_whole_batch_are_refused_at_once(planner, centred):
         assert refused.code == 2
         (line,) = refused.stderr.splitlines()
         assert "which would cut the batch of 8 samples into " in line
-        assert STAYS_WHOLE in line
+        assert "values are computed across samples (sort in block" in line
         assert line.endswith("or accept it: --accept local-samples")
     assert not Path("no.json").exists()
     given = ["--forbid", "pp=2", "--forbid", "tp=2"]
@@ -159,7 +161,7 @@ def test_a_cut_that_is_accepted_is_noted_and_recorded(planner, centred):
     given = ["--dp", 2, "--accept", "local-samples"]
     cut = planner("search", centred, *SEARCH, *given)
     assert cut.code == 0, cut.stderr
-    assert "values are computed across samples (mean in blocks layers.0" in cut.stderr
+    assert "values are computed across samples (sort in blocks layers.0" in cut.stderr
     plan = json.loads(Path("plan.json").read_text())
     assert plan["accept"] == ["local-samples"]
     assert planner("verify", "plan.json", centred, "--device", "cpu", "--steps", 1).code == 0

@@ -29,7 +29,8 @@ samples has it."""
 
 
 class LossWeights:
-    """Weighs one rank's microbatches. Mutable: what the user counts is compared once.
+    """Weighs one rank's microbatches. Mutable: what the user counts is compared once, and weights
+    that follow from sizes are kept.
 
     `count` is what the user says of a part. `wholes` make what parts take of the whole batch, and
     count for, on each of the plan's shapes. With `is_exact` the loss of the batch follows from
@@ -56,6 +57,7 @@ class LossWeights:
         self._device, self._dtype, self._has_loss = mesh.device, dtype, has_loss
         self._takes, self._wholes = takes, wholes
         share = wholes[0].shares.share
+        self._kept: dict[tuple[int, ...] | None, tuple[Tensor, ...]] = {}
         self._is_sum = count == "sum" and not is_exact
         if count == "sum" and is_exact and share not in (ADDED, SCALED):
             counted = "samples" if share == SAMPLES else "labels that are not ignored"
@@ -155,14 +157,18 @@ class LossWeights:
             return self._tensors(each / total for each in own)
         made = self._wholes[cut.bucket]
         share = made.shares.share
-        counts_labels = share not in (ADDED, SAMPLES, SCALED) and is_known(whole)
-        if counts_labels and not whole.count(made.shares.counts[share]) > 0:
+        counts_labels = share not in (ADDED, SAMPLES, SCALED)
+        if counts_labels and is_known(whole) and not whole.count(made.shares.counts[share]) > 0:
             raise ModelError(
                 "the batch has no label that is not ignored, so it has no mean loss; give batches "
                 "with labels"
             )
-        weights = made.weights(whole, cut, runs)
-        return torch.stack(weights).to(self._device, self._dtype).unbind() if weights else ()
+        # What follows from sizes alone is kept on the device: no step copies it there again.
+        key = None if counts_labels else (*map(len, runs), whole.samples)
+        if key not in self._kept or key is None:
+            weights = torch.stack(made.weights(whole, cut, runs))
+            self._kept[key] = weights.to(self._device, self._dtype).unbind()
+        return self._kept[key]
 
     def totals(self, whole: OfWhole, cut: CutBatch, counted: float | None) -> dict[str, float]:
         """Return what counts in a whole batch by the terms of its loss; {}: losses add up."""
