@@ -108,7 +108,7 @@ def test_own_meshes_of_one_tp_are_none(planner, write_model):
 
 @pytest.fixture
 def centred(write_model):
-    """A model that sorts the batch in each of its layers, and drops some: no replica draws for all."""
+    """A model that sorts the batch in each layer, and drops some: no replica draws for all."""
     path = write_model()
     text = path.read_text()
     assert text.count("nn.Linear(8, 8)") == 1
