@@ -57,6 +57,13 @@ class LossShares:
 def with_whole_values(graph: ModelGraph) -> ModelGraph:
     """Return a graph as parts of a batch compute it, with what they take of the whole batch."""
     followed = follow_model(graph)
+    if any(finding.kind not in ("buffer", "repeated") for finding in followed.findings):
+        # Terms of a loss that does not follow from parts have no shares to be given.
+        values = {
+            place: tuple(edit for edit in edits if edit.share is None)
+            for place, edits in followed.edits.items()
+        }
+        followed = replace(followed, edits={at: edits for at, edits in values.items() if edits})
     if not followed.edits:
         return graph
     return _Edited(graph, followed).graph()
@@ -65,6 +72,9 @@ def with_whole_values(graph: ModelGraph) -> ModelGraph:
 def loss_shares(graph: ModelGraph) -> LossShares:
     """Return what parts count for in the loss of a graph of `with_whole_values`."""
     followed = follow_model(graph)
+    if any(edit.share is not None for edits in followed.edits.values() for edit in edits):
+        # (Terms without their shares, of a loss that does not follow from parts.)
+        followed = replace(followed, share=SAMPLES, terms=())
     making = _Making(graph)
     counts = {}
     values: tuple[str, ...] = ()
