@@ -10,16 +10,18 @@ from planner.across.state import ADDED, SAMPLES, State
 from planner.across.step import MEAN, NONE, Step, handles
 from planner.graph import Op, Ref
 from planner.layout.placement import Shard
+from planner.units import DTYPE_BYTES
 
 _IGNORED = 4
 """The place of `ignore_index` in all of them."""
 
 _NEVER_NEGATIVE = {
-    "arange", "argmax", "argmin", "argsort", "bucketize", "one_hot", "randint", "randperm",
-    "searchsorted",
+    "argmax", "argmin", "argsort", "bucketize", "one_hot", "randint", "randperm", "searchsorted",
 }  # fmt: skip
 """Ops whose whole numbers are places, none of them below zero (`randint`: unless it begins there).
 """
+_WITH_PLACES = {"max", "min", "sort", "topk"}
+"""Ops whose second result is the places of the first."""
 
 _SAME_LABELS = {
     "alias", "clone", "contiguous", "detach", "flatten", "flip", "permute", "reshape", "roll",
@@ -89,15 +91,18 @@ def _are_all_counted(step: Step) -> bool:
         return False
     if _packet(maker) == "randint":
         return maker.target.endswith(".default") or maker.args[0] == 0
-    is_index = _packet(maker) in ("topk", "sort", "max", "min") and name == maker.outputs[-1]
-    return is_index or _packet(maker) in _NEVER_NEGATIVE
+    if _packet(maker) in _WITH_PLACES:  # (`max` of two tensors has one result: values)
+        return name in maker.outputs[1:]
+    return _packet(maker) in _NEVER_NEGATIVE
 
 
 def _root(step: Step, name: str, same: Collection[str] = _SAME_LABELS) -> tuple[str, Op | None]:
     """Return the whole numbers that labels are, in another shape, and the op that made them."""
     maker = step.walk.maker.get(name)
     while maker is not None and _packet(maker) in same:
-        if not step.walk.program.tensor[maker.inputs[0]].dtype.startswith(("int", "uint")):
+        source, made = (step.walk.program.tensor[n].dtype for n in (maker.inputs[0], name))
+        # (A narrower dtype, or one without a sign, may make another label of the ignored one.)
+        if not source.startswith("int") or DTYPE_BYTES.get(made, 0) < DTYPE_BYTES[source]:
             break
         name = maker.inputs[0]
         maker = step.walk.maker.get(name)

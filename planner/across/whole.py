@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from planner.across.state import ADDED, SAMPLES, SCALED
+from planner.across.state import ADDED, SAMPLES, SCALED, Kind
 from planner.across.step import Edit
 from planner.across.walk import PREAMBLE, Followed, follow_model, names_at, program_at
 from planner.graph import (
@@ -34,6 +34,10 @@ PART_OF = "planner.part_of"
 """Target of an op that multiplies a term of a loss by its share; args (Ref of the term, Ref of the
 share). Without a share nothing is left of the term, be it a number or none (a mean over nothing).
 """
+
+
+_OF_SAMPLES: tuple[Kind, ...] = ("mixed", "pairs", "normaliser", "size")
+"""Kinds of findings by which a loss does not follow from those of parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +61,7 @@ class LossShares:
 def with_whole_values(graph: ModelGraph) -> ModelGraph:
     """Return a graph as parts of a batch compute it, with what they take of the whole batch."""
     followed = follow_model(graph)
-    if any(finding.kind not in ("buffer", "repeated") for finding in followed.findings):
+    if any(finding.kind in _OF_SAMPLES for finding in followed.findings):
         # Terms of a loss that does not follow from parts have no shares to be given.
         values = {
             place: tuple(edit for edit in edits if edit.share is None)

@@ -131,6 +131,14 @@ def test_terms_that_count_differently_have_their_shares_in_the_graph(loss):
             "normaliser",
         ),
         (
+            lambda m, logits, labels: mean(logits, torch.max(logits.argmax(-1), labels)),
+            "normaliser",
+        ),
+        (
+            lambda m, logits, labels: mean(logits, torch.arange(-100, 5 - 100)[logits.argmax(-1)]),
+            "normaliser",
+        ),
+        (
             lambda m, logits, labels: mean(
                 logits, labels.masked_fill(torch.rand_like(logits[..., 0]) > 0.5, -100)
             ),
@@ -142,3 +150,25 @@ def test_what_does_not_follow_from_parts_is_a_finding(loss, kind):
     graph = graph_of(loss)
     assert kind in {finding.kind for finding in across_samples(graph)}
     assert not follows_from_parts(graph)
+
+
+class Rounded(torch.autograd.Function):
+    """An op that nothing is known of."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad
+
+
+def test_terms_behind_an_unknown_op_have_their_shares():
+    """What a user accepts of the op says nothing of the terms of the loss."""
+    graph = graph_of(
+        lambda m, logits, labels: mean(Rounded.apply(logits), labels) + logits.square().mean()
+    )
+    assert {finding.kind for finding in across_samples(graph)} == {"unknown"}
+    shares = loss_shares(graph)
+    assert (shares.share, SAMPLES in shares.terms, len(shares.terms)) == (SCALED, True, 2)
