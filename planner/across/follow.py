@@ -13,12 +13,11 @@ from dataclasses import replace
 from planner.across import losses, order, rows, take_and_put  # noqa: F401 - importing a module registers its handlers
 from planner.across.buffers import written
 from planner.across.by_rules import by_rules
-from planner.across.state import ANY_ORDER, IN_ORDER, Kind, State
+from planner.across.state import ANY_ORDER, IN_ORDER, Kind, State, growing_dims, lies
 from planner.across.step import Fault, Step, Walk, handlers_of
 from planner.graph import Affine
 from planner.graph.function_keys import AUTOGRAD_FUNCTION
 from planner.graph.module_keys import OPAQUE_MODULE
-from planner.layout.placement import Shard
 from planner.ops.record import is_random, mutates
 
 
@@ -50,13 +49,8 @@ def _pure(walk: Walk, step: Step) -> tuple[State, ...] | None:
 
 
 def _loose(walk: Walk, name: str, cause: str, kind: Kind) -> State:
-    growing = _growing(walk, name)
-    lies = None
-    if growing:
-        size = walk.program.tensor[name].shape[growing[0]]
-        assert isinstance(size, Affine)
-        lies = Shard(growing[0], walk.unit.runs_of(size.per_sample))
-    return State(rows=lies, pure=True, loose=cause, loose_kind=kind)
+    samples = lies(walk.program.tensor[name], walk.unit)
+    return State(rows=samples, pure=True, loose=cause, loose_kind=kind)
 
 
 def _reached(walk: Walk, step: Step) -> tuple[State, ...]:
@@ -108,19 +102,11 @@ def _whole(walk: Walk, name: str) -> State | None:
     """Return the state of a tensor's value of the whole batch, of which a part has its rows; None
     where samples do not lie along one of its dims.
     """
-    growing = _growing(walk, name)
-    if not growing:
-        return State(pure=True, whole=walk.named(name))
-    size = walk.program.tensor[name].shape[growing[0]]
-    if len(growing) > 1 or not isinstance(size, Affine) or size.fixed:
+    tensor = walk.program.tensor[name]
+    sizes = [tensor.shape[dim] for dim in growing_dims(tensor)]
+    if len(sizes) > 1 or any(isinstance(size, Affine) and size.fixed for size in sizes):
         return None
-    lies = Shard(growing[0], walk.unit.runs_of(size.per_sample))
-    return State(rows=lies, pure=True, whole=walk.named(name))
-
-
-def _growing(walk: Walk, name: str) -> list[int]:
-    shape = walk.program.tensor[name].shape
-    return [d for d, size in enumerate(shape) if isinstance(size, Affine) and size.per_sample]
+    return State(rows=lies(tensor, walk.unit), pure=True, whole=walk.named(name))
 
 
 def _followed(step: Step) -> tuple[State, ...]:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from planner.across.state import IN_ORDER, WHOLE, Kind, State
+from planner.across.state import IN_ORDER, WHOLE, Kind, State, growing_dims
 from planner.across.step import BOUND, Step, handles
 from planner.across.walk import PREAMBLE, follow_model, states_of_blocks
 from planner.graph import Affine, ModelGraph, Op, Program, Ref, Size, TensorMeta, map_refs
@@ -199,7 +199,7 @@ class _Rewrite:
         )
 
     def _is_in_order(self, name: str, state: State) -> bool:
-        growing = _growing(self.program.tensor[name])
+        growing = growing_dims(self.program.tensor[name])
         assert state.rows is not None
         return (
             growing == [state.rows.dim]
@@ -239,9 +239,9 @@ class _Rewrite:
         if self.of_all.get(name) != name:
             return name
         meta = self.program.tensor[name]
-        if len(_growing(meta)) != 1:
+        if len(growing_dims(meta)) != 1:
             raise _NotGathered
-        (dim,) = _growing(meta)
+        (dim,) = growing_dims(meta)
         self._per_sample(name, dim)
         made = f"{name}_own"
         self._add(made, replace(meta, name=made), OWN_SAMPLES, (Ref(name), BATCH, dim, self.parts))
@@ -260,12 +260,8 @@ class _Rewrite:
         return tuple(map(self._sized, arg)) if isinstance(arg, tuple) else arg
 
 
-def _growing(meta: TensorMeta) -> list[int]:
-    return [d for d, s in enumerate(meta.shape) if isinstance(s, Affine) and s.per_sample]
-
-
 def _grows(meta: TensorMeta) -> bool:
-    return bool(_growing(meta))
+    return bool(growing_dims(meta))
 
 
 @handles("planner.gather_samples")

@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from planner.across.follow import follow_program
-from planner.across.state import ADDED, CONSTANT, IN_ORDER, SAMPLES, State
+from planner.across.state import ADDED, CONSTANT, IN_ORDER, SAMPLES, State, growing_dims, lies
 from planner.across.step import Walk
-from planner.graph import Affine, Program, Unit
-from planner.layout.placement import Shard
+from planner.graph import Program, Unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +38,7 @@ def halves(program: Program, unit: Unit) -> Halves:
     """Cut a program of the batch, of buffers and constants in two."""
     states: dict[str, State] = dict.fromkeys(program.params, CONSTANT)
     for name in program.inputs:
-        lies = _lies(program, name, unit)
-        states[name] = CONSTANT if lies is None else State(rows=lies, pure=True)
+        states[name] = State(rows=lies(program.tensor[name], unit), pure=True)
     walk = Walk(program=program, states=states, unit=unit)
     follow_program(walk)
     behind = {
@@ -65,8 +63,8 @@ def halves(program: Program, unit: Unit) -> Halves:
     ends = [n for n in dict.fromkeys((*sorted(wanted), *program.outputs)) if n not in made]
     told = [name for name in ends if _is_told(walk, name)]
     sums = {name: walk.states[name].share for name in told if walk.states[name].sums}
-    same = tuple(n for n in program.inputs if n in ends and not _growing(program, n))
-    rows = {name: _growing(program, name)[0] for name in told if name not in sums}
+    same = tuple(n for n in program.inputs if n in ends and not growing_dims(program.tensor[n]))
+    rows = {n: growing_dims(program.tensor[n])[0] for n in told if n not in sums}
     told += same
     second = Program(
         name=program.name,
@@ -83,23 +81,10 @@ def halves(program: Program, unit: Unit) -> Halves:
 
 def _is_told(walk: Walk, name: str) -> bool:
     """Whether parts give a tensor: a sum over samples, or their rows in the order of samples."""
-    state, program = walk.states[name], walk.program
-    if state.loose or name in program.params:
+    state, tensor = walk.states[name], walk.program.tensor[name]
+    if state.loose or name in walk.program.params:
         return False
     if state.sums:
         return state.share in (ADDED, SAMPLES)
-    growing = _growing(program, name)
     in_order = state.rows is not None and (state.order, state.points) == (IN_ORDER, None)
-    return len(growing) == 1 and in_order and state.rows == _lies(program, name, walk.unit)
-
-
-def _lies(program: Program, name: str, unit: Unit) -> Shard | None:
-    """Return where a tensor has its samples, as one of the batch has them."""
-    growing = _growing(program, name)
-    size = program.tensor[name].shape[growing[0]] if growing else 0
-    return Shard(growing[0], unit.runs_of(size.per_sample)) if isinstance(size, Affine) else None
-
-
-def _growing(program: Program, name: str) -> list[int]:
-    shape = program.tensor[name].shape
-    return [d for d, size in enumerate(shape) if isinstance(size, Affine) and size.per_sample]
+    return len(growing_dims(tensor)) == 1 and in_order and state.rows == lies(tensor, walk.unit)

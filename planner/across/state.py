@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-from planner.graph import SAMPLES
+from planner.graph import SAMPLES, Affine, TensorMeta, Unit
 from planner.layout.placement import Shard
 
 IN_ORDER = ""
@@ -83,6 +83,22 @@ CONSTANT = State(pure=True)
 """One that no parameter reaches either: a mask of positions."""
 
 
+def growing_dims(tensor: TensorMeta) -> list[int]:
+    """Return the dims of a tensor whose size grows with the batch."""
+    return [d for d, s in enumerate(tensor.shape) if isinstance(s, Affine) and s.per_sample]
+
+
+def lies(tensor: TensorMeta, unit: Unit) -> Shard | None:
+    """Return where a tensor has the samples of the batch, as the batch's own tensors have them: in
+    several runs where those that belong together lie apart; None where it does not grow.
+    """
+    for dim in growing_dims(tensor)[:1]:
+        size = tensor.shape[dim]
+        assert isinstance(size, Affine)
+        return Shard(dim, unit.runs_of(size.per_sample))
+    return None
+
+
 def joined_sums(states: Iterable[State]) -> tuple[str, ...]:
     """Return the ops that summed over samples what tensors come from."""
     return tuple(dict.fromkeys(cause for state in states for cause in state.sums))
@@ -103,8 +119,3 @@ def summed(states: Iterable[State]) -> State:
     if len(shares) == 1 and SCALED not in shares:
         return State(sums=joined_sums(states), share=shares.pop())
     return State(sums=joined_sums(states), share=SCALED, terms=joined_terms(states))
-
-
-def plain(state: State) -> State:
-    """Return a state as one whose entries say nothing of other rows."""
-    return replace(state, points=None, each=0)

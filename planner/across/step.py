@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from planner.across.state import WHOLE, Kind, State, joined_sums
+from planner.across.state import WHOLE, Kind, State, growing_dims, joined_sums
 from planner.graph import SAMPLE, Affine, Arg, Op, Program, Ref, Size, TensorMeta, Unit
 from planner.layout.placement import Shard
 from planner.ops.call import Call
@@ -167,7 +167,7 @@ class Step:
 
     def growing(self, name: str) -> list[int]:
         """Return the dims of a tensor whose size grows with the batch."""
-        return [d for d, s in enumerate(self.shape(name)) if isinstance(s, Affine) and s.per_sample]
+        return growing_dims(self.walk.program.tensor[name])
 
     def each(self, name: str, dim: int) -> int:
         """Return how many rows of a tensor's dim a sample has."""

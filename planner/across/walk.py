@@ -14,10 +14,11 @@ from planner.across.state import (
     WHOLE,
     Kind,
     State,
+    growing_dims,
+    lies,
 )
 from planner.across.step import Edit, Fault, Walk
-from planner.graph import Affine, Block, ModelGraph, Op, Program, TensorMeta, Unit
-from planner.layout.placement import Shard
+from planner.graph import Block, ModelGraph, Op, Program, TensorMeta, Unit
 
 PREAMBLE = -1
 """The place of what comes before the first block."""
@@ -221,7 +222,7 @@ class _Model:
     def _pairs_in_batch(self) -> None:
         """A tensor of the batch with two dims of samples is cut along both."""
         for name in self._graph.batch_inputs:
-            if len(_growing(self._graph.tensor[name])) < 2:
+            if len(growing_dims(self._graph.tensor[name])) < 2:
                 continue
             users: Mapping[int, Program] = {
                 block.index: self._graph.classes[block.class_index]
@@ -289,16 +290,7 @@ def _called(op: Op) -> str:
 
 def _of_batch(tensor: TensorMeta, unit: Unit) -> State:
     """What comes with the batch: samples that belong together may lie in several runs of it."""
-    growing = _growing(tensor)
-    if not growing:
-        return CONSTANT
-    size = tensor.shape[growing[0]]
-    assert isinstance(size, Affine)
-    return State(rows=Shard(growing[0], unit.runs_of(size.per_sample)), pure=True)
-
-
-def _growing(tensor: TensorMeta) -> list[int]:
-    return [d for d, s in enumerate(tensor.shape) if isinstance(s, Affine) and s.per_sample]
+    return State(rows=lies(tensor, unit), pure=True)
 
 
 def _named(place: int, order: str, given: Sequence[State]) -> str:
