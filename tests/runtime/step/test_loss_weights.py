@@ -35,7 +35,9 @@ def weights_of(number: int, *, count=None, has_loss: bool = True, samples: int =
         wholes=[whole],
         is_exact=count is None,
     )
-    return [w.item() for w in weights.of(weights.of_whole(cut), cut, own_runs(cut.split, mesh))]
+    runs = own_runs(cut.split, mesh)
+    made = weights.of(weights.of_whole(cut), cut, runs, weights.parts(cut, runs))
+    return [w.item() for w in made]
 
 
 def test_samples_count_alike_however_unevenly_they_are_cut():

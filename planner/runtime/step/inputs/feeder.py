@@ -256,7 +256,8 @@ class Feeder:
         """`runs` are the rank's samples in the cut batch, `places` theirs in the whole one. The
         user's function counts `counted` in that, where replicas have their own parts.
         """
-        weights = self._weights.of(whole, cut, runs, counted)
+        parts = self._weights.parts(cut, runs)
+        weights = self._weights.of(whole, cut, runs, parts, counted)
         shaped = self._shapes[cut.bucket]
         metas = [shaped.graph.tensor[name] for name in self._used]
 
@@ -271,9 +272,9 @@ class Feeder:
             {meta.name: piece(meta, samples) for meta in metas}
             | {
                 name: value.to(self._mesh.device)
-                for name, value in self._weights.given(whole, cut, samples, place).items()
+                for name, value in self._weights.given(whole, cut.bucket, part, place).items()
             }
-            for samples, place in zip(runs, places, strict=True)
+            for samples, part, place in zip(runs, parts, places, strict=True)
         ]
 
         def side_inputs(stage_index: int, microbatch_index: int) -> tuple[Tensor, ...]:

@@ -21,7 +21,13 @@ from planner.errors import ModelError, PlanError
 from planner.graph.batch_split import BatchSplit
 from planner.runtime.start.groups.mesh import Mesh
 from planner.runtime.step.inputs.feed import CutBatch
-from planner.runtime.step.inputs.whole_batch import OfPart, OfWhole, WholeBatchValues, is_known
+from planner.runtime.step.inputs.whole_batch import (
+    Counted,
+    OfPart,
+    OfWhole,
+    WholeBatchValues,
+    is_known,
+)
 
 LossWeight = Callable[[Any], float] | Literal["sum"]
 """What a part counts, by the user's function; "sum": every part once, as a loss that is a sum over
@@ -97,13 +103,7 @@ class LossWeights:
         Raises ModelError where the user's counts are not what the loss counts.
         """
         if self._compared is not None:
-            split = cut.split
-            places = (
-                split.part(m, self._num_parts, number)
-                for number in range(self._num_parts)
-                for m in range(split.num_microbatches)
-            )
-            self._compare(cut, list(places))
+            self._compare(cut, self._all_parts(cut.split))
         whole = self._wholes[cut.bucket]
         if not (whole.is_needed and (self._has_loss or self._takes)):
             return OfWhole(samples=cut.split.num_samples)
@@ -120,19 +120,24 @@ class LossWeights:
         """Return what is made of a batch of which replicas have parts."""
         return self._wholes[bucket].joined(parts) if parts else OfWhole(samples=samples)
 
-    def given(self, whole: OfWhole, cut: CutBatch, own: range, place: range) -> dict[str, Tensor]:
+    def parts(self, cut: CutBatch, runs: Sequence[range]) -> list[Counted]:
+        """Return what counts in each of this rank's microbatches, for what follows."""
+        if not (self._has_loss or self._takes):
+            return [Counted(samples=len(run), counts={}) for run in runs]
+        return self._wholes[cut.bucket].parts(cut, runs)
+
+    def given(self, whole: OfWhole, bucket: int, part: Counted, place: range) -> dict[str, Tensor]:
         """Return what blocks take with a microbatch, by names in the graph (see
         `WholeBatchValues.given`).
         """
-        if not self._takes:
-            return {}
-        return self._wholes[cut.bucket].given(whole, cut, own, place)
+        return self._wholes[bucket].given(whole, part, place) if self._takes else {}
 
     def of(
         self,
         whole: OfWhole,
         cut: CutBatch,
         runs: Sequence[range],
+        parts: Sequence[Counted],
         counted: float | None = None,
     ) -> tuple[Tensor, ...]:
         """Return the weight of each of this rank's microbatches; () where no loss is.
@@ -166,7 +171,7 @@ class LossWeights:
         # What follows from sizes alone is kept on the device: no step copies it there again.
         key = None if counts_labels else (*map(len, runs), whole.samples)
         if key not in self._kept or key is None:
-            weights = torch.stack(made.weights(whole, cut, runs))
+            weights = torch.stack(made.weights(whole, parts))
             self._kept[key] = weights.to(self._device, self._dtype).unbind()
         return self._kept[key]
 
@@ -202,15 +207,15 @@ class LossWeights:
 
     def counted(self, cut: CutBatch) -> list[float]:
         """Return what the user counts in all parts of a whole batch."""
-        split = cut.split
-        return self.count(
-            cut,
-            [
-                split.part(m, self._num_parts, number)
-                for number in range(self._num_parts)
-                for m in range(split.num_microbatches)
-            ],
-        )
+        return self.count(cut, self._all_parts(cut.split))
+
+    def _all_parts(self, split: BatchSplit) -> list[range]:
+        """Return the microbatches of all replicas, replica by replica."""
+        return [
+            split.part(m, self._num_parts, number)
+            for number in range(self._num_parts)
+            for m in range(split.num_microbatches)
+        ]
 
     def _compare(self, cut: CutBatch, runs: Sequence[range]) -> None:
         """Raise ModelError, for the first batch, where the user's counts of some runs are those of

@@ -19,7 +19,6 @@ from planner.across.halves import Halves, halves
 from planner.across.state import ADDED, SAMPLES, SCALED
 from planner.across.whole import LossShares, loss_shares
 from planner.graph import Affine, ModelGraph, Program, TensorMeta
-from planner.graph.batch_split import BatchSplit
 from planner.runtime.stage.program_fx import to_graph_module
 from planner.runtime.step.inputs.feed import CutBatch, filled, piece_of
 
@@ -55,6 +54,14 @@ class OfWhole:
         return float(self.samples) if name == SAMPLES else float(self.values[name])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """What counts in a part of a batch: its samples, and what the program's outputs are on it."""
+
+    samples: int
+    counts: Mapping[str, Tensor]
+
+
 class WholeBatchValues:
     """Makes what parts take of batches of one shape. Mutable: programs are kept by the number of
     samples, and `tensors`, the buffers that they read by names in the graph, get values.
@@ -81,15 +88,9 @@ class WholeBatchValues:
         self._shares = () if whole is None else whole.shares
         counts = [*self.shares.counts.values(), *(c for _, c in self._shares if c != SAMPLES)]
         self._counts = tuple(dict.fromkeys(counts))
-        self._counted_in_parts = tuple(
-            dict.fromkeys(
-                name
-                for name in (
-                    self.shares.counts.get(self.shares.share),
-                    *(c for _, c in self._shares),
-                )
-                if name is not None and name != SAMPLES
-            )
+        # Divisors count whole batches alone.
+        self._counts_parts = self.shares.share in self.shares.counts or any(
+            count != SAMPLES for _, count in self._shares
         )
 
     @property
@@ -151,36 +152,37 @@ class WholeBatchValues:
         each = [rows_of.unflatten(dim, in_runs) for rows_of in rows]
         return torch.cat(each, dim + 1).flatten(dim, dim + 1)
 
-    def weights(self, whole: OfWhole, cut: CutBatch, runs: Sequence[range]) -> list[Tensor]:
-        """Return what each of some runs of samples counts for in the loss of the batch."""
+    def parts(self, cut: CutBatch, runs: Sequence[range]) -> list[Counted]:
+        """Return what counts in each of some runs of samples, as far as shares need it."""
+        return [
+            Counted(
+                samples=len(run), counts=self._counts_in(cut, run) if self._counts_parts else {}
+            )
+            for run in runs
+        ]
+
+    def _counts_in(self, cut: CutBatch, run: range) -> dict[str, Tensor]:
+        return self._run("counts", cut, run) if len(run) and self._counts else {}
+
+    def weights(self, whole: OfWhole, parts: Sequence[Counted]) -> list[Tensor]:
+        """Return what each of some parts counts for in the loss of the batch."""
         share = self.shares.share
         if share in (ADDED, SCALED):
-            return [torch.tensor(float(len(run) > 0), dtype=torch.float64) for run in runs]
-        name = SAMPLES if share == SAMPLES else self.shares.counts[share]
-        return [self._share(name, whole, cut, run) for run in runs]
+            return [torch.tensor(float(part.samples > 0), dtype=torch.float64) for part in parts]
+        return [_share(self.shares.counts.get(share, share), whole, part) for part in parts]
 
-    def given(self, whole: OfWhole, cut: CutBatch, own: range, number: range) -> dict[str, Tensor]:
-        """Return what blocks take with a microbatch, by names in the graph.
-
-        `own` are its samples in the cut batch, `number` their places in the whole one.
+    def given(self, whole: OfWhole, part: Counted, place: range) -> dict[str, Tensor]:
+        """Return what blocks take with a microbatch, whose samples have a `place` in the whole
+        batch, by names in the graph.
         """
         made = {}
         for name, output in self._values:
             meta = self._graph.tensor[name]
-            made[name] = piece_of(whole.values[output], meta, number, cut.unit)
+            made[name] = piece_of(whole.values[output], meta, place, self._graph.unit)
         for name, count in self._shares:
             dtype = getattr(torch, self._graph.tensor[name].dtype)
-            made[name] = self._share(count, whole, cut, own).to(dtype)
+            made[name] = _share(count, whole, part).to(dtype)
         return made
-
-    def _share(self, name: str, whole: OfWhole, cut: CutBatch, run: range) -> Tensor:
-        """Return what a run of samples counts by what the batch counts; zero without samples."""
-        if not len(run):
-            return torch.zeros((), dtype=torch.float64)
-        if name == SAMPLES:
-            return torch.tensor(len(run) / whole.samples, dtype=torch.float64)
-        counted = self._run("counts", cut, run)[name]
-        return counted.double() / whole.values[name].double()
 
     def totals(self, whole: OfWhole) -> dict[str, float]:
         """Return what counts in a batch, for each term of its loss; of sums over samples 1.
@@ -198,7 +200,7 @@ class WholeBatchValues:
         """Return all that counts in each of some runs, samples among it."""
         found = []
         for run in runs:
-            made = self._run("counts", cut, run) if len(run) and self._counts else {}
+            made = self._counts_in(cut, run)
             found.append(
                 {SAMPLES: float(len(run))}
                 | {name: float(made[name]) if name in made else 0.0 for name in self._counts}
@@ -245,6 +247,10 @@ def is_known(whole: OfWhole) -> bool:
     return not any(isinstance(value, FakeTensor) for value in whole.values.values())
 
 
-def places(split: BatchSplit, parts: int, number: int) -> tuple[range, ...]:
-    """Return the places in a whole batch of one part of each microbatch."""
-    return tuple(split.part(m, parts, number) for m in range(split.num_microbatches))
+def _share(name: str, whole: OfWhole, part: Counted) -> Tensor:
+    """Return what a part counts by what the batch counts; zero without samples."""
+    if not part.samples:
+        return torch.zeros((), dtype=torch.float64)
+    if name == SAMPLES:
+        return torch.tensor(part.samples / whole.samples, dtype=torch.float64)
+    return part.counts[name].double() / whole.values[name].double()
