@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
@@ -35,10 +34,10 @@ from torch.fx.experimental.proxy_tensor import (
     set_meta,
     track_tensor_tree,
 )
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from planner.capture.checks.functions import draws
+from planner.capture.checks.outside_modes import outside_modes
 from planner.capture.diagnose import calling_line, node_line
 from planner.errors import CaptureError
 
@@ -631,12 +630,6 @@ def _values(args: Any) -> Any:
 
 @contextmanager
 def _plainly() -> Iterator[None]:
-    """Run ops as they are, seen by no mode."""
-    with (
-        _disable_current_modes(),
-        unset_fake_temporarily(),
-        torch._C.DisableTorchFunction(),
-        torch._C._DisablePythonDispatcher(),
-        torch.enable_grad(),
-    ):
+    """Run ops as they are, seen by no mode and by none of torch's dispatchers in Python."""
+    with outside_modes(), torch._C._DisablePythonDispatcher():
         yield

@@ -9,11 +9,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from planner.capture.checks.functions import as_written
+from planner.capture.checks.outside_modes import outside_modes
 from planner.capture.checks.rehearsal import state_of
 from planner.capture.diagnose import first_line
 from planner.capture.opaque.cost import Cost, counted, dearest
@@ -383,12 +382,6 @@ def _whole(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _plainly() -> Iterator[None]:
-    """Run ops as they are: neither faked, nor traced, nor on the meta device."""
-    with (
-        _disable_current_modes(),
-        unset_fake_temporarily(),
-        torch._C.DisableTorchFunction(),
-        torch.enable_grad(),
-        as_written(),
-    ):
+    """Run ops as they are, autograd functions among them."""
+    with outside_modes(), as_written():
         yield
