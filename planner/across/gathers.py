@@ -57,16 +57,18 @@ def whole_ops(graph: ModelGraph) -> WholeOps | None:
             return None
         causes: dict[int, set[str]] = {}
         followed = follow_model(made)
-        for finding in followed.findings:
-            if finding.kind in GATHERED:
-                if finding.block_index == PREAMBLE:
-                    return None
-                index = made.blocks[finding.block_index].class_index
-                causes.setdefault(index, set()).add(finding.name)
+        places = [(f.block_index, f.name) for f in followed.findings if f.kind in GATHERED]
+        # What takes a value of the whole batch, as the number of its samples, has it there.
+        edits = [(at, edit) for at, edits in followed.edits.items() for edit in edits]
+        places += [(at, edit.op) for at, edit in edits if edit.share is None]
+        for block_index, name in places:
+            if block_index == PREAMBLE:
+                return None
+            causes.setdefault(made.blocks[block_index].class_index, set()).add(name)
         if not causes:
             # What a part counts for in a term is in the graph before plans are; it is no other one
             # where the term is computed on the whole batch.
-            return chosen if not followed.edits else None
+            return chosen if not edits else None
         more = {index: chosen.get(index, frozenset()) | names for index, names in causes.items()}
         if all(chosen.get(index) == names for index, names in more.items()):
             return None

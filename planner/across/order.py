@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.across.state import ANY_ORDER, IN_ORDER, State
+from planner.across.state import ADDED, ANY_ORDER, IN_ORDER, State
 from planner.across.step import BOUND, Step, handles
 from planner.graph import Affine, Arg, Ref, size_at
 from planner.layout.placement import Shard
@@ -67,6 +67,31 @@ def _sort(step: Step) -> tuple[State, ...] | None:
     before = IN_ORDER if state.order == ANY_ORDER else state.order
     indices = State(rows=state.rows, order=order, points=before, each=each)
     return (indices,) if step.packet == "aten.argsort" else (values, indices)
+
+
+@handles("moe.sort_rows")
+def _sort_by_expert(step: Step) -> tuple[State, ...] | None:
+    """Copies of rows by expert, where before they were, and where each expert's run ends."""
+    rows, experts = step.states[:2]
+    if rows.rows != Shard(0) or (experts.rows, experts.order) != (rows.rows, rows.order):
+        return None
+    order, each = step.op.name, step.each(step.op.outputs[1], 0)
+    return (
+        State(rows=rows.rows, order=order),
+        State(rows=rows.rows, order=order, points=rows.order, each=each),
+        State(sums=(step.op.name,), share=ADDED),
+    )
+
+
+@handles("moe.unsort_rows")
+def _back_from_experts(step: Step) -> tuple[State, ...] | None:
+    """Sums of the copies of a row, in the order that rows had."""
+    rows, order, weights = step.states[:3]
+    if rows.rows != Shard(0) or (order.rows, order.order) != (rows.rows, rows.order):
+        return None
+    if weights.rows != rows.rows or order.points is None or weights.order != order.points:
+        return None
+    return (State(rows=rows.rows, order=order.points),)
 
 
 @handles("flip", "roll")

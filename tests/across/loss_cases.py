@@ -170,7 +170,7 @@ def _cut(made: Any, graph: Any, program_seed: int, seed: int, parts: int) -> _Sa
             gaps.append(abs(evaluated - loss) / max(abs(loss), 1e-3))
             gaps.append(_gap(loss, engine.full_gradients(), *_whole(made, program_seed, seed)))
     told = [str(w.message) for w in caught if isinstance(w.message, BatchStatisticsWarning)]
-    return _Said((*messages, *told), max(gaps))
+    return _Said((*messages, *told), _largest(gaps))
 
 
 def _gap(
@@ -182,7 +182,11 @@ def _gap(
     for name, gradient in expected.items():
         difference = gradient - found[name] if name in found else gradient
         gaps.append(difference.abs().max().item() / largest)
-    # (A maximum over a list passes over what is no number.)
+    return _largest(gaps)
+
+
+def _largest(gaps: list[float]) -> float:
+    """The largest of them; a maximum passes over what is no number."""
     return max(gaps) if all(map(math.isfinite, gaps)) else math.inf
 
 

@@ -217,7 +217,7 @@ def test_dryrun_runs_the_rank_asked_for(plan, monkeypatch, capsys):
 
 
 class Source:
-    build = None
+    build = loss_weight = None
 
 
 @pytest.mark.parametrize(("times", "code"), [(0.5, 0), (1e6, 1)])
@@ -227,6 +227,7 @@ def test_verify_exits_with_the_verdict(plan, monkeypatch, capsys, times, code):
     report = VerifyReport(num_ranks=2, tolerance=1e-8, parameter=found, notes=("a note",))
     graph = capture_tiny("mlp")
     monkeypatch.setattr(commands.verify, "graph_of_plan", lambda plan, model: graph)
+    monkeypatch.setattr("planner.graph.model_file.load_model_file", lambda model: Source)
     monkeypatch.setattr("planner.runtime.check.verify.verify", lambda *args, **more: report)
     assert commands.verify.verify(plan, MODEL) == code
     said = capsys.readouterr().out

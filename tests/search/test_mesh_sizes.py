@@ -88,6 +88,6 @@ def test_zero_is_not_searched_where_a_block_trains_several_dtypes():
     assert zeros("float32")[0] == {0, 1, 3}
     found, reasons = zeros("float64")
     assert found == {0}
-    assert reasons["zero takes one dtype a block"].endswith("trains float32 and float64")
+    assert reasons["zero takes one real dtype a block"].endswith("trains float32 and float64")
     # Of bf16 the copies that train are fp32.
     assert zeros("bfloat16", precision="bf16")[0] == {0, 1, 3}

@@ -91,6 +91,11 @@ class Checkpoints:
         self._failure: BaseException | None = None
         self.saved = ""
 
+    def close(self) -> None:
+        """Wait for a save under way, and leave the folders to other engines."""
+        self.wait()
+        _release(self._engine)
+
     def save(self, folder: Path, *, keep: int, extra: Mapping[str, Any]) -> None:
         """Begin to save; every rank calls it after the same step. See `Engine.save`."""
         if keep < 1:
@@ -364,6 +369,13 @@ def _claim(folder: Path, engine: Engine) -> None:
                 "{name: engine}"
             )
     _saving[path] = weakref.ref(engine)
+
+
+def _release(engine: Engine) -> None:
+    """Let others save where a closed engine did: it saves no more."""
+    for path, saved_by in list(_saving.items()):
+        if saved_by() is engine:
+            del _saving[path]
 
 
 def _take_over(folder: Path, engine: Engine) -> None:

@@ -645,7 +645,7 @@ class Engine:
         Waits for a save under way, and raises what it failed with.
         """
         if self._checkpoints is not None:
-            self._checkpoints.wait()
+            self._checkpoints.close()
         collectives.record(None)
         if self._random is not None:
             self._random.close()

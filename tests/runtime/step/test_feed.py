@@ -9,8 +9,9 @@ import torch
 
 from planner.errors import ModelError
 from planner.graph import Affine, Op, Program, Ref, TensorMeta
+from planner.graph.unit import Unit
 from planner.plan.defaults import default_plan
-from planner.runtime.step.inputs.feed import Preamble, _piece, _reversed, cut_batch
+from planner.runtime.step.inputs.feed import Preamble, _reversed, cut_batch, piece_of
 from tests.builders import gpt_batch
 from tests.captures import capture_tiny
 
@@ -59,11 +60,11 @@ def test_other_batches_are_refused(graph, change, says):
 def test_several_rows_of_a_sample_go_together():
     meta = TensorMeta(name="x", shape=(Affine(2), 3), dtype="float32", kind="input", fqn="x")
     rows = torch.arange(18.0).view(6, 3)
-    assert torch.equal(_piece(rows, meta, range(1, 3)), rows[2:6])
-    assert torch.equal(_reversed(rows, meta), torch.cat([rows[4:6], rows[2:4], rows[0:2]]))
+    assert torch.equal(piece_of(rows, meta, range(1, 3), Unit()), rows[2:6])
+    assert torch.equal(_reversed(rows, meta, Unit()), torch.cat([rows[4:6], rows[2:4], rows[0:2]]))
     odd = TensorMeta(name="x", shape=(Affine(1, 1),), dtype="float32", kind="input", fqn="x")
     with pytest.raises(ModelError, match="is 1 per sample plus 1; it can't be cut"):
-        _piece(torch.ones(3), odd, range(1))
+        piece_of(torch.ones(3), odd, range(1), Unit())
 
 
 def test_values_of_no_batch_tensor_are_made_once_for_each_size():
