@@ -25,10 +25,18 @@ def is_linear_in_sums(step: Step) -> bool:
 
 
 def levelled(step: Step) -> tuple[State, ...]:
-    """Return the sums among an op's inputs with shares that agree; others are scaled first."""
+    """Return the sums among an op's inputs with shares that agree; others are scaled first.
+
+    So is a mean over labels that count before it is multiplied by what a parameter reaches: of a
+    part without such labels it is 0/0, which its share of zero would not take out of that
+    parameter's gradient.
+    """
     sums = [state for state in step.states if state.sums]
     shares = {state.share for state in sums}
-    if len(shares) > 1:
+    counts_labels = bool(shares - {ADDED, SAMPLES, SCALED})
+    is_multiplied = step.facts.algebra not in ("addition", "rearrangement")
+    by_trained = is_multiplied and any(not (state.sums or state.pure) for state in step.states)
+    if len(shares) > 1 or (counts_labels and by_trained):
         step.states = [_scaled(step, at) for at in range(len(step.states))]
         sums = [state for state in step.states if state.sums]
     return tuple(sums)

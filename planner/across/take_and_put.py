@@ -108,9 +108,7 @@ def _mixed(step: Step) -> tuple[State, ...]:
     return step.anything()
 
 
-@handles(
-    "_grouped_mm", "transformers.grouped_mm_fallback", "planner.grouped_mm", "moe.grouped_mm"
-)
+@handles("_grouped_mm", "transformers.grouped_mm_fallback", "planner.grouped_mm", "moe.grouped_mm")
 def _grouped_product(step: Step) -> tuple[State, ...] | None:
     """Rows in the order of their experts, weights, the last row of each expert's run."""
     rows, weights, ends = step.states[:3]

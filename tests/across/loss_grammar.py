@@ -431,7 +431,14 @@ COUNTED = {  # a mean, and what counts in a part
 MAY_COINCIDE = {
     *("clamp", "nan_to_num", "where finite", "at least", "trimmed", "greatest of two"),
     *("/ count clamped", "/ max(count, 1)", "/ count + eps", "mean / (mean + eps)"),
-    *("/ another count", "positives and negatives", "balanced by own size", "zero where none"),
+    *(
+        "clamp near",
+        "flooded",
+        "/ another count",
+        "positives and negatives",
+        "balanced by own size",
+        "zero where none",
+    ),
 }
 """By which parts can differ from the whole on other batches than those that are tried."""
 
@@ -439,5 +446,6 @@ NAMED_ALL_THE_SAME = {
     # Modules of their own that are called as they are: what they give has no samples, or along
     # another dim than what they are given.
     *("ctc", "ctc sum", "ctc none"),
+    "lerp",  # between two losses: linear in both, and has no rule that says so
 }
 """Of which it is known that they are named in vain."""

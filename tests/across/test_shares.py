@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,9 @@ from planner.across import across_samples, follows_from_parts, loss_shares
 from planner.across.state import ADDED, SAMPLES, SCALED
 from planner.capture import capture_module
 from planner.graph import ModelGraph, from_json, to_json
+from planner.plan.defaults import default_plan
+from planner.runtime.start.groups.mesh import build_mesh
+from planner.runtime.step.engine import Engine
 
 CLASSES = 5
 Loss = Callable[["Classes", Tensor, Tensor], Tensor]
@@ -53,7 +57,6 @@ def mean(logits: Tensor, labels: Tensor, **options: object) -> Tensor:
         lambda m, logits, labels: mean(logits, labels) + mean(-logits, labels.flip(1)),
         # Weights are no part of the batch: their term is the same in every part.
         lambda m, logits, labels: mean(logits, labels) + m.head.weight.square().sum(),
-        lambda m, logits, labels: mean(logits, labels) * m.log_scale.exp() + m.log_scale,
         lambda m, logits, labels: mean(logits, labels).mean(),
         lambda m, logits, labels: mean(logits, labels)[None][0],
         lambda m, logits, labels: torch.stack([mean(logits, labels), mean(-logits, labels)]).mean(),
@@ -67,6 +70,25 @@ def test_a_mean_over_labels_counts_by_those_that_are_not_ignored(loss):
     assert list(shares.counts) == [shares.share]
     assert graph.whole is None
     assert across_samples(graph) == ()
+
+
+def test_a_mean_over_labels_has_its_share_before_a_parameter_multiplies_it():
+    """In a part without labels that count it is 0/0, and the parameter's gradient would be."""
+    graph = graph_of(lambda m, logits, labels: mean(logits, labels) * m.log_scale.exp())
+    assert loss_shares(graph).share == SCALED
+    assert graph.whole is not None
+    assert [len(values) for values in (graph.whole.values, graph.whole.shares)] == [0, 1]
+    x, labels = batch(4)
+    labels[2:] = -100
+    torch.manual_seed(0)
+    module = Classes(lambda m, logits, labels: mean(logits, labels) * m.log_scale.exp())
+    plan = default_plan(graph, microbatch_size=2, num_microbatches=2)
+    engine = Engine(plan, graph, copy.deepcopy(module), build_mesh(plan, torch.device("cpu")))
+    expected = module(x, labels)
+    expected.backward()
+    assert engine.step((x, labels)).item() == pytest.approx(expected.item())
+    found = engine.full_gradients()["log_scale"]
+    assert found.item() == pytest.approx(module.log_scale.grad.item())
 
 
 @pytest.mark.parametrize(
