@@ -49,7 +49,7 @@ class Staging:
                     if source.device.type != "cpu":
                         target.copy_(source, non_blocking=True)
             event = self._stream.record_event()
-        return Copies(targets, later, event, self._device)
+        return Copies(targets, sources, later, event, self._device)
 
     def _places(self, sources: Sequence[Tensor]) -> list[Tensor]:
         """Deal slabs of host memory to tensors, in order."""
@@ -73,16 +73,22 @@ class Staging:
 
 
 class Copies:
-    """Copies under way. `tensors` are what they are of, in order, once `finish` has returned."""
+    """Copies under way. `tensors` are what they are of, in order, once `finish` has returned.
+
+    The sources live until then: memory that the step's stream frees may be written by its next
+    kernels, and another stream still reads it.
+    """
 
     def __init__(
         self,
         tensors: list[Tensor],
+        sources: Sequence[Tensor],
         later: list[tuple[Tensor, Tensor]],
         event: torch.Event | None,
         device: torch.device,
     ) -> None:
         self.tensors = tensors
+        self._sources: Sequence[Tensor] = sources
         self._later, self._event, self._device = later, event, device
         self._is_done = threading.Event()
 
@@ -96,8 +102,9 @@ class Copies:
             self._later = []
             # Set before the device's copies are done: for these the device itself waits, in `hold`.
             self._is_done.set()
-        if self._event is not None:
-            self._event.synchronize()
+            if self._event is not None:
+                self._event.synchronize()
+            self._sources = ()
 
     def hold(self) -> None:
         """Let sources change only after their copies: waits here, or lets the device wait."""

@@ -31,7 +31,11 @@ from planner.runtime.state import zero
 from planner.runtime.state.host import Host
 from planner.runtime.state.masters import MasterParams
 from planner.runtime.state.optimizers.host_optimizer import HostMasters, HostUpdates
-from planner.runtime.state.optimizers.optimizer import build_optimizer, read_beyond_elements
+from planner.runtime.state.optimizers.optimizer import (
+    build_optimizer,
+    read_beyond_elements,
+    use_fused_kernels,
+)
 from planner.runtime.state.optimizers.owned import Owned
 from planner.runtime.state.optimizers.shards import stepping_shards
 from planner.runtime.state.optimizers.whole_params import WholeParams, stepped_on
@@ -136,6 +140,7 @@ class TrainedParams:
             trained = [master for owner in masters for master in owner.trained.values()]
             self._updates = HostUpdates(trained, optimizer, self._host)
         if optimizer is not None:
+            use_fused_kernels(optimizer, self._mesh.device)
             self._owned = Owned(optimizer, is_accumulating)
         return optimizer
 

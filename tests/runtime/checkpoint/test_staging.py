@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from planner.runtime.checkpoint import staging
-from planner.runtime.checkpoint.staging import Staging
+from planner.runtime.checkpoint.staging import Copies, Staging
 
 CPU = torch.device("cpu")
 
@@ -77,3 +80,27 @@ def test_a_copy_that_fails_does_not_stop_the_training():
     with pytest.raises(RuntimeError, match="size of tensor"):
         copies.finish()
     copies.hold()  # returns
+
+
+class Event:
+    """Of copies on a stream of their own: done when it is waited for."""
+
+    def __init__(self, held: Callable[[], bool]) -> None:
+        self._held = held
+        self.held_when_done: bool | None = None
+
+    def synchronize(self) -> None:
+        self.held_when_done = self._held()
+
+
+def test_sources_live_until_a_stream_has_copied_them():
+    """A copy of a buffer that is freed before is overwritten by the next step's kernels."""
+    sources = [torch.ones(4)]
+    alive = weakref.ref(sources[0])
+    event = Event(lambda: alive() is not None)
+    copies = Copies([torch.empty(4)], sources, [], event, CPU)  # type: ignore[arg-type]
+    del sources
+    gc.collect()
+    copies.finish()
+    assert event.held_when_done
+    assert alive() is None

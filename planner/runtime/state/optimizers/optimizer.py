@@ -13,6 +13,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from planner.errors import ModelError
 from planner.layout.axes import split_axes
+from planner.runtime.start.device import is_accelerator
 from planner.runtime.state.optimizers.reach import fresh_state, reaches
 from planner.runtime.state.optimizers.several import Several
 
@@ -69,6 +70,32 @@ def read_beyond_elements(
         if reach != "element" and is_cut:
             found += group["params"]
     return found
+
+
+_FUSED = (torch.optim.Adam, torch.optim.AdamW)
+"""Optimizers whose loops over lists make temporary copies of all they step on."""
+
+
+def use_fused_kernels(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Let Adam and AdamW of a run on an accelerator step by fused kernels, where the user chose
+    no kernels.
+
+    PyTorch's own choice on CUDA are loops over lists (`foreach`), whose denominators take as many
+    bytes as the parameters at the peak of a step: memory that neither the plan's price nor its dry
+    run has. What a fused kernel does for an element is the same, but for rounding.
+    """
+    if not is_accelerator(device):
+        return
+    for part in optimizer.parts if isinstance(optimizer, Several) else (optimizer,):
+        if type(part) not in _FUSED:
+            continue
+        for group in part.param_groups:
+            is_chosen = any(group.get(choice) is not None for choice in ("fused", "foreach"))
+            is_plain = not (group.get("capturable") or group.get("differentiable"))
+            if not is_chosen and is_plain and all(p.is_floating_point() for p in group["params"]):
+                group["fused"] = True
+                # What the optimizer sets when it is made with `fused=True`.
+                part._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
 
 def check_schedulers(given: Any, optimizer: Any) -> tuple[Any, ...]:
