@@ -240,5 +240,5 @@ def all_to_all_parts(x: Tensor, group: str, parts: int) -> Tensor:
 
 
 def all_reduce_max(x: Tensor, group: str) -> Tensor:
-    """Return the largest of the ranks' numbers."""
-    return run("all_reduce", lambda: _funcol.all_reduce(x.reshape(1), "max", group))
+    """Return the largest of the ranks' numbers, element by element; at least one dim."""
+    return run("all_reduce", lambda: _funcol.all_reduce(torch.atleast_1d(x), "max", group))

@@ -47,16 +47,8 @@ class _ExchangedEmbedding(torch.autograd.Function):
             del scratch
             ctx.save_for_backward(slots, inverse, wanted)
             return made
-        ids, inverse = torch.unique(flat, return_inverse=True)  # sorted: so in order of owners
-        if len(ids) and (ids[0] < 0 or ids[-1] >= parts * len(weight)):
-            raise IndexError(
-                f"an index of an embedding is {int(ids[-1] if ids[0] >= 0 else ids[0])}, and it "
-                f"has rows 0 to {parts * len(weight) - 1}"
-            )
+        ids, inverse, counts, places = _numbers_by_owner(flat, len(weight), group, parts)
         owners = ids // len(weight)
-        counts = torch.bincount(owners, minlength=parts)
-        # Equal parts for all pairs, as long as the fullest: the host waits here for one number.
-        places = int(_largest(counts.max(), group))
         starts = counts.cumsum(0) - counts
         # Number i is the (i - starts[owner])-th that its owner is sent: numbers are sorted, so by
         # owner.
@@ -92,6 +84,39 @@ class _ExchangedEmbedding(torch.autograd.Function):
         return made, None, None, None, None
 
 
+def _numbers_by_owner(
+    flat: Tensor, rows: int, group: str, parts: int
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Return the numbers that occur, in order; which of them each index is; how many a rank owns;
+    and the most that any rank asks another for.
+
+    The host waits once, for the numbers by which sizes and errors are decided. All ranks get the
+    same, so that a number beyond the table ends the step on each of them.
+    """
+    in_order, order = flat.sort()
+    is_first = torch.ones_like(in_order, dtype=torch.bool)
+    is_first[1:] = in_order[1:] != in_order[:-1]
+    place = is_first.cumsum(0) - 1  # of each index's number among those that occur
+    ends = torch.arange(1, parts + 1, device=flat.device) * rows
+    before = torch.cat([place.new_zeros(1), is_first.cumsum(0)])
+    until = before[torch.searchsorted(in_order, ends)]
+    counts = until.diff(prepend=until.new_zeros(1))
+    own = before[-1:]
+    lowest, highest = (in_order[:1], in_order[-1:]) if len(flat) else (own, own)
+    said = torch.stack([counts.max(), highest.max(), -lowest.min()])
+    places, highest_anywhere, lowest_negated, num = torch.cat([_largest(said, group), own]).tolist()
+    if lowest_negated > 0 or highest_anywhere >= parts * rows:
+        wrong = -lowest_negated if lowest_negated > 0 else highest_anywhere
+        raise IndexError(
+            f"an index of an embedding is {wrong}, and it has rows 0 to {parts * rows - 1}"
+        )
+    ids = in_order.new_empty(num)
+    ids[place] = in_order
+    inverse = torch.empty_like(place)
+    inverse[order] = place
+    return ids, inverse, counts, places
+
+
 def _swapped(x: Tensor, group: str, parts: int) -> Tensor:
     """Give part r of dim 0 to rank r; return what ranks gave this one, in their order."""
     if not group:
@@ -99,5 +124,5 @@ def _swapped(x: Tensor, group: str, parts: int) -> Tensor:
     return collectives.all_to_all_parts(x, group, parts)
 
 
-def _largest(count: Tensor, group: str) -> Tensor:
-    return collectives.all_reduce_max(count, group) if group else count
+def _largest(values: Tensor, group: str) -> Tensor:
+    return collectives.all_reduce_max(values, group) if group else values

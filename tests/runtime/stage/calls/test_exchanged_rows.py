@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.runtime.stage.calls.exchanged_rows import exchanged_embedding
 from tests.spawn import run_ranks
@@ -63,3 +64,47 @@ def test_alone_it_is_a_lookup():
 def test_a_number_beyond_the_table(wrong):
     with pytest.raises(IndexError, match=f"is {wrong}, and it has rows 0 to 15"):
         exchanged_embedding(torch.randn(ROWS, WIDTH), torch.tensor([2, wrong]), -1, "", 1)
+
+
+def refused_on_ranks(table: torch.Tensor, indices: torch.Tensor) -> str:
+    try:
+        looked_up(table, indices)
+    except IndexError as error:
+        return str(error)
+    return ""
+
+
+def test_a_number_beyond_the_table_of_one_rank_s_ends_all_ranks():
+    """Others would wait for it in the exchange."""
+    indices = torch.zeros(16, 2, dtype=torch.int64)
+    indices[-1, -1] = ROWS + 3
+    said = run_ranks(refused_on_ranks, 4, torch.randn(ROWS, WIDTH), indices)
+    assert said == ["an index of an embedding is 19, and it has rows 0 to 15"] * 4
+
+
+class Reads(TorchDispatchMode):
+    """Counts ops for whose results a host waits: numbers read, and sizes that values decide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        by_values = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+        # (An index by numbers has a size that follows from theirs.)
+        by_numbers = func is torch.ops.aten.index.Tensor and all(
+            index is None or index.dtype != torch.bool for index in args[1]
+        )
+        if by_values.intersection(func.tags) and not by_numbers:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_once_for_a_lookup(monkeypatch):
+    read: list[int] = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda t: (read.append(t.numel()), tolist(t))[1])
+    table = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with Reads() as reads:
+        exchanged_embedding(table, torch.tensor([[3, 3], [0, 5]]), -1, "", 1).sum().backward()
+    assert (read, reads.found) == ([4], [])
