@@ -83,8 +83,10 @@ def by_blocks(
     is_alone = query.is_cuda and not torch.compiler.is_compiling()
     if same is None and keys is None and is_alone:
         blocks = _blocks_of_bounds(sight, queries, num_keys, query.device)
+    elif is_alone:
+        blocks = _blocks_of_tables(sight, queries, num_keys, query.device, same, keys)
     else:
-        blocks = _blocks(sight, queries, num_keys, query.device, same, keys, is_alone)
+        blocks = _blocks(sight, queries, num_keys, query.device, same, keys, False)
     made: Tensor = _flex(is_alone)(
         query,
         key,
@@ -100,6 +102,35 @@ def by_blocks(
 def _blocks_of_bounds(sight: Sight, queries: int, num_keys: int, device: torch.device) -> Any:
     """Return a mask of blocks that follows from sizes alone: layers and microbatches share it."""
     return _blocks(sight, queries, num_keys, device, None, None, True)
+
+
+_MOST_TABLES = 8
+"""Masks of blocks that are kept: of kinds of layers, times microbatches whose jobs take turns."""
+
+_kept: dict[tuple[Any, ...], tuple[Any, Tensor | None, Tensor | None]] = {}
+
+
+def _blocks_of_tables(
+    sight: Sight,
+    queries: int,
+    num_keys: int,
+    device: torch.device,
+    same: Tensor | None,
+    keys: Tensor | None,
+) -> Any:
+    """Return a mask of blocks that follows from a microbatch's tables: its layers share it.
+
+    Making it takes a pass over all pairs, and several kernels.
+    """
+    # Tables with their versions: what is written to one makes another mask. They are held, so that
+    # no other tensor gets their ids.
+    tables = tuple(None if each is None else (id(each), each._version) for each in (same, keys))
+    key = (sight, queries, num_keys, device, *tables)
+    if key not in _kept:
+        while len(_kept) >= _MOST_TABLES:
+            del _kept[next(iter(_kept))]
+        _kept[key] = (_blocks(sight, queries, num_keys, device, same, keys, True), same, keys)
+    return _kept[key][0]
 
 
 def _blocks(

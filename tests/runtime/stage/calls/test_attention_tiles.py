@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from planner.runtime.stage.calls import attention_tiles
+from planner.runtime.stage.calls import attention_kernels, attention_tiles
 from planner.runtime.stage.calls.attention_kernels import by_blocks, causal_by_pieces
 from planner.runtime.stage.calls.attention_tiles import Sight, attention_by_tiles
 
@@ -98,3 +98,26 @@ def test_kernels_of_gpus_are_told_the_same(segments, ranks):
     mask = whole_mask(causal, None, None, KEYS // ranks)
     found = causal_by_pieces(query, key, value, 0.3, causal)
     torch.testing.assert_close(found, by_mask(query, key, value, mask))
+
+
+def test_layers_share_a_mask_of_blocks(monkeypatch):
+    """It is made anew for other tables, and for tables that were written to."""
+    made: list[object] = []
+    monkeypatch.setattr(attention_kernels, "_blocks", lambda *given: made.append(given) or made)
+    monkeypatch.setattr(attention_kernels, "_kept", {})
+    sight, device = Sight(0, None, None, 1, 1, 0), torch.device("cpu")
+
+    def masks(same: torch.Tensor | None, keys: torch.Tensor | None) -> int:
+        for _ in range(3):  # layers
+            attention_kernels._blocks_of_tables(sight, 8, 8, device, same, keys)
+        return len(made)
+
+    documents, padding = torch.zeros(2, 8, dtype=torch.int64), torch.ones(2, 8, dtype=torch.bool)
+    assert masks(documents, None) == 1
+    assert masks(documents, padding) == 2
+    assert masks(documents.clone(), None) == 3
+    padding[0, 7] = False
+    assert masks(documents, padding) == 4
+    for _ in range(20):  # microbatches
+        masks(documents.clone(), None)
+    assert len(attention_kernels._kept) == 8
