@@ -91,11 +91,12 @@ def _exchange(
 
 
 def _all_reduce(totals: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
-    # One message for all parameters of these holders.
-    flat = torch.cat([total.reshape(-1) for total in totals])
-    dist.all_reduce(flat, group=group)
-    pieces = flat.split([total.numel() for total in totals])
-    return [piece.view_as(total) for piece, total in zip(pieces, totals, strict=True)]
+    # In place and each alone: a message of all would copy what may be the model's largest tensors.
+    works = [dist.all_reduce(total, group=group, async_op=True) for total in totals]
+    for work in works:
+        if work is not None:
+            work.wait()
+    return totals
 
 
 def _box(

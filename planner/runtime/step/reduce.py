@@ -76,8 +76,8 @@ class TiedCopies:
     A tied embedding used by the first and the last stage has a copy on each; every copy
     takes the same optimizer step, so equal values and equal gradients stay equal. `copies`
     gives, by name, this rank's copies; `exchange` takes the sums of their gradients and
-    returns the sums over all pp ranks that hold any. The names are the same, in the same
-    order, on all of them.
+    returns the sums over all pp ranks that hold any, which may be the same tensors. The names are
+    the same, in the same order, on all of them.
     """
 
     def __init__(
@@ -92,19 +92,22 @@ class TiedCopies:
         totals = []
         for params in self._copies:
             # Copies on this rank first. A copy without a gradient counts as zeros: the exchange is
-            # a collective, which all holders have to enter.
-            total = torch.zeros_like(_local(params[0]))
-            for param in params:
-                if param.grad is not None:
-                    total += _local(param.grad)
-            totals.append(total)
-        totals = self._exchange(totals)
-        for params, total in zip(self._copies, totals, strict=True):
+            # a collective, which all holders have to enter. Gradients are added up where the first
+            # lies: a tied table is a large part of a model.
             for param in params:
                 if param.grad is None:
                     param.grad = torch.zeros_like(param)
+            total, *others = (_local(param.grad) for param in params if param.grad is not None)
+            for other in others:
+                total += other
+            totals.append(total.contiguous())
+        sums = self._exchange(totals)
+        for params, total in zip(self._copies, sums, strict=True):
+            for param in params:
+                assert param.grad is not None
                 # In place: it may be a view of a bucket.
-                _local(param.grad).copy_(total)
+                if (grad := _local(param.grad)) is not total:
+                    grad.copy_(total)
 
 
 def _local(tensor: Tensor) -> Tensor:

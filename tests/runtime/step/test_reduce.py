@@ -44,3 +44,24 @@ def test_every_copy_gets_the_sum_over_all_ranks():
     tied.sum()
     assert torch.equal(here.grad, torch.tensor([11.0, 12.0]))
     assert torch.equal(there.grad, here.grad)  # it had none of its own
+
+
+def test_the_gradient_of_a_copy_is_summed_where_it_lies():
+    """A tied table is a large part of a model: no copy of it is made for the exchange."""
+    only, first, second = (nn.Parameter(torch.zeros(2, 3)) for _ in range(3))
+    bucket = torch.arange(6.0)
+    only.grad, first.grad = torch.ones(2, 3), bucket.view(2, 3)
+    second.grad = torch.ones(3, 2).T  # as an op may leave it
+    given: list[int] = []
+
+    def exchange(totals: list[torch.Tensor]) -> list[torch.Tensor]:
+        given.extend(total.data_ptr() for total in totals)
+        for total in totals:
+            total.mul_(2)
+        return totals
+
+    TiedCopies([[only], [first, second]], exchange).sum()
+    assert given == [only.grad.data_ptr(), bucket.data_ptr()]
+    assert torch.equal(only.grad, torch.full((2, 3), 2.0))
+    assert bucket.tolist() == [2.0, 4.0, 6.0, 8.0, 10.0, 12.0]
+    assert torch.equal(second.grad, first.grad)
