@@ -45,6 +45,7 @@ from planner.runtime.stage.host_activations import ActivationsOnHost
 from planner.runtime.stage.programs import Programs
 from planner.runtime.stage.recompute import Keeper
 from planner.runtime.stage.weight_grads import WeightQueue
+from planner.runtime.start import device as devices
 from planner.runtime.start.groups.mesh import Mesh
 from planner.runtime.state import zero
 from planner.runtime.state.average import WeightAverage
@@ -57,6 +58,7 @@ from planner.runtime.state.untouched import Untouched
 from planner.runtime.state.weights import constant, materialized, shape_of
 from planner.runtime.step.accumulation import Accumulation
 from planner.runtime.step.batch_norm import DeferredStatistics
+from planner.runtime.step.device_marks import DeviceMarks
 from planner.runtime.step.evaluation import Evaluation
 from planner.runtime.step.executor import Executor, Hooks
 from planner.runtime.step.inputs.feed import Feed, Preamble
@@ -271,6 +273,7 @@ class Engine:
             ),
             weight_queue=self._weight_queue,
             lookahead=plan.receive_ahead,
+            marks=DeviceMarks(mesh.device) if devices.is_accelerator(mesh.device) else None,
             recorder=self._recorder,
             away=self._away,
             hooks=Hooks(

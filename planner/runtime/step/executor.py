@@ -23,6 +23,7 @@ from planner.runtime.check.watchdog import Status
 from planner.runtime.stage.host_activations import ActivationsOnHost, Incoming
 from planner.runtime.stage.stage import StageModule
 from planner.runtime.stage.weight_grads import WeightQueue
+from planner.runtime.step.device_marks import DeviceMarks
 from planner.runtime.step.inputs.feed import Feed
 from planner.runtime.step.messages.p2p import Message, Post, messages
 from planner.runtime.step.messages.wiring import Edge
@@ -92,10 +93,12 @@ class Executor:
         recorder: Recorder | None = None,
         away: ActivationsOnHost | None = None,
         lookahead: int,
+        marks: DeviceMarks | None = None,
     ) -> None:
         """`weight_queue` is where the stages' programs defer weight gradients; without
         one (ZeRO) an I job makes them all and a W job has nothing left to do. `lookahead` is how
-        many jobs ahead receives are posted (`Plan.receive_ahead`).
+        many jobs ahead receives are posted (`Plan.receive_ahead`). `marks` are of a device that
+        works behind the host.
 
         A backward whose input gradient leaves the rank sends it before weight gradients that
         were deferred are made, so that the rank before waits less for it. In all but the last
@@ -107,7 +110,7 @@ class Executor:
         self.jobs = schedule.jobs[pp_rank]
         self.live: dict[tuple[int, int], Live] = {}
         self._stages, self._edges, self._post, self._hooks = stages, edges, post, hooks
-        self._lookahead, self._pp_rank = lookahead, pp_rank
+        self._lookahead, self._pp_rank, self._marks = lookahead, pp_rank, marks
         self._queue, self._recorder, self._away = weight_queue, recorder, away
         # What spans are called: put together once, not at every job.
         self._waits = {
@@ -184,6 +187,8 @@ class Executor:
         # then on, so looking farther ahead costs memory.
         order = list(positions)
         ahead = iter(order)
+        if self._marks is not None:
+            self._marks.next()  # those of steps before are done with
         losses: dict[int, Tensor] = {}
         self._post.open(with_grads=with_grads, split=feed.split, bucket=feed.bucket)
         # Receives are posted early, so that a message travels while earlier jobs compute.
@@ -201,6 +206,8 @@ class Executor:
                 self._do(job, feed, losses, position in self._last_gradients)
                 if self._away is not None and with_grads:
                     self._away.after(position)
+                if self._marks is not None:
+                    self._marks.add(job)
             except Exception as error:
                 error.add_note(f"in job {describe_job(job)} on pp rank {self._pp_rank}")
                 raise
@@ -332,25 +339,41 @@ class Executor:
             self._phase = None
 
     def status(self) -> Status:
-        """Return what this rank is doing; called from the watchdog's thread."""
+        """Return what this rank is doing; called from the watchdog's thread.
+
+        Of a device that works behind the host: what the device is doing.
+        """
+        passed, mark = (0, None) if self._marks is None else self._marks.next()
         # Each read once: the training thread changes them between two reads.
-        job, phase = self._current, self._phase
+        job, phase, waiting = self._current, self._phase, self._post.waiting_for
+        progress = self._progress + passed
+        if mark is not None:
+            text = f"job {describe_job(mark.job)}"
+            if mark.message is not None:
+                text += f", waiting for {self._post.describe(mark.message)}"
+            return Status(progress, True, text, waits=mark.message is not None)
         if phase is not None:
-            return Status(self._progress, True, phase, waits=True)
+            return Status(progress, True, phase, waits=True)
         if job is None:
-            return Status(self._progress, False, "between two steps")
-        waiting = self._post.waiting_for
+            return Status(progress, False, "between two steps")
         text = f"job {describe_job(job)}"
         if waiting is not None:
             text += f", waiting for {self._post.describe(waiting)}"
-        return Status(self._progress, True, text, waits=waiting is not None)
+        return Status(progress, True, text, waits=waiting is not None)
 
     def _get(self, message: Message) -> Tensor:
         if self._recorder is None:
-            return self._post.get(message)
-        name, stage = self._waits[message.edge, message.is_grad]
-        with self._recorder.span("WAIT", name, stage, message.microbatch):
-            return self._post.get(message)
+            tensor = self._post.get(message)
+        else:
+            name, stage = self._waits[message.edge, message.is_grad]
+            with self._recorder.span("WAIT", name, stage, message.microbatch):
+                tensor = self._post.get(message)
+        if self._marks is not None and self._current is not None:
+            edge = self._edges[message.edge]
+            sender = edge.consumer if message.is_grad else edge.producer
+            if self.schedule.stage_to_pp_rank[sender] != self._pp_rank:
+                self._marks.add(self._current, message)
+        return tensor
 
     def _computing(self, job: Job, kind: str | None = None) -> AbstractContextManager[Any]:
         """Name a job's computation for a profiler, and record when it ran, where either is on.
