@@ -117,6 +117,8 @@ def shard_stage(
         block.casts_whole = precision == "bf16"
         fully_shard(block, mesh=data_mesh, reshard_after_forward=zero_stage == 3, **policies)
     fully_shard(stage, mesh=data_mesh, reshard_after_forward=False, **policies)
+    if zero_stage == 3:
+        _fetch_ahead(stage)
     shards_on = torch.device("cpu") if on_host else mesh.device
 
     def materialize(param: Tensor) -> Tensor:
@@ -131,6 +133,22 @@ def shard_stage(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _fetch_ahead(stage: StageModule) -> None:
+    """Let each block's backward gather the weights of the block before it.
+
+    FSDP2 takes the forward that was before: behind a stage's first block that is the last block of
+    another microbatch, which it would gather for nothing.
+    """
+    before: FSDPModule | None = None
+    for block in stage.blocks:
+        if next(block.parameters(), None) is None:
+            continue
+        assert isinstance(block, FSDPModule)
+        # (The first block fetches itself, which is there.)
+        block.set_modules_to_backward_prefetch([before or block])
+        before = block
 
 
 def quiet_views() -> None:
