@@ -38,7 +38,8 @@ class StepLog:
     samples_per_s      and tokens_per_s, where `tokens_per_sample` is given
     model_tflop_per_s  of one device: the flop of the model's ops forward and backward, once each,
                        whatever is recomputed; mfu is its share of `peak_tflop_per_s`
-    memory_gb          most bytes allocated on this device (on a CPU: the process's), in 1e9
+    memory_gb          most bytes in use on this device since the log began, those that a stream
+                       still needs among them (on a CPU: the process's since it began), in 1e9
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class StepLog:
         checked = [_sink(each, folder, is_used=is_first) for each in to]
         self._sinks = checked if is_first else []
         self._flop: float | None = None
+        _reset_peak(engine.mesh.device)
         self._begin()
         engine.after_step.append(self._take)
         engine.after_load.append(self._begin)
@@ -120,13 +122,25 @@ class StepLog:
         return figures
 
 
+def _reset_peak(device: Any) -> None:
+    """Count from now on: building a model takes what a step does not."""
+    import torch
+
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        if hasattr(module, "reset_peak_memory_stats"):
+            module.reset_peak_memory_stats(device)
+
+
 def _peak_bytes(device: Any) -> float:
     import torch
 
     if device.type != "cpu":
         module = torch.get_device_module(device)
-        if hasattr(module, "max_memory_allocated"):
-            return float(module.max_memory_allocated(device))
+        if hasattr(module, "memory_stats"):
+            # Not what is allocated: blocks that a tensor has left and a stream still reads are in
+            # nobody else's use.
+            return float(module.memory_stats(device).get("active_bytes.all.peak", 0))
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(used if sys.platform == "darwin" else used * 1024)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import planner
+from planner import step_log
 from planner.errors import PlanError
 from planner.plan.defaults import default_plan
 from planner.step_log import StepLog
@@ -93,3 +96,17 @@ def test_a_log_that_can_not_be_written_is_refused_in_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(PlanError, match="pip install tensorboard"):
         StepLog(engine, folder=".", to=("tensorboard",))
+
+
+def test_memory_of_a_device_is_counted_from_the_log_s_beginning(monkeypatch):
+    """With what streams still need, and without what building the model took."""
+    called = []
+    module = SimpleNamespace(
+        reset_peak_memory_stats=called.append,
+        memory_stats=lambda device: {"active_bytes.all.peak": 3e9, "allocated_bytes.all.peak": 1e9},
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    device = torch.device("cuda", 0)
+    step_log._reset_peak(device)
+    assert called == [device]
+    assert step_log._peak_bytes(device) == 3e9
