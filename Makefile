@@ -1,6 +1,7 @@
 # Everything runs from .venv, which is made when it is missing or pyproject.toml has changed.
 #   make demo        profile this machine, search, launch, compare (2 CPU ranks)
-#   make test        all tests that are not marked slow, in WORKERS processes
+#   make test        all tests that are not marked slow, in WORKERS processes; how long each took
+#                    is in build/durations.csv
 #   make test-slow   the rest
 #   make check       format, lint, types, import contracts
 
@@ -15,7 +16,7 @@ demo: .venv/ready
 	$(BIN)/python examples/demo.py
 
 test: .venv/ready-test
-	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal
+	PLANNER_DURATIONS=build/durations.csv $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal
 
 test-slow: .venv/ready-test
 	$(BIN)/python -m pytest -m slow --timeout 1800

@@ -7,6 +7,8 @@ import tempfile
 
 import pytest
 
+pytest_plugins = ["tests.ledger"]
+
 # Workers and the ranks they start inherit the environment of the first process, which imports
 # this file before it starts them.
 if "PLANNER_TEST_CAPTURES" not in os.environ:
