@@ -67,7 +67,10 @@ def _trained(module: nn.Module) -> Any:
 
 
 def gaps(cases: list[tuple[str, Plan, tuple[int, ...]]]) -> dict[str, float]:
-    return {f"{name} {plan.degrees}": gap_to_one_process(name, plan, s) for name, plan, s in cases}
+    return {
+        f"{name} {plan.degrees} zero {plan.zero_stage}": gap_to_one_process(name, plan, s)
+        for name, plan, s in cases
+    }
 
 
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
@@ -76,18 +79,38 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", LAYOUTS)
-@pytest.mark.parametrize("name", MODELS)
-def test_equals_one_process(name, world_size):
-    graph = captured(name)
+QUICK = {2: tuple(MODELS), 4: ("Clip", "Barlow", "Routed")}
+"""Models of the quick tests: on two ranks all, each in one of the layouts."""
+
+
+def check(world_size: int, layouts: dict[str, list[dict[str, Any]]]) -> None:
+    """Train models under layouts, all by one group of ranks."""
     cases = []
-    for layout in LAYOUTS[world_size]:
-        plan = default_plan(graph, microbatch_size=8 // layout["dp"], num_microbatches=1, **layout)
-        # (On tp, a batch of other sizes may not divide.)
-        sizes = (8, 8) if "tp" in layout else (8, 7, 5)
-        cases.append((name, plan, sizes))
+    for name, of_model in layouts.items():
+        graph = captured(name)
+        for layout in of_model:
+            size = 8 // layout["dp"]
+            plan = default_plan(graph, microbatch_size=size, num_microbatches=1, **layout)
+            # (On tp, a batch of other sizes may not divide.)
+            cases.append((name, plan, (8, 8) if "tp" in layout else (8, 7, 5)))
     for found in run_ranks(gaps, world_size, cases):
         assert {case: gap for case, gap in found.items() if not gap < RTOL} == {}
+
+
+def test_each_model_equals_one_process_on_two_ranks():
+    layouts = LAYOUTS[2]
+    check(2, {name: [layouts[at % len(layouts)]] for at, name in enumerate(QUICK[2])})
+
+
+def test_telling_models_equal_one_process_on_four_ranks():
+    check(4, dict.fromkeys(QUICK[4], LAYOUTS[4]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_all_models_under_all_layouts(name, world_size):
+    check(world_size, {name: LAYOUTS[world_size]})
 
 
 def test_microbatches_are_refused():
