@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from planner import capture
-from planner.graph import ModelGraph, from_json, to_json
+from planner.graph import SAMPLE, ModelGraph, from_json, to_json
 from planner.graph.batch import flatten_batch
 from tests.builders import build_hf, tiny_models
 
@@ -40,7 +40,8 @@ def capture_module(module: torch.nn.Module, *batches: Any, **options: Any) -> Mo
         return _capture_module(module, *batches, **options)
 
     try:
-        given = {"loss": None, "name": "model", "precision": "model"} | options
+        # As the signature has them: who names a default asks for the same.
+        given = {"loss": None, "name": "model", "precision": "model", "unit": SAMPLE} | options
         given["loss"] = _code(given["loss"])
         asked = [_described(module), [_batch(batch) for batch in batches], sorted(given.items())]
     except _Indescribable:

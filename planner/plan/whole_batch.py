@@ -96,8 +96,7 @@ def run_whole(
     """
     if num_microbatches > 1 or LOCAL_SAMPLES in accept:
         return graph
-    ops = _whole_ops(graph)
-    return with_gathers(graph, ops, num_samples, parts) if ops else graph
+    return _on_whole_batch(graph, num_samples, tuple(parts))
 
 
 def graph_under(graph: ModelGraph, plan: Plan, parts: Sequence[int] = ()) -> ModelGraph:
@@ -109,6 +108,12 @@ def graph_under(graph: ModelGraph, plan: Plan, parts: Sequence[int] = ()) -> Mod
         accept=plan.accept,
         parts=parts,
     )
+
+
+@lru_cache(maxsize=16)
+def _on_whole_batch(graph: ModelGraph, num_samples: int, parts: tuple[int, ...]) -> ModelGraph:
+    ops = _whole_ops(graph)
+    return with_gathers(graph, ops, num_samples, parts) if ops else graph
 
 
 @lru_cache(maxsize=16)
