@@ -9,7 +9,9 @@ import torch
 
 from planner.errors import ProfileError
 from planner.graph import Op, Ref, TensorMeta
+from planner.units import GIB
 from profiles import catalog
+from profiles.devices import profile_for_gpu, shipped_for_gpu, shipped_profile
 from profiles.lookup.memory import ROUNDS, allocator_overheads
 from profiles.lookup.wire import wire_share
 from profiles.measure import session
@@ -54,6 +56,7 @@ def test_another_link_slows_messages_between_nodes_only():
         (None, catalog.FALLBACK, "this machine has no profile of its own; assuming"),
         ("Nosuch 3000", catalog.FALLBACK, "no shipped profile is of Nosuch 3000; assuming"),
         ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb", "using the shipped a100-sxm4-80gb"),
+        ("NVIDIA H100 PCIe", "h100-sxm5-80gb scaled to H100 PCIe", "'s data sheet for NVIDIA H100"),
     ],
 )
 def test_without_a_profile_of_its_own(monkeypatch, tmp_path, gpu, name, says):
@@ -62,6 +65,37 @@ def test_without_a_profile_of_its_own(monkeypatch, tmp_path, gpu, name, says):
     found, note = catalog.default_profile()
     assert found.name == name
     assert says in note
+
+
+@pytest.mark.parametrize(
+    ("gpu", "shipped"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-sxm5-80gb"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H200", "h200-sxm-141gb"),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb"),
+        ("NVIDIA A100-SXM4-40GB", None),
+    ],
+)
+def test_a_variant_with_a_data_sheet_is_not_the_shipped_device(gpu, shipped):
+    assert shipped_for_gpu(gpu) == shipped
+    found = profile_for_gpu(gpu)
+    assert found is not None
+    assert (found.name == shipped) == (shipped is not None)
+
+
+def test_a_data_sheet_scales_its_reference_profile():
+    """H100 NVL: 835 of 989.4 TFLOP/s, 3.9 of 3.35 TB/s, 300 of 450 GB/s, 94 GB."""
+    whole, made = shipped_profile("h100-sxm5-80gb"), profile_for_gpu("NVIDIA H100 NVL")
+    assert made.cluster.peak_flop_per_s["bfloat16"].value == pytest.approx(835e12)
+    assert made.cluster.memory_bytes.value == pytest.approx(93.6 * GIB, rel=0.01)
+    assert made.cluster.intra_node.beta_s_per_byte.value == pytest.approx(1 / 300e9)
+    for before, after in zip(whole.op_fits, made.op_fits, strict=True):
+        assert after.s_per_flop == pytest.approx(before.s_per_flop * 989.4 / 835)
+        assert after.s_per_byte == pytest.approx(before.s_per_byte * 3.35 / 3.9)
+    assert made.launch_overhead_s == whole.launch_overhead_s
 
 
 # A profile's answers
