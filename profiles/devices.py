@@ -24,8 +24,10 @@ from profiles.records import (
     ClusterRecord,
     CollectiveFit,
     Figure,
+    HostWork,
     LinkRecord,
     OpFit,
+    PaceKind,
     ProfileFile,
     Record,
     StepFit,
@@ -68,6 +70,8 @@ class ShippedDevice(Record):
     """This and what follows: as in a `ProfileFile`."""
     allocator_overhead_fraction: Figure
     launch_overhead_s: Figure
+    host_work: dict[HostWork, Figure] = Field(default_factory=dict)
+    typical_slowdown: dict[PaceKind, Figure] = Field(default_factory=dict)
     overlap_slowdown: dict[str, Figure] = Field(default_factory=dict)
     block_correction: dict[Literal["forward", "backward"], Figure] = Field(default_factory=dict)
     compiled_block_correction: dict[Literal["forward", "backward"], Figure] = Field(
@@ -191,6 +195,8 @@ def shipped_profile(name: str) -> ProfileFile:
         context_bytes=device.context_bytes,
         allocator_overhead_fraction=device.allocator_overhead_fraction,
         launch_overhead_s=device.launch_overhead_s,
+        host_work=device.host_work,
+        typical_slowdown=device.typical_slowdown,
         overlap_slowdown=device.overlap_slowdown,
         block_correction=device.block_correction,
         compiled_block_correction=device.compiled_block_correction,

@@ -41,8 +41,10 @@ def time_collective(
     per_sample = min(MOST_CALLS_PER_SAMPLE, calls // count)
     # A call takes the host longer than a short message takes the device: the host issues them all
     # before the first begins. As long on all ranks, or one would wait for another.
-    issue_s = clock.issue_seconds(lambda: [work() for _ in range(TRIAL_CALLS)]) / TRIAL_CALLS
-    head_start_s = HEAD_START * per_sample * _agreed(issue_s, group, clock.device)
+    head_start_s = 0.0
+    if clock.device.type == "cuda":
+        issue_s = clock.issue_seconds(lambda: [work() for _ in range(TRIAL_CALLS)]) / TRIAL_CALLS
+        head_start_s = HEAD_START * per_sample * _agreed(issue_s, group, clock.device)
     samples = []
     for _ in range(count):
         spent, _ = clock.time(
