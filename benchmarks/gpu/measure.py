@@ -60,7 +60,7 @@ def main():
         print(f"wrote {path}; now run python -m benchmarks.fit_published TABLES")
 
 
-def measure(out, budget_s, *, device="cuda", model=None, compiled=True):
+def measure(out, budget_s, *, device="cuda", model=None, grid=True, compiled=True):
     """Return the profile of all GPUs of this machine, or of one process on its CPU."""
     import torch
 
@@ -73,7 +73,7 @@ def measure(out, budget_s, *, device="cuda", model=None, compiled=True):
             nproc=torch.cuda.device_count() if device == "cuda" else 1,
             device=device,
             models=[load_graph(model or MODELS[device], precision="bf16")],
-            grid=True,
+            grid=grid,
             compiled=compiled,
             budget_s=budget_s,
             progress=lambda fraction, doing: bar.update(

@@ -34,12 +34,12 @@ class Part:
 
 PARTS = (
     Part(name="machine", share=25, tiny_share=15, says="versions, clocks, free memory"),
-    Part(name="ranks", share=130, tiny_share=50, says="plans of several ranks train as one"),
+    Part(name="ranks", share=130, tiny_share=40, says="plans of several ranks train as one"),
     Part(name="gpu_tests", share=90, tiny_share=10, says="tests that are marked gpu"),
     Part(name="host", share=50, tiny_share=25, says="host time, synchronisations, checkpoints"),
-    Part(name="steps", share=160, tiny_share=45, says="whole steps: predicted and measured"),
+    Part(name="steps", share=160, tiny_share=40, says="whole steps: predicted and measured"),
     Part(name="plain", share=60, tiny_share=20, says="the same model under FSDP2 alone"),
     Part(name="graphs", share=30, tiny_share=15, says="CUDA graphs of a block and of a stage"),
-    Part(name="profile", share=165, tiny_share=30, says="profile of ops, memory, copies"),
+    Part(name="profile", share=165, tiny_share=45, says="profile of ops, memory, copies"),
     Part(name="repriced", share=20, tiny_share=10, says="steps under the measured profile"),
 )
