@@ -10,7 +10,7 @@ from pathlib import Path
 
 from planner.cache_folder import cache_dir
 from planner.errors import ProfileError
-from profiles.devices import shipped_for_gpu, shipped_names, shipped_profile
+from profiles.devices import profile_for_gpu, shipped_for_gpu, shipped_names, shipped_profile
 from profiles.link_rates import with_inter_node
 from profiles.profile import Profile
 from profiles.records import ProfileFile
@@ -125,6 +125,11 @@ def default_profile(device: str | None = None) -> tuple[Profile, str]:
         if name := shipped_for_gpu(gpu):
             return load_profile(name), (
                 f"this machine has no profile of its own; using the shipped {name} for {gpu} "
+                "(measure with `measure_profile`)"
+            )
+        if file := profile_for_gpu(gpu):
+            return Profile(file), (
+                f"this machine has no profile of its own; using {file.name}'s data sheet for {gpu} "
                 "(measure with `measure_profile`)"
             )
         because = f"no shipped profile is of {gpu}"

@@ -18,19 +18,26 @@ from pydantic import Field, ValidationError, model_validator
 
 from planner.errors import ProfileError
 from planner.files import write_atomically
+from planner.units import GB, GIB, TB, TFLOP
 from profiles.hosts import ASSUMED, HostSpec
 from profiles.records import (
     ClusterRecord,
     CollectiveFit,
     Figure,
+    HostWork,
     LinkRecord,
     OpFit,
+    PaceKind,
     ProfileFile,
     Record,
     StepFit,
 )
 
 DATA = Path(__file__).parent / "data"
+REPORTED = 0.988
+"""A driver reports about so many GiB for each gigabyte of a data sheet: 79.1 of 80 on an H100,
+139.8 of 141 on an H200, 178.4 of 180 on a B200."""
+
 _R = TypeVar("_R", bound=Record)
 
 
@@ -63,6 +70,8 @@ class ShippedDevice(Record):
     """This and what follows: as in a `ProfileFile`."""
     allocator_overhead_fraction: Figure
     launch_overhead_s: Figure
+    host_work: dict[HostWork, Figure] = Field(default_factory=dict)
+    typical_slowdown: dict[PaceKind, Figure] = Field(default_factory=dict)
     overlap_slowdown: dict[str, Figure] = Field(default_factory=dict)
     block_correction: dict[Literal["forward", "backward"], Figure] = Field(default_factory=dict)
     compiled_block_correction: dict[Literal["forward", "backward"], Figure] = Field(
@@ -186,6 +195,8 @@ def shipped_profile(name: str) -> ProfileFile:
         context_bytes=device.context_bytes,
         allocator_overhead_fraction=device.allocator_overhead_fraction,
         launch_overhead_s=device.launch_overhead_s,
+        host_work=device.host_work,
+        typical_slowdown=device.typical_slowdown,
         overlap_slowdown=device.overlap_slowdown,
         block_correction=device.block_correction,
         compiled_block_correction=device.compiled_block_correction,
@@ -196,12 +207,96 @@ def shipped_profile(name: str) -> ProfileFile:
 
 
 def shipped_for_gpu(gpu: str) -> str | None:
-    """Return the shipped profile of a GPU by the name its driver reports, if there is one."""
+    """Return the shipped profile of a GPU by the name its driver reports, if there is one.
+
+    A variant with a data sheet of its own ("NVIDIA H100 PCIe", "NVIDIA H100 NVL") is not the device
+    whose name it shares: `profile_for_gpu` scales that one's profile.
+    """
+    if _sheet_for_gpu(gpu) is not None:
+        return None
     for name in device_names():
         shipped = device_file(name).shipped
         if shipped and re.search(shipped.driver_pattern, gpu):
             return name
     return None
+
+
+def profile_for_gpu(gpu: str) -> ProfileFile | None:
+    """Return what planner has for a GPU by the name its driver reports: its shipped profile, or of
+    a device with a data sheet only its reference device's, scaled; None for an unknown one.
+    """
+    if name := shipped_for_gpu(gpu):
+        return shipped_profile(name)
+    sheet = _sheet_for_gpu(gpu)
+    return None if sheet is None else scaled_profile(sheet, gpu)
+
+
+def _sheet_for_gpu(gpu: str) -> DeviceFile | None:
+    """Return the device of a driver's name where that has a data sheet and no profile."""
+    device = named_device(re.sub(r"[^A-Z0-9]", "", gpu.upper()))
+    return device if device is not None and device.shipped is None else None
+
+
+def scaled_profile(sheet: DeviceFile, gpu: str) -> ProfileFile:
+    """Return the reference device's profile as it holds for a device with a data sheet only.
+
+    Rates of products, of memory and of links scale as those on the data sheets; `gpu` is the name
+    its driver reports. Overheads, the context and the number of devices between which a link is
+    stay as they are.
+    """
+    file = shipped_profile(sheet.reference)
+    cluster = file.cluster
+
+    def scaled(figure: Figure, factor: float) -> Figure:
+        detail = f"{figure.detail}; scaled by the data sheet of {sheet.name}"
+        return Figure(value=figure.value * factor, origin="data sheet", detail=detail)
+
+    def speed(stated: float | None, unit: float, figure: Figure) -> float:
+        """Return the device's rate over its reference's; 1 where the sheet does not say."""
+        return 1.0 if stated is None else stated * unit / figure.value
+
+    compute = speed(sheet.tflop_per_s, TFLOP, cluster.peak_flop_per_s["bfloat16"])
+    memory = speed(sheet.memory_tb_per_s, TB, cluster.memory_bytes_per_s)
+    link = cluster.intra_node.beta_s_per_byte
+    if sheet.link_gb_per_s is not None:
+        link = scaled(link, 1 / (sheet.link_gb_per_s * GB) / link.value)
+    size = cluster.memory_bytes
+    if sheet.memory_gb is not None:
+        size = scaled(size, sheet.memory_gb * GIB * REPORTED / size.value)
+
+    def compute_of(dtype: str) -> float:
+        narrow = cluster.peak_flop_per_s.get(dtype)
+        if dtype.startswith("float8") and narrow is not None and sheet.float8_tflop_per_s:
+            return sheet.float8_tflop_per_s * TFLOP / narrow.value
+        return compute
+
+    return file.model_copy(
+        update={
+            "name": f"{sheet.reference} scaled to {sheet.name}",
+            "cluster": cluster.model_copy(
+                update={
+                    "device": gpu,
+                    "memory_bytes": size,
+                    "memory_bytes_per_s": scaled(cluster.memory_bytes_per_s, memory),
+                    "peak_flop_per_s": {
+                        dtype: scaled(figure, compute_of(dtype))
+                        for dtype, figure in cluster.peak_flop_per_s.items()
+                    },
+                    "intra_node": cluster.intra_node.model_copy(update={"beta_s_per_byte": link}),
+                }
+            ),
+            "op_fits": tuple(
+                fit.model_copy(
+                    update={
+                        "s_per_flop": fit.s_per_flop / compute_of(fit.dtype),
+                        "s_per_byte": fit.s_per_byte / memory,
+                        "detail": f"{fit.detail}; scaled by the data sheet of {sheet.name}",
+                    }
+                )
+                for fit in file.op_fits
+            ),
+        }
+    )
 
 
 def host_of(device: str) -> HostSpec:

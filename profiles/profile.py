@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from profiles.records import (
     CollectiveRecord,
     Direction,
     Group,
+    HostWork,
     Lookup,
     OpQuery,
     OpRecord,
@@ -103,6 +104,23 @@ class Profile:
     def launch_overhead_s(self) -> float:
         """Least host time per operator: no op can be issued faster than this."""
         return self.file.launch_overhead_s.value * self.factors[LAUNCH]
+
+    def host_seconds(
+        self, direction: Direction, *, ops: int, products: int = 0, redistributions: int = 0
+    ) -> float:
+        """Return the host time to issue `ops` of a block's pass, some of them products with trained
+        weights or redistributions, which take longer where that was measured.
+        """
+        work = self.file.host_work
+
+        def each(kind: str, otherwise_s: float) -> float:
+            figure = work.get(cast(HostWork, kind))
+            return otherwise_s if figure is None else figure.value * self.factors[LAUNCH]
+
+        op_s = each(f"{direction}_op", self.launch_overhead_s)
+        more_s = products * max(0.0, each(f"product_{direction}", op_s) - op_s)
+        more_s += redistributions * max(0.0, each(f"redistribute_{direction}", op_s) - op_s)
+        return ops * op_s + more_s
 
     @cached_property
     def _op_model(self) -> OpModel:

@@ -397,6 +397,19 @@ masters; bfloat16 gradients added to float32 sums; copies between host and devic
 work for a block, without messages (`profiles.measure.timing.zero_timing`)."""
 
 
+HostWork = Literal[
+    "forward_op",
+    "backward_op",
+    "product_forward",
+    "product_backward",
+    "redistribute_forward",
+    "redistribute_backward",
+]
+"""Work of the host beside a device that computes asynchronously: an op with autograd, forward and
+in its backward; the runtime's product with a trained weight; the runtime's change of a tensor's
+layout (`profiles.measure.timing.host_timing`)."""
+
+
 class StepFit(Record):
     """`seconds = num_calls * s_per_call + num_tensors * s_per_tensor + num_bytes * s_per_byte`."""
 
@@ -529,8 +542,12 @@ class ProfileFile(Record):
     """Peak memory reserved over peak bytes of live tensors, minus 1."""
     launch_overhead_s: Figure
     """Host time to issue an op."""
+    host_work: dict[HostWork, Figure] = Field(default_factory=dict)
+    """Host time of what takes longer to issue than an op without autograd; what is missing takes
+    `launch_overhead_s`. On GPUs only."""
     typical_slowdown: dict[PaceKind, Figure] = Field(default_factory=dict)
-    """Typical time of work of a kind over its time on the undisturbed machine; not on GPUs."""
+    """Typical time of work of a kind over its time on the undisturbed machine. On GPUs of products
+    only: under sustained load over that of short visits, as clocks follow power and heat."""
     overlap_slowdown: dict[str, Figure] = Field(default_factory=dict)
     """Factors by which `compute` and `communication` slow down while both run."""
     block_correction: dict[Direction, Figure] = Field(default_factory=dict)

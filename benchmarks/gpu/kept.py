@@ -2,11 +2,19 @@
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from planner.errors import ProfileError
 from profiles import Profile
-from profiles.records import Direction, Figure, OpFit, ProfileFile, StepFit
+from profiles.records import (
+    Direction,
+    Figure,
+    HostWork,
+    OpFit,
+    PaceKind,
+    ProfileFile,
+    StepFit,
+)
 
 HERE = Path(__file__).parent
 
@@ -25,6 +33,8 @@ class Kept(BaseModel):
     context_bytes: Figure
     allocator_overhead_fraction: Figure
     launch_overhead_s: Figure
+    host_work: dict[HostWork, Figure] = Field(default_factory=dict)
+    typical_slowdown: dict[PaceKind, Figure] = Field(default_factory=dict)
     overlap_slowdown: dict[str, Figure]
     block_correction: dict[Direction, Figure]
     compiled_block_correction: dict[Direction, Figure]
@@ -52,7 +62,13 @@ def keep(measured: Profile) -> Kept:
 
 
 _FIGURES = ("context_bytes", "allocator_overhead_fraction", "launch_overhead_s")
-_TABLES = ("overlap_slowdown", "block_correction", "compiled_block_correction")
+_TABLES = (
+    "host_work",
+    "typical_slowdown",
+    "overlap_slowdown",
+    "block_correction",
+    "compiled_block_correction",
+)
 
 
 def write_kept(name: str, kept: Kept, folder: Path = HERE) -> Path:

@@ -24,8 +24,8 @@ from rich.table import Table
 
 from benchmarks.gpu.kept import keep, write_kept
 from planner.graph.capture_cache import load_graph
-from profiles import Profile, load_profile, measure_profile
-from profiles.devices import shipped_for_gpu
+from profiles import Profile, measure_profile
+from profiles.devices import profile_for_gpu, shipped_for_gpu
 from profiles.lookup.families import BLOCK, family_of
 from profiles.lookup.op_model import query_of
 
@@ -45,17 +45,22 @@ def main():
     measured = measure(arguments.out, arguments.budget, device=arguments.device)
     if measured is None:  # a serving rank of a multi-node run
         return
-    shipped = shipped_for_gpu(measured.cluster.device)
-    if shipped is None:
+    described = profile_for_gpu(measured.cluster.device)
+    if described is None:
         print(f"no shipped profile is of {measured.cluster.device}; {arguments.out} stands alone")
         return
-    Console().print(comparison(load_profile(shipped), measured))
+    Console().print(comparison(Profile(described), measured))
     if arguments.keep:
+        shipped = shipped_for_gpu(measured.cluster.device)
+        if shipped is None:
+            sys.exit(
+                f"{measured.cluster.device} has a data sheet only, so nothing is shipped of it"
+            )
         path = write_kept(shipped, keep(measured))
         print(f"wrote {path}; now run python -m benchmarks.fit_published TABLES")
 
 
-def measure(out, budget_s, *, device="cuda", model=None):
+def measure(out, budget_s, *, device="cuda", model=None, grid=True, compiled=True):
     """Return the profile of all GPUs of this machine, or of one process on its CPU."""
     import torch
 
@@ -68,8 +73,8 @@ def measure(out, budget_s, *, device="cuda", model=None):
             nproc=torch.cuda.device_count() if device == "cuda" else 1,
             device=device,
             models=[load_graph(model or MODELS[device], precision="bf16")],
-            grid=True,
-            compiled=True,
+            grid=grid,
+            compiled=compiled,
             budget_s=budget_s,
             progress=lambda fraction, doing: bar.update(
                 task, completed=fraction, description=doing[:60]

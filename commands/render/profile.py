@@ -68,6 +68,8 @@ def _machine(profile: Profile) -> Any:
     row("allocator overhead", f"{overhead.value:.1%}{seen}", overhead)
     launch = file.launch_overhead_s
     row("launch overhead per op", format_seconds(launch.value), launch)
+    for work, figure in file.host_work.items():
+        row(f"host, {work.replace('_', ' ')}", format_seconds(figure.value), figure)
     for pace, slow in file.typical_slowdown.items():
         seen = "" if slow.high is None else f" ({slow.low:.2f} to {slow.high:.2f})"
         row(f"typical slowdown, {pace}", f"x {slow.value:.2f}{seen}", slow)

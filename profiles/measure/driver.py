@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 _PATHS = (
@@ -31,6 +32,51 @@ def driver_version() -> str | None:
         question = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         return _run(question).splitlines()[0].strip()
     return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockState:
+    """How fast a GPU runs in this moment, and what holds it back."""
+
+    sm_mhz: float
+    """Clock of the multiprocessors."""
+    most_sm_mhz: float
+    """The most that the device can do."""
+    power_w: float
+    throttled: tuple[str, ...]
+    """Reasons why it is slower than it could be: power, heat, hardware."""
+
+
+_THROTTLES = (
+    ("nvmlClocksThrottleReasonSwPowerCap", "power"),
+    ("nvmlClocksThrottleReasonHwSlowdown", "hardware"),
+    ("nvmlClocksThrottleReasonSwThermalSlowdown", "heat"),
+    ("nvmlClocksThrottleReasonHwThermalSlowdown", "heat"),
+    ("nvmlClocksThrottleReasonHwPowerBrakeSlowdown", "power brake"),
+)
+
+
+def clock_state(uuid: str) -> ClockState | None:
+    """Return the clocks of the GPU of this name (torch's ``properties.uuid``); None where
+    nvidia-ml-py is not installed or the driver does not say.
+    """
+    library = _library()
+    if library is None:
+        return None
+    try:
+        library.nvmlInit()
+        name = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+        handle = library.nvmlDeviceGetHandleByUUID(name)
+        reasons = library.nvmlDeviceGetCurrentClocksThrottleReasons(handle)  # a set of bits
+        found = (word for flag, word in _THROTTLES if reasons & getattr(library, flag, 0))
+        return ClockState(
+            sm_mhz=float(library.nvmlDeviceGetClockInfo(handle, library.NVML_CLOCK_SM)),
+            most_sm_mhz=float(library.nvmlDeviceGetMaxClockInfo(handle, library.NVML_CLOCK_SM)),
+            power_w=library.nvmlDeviceGetPowerUsage(handle) / 1e3,
+            throttled=tuple(dict.fromkeys(found)),
+        )
+    except library.NVMLError:
+        return None
 
 
 def gpu_links() -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -114,6 +114,8 @@ class Session:
     """By kind, bytes and shape of group."""
     skipped: list[SkippedProbe] = field(default_factory=list)
     """Probes that gave no number."""
+    clocks: list[Mapping[str, Any]] = field(default_factory=list)
+    """Clocks of a GPU behind each visit of each rank (`driver.ClockState`), where known."""
     paces: dict[tuple[str, PaceKind], list[float]] = field(default_factory=dict)
     """Seconds of the fixed works beside all visits so far, by kind of device and of work."""
 
@@ -171,6 +173,11 @@ class Session:
         self, probe: OpProbe | BlockProbe, answers: Sequence[Mapping[str, Sequence[float]]]
     ) -> None:
         """Add a visit of an op; each rank answers with samples by name: see `OpTimer.visit`."""
+        self.clocks += [
+            {"rank": rank, **state}
+            for rank, answer in enumerate(answers)
+            if (state := cast(Mapping[str, Any] | None, answer.get("clock"))) is not None
+        ]
         for kind, ranks in self.ranks.kinds.items():
             mine = [answers[rank] for rank in ranks]
             for query in probe.queries:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
 
 import numpy as np
 
@@ -74,11 +74,16 @@ def summarize(
             detail=f"peak held over peak live, {len(overheads)} rounds of synthetic training",
         ),
         launch_overhead_s=_launch_overhead(ops, surroundings.launch_s),
+        host_work={
+            kind: _measured(seconds, "host time of a call in a chain of them, with autograd")
+            for kind, seconds in surroundings.host_work.items()
+        },
         typical_slowdown={
             pace: _typical_slowdown(pace, paces)
             for (kind, pace), paces in session.paces.items()
             if kind == device and paces
-        },
+        }
+        | _under_load(surroundings.sustained),
         overlap_slowdown={
             part: _measured(factor, "a long matmul chain beside an all-reduce of equal length")
             for part, factor in surroundings.overlap.items()
@@ -95,7 +100,12 @@ def summarize(
         skipped=tuple(session.skipped),
         node_links=surroundings.node_links,
         notes=(*(mixed if others else []), *surroundings.links),
-        findings=(*surroundings.findings, *stragglers, *session.ranks.differences()),
+        findings=(
+            *surroundings.findings,
+            *stragglers,
+            *throttled(session.clocks),
+            *session.ranks.differences(),
+        ),
     )
 
 
@@ -150,6 +160,39 @@ def _typical_slowdown(pace: PaceKind, paces: Sequence[float]) -> Figure:
         origin="measured",
         detail=f"{work} beside {len(paces)} records' visits, over its fastest quarter",
     )
+
+
+THROTTLED_VISITS = 0.05
+"""Of all visits; a clock that falls for a moment decides nothing."""
+
+
+def throttled(clocks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each rank whose GPU was held back by power or heat in many visits."""
+    lines = []
+    for rank in sorted({state["rank"] for state in clocks}):
+        mine = [state for state in clocks if state["rank"] == rank]
+        held = [state for state in mine if state["throttled"]]
+        if len(held) < THROTTLED_VISITS * len(mine) or not held:
+            continue
+        why = ", ".join(dict.fromkeys(reason for state in held for reason in state["throttled"]))
+        low, high = (pick(state["sm_mhz"] for state in mine) for pick in (min, max))
+        power_w = max(state["power_w"] for state in mine)
+        lines.append(
+            f"rank {rank}: held back by {why} in {len(held)} of {len(mine)} visits; clocks of "
+            f"{low:.0f} to {high:.0f} MHz, of {mine[0]['most_sm_mhz']:.0f} possible; up to "
+            f"{power_w:.0f} W"
+        )
+    return lines
+
+
+def _under_load(sustained: float | None) -> dict[PaceKind, Figure]:
+    """Return by how much products slow under a load that goes on; light ops wait for memory, whose
+    clock stays.
+    """
+    if sustained is None:
+        return {}
+    detail = "bfloat16 products for seconds on end over those after gaps"
+    return {"product": _measured(max(1.0, sustained), detail)}
 
 
 def _slowest_kind(session: Session) -> str:

@@ -13,21 +13,25 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from planner.runtime.start.device import p2p_needs_own_groups
 from planner.runtime.start.groups.gloo_threads import put_socket_threads_last
 from planner.runtime.start.process.cores import available_cores, own_cores, stay_on
 from planner.runtime.start.process.heap import keep_freed_memory
 from profiles.lookup.memory import allocator_overheads, load_training, used_bytes
-from profiles.measure.driver import driver_version
+from profiles.measure.driver import clock_state, driver_version
 from profiles.measure.timing.clock import Clock, Pace, settle_clocks
 from profiles.measure.timing.collective_timing import time_collective
+from profiles.measure.timing.host_timing import time_host_work
 from profiles.measure.timing.overlap_timing import measure_overlap
 from profiles.measure.timing.step_timing import time_launch, time_step_work
+from profiles.measure.timing.sustained_timing import time_sustained
 from profiles.measure.timing.timing import OpTimer
 from profiles.measure.timing.wait_timing import time_waits
 
@@ -84,6 +88,7 @@ class Worker:
         self._timer = OpTimer(self.clock)
         self._pace = Pace(self.clock)
         self._groups: dict[tuple[tuple[int, ...], ...], Any] = {}
+        self._plan_groups: dict[tuple[str, int], Any] = {}
         self._tasks: Mapping[str, Callable[[Any], Any]] = {
             "describe": lambda _: describe(self.device),
             "op": self._time_op,
@@ -91,6 +96,8 @@ class Worker:
             "memory": self._memory,
             "step": self._time_step_work,
             "launch": lambda _: time_launch(self.device),
+            "host": self._time_host_work,
+            "sustained": lambda task: time_sustained(self.clock, seconds=task["seconds"]),
             "zero": self._time_zero_work,
             "overlap": lambda _: measure_overlap(self.clock),
             "waits": lambda _: time_waits(self.clock),
@@ -108,12 +115,17 @@ class Worker:
             torch.cuda.empty_cache()
 
     def _time_op(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        return self._timer.visit(
+        samples: dict[str, Any] = self._timer.visit(
             task["probe"],
             seconds=task["seconds"],
             warm=task["warm"],
             begin_together=dist.barrier,
         )
+        if self.device.type == "cuda":
+            # Right behind the work: what clocks did beside it, as nothing else tells.
+            state = clock_state(str(torch.cuda.get_device_properties(self.device).uuid))
+            samples["clock"] = None if state is None else asdict(state)
+        return samples
 
     def _time_collective(self, task: Mapping[str, Any]) -> dict[str, Any]:
         layout = tuple(tuple(ranks) for ranks in task["groups"])
@@ -143,6 +155,11 @@ class Worker:
             )
         )
 
+    def _time_host_work(self, task: Mapping[str, Any]) -> dict[Any, list[float]]:
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        return time_host_work(self.device, everyone.group_name)
+
     def _time_zero_work(self, task: Mapping[str, Any]) -> Any:
         from profiles.measure.timing.zero_timing import time_zero_work
 
@@ -165,12 +182,35 @@ class Worker:
 
     def _memory(self, task: Mapping[str, Any]) -> dict[str, Any]:
         load_training(self.device)
+        self._open_groups_of_a_plan()
         self.tidy()  # what warming up the clocks left in reserve is no part of the context
         context = used_bytes(self.device)
         return {
             "context_bytes": context,
             "allocator_overheads": allocator_overheads(self.device),
         }
+
+    def _open_groups_of_a_plan(self) -> None:
+        """Open the groups that ranks of a plan hold, and send through each: communicators take
+        their memory, hundreds of MB on GPUs, from their first message on.
+
+        Beside the group of all: one for tp, one for data, and to each neighbour in the pipeline one
+        for each direction, where directions need groups of their own.
+        """
+        count = dist.get_world_size()
+        if count == 1:
+            return
+        everyone = list(range(count))
+        groups = [everyone, everyone]
+        if p2p_needs_own_groups(self.device):
+            pairs = [[rank, (rank + 1) % count] for rank in range(count if count > 2 else 1)]
+            groups += [sorted(pair) for pair in pairs for _ in ("forward", "backward")]
+        for index, ranks in enumerate(groups):
+            key = ("plan", index)
+            if key not in self._plan_groups:
+                self._plan_groups[key] = dist.new_group(ranks)
+            if self.rank in ranks:
+                dist.all_reduce(torch.ones(1, device=self.device), group=self._plan_groups[key])
 
 
 def describe(device: torch.device) -> dict[str, Any]:

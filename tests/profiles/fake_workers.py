@@ -5,7 +5,7 @@ import zlib
 from typing import get_args
 
 from profiles.measure.workers import ProbeFailed
-from profiles.records import ZeroWork
+from profiles.records import HostWork, ZeroWork
 
 
 class FakeWorkers:
@@ -63,6 +63,10 @@ class FakeWorkers:
                 return {**paces, **{work: [own_s] * 3 for work in get_args(ZeroWork)}}
             case "waits":
                 return [(1e-3, 2e-4, 1e-4), (2e-3, 3e-4, 1e-4)]
+            case "host":
+                return {kind: [2e-5] * 3 for kind in get_args(HostWork)}
+            case "sustained":
+                return {"short": [1e-3], "sustained": [1.1e-3]}
             case "launch":
                 return {"seconds": [5e-6] * 3}
             case "collective":

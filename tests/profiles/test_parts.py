@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import weakref
+from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
 
 from planner.errors import ProfileError
 from planner.graph import Op, Ref, TensorMeta
+from planner.units import GIB
 from profiles import catalog
+from profiles.devices import profile_for_gpu, shipped_for_gpu, shipped_profile
 from profiles.lookup.memory import ROUNDS, allocator_overheads
 from profiles.lookup.wire import wire_share
-from profiles.measure import session
+from profiles.measure import session, worker
+from profiles.measure.nodes import launchers
 from profiles.measure.probes import probe_of
+from profiles.measure.summary import throttled
+from profiles.measure.timing import sustained_timing
 from profiles.measure.timing.calls import Arena, Calls, Functions
 from profiles.measure.timing.clock import Clock
 from profiles.measure.timing.collective_timing import time_collective
+from profiles.measure.timing.host_timing import time_host_work
 from profiles.measure.timing.overlap_timing import _slowed
 from profiles.measure.timing.step_timing import _WORK
 from profiles.profile import PASSES
-from profiles.records import Group, StepFit, WaitFit
+from profiles.records import Group, HostWork, StepFit, WaitFit
 from tests.profiles import samples
+from tests.spawn import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -54,6 +63,7 @@ def test_another_link_slows_messages_between_nodes_only():
         (None, catalog.FALLBACK, "this machine has no profile of its own; assuming"),
         ("Nosuch 3000", catalog.FALLBACK, "no shipped profile is of Nosuch 3000; assuming"),
         ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb", "using the shipped a100-sxm4-80gb"),
+        ("NVIDIA H100 PCIe", "h100-sxm5-80gb scaled to H100 PCIe", "'s data sheet for NVIDIA H100"),
     ],
 )
 def test_without_a_profile_of_its_own(monkeypatch, tmp_path, gpu, name, says):
@@ -64,7 +74,119 @@ def test_without_a_profile_of_its_own(monkeypatch, tmp_path, gpu, name, says):
     assert says in note
 
 
+@pytest.mark.parametrize(
+    ("gpu", "shipped"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-sxm5-80gb"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H200", "h200-sxm-141gb"),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb"),
+        ("NVIDIA A100-SXM4-40GB", None),
+    ],
+)
+def test_a_variant_with_a_data_sheet_is_not_the_shipped_device(gpu, shipped):
+    assert shipped_for_gpu(gpu) == shipped
+    found = profile_for_gpu(gpu)
+    assert found is not None
+    assert (found.name == shipped) == (shipped is not None)
+
+
+def test_a_data_sheet_scales_its_reference_profile():
+    """H100 NVL: 835 of 989.4 TFLOP/s, 3.9 of 3.35 TB/s, 300 of 450 GB/s, 94 GB."""
+    whole, made = shipped_profile("h100-sxm5-80gb"), profile_for_gpu("NVIDIA H100 NVL")
+    assert made.cluster.peak_flop_per_s["bfloat16"].value == pytest.approx(835e12)
+    assert made.cluster.memory_bytes.value == pytest.approx(93.6 * GIB, rel=0.01)
+    assert made.cluster.intra_node.beta_s_per_byte.value == pytest.approx(1 / 300e9)
+    for before, after in zip(whole.op_fits, made.op_fits, strict=True):
+        assert after.s_per_flop == pytest.approx(before.s_per_flop * 989.4 / 835)
+        assert after.s_per_byte == pytest.approx(before.s_per_byte * 3.35 / 3.9)
+    assert made.launch_overhead_s == whole.launch_overhead_s
+
+
 # A profile's answers
+
+
+def test_a_host_takes_longer_for_products_and_redistributions_where_that_was_measured():
+    """5 ops, 2 products and a redistribution: 1 us each; or 2 us, and 8 and 28 us more."""
+    plain = samples.profile(launch_overhead_s=samples.figure(1e-6))
+    for direction in ("forward", "backward"):
+        found = plain.host_seconds(direction, ops=5, products=2, redistributions=1)
+        assert found == 5 * plain.launch_overhead_s
+    work = {"backward_op": 2e-6, "product_backward": 1e-5, "redistribute_backward": 3e-5}
+    host_work = {kind: samples.figure(seconds) for kind, seconds in work.items()}
+    measured = samples.profile(launch_overhead_s=samples.figure(1e-6), host_work=host_work)
+    counts = {"ops": 5, "products": 2, "redistributions": 1}
+    assert measured.host_seconds("forward", **counts) == 5 * measured.launch_overhead_s
+    assert measured.host_seconds("backward", **counts) == pytest.approx(10e-6 + 16e-6 + 28e-6)
+
+
+def test_clocks_that_are_held_back_are_a_finding():
+    free = {"rank": 0, "sm_mhz": 1980.0, "most_sm_mhz": 1980.0, "power_w": 500.0, "throttled": ()}
+    held = free | {"sm_mhz": 1410.0, "power_w": 700.0, "throttled": ("power",)}
+    assert throttled([]) == throttled([free] * 20) == throttled([held, *[free] * 40]) == []
+    assert throttled([held, *[free] * 3, *[free | {"rank": 1}] * 4]) == [
+        "rank 0: held back by power in 1 of 4 visits; clocks of 1410 to 1980 MHz, "
+        "of 1980 possible; up to 700 W"
+    ]
+
+
+def test_work_under_load_is_timed_to_its_end(monkeypatch):
+    """A made-up device that slows by a fifth after 4 samples of a chain."""
+    calls = iter(range(1000))
+    clock = SimpleNamespace(
+        device=torch.device("cpu"),
+        time=lambda work: (1.0 if next(calls) < sustained_timing.SHORT_SAMPLES else 9.6, work()),
+    )
+    monkeypatch.setattr(sustained_timing, "GAP_S", 0.0)
+    found = sustained_timing.time_sustained(clock, seconds=0.0)
+    assert found == {"short": [1.0], "sustained": [pytest.approx(1.2)]}
+
+
+def _hosts() -> dict:
+    import torch.distributed as dist
+
+    return time_host_work(torch.device("cpu"), dist.group.WORLD.group_name)
+
+
+def test_a_host_s_work_is_timed_forward_and_backward():
+    """Of a redistribution more than of an op, in both directions."""
+    (found,) = run_ranks(_hosts, 1)
+    assert set(found) == set(get_args(HostWork))
+    assert all(seconds > 0 for samples in found.values() for seconds in samples)
+    assert min(found["redistribute_forward"]) > min(found["forward_op"])
+    assert min(found["redistribute_backward"]) > min(found["backward_op"])
+
+
+def _groups(own_groups: bool) -> tuple[int, int]:
+    import torch.distributed as dist
+
+    worker.p2p_needs_own_groups = lambda device: own_groups
+    rank = SimpleNamespace(rank=dist.get_rank(), device=torch.device("cpu"), _plan_groups={})
+    for _ in range(2):  # a second look opens no more
+        worker.Worker._open_groups_of_a_plan(rank)
+    mine = [
+        group for group in rank._plan_groups.values() if group != dist.GroupMember.NON_GROUP_MEMBER
+    ]
+    return len(rank._plan_groups), len(mine)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "own_groups", "made", "mine"), [(2, False, 2, 2), (2, True, 4, 4), (3, True, 8, 6)]
+)
+def test_memory_is_measured_with_the_groups_of_a_plan(ranks, own_groups, made, mine):
+    """tp, data, and with each of the neighbours one for each direction."""
+    assert run_ranks(_groups, ranks, own_groups) == [(made, mine)] * ranks
+
+
+def test_ranks_of_a_measurement_have_the_environment_of_training_ranks(monkeypatch):
+    started = []
+    monkeypatch.setattr(launchers, "rank_environment", lambda *_: {"ALLOCATOR": "as in training"})
+    monkeypatch.setattr(launchers.subprocess, "Popen", lambda *_, env, **__: started.append(env))
+    launchers.LocalLauncher(2, device="cpu", threads=1).start(1, "token", None)
+    assert [env["ALLOCATOR"] for env in started] == ["as in training"] * 2
+    assert [env["OMP_NUM_THREADS"] for env in started] == ["1"] * 2
 
 
 def test_ranks_wait_for_each_other_at_collectives():
@@ -229,7 +351,7 @@ class Scripted(Clock):
         super().__init__(CPU)
         self.ticks = 0
 
-    def time(self, work):
+    def time(self, work, *, head_start_s=0.0):
         before = self.ticks
         result = work()
         return float(self.ticks - before), result

@@ -17,7 +17,13 @@ from profiles.lookup.topology import (
     nodes_of,
     pairs_to_measure,
 )
-from profiles.measure.driver import gpu_links, links_by_library, parse_topology
+from profiles.measure.driver import (
+    ClockState,
+    clock_state,
+    gpu_links,
+    links_by_library,
+    parse_topology,
+)
 from profiles.records import NodeLinkRecord
 
 TWO_NODES = ((0, 1, 2, 3), (4, 5, 6, 7))
@@ -156,6 +162,36 @@ class FakeLibrary:
 
     def nvmlDeviceGetTopologyCommonAncestor(self, a, b):
         return 50
+
+    NVML_CLOCK_SM = 1
+    nvmlClocksThrottleReasonSwPowerCap, nvmlClocksThrottleReasonHwThermalSlowdown = 4, 64
+
+    def nvmlDeviceGetHandleByUUID(self, name):
+        if name != "GPU-1234":
+            raise self.NVMLError("not found")
+        return 0
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle):
+        return 4 | 64 | 1
+
+    def nvmlDeviceGetClockInfo(self, handle, kind):
+        return 1410
+
+    def nvmlDeviceGetMaxClockInfo(self, handle, kind):
+        return 1980
+
+    def nvmlDeviceGetPowerUsage(self, handle):
+        return 699_500
+
+
+def test_the_driver_library_tells_what_holds_clocks_back(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeLibrary())
+    assert clock_state("1234") == ClockState(
+        sm_mhz=1410.0, most_sm_mhz=1980.0, power_w=699.5, throttled=("power", "heat")
+    )
+    assert clock_state("another") is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert clock_state("1234") is None
 
 
 def test_the_driver_library_tells_nvlink_from_pcie():

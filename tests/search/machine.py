@@ -56,6 +56,11 @@ class Machine:
             tiers=self.tiers,
         )
 
+    def host_seconds(
+        self, direction: str, *, ops: int, products: int = 0, redistributions: int = 0
+    ) -> float:
+        return ops * self.launch_overhead_s
+
     def op_seconds(self, query: OpQuery) -> Lookup:
         seconds = max(query.flop / self.flop_per_s, query.num_bytes / self.bytes_per_s)
         return Lookup(seconds=seconds, source="test", relative_error=0.0)

@@ -66,6 +66,8 @@ def profiled_times(
     forward_flop = backward_flop = 0.0
     views = backward_views = backward_ops = forward_waits = backward_waits = 0
     more = backward_more = again_more = 0
+    # What takes the host longer than another op.
+    moves = back_moves = again_moves = again_products = 0
     for op in local.ops:
         if op.target == "planner.redistribute":
             there, back = redistribute_seconds(op, tensor, profile, axes)
@@ -74,6 +76,9 @@ def profiled_times(
             again_comm_s += there if op.name in recomputed else 0.0
             forward_waits += there > 0
             backward_waits += back > 0
+            moves += there > 0
+            back_moves += back > 0
+            again_moves += there > 0 and op.name in recomputed
             continue
         if op.target.startswith("planner."):
             inner = inner_seconds(op, tensor, profile, axes)
@@ -91,6 +96,7 @@ def profiled_times(
             # One product for the weight, and one as large for the input if it needs one: only the
             # weight's can be deferred.
             weight_s += back / 2 if tensor[products[op.name][0].name].requires_grad else back
+            again_products += op.name in recomputed
         work, back_work = works[op.name]
         forward_flop += work.flop
         backward_flop += back_work.flop
@@ -109,7 +115,14 @@ def profiled_times(
         forward_ops, views, backward_views = num_kernels(local), 0, 0
         backward_ops = min(backward_ops, forward_ops)
     forward = _with_host(
-        profile, "forward", forward_s, kernels, ops=forward_ops + more, views=views + more
+        profile,
+        "forward",
+        forward_s,
+        kernels,
+        ops=forward_ops + more,
+        views=views + more,
+        products=len(products),
+        moves=moves,
     )
     backward = _with_host(
         profile,
@@ -118,6 +131,8 @@ def profiled_times(
         kernels,
         ops=backward_ops + backward_more,
         views=backward_views + backward_more,
+        products=len(products),
+        moves=back_moves,
     )
     # Each collective waits for the slowest of its ranks.
     forward_comm_s += profile.wait_seconds(
@@ -140,6 +155,8 @@ def profiled_times(
         kernels,
         ops=again_ops + again_more,
         views=again_views + again_more,
+        products=again_products,
+        moves=again_moves,
     )
     # Of corrections of the whole block, weight gradients have their share.
     if backward_s:
@@ -183,11 +200,15 @@ def _with_host(
     *,
     ops: int,
     views: int,
+    products: int,
+    moves: int,
 ) -> Spent:
     """Return the time of a whole block from the sum of its ops.
 
     The host feeds ops one by one: a device that computes asynchronously is never ahead of
-    `launch_overhead_s` per op; a CPU pays it for views, whose time no op lookup holds. Where
+    `Profile.host_seconds` of them, of which `products` and `moves` (redistributions) take longest;
+    compiled code calls neither by itself. A CPU pays `launch_overhead_s` for views, whose time no
+    op lookup holds. Where
     whole blocks were measured, the ratio to their ops' sum is applied; on a CPU it has the
     views in it. Ratios of compiled blocks are those of fused kernels.
     """
@@ -195,5 +216,10 @@ def _with_host(
     device_s = seconds * correction
     if profile.cluster.device_type != "cpu":
         # Of the host's launches only what outlasts the device's work shows.
-        return Spent(device_s, max(0.0, ops * profile.launch_overhead_s - device_s))
+        host_s = (
+            profile.host_seconds(direction, ops=ops, products=products, redistributions=moves)
+            if kernels == "eager"
+            else ops * profile.launch_overhead_s
+        )
+        return Spent(device_s, max(0.0, host_s - device_s))
     return Spent(device_s, views * profile.launch_overhead_s if correction == 1.0 else 0.0)

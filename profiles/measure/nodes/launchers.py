@@ -33,6 +33,7 @@ from planner.nodes.meeting import (
 )
 from planner.nodes.waiting import described, waiting_at
 from planner.runtime.start.node_watch import NodeWatch
+from planner.runtime.start.workers import rank_environment
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -278,6 +279,9 @@ def _spawn(
     paths = [root, os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
+        # What training ranks get, allocator settings among it: memory and its fragmentation are
+        # measured under them.
+        **rank_environment(place.world_size, str(call["device"])),
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "RANK": str(place.rank),
         "LOCAL_RANK": str(place.local_rank),

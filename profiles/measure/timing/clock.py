@@ -14,8 +14,15 @@ OWN_CORE_SHARE = 0.95
 """Work that had its core for less than this share of the time was disturbed by others."""
 
 HEAD_START_CYCLES = 200_000
-"""A GPU is kept busy this long (about 0.1 ms) before timed work, so that the host has issued
-the start of it by then: the host's delay would otherwise lie between the two events."""
+"""A GPU is kept busy at least this long (about 0.1 ms) before timed work, so that the host has
+issued the start of it by then: the host's delay would otherwise lie between the two events."""
+
+CYCLES_PER_S = 3e9
+"""At least the clock of any GPU of today: a head start in cycles is never too short."""
+
+MOST_HEAD_START_S = 0.05
+"""Of work that takes the host longer, a part is timed at the host's pace: a longer wait would cost
+more than the sample."""
 
 PRODUCT_WIDTH = 192
 NORMS, NORM_ROWS, NORM_WIDTH = 3, 64, 256
@@ -36,14 +43,34 @@ class Clock:
         self.device = device
         self._own_core = own_core and device.type == "cpu"
 
-    def time(self, work: Callable[[], Any]) -> tuple[float, Any]:
-        """Return (seconds, result of work). On a GPU, the time between two events."""
+    def issue_seconds(self, work: Callable[[], Any]) -> float:
+        """Return the seconds until the host has issued work to a GPU; 0 on a CPU, which has done
+        it by then. The work is run.
+        """
+        if self.device.type != "cuda":
+            work()
+            return 0.0
+        torch.cuda.synchronize(self.device)
+        began = time.perf_counter()
+        work()
+        issued_s = time.perf_counter() - began
+        torch.cuda.synchronize(self.device)
+        return issued_s
+
+    def time(self, work: Callable[[], Any], *, head_start_s: float = 0.0) -> tuple[float, Any]:
+        """Return (seconds, result of work). On a GPU, the time between two events.
+
+        The host has `head_start_s` at least to issue the work before the device begins with it
+        (`issue_seconds`): many short kernels are else timed at the pace at which the host issues
+        them.
+        """
         if self.device.type == "cuda":
             start = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True)
             # Events lie in the stream, so they time the device whatever the host does; in
             # milliseconds.
-            torch.cuda._sleep(HEAD_START_CYCLES)
+            wanted = round(min(head_start_s, MOST_HEAD_START_S) * CYCLES_PER_S)
+            torch.cuda._sleep(max(HEAD_START_CYCLES, wanted))
             start.record()
             result = work()
             end.record()
@@ -53,14 +80,16 @@ class Clock:
         result = work()
         return time.perf_counter() - began, result
 
-    def time_compute(self, work: Callable[[], Any]) -> tuple[float, Any]:
+    def time_compute(
+        self, work: Callable[[], Any], *, head_start_s: float = 0.0
+    ) -> tuple[float, Any]:
         """Return the same of work that waits for no rank and runs in this thread alone.
 
         If other processes took the core meanwhile, it is the time on the core: what the work
         takes on a machine that only trains.
         """
         if not self._own_core:
-            return self.time(work)
+            return self.time(work, head_start_s=head_start_s)
         began = time.thread_time()
         seconds, result = self.time(work)
         on_core = time.thread_time() - began
@@ -101,8 +130,12 @@ class Pace:
 
 
 def settle_clocks(device: torch.device) -> None:
-    """Keep a GPU busy until it has left its idle clocks and its speed no longer changes."""
-    a = torch.randn(4096, 4096, device=device)
+    """Keep a GPU busy until it has left its idle clocks and its speed no longer changes.
+
+    With products of bfloat16, as training has: the tensor cores draw more power than products of
+    float32 do, and clocks follow the power.
+    """
+    a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
     clock = Clock(device)
     began = time.monotonic()
     before = float("inf")

@@ -20,7 +20,7 @@ from profiles.measure.session import Session
 from profiles.measure.timing.link_timing import measure_node_links, measure_pairs, time_groups
 from profiles.measure.visits import over_ranks
 from profiles.measure.workers import ProbeFailed, WorkerGroup
-from profiles.records import NodeLinkRecord, StepWork, ZeroWork
+from profiles.records import HostWork, NodeLinkRecord, StepWork, ZeroWork
 
 TIMEOUT_S = 60.0
 HOST_COPIES = ("host_to_device", "device_to_host")
@@ -34,6 +34,9 @@ are steadier than one."""
 
 ZERO_SHAPES = ((1, 2**10), (16, 2**10), (1, 2**19), (16, 2**15))
 """The same for a block's parameters."""
+
+SUSTAINED_S = 8.0
+"""A GPU's power follows its load at once, its heat within seconds."""
 
 _SAMPLING_S = 0.03
 
@@ -66,6 +69,11 @@ class Surroundings:
     """Peak memory held over peak bytes of live tensors, minus 1, of each rank and round."""
     launch_s: float | None
     """Host seconds to issue one op, where the host runs ahead of the device."""
+    host_work: Mapping[HostWork, float]
+    """Host seconds of what takes longer, there."""
+    sustained: float | None
+    """Seconds of a product under load that goes on over those of one after a gap, on a GPU: of the
+    rank that slows most."""
     steps: tuple[StepSample, ...]
     """Work of a step beside its blocks."""
     overlap: Mapping[str, float]
@@ -101,6 +109,8 @@ def measure_surroundings(
         context_bytes=max(answer["context_bytes"] for answer in memory),
         allocator_overheads=tuple(o for a in memory for o in a["allocator_overheads"]),
         launch_s=_launch(workers, session) if _on_gpu(session) else None,
+        host_work=_host_work(workers, session, report) if _on_gpu(session) else {},
+        sustained=_sustained(workers, session, report) if _on_gpu(session) else None,
         steps=_steps_and_zero(workers, session, report),
         overlap=_overlap(workers, session, report) if len(everyone) > 1 else {},
         waits=_waits(workers, session, report) if len(everyone) > 1 else (),
@@ -153,6 +163,32 @@ def _launch(workers: WorkerGroup, session: Session) -> float | None:
         session.skip("host time of one op", error)
         return None
     return _median(answers, "seconds")
+
+
+def _host_work(
+    workers: WorkerGroup, session: Session, report: Callable[[str], None]
+) -> dict[HostWork, float]:
+    report("host time of products and redistributions")
+    try:
+        answers = workers.call({"task": "host"}, timeout_s=TIMEOUT_S)
+    except ProbeFailed as error:
+        session.skip("host time of products and redistributions", error)
+        return {}
+    return {kind: _median(answers, kind) for kind in get_args(HostWork)}
+
+
+def _sustained(
+    workers: WorkerGroup, session: Session, report: Callable[[str], None]
+) -> float | None:
+    report("products under load that goes on")
+    try:
+        answers = workers.call(
+            {"task": "sustained", "seconds": SUSTAINED_S}, timeout_s=TIMEOUT_S + SUSTAINED_S
+        )
+    except ProbeFailed as error:
+        session.skip("products under load that goes on", error)
+        return None
+    return max(_median([each], "sustained") / _median([each], "short") for each in answers)
 
 
 def _steps(

@@ -64,7 +64,7 @@ def _visit(
     calls: Calls, clock: Clock, pace: Pace, seconds: float, begin_together: Callable[[], Any]
 ) -> dict[str, list[float]]:
     per_sample = _calls_per_sample(calls, clock)
-    cold = _sampler(calls, per_sample)
+    cold = _sampler(calls, per_sample, clock)
     begin_together()
     if per_sample > 1:  # the ranks leave the barrier one by one, which shows in short samples
         _sample(cold, clock, per_sample, [], [])
@@ -83,7 +83,7 @@ def _visit(
 def _visit_warm(calls: Calls, clock: Clock) -> dict[str, list[float]]:
     calls.stay_warm()
     per_sample = _calls_per_sample(calls, clock)
-    warm = _sampler(calls, per_sample)
+    warm = _sampler(calls, per_sample, clock)
     _sample(warm, clock, per_sample, [], [])
     forward: list[float] = []
     backward: list[float] = []
@@ -102,16 +102,30 @@ def _calls_per_sample(calls: Calls, clock: Clock) -> int:
     return max(1, min(MAX_CALLS, round(SAMPLE_S / max(once, 1e-7))))
 
 
-Sampler = tuple[Callable[[], Any], Callable[[Any], Any] | None]
-"""What runs the forwards of one sample, and what runs their backwards given the results."""
+Sampler = tuple[Callable[[], Any], Callable[[Any], Any] | None, float]
+"""What runs the forwards of one sample, what runs their backwards given the results, and the
+seconds that the host needs ahead of the device to issue either."""
 
 
-def _sampler(calls: Calls, count: int) -> Sampler:
+def _sampler(calls: Calls, count: int, clock: Clock) -> Sampler:
     if calls.device.type == "cuda":
         captured = _captured(calls, count)
         if captured is not None:
             return captured
-    return partial(calls.forward, count), calls.backward if calls.differentiable else None
+    forward = partial(calls.forward, count)
+    backward = calls.backward if calls.differentiable else None
+    return forward, backward, _issue_seconds(calls, count, clock)
+
+
+def _issue_seconds(calls: Calls, count: int, clock: Clock) -> float:
+    """Return the host's seconds for the forwards or the backwards of a sample, whichever takes
+    longer; 0 on a CPU.
+    """
+    if calls.device.type != "cuda":
+        return 0.0
+    made: list[Any] = []
+    issue_s = clock.issue_seconds(lambda: made.extend(calls.forward(count)))
+    return max(issue_s, clock.issue_seconds(lambda: calls.backward(made)))
 
 
 def _captured(calls: Calls, count: int) -> Sampler | None:
@@ -128,7 +142,7 @@ def _captured(calls: Calls, count: int) -> Sampler | None:
         with torch.cuda.graph(forward):
             outputs = calls.forward(count)
         if not calls.differentiable:
-            return forward.replay, None
+            return forward.replay, None, 0.0
         with torch.cuda.graph(backward, pool=forward.pool()):
             calls.backward(outputs, keep=True)
     except torch.OutOfMemoryError:
@@ -136,17 +150,17 @@ def _captured(calls: Calls, count: int) -> Sampler | None:
     except RuntimeError:
         torch.cuda.synchronize()
         return None
-    return forward.replay, lambda _: backward.replay()
+    return forward.replay, lambda _: backward.replay(), 0.0
 
 
 def _sample(
     sampler: Sampler, clock: Clock, count: int, forward: list[float], backward: list[float]
 ) -> None:
-    run_forward, run_backward = sampler
-    spent, outputs = clock.time_compute(run_forward)
+    run_forward, run_backward, head_start_s = sampler
+    spent, outputs = clock.time_compute(run_forward, head_start_s=head_start_s)
     forward.append(spent / count)
     if run_backward is not None:
-        spent, _ = clock.time_compute(partial(run_backward, outputs))
+        spent, _ = clock.time_compute(partial(run_backward, outputs), head_start_s=head_start_s)
         backward.append(spent / count)
 
 

@@ -1,6 +1,6 @@
 """What a block takes in our own runtime: its ops, its weights' part, and the host's launches."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -58,6 +58,40 @@ def test_the_host_launches_every_op_and_a_part_of_what_it_adds_is_the_weights():
     assert sum(found.forward) == sum(found.backward) == pytest.approx(5.0)
     share = found.backward.host_s / 5
     assert found.weight_s == pytest.approx(times().weight_s + share)
+
+
+@dataclass(frozen=True)
+class SlowHost(Machine):
+    """1 s a launch; a product 10 s more, a redistribution 100 s more."""
+
+    launch_overhead_s: float = 1.0
+
+    def host_seconds(self, direction, *, ops, products=0, redistributions=0):
+        return ops + 10.0 * products + 100.0 * redistributions
+
+
+def test_products_and_redistributions_take_the_host_longer_unless_compiled():
+    program = program_of(CHAIN, outputs=("d",))
+    summed = redistribute_op("d", "s", axis="tp", src=Partial(), dst=Replicate(), grad_partial=True)
+    meta = replace(program.tensor["d"], name="s")
+    moved = replace(
+        program, ops=(*program.ops, summed), tensors=(*program.tensors, meta), outputs=("s",)
+    )
+    machine = SlowHost()
+
+    def host(of, kernels):
+        found = profiled_times(
+            of,
+            machine,
+            axes=lowered_groups(machine.cluster, Degrees(tp=2)),
+            recomputed=frozenset(),
+            kernels=kernels,
+        )
+        return sum(found.forward), sum(found.backward)
+
+    assert host(program, "eager") == pytest.approx((15.0, 15.0))
+    assert host(program, "fused") == pytest.approx((3.0, 3.0))
+    assert host(moved, "eager")[0] == pytest.approx(116.0)
 
 
 @pytest.mark.parametrize(("kernels", "launches"), [("eager", 5), ("fused", 3)])
