@@ -337,6 +337,7 @@ def _job_overhead_us(rank: int, ranks: int, _: argparse.Namespace) -> float:
     from planner.plan.defaults import default_plan
 
     num_microbatches = 64
+    torch.manual_seed(0)  # every rank gives the same batch
     batch = dict.fromkeys(("x", "target"), torch.randn(num_microbatches, SEQUENCE, 8))
     two, three = ({k: v[:n] for k, v in batch.items()} for n in (2, 3))
     model = LayerChain(2 * ranks, hidden=8, heads=4)

@@ -2,17 +2,19 @@
 
 Each step looks at the loss, which all ranks have, and at norms of gradients: a pass over a rank's
 gradients and one number over all ranks, or nothing more where gradients are clipped, as their norm
-says the same. Only when something is wrong is the step run again, op by op under a mode that looks
-at each result. Weights are then still those of before the step.
+says the same. The host reads one flag a step. Where the optimizer itself passes a wrong step over
+(`can_pass_over`), the update is given to the device before the host waits for the flag, so that
+the device has work meanwhile. Only when something is wrong is the step run again, op by op under a
+mode that looks at each result. Weights are then still those of before the step.
 """
 
 from __future__ import annotations
 
 import linecache
-import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from planner.runtime.start import device as devices
 from planner.runtime.start.groups.mesh import Mesh
 from planner.schedule.jobs import Job, JobKind
 
@@ -53,14 +56,63 @@ class Found:
     text: str
 
 
+class Look:
+    """Whether a step is wrong: as a flag on the device, and on its way to the host."""
+
+    def __init__(self, is_wrong: Tensor) -> None:
+        """`is_wrong` has one element."""
+        self.flag = is_wrong.float()
+        self._here, self._arrived = self.flag, None
+        if devices.is_accelerator(is_wrong.device):
+            # Its own event: the stream gets more to do before the host reads.
+            self._here = torch.empty((), pin_memory=True)
+            self._here.copy_(self.flag, non_blocking=True)
+            self._arrived = devices.of(is_wrong.device).Event()
+            self._arrived.record()
+
+    def is_wrong(self) -> bool:
+        """Wait for the flag, and nothing that was given to the device since; return it."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return bool(self._here)
+
+
+def can_pass_over(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether an optimizer that is told `found_inf` leaves all it has as it was.
+
+    The fused kernels of Adam return before they write (torch 2.11 to 2.13,
+    aten/src/ATen/native/cuda/fused_adam_utils.cuh and cpu/FusedAdamKernel.cpp), and its step takes
+    the count back. (SGD's first step would leave momenta without values.)
+    """
+    if optimizer is None:
+        return True
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(
+        group.get("fused") for group in optimizer.param_groups
+    )
+
+
+@contextmanager
+def passing_over(optimizer: torch.optim.Optimizer | None, flag: Tensor) -> Iterator[None]:
+    """Inside, a step of the optimizer does nothing where the flag is 1."""
+    if optimizer is None:
+        yield
+        return
+    # (The names by which torch's own gradient scaler tells it.)
+    optimizer.grad_scale, optimizer.found_inf = None, flag  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+
 class ValueCheck:
     """Looks at each step of one engine."""
 
     def __init__(self, mesh: Mesh, executor: Executor) -> None:
         self._mesh, self._executor = mesh, executor
 
-    def is_wrong(self, loss: Tensor, gradients: Iterable[Tensor], norm: Tensor | None) -> bool:
-        """Whether the loss, shared already, or a gradient of any rank is not finite.
+    def look(self, loss: Tensor, gradients: Iterable[Tensor], norm: Tensor | None) -> Look:
+        """Return whether the loss, shared already, or a gradient of any rank is not finite.
 
         `norm` is that of all gradients, where they are clipped; every rank calls this.
         """
@@ -70,7 +122,7 @@ class ValueCheck:
                 # A sum: a maximum would lose a NaN on some backends.
                 dist.all_reduce(norm)
         # (A NaN or an infinity in either makes the sum so.)
-        return not math.isfinite(float(norm) + float(loss))
+        return Look((norm.detach() + loss.detach().double()).isfinite().logical_not())
 
     def explain(
         self,

@@ -53,13 +53,17 @@ class Pending(NamedTuple):
 
 
 def _give(tensor: Tensor, grad: Tensor) -> None:
-    if not tensor.is_leaf or tensor._post_accumulate_grad_hooks:
-        # Through autograd: a hook may take a leaf's gradient elsewhere.
+    if not tensor.is_leaf:
         torch.autograd.backward(tensor, grad)
-    elif tensor.grad is None:
+        return
+    if tensor.grad is None:
         tensor.grad = grad
     else:
         tensor.grad.add_(grad)
+    # As autograd would call them (a copy takes the gradient over), without a turn of its engine for
+    # each weight, which on a GPU goes through another thread.
+    for hook in (tensor._post_accumulate_grad_hooks or {}).values():
+        hook(tensor)
 
 
 def _weight_gradient(weight: Tensor, x: Tensor, grad: Tensor, *, transposed: bool) -> Tensor | None:

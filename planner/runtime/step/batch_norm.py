@@ -76,7 +76,9 @@ class _Layer:
         count = self.source.numel_at(num_samples) // len(self.mean)
         # The kernel divides by count - 1: there is no such variance of a single value.
         squares = self.var.double() * (count - 1) if count > 1 else torch.zeros_like(self.before[1])
-        made = Moments(self.moments.count.new_tensor(count), self.mean.double(), squares)
+        # (Filled on the device: a copy of a number from here would wait for it.)
+        seen = torch.full_like(self.moments.count, count)
+        made = Moments(seen, self.mean.double(), squares)
         self.moments = self.moments.merge(made)
 
     def finish(self, moments: Moments) -> None:

@@ -33,7 +33,7 @@ from planner.plan.whole_batch import graph_under
 from planner.runtime.check.ended import counted_step
 from planner.runtime.check.intermediates import gathered, intermediates, watching
 from planner.runtime.check.recorder import start_recorder
-from planner.runtime.check.values import ValueCheck
+from planner.runtime.check.values import Look, ValueCheck
 from planner.runtime.check.watchdog import start_watchdog
 from planner.runtime.checkpoint.beside import Beside
 from planner.runtime.checkpoint.folder import is_checkpoint
@@ -454,7 +454,8 @@ class Engine:
         if update:
             self._update(feed, loss, shared)
         elif self._values is not None:
-            self._stop_if_wrong(self._values, feed, loss, shared, has_gradients=False)
+            look = self._look(self._values, loss, shared, has_gradients=False)
+            self._stop_if_wrong(look, feed, loss)
         self.samples += feed.split.num_samples * self.plan.unit.size
         if shared is not None:
             shared.wait()
@@ -480,35 +481,45 @@ class Engine:
             self._accumulation.finish(self._trained.with_gradients())
             if self._max_grad_norm is not None:
                 self.grad_norm = self._trained.clip(self._max_grad_norm)
-        # Before weights change: the failing step can then run again from the same weights, watched
-        # op by op.
+        # Weights change only where nothing is wrong: the failing step can then run again from the
+        # same weights, watched op by op.
+        look = None
+        passes_over = self._trained.can_pass_over(self.optimizer)
         if self._values is not None:
             with self._executor.phase("its look for NaN"), self._recorded(CHECK):
-                self._stop_if_wrong(self._values, feed, loss, shared, has_gradients=True)
+                look = self._look(self._values, loss, shared, has_gradients=True)
+                if not passes_over:
+                    self._stop_if_wrong(look, feed, loss)
         optimizer_job = self._recorded_job(StepJobKind.OPTIMIZER)
         with self._executor.phase("its optimizer's step"), optimizer_job:
             if self._checkpoints is not None:
                 # A save under way still copies weights and optimizer state; the step would
                 # overwrite them.
                 self._checkpoints.hold()
-            self._trained.step(self.optimizer, unreached=self._reached.missing())
+            self._trained.step(
+                self.optimizer,
+                unreached=self._reached.missing(),
+                is_wrong=look.flag if look is not None and passes_over else None,
+            )
+        if look is not None and passes_over:
+            with self._executor.phase("its look for NaN"):
+                self._stop_if_wrong(look, feed, loss)
         self.steps += 1
 
-    def _stop_if_wrong(
-        self,
-        values: ValueCheck,
-        feed: Feed,
-        loss: Tensor,
-        shared: dist.Work | None,
-        *,
-        has_gradients: bool,
-    ) -> None:
-        """Raise ValuesError where the loss, or a gradient that is complete, is not finite."""
+    def _look(
+        self, values: ValueCheck, loss: Tensor, shared: dist.Work | None, *, has_gradients: bool
+    ) -> Look:
         if shared is not None:
             shared.wait()
         gradients = self._trained.gradients() if has_gradients else ()
-        if not values.is_wrong(loss, gradients, self.grad_norm if has_gradients else None):
+        return values.look(loss, gradients, self.grad_norm if has_gradients else None)
+
+    def _stop_if_wrong(self, look: Look, feed: Feed, loss: Tensor) -> None:
+        """Raise ValuesError where the loss, or a gradient that is complete, is not finite."""
+        if not look.is_wrong():
             return
+        values = self._values
+        assert values is not None, "looks are the check's"
         # The step runs again alone, from cleared gradients, to find the op at fault.
         self._accumulation.forget()
         held = self._trained.stepped_by_name()

@@ -24,6 +24,7 @@ from planner.layout.axes import split_axes
 from planner.layout.placement import Shard
 from planner.layout.placements import Placements
 from planner.plan import Plan
+from planner.runtime.check.values import can_pass_over, passing_over
 from planner.runtime.checkpoint.pieces import Holdings
 from planner.runtime.stage.stage import StageModule
 from planner.runtime.start.groups.mesh import Mesh
@@ -41,7 +42,7 @@ from planner.runtime.state.optimizers.shards import stepping_shards
 from planner.runtime.state.optimizers.whole_params import WholeParams, stepped_on
 from planner.runtime.state.tables import build_tables, check_takes_rows
 from planner.runtime.state.tied import tied_copies
-from planner.runtime.step.clip import clip_gradients
+from planner.runtime.step.clip import Clipping
 from planner.runtime.step.messages.wiring import stage_params
 from planner.runtime.step.reached import without_gradients
 from planner.runtime.step.reduce import GradBuckets
@@ -99,6 +100,9 @@ class TrainedParams:
         self._updates: HostUpdates | None = None
         self._whole: WholeParams | None = None
         self._owned: Owned | None = None
+        self._clipping: Clipping | None = None
+        self._of_tables: dict[str, float] = {}
+        self._dense: tuple[nn.Parameter, ...] | None = None
 
     def _is_shard(self, param: nn.Parameter) -> bool:
         """Whether FSDP2 holds it: not what can't be cut (`planner.runtime.state.zero`)."""
@@ -110,8 +114,16 @@ class TrainedParams:
 
     def with_gradients(self) -> Iterator[nn.Parameter]:
         """Yield all that has a gradient of its own; of a table what stands for its rows'."""
-        for owner in self._owners.values():
-            yield from (p for fqn, p in owner.named_params().items() if fqn not in self._tables)
+        if self._dense is None:
+            # (Once: the names of a large model take as long to put together as a clip. Where FSDP2
+            # has shards, these are registered at the end of a step, when this is called.)
+            self._dense = tuple(
+                param
+                for owner in self._owners.values()
+                for fqn, param in owner.named_params().items()
+                if fqn not in self._tables
+            )
+        yield from self._dense
         yield from (table.sums for table in self._tables.values() if table.sums is not None)
 
     def stepped_by_name(self) -> dict[str, list[nn.Parameter]]:
@@ -218,16 +230,25 @@ class TrainedParams:
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients to a joint norm of at most `max_norm`; return the norm before."""
-        return clip_gradients(self._shares(), max_norm, self._mesh)
+        if self._clipping is None:
+            shares, self._of_tables = self._shares()
+            self._clipping = Clipping(shares, self._mesh)
+        rows = ((self._tables[fqn].sums, share) for fqn, share in self._of_tables.items())
+        return self._clipping.clip(
+            max_norm, [(sums, share) for sums, share in rows if sums is not None]
+        )
 
     def gradients(self) -> Iterator[Tensor]:
         """Yield this rank's pieces of the gradients."""
         for param in self.with_gradients():
             if param.grad is not None:
-                yield param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+                yield param.grad._local_tensor if isinstance(param.grad, DTensor) else param.grad
 
-    def _shares(self) -> Iterator[tuple[nn.Parameter, float]]:
-        """Yield parameters with the share of each that counts for the gradient's norm."""
+    def _shares(self) -> tuple[list[tuple[nn.Parameter, float]], dict[str, float]]:
+        """Return parameters with the share of each that counts for the gradient's norm, and the
+        shares of tables by name.
+        """
+        found = []
         metas = {meta.fqn: meta for meta in self._graph.params}
         of_tables: dict[str, float] = defaultdict(float)
         users = stage_params(self._graph, self._plan)
@@ -246,11 +267,8 @@ class TrainedParams:
                 if fqn in self._tables:
                     of_tables[fqn] += is_first_copy / copies
                     continue
-                yield param, is_first_copy / copies
-        for fqn, share in of_tables.items():
-            sums = self._tables[fqn].sums
-            if sums is not None:
-                yield sums, share
+                found.append((param, is_first_copy / copies))
+        return found, of_tables
 
     def write_back(self) -> None:
         """Bring the parameters of the stages to the values of what the optimizer steps on."""
@@ -261,17 +279,32 @@ class TrainedParams:
             self._whole.refresh()
 
     def step(
-        self, optimizer: torch.optim.Optimizer | None, *, unreached: Collection[str] = ()
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        unreached: Collection[str] = (),
+        is_wrong: Tensor | None = None,
     ) -> None:
         """Let the optimizer step, and bring the parameters of the stages to what was trained.
 
         The `unreached`, by the user's names and the same on all ranks, have no gradient; those that
-        are made whole are passed over by all ranks that share them.
+        are made whole are passed over by all ranks that share them. Where the flag `is_wrong` is 1
+        nothing changes; only for an optimizer that it `can_pass_over`.
         """
         named = self.by_name() if unreached else {}
         owned = nullcontext() if self._owned is None else self._owned.stepping()
-        with owned, without_gradients(p for fqn in unreached for p in named.get(fqn, ())):
+        over = nullcontext() if is_wrong is None else passing_over(optimizer, is_wrong)
+        with owned, over, without_gradients(p for fqn in unreached for p in named.get(fqn, ())):
             self._step(optimizer)
+
+    def can_pass_over(self, optimizer: torch.optim.Optimizer | None) -> bool:
+        """Whether a step leaves all as it was where a flag on the device is 1.
+
+        Not one of the host's, which reads no flag there; nor of wholes and rows, which are made and
+        handed out beside it.
+        """
+        beside = self._host or self._updates or self._whole or self._tables
+        return not beside and can_pass_over(optimizer)
 
     @contextmanager
     def _gradients_of_tables(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.runtime.step.clip import clip_gradients
+from planner.runtime.step.clip import Clipping
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def params_with_gradients() -> list[nn.Parameter]:
 def test_all_gradients_are_scaled_by_their_joint_norm(mesh, max_norm):
     ours, theirs = params_with_gradients(), params_with_gradients()
     expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
-    norm = clip_gradients([(param, 1.0) for param in ours], max_norm, mesh)
+    norm = Clipping([(param, 1.0) for param in ours], mesh).clip(max_norm)
     torch.testing.assert_close(norm, expected.double(), rtol=1e-6, atol=0)
     for param, other in zip(ours[:-1], theirs[:-1], strict=True):
         torch.testing.assert_close(param.grad, other.grad)
@@ -43,6 +43,6 @@ def test_all_gradients_are_scaled_by_their_joint_norm(mesh, max_norm):
 def test_an_element_that_several_ranks_hold_counts_by_its_share(mesh):
     param = nn.Parameter(torch.zeros(2))
     param.grad = torch.tensor([6.0, 8.0])
-    norm = clip_gradients([(param, 0.25)], 2.5, mesh)  # four replicas, of which this is one
+    norm = Clipping([(param, 0.25)], mesh).clip(2.5)  # four replicas, of which this is one
     assert norm.item() == pytest.approx(5.0)
     torch.testing.assert_close(param.grad, torch.tensor([3.0, 4.0]))

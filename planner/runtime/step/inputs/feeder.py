@@ -18,6 +18,7 @@ from planner.graph.batch import flatten_batch
 from planner.graph.batch_split import BatchSplit
 from planner.plan import Plan
 from planner.runtime.start.groups.mesh import Mesh
+from planner.runtime.state.to_device import to_device
 from planner.runtime.step.inputs.agreement import (
     Agreed,
     Alike,
@@ -262,8 +263,8 @@ class Feeder:
         metas = [shaped.graph.tensor[name] for name in self._used]
 
         def piece(meta: TensorMeta, samples: range) -> Tensor:
-            tensor = cut.tensor(meta.fqn, samples).to(
-                self._mesh.device, getattr(torch, meta.dtype), non_blocking=True
+            tensor = to_device(
+                cut.tensor(meta.fqn, samples), self._mesh.device, getattr(torch, meta.dtype)
             )
             # (On the device: what is filled up on the host would no longer lie in pinned memory.)
             return filled(tensor, meta.shape_at(len(samples)), self.pad.get(meta.fqn, 0))
@@ -271,7 +272,7 @@ class Feeder:
         microbatches = [
             {meta.name: piece(meta, samples) for meta in metas}
             | {
-                name: value.to(self._mesh.device)
+                name: to_device(value, self._mesh.device)
                 for name, value in self._weights.given(whole, cut.bucket, part, place).items()
             }
             for samples, part, place in zip(runs, parts, places, strict=True)

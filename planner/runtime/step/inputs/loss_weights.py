@@ -20,6 +20,7 @@ from planner.across.state import ADDED, SAMPLES, SCALED
 from planner.errors import ModelError, PlanError
 from planner.graph.batch_split import BatchSplit
 from planner.runtime.start.groups.mesh import Mesh
+from planner.runtime.state.to_device import to_device
 from planner.runtime.step.inputs.feed import CutBatch
 from planner.runtime.step.inputs.whole_batch import (
     Counted,
@@ -172,7 +173,7 @@ class LossWeights:
         key = None if counts_labels else (*map(len, runs), whole.samples)
         if key not in self._kept or key is None:
             weights = torch.stack(made.weights(whole, parts))
-            self._kept[key] = weights.to(self._device, self._dtype).unbind()
+            self._kept[key] = to_device(weights, self._device, self._dtype).unbind()
         return self._kept[key]
 
     def totals(self, whole: OfWhole, cut: CutBatch, counted: float | None) -> dict[str, float]:
@@ -243,7 +244,7 @@ class LossWeights:
         )
 
     def _tensors(self, weights: Iterable[float]) -> tuple[Tensor, ...]:
-        return torch.tensor(list(weights), dtype=self._dtype, device=self._device).unbind()
+        return to_device(torch.tensor(list(weights), dtype=self._dtype), self._device).unbind()
 
 
 def own_runs(split: BatchSplit, mesh: Mesh) -> tuple[range, ...]:

@@ -351,7 +351,9 @@ def _p2p_groups(
     # all go through the pairs in one order.
     greeting = torch.zeros(1, device=mesh.device)
     here, place = dist.get_rank(), mesh.rank("pp")
-    for source, target in sorted({pair for e in edges for pair in routes.pairs(e)}):
+    # (Stages of one pp rank hand tensors over in place: no rank meets itself.)
+    met = {pair for e in edges for pair in routes.pairs(e) if pair[0] != pair[1]}
+    for source, target in sorted(met):
         if here == source:
             (group,) = (
                 g for (a, b), g in groups.items() if a == place and target in mesh.meshes[b].ranks
