@@ -11,12 +11,14 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from planner.errors import PlanError
-from planner.runtime.start.workers import DEVICE, DEVICES
+from planner.runtime.start.groups import staged
+from planner.runtime.start.workers import BACKEND, DEVICE, DEVICES
 
 
 def accelerator() -> str | None:
@@ -88,10 +90,13 @@ def prepare(device: torch.device) -> None:
 
 
 def backend(device: torch.device) -> str:
-    """Return the communication backend of a device.
+    """Return the communication backend of a device, or `staged` where PLANNER_BACKEND says so.
 
     Raises PlanError when this PyTorch was built without it.
     """
+    if is_staged():
+        staged.register()
+        return staged.NAME
     name = dist.get_default_backend_for_device(device)
     if not dist.is_backend_available(name):
         raise PlanError(
@@ -99,6 +104,20 @@ def backend(device: torch.device) -> str:
             "install a PyTorch that has it, or use `device` cpu"
         )
     return name
+
+
+def is_staged() -> bool:
+    """Whether ranks talk through `staged`, and several may share an accelerator.
+
+    Raises PlanError where PLANNER_BACKEND names another backend.
+    """
+    chosen = os.environ.get(BACKEND)
+    if chosen not in (None, "", staged.NAME):
+        raise PlanError(
+            f"{BACKEND}={chosen} is unknown; use {staged.NAME}, or leave it unset for the "
+            "device's own"
+        )
+    return chosen == staged.NAME
 
 
 def bound_to(device: torch.device) -> torch.device | None:
@@ -119,10 +138,31 @@ def synchronize(device: torch.device) -> None:
         of(device).synchronize(device)
 
 
+MESSAGE_BLOCKS = 8
+"""The most thread blocks that a communicator for messages between stages runs on.
+
+A receive that was posted early runs on its blocks until its message comes: on NCCL's default, up to
+32 of an H100's 132 multiprocessors for each neighbour, beside the jobs that compute. Eight carry
+more than a link between nodes; what an NVLink loses by it has not been measured.
+"""
+
+
+def message_options(device: torch.device) -> Any:
+    """Return the backend's options of groups that carry messages between stages; None: its own.
+
+    NCCL's own variables come first where the user has set them.
+    """
+    if backend(device) != "nccl" or {"NCCL_MAX_CTAS", "NCCL_MAX_P2P_NCHANNELS"} & set(os.environ):
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = MESSAGE_BLOCKS
+    return options
+
+
 def p2p_needs_own_groups(device: torch.device) -> bool:
     """Whether each direction between two ranks needs a communicator of its own.
 
     NCCL runs what one communicator is given in order, so a send behind a receive that
-    waits would wait too. Gloo matches by tag.
+    waits would wait too; so does `staged`. Gloo matches by tag.
     """
-    return is_accelerator(device)
+    return is_accelerator(device) or is_staged()

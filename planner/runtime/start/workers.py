@@ -35,6 +35,9 @@ DEVICE = "PLANNER_DEVICE"
 DEVICES = "PLANNER_DEVICES"
 """The numbers of this node's accelerators, one for each local rank, with commas between."""
 
+BACKEND = "PLANNER_BACKEND"
+"""Names another backend than the device's own (`planner.runtime.start.groups.staged`)."""
+
 TIMELINE_DIR = "PLANNER_TIMELINE"
 """Names the folder in which ranks record timelines; unset, they record none."""
 

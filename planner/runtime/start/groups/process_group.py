@@ -30,9 +30,11 @@ def start_process_group(plan: Plan, device: torch.device) -> None:
                 "with: planner launch plan.json script.py"
             )
         backend = devices.backend(device)
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=group_timeout()
+        )
         return
-    timeout = timedelta(seconds=float(os.environ.get("PLANNER_TIMEOUT_S", "600")))
+    timeout = group_timeout()
     meeting = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     with waiting_at(meeting, f"rank {os.environ.get('RANK')}"):
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
@@ -54,6 +56,15 @@ def start_process_group(plan: Plan, device: torch.device) -> None:
             f"rank {rank} on {device} can't start {backend}, through which ranks on "
             f"{device.type} talk ({reason}); mend that, or use `device` cpu"
         ) from error
+
+
+def group_timeout() -> timedelta:
+    """Return how long an operation of any group may take: PLANNER_TIMEOUT_S, else ten minutes.
+
+    To be given to each group: torch takes a default of its backend's for another, whatever the
+    default group has.
+    """
+    return timedelta(seconds=float(os.environ.get("PLANNER_TIMEOUT_S", "600")))
 
 
 def take_place() -> None:

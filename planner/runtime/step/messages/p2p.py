@@ -12,7 +12,7 @@ tensor is handed over in place.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,9 +23,9 @@ from torch import Tensor
 from planner.graph.batch_split import BatchSplit
 from planner.layout.layout import sizes, slices
 from planner.plan import Plan
-from planner.runtime.start import device as devices
 from planner.runtime.start.groups.gloo_threads import give_way_to_sockets
-from planner.runtime.start.groups.mesh import Mesh, default_group
+from planner.runtime.start.groups.mesh import Mesh
+from planner.runtime.step.messages.directions import open_directions
 from planner.runtime.step.messages.routes import Routes
 from planner.runtime.step.messages.wiring import Edge
 from planner.schedule.jobs import Job, JobKind, Schedule
@@ -150,7 +150,7 @@ class Post:
         self._all_routes = tuple(Routes(plan=plan) for _ in self._by_bucket)
         self._full = plan.split
         self._cuts: tuple[tuple[int, ...], ...] = ()
-        self._groups = _p2p_groups(mesh, edges, self._home, self._all_routes[0])
+        self._groups = open_directions(mesh, edges, self._home)
         # Positions in a peer's row: of the job that takes a message of ours, and of the job that
         # makes a message for us. `_forget` compares them.
         self._taken_at: dict[Message, int] = {}
@@ -330,36 +330,3 @@ class Post:
             sending.work.wait()
         assert not self._posted, f"received but not used: {list(self._posted)}"
         assert not self._local, f"handed over but not used: {list(self._local)}"
-
-
-def _p2p_groups(
-    mesh: Mesh, edges: tuple[Edge, ...], home: tuple[int, ...], routes: Routes
-) -> Mapping[tuple[int, int], dist.ProcessGroup]:
-    """Return the group for each direction between two pp ranks that exchange tensors."""
-    pairs = {(home[e.producer], home[e.consumer]) for e in edges}
-    pairs |= {(b, a) for a, b in pairs}
-    # Sorted, so that all ranks make the groups in the same order, as `open_group` demands.
-    directed = sorted((a, b) for a, b in pairs if a != b)
-    if not devices.p2p_needs_own_groups(mesh.device):
-        return dict.fromkeys(directed, default_group())
-    groups = {}
-    for a, b in directed:
-        group = mesh.open_group([(*mesh.meshes[a].ranks, *mesh.meshes[b].ranks)])
-        if group is not None:
-            groups[a, b] = group
-    # A communicator's first use waits for the peer; in a step that could be in a ring. Here
-    # all go through the pairs in one order.
-    greeting = torch.zeros(1, device=mesh.device)
-    here, place = dist.get_rank(), mesh.rank("pp")
-    for source, target in sorted({pair for e in edges for pair in routes.pairs(e)}):
-        if here == source:
-            (group,) = (
-                g for (a, b), g in groups.items() if a == place and target in mesh.meshes[b].ranks
-            )
-            dist.send(greeting, target, group=group)
-        elif here == target:
-            (group,) = (
-                g for (a, b), g in groups.items() if b == place and source in mesh.meshes[a].ranks
-            )
-            dist.recv(greeting, source, group=group)
-    return groups
