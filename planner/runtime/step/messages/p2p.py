@@ -25,6 +25,7 @@ from planner.layout.layout import sizes, slices
 from planner.plan import Plan
 from planner.runtime.start.groups.gloo_threads import give_way_to_sockets
 from planner.runtime.start.groups.mesh import Mesh
+from planner.runtime.start.groups.sent_types import view_to_send
 from planner.runtime.step.messages.directions import open_directions
 from planner.runtime.step.messages.routes import Routes
 from planner.runtime.step.messages.wiring import Edge
@@ -166,6 +167,7 @@ class Post:
         self._sending: deque[Sending] = deque()
         self._local: dict[Message, Tensor] = {}
         self._dtypes = tuple(getattr(torch, edge.dtype) for edge in edges)
+        self._views = tuple(view_to_send(dtype) for dtype in self._dtypes)
         self._crossings: dict[tuple[int, bool, tuple[int, ...], int], Crossing] = {}
         self.waiting_for: Message | None = None
         self.bytes_sent = 0
@@ -256,7 +258,9 @@ class Post:
                 leg.shape, dtype=self._dtypes[message.edge], device=self._mesh.device
             )
             tag = self._received[leg.rank] = (self._received[leg.rank] + 1) % _TAG_RANGE
-            parts.append((leg.group.recv([buffer], leg.peer, tag), buffer, leg))
+            view = self._views[message.edge]
+            taken = buffer if view is None else view(buffer)
+            parts.append((leg.group.recv([taken], leg.peer, tag), buffer, leg))
         self._posted[message] = Arriving(crossing.shape, tuple(parts))
 
     def get(self, message: Message) -> Tensor:
@@ -307,11 +311,15 @@ class Post:
         if crossing.target == self._here:
             self._local[message] = tensor
             return
-        tensor = tensor.detach()
+        tensor, view = tensor.detach(), self._views[message.edge]
+        if tensor.is_conj() or tensor.is_neg():
+            # Backends send what lies in memory, which is not conjugated or negated yet.
+            tensor = tensor.resolve_conj().resolve_neg()
         self._give_way()
         for leg in crossing.legs:
             # A slice is copied: backends send contiguous memory alone.
             part = (tensor if leg.where is None else tensor[leg.where]).contiguous()
+            part = part if view is None else view(part)
             tag = self._sent[leg.rank] = (self._sent[leg.rank] + 1) % _TAG_RANGE
             work = leg.group.send([part], leg.peer, tag)
             self._sending.append(Sending(work, part, message, leg.rank))

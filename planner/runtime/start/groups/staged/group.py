@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from planner.runtime.start.groups.staged.host import TYPES, Host, check, real, shown
+from planner.runtime.start.groups.sent_types import SENT
+from planner.runtime.start.groups.staged.host import Host, check, real, shown
 from planner.runtime.start.groups.staged.queue import Queue, Stuck, Work, named
 
 NAME = "staged"
@@ -148,7 +149,7 @@ class Staged(_ProcessGroup):
         for message in messages:
             tensor, (source, target) = message.tensor, message.pair
             # Gloo may end a process for a message of another size than is expected.
-            told = torch.tensor([TYPES.index(tensor.dtype), tensor.numel()])
+            told = torch.tensor([SENT.index(tensor.dtype), tensor.numel()])
             if source == self._here:
                 data = self._host.copy_of(tensor, message.ready)
                 announced.append((self._gloo.send([told], target, _TOLD), told))
@@ -173,7 +174,7 @@ class Staged(_ProcessGroup):
         if not torch.equal(told, heard):
             dtype, count = heard.tolist()
             raise Stuck(
-                f"rank {self._ranks[source]} sends {count} of {TYPES[dtype]} where rank "
+                f"rank {self._ranks[source]} sends {count} of {SENT[dtype]} where rank "
                 f"{self._ranks[target]} receives {shown(tensor)}: they have messages in "
                 "different orders"
             )

@@ -1,4 +1,4 @@
-"""Tensors on their way through the host, and which of them NCCL has a type for."""
+"""Tensors on their way through the host, and which of them NCCL takes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TYPES = (
-    torch.float16, torch.bfloat16, torch.float32, torch.float64,
-    torch.uint8, torch.int8, torch.bool, torch.int32, torch.int64,
-)  # fmt: skip
-"""What NCCL has types for, of what models have."""
+from planner.runtime.start.groups.sent_types import SENT
 
 
 def check(tensor: Tensor, what: str, *, takes_complex: bool = False) -> None:
@@ -21,7 +17,7 @@ def check(tensor: Tensor, what: str, *, takes_complex: bool = False) -> None:
 
     Raises TypeError and ValueError, as torch does.
     """
-    if tensor.dtype not in TYPES and not (takes_complex and tensor.is_complex()):
+    if tensor.dtype not in SENT and not (takes_complex and tensor.is_complex()):
         raise TypeError(f"{what} of {shown(tensor)}: NCCL has no such type")
     if not tensor.is_contiguous():
         raise ValueError(f"{what} of {shown(tensor)} is not contiguous, and NCCL takes no other")
