@@ -146,7 +146,7 @@ class Post:
         """`buckets` are the same edges with the shapes of each of the plan's buckets."""
         self._mesh, self._edges = mesh, edges
         self._by_bucket, self._bucket = (edges, *buckets), 0
-        self._here, self._rank = mesh.rank("pp"), dist.get_rank()
+        self._here, self._rank = mesh.rank("pp"), mesh.global_rank
         self._home = schedule.stage_to_pp_rank
         self._all_routes = tuple(Routes(plan=plan) for _ in self._by_bucket)
         self._full = plan.split
