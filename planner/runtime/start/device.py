@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from planner.errors import PlanError
 from planner.runtime.start.groups import staged
-from planner.runtime.start.workers import BACKEND, DEVICE, DEVICES
+from planner.runtime.start.process.cores import available_cores, near_cores, stay_on
+from planner.runtime.start.workers import BACKEND, DEVICE, DEVICES, LAUNCHER
 
 
 def accelerator() -> str | None:
@@ -55,8 +56,10 @@ def choose_device(name: str | None = None) -> torch.device:
     """Return this process's device: ``cpu``, or the accelerator of its local rank.
 
     `name` is a type of device or None (the environment's PLANNER_DEVICE, else an accelerator when
-    there is one). Local rank i takes the i-th of PLANNER_DEVICES, or accelerator i. Raises
-    PlanError when an accelerator is asked for and none is left for this rank.
+    there is one). Local rank i takes the i-th of PLANNER_DEVICES, or accelerator i; the only
+    accelerator that is here, where the launcher shows each rank its own (that two ranks don't have
+    one is told when they meet). Over `staged` ranks share accelerators. Raises PlanError when an
+    accelerator is asked for and none is left for this rank.
     """
     kind = device_type(name or os.environ.get(DEVICE))
     if kind == "cpu":
@@ -64,6 +67,10 @@ def choose_device(name: str | None = None) -> torch.device:
     local_rank, here = int(os.environ.get("LOCAL_RANK", "0")), num_devices(kind)
     listed = os.environ.get(DEVICES)
     numbers = [int(number) for number in listed.split(",")] if listed else list(range(here))
+    if numbers and is_staged():
+        local_rank %= len(numbers)
+    elif here == 1 and listed is None:
+        local_rank = 0
     if local_rank >= len(numbers):
         raise PlanError(
             f"local rank {local_rank} needs its own GPU; "
@@ -78,15 +85,39 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def identity(device: torch.device) -> str:
+    """Return what tells an accelerator from all others; empty where nothing does, or on a CPU."""
+    if not is_accelerator(device):
+        return ""
+    return str(getattr(of(device).get_device_properties(device), "uuid", ""))
+
+
 def of(device: torch.device) -> ModuleType:
     """Return the module of an accelerator, ``torch.cuda`` or one with its names."""
     return torch.get_device_module(device)
 
 
 def prepare(device: torch.device) -> None:
-    """Bind this thread to its device."""
-    if is_accelerator(device):
-        of(device).set_device(device)
+    """Bind this thread to its device, and a rank of ours to the cores near that."""
+    if not is_accelerator(device):
+        return
+    of(device).set_device(device)
+    if LAUNCHER in os.environ:
+        stay_on(near_cores(of(device).get_device_properties(device)) & available_cores())
+
+
+def refuse_blocking_launches(pp: int, kind: str) -> None:
+    """Raise PlanError where each kernel is waited for, on a type of device, and pp > 1.
+
+    A receive is a kernel that runs until its message comes, and it is launched before what the
+    peer waits for: each rank would wait in its own.
+    """
+    blocks = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
+    if blocks and pp > 1 and kind != "cpu" and not is_staged():
+        raise PlanError(
+            f"CUDA_LAUNCH_BLOCKING is set, and with pp={pp} ranks would wait for ever, each for a "
+            "receive that it has begun early; unset it, or look for the error with `device` cpu"
+        )
 
 
 def backend(device: torch.device) -> str:

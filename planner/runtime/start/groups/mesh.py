@@ -232,6 +232,7 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     experts lie on a mesh of their own.
     """
     check_runs(plan)
+    devices.refuse_blocking_launches(plan.pp, device.type)
     devices.prepare(device)
     # (At the start of the run ranks tell each other their plan before there is a group.)
     is_later = dist.is_initialized()
