@@ -9,6 +9,7 @@ import socket
 import tempfile
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,26 @@ context.set_forkserver_preload(["tests.spawn_preload"])
 TIMEOUT_S = 120
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """Return what `function(*args)` returns on each rank of a gloo world.
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    backend: str = "gloo",
+    timeout_s: float = 600,
+) -> list[Any]:
+    """Return what `function(*args)` returns on each rank of a world of gloo, or of `staged`.
 
     `function` must be importable by name. An exception on any rank fails the call with its
-    traceback, and ends the other ranks.
+    traceback, and ends the other ranks. `timeout_s` is how long an operation may take.
     """
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
         queue = context.SimpleQueue()
         ranks = [
-            context.Process(target=_run, args=(queue, function, r, world_size, store, args))
+            context.Process(
+                target=_run,
+                args=(queue, function, r, world_size, store, args, backend, timeout_s),
+            )
             for r in range(world_size)
         ]
         for process in ranks:
@@ -58,14 +68,33 @@ def _next(queue: Any, ranks: list[Any]) -> Any:
     return queue.get()
 
 
-def _run(queue: Any, function: Any, rank: int, world_size: int, store: Path, args: Any) -> None:
+def _run(
+    queue: Any,
+    function: Any,
+    rank: int,
+    world_size: int,
+    store: Path,
+    args: Any,
+    backend: str,
+    timeout_s: float,
+) -> None:
     import torch
     import torch.distributed as dist
 
+    from planner.runtime.start.groups import staged
+
     torch.set_num_threads(1)
+    os.environ["PLANNER_TIMEOUT_S"] = str(timeout_s)
+    if backend == staged.NAME:
+        staged.register()
+        os.environ["PLANNER_BACKEND"] = backend
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
+            backend,
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
         )
         # Pickled here, so tensors travel as bytes: a rank may end before they are read.
         queue.put(pickle.dumps((rank, function(*args), None)))

@@ -3,10 +3,11 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from planner.runtime.start.process.cores import own_cores
+from planner.runtime.start.process.cores import available_cores, near_cores, own_cores, stay_on
 
 PRINT_CORES = "import os; print('cores', os.environ['LOCAL_RANK'], sorted(os.sched_getaffinity(0)))"
 
@@ -18,6 +19,22 @@ def test_ranks_share_out_cores():
     # Fewer cores than ranks, or already shared out by a launcher: as they were.
     assert own_cores({0, 1}, peers=[{0, 1}] * 3, local_rank=2) == {0, 1}
     assert own_cores({3}, peers=[{2}, {3}], local_rank=1) == {3}
+
+
+def test_the_cores_near_a_gpu_are_those_of_its_place_on_the_bus(tmp_path):
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xC1, pci_device_id=0)
+    place = tmp_path / "0000:c1:00.0"
+    place.mkdir()
+    (place / "local_cpulist").write_text("0-2,8,10-11\n")
+    assert near_cores(gpu, tmp_path) == {0, 1, 2, 8, 10, 11}
+    (place / "local_cpulist").write_text("\n")  # a virtual machine may tell none
+    assert near_cores(gpu, tmp_path) == set()
+    gpu.pci_bus_id = 7
+    assert near_cores(gpu, tmp_path) == set()
+    assert near_cores(SimpleNamespace(), tmp_path) == set()
+    before = available_cores()
+    stay_on(set())
+    assert available_cores() == before
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores are not bound here")

@@ -18,6 +18,7 @@ from planner.layout.layout import Box, ProcessMesh, sizes, slices
 from planner.layout.placement import Shard
 from planner.layout.redistribution.reshard import Reshard, ReshardStep
 from planner.runtime.stage.calls import collectives
+from planner.runtime.start.groups.exchange import exchange
 
 Groups = Mapping[str, str]
 """Name of this rank's process group along each axis of a mesh."""
@@ -115,9 +116,7 @@ def _transfer(
             part = torch.empty(sizes(transfer.box), dtype=dtype, device=device)
             received.append((transfer.box, part))
             jobs.append(dist.P2POp(dist.irecv, part, transfer.src_rank))
-    # All at once: in any order of their own two ranks could wait for each other.
-    for work in dist.batch_isend_irecv(jobs) if jobs else []:
-        work.wait()
+    exchange(jobs)
     if rank not in way.dst.mesh.ranks:
         return None
     needed = way.arrival.box(way.shape, rank)

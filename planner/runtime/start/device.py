@@ -11,12 +11,15 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from planner.errors import PlanError
-from planner.runtime.start.workers import DEVICE, DEVICES
+from planner.runtime.start.groups import staged
+from planner.runtime.start.process.cores import available_cores, near_cores, stay_on
+from planner.runtime.start.workers import BACKEND, DEVICE, DEVICES, LAUNCHER
 
 
 def accelerator() -> str | None:
@@ -53,8 +56,10 @@ def choose_device(name: str | None = None) -> torch.device:
     """Return this process's device: ``cpu``, or the accelerator of its local rank.
 
     `name` is a type of device or None (the environment's PLANNER_DEVICE, else an accelerator when
-    there is one). Local rank i takes the i-th of PLANNER_DEVICES, or accelerator i. Raises
-    PlanError when an accelerator is asked for and none is left for this rank.
+    there is one). Local rank i takes the i-th of PLANNER_DEVICES, or accelerator i; the only
+    accelerator that is here, where the launcher shows each rank its own (that two ranks don't have
+    one is told when they meet). Over `staged` ranks share accelerators. Raises PlanError when an
+    accelerator is asked for and none is left for this rank.
     """
     kind = device_type(name or os.environ.get(DEVICE))
     if kind == "cpu":
@@ -62,6 +67,10 @@ def choose_device(name: str | None = None) -> torch.device:
     local_rank, here = int(os.environ.get("LOCAL_RANK", "0")), num_devices(kind)
     listed = os.environ.get(DEVICES)
     numbers = [int(number) for number in listed.split(",")] if listed else list(range(here))
+    if numbers and is_staged():
+        local_rank %= len(numbers)
+    elif here == 1 and listed is None:
+        local_rank = 0
     if local_rank >= len(numbers):
         raise PlanError(
             f"local rank {local_rank} needs its own GPU; "
@@ -76,22 +85,49 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def identity(device: torch.device) -> str:
+    """Return what tells an accelerator from all others; empty where nothing does, or on a CPU."""
+    if not is_accelerator(device):
+        return ""
+    return str(getattr(of(device).get_device_properties(device), "uuid", ""))
+
+
 def of(device: torch.device) -> ModuleType:
     """Return the module of an accelerator, ``torch.cuda`` or one with its names."""
     return torch.get_device_module(device)
 
 
 def prepare(device: torch.device) -> None:
-    """Bind this thread to its device."""
-    if is_accelerator(device):
-        of(device).set_device(device)
+    """Bind this thread to its device, and a rank of ours to the cores near that."""
+    if not is_accelerator(device):
+        return
+    of(device).set_device(device)
+    if LAUNCHER in os.environ:
+        stay_on(near_cores(of(device).get_device_properties(device)) & available_cores())
+
+
+def refuse_blocking_launches(pp: int, kind: str) -> None:
+    """Raise PlanError where each kernel is waited for, on a type of device, and pp > 1.
+
+    A receive is a kernel that runs until its message comes, and it is launched before what the
+    peer waits for: each rank would wait in its own.
+    """
+    blocks = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
+    if blocks and pp > 1 and kind != "cpu" and not is_staged():
+        raise PlanError(
+            f"CUDA_LAUNCH_BLOCKING is set, and with pp={pp} ranks would wait for ever, each for a "
+            "receive that it has begun early; unset it, or look for the error with `device` cpu"
+        )
 
 
 def backend(device: torch.device) -> str:
-    """Return the communication backend of a device.
+    """Return the communication backend of a device, or `staged` where PLANNER_BACKEND says so.
 
     Raises PlanError when this PyTorch was built without it.
     """
+    if is_staged():
+        staged.register()
+        return staged.NAME
     name = dist.get_default_backend_for_device(device)
     if not dist.is_backend_available(name):
         raise PlanError(
@@ -99,6 +135,20 @@ def backend(device: torch.device) -> str:
             "install a PyTorch that has it, or use `device` cpu"
         )
     return name
+
+
+def is_staged() -> bool:
+    """Whether ranks talk through `staged`, and several may share an accelerator.
+
+    Raises PlanError where PLANNER_BACKEND names another backend.
+    """
+    chosen = os.environ.get(BACKEND)
+    if chosen not in (None, "", staged.NAME):
+        raise PlanError(
+            f"{BACKEND}={chosen} is unknown; use {staged.NAME}, or leave it unset for the "
+            "device's own"
+        )
+    return chosen == staged.NAME
 
 
 def bound_to(device: torch.device) -> torch.device | None:
@@ -119,10 +169,31 @@ def synchronize(device: torch.device) -> None:
         of(device).synchronize(device)
 
 
+MESSAGE_BLOCKS = 8
+"""The most thread blocks that a communicator for messages between stages runs on.
+
+A receive that was posted early runs on its blocks until its message comes: on NCCL's default, up to
+32 of an H100's 132 multiprocessors for each neighbour, beside the jobs that compute. Eight carry
+more than a link between nodes; what an NVLink loses by it has not been measured.
+"""
+
+
+def message_options(device: torch.device) -> Any:
+    """Return the backend's options of groups that carry messages between stages; None: its own.
+
+    NCCL's own variables come first where the user has set them.
+    """
+    if backend(device) != "nccl" or {"NCCL_MAX_CTAS", "NCCL_MAX_P2P_NCHANNELS"} & set(os.environ):
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = MESSAGE_BLOCKS
+    return options
+
+
 def p2p_needs_own_groups(device: torch.device) -> bool:
     """Whether each direction between two ranks needs a communicator of its own.
 
     NCCL runs what one communicator is given in order, so a send behind a receive that
-    waits would wait too. Gloo matches by tag.
+    waits would wait too; so does `staged`. Gloo matches by tag.
     """
-    return is_accelerator(device)
+    return is_accelerator(device) or is_staged()

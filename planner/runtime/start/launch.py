@@ -117,12 +117,15 @@ def check_node(
     `restarts_by_plan` says that ranks may start again under another plan. Raises PlanError or
     ScheduleError for what can't run here.
     """
+    from planner.runtime.start.device import refuse_blocking_launches
+
     _check_script(script)
     if place is not None:
         _check_place(place, plan, restarts_by_plan=restarts_by_plan)
     schedule_of(plan)
     ranks = ranks_of_node(plan, num_nodes, node_rank, restarts_by_plan=restarts_by_plan)
     device = check_ranks(ranks, device)
+    refuse_blocking_launches(plan.pp, device)
     variables = {}
     if devices is not None:
         check_listed(devices, ranks, device)
@@ -234,11 +237,12 @@ def check_ranks(here: int, device: str | None) -> str:
 
     Raises PlanError when it has too few GPUs or too little memory for their processes.
     """
-    from planner.runtime.start.device import device_type, num_devices
+    from planner.runtime.start.device import device_type, is_staged, num_devices
 
     device = device_type(device)
     gpus = num_devices(device)
-    if device != "cpu" and gpus < here:
+    # (Over `staged` ranks share them.)
+    if device != "cpu" and gpus < (1 if is_staged() else here):
         raise PlanError(
             f"the plan needs {here} GPUs on this node and {gpus} are here; "
             "use `device` cpu, or search with `num_devices` for what is here"

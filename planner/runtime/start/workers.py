@@ -35,8 +35,23 @@ DEVICE = "PLANNER_DEVICE"
 DEVICES = "PLANNER_DEVICES"
 """The numbers of this node's accelerators, one for each local rank, with commas between."""
 
+BACKEND = "PLANNER_BACKEND"
+"""Names another backend than the device's own (`planner.runtime.start.groups.staged`)."""
+
 TIMELINE_DIR = "PLANNER_TIMELINE"
 """Names the folder in which ranks record timelines; unset, they record none."""
+
+
+_ON_GPUS = {
+    # Blocks of other sizes from job to job (recomputation, short batches) else leave gaps that
+    # nothing fits in, near the limit that plans are made for.
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    # Messages of a direction go one after the other on purpose (`messages.directions`).
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
+    # The last operations of each communicator, for whoever looks for a hang.
+    "TORCH_FR_BUFFER_SIZE": "2000",
+}
+"""Variables of ranks on GPUs."""
 
 
 class RankFailed(RuntimeError):
@@ -161,8 +176,16 @@ def _exit_code(failure: Failure | None, *, is_script: bool) -> int:
 
 
 def rank_environment(ranks_here: int, device: str) -> dict[str, str]:
-    """Return the variables of a rank's device and threads where so many ranks share a node."""
+    """Return the variables of a rank's device and threads where so many ranks share a node.
+
+    Those that the user has set stay.
+    """
     environment = {DEVICE: device}
+    if device != "cpu":
+        environment |= {name: v for name, v in _ON_GPUS.items() if name not in os.environ}
+        # (Releases before torch 2.9 have the other name, which later ones take too.)
+        if "PYTORCH_CUDA_ALLOC_CONF" in os.environ:
+            environment.pop("PYTORCH_ALLOC_CONF", None)
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0))
         environment["OMP_NUM_THREADS"] = str(max(1, cores // ranks_here))

@@ -24,6 +24,7 @@ from planner.layout.placements import Placements
 from planner.layout.redistribution.reshard import box_transfers
 from planner.plan import Plan
 from planner.runtime.stage.stage import StageModule
+from planner.runtime.start.groups.exchange import exchange
 from planner.runtime.start.groups.mesh import Mesh
 from planner.runtime.state.masters import MasterParams
 from planner.runtime.state.optimizers.host_optimizer import HostMasters
@@ -160,10 +161,7 @@ def _add_across(totals: list[Tensor], ways: list[list[dict[int, Box]]]) -> list[
                     jobs.append(dist.P2POp(dist.irecv, part, way.src_rank))
                     terms.append((way.box, part))
         sums.append((mine[here], terms))
-    # All at once: NCCL runs what a communicator is given in order, and a send that waits for its
-    # receive would hold up the receive behind it.
-    for work in dist.batch_isend_irecv(jobs) if jobs else []:
-        work.wait()
+    exchange(jobs)
     result = []
     for total, (held, terms) in zip(totals, sums, strict=True):
         # In the order of the pp ranks, on every rank: another order rounds otherwise, and copies

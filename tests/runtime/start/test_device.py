@@ -7,8 +7,14 @@ import torch
 import torch.distributed as dist
 
 from planner.errors import PlanError
-from planner.runtime.start.device import backend, choose_device, p2p_needs_own_groups
-from planner.runtime.start.launch import check_listed
+from planner.runtime.start.device import (
+    backend,
+    choose_device,
+    p2p_needs_own_groups,
+    refuse_blocking_launches,
+)
+from planner.runtime.start.launch import check_listed, check_ranks
+from planner.runtime.start.workers import rank_environment
 
 
 def test_a_gpu_of_the_local_rank_unless_the_cpu_is_named(monkeypatch):
@@ -43,6 +49,56 @@ def test_a_list_of_gpus_has_one_for_each_local_rank(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     with pytest.raises(PlanError, match="has 4, of which 0,2,3 are listed"):
         choose_device("cuda")
+
+
+def test_the_only_gpu_that_a_launcher_shows_a_rank_is_its_own(monkeypatch):
+    """srun --gpus-per-task=1: local rank 3 sees one GPU, which has the number 0."""
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert choose_device() == torch.device("cuda", 0)
+    monkeypatch.setenv("PLANNER_DEVICES", "0")
+    with pytest.raises(PlanError, match="local rank 3 needs its own GPU"):
+        choose_device()
+
+
+def test_ranks_share_gpus_over_the_staged_backend_alone(monkeypatch):
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("PLANNER_BACKEND", "staged")
+    assert choose_device() == torch.device("cuda", 1)
+    assert check_ranks(4, "cuda") == "cuda"
+    monkeypatch.delenv("PLANNER_BACKEND")
+    with pytest.raises(PlanError, match="the plan needs 4 GPUs on this node and 2 are here"):
+        check_ranks(4, "cuda")
+
+
+def test_launches_that_block_are_refused_where_ranks_would_wait_for_ever(monkeypatch):
+    refuse_blocking_launches(4, "cuda")
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    refuse_blocking_launches(1, "cuda")
+    refuse_blocking_launches(4, "cpu")
+    with pytest.raises(PlanError, match="CUDA_LAUNCH_BLOCKING is set, and with pp=4 ranks would"):
+        refuse_blocking_launches(4, "cuda")
+    monkeypatch.setenv("PLANNER_BACKEND", "staged")
+    refuse_blocking_launches(4, "cuda")
+
+
+def test_ranks_on_gpus_get_variables_that_the_user_did_not_set(monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_FR_BUFFER_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert "PYTORCH_ALLOC_CONF" not in rank_environment(1, "cpu")
+    found = rank_environment(1, "cuda")
+    assert found["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert found["TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"] == "false"
+    assert found["TORCH_FR_BUFFER_SIZE"] == "2000"
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "9")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    found = rank_environment(1, "cuda")
+    assert not {"PYTORCH_ALLOC_CONF", "TORCH_FR_BUFFER_SIZE"} & set(found)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,8 @@ from planner.plan import Plan
 from planner.runtime.start import device as devices
 from planner.runtime.start.groups.alike import differences, told_of_run
 from planner.runtime.start.groups.gloo_threads import put_socket_threads_last
-from planner.runtime.start.groups.process_group import start_process_group
+from planner.runtime.start.groups.process_group import group_timeout, start_process_group
+from planner.runtime.start.groups.splitting import can_split, split
 from planner.runtime.start.groups.together import together
 from planner.runtime.start.launched import where_ranks_come_from
 
@@ -124,24 +125,36 @@ class Mesh:
         group = self.group(axis)
         return "" if group is None else group.group_name
 
-    def open_group(self, groups: Iterable[tuple[int, ...]]) -> dist.ProcessGroup | None:
-        """Make groups of these global ranks; return the (last) one this rank is in.
+    def open_group(
+        self, groups: Iterable[tuple[int, ...]], *, for_messages: bool = False
+    ) -> dist.ProcessGroup | None:
+        """Make groups of these global ranks, of which no two share a rank; return this rank's.
 
-        Every rank of the plan calls this with the same groups.
+        Every rank of the plan calls this with the same groups, in the same order of calls.
+        `for_messages` says that they carry sends and receives alone.
         """
+        groups = list(groups)
+        options = devices.message_options(self.device) if for_messages else None
         mine = None
-        for ranks in groups:
-            # Not sorted: a rank's number in the group is then its number along the axis.
-            group = dist.new_group(list(ranks), sort_ranks=False)
-            if dist.get_rank() in ranks:
-                self._opened.append(group)
-                mine = group
+        if groups and can_split(groups):
+            group = split(groups, timeout=group_timeout(), options=options)
+            self._opened.append(group)
+            mine = group if any(self.global_rank in ranks for ranks in groups) else None
+        else:
+            for ranks in groups:
+                # Not sorted: a rank's number in the group is then its number along the axis.
+                group = dist.new_group(
+                    list(ranks), timeout=group_timeout(), pg_options=options, sort_ranks=False
+                )
+                if self.global_rank in ranks:
+                    self._opened.append(group)
+                    mine = group
         put_socket_threads_last()
         return mine
 
     def open_host_group(self) -> dist.ProcessGroup:
         """Make a group of all ranks for host messages beside those of `control`."""
-        group = dist.new_group(backend="gloo")
+        group = dist.new_group(backend="gloo", timeout=group_timeout())
         self._opened.append(group)
         put_socket_threads_last()
         return group
@@ -219,6 +232,7 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     experts lie on a mesh of their own.
     """
     check_runs(plan)
+    devices.refuse_blocking_launches(plan.pp, device.type)
     devices.prepare(device)
     # (At the start of the run ranks tell each other their plan before there is a group.)
     is_later = dist.is_initialized()
@@ -235,7 +249,7 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     if devices.backend(device) == "gloo":
         control = default_group()
     else:
-        control = dist.new_group(backend="gloo")
+        control = dist.new_group(backend="gloo", timeout=group_timeout())
         opened.append(control)
     if is_later and dist.get_world_size() > 1:
         _refuse_other_plans(plan, control)

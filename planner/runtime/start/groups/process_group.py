@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -14,6 +15,7 @@ from planner.nodes.launchers import started
 from planner.nodes.waiting import waiting_at
 from planner.plan import Plan
 from planner.runtime.start import device as devices
+from planner.runtime.start.groups import staged
 from planner.runtime.start.groups.alike import Told, differences, told_of_run
 
 
@@ -30,9 +32,11 @@ def start_process_group(plan: Plan, device: torch.device) -> None:
                 "with: planner launch plan.json script.py"
             )
         backend = devices.backend(device)
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=group_timeout()
+        )
         return
-    timeout = timedelta(seconds=float(os.environ.get("PLANNER_TIMEOUT_S", "600")))
+    timeout = group_timeout()
     meeting = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     with waiting_at(meeting, f"rank {os.environ.get('RANK')}"):
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
@@ -54,6 +58,15 @@ def start_process_group(plan: Plan, device: torch.device) -> None:
             f"rank {rank} on {device} can't start {backend}, through which ranks on "
             f"{device.type} talk ({reason}); mend that, or use `device` cpu"
         ) from error
+
+
+def group_timeout() -> timedelta:
+    """Return how long an operation of any group may take: PLANNER_TIMEOUT_S, else ten minutes.
+
+    To be given to each group: torch takes a default of its backend's for another, whatever the
+    default group has.
+    """
+    return timedelta(seconds=float(os.environ.get("PLANNER_TIMEOUT_S", "600")))
 
 
 def take_place() -> None:
@@ -80,14 +93,33 @@ def _shared_backend(
         backend = devices.backend(device)
     except PlanError as error:
         store.set("missing", f"rank {rank}: {error}")
-    store.set(f"about/{rank}", json.dumps(told))
+    # (Ranks that share a GPU over `staged` do so on purpose.)
+    own_device = "" if backend in ("", staged.NAME) else devices.identity(device)
+    store.set(f"about/{rank}", json.dumps([told, own_device]))
     # The last to come sees what all have told, and lets them go on.
     if store.add("told", 1) == world_size:
         every = store.multi_get([f"about/{each}" for each in range(world_size)])
-        if differ := differences(map(json.loads, every)):
+        abouts = [json.loads(each) for each in every]
+        if differ := differences(node for node, _ in abouts):
             store.set("missing", f"{'; '.join(differ)}; give all nodes the same")
+        elif shared := _sharing([own for _, own in abouts]):
+            store.set("missing", shared)
         store.set("all told", "")
     store.wait(["all told"])
     if store.check(["missing"]):
         raise PlanError(store.get("missing").decode())
     return backend
+
+
+def _sharing(devices_of: Sequence[str]) -> str:
+    """Return which ranks have one and the same accelerator, in words; empty where none do."""
+    by_device: dict[str, list[int]] = {}
+    for rank, own in enumerate(devices_of):
+        by_device.setdefault(own, []).append(rank)
+    for own, ranks in by_device.items():
+        if own and len(ranks) > 1:
+            return (
+                f"ranks {', '.join(map(str, ranks))} have one GPU ({own}), and each needs its own; "
+                "start one rank for each GPU, or let the launcher show each rank another"
+            )
+    return ""

@@ -12,7 +12,7 @@ tensor is handed over in place.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,9 +23,10 @@ from torch import Tensor
 from planner.graph.batch_split import BatchSplit
 from planner.layout.layout import sizes, slices
 from planner.plan import Plan
-from planner.runtime.start import device as devices
 from planner.runtime.start.groups.gloo_threads import give_way_to_sockets
-from planner.runtime.start.groups.mesh import Mesh, default_group
+from planner.runtime.start.groups.mesh import Mesh
+from planner.runtime.start.groups.sent_types import view_to_send
+from planner.runtime.step.messages.directions import open_directions
 from planner.runtime.step.messages.routes import Routes
 from planner.runtime.step.messages.wiring import Edge
 from planner.schedule.jobs import Job, JobKind, Schedule
@@ -145,12 +146,12 @@ class Post:
         """`buckets` are the same edges with the shapes of each of the plan's buckets."""
         self._mesh, self._edges = mesh, edges
         self._by_bucket, self._bucket = (edges, *buckets), 0
-        self._here, self._rank = mesh.rank("pp"), dist.get_rank()
+        self._here, self._rank = mesh.rank("pp"), mesh.global_rank
         self._home = schedule.stage_to_pp_rank
         self._all_routes = tuple(Routes(plan=plan) for _ in self._by_bucket)
         self._full = plan.split
         self._cuts: tuple[tuple[int, ...], ...] = ()
-        self._groups = _p2p_groups(mesh, edges, self._home, self._all_routes[0])
+        self._groups = open_directions(mesh, edges, self._home)
         # Positions in a peer's row: of the job that takes a message of ours, and of the job that
         # makes a message for us. `_forget` compares them.
         self._taken_at: dict[Message, int] = {}
@@ -166,6 +167,7 @@ class Post:
         self._sending: deque[Sending] = deque()
         self._local: dict[Message, Tensor] = {}
         self._dtypes = tuple(getattr(torch, edge.dtype) for edge in edges)
+        self._views = tuple(view_to_send(dtype) for dtype in self._dtypes)
         self._crossings: dict[tuple[int, bool, tuple[int, ...], int], Crossing] = {}
         self.waiting_for: Message | None = None
         self.bytes_sent = 0
@@ -256,7 +258,9 @@ class Post:
                 leg.shape, dtype=self._dtypes[message.edge], device=self._mesh.device
             )
             tag = self._received[leg.rank] = (self._received[leg.rank] + 1) % _TAG_RANGE
-            parts.append((leg.group.recv([buffer], leg.peer, tag), buffer, leg))
+            view = self._views[message.edge]
+            taken = buffer if view is None else view(buffer)
+            parts.append((leg.group.recv([taken], leg.peer, tag), buffer, leg))
         self._posted[message] = Arriving(crossing.shape, tuple(parts))
 
     def get(self, message: Message) -> Tensor:
@@ -307,11 +311,15 @@ class Post:
         if crossing.target == self._here:
             self._local[message] = tensor
             return
-        tensor = tensor.detach()
+        tensor, view = tensor.detach(), self._views[message.edge]
+        if tensor.is_conj() or tensor.is_neg():
+            # Backends send what lies in memory, which is not conjugated or negated yet.
+            tensor = tensor.resolve_conj().resolve_neg()
         self._give_way()
         for leg in crossing.legs:
             # A slice is copied: backends send contiguous memory alone.
             part = (tensor if leg.where is None else tensor[leg.where]).contiguous()
+            part = part if view is None else view(part)
             tag = self._sent[leg.rank] = (self._sent[leg.rank] + 1) % _TAG_RANGE
             work = leg.group.send([part], leg.peer, tag)
             self._sending.append(Sending(work, part, message, leg.rank))
@@ -330,38 +338,3 @@ class Post:
             sending.work.wait()
         assert not self._posted, f"received but not used: {list(self._posted)}"
         assert not self._local, f"handed over but not used: {list(self._local)}"
-
-
-def _p2p_groups(
-    mesh: Mesh, edges: tuple[Edge, ...], home: tuple[int, ...], routes: Routes
-) -> Mapping[tuple[int, int], dist.ProcessGroup]:
-    """Return the group for each direction between two pp ranks that exchange tensors."""
-    pairs = {(home[e.producer], home[e.consumer]) for e in edges}
-    pairs |= {(b, a) for a, b in pairs}
-    # Sorted, so that all ranks make the groups in the same order, as `open_group` demands.
-    directed = sorted((a, b) for a, b in pairs if a != b)
-    if not devices.p2p_needs_own_groups(mesh.device):
-        return dict.fromkeys(directed, default_group())
-    groups = {}
-    for a, b in directed:
-        group = mesh.open_group([(*mesh.meshes[a].ranks, *mesh.meshes[b].ranks)])
-        if group is not None:
-            groups[a, b] = group
-    # A communicator's first use waits for the peer; in a step that could be in a ring. Here
-    # all go through the pairs in one order.
-    greeting = torch.zeros(1, device=mesh.device)
-    here, place = dist.get_rank(), mesh.rank("pp")
-    # (Stages of one pp rank hand tensors over in place: no rank meets itself.)
-    met = {pair for e in edges for pair in routes.pairs(e) if pair[0] != pair[1]}
-    for source, target in sorted(met):
-        if here == source:
-            (group,) = (
-                g for (a, b), g in groups.items() if a == place and target in mesh.meshes[b].ranks
-            )
-            dist.send(greeting, target, group=group)
-        elif here == target:
-            (group,) = (
-                g for (a, b), g in groups.items() if b == place and source in mesh.meshes[a].ranks
-            )
-            dist.recv(greeting, source, group=group)
-    return groups

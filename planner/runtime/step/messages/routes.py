@@ -87,16 +87,6 @@ class Routes:
             box.append(span)
         return tuple(box)
 
-    def pairs(self, edge: Edge) -> set[tuple[int, int]]:
-        """Return the ranks that ever send to each other over an edge, with direction."""
-        cut = self.plan.split.sizes[0]
-        ways = [False, True] if edge.requires_grad else [False]
-        return {
-            (part.source, part.target)
-            for is_grad in ways
-            for part in self.parts(edge, cut, is_grad=is_grad)
-        }
-
     def _mesh(self, stage_index: int) -> ProcessMesh:
         return self.plan.mesh(self.plan.stages[stage_index].pp_rank)
 

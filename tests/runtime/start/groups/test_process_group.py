@@ -83,6 +83,21 @@ def test_nodes_that_differ_are_named_by_all_ranks(no_nccl):
     )
 
 
+def test_ranks_that_have_one_gpu_are_named(monkeypatch, no_nccl):
+    """A launcher showed two ranks the same."""
+    monkeypatch.setattr("planner.runtime.start.device.backend", lambda device: "nccl")
+    own = {0: "GPU-a", 1: "GPU-b", 2: "GPU-a"}
+    monkeypatch.setattr("planner.runtime.start.device.identity", lambda d: own[d.index])
+    gpus = [torch.device("cuda", rank) for rank in range(3)]
+    (line,) = set(answers(gpus, [ALIKE] * 3))
+    assert line == (
+        "refused: ranks 0, 2 have one GPU (GPU-a), and each needs its own; start one rank for each "
+        "GPU, or let the launcher show each rank another"
+    )
+    own.update({0: "", 1: "", 2: ""})  # what can't be told is not refused
+    assert answers(gpus, [ALIKE] * 3) == ["nccl"] * 3
+
+
 def test_a_lone_process_is_enough_for_a_plan_of_one_rank_only():
     with pytest.raises(PlanError, match="the plan is for 4 ranks and this is a lone process"):
         start_process_group(plan_of(dp=2, pp=2), CPU)
