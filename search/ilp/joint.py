@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from planner.deadline import check_time, left_s
-from planner.errors import LayoutError
 from search.partition.chain_paths import StageRuns, runs_by_stage
 from search.partition.chain_problem import ChainProblem, Cut, Floats
 from search.partition.chain_reach import possible_starts, reach_windows
@@ -46,12 +45,21 @@ _SLACK = 1e-9
 """Relative: the ceiling may be the very value of a cut."""
 
 
+class NoAnswer(Exception):
+    """The program is too large, or its time ran out before it had any cut."""
+
+
 def solve_by_joint_program(
-    problem: ChainProblem, *, ceiling: float = np.inf, time_limit_s: float = 60.0
+    problem: ChainProblem,
+    *,
+    ceiling: float = np.inf,
+    hint: Cut | None = None,
+    time_limit_s: float = 60.0,
 ) -> Cut | None:
     """Return the best cut, or None when none of at most `ceiling` fits.
 
-    Raises LayoutError when the program would be too large or time runs out.
+    `hint` is a cut that is known. Where time runs out before a proof the best so far is returned,
+    and its value is what no cut is below. Raises NoAnswer where there is none so far.
     """
     ceiling *= 1 + _SLACK
     # Starts that the ceiling and memory rule out have no variable: few are left.
@@ -63,15 +71,16 @@ def solve_by_joint_program(
     kinds = len(problem.choices) if problem.copied else problem.num_meshes
     size = kinds * sum(window.num_cells for window in windows)
     if size > MOST_VARIABLES:
-        raise LayoutError(
-            f"a joint program of {problem.num_blocks} blocks on {problem.num_stages} stages needs "
-            f"{size} variables, more than {MOST_VARIABLES}; use `solver` dp"
-        )
-    return _solve(problem, runs_by_stage(problem, windows), ceiling, time_limit_s)
+        raise NoAnswer(f"{size} variables, more than {MOST_VARIABLES}")
+    return _solve(problem, runs_by_stage(problem, windows), ceiling, hint, time_limit_s)
 
 
 def _solve(
-    problem: ChainProblem, stage_runs: Sequence[StageRuns], ceiling: float, time_limit_s: float
+    problem: ChainProblem,
+    stage_runs: Sequence[StageRuns],
+    ceiling: float,
+    hint: Cut | None,
+    time_limit_s: float,
 ) -> Cut | None:
     """Return the best cut of these runs."""
     from ortools.sat.python import cp_model
@@ -107,6 +116,9 @@ def _solve(
             starts[stage, start].append(x)
             ends[stage, end].append(x)
             picks.append((stage, end, choice, row, x))
+            if hint is not None:
+                is_in = (start, end) == hint.cuts[stage : stage + 2]
+                model.add_hint(x, is_in and choice == hint.choices[stage])
             # Two rows a stage: the path with its own tail, and the way back to stage 0.
             own.append(steps(float(there_and_own[choice, row, column])) * x)
             back.append(steps(float(there_and_back[choice, row, column])) * x)
@@ -124,9 +136,10 @@ def _solve(
         for cut in range(1, problem.num_blocks + 1):
             model.add(sum(ends[stage, cut]) == sum(starts[stage + 1, cut]))
     model.minimize(longest)
-    solver = solve_proven(model, time_limit_s)
-    if solver is None:
+    found = _solved(model, time_limit_s)
+    if found is None:
         return None
+    solver, is_proved = found
     chosen = [pick[:4] for pick in picks if solver.boolean_value(pick[4])]
     cuts = (0, *(end for _, end, _, _ in chosen))
     tail = float(first[chosen[0][3]])
@@ -135,6 +148,8 @@ def _solve(
         float(stage_runs[stage].own_from(cuts[stage], tail)[choice, row])
         for stage, _, choice, row in chosen
     )
+    if not is_proved:
+        value = min(value, solver.best_objective_bound / scale)
     # Steps are rounded: a cut left out may be shorter by so much.
     value -= _ROUNDED / scale
     return Cut(cuts=cuts, choices=tuple(choice for _, _, choice, _ in chosen), value=value)
@@ -157,11 +172,12 @@ def _largest(seconds: Floats) -> float:
     return float(seconds[np.isfinite(seconds)].max(initial=0.0))
 
 
-def solve_proven(model: cp_model.CpModel, time_limit_s: float) -> cp_model.CpSolver | None:
-    """Return the solver with an optimum, None when nothing satisfies the model.
+def _solved(model: cp_model.CpModel, time_limit_s: float) -> tuple[cp_model.CpSolver, bool] | None:
+    """Return the solver with the best there is and whether it is proved, None when nothing
+    satisfies the model.
 
-    One worker, so that the same model gives the same answer. Raises LayoutError when time runs out
-    before a proof.
+    One worker, so that the same model gives the same answer. Raises NoAnswer when time runs out
+    before there is any.
     """
     from ortools.sat.python import cp_model
 
@@ -171,9 +187,7 @@ def solve_proven(model: cp_model.CpModel, time_limit_s: float) -> cp_model.CpSol
     status = solver.solve(model)
     if status == cp_model.INFEASIBLE:
         return None
-    if status != cp_model.OPTIMAL:
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         check_time()
-        raise LayoutError(
-            f"an integer program had no proved optimum after {time_limit_s:g} s; use `solver` dp"
-        )
-    return solver
+        raise NoAnswer(f"{time_limit_s:g} s")
+    return solver, status == cp_model.OPTIMAL

@@ -1,7 +1,8 @@
 """All solvers of a chain problem behind one door, by the name that a request gives.
 
     dp          `chain_dp`, exact
-    ilp         `search.ilp.joint`, exact: an integer program
+    ilp         `search.ilp.joint`, exact: an integer program; what it has no answer for, as it is
+                too large or its time is up, is solved by chain_dp
     recursive   bisection, below: fast, and usually close to the exact cut
 
 Bisection splits the chain into two parts with the halves of the stages, at the block boundary where
@@ -19,7 +20,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from search.ilp.joint import solve_by_joint_program
+from search.ilp.joint import NoAnswer, solve_by_joint_program
 from search.partition.chain_dp import Solved, solve_chain
 from search.partition.chain_problem import ChainProblem, Cut
 
@@ -37,9 +38,14 @@ def solve(problem: ChainProblem, *, solver: str, ceiling: float) -> Solved:
         return Solved(cut=cut, fits=cut is not None)
     # Under a ceiling the program does not tell what does not fit from what is too slow.
     is_limited = bool(np.isfinite(ceiling))
-    if not is_limited and (quick := solve_by_bisection(problem)):
+    quick = solve_by_bisection(problem)
+    if quick is not None and not is_limited:
         ceiling = quick.value
-    cut = solve_by_joint_program(problem, ceiling=ceiling)
+    hint = quick if quick is not None and quick.value <= ceiling else None
+    try:
+        cut = solve_by_joint_program(problem, ceiling=ceiling, hint=hint)
+    except NoAnswer:
+        return solve_chain(problem, ceiling=ceiling)
     return Solved(cut=cut, fits=cut is not None or is_limited)
 
 

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from ortools.sat.python import cp_model
 
-from planner.errors import LayoutError, PlannerError
+from planner.errors import PlannerError
 from search import SearchRequest, find_plan
-from search.ilp.joint import solve_by_joint_program
+from search.ilp import joint
+from search.ilp.joint import NoAnswer, solve_by_joint_program
 from search.partition.chain_dp import solve_chain
 from search.partition.solvers import solve, solve_by_bisection
 from search.request import INEXACT_SOLVER, SOLVERS
@@ -80,12 +82,44 @@ def test_a_ceiling_keeps_the_joint_program_small():
     assert under is None
 
 
-def test_a_joint_program_too_large_or_too_slow_says_so(monkeypatch):
+def test_a_joint_program_without_an_answer_is_solved_by_the_chain_dp(monkeypatch):
+    """A search has a plan in hand by then, or another solver that finds the same."""
     problem = uniform_chain(1000, 8, 16)
-    with pytest.raises(LayoutError, match="no proved optimum after 0 s; use `solver` dp"):
+    with pytest.raises(NoAnswer, match="0 s"):
         solve_by_joint_program(problem, ceiling=23 * 376.0, time_limit_s=0.0)
-    with pytest.raises(LayoutError, match=r"1000 blocks on 8 stages .* use `solver` dp"):
+    with pytest.raises(NoAnswer, match="variables, more than"):
         solve_by_joint_program(problem, ceiling=1e9)
+    monkeypatch.setattr(joint, "MOST_VARIABLES", 0)
+    found = solve(problem, solver="ilp", ceiling=np.inf).cut
+    assert found is not None
+    assert found.value == pytest.approx((16 + 7) * 375.0)
+
+
+def test_a_cut_that_is_not_proved_has_the_bound_of_all(monkeypatch):
+    """Where time is up the best so far is an answer, and its value is below every cut's."""
+    rng = np.random.default_rng(24)
+    stopped = 0
+    for _ in range(12):
+        problem = random_chain(rng)
+        exact = solve_chain(problem).cut
+        if exact is None:
+            continue
+        # A solver that stops at its first answer, as one whose time is up.
+        with monkeypatch.context() as patch:
+            made = cp_model.CpSolver
+
+            def first_alone(made=made):
+                solver = made()
+                solver.parameters.stop_after_first_solution = True
+                solver.parameters.cp_model_presolve = False
+                return solver
+
+            patch.setattr(cp_model, "CpSolver", first_alone)
+            found = solve_by_joint_program(problem, hint=solve_by_bisection(problem))
+        assert found is not None
+        assert found.value <= exact.value * (1 + 1e-6)
+        stopped += found.cuts != exact.cuts or found.value < exact.value * (1 - 1e-6)
+    assert stopped
 
 
 def test_the_joint_program_keeps_boundaries_that_are_given():
