@@ -1,13 +1,14 @@
 """Plans of several ranks train as one process does, in fp64; on one GPU all ranks share it.
 
-NCCL refuses two ranks on one GPU. There they talk through the `staged` backend, which the variable
-PLANNER_BACKEND chooses: each message goes over the host, by NCCL's rules of order. On a CPU ranks
-talk through gloo, or through what that variable names.
+NCCL refuses two ranks on one GPU. They talk through the `staged` backend, which the variable
+PLANNER_BACKEND chooses: each message goes over the host, by NCCL's rules of order. Without it ranks
+on a CPU talk through gloo, and those on a GPU are not run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -22,6 +23,8 @@ from typing import Any
 from benchmarks.gpu.results import Result, Setting
 
 BACKEND = "PLANNER_BACKEND"
+STAGED = "planner.runtime.start.groups.staged"
+
 CASE_S = 60.0
 """A case that takes longer hangs: its ranks are ended, and others go on with the next."""
 
@@ -90,14 +93,12 @@ def cases(*, tiny: bool) -> list[Case]:
 def run(setting: Setting) -> Iterator[Result]:
     """Yield a result for each case, as long as there is time."""
     backend = os.environ.get(BACKEND)
-    if setting.device == "cuda":
-        import importlib.util
-
-        if importlib.util.find_spec("planner.runtime.start.groups.staged") is None:
-            note = "no staged backend"
-            yield Result(part="ranks", check="all", status="not run", note=note)
-            return
+    if importlib.util.find_spec(STAGED) is not None:
         backend = backend or "staged"
+    elif setting.device == "cuda":
+        note = "no staged backend"
+        yield Result(part="ranks", check="all", status="not run", note=note)
+        return
     deadline = time.monotonic() + setting.seconds
     left = [case for case in cases(tiny=setting.tiny) if case["name"] not in setting.known]
     with tempfile.TemporaryDirectory(prefix="planner-captures-") as captures:
