@@ -103,13 +103,13 @@ class MemoryParts:
     transient_bytes: Amount = 0
     """What the job of that moment holds only while it runs, or the optimizer, if that is more."""
     communication_bytes: Amount = 0
-    """Receive buffers posted ahead."""
+    """Receive buffers posted ahead; on a GPU also those freed that its streams still keep."""
     batch_bytes: Amount = 0
     """The global batch, which every rank is given whole."""
     allocator_bytes: Amount = 0
     """Rounding and fragmentation."""
     context_bytes: Amount = 0
-    """The framework and the driver."""
+    """The framework and the driver, with the communicators."""
     host_bytes: Amount = 0
     """Bytes of the host's memory at the height of that: no part of the total."""
 
@@ -134,11 +134,15 @@ class MemoryParts:
 _counted = attrgetter(*(part.name for part in fields(MemoryParts) if part.name != "host_bytes"))
 
 
-def with_overheads(parts: MemoryParts, profile: Profile) -> MemoryParts:
-    """Add to live tensors what the allocator loses on them, and the context."""
+def with_overheads(
+    parts: MemoryParts, profile: Profile, *, communicator_bytes: int = 0
+) -> MemoryParts:
+    """Add to live tensors what the allocator loses on them, and the context, which communicators
+    are a part of.
+    """
     return replace(
         parts,
         # Rounding and fragmentation grow with live tensors; the context is not the allocator's.
         allocator_bytes=parts.total * profile.allocator_overhead_fraction,
-        context_bytes=profile.context_bytes,
+        context_bytes=profile.context_bytes + communicator_bytes,
     )

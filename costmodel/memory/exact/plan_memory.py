@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from costmodel.cache import CostCache
+from costmodel.memory.exact.communicators import communicator_bytes, has_communicators
 from costmodel.memory.exact.messages import find_traffic
 from costmodel.memory.exact.rank_walk import MemorySample, walk_rank
 from costmodel.memory.exact.resident import RankState, resident_parts
@@ -41,6 +42,8 @@ class WalkedRank:
     state: RankState
     samples: Iterator[MemorySample]
     """Made while they are read, once."""
+    communicator_bytes: int
+    """Of communicators that the profile's context has not."""
 
     @cached_property
     def resident(self) -> Counter[str]:
@@ -70,7 +73,7 @@ class WalkedRank:
         # never overlap in time.
         parts["transient_bytes"] += inside_job + max(0, update_bytes - height)
         parts["communication_bytes"] += sample.buffer_bytes
-        return with_overheads(MemoryParts(**parts), rank.costs.profile)
+        return self._with_overheads(parts)
 
     def update_parts(self) -> MemoryParts:
         """Return a rank's memory in the optimizer's step, when all activations are gone."""
@@ -80,7 +83,14 @@ class WalkedRank:
         gradients = min(rank.summed_bytes, rank.update_bytes)
         parts["gradient_bytes"] += gradients
         parts["transient_bytes"] += rank.update_bytes - gradients
-        return with_overheads(MemoryParts(**parts), rank.costs.profile)
+        return self._with_overheads(parts)
+
+    def _with_overheads(self, parts: Counter[str]) -> MemoryParts:
+        return with_overheads(
+            MemoryParts(**parts),
+            self.state.costs.profile,
+            communicator_bytes=self.communicator_bytes,
+        )
 
 
 def walk_plan(
@@ -104,7 +114,11 @@ def walk_plan(
             weights=load,
             tied=tied,
         )
-        yield WalkedRank(state=rank, samples=_samples(rank, schedule, edges))
+        yield WalkedRank(
+            state=rank,
+            samples=_samples(rank, schedule, edges),
+            communicator_bytes=communicator_bytes(rank, edges),
+        )
 
 
 def _samples(rank: RankState, schedule: Schedule, edges: Sequence[Edge]) -> Iterator[MemorySample]:
@@ -119,7 +133,14 @@ def _samples(rank: RankState, schedule: Schedule, edges: Sequence[Edge]) -> Iter
         keeps_sent=rank.costs.profile.cluster.device_type == "cpu",
         tp=lambda stage: plan.stage_degrees(stage)["tp"],
     )
-    return walk_rank(row, rank.stages, home, receive_ahead=plan.receive_ahead, traffic=traffic)
+    return walk_rank(
+        row,
+        rank.stages,
+        home,
+        receive_ahead=plan.receive_ahead,
+        traffic=traffic,
+        streams_keep=has_communicators(rank),
+    )
 
 
 def _fullest(walked: WalkedRank, *, gap: int, left_out: int) -> MemoryParts:

@@ -51,6 +51,14 @@ class MemorySample(NamedTuple):
             saved_bytes=self.saved_bytes + more_bytes,
         )
 
+    def with_more_buffers(self, more_bytes: int) -> MemorySample:
+        """Return the sample with more receive buffers all the time."""
+        return self._replace(
+            end_bytes=self.end_bytes + more_bytes,
+            peak_bytes=self.peak_bytes + more_bytes,
+            buffer_bytes=self.buffer_bytes + more_bytes,
+        )
+
 
 def walk_rank(
     row: Sequence[Job],
@@ -59,13 +67,17 @@ def walk_rank(
     *,
     receive_ahead: int,
     traffic: Traffic | None = None,
+    streams_keep: bool = False,
 ) -> Iterator[MemorySample]:
     """Yield a sample for each job of a rank; `home` gives the pp rank of a stage.
 
     Receives are posted `receive_ahead` jobs ahead. Without `traffic` they are posted in the order
-    of need, and what is sent has left at once.
+    of need, and what is sent has left at once. `streams_keep` says that messages are received on
+    streams of their own: what is freed then can't be allocated again before all that such a stream
+    was given has come, so up to `receive_ahead` jobs' messages more.
     """
     tally = _RankTally(stages, home, traffic or Traffic())
+    kept = receive_ahead * tally.most_wanted_bytes if streams_keep else 0
     waiting = [index for index, stage in stages.items() if stage.on_host]
     offloads = _Offloads(offloads_of(row, waiting)) if waiting else None
     # Receives are posted before their job, so that a sender on another rank need not wait.
@@ -76,7 +88,8 @@ def walk_rank(
         if position + receive_ahead < len(row):
             tally.post(row[position + receive_ahead])
         host_bytes = 0 if offloads is None else offloads.move(position, tally)
-        yield tally.run(job, variant, host_bytes)
+        sample = tally.run(job, variant, host_bytes)
+        yield sample.with_more_buffers(kept) if kept else sample
 
 
 _Place = tuple[int, int]
@@ -169,6 +182,12 @@ class _RankTally:
         self._sharded_bytes = sum(state.live_bytes for state in states)
         self._sharded_gradients = sum(state.gradient_bytes for state in states)
         self._sharded_weights = 0
+
+    @property
+    def most_wanted_bytes(self) -> int:
+        """The most bytes that a job gets from other ranks."""
+        found = (sum(m.num_bytes for m in messages) for messages in self._arriving.values())
+        return max(found, default=0)
 
     def _wanted(self, job: Job) -> list[tuple[int, Arrival]]:
         """Return what a job gets from other ranks, each with the rank that sends it."""

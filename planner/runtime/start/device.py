@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from planner.errors import PlanError
 from planner.runtime.start.groups import staged
+from planner.runtime.start.groups.nccl import MESSAGE_BLOCKS
 from planner.runtime.start.process.cores import available_cores, near_cores, stay_on
 from planner.runtime.start.workers import BACKEND, DEVICE, DEVICES, LAUNCHER
 
@@ -167,15 +168,6 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has done all it was given."""
     if is_accelerator(device):
         of(device).synchronize(device)
-
-
-MESSAGE_BLOCKS = 8
-"""The most thread blocks that a communicator for messages between stages runs on.
-
-A receive that was posted early runs on its blocks until its message comes: on NCCL's default, up to
-32 of an H100's 132 multiprocessors for each neighbour, beside the jobs that compute. Eight carry
-more than a link between nodes; what an NVLink loses by it has not been measured.
-"""
 
 
 def message_options(device: torch.device) -> Any:

@@ -12,55 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from planner.layout.layout import ProcessMesh
 from planner.runtime.start import device as devices
 from planner.runtime.start.groups.exchange import exchange
 from planner.runtime.start.groups.mesh import Mesh, default_group
+from planner.runtime.step.messages.routes import Direction, directions, in_rounds, rank_pairs
 from planner.runtime.step.messages.wiring import Edge
-
-Direction = tuple[int, int]
-"""The pp rank that sends, and the one that receives."""
-
-
-def directions(edges: Iterable[Edge], home: Sequence[int]) -> list[Direction]:
-    """Return the directions in which tensors ever go, in an order that is equal on all ranks.
-
-    `home` gives the pp rank of each stage. Stages of one pp rank hand tensors over in place.
-    """
-    found = set()
-    for edge in edges:
-        a, b = home[edge.producer], home[edge.consumer]
-        if a != b:
-            found |= {(a, b), (b, a)} if edge.requires_grad else {(a, b)}
-    return sorted(found)
-
-
-def in_rounds(directed: Iterable[Direction]) -> list[list[Direction]]:
-    """Return directions in rounds of which none has a pp rank twice.
-
-    The groups of a round have no rank in common, so a communicator is split into all of
-    them in one call.
-    """
-    rounds: list[list[Direction]] = []
-    for direction in directed:
-        for others in rounds:
-            if not any(set(direction) & set(other) for other in others):
-                others.append(direction)
-                break
-        else:
-            rounds.append([direction])
-    return rounds
-
-
-def rank_pairs(source: ProcessMesh, target: ProcessMesh) -> list[tuple[int, int]]:
-    """Return the ranks that may ever send to each other, from one mesh to another.
-
-    Between meshes of one shape they are those at one place. Between others, who sends to whom
-    depends on how the batch is cut, which is another with a short batch: all pairs are told.
-    """
-    if source.shape == target.shape:
-        return list(zip(source.ranks, target.ranks, strict=True))
-    return [(a, b) for a in source.ranks for b in target.ranks]
 
 
 def open_directions(

@@ -1,4 +1,4 @@
-"""Which rank sends which part of a tensor to which, between two stages; torch-free.
+"""Who sends what to whom between stages, by pp ranks and by ranks; torch-free.
 
 Between meshes of one shape every rank sends what it holds to the rank at its own place of
 the other pp rank. Between meshes of different shapes each rank receives exactly the part
@@ -7,6 +7,7 @@ it needs, from the ranks that hold pieces of it; every element once.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,6 +20,50 @@ from planner.layout.placement import Shard
 from planner.layout.redistribution.reshard import box_transfers
 from planner.plan import Plan
 from planner.runtime.step.messages.wiring import Edge
+
+Direction = tuple[int, int]
+"""The pp rank that sends, and the one that receives."""
+
+
+def directions(edges: Iterable[Edge], home: Sequence[int]) -> list[Direction]:
+    """Return the directions in which tensors ever go, in an order that is equal on all ranks.
+
+    `home` gives the pp rank of each stage. Stages of one pp rank hand tensors over in place.
+    """
+    found = set()
+    for edge in edges:
+        a, b = home[edge.producer], home[edge.consumer]
+        if a != b:
+            found |= {(a, b), (b, a)} if edge.requires_grad else {(a, b)}
+    return sorted(found)
+
+
+def in_rounds(directed: Iterable[Direction]) -> list[list[Direction]]:
+    """Return directions in rounds of which none has a pp rank twice.
+
+    The groups of a round have no rank in common, so a communicator is split into all of
+    them in one call.
+    """
+    rounds: list[list[Direction]] = []
+    for direction in directed:
+        for others in rounds:
+            if not any(set(direction) & set(other) for other in others):
+                others.append(direction)
+                break
+        else:
+            rounds.append([direction])
+    return rounds
+
+
+def rank_pairs(source: ProcessMesh, target: ProcessMesh) -> list[tuple[int, int]]:
+    """Return the ranks that may ever send to each other, from one mesh to another.
+
+    Between meshes of one shape they are those at one place. Between others, who sends to whom
+    depends on how the batch is cut, which is another with a short batch: all pairs are told.
+    """
+    if source.shape == target.shape:
+        return list(zip(source.ranks, target.ranks, strict=True))
+    return [(a, b) for a in source.ranks for b in target.ranks]
 
 
 class Part(NamedTuple):

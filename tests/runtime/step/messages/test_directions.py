@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from planner.plan.defaults import default_plan
-from planner.runtime.step.messages.directions import directions, in_rounds, rank_pairs
-from planner.runtime.step.messages.routes import Routes
+from planner.runtime.step.messages.routes import Routes, directions, in_rounds, rank_pairs
 from planner.runtime.step.messages.wiring import build_edges
 from planner.schedule import schedule_of
 from planner.templates import Transformer, build_transformer
