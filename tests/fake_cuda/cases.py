@@ -23,6 +23,7 @@ class Case:
         offload: whether activations of all stages go to the host.
         precision: of the plan.
         options: of `Engine`.
+        fused: whether AdamW is fused, so that it passes a wrong step over itself.
         does: by its name in `tests.fake_cuda.child`, after two steps.
         ranks: which are run; -1 is the last.
         quick: those of them that are run among the quick tests.
@@ -34,6 +35,7 @@ class Case:
     offload: bool = False
     precision: Literal["model", "bf16"] = "model"
     options: Mapping[str, Any] = field(default_factory=dict)
+    fused: bool = False
     does: str = "nothing"
     ranks: tuple[int, ...] = (0, -1)
     quick: tuple[int, ...] = ()
@@ -74,6 +76,7 @@ def _layouts() -> dict[str, Case]:
                     layout={**layout, "zero_stage": zero},
                     precision=precision,  # type: ignore[arg-type]
                     options={"max_grad_norm": 1.0},
+                    fused=precision == "bf16",
                     quick=(0,) if (name, zero, precision) == ("pp2 dp2 tp2", 3, "bf16") else (),
                 )
     for zero in (1, 2, 3):

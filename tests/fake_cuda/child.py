@@ -109,9 +109,10 @@ def run(case: Case, rank: int) -> dict[str, int]:
         return {}
     # (Torch's own optimizer of rows makes a sparse tensor, which has no fake form on CUDA.)
     of_rows = partial(AdamOfRows, holding=nullcontext, fused=True)
-    made_by = (lambda module: of_rows) if case.model == "sparse-towers" else (lambda module: None)
+    fused = partial(torch.optim.AdamW, fused=True) if case.fused else None
+    chosen = of_rows if case.model == "sparse-towers" else fused
     options = dict(case.options)
-    with fake_engine(plan, graph, module, rank, optimizers=made_by, **options) as (engine, host):
+    with fake_engine(plan, graph, module, rank, optimizer=chosen, **options) as (engine, host):
         batch = fake_batch(plan)
         engine.step(batch)
         with host.counting():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -57,17 +57,12 @@ def fake_engine(
     graph: ModelGraph,
     model: nn.Module,
     rank: int,
-    *,
-    optimizers: Callable[[Any], Any] = lambda module: None,
     **options: Any,
 ) -> Iterator[tuple[Engine, Host]]:
-    """Yield the engine of a rank, whose model has no values, and the host.
-
-    `optimizers` makes what steps on the module's parameters.
-    """
+    """Yield the engine of a rank, whose model has no values, and the host."""
     with fake_rank(plan, rank) as (mesh, host):
         empty = _empty_copy(model)
-        options = {"check_values": True, "optimizer": optimizers(empty)} | options
+        options = {"check_values": True} | options
         engine = Engine(plan, graph, empty, mesh, values=NoValues(), **options)
         yield engine, host
         engine.close()

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.fake_cuda.build import compiler
-from tests.fake_cuda.cases import CASES
+from tests.fake_cuda.cases import CASES, Case
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs g++, which builds the fake CUDA")
 
@@ -45,6 +45,32 @@ LEFT_OUT = {
     "order of streams": "all is done at once, so no race is seen",
 }
 """What no case sees, and why."""
+
+
+LOOK = "runtime/check/values.py:Look.is_wrong: Event.synchronize"
+"""The only wait of a usual step: for the flag that says whether it is finite."""
+
+_OF_HOST_OPTIMIZER = ("runtime/state/host.py:_OnStream.wait: Event.synchronize",)
+_OF_ROWS = ("runtime/state/tables.py:_gathered: pageable copy from cpu",)
+_OF_ROWS_ON_HOST = (
+    "runtime/state/host.py:_OnStream.wait: Event.synchronize",
+    "runtime/state/tables.py:RowTable.lookup: pageable copy from cuda",
+    "runtime/state/tables.py:_all_gather: pageable copy from cpu",
+    "runtime/state/tables.py:_gathered.<locals>.<genexpr>: pageable copy from cuda",
+    "runtime/state/tables.py:_gathered: pageable copy from cpu",
+)
+
+
+def _documented(case: Case) -> set[str]:
+    """Where the host may wait in a step beside `LOOK` (docs/training.md, "Waits of a step")."""
+    found: set[str] = set()
+    if case.plan.get("optimizer_on_host"):
+        found.update(_OF_HOST_OPTIMIZER)
+    if "tables_on_host" in case.plan:
+        found.update(_OF_ROWS_ON_HOST)
+    if "sparse" in case.model:
+        found.update(_OF_ROWS)
+    return found
 
 
 class Child:
@@ -103,10 +129,15 @@ def _items() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("name", "rank"), list(_items()))
 def test_a_rank_trains(child, name, rank):
-    failed = child.run(name, rank)["failed"]
+    answer = child.run(name, rank)
+    failed = answer["failed"]
     if name in UNABLE:
         reason, text = UNABLE[name]
         assert failed, f"runs now, though {reason}: leave it out of UNABLE"
         assert text in failed, failed
         return
     assert not failed, failed
+    if CASES[name].does not in ("prepare", "trainer"):  # (of which no step is looked into)
+        waits = answer["waits"]
+        assert waits.pop(LOOK) == 1, waits
+        assert waits.keys() <= _documented(CASES[name]), waits

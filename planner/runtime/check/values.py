@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from planner.runtime.start import device as devices
 from planner.runtime.start.groups.mesh import Mesh
+from planner.runtime.state.to_device import to_device
 from planner.schedule.jobs import Job, JobKind
 
 if TYPE_CHECKING:
@@ -59,22 +60,22 @@ class Found:
 class Look:
     """Whether a step is wrong: as a flag on the device, and on its way to the host."""
 
-    def __init__(self, is_wrong: Tensor) -> None:
-        """`is_wrong` has one element."""
-        self.flag = is_wrong.float()
-        self._here, self._arrived = self.flag, None
-        if devices.is_accelerator(is_wrong.device):
+    def __init__(self, is_finite: Tensor) -> None:
+        """`is_finite` has one element; on the device, `flag` is 1 where it is false, else 0."""
+        self.flag = is_finite.logical_not().float()
+        self._is_finite, self._arrived = is_finite, None
+        if devices.is_accelerator(is_finite.device):
             # Its own event: the stream gets more to do before the host reads.
-            self._here = torch.empty((), pin_memory=True)
-            self._here.copy_(self.flag, non_blocking=True)
-            self._arrived = devices.of(is_wrong.device).Event()
+            self._is_finite = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self._is_finite.copy_(is_finite, non_blocking=True)
+            self._arrived = devices.of(is_finite.device).Event()
             self._arrived.record()
 
     def is_wrong(self) -> bool:
         """Wait for the flag, and nothing that was given to the device since; return it."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return bool(self._here)
+        return not self._is_finite
 
 
 def can_pass_over(optimizer: torch.optim.Optimizer | None) -> bool:
@@ -122,7 +123,7 @@ class ValueCheck:
                 # A sum: a maximum would lose a NaN on some backends.
                 dist.all_reduce(norm)
         # (A NaN or an infinity in either makes the sum so.)
-        return Look((norm.detach() + loss.detach().double()).isfinite().logical_not())
+        return Look((norm.detach() + loss.detach().double()).isfinite())
 
     def explain(
         self,
@@ -180,7 +181,7 @@ def _sum_of_norms(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
     for (_, dtype), members in alike.items():
         wide = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
         norms = torch.stack(torch._foreach_norm(members, dtype=wide))
-        total += norms.sum().to(device, torch.float64)
+        total += to_device(norms.sum(), device, torch.float64)
     return total
 
 

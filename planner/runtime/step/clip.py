@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -12,22 +13,61 @@ from torch.distributed.tensor import DTensor
 from planner.runtime.start.groups.mesh import Mesh
 from planner.runtime.state.to_device import to_device
 
-_Kind = tuple[torch.device, torch.dtype]
+Share = tuple[nn.Parameter, float]
+"""A parameter, and the part of its squared norm that this rank contributes."""
+
+
+@dataclass(slots=True)
+class _Alike:
+    """Parameters of one device and dtype, as foreach kernels take them. Mutable: `weights`.
+
+    Attributes:
+        params: each has a gradient of its own device and dtype, or none.
+        shares: what each contributes; of none 0, or of all: copies that another rank, or stage,
+            counts.
+        weights: the shares of those that had a gradient last, on the device; None at first.
+        weighed: which had one: the numbers in `params` of those that did not.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    params: list[nn.Parameter] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+    weights: Tensor | None = None
+    weighed: tuple[int, ...] = ()
+
+    def gradients(self) -> list[Tensor]:
+        """Return this rank's pieces of the gradients, as real numbers; sets `weights`."""
+        grads: list[Tensor | None] = [param.grad for param in self.params]
+        without = tuple(n for n, grad in enumerate(grads) if grad is None)
+        found = [grad for grad in grads if grad is not None]
+        if found and isinstance(found[0], DTensor):
+            # (`to_local` asks more than the clip needs, for each.)
+            found = [grad._local_tensor for grad in found if isinstance(grad, DTensor)]
+        if self.dtype.is_complex:
+            # |z|^2 is the sum of the squares of both parts of z.
+            found = [torch.view_as_real(grad) for grad in found]
+        if self.weights is None or self.weighed != without:
+            left = set(without)
+            shares = [share for n, share in enumerate(self.shares) if n not in left]
+            # Kept on the device: a copy in each step would hold the host there.
+            self.weights = to_device(torch.tensor(shares, dtype=torch.float64), self.device)
+            self.weighed = without
+        return found
 
 
 class Clipping:
-    """Clips what one rank trains. Mutable: the shares are kept on the device from step to step.
+    """Clips what one rank trains.
 
-    `shares` are this rank's parameters, each with the part of its squared norm that this
-    rank contributes, so that over all ranks every element of the model counts once.
+    `shares` are such that over all ranks every element of the model counts once.
     """
 
-    def __init__(self, shares: Iterable[tuple[nn.Parameter, float]], mesh: Mesh) -> None:
-        self._shares, self._mesh = tuple(shares), mesh
-        self._kept: dict[_Kind, tuple[list[float], Tensor]] = {}
+    def __init__(self, shares: Iterable[Share], mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._alike = _sorted(shares)
 
     @torch.no_grad()
-    def clip(self, max_norm: float, also: Iterable[tuple[nn.Parameter, float]] = ()) -> Tensor:
+    def clip(self, max_norm: float, also: Sequence[Share] = ()) -> Tensor:
         """Scale all gradients so that their joint norm is at most `max_norm`; return the norm.
 
         `also` are parameters of this step alone. The norm is the same on every rank, which all
@@ -35,33 +75,20 @@ class Clipping:
         """
         device = self._mesh.device
         squares = torch.zeros((), dtype=torch.float64, device=device)
-        alike: dict[_Kind, tuple[list[Tensor], list[float]]] = {}
-        for param, share in (*self._shares, *also):
-            grad = param.grad
-            if grad is None:
+        scaled: list[tuple[_Alike, list[Tensor]]] = []
+        for alike in (*self._alike, *_sorted(also)):
+            grads = alike.gradients()
+            if not grads:
                 continue
-            if isinstance(grad, DTensor):
-                grad = grad._local_tensor  # (`to_local` asks more than the clip needs, each time)
-            if not grad.numel():
+            scaled.append((alike, grads))
+            if not alike.shares[0]:
                 continue
-            # Foreach kernels take tensors of one device and dtype.
-            grad = _real(grad)
-            grads, counts = alike.setdefault((grad.device, grad.dtype), ([], []))
-            grads.append(grad)
-            counts.append(share)
-        for kind, (grads, counts) in alike.items():
-            # A share of 0: a copy that another rank (or stage) counts.
-            if not all(counts):
-                counted = [(g, share) for g, share in zip(grads, counts, strict=True) if share]
-                if not counted:
-                    continue
-                grads, counts = [g for g, _ in counted], [share for _, share in counted]
+            assert alike.weights is not None, "made with the gradients"
             # One call for many tensors: on a GPU a launch each would cost more than the reading.
-            norms = torch._foreach_norm(grads, dtype=_norm_dtype(kind[1]))
+            norms = torch.stack(torch._foreach_norm(grads, dtype=_norm_dtype(alike.dtype)))
             # In fp64: the sum runs over as many terms as the model has tensors, of very different
             # sizes.
-            together = torch.stack(norms).double().square() @ self._weights(kind, counts)
-            squares += to_device(together, device)
+            squares += to_device(norms.double().square() @ alike.weights, device)
         # Over all ranks of the plan, stages too: shares count an element once wherever its copies
         # are.
         if dist.get_world_size() > 1:
@@ -70,23 +97,25 @@ class Clipping:
         # The small term is torch.nn.utils.clip_grad_norm_'s, for the same result.
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         # All copies are scaled, also those that did not count: equal copies must stay equal.
-        for kind, (grads, _) in alike.items():
-            torch._foreach_mul_(grads, scale.to(*kind))
+        for alike, grads in scaled:
+            torch._foreach_mul_(grads, scale.to(alike.device, grads[0].dtype))
         return norm
 
-    def _weights(self, kind: _Kind, shares: list[float]) -> Tensor:
-        """Return shares on their device; they change only with what has a gradient."""
-        kept = self._kept.get(kind)
-        if kept is None or kept[0] != shares:
-            weights = to_device(torch.tensor(shares, dtype=torch.float64), kind[0])
-            kept = self._kept[kind] = shares, weights
-        return kept[1]
 
-
-def _real(grad: Tensor) -> Tensor:
-    """The gradient as real numbers: |z|^2 is the sum of the squares of both parts of z."""
-    return torch.view_as_real(grad) if grad.is_complex() else grad
+def _sorted(shares: Iterable[Share]) -> list[_Alike]:
+    """Deal parameters by what kernels take together; those without elements here are left out."""
+    found: dict[tuple[torch.device, torch.dtype, bool, bool], _Alike] = {}
+    for param, share in shares:
+        is_piece = isinstance(param, DTensor)
+        local = param.to_local() if isinstance(param, DTensor) else param
+        if not local.numel():
+            continue
+        kind = (local.device, local.dtype, is_piece, share > 0)
+        alike = found.setdefault(kind, _Alike(local.device, local.dtype))
+        alike.params.append(param)
+        alike.shares.append(share)
+    return list(found.values())
 
 
 def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from planner.runtime.stage.stage import StageModule
 from planner.runtime.start.groups.mesh import Mesh
+from planner.runtime.state.to_device import to_device
 
 
 class Reached:
@@ -48,8 +49,9 @@ class Reached:
         here = {fqn for stage in self._stages.values() for fqn in stage.reached()}
         # A replica whose samples chose other experts has other gradients: a parameter counts as
         # reached where any replica's backward came to it.
-        found = torch.tensor(
-            [name in here for name in self._names], dtype=torch.int32, device=self._mesh.device
+        found = to_device(
+            torch.tensor([name in here for name in self._names], dtype=torch.int32),
+            self._mesh.device,
         )
         group = self._mesh.group("data")
         if group is not None:

@@ -102,7 +102,14 @@ class TrainedParams:
         self._owned: Owned | None = None
         self._clipping: Clipping | None = None
         self._of_tables: dict[str, float] = {}
-        self._dense: tuple[nn.Parameter, ...] | None = None
+        # (Put together once: for a large model it takes as long as a clip. Before the first step
+        # FSDP2 has the shards registered, which are what has gradients.)
+        self._dense = tuple(
+            param
+            for owner in owners.values()
+            for fqn, param in owner.named_params().items()
+            if fqn not in self._tables
+        )
 
     def _is_shard(self, param: nn.Parameter) -> bool:
         """Whether FSDP2 holds it: not what can't be cut (`planner.runtime.state.zero`)."""
@@ -114,15 +121,6 @@ class TrainedParams:
 
     def with_gradients(self) -> Iterator[nn.Parameter]:
         """Yield all that has a gradient of its own; of a table what stands for its rows'."""
-        if self._dense is None:
-            # (Once: the names of a large model take as long to put together as a clip. Where FSDP2
-            # has shards, these are registered at the end of a step, when this is called.)
-            self._dense = tuple(
-                param
-                for owner in self._owners.values()
-                for fqn, param in owner.named_params().items()
-                if fqn not in self._tables
-            )
         yield from self._dense
         yield from (table.sums for table in self._tables.values() if table.sums is not None)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import planner
 from planner.plan.defaults import default_plan
-from planner.runtime.check.values import ValuesError
+from planner.runtime.check.values import ValuesError, can_pass_over, passing_over
 from tests.captures import capture_module
 from tests.spawn import run_ranks
 
@@ -40,7 +40,9 @@ def batch_of(size: int) -> dict[str, Any]:
     return {"x": torch.linspace(-1, 1, size * 4).reshape(size, 4), "gate": torch.ones(size, 1)}
 
 
-def stopped(where: str, settings: dict[str, Any], clips: bool) -> tuple[list[str], bool]:
+def stopped(
+    where: str, settings: dict[str, Any], clips: bool, fused: bool = False
+) -> tuple[str, bool]:
     """Train two good steps and a bad one; the message on this rank, and whether weights stayed."""
     torch.manual_seed(0)
     module = Overflows(where=where)
@@ -49,7 +51,11 @@ def stopped(where: str, settings: dict[str, Any], clips: bool) -> tuple[list[str
     engine = planner.apply(
         plan,
         module,
-        optimizer=lambda params: torch.optim.SGD(params, lr=1e-6),
+        optimizer=lambda params: (
+            torch.optim.AdamW(params, lr=1e-6, fused=True)
+            if fused
+            else torch.optim.SGD(params, lr=1e-6)
+        ),
         max_grad_norm=1.0 if clips else None,
     )
     good = batch_of(plan.global_batch)
@@ -61,12 +67,19 @@ def stopped(where: str, settings: dict[str, Any], clips: bool) -> tuple[list[str
         bad["x"][half:] = 1e4
     else:
         bad["gate"][half:] = 0.0
-    before = engine.full_state_dict()
+    before, state_before = engine.full_state_dict(), _state(engine.optimizer)
     with pytest.raises(ValuesError) as raised:
         engine.step(bad)
     after = engine.full_state_dict()
     same = all(torch.equal(before[name], after[name]) for name in before)
+    assert engine._trained.can_pass_over(engine.optimizer) == fused
+    state = _state(engine.optimizer)
+    same = same and all(map(torch.equal, state_before, state))
     return str(raised.value), same and engine.steps == 2
+
+
+def _state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [t.clone() for each in optimizer.state.values() for t in each.values()]
 
 
 @pytest.mark.parametrize("settings", [{"pp": 2}, {"dp": 2, "zero_stage": 1}], ids=["pp", "zero"])
@@ -92,3 +105,40 @@ def test_a_gradient_overflows_where_the_loss_is_finite():
             message,
         ), message
         assert stayed
+
+
+@pytest.mark.parametrize("settings", [{"pp": 2}, {"dp": 2, "zero_stage": 3}], ids=["pp", "zero"])
+def test_a_fused_optimizer_passes_the_step_over(settings):
+    """Its update is given to the device before the host reads the flag, and changes nothing."""
+    for message, stayed in run_ranks(stopped, 2, "forward", settings, True, True):
+        assert "step 3: the loss is " in message
+        assert "first in exp" in message
+        assert stayed
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (lambda p: torch.optim.AdamW(p, fused=True), True),
+        (lambda p: torch.optim.Adam(p, fused=True, amsgrad=True), True),
+        (torch.optim.AdamW, False),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True), False),
+    ],
+)
+def test_optimizers_that_pass_a_step_over_leave_all_as_it_was(made, expected):
+    param = nn.Parameter(torch.ones(3))
+    optimizer = made([param])
+    assert can_pass_over(optimizer) == expected
+    if not expected:
+        return
+    for number, wrong in enumerate((1.0, 0.0, 1.0)):  # the first step, too
+        before = [param.detach().clone(), *_state(optimizer)]
+        param.grad = torch.full((3,), float("nan") if wrong else 1.0)
+        with passing_over(optimizer, torch.tensor(wrong)):
+            optimizer.step()
+        after = [param.detach().clone(), *_state(optimizer)]
+        if number == 0:
+            assert all(not t.any() for t in after[1:])
+            before, after = before[:1], after[:1]
+        assert all(map(torch.equal, before, after)) == bool(wrong)
+        assert not hasattr(optimizer, "found_inf")

@@ -40,6 +40,16 @@ def test_all_gradients_are_scaled_by_their_joint_norm(mesh, max_norm):
     assert ours[-1].grad is None
 
 
+def test_shares_follow_which_parameters_have_gradients(mesh):
+    """They are kept from step to step; an expert that no sample chose has no gradient."""
+    params = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    clipping = Clipping(zip(params, (1.0, 0.0, 0.5), strict=True), mesh)
+    for grads, expected in [((3, 9, 4), 17), ((3, 9, None), 9), ((3, 9, 4), 17), ((None,) * 3, 0)]:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = None if grad is None else torch.tensor([float(grad)])
+        assert clipping.clip(1e9).square().item() == pytest.approx(expected)
+
+
 def test_an_element_that_several_ranks_hold_counts_by_its_share(mesh):
     param = nn.Parameter(torch.zeros(2))
     param.grad = torch.tensor([6.0, 8.0])

@@ -52,7 +52,9 @@ def test_every_element_of_the_model_counts_once_over_all_ranks(
 ):
     assert [axis.name for axis in split_axes()] == ["tp"]
     found = build(monkeypatch, placement, sharded=sharded)
-    assert {part for _, part in found._shares()} == {share}
+    shares, of_tables = found._shares()
+    assert {part for _, part in shares} == {share}
+    assert not of_tables
 
 
 def test_a_step_begins_without_gradients_and_moves_the_parameters(monkeypatch):
