@@ -28,7 +28,7 @@ STAGED = "planner.runtime.start.groups.staged"
 CASE_S = 60.0
 """A case that takes longer hangs: its ranks are ended, and others go on with the next."""
 
-START_S = 60.0
+START_S_PER_RANK = 20.0
 """Until ranks have met and captured their first model, on a busy machine."""
 
 SAID = "predicted "
@@ -178,7 +178,7 @@ def _watched(
 ) -> Iterator[Result]:
     for index, case in enumerate(mine):
         began = time.monotonic()
-        limit = min(deadline, began + CASE_S + (0 if index else START_S))
+        limit = min(deadline, began + CASE_S + (0 if index else START_S_PER_RANK * len(processes)))
         while True:
             found = answers.read_text().splitlines()
             if len(found) > index:
