@@ -60,7 +60,7 @@ def main():
         print(f"wrote {path}; now run python -m benchmarks.fit_published TABLES")
 
 
-def measure(out, budget_s, *, device="cuda", model=None, grid=True, compiled=True):
+def measure(out, budget_s, *, device="cuda", model=None, grid=True, compiled=True, command=""):
     """Return the profile of all GPUs of this machine, or of one process on its CPU."""
     import torch
 
@@ -76,6 +76,7 @@ def measure(out, budget_s, *, device="cuda", model=None, grid=True, compiled=Tru
             grid=grid,
             compiled=compiled,
             budget_s=budget_s,
+            command=command or " ".join(["python -m benchmarks.gpu.measure", *sys.argv[1:]]),
             progress=lambda fraction, doing: bar.update(
                 task, completed=fraction, description=doing[:60]
             ),

@@ -45,7 +45,8 @@ SCRIPT = """\
 # Installs the wheels into a folder of its own and runs everything; results are in $1.
 set -e
 here=$(cd "$(dirname "$0")" && pwd)
-out=${1:?give the folder for results}
+mkdir -p "${1:?give the folder for results}"
+out=$(cd "$1" && pwd)
 shift
 python3 -m pip install --quiet --no-index --no-deps --upgrade --target "$here/site" \\
     "$here"/wheels/*.whl

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -125,9 +126,20 @@ def _ended(part: Part, status: str, seconds: float, note: str) -> Result:
     )
 
 
-def _setting(asked: argparse.Namespace, out: Path) -> Setting:
-    from benchmarks.gpu.parts.machine import provenance
+def _provenance(out: Path, device: str) -> dict[str, str]:
+    """Return device, driver and torch: as they were found before, else found by a process that
+    ends. One that looks takes the GPU's memory for its context, which a part may measure.
+    """
+    for result in read(out):
+        if {"device", "driver", "torch"} <= result.about.keys():
+            return {name: result.about[name] for name in ("device", "driver", "torch")}
+    command = [sys.executable, "-m", "benchmarks.gpu.parts.machine", device]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    about: dict[str, str] = json.loads(found.stdout.splitlines()[-1])
+    return about
 
+
+def _setting(asked: argparse.Namespace, out: Path) -> Setting:
     known = (r.check for r in read(out) if r.part == asked.child and r.status != "cut")
     return Setting(
         out=out,
@@ -136,7 +148,7 @@ def _setting(asked: argparse.Namespace, out: Path) -> Setting:
         expected=asked.expected,
         known=frozenset(known) - {WHOLE},
         about={
-            **provenance(asked.device),
+            **_provenance(out, asked.device),
             "command": " ".join(["python -m benchmarks.gpu.run_all", *sys.argv[1:]]),
         },
     )

@@ -43,6 +43,7 @@ def measure_profile(
     progress: Progress | None = None,
     num_nodes: int = 1,
     rendezvous: str = "",
+    command: str = "",
 ) -> Profile | None:
     """Measure with `nproc` ranks on this machine, write the profile to `out`, return it.
 
@@ -53,8 +54,9 @@ def measure_profile(
 
     With models, measures each distinct op signature that a search of them on `gpus` devices
     (default: the ranks) may need, and whole blocks, also `compiled` (default: on GPUs); without, or
-    with `grid`, a standard grid. Records already in `out` are kept. Raises ProfileError when `out`
-    holds another machine's records, can't be written, or the workers can't start.
+    with `grid`, a standard grid. `command` is what was called, for the notes. Records already in
+    `out` are kept. Raises ProfileError when `out` holds another machine's records, can't be
+    written, or the workers can't start.
     """
     if nproc < 1:
         raise ProfileError(f"nproc={nproc} is not a number of processes; use at least 1")
@@ -117,6 +119,7 @@ def measure_profile(
         blocks=whole,
         complete=complete,
         stragglers=run.stragglers(),
+        command=command,
     )
     write_profile_file(directory, file)
     remove_session(directory)

@@ -40,6 +40,7 @@ def summarize(
     blocks: Sequence[BlockProbe],
     complete: bool,
     stragglers: Sequence[str],
+    command: str = "",
 ) -> ProfileFile:
     """Return the contents of profile.json. Raise ProfileError if the basics are missing.
 
@@ -99,7 +100,11 @@ def summarize(
         other_devices=tuple(_section(session, kind) for kind in others),
         skipped=tuple(session.skipped),
         node_links=surroundings.node_links,
-        notes=(*(mixed if others else []), *surroundings.links),
+        notes=(
+            *(mixed if others else []),
+            *surroundings.links,
+            *([f"measured by {command}"] if command else []),
+        ),
         findings=(
             *surroundings.findings,
             *stragglers,

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from profiles import load_profile
 from profiles.lookup.fit import fit_ops
 from profiles.measure import measure as measuring
 from profiles.measure import rounds
+from profiles.records import HostWork
 from tests.profiles.fake_workers import FakeWorkers
 from tests.profiles.probes import a_few_probes
 from tests.profiles.samples import figure, file, linear_record, op_fit, profile
@@ -75,7 +77,11 @@ def test_the_whole_way_asks_for_all_that_a_gpu_can_tell(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(measuring, "standard_grid", a_few_probes)
     monkeypatch.setattr(rounds, "PASSES", 1)
-    kept = keep(measure(tmp_path, None))
+    measured = measure(tmp_path, None, command="as asked")
+    assert measured.file.notes[-1] == "measured by as asked"
+    kept = keep(measured)
+    assert set(kept.host_work) == set(get_args(HostWork))
+    assert kept.typical_slowdown["product"].value == pytest.approx(1.1)
     works = {task["work"] for task in asked if task["task"] == "step"}
     assert works == {
         *("adamw", "sharded_adamw", "cast", "accumulate"),

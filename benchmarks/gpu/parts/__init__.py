@@ -40,6 +40,6 @@ PARTS = (
     Part(name="steps", share=160, tiny_share=40, says="whole steps: predicted and measured"),
     Part(name="plain", share=60, tiny_share=20, says="the same model under FSDP2 alone"),
     Part(name="graphs", share=30, tiny_share=15, says="CUDA graphs of a block and of a stage"),
-    Part(name="profile", share=165, tiny_share=45, says="profile of ops, memory, copies"),
+    Part(name="profile", share=155, tiny_share=45, says="profile of ops, memory, copies"),
     Part(name="repriced", share=20, tiny_share=10, says="steps under the measured profile"),
 )

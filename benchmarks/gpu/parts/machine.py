@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -66,3 +68,7 @@ def provenance(device: str) -> dict[str, str]:
         "driver": driver_version() or "unknown",
         "torch": torch.__version__,
     }
+
+
+if __name__ == "__main__":
+    print(json.dumps(provenance(sys.argv[1])))

@@ -27,6 +27,7 @@ def run(setting: Setting) -> Iterator[Result]:
         model=MODEL if setting.tiny else None,
         grid=not setting.tiny,
         compiled=not setting.tiny,
+        command=setting.about.get("command", ""),
     )
     file = profile.file
     measured = {

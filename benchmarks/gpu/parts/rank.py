@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -26,8 +27,9 @@ def main() -> None:
     planner.capture.capture_module = captures.capture_module
     planner.capture.module.capture_module = captures.capture_module
     torch.set_num_threads(1)
+    own = {"messages": _messages, "decoder": _bytes}
     for case in cases:
-        found = _messages(case) if case["model"] == "messages" else _gaps(case)
+        found = own.get(case["model"], _gaps)(case)
         import torch.distributed as dist
 
         if dist.get_rank() == 0:
@@ -70,6 +72,41 @@ def _messages(case: dict[str, Any]) -> dict[str, float]:
     for _ in range(MESSAGE_STEPS):
         engine.step(batch)
     return {f"message {name}_s": timed.each_s for name, timed in spent.items() if timed.count}
+
+
+def _bytes(case: dict[str, Any]) -> dict[str, float]:
+    """Bytes of tensors in a step in bfloat16, on this rank: predicted, and measured on a GPU."""
+    import torch
+
+    import planner
+    from benchmarks.gpu.cases import LLAMA_1B, SHIPPED, TINY, StepCase, graph_of, predicted
+    from benchmarks.gpu.parts.alone import builder
+    from benchmarks.gpu.parts.ranks import SAID
+    from planner.plan import Plan
+    from planner.plan.defaults import default_plan
+    from profiles import load_profile
+
+    torch.set_default_dtype(torch.float32)  # (Cases before this one train in fp64.)
+    on_gpu = os.environ["PLANNER_DEVICE"] == "cuda"
+    sizes = LLAMA_1B | {"width": 1024, "layers": 4, "ffn": 4096} if on_gpu else TINY
+    model = StepCase(name="decoder", sizes=sizes, sequence=1024 if on_gpu else 32)
+    graph = graph_of(model)
+    plan = default_plan(graph, **case["choices"]).model_copy(update={"precision": "bf16"})
+    plan = Plan.model_validate(plan.model_dump())
+    found = {f"{SAID}tensor_bytes": predicted(plan, graph, load_profile(SHIPPED))["tensor_bytes"]}
+    engine = planner.apply(plan, builder(model))
+    from benchmarks.gpu.decoder import batch
+
+    whole = batch(plan.global_batch, model.sequence)
+    engine.step(whole)
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    engine.step(whole)
+    if on_gpu:
+        torch.cuda.synchronize()
+        found["tensor_bytes"] = float(torch.cuda.memory_stats()["active_bytes.all.peak"])
+    return found
 
 
 class _Timed:
