@@ -87,7 +87,8 @@ def cp_layouts(
         program = of.program
         is_stream = _streams(of, cuts_experts=cuts_experts)
         along = {
-            meta.name: _sequence_dim(meta, other)
+            # A table of positions is as long as a sample, and each rank has it whole.
+            meta.name: None if meta.name in program.params else _sequence_dim(meta, other)
             for meta, other in zip(
                 program.tensors, longer.graph.classes[index].tensors, strict=True
             )
