@@ -137,7 +137,9 @@ def _rows_seconds(op: Op, local: Program, profile: ExecutedProfile, axis: Axis) 
         return 0.0
     group, part = axis.group, 1.0
     if profile.execution.sends_tokens:
-        part = sent_part(experts_per_token(local), group)
+        per_token = experts_per_token(local)
+        gathers = profile.execution.gathers_tokens
+        part = group.size / per_token if gathers else sent_part(per_token, group)
     is_wide = group.num_nodes == 1 and group.size > MEASURED_RANKS
     reached = profile.execution.wide_exchange_part if is_wide else 1.0
     return sum(

@@ -70,6 +70,9 @@ class Execution:
     sends_tokens: bool
     """A token's row goes once to each node, and there to each rank, that has an expert for it, and
     is copied for its experts on arrival (DeepEP, HybridEP); else it goes once for each expert."""
+    gathers_tokens: bool
+    """Each rank of the experts gets all tokens of all of them, and sums what it made back to their
+    owners (Megatron-LM's allgather dispatcher); with `sends_tokens`."""
     wide_exchange_part: float
     """Part of its links' rate that an exchange of rows reaches among more ranks of a node than
     eight, of which collectives were measured."""

@@ -410,8 +410,8 @@ def _experts(tape: Tape, model: Transformer, experts: Experts, x: Value) -> Valu
         places=(ROWS,),
     )[0]
     made = tape.view(made, (BATCH, model.seq_len, model.hidden), place=STREAM)
-    if not experts.shared:
+    if not experts.width_of_shared:
         return made
-    shared = _feed_forward(tape, model, x, experts.shared * experts.width, "mlp.shared_experts")
+    shared = _feed_forward(tape, model, x, experts.width_of_shared, "mlp.shared_experts")
     tape.module = "mlp"
     return tape.pointwise("aten.add.Tensor", made, shared, takes=(STREAM, STREAM))

@@ -27,9 +27,9 @@ def experts_of(tape: Tape, model: Transformer, experts: Experts, x: Value) -> Va
     tape.module = "mlp"
     target = "aten.view.default" if experts.groups else "aten.reshape.default"
     back = tape.view(mixed, (BATCH, model.seq_len, model.hidden), target=target)
-    if not experts.shared:
+    if not experts.width_of_shared:
         return back
-    shared = gated(tape, x, experts.shared * experts.width, "mlp.shared_experts")
+    shared = gated(tape, x, experts.width_of_shared, "mlp.shared_experts")
     tape.module = "mlp"
     return tape.pointwise("aten.add.Tensor", back, shared)
 

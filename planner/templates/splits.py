@@ -13,6 +13,7 @@ from planner.layout.class_layout import ClassLayout
 from planner.layout.lowering import lower
 from planner.layout.redistribution.redistribute import REDISTRIBUTE
 from planner.ops.families.entries.routing import SORT_ROWS
+from planner.ops.record import op_inside
 from planner.templates.build import BlockClass, template_of
 from planner.templates.tape import ROWS, STREAM, placed
 from planner.templates.transformer import Transformer
@@ -87,7 +88,8 @@ def cp_layouts(
         program = of.program
         is_stream = _streams(of, cuts_experts=cuts_experts)
         along = {
-            meta.name: _sequence_dim(meta, other)
+            # A table of positions is as long as a sample, and each rank has it whole.
+            meta.name: None if meta.name in program.params else _sequence_dim(meta, other)
             for meta, other in zip(
                 program.tensors, longer.graph.classes[index].tensors, strict=True
             )
@@ -118,7 +120,7 @@ def cp_layouts(
                 place[op.outputs[0]] = split(op.outputs[0], 1 if to_stream else pieces)
                 if place[source] == "P":  # numbers of rows stay terms of a sum
                     place[op.outputs[0]] = "P"
-            elif op.target == ATTENTION:
+            elif op_inside(op).target == ATTENTION:
                 takes[1:3] = "R", "R"
             elif op.target == SORT_ROWS:
                 place[op.outputs[2]] = "P"

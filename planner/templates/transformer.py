@@ -27,10 +27,17 @@ class Experts:
     """Feed-forward width of one."""
     shared: int = 0
     """Experts that every token goes through, besides, as one of so many times the width."""
+    shared_width: int = 0
+    """Width of what every token goes through besides, where it is no multiple of the width."""
     groups: int = 0
     """Groups that a sigmoid router picks from first (DeepSeek-V3); 0: a softmax over all."""
     dense_layers: int = 0
     """First layers that have an ordinary feed-forward instead."""
+
+    @property
+    def width_of_shared(self) -> int:
+        """Width of what every token goes through besides; 0 where there is nothing."""
+        return self.shared_width or self.shared * self.width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

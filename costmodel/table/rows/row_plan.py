@@ -21,6 +21,7 @@ from costmodel.table.rows.run_row import RowError, RunRow
 from planner.graph import Op
 from planner.layout.axes import Degrees
 from planner.plan import (
+    BlocksRecompute,
     ClassLayout,
     ClassRecompute,
     ClusterRef,
@@ -54,11 +55,15 @@ KEPT_MODELS = 64
 def transformer_of(run: RunRow) -> Transformer:
     """Return the model of a row, as the trainers of large models write it."""
     vocab = run.shape.vocab
-    if run.tp > 1:  # A vocabulary that tp splits is padded.
-        # To a multiple of 128 on each rank, as Megatron-LM does (make-vocab-size-divisible-by).
-        vocab = -(-vocab // (128 * run.tp)) * 128 * run.tp
+    # A vocabulary that tp splits is padded, as Megatron-LM does (make-vocab-size-divisible-by).
+    multiple = run.vocab_multiple or (128 if run.tp > 1 else 1)
+    vocab = -(-vocab // (multiple * run.tp)) * multiple * run.tp
+    # Where tp has more ranks than there are heads of keys, each rank has one, whole.
+    kv_heads = run.shape.kv_heads
+    if run.tp > kv_heads and not run.tp % kv_heads:
+        kv_heads = run.tp
     return transformer_of_shape(
-        replace(run.shape, vocab=vocab),
+        replace(run.shape, vocab=vocab, kv_heads=kv_heads),
         dropout=run.stack.dropout,
         fused_attention=run.stack.flash_attention,
         lora_rank=run.lora_rank,
@@ -88,6 +93,7 @@ def transformer_of_shape(
             per_token=shape.experts_per_token,
             width=shape.ffn_hidden,
             shared=shape.shared_experts,
+            shared_width=shape.shared_width,
             dense_layers=shape.dense_layers,
         )
     return Transformer(
@@ -100,9 +106,11 @@ def transformer_of_shape(
         seq_len=shape.seq_len,
         head_dim=shape.head_width,
         gated=shape.gated,
-        norm="rms" if shape.gated else "layer",
-        positions="rotary" if shape.gated else "learned",
-        bias=not shape.gated,
+        norm=shape.norm,
+        positions=shape.positions,
+        max_positions=shape.max_positions,
+        bias=shape.bias,
+        query_key_norm=shape.query_key_norm,
         tied=shape.tied,
         dropout=dropout,
         fused_attention=fused_attention,
@@ -119,8 +127,10 @@ def plan_of(run: RunRow, model: Transformer, *, devices_per_node: int) -> Plan:
     microbatches = run.num_microbatches
     if schedule == "zb_v":
         vpp = 2  # down the ranks and up again
-    # Interleaving needs whole rounds of pp microbatches (Narayanan et al. 2021, section 2.2.2).
-    if schedule == "interleaved_1f1b" and (vpp == 1 or microbatches % run.pp):
+    # Interleaving needs whole rounds of pp microbatches (Narayanan et al. 2021, section 2.2.2),
+    # unless its groups have sizes of their own.
+    uneven = microbatches % run.pp and (not run.microbatch_group or microbatches < run.pp)
+    if schedule == "interleaved_1f1b" and (vpp == 1 or uneven):
         schedule, vpp = "1f1b", 1
     if run.pp == 1:
         schedule, vpp = "1f1b", 1
@@ -177,12 +187,23 @@ def plan_of(run: RunRow, model: Transformer, *, devices_per_node: int) -> Plan:
                 first_block=bounds[s],
                 last_block=bounds[s + 1] - 1,
                 recompute="none" if run.recompute == "none" else "selective",
+                recompute_blocks=_saved_whole(run, bounds[s], bounds[s + 1], blocks=bounds[-1]),
             )
             for s in range(run.pp * vpp)
         ),
         recomputed=recomputed_ops(model, run.recompute, run.stack.selective_by_op),
         layouts=(*on_tp, *on_cp),
     )
+
+
+def _saved_whole(run: RunRow, first: int, end: int, *, blocks: int) -> tuple[BlocksRecompute, ...]:
+    """Return the blocks of a stage that recompute nothing: its layers beyond `recompute_layers`."""
+    # Neither the embedding nor the head is a layer.
+    start = max(first, 1) + run.recompute_layers
+    last = min(end, blocks - 1) - 1
+    if not run.recompute_layers or run.recompute == "none" or start > last:
+        return ()
+    return (BlocksRecompute(first_block=start, last_block=last, recompute="none"),)
 
 
 def _all_forwards_first(pp: int, microbatches: int) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from costmodel.execution import Execution
 from costmodel.table.rows.named_models import (
@@ -58,6 +59,8 @@ class TransformerShape:
     """Experts that the router picks for a token."""
     shared_experts: int = 0
     """Experts beside these that see every token."""
+    shared_width: int = 0
+    """Their width together, where it is no multiple of an expert's; 0: it is."""
     query_rank: int = 0
     """With latent attention, columns that queries are made from; 0: from all."""
     key_rank: int = 0
@@ -72,6 +75,16 @@ class TransformerShape:
     """Tokens after the next that are predicted too, each by a layer more and the head again."""
     tied: bool = False
     """Whether the output matrix is the token embedding's."""
+    norm: Literal["rms", "layer"] = "rms"
+    """Kind of norm."""
+    positions: Literal["rotary", "learned", "none"] = "rotary"
+    """Queries and keys are turned; or a table is added to the embedding."""
+    max_positions: int = 0
+    """Rows of that table; 0: `seq_len`."""
+    bias: bool = False
+    """Whether products add a bias."""
+    query_key_norm: bool = False
+    """Whether heads of queries and keys are normed."""
 
     @property
     def head_width(self) -> int:
@@ -109,9 +122,14 @@ class TransformerShape:
         ]
 
     @property
-    def used_experts(self) -> int:
+    def shared_parts(self) -> float:
+        """What sees every token, in widths of an expert."""
+        return self.shared_width / self.ffn_hidden if self.shared_width else self.shared_experts
+
+    @property
+    def used_experts(self) -> float:
         """Feed-forwards that one token goes through."""
-        return self.experts_per_token + self.shared_experts
+        return self.experts_per_token + self.shared_parts
 
     @property
     def attention_params(self) -> int:
@@ -124,14 +142,14 @@ class TransformerShape:
         return (3 if self.gated else 2) * self.hidden * self.ffn_hidden
 
     @property
-    def used_params(self) -> int:
+    def used_params(self) -> float:
         """Matrix parameters of a layer that one token is multiplied with."""
         return self.attention_params + self.used_experts * self.expert_params
 
     @property
-    def layer_params(self) -> int:
+    def layer_params(self) -> float:
         """Matrix parameters of a layer."""
-        experts = self.num_experts + self.shared_experts
+        experts = self.num_experts + self.shared_parts
         return self.attention_params + experts * self.expert_params
 
     @property
@@ -140,7 +158,7 @@ class TransformerShape:
         return self.vocab * self.hidden
 
     @property
-    def num_params(self) -> int:
+    def num_params(self) -> float:
         """Matrix parameters of the model, the embedding counted once."""
         return self.layers * self.layer_params + self.embedding_params
 
@@ -216,6 +234,8 @@ def shape_of_row(cells: Cells, stack: Execution) -> TransformerShape:
     if picked > num_experts:
         raise RowError(f"experts_per_token={picked} is more than num_experts={num_experts}")
     tied = cells.given("tied", least=0)
+    key_rank = _part(cells, "key_rank", usual("key_rank", 0))
+    dense = 0 if known is None else _dense_layers(known, layers)
     head_dim = cells.given("head_dim", least=0) or usual("head_dim", 0)
     return TransformerShape(
         layers=layers,
@@ -230,14 +250,46 @@ def shape_of_row(cells: Cells, stack: Execution) -> TransformerShape:
         num_experts=num_experts,
         experts_per_token=picked,
         shared_experts=(usual("shared_experts", 0) or 0) if is_moe else 0,
-        query_rank=usual("query_rank", 0) or 0,
-        key_rank=usual("key_rank", 0) or 0,
-        rope_dim=usual("rope_dim", 0) or 0,
-        dense_layers=0 if known is None else _dense_layers(known, layers),
-        dense_ffn=usual("dense_ffn", 0) or 0,
+        shared_width=_part(cells, "shared_width", 0) if is_moe else 0,
+        query_rank=_part(cells, "query_rank", usual("query_rank", 0)),
+        key_rank=key_rank,
+        rope_dim=_part(cells, "rope_dim", usual("rope_dim", 0)),
+        dense_layers=_part(cells, "dense_layers", dense),
+        dense_ffn=_part(cells, "dense_ffn", usual("dense_ffn", 0)),
         ahead=cells.given("mtp_layers", least=0) or 0,
         tied=not gated if tied is None else bool(tied),
+        norm=_norm(cells, gated=gated),
+        positions="rotary" if key_rank else _positions(cells, gated=gated),
+        max_positions=_part(cells, "max_positions", 0),
+        bias=bool(_part(cells, "bias", int(not gated))),
+        query_key_norm=bool(_part(cells, "qk_norm", 0)),
     )
+
+
+def _part(cells: Cells, name: str, usual: int | None) -> int:
+    """Return what a column says of a part that models may lack, or what they usually have of it."""
+    given = cells.given(name, least=0)
+    return (usual or 0) if given is None else given
+
+
+def _norm(cells: Cells, *, gated: bool) -> Literal["rms", "layer"]:
+    named = cells.text("norm").lower()
+    if named and not re.search(r"rms|layer|\bln\b", named):
+        raise RowError(f"norm {named!r} is not priced; use rms or layer")
+    return "rms" if ("rms" in named if named else gated) else "layer"
+
+
+def _positions(cells: Cells, *, gated: bool) -> Literal["rotary", "learned", "none"]:
+    named = cells.raw("positions").lower()
+    if re.search(r"rope|rotary|yarn", named):
+        return "rotary"
+    if re.search(r"learned|absolute", named):
+        return "learned"
+    if named == "none":
+        return "none"
+    if not named:
+        return "rotary" if gated else "learned"
+    raise RowError(f"positions {named!r} are not priced; use rotary, learned or none")
 
 
 def _dense_layers(known: NamedModel, layers: int) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import get_args
 
 from costmodel.execution import Execution, find_execution
-from costmodel.execution.execution import Scaling
+from costmodel.execution.execution import Overlapped, Scaling
 from costmodel.table.rows.named_models import named_model
-from costmodel.table.rows.row_words import Cells, gated_of, stack_of, zero_of
+from costmodel.table.rows.row_words import Cells, RowError, gated_of, stack_of, zero_of
 
 MEGATRON_CLASSIC = find_execution("megatron-classic")
 MEGATRON_DEEPSPEED = find_execution("megatron-deepspeed")
@@ -35,6 +36,9 @@ CUDA_GRAPHS = re.compile(r"(?i)cuda.?graphs?(?: of (?P<parts>[\w ,]+))?")
 SENDS_TOKENS = re.compile(r"(?i)deep.?ep|(?P<hybrid>hybrid.?ep)")
 """Dispatchers that send a token once to each place, and not once for each expert; HybridEP among
 all ranks of a domain at its links' rate."""
+
+GATHERS_TOKENS = re.compile(r"(?i)all.?gather")
+"""The dispatcher that gives each rank of the experts all tokens."""
 
 OVERLAPS_ROWS = re.compile(r"(?i)(a2a|all.?to.?all|dispatch\w*) (is )?overlap")
 """Words for rows of experts that travel beside another microbatch's compute."""
@@ -99,10 +103,41 @@ def stack_of_row(cells: Cells) -> Execution:
     if sends := SENDS_TOKENS.search(cells.text("dispatcher") or said):
         reached = 1.0 if sends["hybrid"] else stack.wide_exchange_part
         stack = replace(stack, sends_tokens=True, wide_exchange_part=reached)
+    elif GATHERS_TOKENS.search(cells.text("dispatcher")):
+        stack = replace(stack, sends_tokens=True, gathers_tokens=True)
+    stack = _said_parts(cells, stack)
     if OVERLAPS_ROWS.search(said):
         stack = replace(stack, overlaps=(*stack.overlaps, "rows"))
     graphs = CUDA_GRAPHS.search(said)
     return _graphed(stack, (graphs["parts"] or "").lower()) if graphs else stack
+
+
+def _said_parts(cells: Cells, stack: Execution) -> Execution:
+    """Return a stack with what columns say of its attention, dropout, gradients and overlaps."""
+    attention = cells.text("attention").lower()
+    if attention:
+        if attention not in ("fused", "unfused"):
+            raise RowError(f"attention {attention!r} is not priced; use fused or unfused")
+        stack = replace(stack, flash_attention=attention == "fused")
+    dropout = cells.given("dropout", least=0)
+    if dropout is not None:
+        stack = replace(stack, dropout=bool(dropout))
+    gradient_bytes = cells.given("gradient_bytes")
+    if gradient_bytes is not None:
+        if gradient_bytes not in (2, 4):
+            raise RowError(f"gradient_bytes={gradient_bytes} is not priced; use 2 or 4")
+        stack = replace(stack, gradient_bytes=gradient_bytes)
+    if cells.text("cp_comm"):
+        stack = replace(stack, rings_attention="gather" not in cells.text("cp_comm").lower())
+    shown = cells.text("not_overlapped").lower().split()
+    if unknown := [name for name in shown if name not in get_args(Overlapped)]:
+        raise RowError(
+            f"not_overlapped={unknown[0]} is no kind of collective; use some of "
+            f"{', '.join(get_args(Overlapped))}"
+        )
+    if not shown:
+        return stack
+    return replace(stack, overlaps=tuple(name for name in stack.overlaps if name not in shown))
 
 
 def _scaling(dtype: str) -> Scaling:

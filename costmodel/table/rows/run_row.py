@@ -79,6 +79,13 @@ class RunRow:
     """tp ranks that share each expert's matrices; 1: whole experts lie on tp ranks, too."""
     lora_rank: int = 0
     """Rank of the adapters that alone are trained, beside the attention's products; 0: all is."""
+    recompute_layers: int = 0
+    """First layers of each stage that recompute, where the others recompute nothing; 0: all do."""
+    vocab_multiple: int = 0
+    """What the vocabulary of each tp rank is padded to a multiple of; 0: 128 where tp splits it."""
+    microbatch_group: int = 0
+    """Microbatches that go through a virtual stage before the next one's turn; 0: pp, and the
+    number of microbatches is a multiple of it."""
     stage_blocks: tuple[int, ...] = ()
     """Blocks of each stage, the embedding and the head among them; empty: as its stack deals
     them."""
@@ -149,6 +156,9 @@ def parse_row(row: Mapping[str, Any]) -> RunRow:
         schedule=schedule,
         recompute=_recompute(cells, stack),
         lora_rank=_lora_rank(cells),
+        recompute_layers=cells.given("recompute_layers", least=0) or 0,
+        vocab_multiple=cells.given("vocab_multiple", least=0) or 0,
+        microbatch_group=cells.given("microbatch_group", least=0) or 0,
         stage_blocks=_stage_blocks(cells, shape.layers + shape.ahead + 2, pp * vpp),
         assumed=tuple(cells.assumed),
     )
