@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from planner.runtime.start import device as devices
+from planner.runtime.start.groups.exchange import exchange
 
 PAIR_S = 10.0
 """Seconds that a message of a few bytes may take, the backend's connecting included."""
@@ -60,12 +61,7 @@ def reason_of(error: Exception) -> str:
 
 
 def _exchange(sent: torch.Tensor, taken: torch.Tensor, to_rank: int, from_rank: int) -> None:
-    operations = [
-        dist.P2POp(dist.isend, sent, to_rank),
-        dist.P2POp(dist.irecv, taken, from_rank),
-    ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
+    exchange([dist.P2POp(dist.isend, sent, to_rank), dist.P2POp(dist.irecv, taken, from_rank)])
 
 
 def _finish(device: torch.device) -> None:

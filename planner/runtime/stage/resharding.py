@@ -19,6 +19,7 @@ from planner.layout.placement import Shard
 from planner.layout.redistribution.reshard import Reshard, ReshardStep
 from planner.runtime.stage.calls import collectives
 from planner.runtime.start.groups.exchange import exchange
+from planner.runtime.start.groups.process_group import group_timeout
 
 Groups = Mapping[str, str]
 """Name of this rank's process group along each axis of a mesh."""
@@ -32,7 +33,7 @@ def open_groups(mesh: ProcessMesh) -> dict[str, str]:
     found = {}
     for axis in mesh.axes:
         for ranks in mesh.groups(axis):
-            group = dist.new_group(list(ranks), sort_ranks=False)
+            group = dist.new_group(list(ranks), timeout=group_timeout(), sort_ranks=False)
             if dist.get_rank() in ranks:
                 found[axis] = group.group_name
     return found

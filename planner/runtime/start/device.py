@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
@@ -154,7 +155,8 @@ def is_staged() -> bool:
 
 def bound_to(device: torch.device) -> torch.device | None:
     """Return the device that a process group is bound to from its start, if any."""
-    return device if is_accelerator(device) else None
+    # (torch asks a bound group for its backend in C++, which one in Python has not.)
+    return device if is_accelerator(device) and not is_staged() else None
 
 
 def forked_generators(device: torch.device) -> AbstractContextManager[None]:
@@ -170,7 +172,7 @@ def synchronize(device: torch.device) -> None:
         of(device).synchronize(device)
 
 
-def message_options(device: torch.device) -> Any:
+def message_options(device: torch.device, timeout: timedelta) -> Any:
     """Return the backend's options of groups that carry messages between stages; None: its own.
 
     NCCL's own variables come first where the user has set them.
@@ -179,6 +181,7 @@ def message_options(device: torch.device) -> Any:
         return None
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = MESSAGE_BLOCKS
+    options._timeout = timeout  # (torch warns of options with another than it is given itself)
     return options
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +12,9 @@ import torch.distributed as dist
 from planner.errors import PlanError
 from planner.runtime.start.device import (
     backend,
+    bound_to,
     choose_device,
+    message_options,
     p2p_needs_own_groups,
     refuse_blocking_launches,
 )
@@ -71,9 +76,27 @@ def test_ranks_share_gpus_over_the_staged_backend_alone(monkeypatch):
     monkeypatch.setenv("PLANNER_BACKEND", "staged")
     assert choose_device() == torch.device("cuda", 1)
     assert check_ranks(4, "cuda") == "cuda"
+    assert bound_to(gpu) is None
     monkeypatch.delenv("PLANNER_BACKEND")
     with pytest.raises(PlanError, match="the plan needs 4 GPUs on this node and 2 are here"):
         check_ranks(4, "cuda")
+    assert bound_to(gpu) == gpu
+
+
+def test_messages_take_few_blocks_of_a_gpu_unless_the_user_says_how_many(monkeypatch):
+    class Options:
+        def __init__(self):
+            self.config, self._timeout = SimpleNamespace(max_ctas=None), None
+
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
+    nccl = SimpleNamespace(Options=Options)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    gpu, limit = torch.device("cuda", 0), timedelta(seconds=9)
+    options = message_options(gpu, limit)
+    assert (options.config.max_ctas, options._timeout) == (8, limit)
+    assert message_options(torch.device("cpu"), limit) is None
+    monkeypatch.setenv("NCCL_MAX_P2P_NCHANNELS", "4")
+    assert message_options(gpu, limit) is None
 
 
 def test_launches_that_block_are_refused_where_ranks_would_wait_for_ever(monkeypatch):

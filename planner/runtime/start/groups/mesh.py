@@ -133,18 +133,18 @@ class Mesh:
         Every rank of the plan calls this with the same groups, in the same order of calls.
         `for_messages` says that they carry sends and receives alone.
         """
-        groups = list(groups)
-        options = devices.message_options(self.device) if for_messages else None
+        groups, timeout = list(groups), group_timeout()
+        options = devices.message_options(self.device, timeout) if for_messages else None
         mine = None
         if groups and can_split(groups):
-            group = split(groups, timeout=group_timeout(), options=options)
+            group = split(groups, timeout=timeout, options=options)
             self._opened.append(group)
             mine = group if any(self.global_rank in ranks for ranks in groups) else None
         else:
             for ranks in groups:
                 # Not sorted: a rank's number in the group is then its number along the axis.
                 group = dist.new_group(
-                    list(ranks), timeout=group_timeout(), pg_options=options, sort_ranks=False
+                    list(ranks), timeout=timeout, pg_options=options, sort_ranks=False
                 )
                 if self.global_rank in ranks:
                     self._opened.append(group)

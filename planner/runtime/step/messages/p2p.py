@@ -147,6 +147,7 @@ class Post:
         self._mesh, self._edges = mesh, edges
         self._by_bucket, self._bucket = (edges, *buckets), 0
         self._here, self._rank = mesh.rank("pp"), mesh.global_rank
+        self._on_cpu = mesh.device.type == "cpu"
         self._home = schedule.stage_to_pp_rank
         self._all_routes = tuple(Routes(plan=plan) for _ in self._by_bucket)
         self._full = plan.split
@@ -315,7 +316,9 @@ class Post:
         if tensor.is_conj() or tensor.is_neg():
             # Backends send what lies in memory, which is not conjugated or negated yet.
             tensor = tensor.resolve_conj().resolve_neg()
-        self._give_way()
+        # Gloo's threads read that the taker is ready, and write what it is ready for.
+        if self._on_cpu:
+            give_way_to_sockets()
         for leg in crossing.legs:
             # A slice is copied: backends send contiguous memory alone.
             part = (tensor if leg.where is None else tensor[leg.where]).contiguous()
@@ -324,11 +327,7 @@ class Post:
             work = leg.group.send([part], leg.peer, tag)
             self._sending.append(Sending(work, part, message, leg.rank))
             self.bytes_sent += part.nbytes
-        self._give_way()
-
-    def _give_way(self) -> None:
-        """Let gloo's threads read that the taker is ready, and write what it is ready for."""
-        if self._mesh.device.type == "cpu":
+        if self._on_cpu:
             give_way_to_sockets()
 
     def close(self) -> None:

@@ -106,6 +106,7 @@ class Queue:
                 return
             with self._changed:
                 self._given.popleft()
+            operation.run = _nothing  # it holds tensors, and handles may live on
             operation.ended.set()
 
     def _end_all(self, error: BaseException) -> None:
@@ -141,6 +142,10 @@ class Queue:
         with self._changed:
             given = [operation.text for operation in self._given]
         return f"to ranks {named(self.ranks)}: {', then '.join(given)}" if given else ""
+
+
+def _nothing() -> None:
+    """What an operation that has ended would run."""
 
 
 def named(ranks: Iterable[int]) -> str:
