@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -135,9 +136,9 @@ def both_send_first() -> str:
 
 def test_two_sends_that_come_before_their_receives_are_stuck_and_both_queues_told():
     """NCCL runs what a communicator is given in order: each send waits for a receive behind one."""
-    for text in run_ranks(both_send_first, 2, backend="staged", timeout_s=2):
+    for text in run_ranks(both_send_first, 2, backend="staged", timeout_s=5):
         lines = text.splitlines()
-        assert lines[0].startswith("the communicator of ranks 0, 1 has not moved for 2 s; given")
+        assert re.match(r"the communicator of ranks 0, 1 has not moved for \d+ s; given", lines[0])
         assert lines[1:] == [
             "rank 0 gave to ranks 0, 1: send to 1 [2, 3] float32, "
             "then receive from 1 [2, 3] float32",
@@ -159,7 +160,7 @@ def swapped() -> str:
 
 
 def test_messages_of_another_order_are_named():
-    by_rank = run_ranks(swapped, 2, backend="staged", timeout_s=3)
+    by_rank = run_ranks(swapped, 2, backend="staged", timeout_s=10)
     assert by_rank[1] == (
         "rank 0 sends 4 of torch.float32 where rank 1 receives [2] float32: they have messages in "
         "different orders"
@@ -176,7 +177,7 @@ def other_collectives() -> str:
 
 
 def test_unlike_collectives_are_named():
-    first, second = run_ranks(other_collectives, 2, backend="staged", timeout_s=3)
+    first, second = run_ranks(other_collectives, 2, backend="staged", timeout_s=30)
     assert first == ("rank 0 is at all_reduce [4] float32 where rank 1 is at broadcast [4] float32")
     assert second.startswith("rank 1 is at broadcast")
 
