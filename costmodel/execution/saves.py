@@ -29,7 +29,7 @@ from planner.graph import Op, Program, Ref, TensorMeta, map_refs
 from planner.layout.placement import Replicate, Shard, parse_placement
 from planner.layout.redistribution.redistribute import REDISTRIBUTE
 from planner.ops.families.losses.cross_entropy import SIZED_CROSS_ENTROPY, VOCAB_CROSS_ENTROPY
-from planner.ops.record import family_of
+from planner.ops.record import family_of, packet_of
 from profiles import Profile
 
 CAST = "aten._to_copy.default"
@@ -46,6 +46,11 @@ def saved_instead(local: Program, execution: Execution) -> SavedInstead:
     found: dict[str, dict[str, tuple[str, ...]]] = defaultdict(dict)
     if execution.fused_saves:
         for ops in kernels_of(local, execution):
+            # A kernel of attention's weights saves these and not the scores: the product with the
+            # values saves them, too (megatron/core/fusions/fused_softmax.py). Megatron-LM of 2021
+            # does the same, and its rates were fitted as if it saved both.
+            if execution.vendor_attention and any(_makes_weights(op, local) for op in ops):
+                continue
             # Where another kernel saves what this one makes, that is saved all the same.
             inside = _inside(ops)
             for op in ops:
@@ -55,6 +60,13 @@ def saved_instead(local: Program, execution: Execution) -> SavedInstead:
         for op in local.ops:
             found[op.name] |= {name: gathered[name] for name in op.inputs if name in gathered}
     return found
+
+
+def _makes_weights(op: Op, local: Program) -> bool:
+    """Whether an op makes attention's weights (samples, heads, queries, keys); a router's softmax
+    makes scores of experts.
+    """
+    return packet_of(op.target) == "softmax" and len(local.tensor[op.outputs[0]].shape) == 4
 
 
 def _inside(ops: Iterable[Op]) -> dict[str, tuple[str, ...]]:

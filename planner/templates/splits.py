@@ -13,6 +13,7 @@ from planner.layout.class_layout import ClassLayout
 from planner.layout.lowering import lower
 from planner.layout.redistribution.redistribute import REDISTRIBUTE
 from planner.ops.families.entries.routing import SORT_ROWS
+from planner.ops.record import op_inside
 from planner.templates.build import BlockClass, template_of
 from planner.templates.tape import ROWS, STREAM, placed
 from planner.templates.transformer import Transformer
@@ -119,11 +120,12 @@ def cp_layouts(
                 place[op.outputs[0]] = split(op.outputs[0], 1 if to_stream else pieces)
                 if place[source] == "P":  # numbers of rows stay terms of a sum
                     place[op.outputs[0]] = "P"
-            elif op.target == ATTENTION:
+            elif op_inside(op).target == ATTENTION:
                 takes[1:3] = "R", "R"
             elif op.target == SORT_ROWS:
                 place[op.outputs[2]] = "P"
-            elif "cross_entropy" in op.target:
+            elif "cross_entropy" in op.target or set(takes) == {"P"}:
+                # A loss of a rank's own positions is a term of a sum, and so is a sum of losses.
                 place[op.outputs[0]] = "P"
             leaves = [place[name] for name in op.outputs]
             ops.append((op.name, ",".join(takes) + "->" + ",".join(leaves)))

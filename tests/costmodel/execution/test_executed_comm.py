@@ -71,3 +71,13 @@ def test_collectives_that_cross_nodes_start_late() -> None:
     assert late - prompt == pytest.approx(8e-3 * layers * microbatches, rel=0.05)
     inside = {**row, "tp": "8", "dp": "4"}
     assert exchange_s(inside, crossing_late_s=1e-3) == exchange_s(inside, crossing_late_s=0.0)
+
+
+def test_the_dispatcher_that_gathers_gives_each_rank_all_tokens() -> None:
+    """8 ranks' tokens once, where 8 rows of each token went to their experts."""
+    rows = exchange_s(QWEN)
+    gathered = exchange_s(QWEN, sends_tokens=True, gathers_tokens=True)
+    assert gathered == pytest.approx(rows, rel=0.1)
+    # Of 2 rows a quarter goes, and an exchange's latency is the same.
+    few = {**QWEN, "experts_per_token": "2"}
+    assert 3 < exchange_s(few, sends_tokens=True, gathers_tokens=True) / exchange_s(few) < 4

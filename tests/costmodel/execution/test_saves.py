@@ -11,6 +11,7 @@ from costmodel.execution.executed import ExecutedProfile
 from costmodel.execution.rings import GATHERED, with_rings
 from costmodel.execution.saves import saved_instead, with_sized_losses
 from costmodel.table.kernels import load_rates
+from costmodel.table.rows.rows import price_row
 from planner.graph import Op, Program, Ref
 from planner.layout.axes import Degrees
 from planner.layout.redistribution.redistribute import REDISTRIBUTE
@@ -165,3 +166,19 @@ def test_keys_that_nothing_gathers_over_cp_go_round_no_ring():
     """Each rank has them whole, or with those of the other ranks of tp."""
     program = attention_of("tp")
     assert with_rings(program, 4) == program
+
+
+def test_attention_that_is_not_fused_saves_its_weights_once() -> None:
+    """Transformer Engine's softmax saves what it makes, as the product with the values does."""
+    row = {
+        "stack": "megatron-core", "gpu": "H100", "layers": "2", "hidden": "256", "heads": "8",
+        "seq_len": "4096", "vocab": "1024", "gpus": "1", "micro_batch": "1", "global_batch": "1",
+        "recompute": "none", "tied": "0", "bias": "0", "dropout": "0",
+    }  # fmt: skip
+    fused, unfused = (
+        price_row({**row, "attention": kind}).predicted["predicted_peak_mem_gib"]
+        for kind in ("fused", "unfused")
+    )
+    weights_gib = 2 * 8 * 4096**2 * 2 / 2**30
+    # Beside what layers save, a backward has gradients of a layer's scores.
+    assert weights_gib < unfused - fused < 2.5 * weights_gib

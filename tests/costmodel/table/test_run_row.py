@@ -169,3 +169,61 @@ def test_experts_lie_on_tensor_parallel_ranks_where_there_are_no_others():
     assert both.etp == 1
     assert data.etp == 2
     assert parse_row({**row, "ep": "4", "notes": "dispatcher alltoall etp 1.0"}).etp == 1
+
+
+@pytest.mark.parametrize(
+    ("cells", "field", "meant"),
+    [
+        ({"attention": "unfused"}, "flash_attention", False),
+        ({"dropout": "1"}, "dropout", True),
+        ({"gradient_bytes": "2"}, "gradient_bytes", 2),
+        ({"cp_comm": "all_gather"}, "rings_attention", False),
+        ({"cp_comm": "p2p"}, "rings_attention", True),
+        ({"dispatcher": "allgather"}, "gathers_tokens", True),
+        ({"not_overlapped": "sums gathers"}, "overlaps", ("tp", "scatters", "stages")),
+    ],
+)  # fmt: skip
+def test_a_row_says_parts_of_its_stack(cells, field, meant):
+    stack = parse_row({**ROW, "stack": "megatron-core", **cells}).stack
+    assert getattr(stack, field) == meant
+    assert stack.name == "megatron-core"
+
+
+@pytest.mark.parametrize(
+    ("cells", "field", "meant"),
+    [
+        ({"norm": "RMSNorm"}, "norm", "rms"),
+        ({"norm": "LayerNorm", "gated_ffn": "1"}, "norm", "layer"),
+        ({"positions": "rope"}, "positions", "rotary"),
+        ({"positions": "learned", "gated_ffn": "1"}, "positions", "learned"),
+        ({"positions": "none"}, "positions", "none"),
+        ({"bias": "0"}, "bias", False),
+        ({"qk_norm": "1"}, "query_key_norm", True),
+        ({"query_rank": "96", "key_rank": "64", "rope_dim": "32"}, "query_rank", 96),
+        ({"num_experts": "8", "dense_layers": "3", "dense_ffn": "512"}, "dense_layers", 3),
+        ({"num_experts": "8", "shared_width": "512"}, "shared_width", 512),
+        ({"max_positions": "9000"}, "max_positions", 9000),
+    ],
+)  # fmt: skip
+def test_a_row_says_parts_of_its_model(cells, field, meant):
+    assert getattr(parse_row({**ROW, **cells}).shape, field) == meant
+
+
+@pytest.mark.parametrize(
+    ("cells", "told"),
+    [
+        ({"norm": "batch"}, "norm 'batch' is not priced; use rms or layer"),
+        ({"positions": "relative"}, "positions 'relative' are not priced; use rotary"),
+        ({"attention": "half"}, "attention 'half' is not priced; use fused or unfused"),
+        ({"gradient_bytes": "3"}, "gradient_bytes=3 is not priced; use 2 or 4"),
+        ({"not_overlapped": "moe"}, "not_overlapped=moe is no kind of collective; use some of"),
+    ],
+)  # fmt: skip
+def test_parts_that_are_not_priced_are_refused(cells, told):
+    with pytest.raises(RowError, match=told):
+        parse_row({**ROW, **cells})
+
+
+def test_shared_experts_count_by_their_width():
+    shape = parse_row({**ROW, "num_experts": "8", "shared_width": "512"}).shape
+    assert shape.shared_parts == 512 / shape.ffn_hidden
