@@ -5,29 +5,13 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from commands.common.options import JsonOption
 from commands.render.console import begin_stage, show_json, show_note
 from planner.errors import PlannerError
-
-if TYPE_CHECKING:
-    from planner.emit.megatron_rules import Run
-
-OPTION_OF = {
-    "layers": "num-layers",
-    "hidden": "hidden-size",
-    "heads": "num-attention-heads",
-    "kv_heads": "num-query-groups",
-    "ffn_hidden": "ffn-hidden-size",
-    "seq_len": "seq-length",
-    "num_experts": "num-experts",
-    "experts_per_token": "moe-router-topk",
-    "vocab": "vocab-size",
-}
-"""Megatron-LM's option for each column of a row that is a size of the model."""
 
 
 def check(
@@ -47,6 +31,8 @@ def check(
     Example: planner check '--num-layers 30 --pipeline-model-parallel-size 2' --gpus 16
     """
     from planner.emit.megatron_options import parse_flags
+    from planner.emit.megatron_refusals import refusals
+    from planner.emit.megatron_row import OPTION_OF, notes_of, row_of
     from planner.emit.megatron_rules import Run, broken_rules
 
     if gpus < 1:
@@ -54,48 +40,18 @@ def check(
     columns = _columns_of(model)
     sizes = {OPTION_OF[name]: size for name, size in columns.items() if name in OPTION_OF}
     run = Run(flags=parse_flags(_text_of(flags)), num_devices=gpus, model=sizes)
-    broken = broken_rules(run)
+    # What Megatron-LM itself would refuse comes first: what is not priced may change with it.
+    broken = broken_rules(run) or refusals(run)
     for rule in broken:
         print(f"planner: {rule}", file=sys.stderr)
     if broken:
         return 2
-    unknown = ", ".join(f"--{name}" for name in dict.fromkeys(run.flags.unknown))
-    notes = [f"not checked, of no part in the price: {unknown}"] if unknown else []
-    _show_price(row_of(run, columns, model, gpu), [*notes, *unpriced(run)], as_json=as_json)
+    notes = notes_of(run)
+    if run.flags.unknown:
+        unknown = ", ".join(f"--{name}" for name in dict.fromkeys(run.flags.unknown))
+        notes.append(f"not of Megatron-LM's options, of no part in the price: {unknown}")
+    _show_price(row_of(run, columns, model, gpu), notes, as_json=as_json)
     return 0
-
-
-UNPRICED = (
-    "pipeline-model-parallel-layout",
-    "decoder-first-pipeline-num-layers",
-    "decoder-last-pipeline-num-layers",
-    "account-for-embedding-in-pipeline-split",
-    "account-for-loss-in-pipeline-split",
-    "optimizer-cpu-offload",
-    "tp-comm-overlap",
-    "no-overlap-p2p-communication",
-)
-"""Options that are checked, and that a row of numbers has no column for."""
-
-
-def unpriced(run: Run) -> list[str]:
-    """Return, a line each, what the price leaves out of options that were checked."""
-    notes = []
-    given = ", ".join(f"--{name}" for name in UNPRICED if run.has(name))
-    if given:
-        notes.append(f"checked, of no part in the price: {given}")
-    values = run.flags.values
-    modules = str(values.get("recompute-modules", "core_attn"))
-    if values.get("recompute-granularity") == "selective" and modules != "core_attn":
-        notes.append(f"priced with core_attn recomputed: --recompute-modules {modules}")
-    # Of each virtual stage, block recomputes the first so many layers and keeps the others.
-    layers = run.number("num-layers") // (run.pp * max(run.vpp, 1))
-    if values.get("recompute-method") == "block" and run.number("recompute-num-layers") < layers:
-        notes.append(
-            f"priced with all {layers} layers of a stage recomputed, and --recompute-num-layers "
-            f"{run.number('recompute-num-layers')} takes less time and more memory"
-        )
-    return notes
 
 
 def _text_of(flags: str) -> str:
@@ -118,6 +74,7 @@ def _columns_of(model: str) -> dict[str, int]:
     if "=" in model:
         return dict(_size(text) for text in model.split(","))
     from costmodel.table.rows.named_models import NAMED, named_model
+    from planner.emit.megatron_row import OPTION_OF
 
     known = named_model(model)
     if known is None:
@@ -132,6 +89,8 @@ def _columns_of(model: str) -> dict[str, int]:
 
 
 def _size(text: str) -> tuple[str, int]:
+    from planner.emit.megatron_row import OPTION_OF
+
     name, _, number = (part.strip() for part in text.partition("="))
     if name not in (*OPTION_OF, "gated_ffn") or not number.isdecimal():
         raise PlannerError(
@@ -158,52 +117,6 @@ def _columns_of_file(path: Path) -> dict[str, int]:
         "seq_len": sizes.seq_len,
     }
     return {name: size for name, size in columns.items() if size}
-
-
-def row_of(run: Run, columns: dict[str, int], model: str, gpu: str) -> dict[str, Any]:
-    """Return the run as a row of numbers (docs/estimate-rows.md)."""
-    named = model if columns and not model.endswith(".py") and "=" not in model else ""
-    row: dict[str, Any] = {"stack": "megatron-core", "gpu": gpu, "model": named, **columns}
-    for column, option in OPTION_OF.items():
-        if run.number(option):
-            row[column] = run.number(option)
-    if not row.get("layers") or not row.get("hidden"):
-        raise PlannerError(
-            "no rule is broken; to price the flags give --model, or --num-layers and --hidden-size"
-        )
-    flags = run.flags
-    if run.has("swiglu"):
-        row["gated_ffn"] = 1
-    if run.number("num-experts") > 1 and run.number("moe-ffn-hidden-size"):
-        row["ffn_hidden"] = run.number("moe-ffn-hidden-size")
-    if run.number("kv-channels"):
-        row["head_dim"] = run.number("kv-channels")
-    return row | {
-        "gpus": run.num_devices,
-        "tp": run.tp,
-        "pp": run.pp,
-        "cp": run.cp,
-        "dp": run.dp,
-        "vpp": run.vpp,
-        "schedule": "interleaved" if run.vpp > 1 else "1F1B",
-        "ep": run.ep,
-        "etp": run.etp if run.ep > 1 else "",
-        "sp": int(run.has("sequence-parallel")),
-        "micro_batch": run.number("micro-batch-size"),
-        "global_batch": run.number("global-batch-size") or run.number("micro-batch-size") * run.dp,
-        "zero_stage": _zero_stage(run),
-        "recompute": flags.values.get("recompute-granularity", "")
-        or ("selective" if run.has("recompute-activations") else "none"),
-        "dtype": "fp8" if run.has("fp8-format") else "bf16" if run.has("bf16") else "fp16"
-        if run.has("fp16") else "fp32",
-    }  # fmt: skip
-
-
-def _zero_stage(run: Run) -> int:
-    if run.has("use-megatron-fsdp"):
-        strategy = run.flags.values.get("data-parallel-sharding-strategy", "optim_grads_params")
-        return ("no_shard", "optim", "optim_grads", "optim_grads_params").index(str(strategy))
-    return int(run.has("use-distributed-optimizer"))
 
 
 def _show_price(row: dict[str, Any], notes: list[str], *, as_json: bool) -> None:

@@ -1,73 +1,26 @@
-"""Megatron-LM's options that a plan or a check of flags reads: their types, choices and rules.
+"""Reads a line of Megatron-LM's flags, by its table of options (`megatron_flags`).
 
-Source: NVIDIA/Megatron-LM at d98e8a64ddf3 (2026-08-22), megatron/training/arguments.py (options,
-`validate_args`), megatron/core/transformer/transformer_config.py and parallel_state.py (what must
-divide what), transformer/pipeline_parallel_layer_layout.py (cuts).
+Source: NVIDIA/Megatron-LM at d98e8a64ddf3 (2026-08-22), megatron/training/arguments.py, and
+transformer/pipeline_parallel_layer_layout.py (cuts).
 """
 
 from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+from planner.emit.megatron_flags import OPTIONS, Option
 from planner.errors import PlannerError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
-    """An option of Megatron-LM's command line."""
-
-    takes: str
-    """``int``, ``float``, ``str``, or "" where it takes no value."""
-    choices: tuple[str, ...] = ()
-    """The values it may have; any where empty."""
-
-
-def _options(takes: str, names: str) -> dict[str, Option]:
-    return {name: Option(takes=takes) for name in names.split()}
-
-
-OPTIONS: dict[str, Option] = {
-    **_options(
-        "int",
-        "num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups kv-channels "
-        "seq-length max-position-embeddings micro-batch-size global-batch-size num-experts "
-        "moe-router-topk moe-ffn-hidden-size tensor-model-parallel-size "
-        "pipeline-model-parallel-size context-parallel-size expert-model-parallel-size "
-        "expert-tensor-parallel-size num-layers-per-virtual-pipeline-stage "
-        "num-virtual-stages-per-pipeline-rank decoder-first-pipeline-num-layers "
-        "decoder-last-pipeline-num-layers recompute-num-layers vocab-size "
-        "make-vocab-size-divisible-by",
-    ),
-    **_options("float", "optimizer-offload-fraction"),
-    **_options("str", "pipeline-model-parallel-layout cp-comm-type ckpt-format recompute-modules"),
-    **_options(
-        "",
-        "sequence-parallel use-distributed-optimizer overlap-grad-reduce overlap-param-gather "
-        "use-megatron-fsdp bf16 fp16 optimizer-cpu-offload use-precision-aware-optimizer "
-        "untie-embeddings-and-output-weights group-query-attention swiglu recompute-activations "
-        "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split "
-        "use-flash-attn tp-comm-overlap no-overlap-p2p-communication",
-    ),
-    "recompute-granularity": Option(takes="str", choices=("full", "selective")),
-    "recompute-method": Option(takes="str", choices=("uniform", "block")),
-    "data-parallel-sharding-strategy": Option(
-        takes="str", choices=("no_shard", "optim", "optim_grads", "optim_grads_params")
-    ),
-    "fp8-format": Option(takes="str", choices=("e4m3", "hybrid")),
-    "normalization": Option(takes="str", choices=("LayerNorm", "RMSNorm")),
-}
-"""Options by name."""
-
-TAKES_MANY = frozenset({"cp-comm-type", "recompute-modules"})
-"""Options whose values are all words up to the next option."""
-
 
 SHELL_ENDS = frozenset({")", ";", "&", "&&", "|", "||"})
 """Words of a shell script that end a list of flags."""
+
+NEAR = 0.85
+"""How much of a name an option's must be like for it to be a misspelling."""
 
 MOST_REPEATED = 4096
 """The largest repetition in a layout of stages: what is written out must fit in memory."""
@@ -80,9 +33,11 @@ class Flags:
     values: Mapping[str, int | float | str | bool]
     """By option; True for those that take no value."""
     unknown: tuple[str, ...]
-    """Options that are not in `OPTIONS`: they are Megatron-LM's other options, or misspelled."""
+    """Options that are not in `OPTIONS`, nor like one that is: another script's own."""
     broken: tuple[str, ...]
     """What is wrong with the line as it is written, each in a line."""
+    script: str = ""
+    """The Python file that stands before the first option."""
 
     def number(self, name: str, default: int = 1) -> int:
         """Return the value of an option that takes an int."""
@@ -94,7 +49,8 @@ def parse_flags(line: str) -> Flags:
     """Read a line of Megatron-style flags, ``--name value`` or ``--name=value``.
 
     Whatever stands before the first option (torchrun, a script) is left out, and so are options
-    that are not known, with their words. Raises PlannerError where quotes do not end.
+    that are not known, with their words. A name that is like an option's, and none, is misspelled.
+    Raises PlannerError where quotes do not end.
     """
     try:
         words = shlex.split(line.replace("\\\n", " "), comments=True)
@@ -106,18 +62,30 @@ def parse_flags(line: str) -> Flags:
         option = OPTIONS.get(name)
         if option is None:
             unknown.append(name)
-            near = get_close_matches(name, OPTIONS, n=1, cutoff=0.9)
+            near = get_close_matches(name, OPTIONS, n=1, cutoff=NEAR)
             if near:
                 broken.append(f"--{name} is no option of Megatron-LM; did you mean --{near[0]}?")
             continue
-        if name in values:
+        if name in values and option.part != "none":
             broken.append(f"--{name} is given twice; the last, {' '.join(given)}, would count")
         trouble, value = _value(name, option, given)
         if trouble:
             broken.append(trouble)
         else:
             values[name] = value
-    return Flags(values=values, unknown=tuple(unknown), broken=tuple(broken))
+    return Flags(
+        values=values,
+        unknown=tuple(unknown),
+        broken=tuple(broken),
+        script=next((word for word in _before_options(words) if word.endswith(".py")), ""),
+    )
+
+
+def _before_options(words: list[str]) -> list[str]:
+    """Return the words up to the last that ends in ``.py``; torchrun has options of its own."""
+    scripts = [index for index, word in enumerate(words) if word.endswith(".py")]
+    first = next((i for i, word in enumerate(words) if word[2:].partition("=")[0] in OPTIONS), 0)
+    return [words[index] for index in scripts if index < first]
 
 
 def _spelled(words: list[str]) -> list[tuple[str, list[str]]]:
@@ -135,16 +103,29 @@ def _spelled(words: list[str]) -> list[tuple[str, list[str]]]:
     return found
 
 
+WORDS = {"": (1, 1), "+": (1, sys.maxsize), "*": (0, sys.maxsize), "3": (3, 3)}
+"""The fewest and the most values of an option, by its `Option.words`."""
+
+NEEDED_WORDS = {"": "one value", "+": "values", "*": "values", "3": "three values"}
+"""How these are called."""
+
 _NUMBERS: dict[str, Callable[[str], int | float]] = {"int": int, "float": float}
 
 
 def _value(name: str, option: Option, given: list[str]) -> tuple[str, int | float | str | bool]:
     if not option.takes:
         return (f"--{name} takes no value; {' '.join(given)} was given" if given else ""), True
-    if not given or (len(given) > 1 and name not in TAKES_MANY):
-        needs = "a value" if not given else "one value"
+    fewest, most = WORDS[option.words]
+    if not fewest <= len(given) <= most:
+        needs = NEEDED_WORDS[option.words] if given else "a value"
         return f"--{name} takes {needs}; {' '.join(given) or 'none'} was given", True
     text = " ".join(given)
+    if option.part == "none":
+        return "", text
+    if option.words:
+        return "", text.strip("[]")
+    if "$" in text and (option.choices or option.takes in _NUMBERS):
+        return f"--{name} {text} is a variable of the shell; give its value", True
     if option.choices and text not in option.choices:
         return f"--{name} {text} was given; it takes {', '.join(option.choices)}", True
     if option.takes not in _NUMBERS:
@@ -153,8 +134,8 @@ def _value(name: str, option: Option, given: list[str]) -> tuple[str, int | floa
         value = _NUMBERS[option.takes](text)
     except ValueError:
         return f"--{name} {text} was given; it takes a number", True
-    if value < 1 and option.takes == "int":
-        return f"--{name} {text} was given; it takes a number of at least 1", True
+    if option.least is not None and value < option.least:
+        return f"--{name} {text} was given; it takes a number of at least {option.least}", True
     return "", value
 
 

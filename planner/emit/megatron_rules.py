@@ -1,8 +1,9 @@
 """Rules that Megatron-LM holds its flags to, so that a line can be judged before it takes GPUs.
 
 Each rule is a function from a `Run` to what it breaks; all are told, not the first alone. They are
-those of `validate_args` and of the configurations that it makes, in the sources that
-`megatron_options` names, and of sequence parallelism, which Megatron-LM switches off in silence.
+those of `validate_args` and of the configurations that it makes: NVIDIA/Megatron-LM at
+d98e8a64ddf3 (2026-08-22), megatron/training/arguments.py, core/transformer/transformer_config.py,
+core/parallel_state.py (what must divide what), core/pipeline_parallel/schedules.py (groups).
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ class Run:
     def number(self, name: str, default: int = 0) -> int:
         """Return an option's number, else the model's, else the default."""
         return self.flags.number(name, self.model.get(name, default))
+
+    def word(self, name: str) -> str:
+        """Return an option's value as it is written, empty where it is not given."""
+        return str(self.flags.values.get(name, ""))
 
     def has(self, name: str) -> bool:
         """Whether an option is given."""
@@ -59,16 +64,47 @@ class Run:
         return self.flags.number("expert-tensor-parallel-size", self.tp)
 
     @property
+    def has_experts(self) -> bool:
+        """Whether feed-forwards are of experts."""
+        return self.number("num-experts") > 0
+
+    @property
     def dp(self) -> int:
         """Replicas, 0 where the devices do not divide."""
         ranks, left = divmod(self.num_devices, self.tp * self.pp * self.cp)
         return 0 if left else ranks
 
     @property
+    def layers(self) -> int:
+        """Layers, those that predict ahead apart; 0 where nothing says."""
+        return self.number("num-layers") or self.number("encoder-num-layers")
+
+    @property
     def split_layers(self) -> int:
         """Layers that the pipeline divides; the embedding and the loss may count as one each."""
         ends = self.has("account-for-embedding-in-pipeline-split")
-        return self.number("num-layers") + ends + self.has("account-for-loss-in-pipeline-split")
+        return self.layers + ends + self.has("account-for-loss-in-pipeline-split")
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a sample; 0 where nothing says."""
+        return self.number("seq-length") or self.number("encoder-seq-length")
+
+    @property
+    def query_groups(self) -> int:
+        """Heads of keys and values; 0 where nothing says, so that they are as many as heads.
+
+        Without ``--group-query-attention`` Megatron-LM reads no number of groups; with it they are
+        1 where none is given.
+        """
+        if self.has("group-query-attention"):
+            return self.number("num-query-groups", 1)
+        return self.model.get("num-query-groups", 0)
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether tp ranks split sequences; Megatron-LM switches that off without tp."""
+        return self.has("sequence-parallel") and self.tp > 1
 
     @property
     def vpp(self) -> int:
@@ -120,7 +156,7 @@ def _devices(run: Run) -> Iterator[str]:
 
 
 def _heads(run: Run) -> Iterator[str]:
-    heads, groups = run.number("num-attention-heads"), run.number("num-query-groups")
+    heads, groups = run.number("num-attention-heads"), run.query_groups
     hidden = run.number("hidden-size")
     if heads % run.tp:
         yield (
@@ -132,9 +168,12 @@ def _heads(run: Run) -> Iterator[str]:
             f"--num-query-groups {groups} is no multiple and no divisor of "
             f"--tensor-model-parallel-size {run.tp}"
         )
+    if groups and run.has("multi-latent-attention") and run.has("group-query-attention"):
+        yield "--group-query-attention and --multi-latent-attention were given; give one of them"
     if groups and heads % groups:
         yield f"--num-query-groups {groups} does not divide --num-attention-heads {heads}"
-    if hidden and heads and hidden % heads and not run.has("kv-channels"):
+    takes_width = run.has("kv-channels") or run.has("multi-latent-attention")
+    if hidden and heads and hidden % heads and not takes_width:
         yield (
             f"--num-attention-heads {heads} does not divide --hidden-size {hidden}; give "
             "--kv-channels, the width of a head"
@@ -170,20 +209,32 @@ def _virtual_stages(run: Run) -> Iterator[str]:
             "3 or more: two ranks would send each other two messages at once"
         )
     microbatches = run.num_microbatches
-    if microbatches and microbatches < run.pp:
+    group = run.number("microbatch-group-size-per-virtual-pipeline-stage")
+    name = "--microbatch-group-size-per-virtual-pipeline-stage"
+    if group and microbatches and not run.pp <= group <= microbatches:
+        yield (
+            f"{name} {group} is not from --pipeline-model-parallel-size {run.pp} to the "
+            f"{microbatches} microbatches of a step"
+        )
+    elif group and 0 < microbatches % group < run.pp:
+        yield (
+            f"{name} {group} leaves a last group of {microbatches % group} of {microbatches} "
+            f"microbatches, fewer than --pipeline-model-parallel-size {run.pp}"
+        )
+    elif microbatches and microbatches < run.pp:
         yield (
             f"{microbatches} microbatches with virtual stages are fewer than "
             f"--pipeline-model-parallel-size {run.pp}"
         )
-    elif microbatches % run.pp > 0:
+    elif microbatches % run.pp and not group:
         yield (
             f"{microbatches} microbatches with virtual stages are no multiple of "
-            f"--pipeline-model-parallel-size {run.pp}"
+            f"--pipeline-model-parallel-size {run.pp}; give {name}"
         )
 
 
 def _layers(run: Run) -> Iterator[str]:
-    if run.has("pipeline-model-parallel-layout") or not run.number("num-layers"):
+    if run.has("pipeline-model-parallel-layout") or not run.layers:
         return
     first = run.number("decoder-first-pipeline-num-layers")
     last = run.number("decoder-last-pipeline-num-layers")
@@ -237,12 +288,15 @@ def _layout(run: Run) -> Iterator[str]:
             yield (
                 f"--pipeline-model-parallel-layout needs the {what} ({letter}) once, as the {where}"
             )
-    layers = run.number("num-layers")
-    if layers and text and "".join(stages).count("t") != layers:
-        yield (
-            f"--pipeline-model-parallel-layout has {''.join(stages).count('t')} layers (t) and "
-            f"--num-layers is {layers}"
-        )
+    told = (("t", "layers", "num-layers", run.layers),) if run.layers else ()
+    ahead = (("m", "layers that predict ahead", "mtp-num-layers", run.number("mtp-num-layers")),)
+    for letter, what, name, number in (*told, *ahead):
+        count = "".join(stages).count(letter)
+        if count != number:
+            yield (
+                f"--pipeline-model-parallel-layout has {count} {what} ({letter}) and --{name} is "
+                f"{number}"
+            )
 
 
 def _batch(run: Run) -> Iterator[str]:
@@ -275,25 +329,20 @@ def _experts(run: Run) -> Iterator[str]:
             f"expert {run.ep} * expert tensor {run.etp} * pipeline {run.pp} = {ranks} ranks do not "
             f"divide the {run.num_devices} devices"
         )
-    if experts and run.tp > 1 and not run.has("sequence-parallel"):
+    if experts and run.tp > 1 and not run.sequence_parallel:
         yield (
             f"experts with --tensor-model-parallel-size {run.tp} need --sequence-parallel to train"
         )
 
 
 def _sequences(run: Run) -> Iterator[str]:
-    length, positions = run.number("seq-length"), run.number("max-position-embeddings")
-    if run.has("sequence-parallel") and run.tp == 1:
-        yield (
-            "--sequence-parallel needs --tensor-model-parallel-size 2 or more; Megatron-LM would "
-            "switch it off"
-        )
+    length, positions = run.seq_len, run.number("max-position-embeddings")
     if run.cp > 1 and length % (2 * run.cp):
         yield (
             f"--seq-length {length} is not divisible by 2 * --context-parallel-size {run.cp} = "
             f"{2 * run.cp}"
         )
-    elif run.has("sequence-parallel") and (length // run.cp) % run.tp:
+    elif run.sequence_parallel and (length // run.cp) % run.tp:
         yield (
             f"--seq-length {length} over {run.cp} context-parallel ranks is not divisible by "
             f"--tensor-model-parallel-size {run.tp}, which --sequence-parallel splits it over"
@@ -337,6 +386,8 @@ def _recompute(run: Run) -> Iterator[str]:
 def _model(run: Run) -> Iterator[str]:
     for name, size in run.model.items():
         given = run.flags.number(name, size)
+        if name == "num-query-groups" and not run.has("group-query-attention"):
+            continue  # without which no number of groups is read
         if size and given != size:
             yield f"--{name} {given} was given and the model has {size}"
 

@@ -59,7 +59,6 @@ def test_every_broken_rule_is_told_in_a_line(planner):
         ({"--num-layers 32": "--num-layers 33"}, "33 layers are not divisible by 2 pipeline ranks"),
         ({"batch-size 128": "batch-size 127"}, "--global-batch-size 127 is not divisible"),
         ({"--micro-batch-size 1": ""}, "--micro-batch-size is not given"),
-        ({"-parallel-size 4": "-parallel-size 1"}, "--sequence-parallel needs --tensor-model"),
         ({"--seq-length 8192": "--seq-length 8190"}, "8190 over 1 context-parallel ranks"),
         ({"--seq-length 8192": "--seq-length 16384"}, "is more than --max-position-embeddings"),
         ({"--overlap-grad-reduce": ""}, "--overlap-param-gather needs --overlap-grad-reduce"),
@@ -75,7 +74,13 @@ def test_every_broken_rule_is_told_in_a_line(planner):
         ({"--bf16": "--num-experts 8.5"}, "--num-experts 8.5 was given; it takes a number"),
         ({"--bf16": "--num-experts 6 --expert-model-parallel-size 4"}, "does not divide --num-exp"),
         ({"--bf16": "--expert-model-parallel-size 2"}, "needs --num-experts"),
-        ({"--bf16": "--num-query-groups 6"}, "no multiple and no divisor"),
+        ({"--bf16": "--group-query-attention --num-query-groups 6"}, "no multiple and no divisor"),
+        ({"--bf16": "--group-query-attention --multi-latent-attention"}, "give one of them"),
+        ({"--bf16": "--mtp-num-layers 1 --pipeline-model-parallel-layout Et*16|t*16L"},
+         "has 0 layers that predict ahead (m) and --mtp-num-layers is 1"),
+        ({"--bf16": "--rampup-batch-size 1 2"}, "--rampup-batch-size takes three values; 1 2 was"),
+        ({"--bf16": "--num-experts $EXPERTS"}, "is a variable of the shell; give its value"),
+        ({"--bf16": "--q-lora-rank -1"}, "it takes a number of at least 0"),
         ({"--bf16": "--context-parallel-size 3"}, "= 24 ranks do not divide the 16 devices"),
         ({"--bf16": "--num-virtual-stages-per-pipeline-rank 3"}, "are not divisible by --num-virt"),
         ({"--bf16": "--pipeline-model-parallel-layout Et*16|t*15L"}, "has 31 layers (t) and"),
@@ -106,6 +111,14 @@ def test_virtual_stages():
     ]
     odd = virtual.replace("batch-size 128", "batch-size 12")
     assert "are no multiple of --pipeline-model-parallel-size 8" in broken(odd)[0]
+    group = " --microbatch-group-size-per-virtual-pipeline-stage "
+    assert not broken(virtual.replace("batch-size 128", "batch-size 20") + group + "10", gpus=16)
+    ten = virtual.replace("batch-size 128", "batch-size 10") + group
+    assert broken(ten + "9") == [
+        "--microbatch-group-size-per-virtual-pipeline-stage 9 leaves a last group of 1 of 10 "
+        "microbatches, fewer than --pipeline-model-parallel-size 8"
+    ]
+    assert "7 is not from --pipeline-model-parallel-size 8 to the 10" in broken(ten + "7")[0]
     both = virtual + " --num-virtual-stages-per-pipeline-rank 2"
     assert "give one of them" in broken(both)[0]
     flat = LLAMA.replace(
@@ -131,11 +144,36 @@ def test_sound_flags_are_priced(planner):
 
 
 def test_flags_from_a_file_and_options_of_no_part_in_the_price(planner, tmp_path):
+    """Options of Megatron-LM that are of no part are not told; those of other scripts are."""
     script = tmp_path / "run.sh"
-    script.write_text(f"torchrun pretrain_gpt.py \\\n    {LLAMA} --lr 1e-4 # low\n")
+    script.write_text(
+        f"torchrun pretrain_gpt.py \\\n    {LLAMA} --lr $LR --data-path 1 a 2 b --my-own 3 # low\n"
+    )
     found = planner("check", script, "--model", "llama-3-8b", "--gpus", 16)
     assert found.code == 0
-    assert "of no part in the price: --lr" in found.stderr
+    assert found.stderr.splitlines()[1:] == [
+        "not of Megatron-LM's options, of no part in the price: --my-own"
+    ]
+
+
+def test_what_is_not_priced_is_a_line_each(planner):
+    line = f"{LLAMA} --optimizer muon --fine-grained-activation-offloading --v-head-dim 64"
+    found = planner("check", line + " --multi-latent-attention", "--gpus", 16)
+    assert found.code == 2
+    assert [
+        text.removeprefix("planner: ").split(": ")[0] for text in found.stderr.splitlines()
+    ] == [
+        "--optimizer",
+        "--fine-grained-activation-offloading",
+        "--v-head-dim 64 with --qk-head-dim 128",
+        "--multi-latent-attention",
+    ]
+
+
+def test_sequence_parallelism_without_tensor_parallelism_is_a_note(planner):
+    found = planner("check", LLAMA.replace("-parallel-size 4", "-parallel-size 1"), "--gpus", 16)
+    assert found.code == 0
+    assert "--sequence-parallel: Megatron-LM switches it off" in found.stderr
 
 
 def test_a_script_that_was_emitted_is_sound(planner, tmp_path):

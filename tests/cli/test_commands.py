@@ -5,85 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from commands.check import check, row_of, unpriced
+from commands.check import check
 from commands.common import replan as replan_module
 from commands.common.replan import replanner
 from commands.convert import convert
 from commands.emit import emit
-from planner.emit.megatron_options import parse_flags
-from planner.emit.megatron_rules import Run
 from planner.errors import LayoutError, PlanError, PlannerError
 from planner.plan import load_plan, save_plan
 from tests.emit.views import view_of
 
-FLAGS = (
-    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 "
-    "--micro-batch-size 1 --global-batch-size 64 --pipeline-model-parallel-size 2"
-)
-
-
-def run_of(more: str = "", gpus: int = 16) -> Run:
-    return Run(flags=parse_flags(f"{FLAGS} {more}"), num_devices=gpus, model={})
-
-
 # ---- check
-
-
-@pytest.mark.parametrize(
-    ("more", "cells"),
-    [
-        ("", {"layers": 32, "pp": 2, "dp": 8, "vpp": 1, "zero_stage": 0, "recompute": "none",
-              "dtype": "fp32", "schedule": "1F1B", "sp": 0, "global_batch": 64}),
-        ("--tensor-model-parallel-size 2 --sequence-parallel --bf16",
-         {"tp": 2, "dp": 4, "sp": 1, "dtype": "bf16"}),
-        ("--num-layers-per-virtual-pipeline-stage 4", {"vpp": 4, "schedule": "interleaved"}),
-        ("--use-megatron-fsdp", {"zero_stage": 3}),
-        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", {"zero_stage": 2}),
-        ("--use-distributed-optimizer --fp16", {"zero_stage": 1, "dtype": "fp16"}),
-        ("--recompute-activations --fp8-format hybrid", {"recompute": "selective", "dtype": "fp8"}),
-        ("--kv-channels 64 --swiglu", {"head_dim": 64, "gated_ffn": 1}),
-        # An expert is as wide as its own option says, if there is one.
-        ("--ffn-hidden-size 11008 --moe-ffn-hidden-size 1024", {"ffn_hidden": 11008}),
-        ("--ffn-hidden-size 11008 --moe-ffn-hidden-size 1024 --num-experts 8",
-         {"ffn_hidden": 1024, "num_experts": 8, "etp": ""}),
-        ("--ffn-hidden-size 11008 --num-experts 8 --expert-model-parallel-size 4",
-         {"ffn_hidden": 11008, "ep": 4, "etp": 1}),
-    ],
-)  # fmt: skip
-def test_flags_are_the_row_that_is_priced(more, cells):
-    row = row_of(run_of(more), {}, "", "H100")
-    assert {name: row[name] for name in cells} == cells
-
-
-def test_a_row_without_sizes_is_not_priced():
-    bare = Run(flags=parse_flags("--micro-batch-size 1"), num_devices=8, model={})
-    with pytest.raises(PlannerError, match="give --model, or --num-layers and --hidden-size"):
-        row_of(bare, {}, "", "H100")
-
-
-FULL = "--recompute-granularity full --recompute-method"
-
-
-@pytest.mark.parametrize(
-    ("more", "notes"),
-    [
-        ("", []),
-        ("--optimizer-cpu-offload --tp-comm-overlap",
-         ["checked, of no part in the price: --optimizer-cpu-offload, --tp-comm-overlap"]),
-        ("--recompute-granularity selective", []),
-        ("--recompute-granularity selective --recompute-modules moe_act mlp",
-         ["priced with core_attn recomputed: --recompute-modules moe_act mlp"]),
-        # Layers of a stage are 32 / 2; uniform has as many in a chunk, and recomputes all chunks.
-        (f"{FULL} uniform --recompute-num-layers 1", []),
-        (f"{FULL} block --recompute-num-layers 16", []),
-        (f"{FULL} block --recompute-num-layers 15",
-         ["priced with all 16 layers of a stage recomputed, and --recompute-num-layers 15 takes "
-          "less time and more memory"]),
-        (f"{FULL} block --recompute-num-layers 4 --num-layers-per-virtual-pipeline-stage 4", []),
-    ],
-)  # fmt: skip
-def test_what_the_price_leaves_out_is_said(more, notes):
-    assert unpriced(run_of(more)) == notes
 
 
 def test_broken_rules_end_a_check_before_a_price(capsys):
