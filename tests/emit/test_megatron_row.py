@@ -82,7 +82,7 @@ def peak_gib(more: str, gpus: int = 16, flags: str = FLAGS) -> float:
         ("--transformer-impl local", {"attention": "unfused"}),
         ("--transformer-impl local --use-flash-attn", {"attention": "fused"}),
         # Without --group-query-attention there is a head of keys for each of queries.
-        ("--num-query-groups 8", {"heads": 32}),
+        ("--num-query-groups 8", {"heads": 32, "kv_heads": 32, "gated_ffn": 0}),
         ("--group-query-attention --num-query-groups 8", {"kv_heads": 8}),
         ("--group-query-attention", {"kv_heads": 1}),
         # Words that a known tokenizer has, and what they are padded to.
