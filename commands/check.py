@@ -119,6 +119,26 @@ def _columns_of_file(path: Path) -> dict[str, int]:
     return {name: size for name, size in columns.items() if size}
 
 
+MAY_CHANGE = {
+    "network": "the time of messages between nodes",
+    "vocab": "the embedding, the output matrix and the logits",
+    "seq_len": "time and memory of all layers",
+    "heads": "attention's time and memory",
+    "kv_heads": "attention's time and memory",
+    "gated_ffn": "feed-forwards' time and memory",
+    "ffn_hidden": "feed-forwards' time and memory",
+    "experts_per_token": "experts' time and memory",
+    "micro_batch": "time and memory of all layers",
+}
+"""What of a price may change with a column that was filled in."""
+
+
+def _assumption(text: str) -> str:
+    """Return the line for a column that was filled in, with what it may change."""
+    changed = MAY_CHANGE.get(text.partition("=")[0])
+    return f"assumed: {text}" + (f", which may change {changed}" if changed else "")
+
+
 def _show_price(row: dict[str, Any], notes: list[str], *, as_json: bool) -> None:
     from commands.render.plans.parts import memory_range
     from costmodel.table.rows.rows import device_bytes, price_row
@@ -134,8 +154,7 @@ def _show_price(row: dict[str, Any], notes: list[str], *, as_json: bool) -> None
     limit = device_bytes(texts, profile)
     step_s = predicted["predicted_step_time_s"]
     interval = row_interval(step_s, profile)
-    if predicted["assumed"]:
-        notes = [f"assumed: {predicted['assumed']}", *notes]
+    notes = [*map(_assumption, filter(None, predicted["assumed"].split("; "))), *notes]
     if as_json:
         show_json(
             {

@@ -49,8 +49,7 @@ def saved_instead(local: Program, execution: Execution) -> SavedInstead:
             # A kernel of attention's weights saves these and not the scores: the product with the
             # values saves them, too (megatron/core/fusions/fused_softmax.py). Megatron-LM of 2021
             # does the same, and its rates were fitted as if it saved both.
-            makes_weights = any(packet_of(op.target) == "softmax" for op in ops)
-            if makes_weights and execution.vendor_attention:
+            if execution.vendor_attention and any(_makes_weights(op, local) for op in ops):
                 continue
             # Where another kernel saves what this one makes, that is saved all the same.
             inside = _inside(ops)
@@ -61,6 +60,13 @@ def saved_instead(local: Program, execution: Execution) -> SavedInstead:
         for op in local.ops:
             found[op.name] |= {name: gathered[name] for name in op.inputs if name in gathered}
     return found
+
+
+def _makes_weights(op: Op, local: Program) -> bool:
+    """Whether an op makes attention's weights (samples, heads, queries, keys); a router's softmax
+    makes scores of experts.
+    """
+    return packet_of(op.target) == "softmax" and len(local.tensor[op.outputs[0]].shape) == 4
 
 
 def _inside(ops: Iterable[Op]) -> dict[str, tuple[str, ...]]:

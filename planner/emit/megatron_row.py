@@ -137,6 +137,10 @@ def _parts(run: Run, *, has_model: bool) -> dict[str, Any]:
     """
     row: dict[str, Any] = {}
     is_usual = not has_model
+    if is_usual:
+        row["gated_ffn"] = int(run.has("swiglu") or run.has("quick-geglu"))
+    if is_usual and run.number("num-attention-heads"):
+        row["kv_heads"] = run.query_groups or run.number("num-attention-heads")
     if run.has("normalization") or is_usual:
         row["norm"] = "rms" if run.word("normalization") == "RMSNorm" else "layer"
     if run.has("position-embedding-type") or is_rotary(run) or is_usual:

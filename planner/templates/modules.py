@@ -263,7 +263,7 @@ def _repeated(tape: Tape, x: Value, shared: int) -> Value:
     _, heads, s, width = x.shape
     assert isinstance(heads, int)
     shape = (BATCH, heads, shared, s, width)
-    wide = tape.unsqueeze(x, 2)
+    wide = tape.unsqueeze(x, 2, place=x.place)
     wide = tape.call("aten.expand.default", wide, shape, shapes=(shape,), places=(x.place,))[0]
     return tape.view(wide, (BATCH, heads * shared, s, width), target="aten.reshape.default")
 

@@ -124,7 +124,8 @@ def cp_layouts(
                 takes[1:3] = "R", "R"
             elif op.target == SORT_ROWS:
                 place[op.outputs[2]] = "P"
-            elif "cross_entropy" in op.target:
+            elif "cross_entropy" in op.target or set(takes) == {"P"}:
+                # A loss of a rank's own positions is a term of a sum, and so is a sum of losses.
                 place[op.outputs[0]] = "P"
             leaves = [place[name] for name in op.outputs]
             ops.append((op.name, ",".join(takes) + "->" + ",".join(leaves)))

@@ -282,12 +282,20 @@ class Tape:
             "aten.transpose.int", x, first, second, shapes=(tuple(shape),), places=(place,)
         )[0]
 
-    def unsqueeze(self, x: Value, dim: int) -> Value:
-        """Write a new dim of size 1, of a tensor that every tp rank takes whole."""
+    def unsqueeze(self, x: Value, dim: int, *, place: str = "R") -> Value:
+        """Write a new dim of size 1, of a tensor that every tp rank takes whole; or, behind the dim
+        that it is split by, as it lies (`place`).
+        """
         shape = list(x.shape)
         shape.insert(dim % (len(x.shape) + 1), 1)
-        whole = ("R",)
-        return self.call("aten.unsqueeze.default", x, dim, shapes=(tuple(shape),), takes=whole)[0]
+        return self.call(
+            "aten.unsqueeze.default",
+            x,
+            dim,
+            shapes=(tuple(shape),),
+            takes=(place,),
+            places=(place,),
+        )[0]
 
     def slice(self, x: Value, dim: int, start: int, end: int, step: int = 1) -> Value:
         """Write a range of a dim."""

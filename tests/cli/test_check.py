@@ -170,6 +170,18 @@ def test_what_is_not_priced_is_a_line_each(planner):
     ]
 
 
+def test_what_is_assumed_is_said_with_what_it_may_change(planner):
+    line = LLAMA.replace("--seq-length 8192", "").replace("--max-position-embeddings 8192", "")
+    found = planner("check", f"{line} --tokenizer-type GPTSentencePieceTokenizer", "--gpus", 16)
+    assert found.code == 0
+    told = found.stderr.splitlines()
+    assert "assumed: seq_len=4096, which may change time and memory of all layers" in told
+    assert (
+        "assumed: vocab=51200, which may change the embedding, the output matrix and the logits"
+        in told
+    )
+
+
 def test_sequence_parallelism_without_tensor_parallelism_is_a_note(planner):
     found = planner("check", LLAMA.replace("-parallel-size 4", "-parallel-size 1"), "--gpus", 16)
     assert found.code == 0

@@ -82,7 +82,7 @@ def peak_gib(more: str, gpus: int = 16, flags: str = FLAGS) -> float:
         ("--transformer-impl local", {"attention": "unfused"}),
         ("--transformer-impl local --use-flash-attn", {"attention": "fused"}),
         # Without --group-query-attention there is a head of keys for each of queries.
-        ("--num-query-groups 8", {"heads": 32}),
+        ("--num-query-groups 8", {"heads": 32, "kv_heads": 32, "gated_ffn": 0}),
         ("--group-query-attention --num-query-groups 8", {"kv_heads": 8}),
         ("--group-query-attention", {"kv_heads": 1}),
         # Words that a known tokenizer has, and what they are padded to.
@@ -306,3 +306,18 @@ def test_latent_attention_is_priced_as_such():
         "--moe-token-dispatcher-type alltoall --q-lora-rank 1536 --kv-lora-rank 512"
     )
     assert 54 < peak_gib("", gpus=8, flags=line) < 60
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--mtp-num-layers 2 --context-parallel-size 2",
+        "--group-query-attention --num-query-groups 2 --attention-backend unfused",
+        "--group-query-attention --num-query-groups 1 --attention-backend unfused",
+        "--hidden-dropout 0.1 --context-parallel-size 2",
+    ],
+)
+def test_parts_that_meet_are_priced(more):
+    """Each pair ended in a message about an op."""
+    both = f"{more} --tensor-model-parallel-size 2 --sequence-parallel"
+    assert peak_gib(both, gpus=4, flags=SMALL) > 0
