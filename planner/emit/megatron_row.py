@@ -52,6 +52,12 @@ them, from the files that their authors published (tokenizer.json of the model c
 USUAL_TOKENIZER = "GPT2BPETokenizer"
 """Of pretrain_gpt.py, where a line names none."""
 
+FUSED_LOSS_BYTES = 10
+"""Memory of a logit in a loss that one kernel computes: two copies in fp32, as exponentials are
+written beside the logits and not over them. Told by gpt3_mcore_te_tp2_pp2_cross_entropy_loss_fusion
+of Megatron-LM's tests, which has 4 bytes a logit more than the same run without, on H100 and GB200
+(8 on A100 with newer software)."""
+
 USUAL_DROPOUT = 0.1
 """Of --hidden-dropout and --attention-dropout."""
 
@@ -283,6 +289,8 @@ def _runtime(run: Run) -> dict[str, Any]:
     if run.word("recompute-method") == "block":
         row["recompute_layers"] = run.number("recompute-num-layers")
     row["attention"] = "unfused" if is_unfused(run) else "fused"
+    if run.has("cross-entropy-loss-fusion"):
+        row["loss_bytes"] = FUSED_LOSS_BYTES
     if run.cp > 1:
         row["cp_comm"] = run.word("cp-comm-type") or "p2p"
     # In bf16 sums are in fp32, whether the line says so or not.

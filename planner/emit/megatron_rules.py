@@ -368,6 +368,11 @@ def _together(run: Run) -> Iterator[str]:
             yield f"--{name} needs {' or '.join(f'--{other}' for other in others)}"
     if run.has("bf16") and run.has("fp16"):
         yield "--bf16 and --fp16 were given; give one of them"
+    if run.has("cross-entropy-loss-fusion") and run.word("cross-entropy-fusion-impl") == "te":
+        yield (
+            "--cross-entropy-fusion-impl te is switched off in Megatron-LM; give native, or leave "
+            "--cross-entropy-loss-fusion out"
+        )
     fsdp = run.has("use-megatron-fsdp")
     if fsdp and run.flags.values.get("ckpt-format") != "fsdp_dtensor":
         yield "--use-megatron-fsdp needs --ckpt-format fsdp_dtensor"

@@ -78,6 +78,7 @@ def test_every_broken_rule_is_told_in_a_line(planner):
         ({"--bf16": "--group-query-attention --multi-latent-attention"}, "give one of them"),
         ({"--bf16": "--mtp-num-layers 1 --pipeline-model-parallel-layout Et*16|t*16L"},
          "has 0 layers that predict ahead (m) and --mtp-num-layers is 1"),
+        ({"--bf16": "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te"}, "give native"),
         ({"--bf16": "--rampup-batch-size 1 2"}, "--rampup-batch-size takes three values; 1 2 was"),
         ({"--bf16": "--num-experts $EXPERTS"}, "is a variable of the shell; give its value"),
         ({"--bf16": "--q-lora-rank -1"}, "it takes a number of at least 0"),

@@ -119,6 +119,7 @@ def peak_gib(more: str, gpus: int = 16, flags: str = FLAGS) -> float:
         ("", {"not_overlapped": "scatters sums gathers"}),
         (f"--overlap-grad-reduce --overlap-param-gather {VIRTUAL} --no-overlap-p2p-communication",
          {"not_overlapped": "stages"}),
+        ("--cross-entropy-loss-fusion", {"loss_bytes": 10}),
         ("--context-parallel-size 2 --cp-comm-type all_gather", {"cp_comm": "all_gather"}),
         # Stages: layers that predict ahead are on the last one; ends may count as layers.
         ("", {"pp_layout": ""}),

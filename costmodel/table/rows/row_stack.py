@@ -127,6 +127,9 @@ def _said_parts(cells: Cells, stack: Execution) -> Execution:
         if gradient_bytes not in (2, 4):
             raise RowError(f"gradient_bytes={gradient_bytes} is not priced; use 2 or 4")
         stack = replace(stack, gradient_bytes=gradient_bytes)
+    loss_bytes = cells.given("loss_bytes")
+    if loss_bytes is not None:
+        stack = replace(stack, loss_bytes=loss_bytes)
     if cells.text("cp_comm"):
         stack = replace(stack, rings_attention="gather" not in cells.text("cp_comm").lower())
     shown = cells.text("not_overlapped").lower().split()

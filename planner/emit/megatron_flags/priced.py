@@ -73,8 +73,8 @@ PRICED: dict[str, dict[str, str]] = {
         "str": "fp8-format fp8-recipe fp4-format fp4-recipe",
     },
     "which kernels run": {
-        "": "use-flash-attn enable-cuda-graph external-cuda-graph",
-        "str": "attention-backend transformer-impl cuda-graph-impl",
+        "": ("use-flash-attn enable-cuda-graph external-cuda-graph cross-entropy-loss-fusion"),
+        "str": "attention-backend transformer-impl cuda-graph-impl cross-entropy-fusion-impl",
         "str+": "cuda-graph-modules cuda-graph-scope",
     },
     "what runs beside compute": {
@@ -102,6 +102,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "attention-backend": ("flash", "fused", "unfused", "local", "auto"),
     "transformer-impl": ("local", "transformer_engine", "inference_optimized"),
     "cuda-graph-impl": ("none", "local", "transformer_engine", "full_iteration"),
+    "cross-entropy-fusion-impl": ("native", "te"),
     "ckpt-format": ("torch", "torch_dist", "torch_dcp", "fsdp_dtensor"),
 }
 """Values that an option may have, where these are few."""

@@ -92,7 +92,7 @@ UNPRICED: dict[str, dict[str, str]] = {
     },
     "which small kernels are one: within the interval of a price": {
         "": (
-            "deterministic-mode cross-entropy-loss-fusion "
+            "deterministic-mode "
             "ep-overlap-early-attn-memory-release apply-query-key-layer-scaling "
             "disable-bf16-reduced-precision-matmul use-fused-weighted-squared-relu "
             "fused-residual-rmsnorm use-transformer-engine-op-fuser use-kitchen-attention "
@@ -104,7 +104,7 @@ UNPRICED: dict[str, dict[str, str]] = {
             "attention-softmax-in-fp32 disable-jit-fuser mla-down-proj-fusion"
         ),
         "str": (
-            "cross-entropy-fusion-impl fp8-quantizer-factory kitchen-attention-backend "
+            "fp8-quantizer-factory kitchen-attention-backend "
             "fp4-quantizer-factory batch-invariant-backend"
         ),
         "int": "flash-attention-version",

@@ -178,6 +178,7 @@ def test_experts_lie_on_tensor_parallel_ranks_where_there_are_no_others():
         ({"dropout": "1"}, "dropout", True),
         ({"gradient_bytes": "2"}, "gradient_bytes", 2),
         ({"cp_comm": "all_gather"}, "rings_attention", False),
+        ({"loss_bytes": "10"}, "loss_bytes", 10),
         ({"cp_comm": "p2p"}, "rings_attention", True),
         ({"dispatcher": "allgather"}, "gathers_tokens", True),
         ({"not_overlapped": "sums gathers"}, "overlaps", ("tp", "scatters", "stages")),
