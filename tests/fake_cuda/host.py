@@ -86,9 +86,10 @@ class Host(TorchDispatchMode):
         if func in _READS and args[0].device.type != "cpu":
             self._wait(func._schema.name.removeprefix("aten::"))
         if func is _aten._to_copy.default and kwargs.get("device") is not None:
-            source, to = args[0], kwargs["device"]
-            pinned = self.is_pinned(source) if source.device.type == "cpu" else False
-            self._copy(source, to, pinned, not kwargs.get("non_blocking"))
+            source, to, blocks = args[0], kwargs["device"], not kwargs.get("non_blocking")
+            # (What comes down without blocking, PyTorch puts in pinned memory.)
+            pinned = self.is_pinned(source) if source.device.type == "cpu" else not blocks
+            self._copy(source, to, pinned, blocks)
         if func is _aten.copy_.default:
             target, source, *rest = args
             on_host = source if source.device.type == "cpu" else target

@@ -50,7 +50,13 @@ LEFT_OUT = {
 LOOK = "runtime/check/values.py:Look.is_wrong: Event.synchronize"
 """The only wait of a usual step: for the flag that says whether it is finite."""
 
-_OF_HOST_OPTIMIZER = ("runtime/state/host.py:_OnStream.wait: Event.synchronize",)
+_OF_HOST_OPTIMIZER = (
+    "runtime/state/host.py:_OnStream.wait: Event.synchronize",
+    "runtime/step/clip.py:Clipping.clip: pageable copy from cuda",
+    # FSDP2's, on autograd's thread: for the shards of each block, and to add to them on the host.
+    "outside: Event.synchronize",
+    "outside: pageable copy from cuda",
+)
 _OF_ROWS = ("runtime/state/tables.py:_gathered: pageable copy from cpu",)
 _OF_ROWS_ON_HOST = (
     "runtime/state/host.py:_OnStream.wait: Event.synchronize",
