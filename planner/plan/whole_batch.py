@@ -96,7 +96,8 @@ def run_whole(
     """
     if num_microbatches > 1 or LOCAL_SAMPLES in accept:
         return graph
-    return _on_whole_batch(graph, num_samples, tuple(parts))
+    # (The very graph, by which callers tell: an equal one may have come before.)
+    return _on_whole_batch(graph, num_samples, tuple(parts)) if _whole_ops(graph) else graph
 
 
 def graph_under(graph: ModelGraph, plan: Plan, parts: Sequence[int] = ()) -> ModelGraph:
@@ -113,7 +114,8 @@ def graph_under(graph: ModelGraph, plan: Plan, parts: Sequence[int] = ()) -> Mod
 @lru_cache(maxsize=16)
 def _on_whole_batch(graph: ModelGraph, num_samples: int, parts: tuple[int, ...]) -> ModelGraph:
     ops = _whole_ops(graph)
-    return with_gathers(graph, ops, num_samples, parts) if ops else graph
+    assert ops
+    return with_gathers(graph, ops, num_samples, parts)
 
 
 @lru_cache(maxsize=16)
