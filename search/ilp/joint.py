@@ -136,7 +136,7 @@ def _solve(
         for cut in range(1, problem.num_blocks + 1):
             model.add(sum(ends[stage, cut]) == sum(starts[stage + 1, cut]))
     model.minimize(longest)
-    found = _solved(model, time_limit_s)
+    found = solve_model(model, time_limit_s)
     if found is None:
         return None
     solver, is_proved = found
@@ -172,7 +172,9 @@ def _largest(seconds: Floats) -> float:
     return float(seconds[np.isfinite(seconds)].max(initial=0.0))
 
 
-def _solved(model: cp_model.CpModel, time_limit_s: float) -> tuple[cp_model.CpSolver, bool] | None:
+def solve_model(
+    model: cp_model.CpModel, time_limit_s: float
+) -> tuple[cp_model.CpSolver, bool] | None:
     """Return the solver with the best there is and whether it is proved, None when nothing
     satisfies the model.
 

@@ -30,7 +30,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from search.ilp.joint import solve_proven
+from search.ilp.joint import solve_model
 from search.op_layout.block_problem import BlockProblem, Choice
 
 _STEPS = 10**9
@@ -91,7 +91,10 @@ def solve_by_cpsat(
         ]
         model.add(sum(terms) <= int(memory_limit_bytes))
     model.minimize(sum(objective))
-    solver = solve_proven(model, time_limit_s)
+    found = solve_model(model, time_limit_s)
+    if found is not None and not found[1]:
+        raise RuntimeError(f"no proof after {time_limit_s:g} s")
+    solver = None if found is None else found[0]
     if solver is None:
         return None
     values = tuple(next(i for i, b in enumerate(row) if solver.boolean_value(b)) for row in x)

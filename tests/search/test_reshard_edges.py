@@ -6,7 +6,7 @@ from ortools.sat.python import cp_model
 
 from planner.layout.placement import Partial, Replicate, Shard
 from planner.layout.redistribution.redistribute import collectives
-from search.ilp.joint import solve_proven
+from search.ilp.joint import solve_model
 from search.op_layout.block_prices import BoundClass
 from search.op_layout.reshard_edges import MOVES, moves_between, produced, requirements
 from tests.search.test_bounds import captured
@@ -45,8 +45,8 @@ def test_a_proof_or_nothing():
     x = model.new_int_var(0, 9, "x")
     model.add(x >= 4)
     model.minimize(x)
-    solver = solve_proven(model, 10.0)
-    assert solver is not None
-    assert solver.value(x) == 4
+    found = solve_model(model, 10.0)
+    assert found is not None
+    assert (found[0].value(x), found[1]) == (4, True)
     model.add(x <= 3)
-    assert solve_proven(model, 10.0) is None
+    assert solve_model(model, 10.0) is None
