@@ -3,13 +3,15 @@
 #   make test        all tests that are not marked slow, in WORKERS processes; how long each took
 #                    is in build/durations.csv
 #   make test-slow   the rest
+#   make test-gpu    of the rest what no CPU run shows: the engine on a fake CUDA, and messages by
+#                    NCCL's rules (needs g++)
 #   make check       format, lint, types, import contracts
 
 PYTHON ?= python3
 WORKERS ?= 2
 BIN := .venv/bin
 
-.PHONY: demo test test-slow check clean
+.PHONY: demo test test-slow test-gpu check clean
 .DELETE_ON_ERROR:
 
 demo: .venv/ready
@@ -20,6 +22,11 @@ test: .venv/ready-test
 
 test-slow: .venv/ready-test
 	$(BIN)/python -m pytest -m slow --timeout 1800
+
+test-gpu: .venv/ready-test
+	$(BIN)/python -m pytest -n $(WORKERS) --timeout 1800 tests/runtime/test_fake_cuda.py \
+	  tests/runtime/test_nccl_rules.py tests/runtime/step/messages/test_nccl_order.py \
+	  tests/runtime/start/groups/test_staged.py
 
 check: .venv/ready-test
 	$(BIN)/ruff format --check .
