@@ -1,10 +1,9 @@
-"""Engines of one rank run in the test process itself; none leaves its process group behind."""
+"""Engines of one rank run in the test process itself."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests import captures, reaches
 
@@ -23,10 +22,3 @@ def _own_default_dtype():
     before = torch.get_default_dtype()
     yield
     torch.set_default_dtype(before)
-
-
-@pytest.fixture(autouse=True)
-def _own_process_group():
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
