@@ -447,5 +447,7 @@ NAMED_ALL_THE_SAME = {
     # another dim than what they are given.
     *("ctc", "ctc sum", "ctc none"),
     "lerp",  # between two losses: linear in both, and has no rule that says so
+    "nanmean",  # numbers that count are told from others by their values
+    "drawn labels",  # how many count is drawn: here as many in each part
 }
 """Of which it is known that they are named in vain."""
