@@ -8,8 +8,9 @@ all else                    tiles (`attention_tiles`): exact in fp64, and on the
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -81,10 +82,8 @@ def by_blocks(
     queries, num_keys = query.shape[-2], key.shape[-2]
     # A compiler that compiles what is around takes both as they are.
     is_alone = query.is_cuda and not torch.compiler.is_compiling()
-    if same is None and keys is None and is_alone:
-        blocks = _blocks_of_bounds(sight, queries, num_keys, query.device)
-    elif is_alone:
-        blocks = _blocks_of_tables(sight, queries, num_keys, query.device, same, keys)
+    if is_alone:
+        blocks = _shared_blocks(sight, queries, num_keys, query.device, same, keys)
     else:
         blocks = _blocks(sight, queries, num_keys, query.device, same, keys, False)
     made: Tensor = _flex(is_alone)(
@@ -98,19 +97,14 @@ def by_blocks(
     return made
 
 
-@lru_cache(maxsize=64)
-def _blocks_of_bounds(sight: Sight, queries: int, num_keys: int, device: torch.device) -> Any:
-    """Return a mask of blocks that follows from sizes alone: layers and microbatches share it."""
-    return _blocks(sight, queries, num_keys, device, None, None, True)
-
-
-_MOST_TABLES = 8
+_MOST_KEPT = 8
 """Masks of blocks that are kept: of kinds of layers, times microbatches whose jobs take turns."""
 
-_kept: dict[tuple[Any, ...], tuple[Any, Tensor | None, Tensor | None]] = {}
+_kept: OrderedDict[tuple[Any, ...], tuple[Any, Tensor | None, Tensor | None]] = OrderedDict()
+"""Those used last, with the tables they follow from."""
 
 
-def _blocks_of_tables(
+def _shared_blocks(
     sight: Sight,
     queries: int,
     num_keys: int,
@@ -118,7 +112,8 @@ def _blocks_of_tables(
     same: Tensor | None,
     keys: Tensor | None,
 ) -> Any:
-    """Return a mask of blocks that follows from a microbatch's tables: its layers share it.
+    """Return a mask of blocks that layers share: all of them where it follows from sizes alone,
+    those of a microbatch where it follows from its tables.
 
     Making it takes a pass over all pairs, and several kernels.
     """
@@ -127,9 +122,10 @@ def _blocks_of_tables(
     tables = tuple(None if each is None else (id(each), each._version) for each in (same, keys))
     key = (sight, queries, num_keys, device, *tables)
     if key not in _kept:
-        while len(_kept) >= _MOST_TABLES:
-            del _kept[next(iter(_kept))]
         _kept[key] = (_blocks(sight, queries, num_keys, device, same, keys, True), same, keys)
+    _kept.move_to_end(key)
+    while len(_kept) > _MOST_KEPT:
+        _kept.popitem(last=False)
     return _kept[key][0]
 
 

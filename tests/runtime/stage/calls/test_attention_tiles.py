@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -104,12 +105,12 @@ def test_layers_share_a_mask_of_blocks(monkeypatch):
     """It is made anew for other tables, and for tables that were written to."""
     made: list[object] = []
     monkeypatch.setattr(attention_kernels, "_blocks", lambda *given: made.append(given) or made)
-    monkeypatch.setattr(attention_kernels, "_kept", {})
+    monkeypatch.setattr(attention_kernels, "_kept", OrderedDict())
     sight, device = Sight(0, None, None, 1, 1, 0), torch.device("cpu")
 
     def masks(same: torch.Tensor | None, keys: torch.Tensor | None) -> int:
         for _ in range(3):  # layers
-            attention_kernels._blocks_of_tables(sight, 8, 8, device, same, keys)
+            attention_kernels._shared_blocks(sight, 8, 8, device, same, keys)
         return len(made)
 
     documents, padding = torch.zeros(2, 8, dtype=torch.int64), torch.ones(2, 8, dtype=torch.bool)
@@ -121,3 +122,8 @@ def test_layers_share_a_mask_of_blocks(monkeypatch):
     for _ in range(20):  # microbatches
         masks(documents.clone(), None)
     assert len(attention_kernels._kept) == 8
+    # What follows from sizes alone is used by each microbatch, and stays.
+    before = masks(None, None)
+    for _ in range(20):
+        assert masks(documents.clone(), None) == masks(None, None)
+    assert len(made) == before + 20
