@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from commands.common.models import GivenModel
 from commands.common.options import (
     ClusterOption,
     JsonOption,
-    ModelFile,
     PlanFile,
     ProfileOption,
     RunFolder,
     TraceOption,
+    spread,
 )
 from commands.common.prediction import predict
 from commands.render.console import (
@@ -35,9 +36,10 @@ if TYPE_CHECKING:
     from planner.timeline import RankTimeline
 
 
+@spread(GivenModel)
 def compare(
     plan: PlanFile,
-    model: ModelFile,
+    given: GivenModel,
     folder: RunFolder,
     profile: ProfileOption = None,
     cluster: ClusterOption = None,
@@ -65,6 +67,7 @@ def compare(
     from planner.plan import OURS
     from planner.timeline import load_timeline
 
+    model = given.file_of(plan)
     check_writable(trace, "the trace", (plan, model))
     if out is not None and not calibrate:
         raise PlannerError("--out is where --calibrate writes the profile; give both or neither")

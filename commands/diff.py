@@ -9,18 +9,17 @@ from typing import Annotated
 import typer
 
 from commands.common.inputs import graph_of_plan
-from commands.common.options import JsonOption, PlanFile
+from commands.common.models import MaybeModel
+from commands.common.options import JsonOption, PlanFile, spread
 from commands.render.console import check_writable, show_json, show_results
 from planner.files import write_atomically
 
 
+@spread(MaybeModel)
 def diff(
     plan: PlanFile,
     other: Annotated[Path, typer.Argument(help="Another plan of the same model.")],
-    model: Annotated[
-        Path | None,
-        typer.Argument(help="The model file, to name the parameters that other ranks hold."),
-    ] = None,
+    given: MaybeModel,
     patch: Annotated[
         Path | None, typer.Option(help="Also write a JSON patch (RFC 6902) from PLAN to OTHER.")
     ] = None,
@@ -37,6 +36,7 @@ def diff(
 
     check_writable(patch, "the patch", (plan, other))
     before, after = load_plan(plan), load_plan(other)
+    model = given.file_of(before)
     graph = None if model is None else graph_of_plan(before, model)
     found = compared(before, after, graph)
     if patch is not None:

@@ -7,13 +7,15 @@ from typing import Annotated
 import typer
 
 from commands.common.inputs import graph_of_plan
-from commands.common.options import JsonOption, ModelFile, PlanFile
+from commands.common.models import GivenModel
+from commands.common.options import JsonOption, PlanFile, spread
 from commands.render.console import show_json, show_progress, show_results
 
 
+@spread(GivenModel)
 def dryrun(
     plan: PlanFile,
-    model: ModelFile,
+    given: GivenModel,
     rank: Annotated[int, typer.Option(help="The rank to look at.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
@@ -28,6 +30,7 @@ def dryrun(
     from planner.runtime.check.dryrun import dry_run
 
     loaded = load_plan(plan)
+    model = given.file_of(loaded)
     with show_progress("dry run") as progress:
         progress(0.0, "capturing the model")
         graph = graph_of_plan(loaded, model)

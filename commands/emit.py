@@ -9,18 +9,18 @@ from typing import Annotated
 import typer
 
 from commands.common.inputs import graph_of_plan
-from commands.common.options import JsonOption
+from commands.common.models import MaybeModel
+from commands.common.options import JsonOption, spread
 from commands.render.console import check_writable, show_json, show_note, show_written
 from commands.render.flags import with_flags
 from planner.files import write_atomically
 
 
+@spread(MaybeModel)
 def emit(
     plan: Annotated[Path | None, typer.Argument(help="A plan made by `planner search`.")] = None,
-    model: Annotated[
-        Path | None,
-        typer.Argument(help="The model file, where cuts, placements or dtypes must be read."),
-    ] = None,
+    *,
+    given: MaybeModel,
     to: Annotated[
         str, typer.Option(help="The system: `--to list` lists them.", show_default=False)
     ] = "list",
@@ -63,6 +63,7 @@ def emit(
         raise PlanError(f"--to {to} writes a plan and none was given; give PLAN")
     emitter = find_emitter(to)
     loaded = load_plan(plan)
+    model = given.file_of(loaded)
     view = PlanView(
         plan=loaded,
         graph=None if model is None else graph_of_plan(loaded, model),
@@ -76,9 +77,9 @@ def emit(
     if refused:
         return 2
     emitted = emit_plan(view, emitter)
-    given = (plan,) if model is None else (plan, model)
+    sources = (plan,) if model is None else (plan, model)
     for name in emitted.files:
-        check_writable(out / name, "the emitted file", given)
+        check_writable(out / name, "the emitted file", sources)
     for name, text in emitted.files.items():
         path = out / name
         write_atomically(path, text)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commands.common.long_run import LongRun
+from commands.common.models import MaybeModel
 from commands.common.options import (
     RUNTIMES,
     ClipOption,
@@ -31,10 +32,11 @@ if TYPE_CHECKING:
 
 
 @spread(LongRun)
+@spread(MaybeModel)
 def estimate(
     plan: Annotated[Path | None, typer.Argument(help="A plan made by `planner search`.")] = None,
-    model: Annotated[Path | None, typer.Argument(help="The model file of the plan.")] = None,
     *,
+    given: MaybeModel,
     profile: ProfileOption = None,
     cluster: ClusterOption = None,
     execution: Annotated[
@@ -63,8 +65,8 @@ def estimate(
         if plan is not None:
             raise PlannerError("give PLAN and MODEL, or --batch IN.csv --out OUT.csv, not both")
         if profile is not None or cluster is not None:
-            given = "--cluster" if profile is None else "--profile"
-            raise PlannerError(f"rows say their machine by `gpu`; leave {given} out")
+            machine = "--cluster" if profile is None else "--profile"
+            raise PlannerError(f"rows say their machine by `gpu`; leave {machine} out")
         if execution is not None or clip_gradients:
             raise PlannerError(
                 "rows say their software by `stack`; leave --execution and --clip-gradients out"
@@ -73,6 +75,7 @@ def estimate(
             raise PlannerError("failures are of one run: give PLAN and MODEL, not --batch")
         _estimate_rows(batch, out, as_json)
         return
+    model = None if plan is None else given.file_of(plan)
     if plan is None or model is None:
         missing = "PLAN" if plan is None else "MODEL"
         raise PlannerError(

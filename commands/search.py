@@ -17,12 +17,12 @@ from commands.common.inputs import (
     parse_seconds,
     profile_named,
 )
+from commands.common.models import GivenModel
 from commands.common.options import (
     CHOICES,
     COMPARED,
     SEARCHING,
     JsonOption,
-    ModelFile,
     PriceOption,
     spread,
 )
@@ -50,8 +50,9 @@ _ENDS = "ending with the best plan so far; Ctrl-C again gives up"
 
 
 @spread(Question)
+@spread(GivenModel)
 def search(
-    model: ModelFile,
+    given: GivenModel,
     question: Question,
     out: Annotated[Path, typer.Option(help="Where to write the plan.")] = Path("plan.json"),
     allow: Annotated[
@@ -143,6 +144,7 @@ def search(
     from search import KeptCandidates, find_advice, find_pareto, find_plan_once
     from search.measured import check_measurable
 
+    model, question, said = question.with_model(given)
     request = question.request(
         model,
         allow=parse_choices("--allow", allow or ()),
@@ -157,7 +159,7 @@ def search(
             f"--measure runs plans as {OURS} and --execution {request.execution} was given; drop "
             "one of them"
         )
-    check_writable(out, "the plan", (model,))
+    check_writable(out, "the plan", (model, given.model))
     check_writable(pareto, "the Pareto set", (model, out))
     counts = parse_counts("--pareto-gpus", pareto_gpus, "numbers of devices, such as 2,4,8")
     sizes = parse_counts("--lengths", lengths, "lengths of sequences, such as 128,256,512")
@@ -204,7 +206,8 @@ def search(
         else:
             show_results(*describe_advice(result, advice, limit))
         raise PlannerError(result.reasons[0])
-    show_note(note)
+    for line in (*said, note):
+        show_note(line)
     if device is not None:
         result, trials = _measured(model, graph, request, result, device)
         if not as_json:
@@ -215,7 +218,7 @@ def search(
     predicted = predict_result(graph, profile, request, result.plan, costs=costs)
     answer = answer_of(
         predicted, request, result,
-        model=model, out=out, points=points,
+        model=given.words, out=out, points=points,
         machine=machine_options(question.profile, question.cluster),
     )  # fmt: skip
     chosen = with_buckets(answer.plan, graph, buckets)

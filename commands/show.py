@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commands.common.inputs import graph_of
-from commands.common.options import ClusterOption, JsonOption, PlanFile, PlansProfileOption
+from commands.common.models import MaybeModel
+from commands.common.options import (
+    ClusterOption,
+    JsonOption,
+    PlanFile,
+    PlansProfileOption,
+    spread,
+)
 from commands.common.prediction import Prediction, interval_of, predict
 from commands.render.console import (
     check_writable,
@@ -24,11 +31,10 @@ if TYPE_CHECKING:
     from planner.timeline import RankTimeline
 
 
+@spread(MaybeModel)
 def show(
     plan: PlanFile,
-    model: Annotated[
-        Path | None, typer.Argument(help="The model file, to name blocks and parameters.")
-    ] = None,
+    given: MaybeModel,
     html: Annotated[
         Path | None,
         typer.Option(help="Write a report as one HTML file that works offline; needs MODEL."),
@@ -45,12 +51,13 @@ def show(
 
     Example: planner show plan.json model.py --html report.html
     """
+    model = given.file_of(plan)
     if html is not None:
         _draw(plan, model, html, run=run, profile=profile, cluster=cluster, as_json=as_json)
         return
-    for flag, given in (("--run", run), ("--profile", profile), ("--cluster", cluster)):
-        if given is not None:
-            raise PlannerError(f"{flag} {given} was given; it is for a report: give --html too")
+    for flag, value in (("--run", run), ("--profile", profile), ("--cluster", cluster)):
+        if value is not None:
+            raise PlannerError(f"{flag} {value} was given; it is for a report: give --html too")
     from commands.render.data import plan_data
     from commands.render.plans.plan import describe_plan
     from planner.plan import load_plan

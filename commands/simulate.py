@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from commands.common.models import GivenModel
 from commands.common.options import (
     ClusterOption,
     JsonOption,
-    ModelFile,
     PlanFile,
     ProfileOption,
     TraceOption,
+    spread,
 )
 from commands.common.prediction import predict
 from commands.render.console import (
@@ -20,9 +21,10 @@ from commands.render.console import (
 )
 
 
+@spread(GivenModel)
 def simulate(
     plan: PlanFile,
-    model: ModelFile,
+    given: GivenModel,
     profile: ProfileOption = None,
     cluster: ClusterOption = None,
     trace: TraceOption = None,
@@ -37,6 +39,7 @@ def simulate(
     from costmodel.compare import as_rank_timelines
     from costmodel.estimate import plan_job_seconds
 
+    model = given.file_of(plan)
     check_writable(trace, "the trace", (plan, model))
     predicted = predict(plan, model, profile, cluster=cluster, doing="simulating")
     seconds = plan_job_seconds(predicted.plan, predicted.costs)

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from commands.common.inputs import graph_of_plan
-from commands.common.options import DeviceOption, JsonOption, ModelFile, PlanFile
+from commands.common.models import GivenModel
+from commands.common.options import DeviceOption, JsonOption, PlanFile, spread
 from commands.render.console import show_json, show_progress, show_results
 from planner.errors import PlannerError
 
@@ -15,9 +16,10 @@ DEFAULT_STEPS = 3
 _TRAINS = "train, by your script that calls planner.apply"
 
 
+@spread(GivenModel)
 def verify(
     plan: PlanFile,
-    model: ModelFile,
+    given: GivenModel,
     steps: Annotated[
         int | None,
         typer.Option(min=1, help=f"Optimizer steps to compare; {DEFAULT_STEPS} if not given."),
@@ -47,9 +49,9 @@ def verify(
     from planner.plan.whole_batch import refuse_cut
 
     if by_block and (steps is not None or device is not None):
-        given = "--device" if steps is None else "--steps"
+        flag = "--device" if steps is None else "--steps"
         raise PlannerError(
-            f"{given} was given with --by-block, which trains no steps and runs in this process; "
+            f"{flag} was given with --by-block, which trains no steps and runs in this process; "
             "leave one of them out"
         )
     if by_block:
@@ -57,6 +59,7 @@ def verify(
 
         ask_for_large_pages()
     loaded = load_plan(plan)
+    model = given.file_of(loaded)
     with show_progress("verifying") as progress:
         progress(0.0, "capturing the model")
         graph = graph_of_plan(loaded, model)

@@ -17,7 +17,8 @@ from commands.common.inputs import (
     profile_named,
     profile_of_plan,
 )
-from commands.common.options import AcceptOption, JsonOption, ModelFile, PlanFile, PriceOption
+from commands.common.models import GivenModel
+from commands.common.options import AcceptOption, JsonOption, PlanFile, PriceOption, spread
 from commands.common.question import bytes_of_gib, parse_counts
 from commands.render.console import show_json, show_note, show_progress, show_results
 from planner.errors import PlannerError
@@ -29,9 +30,10 @@ if TYPE_CHECKING:
 MOST_CASES = 256
 
 
+@spread(GivenModel)
 def what_if(
     plan: PlanFile,
-    model: ModelFile,
+    given: GivenModel,
     gpus: Annotated[
         str | None,
         typer.Option(help="Other numbers of devices: 16,32 or 8..1024 (doubling)."),
@@ -101,6 +103,7 @@ def what_if(
     for name in runtimes:
         find_execution(name)
     loaded = load_plan(plan)
+    model = given.file_of(loaded)
     machine, note = profile_of_plan(loaded)
     explorer = Explorer(
         model=model,

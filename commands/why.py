@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from commands.common.inputs import graph_of, profile_named
-from commands.common.options import JsonOption, ModelFile, spread
+from commands.common.models import GivenModel
+from commands.common.options import JsonOption, spread
 from commands.common.question import Question
 from commands.render.console import show_json, show_note, show_progress, show_results
 
 
 @spread(Question)
-def why(model: ModelFile, question: Question, as_json: JsonOption = False) -> None:
+@spread(GivenModel)
+def why(given: GivenModel, question: Question, as_json: JsonOption = False) -> None:
     """Say why your choices are refused, or slower.
 
     Example: planner why model.py --gpus 8 --global-batch 64 --tp 8
@@ -20,13 +22,15 @@ def why(model: ModelFile, question: Question, as_json: JsonOption = False) -> No
     from commands.render.plans.search import describe_comparison
     from search.report.explain import compare_choices
 
+    model, question, said = question.with_model(given)
     request = question.request(model)
     profile, note = profile_named(question.profile, question.cluster)
     with show_progress("comparing") as progress:
         graph = graph_of(model, request.precision)
         request = replace(request, pins=question.pins_in(graph))
         comparison = compare_choices(graph, profile, request, progress)
-    show_note(note)
+    for line in (*said, note):
+        show_note(line)
     if as_json:
         show_json(comparison_data(comparison))
     else:

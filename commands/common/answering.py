@@ -49,7 +49,7 @@ def answer_of(
     request: SearchRequest,
     result: SearchResult,
     *,
-    model: Path,
+    model: str,
     out: Path,
     points: Sequence[Point] = (),
     machine: str = "",

@@ -54,13 +54,11 @@ PriceOption = Annotated[
 DeviceOption = Annotated[
     str | None, typer.Option(help="cpu or cuda. Default: cuda if there is one, else cpu.")
 ]
-ClipOption = Annotated[
-    bool,
-    typer.Option(
-        help="Count the clipping of gradients by their norm (apply's max_grad_norm).",
-        rich_help_panel=TRAINING,
-    ),
-]
+CLIP = typer.Option(
+    help="Count the clipping of gradients by their norm (apply's max_grad_norm).",
+    rich_help_panel=TRAINING,
+)
+ClipOption = Annotated[bool, CLIP]
 AcceptOption = Annotated[
     list[str] | None,
     typer.Option(

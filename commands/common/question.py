@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from commands.common.models import GivenModel, Said
 from commands.common.options import (
     CHOICES,
+    CLIP,
     RUNTIMES,
     TRAINING,
     AcceptOption,
-    ClipOption,
     ClusterOption,
     ProfileOption,
 )
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
 class Question:
     """The devices, the batch, the machine, and the choices that are fixed (None: searched)."""
 
-    gpus: Annotated[int, typer.Option(help="Devices to use, all of them.")]
+    gpus: Annotated[
+        int | None,
+        typer.Option(help="Devices to use, all of them. Default: those that a script names."),
+    ] = None
     profile: ProfileOption = None
     cluster: ClusterOption = None
     global_batch: Annotated[
@@ -85,15 +89,21 @@ class Question:
         typer.Option(help="The pipeline rank that the decoder begins at.", rich_help_panel=CHOICES),
     ] = None
     precision: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="model: the model's own dtypes; bf16: with fp32 master weights.",
+            help="model: the model's own dtypes; bf16: with fp32 master weights. Default: as a "
+            "configuration says, else model.",
             rich_help_panel=TRAINING,
         ),
-    ] = "model"
+    ] = None
     execution: Annotated[
-        str, typer.Option(help=f"The runtime that trains: {RUNTIMES}", rich_help_panel=TRAINING)
-    ] = "ours-eager"
+        str | None,
+        typer.Option(
+            help=f"The runtime that trains: {RUNTIMES} Default: whose script it is, else "
+            "ours-eager.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None
     receive_ahead: Annotated[
         int,
         typer.Option(
@@ -101,7 +111,7 @@ class Question:
             rich_help_panel=TRAINING,
         ),
     ] = 2
-    clip_gradients: ClipOption = False
+    clip_gradients: Annotated[bool | None, CLIP] = None
     offload: Annotated[
         str,
         typer.Option(
@@ -125,16 +135,58 @@ class Question:
         ),
     ] = None
 
+    deepspeed: Annotated[
+        Path | None,
+        typer.Option(
+            help="A DeepSpeed json beside the model: its batch, precision and clipping.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None
+    keep_layout: Annotated[
+        bool,
+        typer.Option(
+            "--keep-layout",
+            help="Fix the layout that a script, a toml or --deepspeed has, too.",
+            rich_help_panel=CHOICES,
+        ),
+    ] = False
+
+    def with_model(self, given: GivenModel) -> tuple[Path, Question, tuple[str, ...]]:
+        """Return the model file; the question with what the files that were given say where no
+        option does; and lines for the user.
+
+        Raises PlannerError, in one line, where a file can't be read or lacks something.
+        """
+        model, said = given.opened(self.gpus)
+        if self.deepspeed is not None:
+            from commands.doors.deepspeed import read_deepspeed
+
+            trained, layout, note = read_deepspeed(self.deepspeed, self.gpus)
+            said = said | Said(trained=trained, layout=layout, notes=(note,))
+        if self.keep_layout and not said.layout:
+            raise PlannerError(
+                f"--keep-layout was given; {given.model} has no layout to keep: leave it out"
+            )
+        values = {**said.trained, **(said.layout if self.keep_layout else {})}
+        usual = type(self)()
+        left = {n: v for n, v in values.items() if getattr(self, n) == getattr(usual, n)}
+        question = replace(self, **left)
+        if question.gpus is None:
+            raise PlannerError("--gpus was not given; say how many devices train, such as --gpus 8")
+        return model, question, said.notes
+
     def request(self, model: Path, **more: Any) -> SearchRequest:
         """Return the question as the search takes it; `more` are fields of the request.
 
         Pins are left out: what they name is known with the graph (`pins_in`).
         """
+        from planner.plan import OURS
         from search import SearchRequest
 
+        gpus = 1 if self.gpus is None else self.gpus
         return SearchRequest(
-            num_devices=self.gpus,
-            global_batch=8 * self.gpus if self.global_batch is None else self.global_batch,
+            num_devices=gpus,
+            global_batch=8 * gpus if self.global_batch is None else self.global_batch,
             memory_limit_bytes=bytes_of_gib(self.memory_limit),
             model_file=str(model),
             dp=self.dp,
@@ -155,10 +207,10 @@ class Question:
             split_rank=self.split_rank,
             offload=self.offload,  # type: ignore[arg-type]  # the request checks it
             meshes=self.meshes,  # type: ignore[arg-type]  # the request checks it
-            precision=self.precision,  # type: ignore[arg-type]  # the request checks it
-            execution=self.execution,
+            precision=self.precision or "model",  # type: ignore[arg-type]  # the request checks it
+            execution=self.execution or OURS,
             receive_ahead=self.receive_ahead,
-            clip_gradients=self.clip_gradients,
+            clip_gradients=bool(self.clip_gradients),
             accept=tuple(dict.fromkeys(self.accept or ())),
             **more,
         )

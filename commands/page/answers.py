@@ -144,7 +144,7 @@ class Answerer:
         costs = self._costs(asked, graph, profile)
         predicted = predict_result(graph, profile, asked.request, plan, costs=costs)
         answer = answer_of(
-            predicted, asked.request, result, model=Path(asked.model_given), out=Path("plan.json")
+            predicted, asked.request, result, model=asked.model_given, out=Path("plan.json")
         )
         numbers = gather_report(answer.plan, costs, predicted.estimate, answer.overview.interval)
         return answer, numbers

@@ -50,13 +50,12 @@ class Asked:
         words.append(f"--global-batch {request.global_batch}")
         if request.memory_limit_bytes is not None:
             words.append(f"--memory-limit {request.memory_limit_bytes / 2**30:g}")
-        plain = Question(gpus=1)
+        plain = Question(gpus=1).request(Path())
         for field in CHOICES:
-            value = getattr(request, field.name)
-            if field.name == "accept":  # of which the form has one
-                value = value[0] if value else None
-            if value != getattr(plain, field.name):
-                words.append(f"{field.flag} {value}")
+            value, usual = (getattr(each, field.name) for each in (request, plain))
+            if value != usual:
+                # Of what is accepted the form has one.
+                words.append(f"{field.flag} {value[0] if isinstance(value, tuple) else value}")
         return " ".join(words)
 
 

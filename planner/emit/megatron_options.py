@@ -54,6 +54,7 @@ def parse_flags(line: str) -> Flags:
     """
     try:
         words = shlex.split(line.replace("\\\n", " "), comments=True)
+        words = [part for word in words for part in _parts(word)]
     except ValueError as error:
         raise PlannerError(f"the flags can't be read ({error}); close its quotes") from None
     values: dict[str, int | float | str | bool] = {}
@@ -66,9 +67,9 @@ def parse_flags(line: str) -> Flags:
             if near:
                 broken.append(f"--{name} is no option of Megatron-LM; did you mean --{near[0]}?")
             continue
-        if name in values and option.part != "none":
-            broken.append(f"--{name} is given twice; the last, {' '.join(given)}, would count")
         trouble, value = _value(name, option, given)
+        if name in values and values[name] != value and option.part != "none":
+            broken.append(f"--{name} is given twice; the last, {' '.join(given)}, would count")
         if trouble:
             broken.append(trouble)
         else:
@@ -79,6 +80,13 @@ def parse_flags(line: str) -> Flags:
         broken=tuple(broken),
         script=next((word for word in _before_options(words) if word.endswith(".py")), ""),
     )
+
+
+def _parts(word: str) -> list[str]:
+    """Return a word, or the words of an option that a script has quoted together with its value,
+    which its shell takes apart where the array that holds it is used without quotes.
+    """
+    return shlex.split(word) if re.match(r"--[\w-]+\s", word) else [word]
 
 
 def _before_options(words: list[str]) -> list[str]:

@@ -113,7 +113,9 @@ class _Trials:
 
     def more_memory(self, infeasible: SearchResult) -> Remedy | None:
         """Return the smallest limit found under which a search succeeds."""
-        least = float(infeasible.smallest_memory_bytes or 0)
+        least = infeasible.smallest_memory_bytes
+        if least is None:  # it is not the devices' memory that is short
+            return None
         for factor in _MEMORY_STEPS:
             gib = round_up(factor * least / GIB)
             changed = replace(self.request, memory_limit_bytes=int(gib * GIB))

@@ -69,7 +69,7 @@ def test_every_broken_rule_is_told_in_a_line(planner):
         ({"--bf16": "--recompute-granularity full"}, "full needs --recompute-method"),
         ({"--bf16": "--recompute-granularity ful"}, "it takes full, selective"),
         ({"--bf16": "--sequence-paralel"}, "did you mean --sequence-parallel?"),
-        ({"--bf16": "--bf16 --bf16"}, "--bf16 is given twice"),
+        ({"--bf16": "--bf16 --num-layers 3 --num-layers 4"}, "--num-layers is given twice"),
         ({"--bf16": "--bf16 yes"}, "--bf16 takes no value; yes was given"),
         ({"--bf16": "--num-experts 8.5"}, "--num-experts 8.5 was given; it takes a number"),
         ({"--bf16": "--num-experts 6 --expert-model-parallel-size 4"}, "does not divide --num-exp"),

@@ -52,7 +52,7 @@ def test_a_patch_over_a_plan_is_refused(files, capsys):
 def test_data_and_a_patch_go_from_the_first_plan_to_the_second(files, capsys, tmp_path):
     first, second = files
     made = tmp_path / "patch.json"
-    diff(second, first, patch=made, as_json=True)
+    diff(plan=second, other=first, patch=made, as_json=True)
     data = json.loads(capsys.readouterr().out)
     assert (data["blocks"][0]["before"], data["blocks"][0]["after"]) == (
         "recompute full",
@@ -72,6 +72,6 @@ def test_with_the_model_parameters_that_move_are_named(planner, write_model, tmp
     for each, pp in zip(paths, (1, 2), strict=True):
         save_plan(default_plan(graph, file="model.py", pp=pp, num_microbatches=2), each)
     capfd.readouterr()
-    diff(paths[0], paths[1], path, as_json=True)
+    diff(plan=paths[0], other=paths[1], model=path, as_json=True)
     moved = json.loads(capfd.readouterr().out)["parameters"]
     assert any("layers.3" in name for each in moved for name in each["names"])

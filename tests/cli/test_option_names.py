@@ -45,9 +45,11 @@ def _value_of(command: str, name: str) -> str:
     hint = get_type_hints(getattr(callback, "__wrapped__", callback)).get(name)
     if hint is None:  # an option of a group, see `spread`
         from commands.common.long_run import LongRun
+        from commands.common.models import GivenModel
         from commands.common.question import Question
 
-        hint = {**get_type_hints(Question), **get_type_hints(LongRun)}[name]
+        groups = (Question, LongRun, GivenModel)
+        hint = {name: hint for each in groups for name, hint in get_type_hints(each).items()}[name]
     kinds = [each for each in get_args(hint) if each is not type(None)] or [hint]
     return str(kinds[0])
 

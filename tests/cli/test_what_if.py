@@ -162,7 +162,9 @@ def test_an_answer_without_a_plan_has_its_reason_in_the_data():
 
 def test_a_deadline_answers_the_number_of_devices():
     with pytest.raises(PlannerError, match="without --gpus, which it answers"):
-        what_if(Path("plan.json"), Path("model.py"), gpus="8", tokens=1e9, deadline="30d")
+        what_if(
+            plan=Path("plan.json"), model=Path("model.py"), gpus="8", tokens=1e9, deadline="30d"
+        )
 
 
 @pytest.mark.parametrize("width", [80, 120])

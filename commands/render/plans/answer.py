@@ -57,8 +57,8 @@ class Answer:
     """Its price at a glance."""
     predicted: tuple[RankTimeline, ...]
     """Its simulated step."""
-    model_file: Path
-    """The model, as it was given."""
+    model_file: str
+    """The model, as it was given: words of a command."""
     out: Path
     """Where the plan is written."""
     front: Table | None = None

@@ -45,7 +45,9 @@ REFUSED: dict[str, tuple[str, str, str]] = {
     "logits-load-dir": ("str", "", "distillation is not priced"),
     "logits-save-dir": ("str", "", "distillation is not priced"),
     "export-kd-teacher-load": ("str", "", "a teacher beside the model is not priced"),
-    "step-batch-size-schedule": ("str", "", "give --global-batch-size, the batch that is priced"),
+    "step-batch-size-schedule": (
+        "str", "", "priced with one batch; give --global-batch-size in its place",
+    ),
     "use-checkpoint-args": ("", "", _ELSEWHERE),
     "use-mp-args-from-checkpoint-args": ("", "", _ELSEWHERE),
     "yaml-cfg": ("str", "", _ELSEWHERE),

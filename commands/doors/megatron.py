@@ -1,0 +1,116 @@
+"""A Megatron-LM script, or a text of its flags: the decoder that they describe, and the run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from commands.doors.decoder_file import decoder_file
+from commands.doors.opening import Asked, Opened, read_text
+from planner.errors import ModelError
+
+VOCABULARY_MULTIPLE = 128
+"""What Megatron-LM pads a vocabulary to a multiple of (--make-vocab-size-divisible-by), times tp,
+which is searched here."""
+
+USUAL_CLIP = 1.0
+"""Megatron-LM's --clip-grad where nothing is given; 0 clips nothing."""
+
+
+def read(path: Path, asked: Asked) -> Opened:
+    """Return the model and the run of a script.
+
+    Raises PlannerError, in one line, for flags that are broken, for parts of a model that nothing
+    here is written for, and where sizes are missing.
+    """
+    from costmodel.table.rows.row_plan import transformer_of_shape
+    from costmodel.table.rows.row_shape import shape_of_row
+    from costmodel.table.rows.row_stack import stack_of_row
+    from costmodel.table.rows.row_words import Cells
+    from planner.emit.megatron_options import parse_flags
+    from planner.emit.megatron_refusals import refusals
+    from planner.emit.megatron_row import notes_of, row_of
+    from planner.emit.megatron_rules import Run
+    from planner.emit.shell import read_script
+
+    if asked.task not in (None, "causal-lm"):
+        raise ModelError(f"--task {asked.task} was given; {path} trains a causal-lm: leave it out")
+    script = read_script(read_text(path))
+    flags = parse_flags(script.text)
+    gpus = asked.gpus or _devices(script.text)
+    run = Run(flags=flags, num_devices=gpus or 1, model={})
+    for told in (*flags.broken, *refusals(run)):
+        raise ModelError(f"{path}: {told}")
+    row = row_of(run, {}, "", "H100")
+    cells = Cells({name: str(value) for name, value in row.items()})
+    stack = stack_of_row(cells)
+    shape = shape_of_row(cells, stack)
+    if asked.seq_length is not None and asked.seq_length != shape.seq_len:
+        raise ModelError(
+            f"--seq-length {asked.seq_length} was given; {path} says {shape.seq_len}: change it "
+            "there, or leave it out"
+        )
+    sizes = transformer_of_shape(
+        shape, dropout=bool(row.get("dropout")), fused_attention=stack.flash_attention
+    )
+    multiple = run.number("make-vocab-size-divisible-by", VOCABULARY_MULTIPLE)
+    sizes = replace(sizes, vocab=-(-sizes.vocab // multiple) * multiple)
+    notes = [
+        f"{path}: {sizes.layers} layers of {sizes.hidden}, {sizes.heads} heads, vocabulary "
+        f"{sizes.vocab}, sequences of {sizes.seq_len}, for {stack.name}; how it is laid out is "
+        "searched (--keep-layout: as the script has it)"
+    ]
+    if script.unknown:
+        notes.append(
+            f"{path} is read without running it; what follows these conditions is left out: "
+            + "; ".join(script.unknown)
+        )
+    notes += [f"assumed: {each}" for each in cells.assumed]
+    notes += [note for note in notes_of(run) if note.startswith("assumed: ")]
+    return Opened(
+        name=re.sub(r"[^A-Za-z0-9.-]+", "-", path.stem).strip("-.") or "megatron",
+        code=decoder_file("A decoder as flags of Megatron-LM describe it", sizes),
+        trained=_trained(run, gpus, stack.name),
+        layout=_layout(row),
+        notes=tuple(notes),
+    )
+
+
+def _devices(text: str) -> int | None:
+    """Return the devices that torchrun or Slurm is told of; None: it is not said."""
+    here = _number(text, r"--nproc[-_]per[-_]node|--gpus-per-node|--ntasks-per-node")
+    nodes = _number(text, r"--nnodes|--nodes")
+    return None if here is None else here * (nodes or 1)
+
+
+def _number(text: str, names: str) -> int | None:
+    found = re.search(rf"(?:{names})[= ]+(\d+)\b", text)
+    return int(found[1]) if found else None
+
+
+def _trained(run: Any, gpus: int | None, stack: str) -> dict[str, Any]:
+    clip = run.flags.values.get("clip-grad", USUAL_CLIP)  # as it is written, since it has no price
+    found: dict[str, Any] = {
+        "precision": "bf16" if run.has("bf16") or run.has("fp16") else "model",
+        "clip_gradients": float(clip) > 0,
+        "execution": stack,
+    }
+    if gpus:
+        found["gpus"] = gpus
+    if run.number("global-batch-size"):
+        found["global_batch"] = run.number("global-batch-size")
+    elif run.number("micro-batch-size") and run.dp:
+        found["global_batch"] = run.number("micro-batch-size") * run.dp
+    return found
+
+
+def _layout(row: dict[str, Any]) -> dict[str, Any]:
+    names = {"zero": "zero_stage", "microbatch_size": "micro_batch"}
+    found = {
+        name: row[column]
+        for name in ("tp", "pp", "vpp", "cp", "zero", "microbatch_size")
+        if row.get(column := names.get(name, name)) not in (None, "")
+    }
+    return found | {"recompute": str(row.get("recompute") or "none").partition(":")[0]}

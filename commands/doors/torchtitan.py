@@ -1,0 +1,141 @@
+"""A torchtitan configuration in toml (up to its release v0.2.2): a model by flavor, and the run.
+
+Source of the defaults: pytorch/torchtitan v0.2.2 (73a0e6979dd1), torchtitan/config/job_config.py.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from commands.doors.decoder_file import decoder_file
+from commands.doors.opening import Asked, Opened, read_text
+from commands.doors.torchtitan_flavors import FLAVORS, sizes_of
+from planner.errors import ModelError
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "model": {"name": "llama3", "flavor": "debugmodel"},
+    "training": {
+        "local_batch_size": 8,
+        "global_batch_size": -1,
+        "seq_len": 2048,
+        "max_norm": 1.0,
+        "dtype": "float32",
+        "mixed_precision_param": "bfloat16",
+    },
+    "parallelism": {
+        "data_parallel_replicate_degree": 1,
+        "data_parallel_shard_degree": -1,
+        "tensor_parallel_degree": 1,
+        "context_parallel_degree": 1,
+        "pipeline_parallel_degree": 1,
+        "fsdp_reshard_after_forward": "default",
+    },
+    "activation_checkpoint": {"mode": "selective"},
+    "compile": {"enable": False},
+}
+"""What torchtitan has where a file says nothing, of the settings that are read."""
+
+
+def read(path: Path, asked: Asked) -> Opened:
+    """Return the model and the run of a configuration.
+
+    Raises ModelError, in one line, for a file that is no such configuration, and for models and
+    flavors whose sizes are not known.
+    """
+    if asked.task not in (None, "causal-lm"):
+        raise ModelError(f"--task {asked.task} was given; {path} trains a causal-lm: leave it out")
+    said = _settings(path)
+    training, model = said["training"], said["model"]
+    name, flavor = str(model["name"]), str(model["flavor"])
+    length = _number(path, "training", "seq_len", training["seq_len"])
+    if asked.seq_length not in (None, length):
+        raise ModelError(
+            f"--seq-length {asked.seq_length} was given; {path} says {length}: change it there, or "
+            "leave it out"
+        )
+    sizes = sizes_of(name, flavor, length)
+    if sizes is None:
+        known = ", ".join(FLAVORS.get(name, FLAVORS))
+        what = f"flavor {flavor!r} of {name}" if name in FLAVORS else f"model {name!r}"
+        raise ModelError(
+            f"{path} has {what}, whose sizes are not known here; known are {known}: write a .py "
+            "file with model() and batch(size)"
+        )
+    execution = "torchtitan-compiled" if said["compile"]["enable"] else "torchtitan"
+    return Opened(
+        name=re.sub(r"[^A-Za-z0-9.-]+", "-", f"{name}-{flavor}"),
+        code=decoder_file(f"torchtitan's {name} {flavor}", sizes),
+        trained=_trained(path, said, asked.gpus, execution),
+        layout=_layout(path, said),
+        notes=(
+            f"{path}: {name} {flavor}, sequences of {length}, for {execution}; how it is laid out "
+            "is searched (--keep-layout: as the file has it)",
+        ),
+    )
+
+
+def _settings(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        said = tomllib.loads(read_text(path))
+    except tomllib.TOMLDecodeError as error:
+        raise ModelError(f"{path} is no toml ({error}); give a torchtitan configuration") from None
+    if not isinstance(said.get("model"), dict) or "flavor" not in said["model"]:
+        raise ModelError(
+            f"{path} has no flavor in a [model] section; give a torchtitan configuration (a "
+            "cluster file goes to --cluster)"
+        )
+    found = {}
+    for section, usual in DEFAULTS.items():
+        own = said.get(section, {})
+        if not isinstance(own, dict):
+            raise ModelError(f"{path} has {section} = {own!r}; it must be a section [{section}]")
+        found[section] = usual | own
+    return found
+
+
+def _number(path: Path, section: str, name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"{path} has {name} = {value!r} in [{section}]; it takes 1 or more")
+    return value
+
+
+def _trained(
+    path: Path, said: dict[str, dict[str, Any]], gpus: int | None, execution: str
+) -> dict[str, Any]:
+    training = said["training"]
+    is_half = "bfloat16" in (training["dtype"], training["mixed_precision_param"])
+    found: dict[str, Any] = {
+        "precision": "bf16" if is_half else "model",
+        "clip_gradients": bool(training["max_norm"]),
+        "execution": execution,
+    }
+    batch = training["global_batch_size"]
+    if isinstance(batch, int) and batch > 0:
+        found["global_batch"] = batch
+    elif gpus:
+        # As many samples as its own replicas take at once.
+        layout = _layout(path, said)
+        replicas = max(1, gpus // (layout["tp"] * layout["cp"] * layout["pp"]))
+        local = _number(path, "training", "local_batch_size", training["local_batch_size"])
+        found["global_batch"] = local * replicas
+    return found
+
+
+def _layout(path: Path, said: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    axes = {"tp": "tensor", "cp": "context", "pp": "pipeline"}
+    found: dict[str, Any] = {
+        axis: _number(
+            path, "parallelism", f"{word}_parallel_degree",
+            said["parallelism"][f"{word}_parallel_degree"],
+        )
+        for axis, word in axes.items()
+    }  # fmt: skip
+    shards = said["parallelism"]["data_parallel_shard_degree"]
+    reshards = said["parallelism"]["fsdp_reshard_after_forward"]
+    # Parameters are freed behind a forward except in pipelines, unless the file says.
+    keeps = reshards == "never" or (reshards == "default" and found["pp"] > 1)
+    found["zero"] = 0 if shards == 1 else 2 if keeps else 3
+    return found | {"recompute": said["activation_checkpoint"]["mode"]}
