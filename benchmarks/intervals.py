@@ -8,13 +8,15 @@ width is from their mean errors, of runs of the same kind. Four out of five of t
 should lie in it. Rates are those shipped, which were fitted to many of the sources (`fitted`), so
 that of these more lie in it than of runs that nobody has seen. Stalled runs and those with tp over
 nodes are left out. `--memory` prints the same of memory, by `costmodel.uncertainty.memory_interval`
-with the errors that the records have: too few sources print memory to leave one out. `--write`
+with the errors that the records have: too few sources print memory to leave one out. `--odds`
+prints how many of the runs ran that are said to fit. `--write`
 writes each runtime's mean errors, of steps and of memory, into its record.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import sys
 from collections import defaultdict
@@ -23,17 +25,21 @@ from math import exp, log1p
 from pathlib import Path
 
 import numpy as np
-from accuracy import Case, estimated_errors, load_cases, stalls
+from accuracy import FAR_FROM_FULL, Case, estimated_errors, load_cases, stalls
 from accuracy_configured import as_configured
 
 from costmodel.execution import execution_names
 from costmodel.execution.execution import DATA, RunKind, residuals_of_runs
 from costmodel.table.rows.row_files import read_rows
 from costmodel.table.rows.row_plan import RowPrices
-from costmodel.table.rows.rows import run_of
-from costmodel.uncertainty import Z, memory_interval, sigma_of
+from costmodel.table.rows.rows import price_row, run_of
+from costmodel.uncertainty import Z, memory_interval, odds_of_fit, sigma_of
+from planner.emit.megatron_options import parse_flags
+from planner.emit.megatron_refusals import refusals
+from planner.emit.megatron_row import row_of
+from planner.emit.megatron_rules import Run, broken_rules
 from planner.errors import PlannerError
-from planner.units import GIB
+from planner.units import GIB, MIB
 from profiles.devices import device_file, device_names
 
 DEFAULT_FOLDER = Path(__file__).resolve().parents[2] / "shared/data/published"
@@ -56,11 +62,19 @@ MEMORY_SOURCES = {
     "zb_t4": "measured.csv",
     "zb_t6": "measured.csv",
     "simumax_b200": "measured.csv",
+    "torchtitan_202412": "measured.csv",
     "moecp_ao": "moe_cp.csv",
     "ultrascale_playbook": "ultrascale_playbook.csv",
 }
-"""Sources that print memory and all of what a run does, and their tables. Others leave out the
-sequence's length, recomputation or sharding, or print what the whole device holds."""
+"""Sources that print memory and all of what a run does, and their tables; rows that leave out the
+microbatch are none of them. Others leave out the sequence's length, recomputation or sharding, or
+print what the whole device holds."""
+
+GOLDENS = "megatron_goldens"
+"""Megatron-LM's own regression runs: lines of flags, with the memory that was allocated at most."""
+
+DEVICES = {"a100": "A100", "h100": "H100", "gb200": "B200"}
+"""Devices of these, by words of their platform; H100 where there is none."""
 
 MOST_MEMORY_ROWS = 60
 """Rows of a source whose memory is walked, evenly spaced: a walk takes a tenth of a second."""
@@ -144,7 +158,7 @@ def memory_runs(folder: Path) -> list[MemoryRun]:
         rows = [
             row
             for row in map(as_configured, read_rows(folder / name))
-            if row["source_id"] == source and row["peak_mem_gib"]
+            if row["source_id"] == source and row["peak_mem_gib"] and row["micro_batch"]
         ]
         for row in rows[:: -(-len(rows) // MOST_MEMORY_ROWS)]:
             try:
@@ -168,7 +182,75 @@ def memory_runs(folder: Path) -> list[MemoryRun]:
                     holds=interval.holds(measured + context),
                 )
             )
+    return found + golden_runs(folder / f"{GOLDENS}.csv")
+
+
+def golden_runs(path: Path) -> list[MemoryRun]:
+    """Return Megatron-LM's regression runs whose flags are priced, each beside its estimate."""
+    prices, found = RowPrices(), []
+    with path.open(newline="", encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    for line in lines:
+        if not line["mem_max_mib"]:
+            continue
+        gpus = int(float(line["nodes"] or 1)) * int(float(line["gpus_per_node"] or 8))
+        run = Run(flags=parse_flags(line["flags"]), num_devices=gpus, model={})
+        platform = line["platform"]
+        gpu = next((name for word, name in DEVICES.items() if word in platform), "H100")
+        try:
+            if broken_rules(run) or refusals(run):
+                continue
+            row = {name: str(value) for name, value in row_of(run, {}, "", gpu).items()}
+            priced = price_row(row, prices)
+        except PlannerError:
+            continue
+        fullest = max(priced.estimate.memory, key=lambda parts: float(parts.total))
+        tensors, measured = float(fullest.tensor_bytes), float(line["mem_max_mib"]) * MIB
+        around = memory_interval(fullest, priced.profile, priced.run.stack)
+        # Of live tensors alone: the allocator and the context are as estimated on both sides.
+        added = float(fullest.allocator_bytes) / tensors * measured + float(fullest.context_bytes)
+        found.append(
+            MemoryRun(
+                source=GOLDENS,
+                runtime=priced.run.stack.name,
+                error=tensors / measured - 1,
+                holds=around.holds(measured + added),
+            )
+        )
     return found
+
+
+def print_odds(folder: Path) -> None:
+    """Print, of runs whose end is known, how many ran of those that are said to fit with some odds.
+
+    Crashed runs that need less than `FAR_FROM_FULL` of their device crashed for something else.
+    """
+    prices, found = RowPrices(), []
+    for case in load_cases(folder / "ultrascale_playbook.csv")[0]:
+        try:
+            memory = prices.estimate(case.run, case.profile, case.rates).memory
+        except PlannerError:
+            continue
+        fullest = max(memory, key=lambda parts: float(parts.total))
+        if not case.ran and float(fullest.total) < FAR_FROM_FULL * case.room_bytes:
+            continue
+        found.append(
+            (odds_of_fit(fullest, case.profile, case.run.stack, case.room_bytes), case.ran)
+        )
+    odds, ran = (np.array(each) for each in zip(*found, strict=True))
+    for least in (0.5, 0.8, 0.9, 0.95):
+        taken = odds >= least
+        print(f"odds of {least} and more: {taken.sum()} runs, {100 * ran[taken].mean():.1f}% ran")
+    for low, high in (
+        (0.0, 0.5),
+        (0.5, 0.7),
+        (0.7, 0.85),
+        (0.85, 0.95),
+        (0.95, 0.99),
+        (0.99, 1.01),
+    ):
+        inside = (low <= odds) & (odds < high)
+        print(f"  from {low} to {high}: {inside.sum()} runs, {100 * ran[inside].mean():.1f}% ran")
 
 
 def print_memory(runs: list[MemoryRun]) -> None:
@@ -217,8 +299,12 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--write", action="store_true", help="write mean errors into records")
     parser.add_argument("--memory", action="store_true", help="of memory, not of steps")
+    parser.add_argument("--odds", action="store_true", help="of runs that are said to fit")
     options = parser.parse_args()
     try:
+        if options.odds:
+            print_odds(options.folder)
+            return 0
         if options.memory or options.write:
             runs = memory_runs(options.folder)
             if options.write:

@@ -180,7 +180,7 @@ def search(
         with ends_on_interrupt(lambda: show_note(_ENDS)), within(request.time_limit_s):
             result = find_plan_once(
                 graph, profile, request,
-                progress=progress, use_cache=cache, candidates_of=candidates,
+                progress=progress, use_cache=cache, candidates_of=candidates, names_riskier=True,
             )  # fmt: skip
             if result.plan is None and (profile.groups or result.is_out_of_time):
                 raise PlannerError(result.reasons[0])
@@ -200,7 +200,7 @@ def search(
                         "interrupted" if is_interrupted() else f"--time-limit {time_limit} passed"
                     )
     if result.plan is None:
-        limit = float(request.memory_limit_bytes or profile.memory_bytes)
+        limit = request.limit_bytes(profile)
         if as_json:
             show_json(refused_search(result, advice))
         else:

@@ -26,14 +26,16 @@ Memory has an interval of as many cases. Of the fullest rank, with t bytes of li
              figure, and where it lies from run to run
     c        the context, which a profile measures or assumes
 
-The two widths are independent, so their squares add up.
+The two widths are independent, so their squares add up. The odds of other limits follow with
+another quantile in the place of Z, by which the allocator's share grows as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, hypot, sqrt
+from math import exp, hypot, inf, sqrt
+from statistics import NormalDist
 from typing import Literal
 
 from costmodel.cache import CostCache, costs_of_groups
@@ -56,6 +58,10 @@ from profiles.calibration import DRIFT
 from profiles.records import StepWork
 
 COVERAGE = 0.8
+USUAL_ODDS = 0.9
+"""Odds with which a plan fits that a search answers with where nothing else is said."""
+_FARTHEST = 8.0
+"""Quantiles of the normal distribution beyond which nothing lies."""
 Z = 1.2816
 """Quantile of a normal distribution that leaves a tenth on each side."""
 _SIGMA_OF_MEDIAN = 1.48
@@ -109,24 +115,71 @@ class MemoryInterval:
         return self.low_bytes <= num_bytes <= self.high_bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MemorySpread:
+    """How what a device holds beside its context lies about the estimate, relative to it."""
+
+    sigma: float
+    """One sigma of live tensors."""
+    allocator_less: float
+    """By how much the allocator's share is smaller one time in ten."""
+    allocator_more: float
+    """By how much it is larger one time in ten."""
+
+    def factor(self, z: float) -> float:
+        """Return what is held at a quantile of the normal distribution, over the estimate."""
+        if z < 0:
+            return 1 - hypot(1 - exp(z * self.sigma), z / Z * self.allocator_less)
+        return 1 + hypot(exp(z * self.sigma) - 1, z / Z * self.allocator_more)
+
+
+def _memory_spread(profile: Profile, execution: Execution) -> _MemorySpread:
+    share, (low, high) = profile.allocator_overhead_fraction, profile.allocator_range
+    low = _ALLOCATOR_LOW if low is None else low
+    high = _ALLOCATOR_HIGH if high is None else high
+    # The estimate itself always lies in its interval.
+    return _MemorySpread(
+        sigma=sigma_of(memory_residuals(execution.name)),
+        allocator_less=max(0.0, share - low) / (1 + share),
+        allocator_more=max(0.0, high - share) / (1 + share),
+    )
+
+
+def usable_bytes(limit_bytes: float, profile: Profile, execution: Execution, odds: float) -> float:
+    """Return what an estimate may take of a device so that a run stays within a limit with these
+    odds: at 0.5 the whole limit.
+
+    The context is what the profile says: a rank that has more stays within the limit all the more.
+    """
+    context = min(profile.context_bytes, limit_bytes)
+    factor = _memory_spread(profile, execution).factor(NormalDist().inv_cdf(odds))
+    return (limit_bytes - context) / factor + context
+
+
+def odds_of_fit(
+    parts: MemoryParts, profile: Profile, execution: Execution, limit_bytes: float
+) -> float:
+    """Return the odds that a rank estimated as `parts` stays within a limit."""
+    spread = _memory_spread(profile, execution)
+    held = float(parts.tensor_bytes) * (1 + profile.allocator_overhead_fraction)
+    most = (limit_bytes - float(parts.context_bytes)) / held if held else inf
+    low, high = -_FARTHEST, _FARTHEST
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (middle, high) if spread.factor(middle) <= most else (low, middle)
+    return NormalDist().cdf(low)
+
+
 def memory_interval(parts: MemoryParts, profile: Profile, execution: Execution) -> MemoryInterval:
     """Return where the memory of a rank lies that was estimated as `parts` on a device."""
-    residuals = memory_residuals(execution.name)
-    sigma = sigma_of(residuals)
-    allocator = profile.file.allocator_overhead_fraction
-    low = _ALLOCATOR_LOW if allocator.low is None else allocator.low
-    high = _ALLOCATOR_HIGH if allocator.high is None else allocator.high
-    # The estimate itself always lies in its interval.
-    low, high = min(low, allocator.value), max(high, allocator.value)
-    held = float(parts.tensor_bytes) * (1 + allocator.value)
-    less = hypot(1 - exp(-Z * sigma), (allocator.value - low) / (1 + allocator.value))
-    more = hypot(exp(Z * sigma) - 1, (high - allocator.value) / (1 + allocator.value))
+    residuals, spread = memory_residuals(execution.name), _memory_spread(profile, execution)
+    held = float(parts.tensor_bytes) * (1 + profile.allocator_overhead_fraction)
     context = float(parts.context_bytes)
     return MemoryInterval(
-        low_bytes=round(held * (1 - less) + context),
-        high_bytes=round(held * (1 + more) + context),
+        low_bytes=round(held * spread.factor(-Z) + context),
+        high_bytes=round(held * spread.factor(Z) + context),
         basis=f"{_spelled_sources(residuals)}; the allocator's share "
-        + ("as measured" if allocator.high is not None else "as in 26 published runs")
+        + ("as measured" if profile.allocator_range[1] is not None else "as in 26 published runs")
         # A process's resident memory grows while it trains: 41 MiB in the demo.
         + (
             "; without growth of the process itself" if profile.cluster.device_type == "cpu" else ""
@@ -146,16 +199,35 @@ def plan_memory_interval(plan: Plan, profile: Profile) -> MemoryInterval | None:
     """Return where the memory of a plan's fullest device lies, from the estimate that the plan
     carries; None where that has no parts.
     """
-    ranks: Sequence[Mapping[str, int]] = plan.estimate.get("memory", ())
+    ranks = _ranks_of(plan, profile)
     if not ranks:
         return None
-    fullest = max(range(len(ranks)), key=lambda rank: ranks[rank]["total_bytes"])
-    groups = {group.name: group.profile for group in profile.groups}
-    parts = MemoryParts(
-        **{name: held for name, held in ranks[fullest].items() if name != "total_bytes"}
-    )
-    machine = groups.get(plan.device_groups[fullest], profile)
+    parts, machine = max(ranks, key=lambda rank: float(rank[0].total))
     return memory_interval(parts, machine, find_execution(plan.execution))
+
+
+def plan_odds_of_fit(plan: Plan, profile: Profile, limit_bytes: float | None = None) -> float:
+    """Return the odds that every device of a plan holds what its rank needs: those of the device
+    that is worst off, as all err alike. `limit_bytes` takes the place of what devices have.
+    """
+    runtime = find_execution(plan.execution)
+    return min(
+        odds_of_fit(parts, machine, runtime, limit_bytes or machine.memory_bytes)
+        for parts, machine in _ranks_of(plan, profile)
+    )
+
+
+def _ranks_of(plan: Plan, profile: Profile) -> list[tuple[MemoryParts, Profile]]:
+    """Return what each pipeline rank holds, by the estimate that a plan carries, and its device."""
+    ranks: Sequence[Mapping[str, int]] = plan.estimate.get("memory", ())
+    groups = {group.name: group.profile for group in profile.groups}
+    return [
+        (
+            MemoryParts(**{name: held for name, held in rank.items() if name != "total_bytes"}),
+            groups.get(group, profile),
+        )
+        for rank, group in zip(ranks, plan.device_groups, strict=bool(ranks))
+    ]
 
 
 def step_interval(graph: ModelGraph, profile: Profile, plan: Plan) -> Interval:

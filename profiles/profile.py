@@ -101,6 +101,12 @@ class Profile:
         return self.file.allocator_overhead_fraction.value
 
     @property
+    def allocator_range(self) -> tuple[float | None, float | None]:
+        """Where that fraction lies from run to run, in eight of ten; None: it was not measured."""
+        figure = self.file.allocator_overhead_fraction
+        return figure.low, figure.high
+
+    @property
     def launch_overhead_s(self) -> float:
         """Least host time per operator: no op can be issued faster than this."""
         return self.file.launch_overhead_s.value * self.factors[LAUNCH]

@@ -110,6 +110,7 @@ class BranchAndBound:
 
     Attributes:
         num_best: how many plans of different configurations are sought, the best one first.
+        ceiling_s: step time that a plan must be under to be of any use.
         max_gap: relative gap at which the search may stop, 0 for a proof.
         time_limit_s: the limit that the search runs in, as it is told; None for none.
         started: time of the start (`time.perf_counter`).
@@ -129,6 +130,7 @@ class BranchAndBound:
 
     num_best: int = 1
     max_gap: float = 0.0
+    ceiling_s: float = float("inf")
     time_limit_s: float | None = None
     started: float = field(default_factory=time.perf_counter)
     progress: Progress | None = None
@@ -154,8 +156,8 @@ class BranchAndBound:
 
     @property
     def best_s(self) -> float:
-        """Step time of the best plan so far."""
-        return self.best.step_s if self.best else float("inf")
+        """Step time of the best plan so far, else what a plan must be faster than."""
+        return self.best.step_s if self.best else self.ceiling_s
 
     @property
     def to_beat_s(self) -> float:

@@ -178,10 +178,7 @@ class Candidates:
     def limits(self, request: SearchRequest) -> Mapping[str, float]:
         """Return the bytes of a device of each group; by "" where all devices are equal."""
         groups = self.costs.groups or {"": self.costs}
-        return {
-            name: float(request.memory_limit_bytes or costs.profile.memory_bytes)
-            for name, costs in groups.items()
-        }
+        return {name: request.limit_bytes(costs.profile) for name, costs in groups.items()}
 
     @property
     def solvers(self) -> Sequence[LayoutSolver]:

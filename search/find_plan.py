@@ -168,13 +168,15 @@ def search_among(
     warm_start: WarmStart | None = None,
     runners_up: bool = True,
     first_look: FirstLook | None = None,
+    ceiling_s: float = float("inf"),
 ) -> SearchResult:
     """Return the fastest plan of these candidates.
 
     Without a plan the result has no reasons, unless time is up (`find_plan` finds them). Requests
     that share candidates may differ in all but pins, solver, balance and precision.
     `warm_start` is what earlier searches of the candidates under more memory left behind.
-    Without runners-up, some of which are evaluated only to be named, the search is quicker.
+    Without runners-up, some of which are evaluated only to be named, the search is quicker, and
+    under a `ceiling_s`, a step that a plan must be faster than, which prunes from the start.
     """
     started = time.perf_counter()
     synthesises = request.schedule == SYNTHESISED
@@ -189,6 +191,7 @@ def search_among(
             memory_limit_bytes=memory_limit(candidates, request),
             limits=candidates.limits(request),
             max_gap=request.max_gap,
+            ceiling_s=ceiling_s,
             time_limit_s=request.time_limit_s,
             started=started,
             every_size=every_size,

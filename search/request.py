@@ -7,11 +7,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar, cast, get_args
 
 from costmodel.execution import find_execution
+from costmodel.uncertainty import USUAL_ODDS, usable_bytes
 from planner.errors import LayoutError
 from planner.layout.axes import find_axis
 from planner.plan import OURS, Plan, Precision, precision_named
 from planner.plan.accepted import check_accept
 from planner.schedule import find_schedule
+from profiles import Profile
 from search.space.configuration import RECOMPUTE_CHOICES
 
 SOLVERS = ("dp", "recursive", "ilp")
@@ -27,6 +29,10 @@ Offload = Literal["auto", "none", "optimizer", "activations", "both", "tables"]
 Value = TypeVar("Value")
 
 
+LEAST_ODDS, MOST_ODDS = 0.5, 0.99
+"""Odds of fitting that may be asked for."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRequest:
     """What to search for: devices, batch, memory, and the choices that are fixed.
@@ -39,7 +45,10 @@ class SearchRequest:
     global_batch: int
     """Samples per step."""
     memory_limit_bytes: int | None = None
-    """Per device; None: what the profile says is usable."""
+    """Of a device, that the estimate may take; None: what the profile says is usable."""
+    memory_odds: float | None = None
+    """Odds with which a plan must fit. None: `costmodel.uncertainty.USUAL_ODDS` of what the profile
+    says is usable, and 0.5 of a limit that is given: the estimate itself fits it."""
     dp: int | None = None
     """Data-parallel degree."""
     tp: int | None = None
@@ -102,6 +111,18 @@ class SearchRequest:
     num_best: int = 1
     """How many plans to find: the best, then the next best of other configurations."""
 
+    @property
+    def odds(self) -> float:
+        """Odds with which a plan must fit."""
+        if self.memory_odds is not None:
+            return self.memory_odds
+        return USUAL_ODDS if self.memory_limit_bytes is None else LEAST_ODDS
+
+    def limit_bytes(self, profile: Profile) -> float:
+        """Return the bytes of a device that an estimate may take."""
+        limit = float(self.memory_limit_bytes or profile.memory_bytes)
+        return usable_bytes(limit, profile, find_execution(self.execution), self.odds)
+
     def __post_init__(self) -> None:
         """Raise LayoutError when a number cannot mean anything, PlannerError when no runtime is
         called so.
@@ -140,6 +161,11 @@ class SearchRequest:
         if self.memory_limit_bytes is not None and self.memory_limit_bytes <= 0:
             raise LayoutError(
                 f"a memory limit of {self.memory_limit_bytes} bytes was given; it must be positive"
+            )
+        if self.memory_odds is not None and not LEAST_ODDS <= self.memory_odds <= MOST_ODDS:
+            raise LayoutError(
+                f"`memory_odds` {self.memory_odds} was given; use {LEAST_ODDS}, with which the "
+                f"estimate itself fits, to {MOST_ODDS}"
             )
         if self.offload not in get_args(Offload):
             raise LayoutError(
@@ -308,6 +334,9 @@ class SearchResult:
     """Where nothing fits: a limit per device under which a search finds a plan."""
     leanest: Plan | None = None
     """Where nothing fits: the plan that needs the least memory."""
+    riskier: Plan | None = None
+    """The fastest plan whose estimate alone fits, where it is faster than `plan`, which leaves room
+    (`report.riskier`)."""
     whole_batch: str = ""
     """Why no plan cuts the batch, in one sentence; empty: plans may."""
     search_s: float = field(default=0.0, compare=False)

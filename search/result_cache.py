@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from functools import cache
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 from costmodel.execution import find_execution
 from costmodel.table.kernels import has_rates, load_rates
 from planner.cache_folder import cache_dir, write_entry
-from planner.deadline import is_interrupted
+from planner.deadline import OutOfTime, is_interrupted
 from planner.graph import ModelGraph
 from planner.ops.users import rule_digests
 from planner.plan import Plan
@@ -27,10 +28,11 @@ from profiles import Profile
 from search.branch_and_bound import Progress
 from search.candidates import Candidates, CandidatesOf
 from search.find_plan import FirstLook, find_plan
+from search.report.riskier import find_riskier
 from search.request import Certificate, RunnerUp, SearchRequest, SearchResult
 
 _ROOMS = ("search", "costmodel", "profiles", "planner")
-_PLANS = ("plan", "leanest")
+_PLANS = ("plan", "leanest", "riskier")
 
 
 def find_plan_once(
@@ -42,18 +44,25 @@ def find_plan_once(
     use_cache: bool = True,
     candidates_of: CandidatesOf = Candidates.of,
     first_look: FirstLook | None = None,
+    names_riskier: bool = False,
 ) -> SearchResult:
-    """Return `find_plan`'s answer, searched now or kept from an equal earlier question.
+    """Return `find_plan`'s answer, searched now or kept from an equal earlier question; with
+    `names_riskier` beside it the plan that would be faster if memory were as estimated.
 
     Raises as `find_plan` does. A cache that can't be read or written is only slower.
     """
     unlimited = replace(request, time_limit_s=None)
-    entry = cache_dir() / "plans" / f"{question_digest(graph, profile, unlimited)}.json"
+    digest = question_digest(graph, profile, unlimited)
+    entry = cache_dir() / "plans" / f"{digest}{'-riskier' * names_riskier}.json"
     if use_cache and (kept := _read(entry)) is not None:
         return kept
     result = find_plan(
         graph, profile, request, progress, candidates_of=candidates_of, first_look=first_look
     )
+    if names_riskier:
+        with suppress(OutOfTime):  # the answer stands without it
+            riskier = find_riskier(graph, profile, request, result, candidates_of)
+            result = replace(result, riskier=riskier)
     cut_short = (request.time_limit_s is not None or is_interrupted()) and (
         result.certificate is None or result.certificate.stopped_early
     )

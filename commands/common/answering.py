@@ -58,11 +58,15 @@ def answer_of(
     from commands.render.plans.answer import Answer
     from commands.render.plans.words import degrees_spelled
     from costmodel.compare import as_rank_timelines
+    from costmodel.uncertainty import plan_odds_of_fit
     from search.report.overview import find_overview
 
     chosen, priced, interval = predicted.plan, predicted.estimate, interval_of(predicted)
     limit = request.memory_limit_bytes
     overview = find_overview(chosen, predicted.costs, priced, interval, memory_limit_bytes=limit)
+    odds = 0.0
+    if result.riskier is not None:
+        odds = plan_odds_of_fit(result.riskier, predicted.costs.profile, limit)
     told = {
         **chosen.estimate,
         **priced.to_dict(),
@@ -87,4 +91,5 @@ def answer_of(
         model_file=model,
         out=out,
         machine=machine,
+        odds_of_riskier=odds,
     )

@@ -41,7 +41,18 @@ class Question:
         int | None, typer.Option(help="Samples per step. Default: 8 per device.")
     ] = None
     memory_limit: Annotated[
-        float | None, typer.Option(help="GiB per device. Default: what the profile allows.")
+        float | None,
+        typer.Option(
+            help="GiB per device that the estimate may take. Default: what the profile allows, as "
+            "far as it fits with --memory-odds."
+        ),
+    ] = None
+    memory_odds: Annotated[
+        float | None,
+        typer.Option(
+            help="How sure a plan must be to fit, 0.5 (the estimate fits) to 0.99. Default: 0.9, "
+            "and 0.5 of a --memory-limit."
+        ),
     ] = None
     dp: Annotated[
         int | None, typer.Option(help="Fix the data-parallel degree.", rich_help_panel=CHOICES)
@@ -188,6 +199,7 @@ class Question:
             num_devices=gpus,
             global_batch=8 * gpus if self.global_batch is None else self.global_batch,
             memory_limit_bytes=bytes_of_gib(self.memory_limit),
+            memory_odds=self.memory_odds,
             model_file=str(model),
             dp=self.dp,
             tp=self.tp,

@@ -13,6 +13,7 @@ SPELLINGS = {
     "num_devices": "--gpus",
     "global_batch": "--global-batch",
     "memory_limit_bytes": "--memory-limit",
+    "memory_odds": "--memory-odds",
     "dp": "--dp",
     "tp": "--tp",
     "pp": "--pp",

@@ -54,7 +54,7 @@ def compare_choices(
         return Comparison(given=fixed.plan, best=best, shortfall=(), profile=profile)
     if fixed.leanest is None:  # on several groups of devices
         raise LayoutError(fixed.reasons[0])
-    limit = float(request.memory_limit_bytes or profile.memory_bytes)
+    limit = request.limit_bytes(profile)
     return Comparison(
         given=None,
         best=best,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from planner.units import GIB, format_bytes
 from search.branch_and_bound import EvaluatedPlan
 from search.candidates import Candidates
-from search.request import SearchRequest
+from search.request import LEAST_ODDS, SearchRequest
 from search.space.advice import fixed_choices
 
 
@@ -27,15 +27,24 @@ def explain_infeasible(
 
 def memory_limit(candidates: Candidates, request: SearchRequest) -> float:
     """Return the bytes of a device that a plan may take."""
-    return float(request.memory_limit_bytes or candidates.profile.memory_bytes)
+    return request.limit_bytes(candidates.profile)
 
 
 def nothing_fits(request: SearchRequest, memory_limit_bytes: float) -> str:
     """Say what nothing fits."""
+    sure = f" (to fit in {spell_odds(request.odds)})" if request.odds > LEAST_ODDS else ""
     return (
-        f"nothing fits {format_bytes(memory_limit_bytes)} per device on {request.num_devices} "
-        f"devices with a global batch of {request.global_batch}"
+        f"nothing fits {format_bytes(memory_limit_bytes)} per device{sure} on "
+        f"{request.num_devices} devices with a global batch of {request.global_batch}"
     )
+
+
+def spell_odds(odds: float) -> str:
+    """Return odds in words: 9 of 10, 99 of 100."""
+    for of in (10, 100):
+        if abs(odds * of - round(odds * of)) < 1e-9:
+            return f"{round(odds * of)} of {of}"
+    return f"{100 * odds:.1f} of 100"
 
 
 def explain_infeasible_groups(

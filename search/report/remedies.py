@@ -25,7 +25,7 @@ from search.find_plan import find_plan, search_among
 from search.nodes.lean_plan import find_fitting
 from search.on_host import offload_fallbacks
 from search.report.infeasible import round_up
-from search.request import CHOICES, SearchRequest, SearchResult
+from search.request import CHOICES, LEAST_ODDS, SearchRequest, SearchResult
 from search.space.request_checks import divisors
 
 Recapture = Callable[[Precision], ModelGraph]
@@ -109,7 +109,7 @@ class _Trials:
 
     @property
     def limit_bytes(self) -> float:
-        return float(self.request.memory_limit_bytes or self.profile.memory_bytes)
+        return self.request.limit_bytes(self.profile)
 
     def more_memory(self, infeasible: SearchResult) -> Remedy | None:
         """Return the smallest limit found under which a search succeeds."""
@@ -160,6 +160,8 @@ class _Trials:
         for name in ("balance", "pins", "forbid", "allow"):
             if getattr(request, name):
                 yield name, {name: ()}
+        if request.odds > LEAST_ODDS:
+            yield "memory_odds", {"memory_odds": LEAST_ODDS}
         if request.offload != "auto":
             yield "offload", {"offload": "auto"}
         if request.precision == "model" and self.recapture is not None:

@@ -12,11 +12,13 @@ from costmodel.memory.parts import MemoryParts, with_overheads
 from costmodel.uncertainty import (
     Interval,
     memory_interval,
+    odds_of_fit,
     run_kind,
     runtime_interval,
     sigma_of,
     step_interval,
     step_sigma,
+    usable_bytes,
 )
 from planner.plan.defaults import default_plan
 from planner.templates import Adapters, Experts, Transformer, build_transformer
@@ -157,16 +159,18 @@ def test_memory_lies_between_what_tensors_and_the_allocator_may_be(h100):
     assert found.basis == "dry runs on fake tensors; the allocator's share as in 26 published runs"
 
 
-def test_memory_of_a_runtime_that_was_never_measured_is_told_with_doubt(h100):
+def test_memory_of_a_runtime_is_as_sure_as_its_published_runs(h100):
     parts = with_overheads(MemoryParts(parameter_bytes=10**9), h100)
     widths = {
         name: memory_interval(parts, h100, find_execution(name))
-        for name in ("ours-compiled", "megatron-core", "megatron-classic", "fsdp-flash")
+        for name in ("ours-compiled", "megatron-core", "megatron-classic", "eager-flash")
     }
     highest = [found.high_bytes for found in widths.values()]
     assert highest == sorted(set(highest))
-    assert widths["megatron-core"].basis.startswith("published runs (simumax_b200); the allocator")
-    assert widths["fsdp-flash"].basis.startswith("no runs of this runtime; the allocator")
+    assert widths["megatron-core"].basis.startswith(
+        "published runs (megatron_goldens, simumax_b200)"
+    )
+    assert widths["eager-flash"].basis.startswith("published runs (torchtitan_202412)")
 
 
 def test_an_allocator_that_was_measured_is_as_wide_as_measured(h100):
@@ -181,3 +185,30 @@ def test_an_allocator_that_was_measured_is_as_wide_as_measured(h100):
     assert found.high_bytes > 1.5e9 + parts.context_bytes
     assert found.low_bytes > 0.97 * parts.total
     assert found.basis.endswith("as measured")
+
+
+@pytest.mark.parametrize("odds", [0.5, 0.75, 0.9, 0.99])
+@pytest.mark.parametrize("runtime", ["ours-eager", "torchtitan"])
+def test_an_estimate_of_all_that_is_usable_fits_with_the_odds_it_was_asked_for(h100, odds, runtime):
+    execution = find_execution(runtime)
+    usable = usable_bytes(h100.memory_bytes, h100, execution, odds)
+    tensors = (usable - h100.context_bytes) / (1 + h100.allocator_overhead_fraction)
+    parts = with_overheads(MemoryParts(activation_bytes=tensors), h100)
+    assert float(parts.total) == pytest.approx(usable)
+    assert odds_of_fit(parts, h100, execution, h100.memory_bytes) == pytest.approx(odds, abs=1e-4)
+
+
+def test_even_odds_use_the_whole_limit_and_nine_of_ten_the_interval(h100):
+    execution = find_execution("ours-eager")
+    assert usable_bytes(2**36, h100, execution, 0.5) == 2**36
+    parts = with_overheads(MemoryParts(activation_bytes=2**35), h100)
+    high = memory_interval(parts, h100, execution).high_bytes
+    assert odds_of_fit(parts, h100, execution, high) == pytest.approx(0.9, abs=1e-4)
+
+
+def test_what_is_not_known_well_leaves_more_memory_free(h100):
+    usable = [
+        usable_bytes(h100.memory_bytes, h100, find_execution(name), 0.9)
+        for name in ("ours-eager", "torchtitan")
+    ]
+    assert usable[1] < 0.9 * usable[0] < h100.memory_bytes

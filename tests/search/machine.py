@@ -30,6 +30,7 @@ class Machine:
     memory_bytes: float = 80.0 * GIB
     context_bytes: float = 1.0 * GIB
     allocator_overhead_fraction: float = 0.0
+    allocator_range: tuple[float, float] = (0.0, 0.0)
     launch_overhead_s: float = 0.0
     name: str = "test-machine"
     source: str = "shipped"

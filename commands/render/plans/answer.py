@@ -65,6 +65,8 @@ class Answer:
     """Plans of which none is worse than another in all that is compared."""
     machine: str = ""
     """Options that name the machine in other commands, where the plan's file alone does not."""
+    odds_of_riskier: float = 0.0
+    """The odds that the riskier plan of the result fits."""
 
     @property
     def warnings(self) -> list[str]:
@@ -329,6 +331,12 @@ def _warnings(answer: Answer) -> list[str]:
             overview.device_bytes[fullest],
         )
     )
+    if answer.result.riskier is not None:
+        step_s = float(answer.result.riskier.estimate["step_s"])
+        found.append(
+            f"a plan that is {overview.step_s / step_s - 1:.1%} faster fits in "
+            f"{10 * answer.odds_of_riskier:.0f} of ten: `memory_odds` 0.5 finds it"
+        )
     if overview.source == "shipped":
         found.append(
             f"times are of a shipped description ({plan.cluster.name}); `planner profile` on the "
