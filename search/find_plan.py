@@ -28,6 +28,7 @@ from planner.deadline import OutOfTime, is_interrupted, within
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
 from planner.plan.whole_batch import one_microbatch, spell_accept, stays_whole
+from planner.stacks import expressed_of
 from profiles import Profile
 from search.branch_and_bound import Node, Progress, evaluated_plan
 from search.candidates import Candidates, CandidatesOf, with_estimate
@@ -47,6 +48,7 @@ from search.report.runners_up import find_runners_up
 from search.request import SearchRequest, SearchResult
 from search.search_state import SearchState, WarmStart
 from search.space.configuration import Shape
+from search.space.request_checks import check_expressed
 from search.synthesis import SYNTHESISED, with_synthesised_table
 
 _MOST_OWN_TABLES = 4
@@ -107,7 +109,8 @@ def _find_plan(
 ) -> SearchResult:
     started = time.perf_counter()
     infeasible: list[tuple[Candidates, SearchResult]] = []
-    for fallback in offload_fallbacks(request.offload, profile, graph):
+    expressed = expressed_of(request.execution, graph, request.accept)
+    for fallback in offload_fallbacks(request.offload, profile, graph, expressed):
         tried = [candidates_of(graph, profile, request, on_host) for on_host in fallback]
         results = [
             search_among(candidates, request, progress, first_look=first_look)
@@ -178,6 +181,8 @@ def search_among(
     """
     started = time.perf_counter()
     synthesises = request.schedule == SYNTHESISED
+    if candidates.expressed is not None:
+        check_expressed(request, candidates.expressed, candidates.smallest_nodes)
     request = _without_own_table(request)
     shapes = candidates.shapes(request)
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from planner.errors import PlannerError
 from planner.plan.parts import Precision
+from planner.stacks import execution_of
 
 BF16_BYTES = 2
 DATA = Path(__file__).parent / "data"
@@ -181,7 +182,10 @@ def execution_names() -> tuple[str, ...]:
 
 @lru_cache(maxsize=64)
 def find_execution(name: str) -> Execution:
-    """Return a runtime's record; raise PlannerError for an unknown name."""
+    """Return a runtime's record, by its name or that of the stack whose runtime it is; raise
+    PlannerError for an unknown name.
+    """
+    name = execution_of(name)
     values = {key: entry["value"] for key, entry in _entries(name).items()}
     return Execution(name=name, **values | {"overlaps": tuple(values["overlaps"])})
 

@@ -14,7 +14,7 @@ from planner.emit import emit, find_emitter, refusals
 from planner.emit.targets.accelerate import ACCELERATE
 from planner.emit.targets.deepspeed import DEEPSPEED
 from planner.emit.targets.megatron_bridge import MEGATRON_BRIDGE, overrides
-from planner.emit.targets.nanotron import own_cuts
+from planner.stacks.layered import LayeredModel
 from tests.emit.views import assert_golden, changed, view_of
 
 FLAT = {"tp": 1, "pp": 1, "vpp": 1, "dp": 8, "gpus": 8}

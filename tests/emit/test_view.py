@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.emit.transformer_graph import Sizes, sizes_of, usual_dims
+from planner.stacks.transformer_graph import Sizes, sizes_of, usual_dims
 from planner.emit.view import Launch, PlanView
 from planner.errors import PlanError
 from planner.graph import Op, Program, Ref, TensorMeta
