@@ -169,6 +169,13 @@ class Candidates:
             on_host=("optimizer-on-host",) if self.layouts.on_host.optimizer else (),
         )
 
+    def has_shapes(self, request: SearchRequest) -> bool:
+        """Whether any shape divides."""
+        try:
+            return bool(self.shapes(request))
+        except LayoutError:
+            return False
+
     @cached_property
     def across_samples(self) -> Across:
         """What keeps the batch whole: where the model computes across samples, unaccepted."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from planner.errors import PlannerError
 from planner.plan.parts import Precision
-from planner.stacks import execution_of
+from planner.stacks import execution_of, stack_names
 
 BF16_BYTES = 2
 DATA = Path(__file__).parent / "data"
@@ -228,11 +228,12 @@ def memory_residuals(name: str) -> Mapping[str, float]:
 def read_record(name: str) -> Mapping[str, Any]:
     """Return a record's file: `summary`, `extends`, `values`, residuals of steps and memory."""
     if name not in execution_names():  # which a path to another file is not
-        near = get_close_matches(name, execution_names(), n=1)
+        systems = [other for other in stack_names() if other not in execution_names()]
+        near = get_close_matches(name, (*execution_names(), *systems), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise PlannerError(
             f"execution {name!r} is unknown; {hint}valid names of runtimes: "
-            f"{', '.join(execution_names())}"
+            f"{', '.join(execution_names())}; or of systems: {', '.join(systems)}"
         )
     text = (DATA / f"{name}.json").read_text(encoding="utf-8")
     record: Mapping[str, Any] = json.loads(text)

@@ -17,6 +17,7 @@ from planner.stacks.stack import (
     execution_of,
     register_stack,
     stack_named,
+    stack_names,
     stack_of,
 )
 
@@ -30,5 +31,6 @@ __all__ = [
     "expressed_of",
     "register_stack",
     "stack_named",
+    "stack_names",
     "stack_of",
 ]

@@ -15,7 +15,7 @@ from planner.plan.whole_batch import run_whole
 from planner.schedule import stage_to_pp_rank
 from planner.stacks import rules
 from planner.stacks.layered import LayeredModel
-from planner.stacks.stack import Stack, stack_of
+from planner.stacks.stack import Stack, execution_of, stack_of
 from planner.stacks.tensor_parallel import LaidOut, UsualTp
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -201,5 +201,5 @@ def expressed_of(
     execution: str, graph: ModelGraph, accept: tuple[str, ...] = ()
 ) -> Expressed | None:
     """Return what the stack of an execution expresses of a model; None: everything."""
-    stack = stack_of(execution)
+    stack = stack_of(execution_of(execution))
     return None if stack is None else Expressed(stack=stack, graph=graph, accept=accept)

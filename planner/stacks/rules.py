@@ -73,10 +73,10 @@ def why_no_precision(stack: Stack, precision: Precision, dtype: str) -> str:
     """Of a precision of a model whose parameters have a dtype."""
     if precision == "bf16" or dtype in stack.own_dtypes:
         return ""
-    kept = f"in {_listed(stack.own_dtypes)} alone" if stack.own_dtypes else "in none"
+    kept = f"{_listed(stack.own_dtypes)} alone is kept" if stack.own_dtypes else "none is kept"
     return (
-        f"the model is {dtype}, and {stack.title} keeps a model's own dtype {kept}; `precision` "
-        "bf16 trains in 16 bits with fp32 master weights"
+        f"the model is {dtype}, and of the dtypes of models {kept} in {stack.title}; others train "
+        "in 16 bits with fp32 master weights (`precision` bf16)"
     )
 
 

@@ -129,6 +129,11 @@ def stack_named(name: str) -> Stack | None:
     return next((s for s in STACKS.values() if name in (s.name, *s.aliases)), None)
 
 
+def stack_names() -> tuple[str, ...]:
+    """Return the names and aliases of all stacks."""
+    return tuple(sorted(name for s in STACKS.values() for name in (s.name, *s.aliases)))
+
+
 def execution_of(name: str) -> str:
     """Return the execution that a stack's name or alias stands for; any other name as it is."""
     stack = stack_named(name)

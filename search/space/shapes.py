@@ -11,8 +11,9 @@ others leave (`axes.rest_axis`). Ranks hold at most `MOST_VPP` stages unless ask
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 
 from planner.cluster import ClusterSpec
@@ -146,7 +147,6 @@ class Space:
         options_of: dict[tuple[int, int], tuple[tuple[str, int], ...]] = {}
         recomputes = self._recomputes()
         cuts = " * ".join(axis.name for axis in batch_axes())
-        no_zero = why_no_zero(graph, request.precision)
         tables = [meta.fqn for meta in graph.params if meta.table]
         # Sizes of the graph, and so of shapes, count the samples that belong together as one.
         unit, units = graph.unit, request.global_batch // graph.unit.size
@@ -190,24 +190,12 @@ class Space:
                     options_of[key] = tuple(
                         option for option in self._schedules(*key) if self._may_hold(pp, option[1])
                     )
-                # FSDP2 takes parameters that one axis cuts (`planner.runtime.state.zero`).
-                can_shard = sum(degrees[axis.name] > 1 for axis in split_axes()) < 2
-                zeros = request.values("zero", self._searched_zeros)
-                if no_zero and degrees.along("shards") > 1 and any(zeros):
-                    reasons.setdefault("zero takes one real dtype a block", no_zero)
-                    zeros = [zero for zero in zeros if zero == 0]
-                if degrees.along("shards") == 1 or not can_shard:
-                    zeros = [zero for zero in zeros if zero == 0 or request.names("zero", zero)]
-                # Without ZeRO there are no shards to copy: dp has those meshes.
-                copied = [axis.name for axis in copy_axes() if degrees[axis.name] > 1]
-                if not all(request.names(name, degrees[name]) for name in copied):
-                    zeros = [zero for zero in zeros if zero and degrees.along("shards") > 1]
                 for recompute in recomputes:
-                    left = self._zeros(zeros, degrees, pp, recompute)
-                    if options_of[key] and left:
+                    zeros = self._zeros(degrees, pp, recompute)
+                    if options_of[key] and zeros:
                         yield Shape(
                             degrees=degrees, pp=pp, microbatch_size=size, num_microbatches=key[1],
-                            options=options_of[key], zeros=left, recompute=recompute,
+                            options=options_of[key], zeros=zeros, recompute=recompute,
                             unit=unit.size,
                         )  # fmt: skip
 
@@ -237,19 +225,43 @@ class Space:
             return SEARCHED_ZERO
         return self.expressed.stack.zero_stages
 
-    def _zeros(
-        self, zeros: Sequence[int], degrees: Degrees, pp: int, recompute: str
-    ) -> tuple[int, ...]:
+    @cached_property
+    def _no_zero(self) -> str:
+        return why_no_zero(self.graph, self.request.precision)
+
+    def _zeros(self, degrees: Degrees, pp: int, recompute: str) -> tuple[int, ...]:
+        """Return the stages of ZeRO to try on a mesh."""
+        request, shards = self.request, degrees.along("shards")
+        zeros = request.values("zero", self._searched_zeros)
+        if self._no_zero and shards > 1 and any(zeros):
+            self.reasons.setdefault("zero takes one real dtype a block", self._no_zero)
+            zeros = [zero for zero in zeros if zero == 0]
+        zeros = self._zeros_of_stack(zeros, degrees, pp, recompute)
+        # FSDP2 takes parameters that one axis cuts (`planner.runtime.state.zero`).
+        can_shard = sum(degrees[axis.name] > 1 for axis in split_axes()) < 2
+        if shards == 1 or not can_shard:
+            # Of a single shard all stages are the same: the first that a stack has beside the rest.
+            first = 0 if self.expressed is None or not can_shard else min(zeros, default=0)
+            zeros = [zero for zero in zeros if zero == first or request.names("zero", zero)]
+        # Without ZeRO there are no shards to copy: dp has those meshes.
+        copied = [axis.name for axis in copy_axes() if degrees[axis.name] > 1]
+        if not all(request.names(name, degrees[name]) for name in copied):
+            zeros = [zero for zero in zeros if zero and shards > 1]
+        return tuple(zeros)
+
+    def _zeros_of_stack(
+        self, zeros: list[int], degrees: Degrees, pp: int, recompute: str
+    ) -> list[int]:
         """Return the stages of ZeRO that the stack has beside all else."""
         if self.expressed is None:
-            return tuple(zeros)
+            return zeros
         sizes = {**degrees, "pp": pp, "recompute": 1 + (recompute != "none")}
         beside = (*self.on_host, *(name for name, size in sizes.items() if size > 1))
         found = {zero: self.expressed.why_no_zero(zero, beside) for zero in zeros}
         for zero, why in found.items():
             if why:
                 self.reasons.setdefault("zero of the stack", f"zero={zero}: {why}")
-        return tuple(zero for zero, why in found.items() if not why)
+        return [zero for zero, why in found.items() if not why]
 
     def _changes(self, num_microbatches: int, degrees: Degrees) -> bool:
         """Whether so many microbatches on a mesh change what is computed across samples."""

@@ -86,7 +86,7 @@ def test_deepspeed_reads_its_zero_section():
 def test_deepspeed_refuses_by_name():
     assert named(view_of(), "deepspeed") == {"pp", "vpp", "cuts", "schedule", "layouts"}
     over_tp = FLAT | {"tp": 2, "gpus": 16}
-    assert named(view_of(**over_tp, zero_stage=3), "deepspeed") == {"zero", "layouts"}
+    assert named(view_of(**over_tp, zero_stage=3), "deepspeed") == {"tp", "layouts"}
     accepted = view_of(**over_tp, accepted=("layouts",))
     files = emit(accepted, find_emitter("deepspeed")).files
     assert json.loads(files["deepspeed.json"])["tensor_parallel"] == {"autotp_size": 2}
@@ -129,7 +129,7 @@ def test_nanotron_cuts_stages_itself():
     view = view_of(**NANOTRON)
     # Layers cost 4 * 32 * 128 * 4096 + 3 * 14336 * 4096, and the head 128256 * 4096 (padded: that
     # is 2.17 layers). Half of 34.2 layers is more than 17: the 18th takes rank 0 over it.
-    assert own_cuts(view) == [0] * 18 + [1] * 15
+    assert LayeredModel(graph=view.graph).places_by_products(2) == (0,) * 18 + (1,) * 15
     assert "cuts" not in named(view, "nanotron")
     even = view_of(**NANOTRON | {"stack": "megatron-core"})
     found = refusals(even, find_emitter("nanotron"))
@@ -199,8 +199,9 @@ def test_accelerate_launch_takes_its_file(tmp_path):
 
 
 def test_accelerate_refuses_by_name():
-    assert named(view_of(), "accelerate") == {
-        "tp", "pp", "vpp", "cuts", "schedule", "zero", "layouts",
+    assert named(view_of(), "accelerate") == {"pp", "vpp", "cuts", "schedule", "zero", "layouts"}
+    assert named(view_of(zero_stage=0), "accelerate") == {
+        "tp", "pp", "vpp", "cuts", "schedule", "layouts",
     }  # fmt: skip
 
 
@@ -231,7 +232,10 @@ def test_megatron_bridge_refuses_fp32_which_its_recipes_would_train_in_bf16():
     plain = in_fp32(view_of(**FLAT | {"zero_stage": 0}))
     (refused,) = refusals(plain, MEGATRON_BRIDGE)
     assert refused.feature == "precision"
-    assert "16-bit dtype, and its overrides no name for float32 (`precision` bf16)" in refused.why
+    assert refused.why == (
+        "the model is float32, and of the dtypes of models none is kept in Megatron-Bridge; others "
+        "train in 16 bits with fp32 master weights (`precision` bf16)"
+    )
     assert not refusals(plain, find_emitter("megatron-lm"))
 
 

@@ -174,7 +174,7 @@ def test_what_it_can_not_express_is_refused_by_name():
     assert {r.feature for r in refusals(host, TITAN)} == {"zero", "optimizer-on-host"}
     replicated = view_of(**SMALL, zero_stage=0, sp=0)
     assert not refusals(replicated, TITAN)
-    assert {r.feature for r in refusals(replicated, TOML)} == {"dp", "layouts"}
+    assert {r.feature for r in refusals(replicated, TOML)} == {"tp", "pp", "layouts"}
 
 
 def test_whole_experts_on_tp_are_refused():
