@@ -161,8 +161,8 @@ def search(
     stack = stack_of(request.execution)
     if lengths is not None and stack is not None:
         raise PlannerError(
-            f"--lengths {lengths} was given, and plans for {stack.title} have batches of one shape; "
-            "drop it, or plan for another --execution"
+            f"--lengths {lengths} was given, and plans for {stack.title} have batches of one "
+            "shape; drop it, or plan for another --execution"
         )
     check_writable(out, "the plan", (model,))
     check_writable(pareto, "the Pareto set", (model, out))

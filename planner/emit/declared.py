@@ -115,8 +115,8 @@ def _recompute(stack: Stack, view: PlanView) -> str:
 
 
 def _layouts(stack: Stack, view: PlanView) -> str:
-    if view.plan.tp == 1:
-        return ""
+    if view.plan.tp == 1 or stack.tensor_parallel is None:
+        return rules.why_not_placed_on_tp(stack) if view.plan.tp > 1 else ""
     laid = view.laid_out
     own_experts = rules.why_not_experts(stack, laid) if view.plan.degrees["ep"] == 1 else ""
     return own_experts or rules.why_not_laid_out(stack, laid)

@@ -106,10 +106,8 @@ class Expressed:
             return ""
         if name not in self.stack.degrees:
             return f"{self.stack.title} has none"
-        if name == "tp" and self.stack.tensor_parallel is None:
-            return f"{self.stack.title} places tensors by rules of its own"
         if name == "tp":
-            return rules.why_not_tp(self.usual, size)
+            return rules.why_not_placed_on_tp(self.stack) or rules.why_not_tp(self.usual, size)
         if name == "cp" and self.model is not None:
             return rules.why_not_pieces(self.stack, size, self.model.seq_len)
         if name == "pp":

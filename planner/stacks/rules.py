@@ -85,11 +85,16 @@ def why_not_tp(usual: UsualTp | None, tp: int) -> str:
     return usual.why_not(tp) if usual is not None and tp > 1 else ""
 
 
+def why_not_placed_on_tp(stack: Stack) -> str:
+    """Of any placements of ops on tp."""
+    return "" if stack.tensor_parallel else f"{stack.title} places tensors by rules of its own"
+
+
 def why_not_laid_out(stack: Stack, laid: LaidOut) -> str:
     """Of placements of ops on tp."""
     ways = stack.tensor_parallel
     if ways is None:
-        return f"{stack.title} places tensors by rules of its own"
+        return why_not_placed_on_tp(stack)
     needed = UsualTp(model=laid.model, ways=ways).needs_sequence_parallel
     if needed and not laid.sequence_parallel:
         what = "trains experts on tp" if ways.sequence_parallel == "with experts" else "has tp"
