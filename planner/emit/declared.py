@@ -82,11 +82,9 @@ def _placement(stack: Stack, view: PlanView) -> str:
 def _cuts(stack: Stack, view: PlanView) -> str:
     if stack.cuts == "between layers":
         return ""  # `view.parts` refuses others
-    model = view.layered("the cuts of the plan")
-    try:
-        own = model.places_by_products(view.plan.pp)
-    except PlanError as error:
-        return f"in {stack.title} {error}"
+    own = view.layered("the cuts of the plan").places_by_products(view.plan.pp)
+    if not own:
+        return f"{stack.title} cuts by sizes that the model's graph does not tell"
     planned = [s for s, part in enumerate(view.parts) for _ in part.layers]
     planned.append(next(s for s, part in enumerate(view.parts) if part.head))
     if view.parts[0].embedding and list(own) == planned:

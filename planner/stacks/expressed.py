@@ -72,29 +72,40 @@ class Expressed:
         return len(self.starts) or len(self.graph.blocks)
 
     def cuts(self, num_stages: int) -> tuple[int, ...]:
-        """Return the only stage boundaries that the stack has; none where they are chosen.
-
-        Raises PlanError where it leaves a stage without blocks, or the graph does not tell them.
+        """Return the only stage boundaries that the stack has; none where they are chosen, or where
+        it has none (`why_no_cuts`).
         """
-        if self.stack.cuts == "between layers" or self.model is None or num_stages == 1:
+        if not self._cuts_itself(num_stages) or self.why_no_cuts(num_stages):
             return ()
+        assert self.model is not None
         places, starts = self.model.places_by_products(num_stages), self.model.starts
-        if set(places) != set(range(num_stages)):
-            raise PlanError(
-                f"{self.stack.title} cuts stages by products, and leaves some of {num_stages} "
-                "pipeline ranks without any"
-            )
         # What precedes the layers is on the first rank.
         behind = starts[-len(places) :]
         cuts = [0, *(behind[places.index(rank)] for rank in range(1, num_stages))]
         return (*cuts, len(self.graph.blocks))
 
+    def why_no_cuts(self, num_stages: int) -> str:
+        """Of a pipeline of so many stages."""
+        title = self.stack.title
+        if num_stages > self.num_pieces:
+            return f"{title} cuts between layers, into {self.num_pieces} stages at most"
+        if not self._cuts_itself(num_stages) or self.model is None:
+            return ""
+        places = self.model.places_by_products(num_stages)
+        if not places:
+            return f"{title} cuts by sizes that the model's graph does not tell"
+        if set(places) != set(range(num_stages)):
+            return f"{title} cuts by products, and leaves some of {num_stages} ranks without any"
+        return ""
+
+    def _cuts_itself(self, num_stages: int) -> bool:
+        return self.stack.cuts == "its own" and self.model is not None and num_stages > 1
+
     def why_not_cut(self, starts: tuple[int, ...]) -> str:
         """Of stages that begin with these blocks."""
-        try:
-            own = self.cuts(len(starts))[:-1]
-        except PlanError as error:
-            return str(error)
+        if why := self.why_no_cuts(len(starts)):
+            return why
+        own = self.cuts(len(starts))[:-1]
         if own and starts != own:
             return f"{self.stack.title} cuts before blocks {', '.join(map(str, own[1:]))}"
         inside = [start for start in starts if self.starts and start not in self.starts]
@@ -111,16 +122,7 @@ class Expressed:
         if name == "cp" and self.model is not None:
             return rules.why_not_pieces(self.stack, size, self.model.seq_len)
         if name == "pp":
-            return self._why_not_pp(size)
-        return ""
-
-    def _why_not_pp(self, pp: int) -> str:
-        if pp > self.num_pieces:
-            return f"{self.stack.title} cuts between layers, into {self.num_pieces} stages at most"
-        try:
-            self.cuts(pp)
-        except PlanError as error:
-            return str(error)
+            return self.why_no_cuts(size)
         return ""
 
     def why_not_parts(self, degrees: Degrees, num_microbatches: int) -> str:
@@ -143,8 +145,8 @@ class Expressed:
         stack = self.stack
         if why := self.why_not_size("vpp", vpp):
             return why
-        if pp * vpp > self.num_pieces:
-            return f"{stack.title} cuts between layers, into {self.num_pieces} stages at most"
+        if why := self.why_no_cuts(pp * vpp):
+            return why
         if stack.schedules is None:
             homes = stage_to_pp_rank(name, pp, vpp)
             return rules.why_not_placed(stack, homes, pp=pp, vpp=vpp)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from planner.errors import PlanError
 from planner.graph import ModelGraph
 from planner.ops.recompute_choice import default_ops
 from planner.stacks.stack import Recomputed
@@ -99,7 +98,7 @@ class LayeredModel:
 
     def places_by_products(self, pp: int) -> tuple[int, ...]:
         """Return the pp rank of each layer, and then of the head, where a stack cuts a pipeline by
-        products alone. Raises PlanError where the graph does not tell their sizes.
+        products alone; none where the graph does not tell their sizes.
 
         A rank is left once the products up to its last block are more than its part of the whole:
         4 heads d h + 3 f h of a layer and V h of the head (d: width of a head, h: hidden, f: feed-
@@ -107,7 +106,7 @@ class LayeredModel:
         """
         sizes = self.sizes
         if not (sizes.heads and sizes.ffn_hidden and sizes.vocab):
-            raise PlanError("stages are cut by sizes that the model's graph does not tell")
+            return ()
         width = sizes.hidden // sizes.heads
         layer = 4 * sizes.heads * width * sizes.hidden + 3 * sizes.ffn_hidden * sizes.hidden
         done = list(accumulate([*[layer] * sizes.layers, sizes.vocab * sizes.hidden]))
