@@ -78,10 +78,10 @@ def random_graph(rng: random.Random) -> ModelGraph:
     )
 
 
-def random_request(rng: random.Random, stack: Stack, graph: ModelGraph) -> SearchRequest:
-    """A question of up to two nodes, with a choice fixed in every other case: one that the stack
-    has, as others are refused."""
-    devices = rng.choice([1, 2, 4, 8, 16])
+def random_request(rng: random.Random, stack: Stack, graph: ModelGraph, most: int) -> SearchRequest:
+    """A question of at most so many devices, with a choice fixed in every other case: one that the
+    stack has, as others are refused."""
+    devices = rng.choice([count for count in (1, 2, 4, 8, 16) if count <= most])
     request = SearchRequest(
         num_devices=devices,
         global_batch=devices * rng.choice([1, 2, 6]),
@@ -95,10 +95,10 @@ def random_request(rng: random.Random, stack: Stack, graph: ModelGraph) -> Searc
     return replace(request, **{name: size}) if is_fixed else request
 
 
-def plans_of(rng: random.Random, stack: Stack) -> Iterator[tuple[ModelGraph, Plan]]:
+def plans_of(rng: random.Random, stack: Stack, most: int) -> Iterator[tuple[ModelGraph, Plan]]:
     """Yield the plan of a random question, and that under a part of the memory which it took."""
     graph = random_graph(rng)
-    request = random_request(rng, stack, graph)
+    request = random_request(rng, stack, graph, most)
     try:
         plan = find_plan(graph, h100(), request).plan
     except LayoutError:
@@ -208,7 +208,7 @@ READERS: dict[str, Reader] = {
 @pytest.mark.parametrize("name", sorted(STACKS))
 def test_a_plan_searched_for_a_stack_is_written_for_it(name, seed, tmp_path):
     rng = random.Random(f"{name} {seed}")
-    for graph, plan in plans_of(rng, STACKS[name]):
+    for graph, plan in plans_of(rng, STACKS[name], most=4 if seed < QUICK else 16):
         view, emitter = PlanView(plan=plan, graph=graph), find_emitter(name)
         assert plan.execution in STACKS[name].executions
         assert refusals(view, emitter) == ()
@@ -295,8 +295,17 @@ def test_a_model_of_no_layers_is_priced_and_what_can_not_be_written_is_told():
     assert find_plan(graph, h100(), TWO_NODES).not_written == ""
 
 
-def test_stages_are_cut_between_layers_of_several_blocks():
-    """Two blocks to a layer: no plan for a stack begins a stage with the second, ours may."""
+@pytest.mark.parametrize(
+    ("execution", "solver", "pp", "vpp"),
+    [
+        ("megatron", "dp", 4, 1),
+        ("megatron", "dp", 2, 2),
+        ("titan", "recursive", 4, 1),
+        pytest.param("titan", "ilp", 4, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_stages_are_cut_between_layers_of_several_blocks(execution, solver, pp, vpp):
+    """Two blocks to a layer: no plan for a stack begins a stage with the second."""
     graph = small(layers=8)
     names = [f"layers.{(block.index - 1) // 2}.{block.index}" for block in graph.blocks]
     blocks = tuple(
@@ -304,15 +313,12 @@ def test_stages_are_cut_between_layers_of_several_blocks():
         for block, name in zip(graph.blocks, names, strict=True)
     )
     halves = replace(graph, blocks=blocks)
-    for execution, solver in [("megatron", "dp"), ("titan", "recursive"), ("titan", "ilp")]:
-        request = replace(TWO_NODES, pp=4, execution=execution, solver=solver)
-        for vpp in (1, 2) if execution == "megatron" and solver == "dp" else (1,):
-            found = find_plan(halves, h100(), replace(request, vpp=vpp, pp=4 // vpp))
-            assert found.plan is not None
-            starts = [stage.first_block for stage in found.plan.stages]
-            assert set(starts) <= {0, 1, 3, 5, 7, 9}
-            view = PlanView(plan=found.plan, graph=halves)
-            assert refusals(view, find_emitter(execution)) == ()
+    request = replace(TWO_NODES, num_devices=8, pp=pp, vpp=vpp, execution=execution, solver=solver)
+    found = find_plan(halves, h100(), request)
+    assert found.plan is not None
+    assert {stage.first_block for stage in found.plan.stages} <= {0, 1, 3, 5, 7, 9}
+    view = PlanView(plan=found.plan, graph=halves)
+    assert refusals(view, find_emitter(execution)) == ()
 
 
 def test_nothing_is_left_out_of_a_search_for_our_own_runtime():
