@@ -141,6 +141,7 @@ def search(
     from planner.plan.buckets import check_bucket, with_buckets
     from planner.plan.short_sums import short_sums_messages
     from planner.plan.whole_batch import accepted_messages
+    from planner.stacks import stack_of
     from search import KeptCandidates, find_advice, find_pareto, find_plan_once
     from search.measured import check_measurable
 
@@ -158,6 +159,12 @@ def search(
         raise PlannerError(
             f"--measure runs plans as {OURS} and --execution {request.execution} was given; drop "
             "one of them"
+        )
+    stack = stack_of(request.execution)
+    if lengths is not None and stack is not None:
+        raise PlannerError(
+            f"--lengths {lengths} was given, and plans for {stack.title} have batches of one "
+            "shape; drop it, or plan for another --execution"
         )
     check_writable(out, "the plan", (model, given.model))
     check_writable(pareto, "the Pareto set", (model, out))

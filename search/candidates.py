@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
+import numpy as np
+
 from costmodel import CostCache, Estimate, estimate
 from costmodel.estimate import cost_cache
 from costmodel.execution import find_execution
@@ -16,10 +18,12 @@ from planner.errors import LayoutError
 from planner.graph import ModelGraph
 from planner.graph.tables import with_table_lookups
 from planner.layout.axes import Degrees
-from planner.layout.placement import parse_placement
+from planner.layout.placement import Placement, parse_placement
 from planner.plan import ClusterRef, ModelRef, Plan
 from planner.plan.defaults import model_ref
 from planner.plan.whole_batch import Across, run_whole, unaccepted
+from planner.stacks import Expressed, expressed_of
+from planner.stacks.tensor_parallel import dim_of
 from profiles import Profile
 from search.ilp import check_ortools
 from search.on_host import offload_fallbacks, tables_to_host
@@ -51,6 +55,7 @@ class Candidates:
         accept: what users accept of a batch that is cut, copied into plans.
         cuts: stage boundaries that the request fixes, empty if it does not.
         split_rank: the pp rank that a decoder begins, if the request fixes it.
+        expressed: what the stack expresses that plans are for; None: everything.
     """
 
     graph: ModelGraph
@@ -65,6 +70,7 @@ class Candidates:
     accept: tuple[str, ...] = ()
     cuts: tuple[int, ...] = ()
     split_rank: int | None = None
+    expressed: Expressed | None = None
     _group_tables: dict[tuple[int, int, int], tuple[Mapping[str, StageTable], ...]] = field(
         default_factory=dict
     )
@@ -90,7 +96,13 @@ class Candidates:
         """
         if profile.groups:
             _check_groups(profile, request)
-        on_host = on_host or offload_fallbacks(request.offload, profile, graph)[0][0]
+        expressed = expressed_of(request.execution, graph, request.accept)
+        if profile.groups and expressed is not None:
+            raise LayoutError(
+                f"cluster {profile.name!r} has several groups of devices, and "
+                f"{expressed.stack.title} plans for equal ones; plan for another `execution`"
+            )
+        on_host = on_host or offload_fallbacks(request.offload, profile, graph, expressed)[0][0]
         captured, tables = graph, tables_to_host(graph) if on_host.tables else ()
         # What keeps the batch whole leaves all plans one microbatch.
         graph = run_whole(graph, request.global_batch, num_microbatches=1, accept=request.accept)
@@ -105,10 +117,16 @@ class Candidates:
         if request.solver == "ilp":
             check_ortools()
         pins = {(index, name): parse_placement(text) for index, name, text in request.pins}
+        if expressed is not None:
+            _check_pins(expressed, pins)
 
         def layouts(costs: CostCache, profile: Profile) -> LayoutCandidates:
             solver = LayoutSolver(
-                graph=graph, profile=profile, pins=pins, prefers_ilp=request.solver == "ilp"
+                graph=graph,
+                profile=profile,
+                pins=pins,
+                usual=None if expressed is None else expressed.usual,
+                prefers_ilp=request.solver == "ilp",
             )
             return LayoutCandidates(
                 solver=solver,
@@ -116,6 +134,7 @@ class Candidates:
                 precision=request.precision,
                 on_host=on_host,
                 given=Degrees(**dict(request.axes)),
+                expressed=expressed,
             )
 
         return cls(
@@ -133,6 +152,7 @@ class Candidates:
             receive_ahead=request.receive_ahead,
             accept=request.accept,
             cuts=tuple(accumulate(request.balance, initial=0)) if request.balance else (),
+            expressed=expressed,
             split_rank=request.split_rank,
         )
 
@@ -145,7 +165,16 @@ class Candidates:
             self.smallest_nodes,
             can_split=can_split,
             across=self.across_samples,
+            expressed=self.expressed,
+            on_host=("optimizer-on-host",) if self.layouts.on_host.optimizer else (),
         )
+
+    def has_shapes(self, request: SearchRequest) -> bool:
+        """Whether any shape divides."""
+        try:
+            return bool(self.shapes(request))
+        except LayoutError:
+            return False
 
     @cached_property
     def across_samples(self) -> Across:
@@ -218,13 +247,30 @@ class Candidates:
             stages = configuration.pp * configuration.vpp
             if (table.key, stages) not in self._even_cuts:
                 seconds = table.forward_s + table.backward_s
-                cuts = self.cuts or balanced_cut(seconds.tolist(), stages)
+                cuts = self.cuts_of(stages) or self._even_cut(seconds.tolist(), stages)
                 self._even_cuts[table.key, stages] = cuts
             cuts = self._even_cuts[table.key, stages]
             self._interleaved[key] = InterleavedStages(
                 configuration=configuration, table=table, cuts=cuts
             )
         return self._interleaved[key]
+
+    def cuts_of(self, num_stages: int) -> tuple[int, ...]:
+        """Return the boundaries of so many stages where the request or the stack fixes them."""
+        if self.cuts or self.expressed is None:
+            return self.cuts
+        return self.expressed.cuts(num_stages)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Blocks that a stage may begin with; none: any."""
+        return () if self.expressed is None else self.expressed.starts
+
+    def _even_cut(self, seconds: Sequence[float], num_stages: int) -> tuple[int, ...]:
+        """Return cuts into stages as equal as what lies between possible cuts allows."""
+        starts = self.starts or tuple(range(len(seconds)))
+        pieces = np.add.reduceat(seconds, starts).tolist()
+        return tuple([*starts, len(seconds)][at] for at in balanced_cut(pieces, num_stages))
 
     @cached_property
     def cluster_ref(self) -> ClusterRef:
@@ -246,6 +292,20 @@ class Candidates:
     def estimate(self, plan: Plan) -> Estimate:
         """Return the cost model's answer for a plan."""
         return estimate(self.graph, self.profile, plan, costs=self.costs)
+
+
+def _check_pins(expressed: Expressed, pins: Mapping[tuple[int, str], Placement]) -> None:
+    """Raise LayoutError for a pin of what a stack splits otherwise."""
+    dims = expressed.usual.dims if expressed.usual is not None else {}
+    for (index, name), place in pins.items():
+        own = dims.get((index, name), (dim_of(place),))
+        if dim_of(place) not in own:
+            has = " or ".join("R" if dim is None else f"S({dim})" for dim in own)
+            fqn = expressed.graph.classes[index].tensor[name].fqn
+            raise LayoutError(
+                f"`pins` {fqn}: {place}@tp was given, and {expressed.stack.title} has {has}; drop "
+                "the pin, or plan for another `execution`"
+            )
 
 
 def _check_groups(profile: Profile, request: SearchRequest) -> None:

@@ -28,6 +28,7 @@ from planner.deadline import OutOfTime, is_interrupted, within
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
 from planner.plan.whole_batch import one_microbatch, spell_accept, stays_whole
+from planner.stacks import expressed_of
 from profiles import Profile
 from search.branch_and_bound import Node, Progress, evaluated_plan
 from search.candidates import Candidates, CandidatesOf, with_estimate
@@ -47,6 +48,7 @@ from search.report.runners_up import find_runners_up
 from search.request import SearchRequest, SearchResult
 from search.search_state import SearchState, WarmStart
 from search.space.configuration import Shape
+from search.space.request_checks import check_expressed
 from search.synthesis import SYNTHESISED, with_synthesised_table
 
 _MOST_OWN_TABLES = 4
@@ -107,8 +109,15 @@ def _find_plan(
 ) -> SearchResult:
     started = time.perf_counter()
     infeasible: list[tuple[Candidates, SearchResult]] = []
-    for fallback in offload_fallbacks(request.offload, profile, graph):
+    expressed = expressed_of(request.execution, graph, request.accept)
+    for fallback in offload_fallbacks(request.offload, profile, graph, expressed):
         tried = [candidates_of(graph, profile, request, on_host) for on_host in fallback]
+        if infeasible:  # a stack may have nothing on the host beside what the request fixes
+            tried = [
+                candidates
+                for candidates in tried
+                if candidates.has_shapes(_without_own_table(request))
+            ]
         results = [
             search_among(candidates, request, progress, first_look=first_look)
             for candidates in tried
@@ -180,6 +189,8 @@ def search_among(
     """
     started = time.perf_counter()
     synthesises = request.schedule == SYNTHESISED
+    if candidates.expressed is not None:
+        check_expressed(request, candidates.expressed, candidates.smallest_nodes)
     request = _without_own_table(request)
     shapes = candidates.shapes(request)
 
@@ -257,6 +268,7 @@ def _result_of(search: SearchState, *, runners_up: bool) -> SearchResult:
         runners_up=find_runners_up(search, best) if runners_up else (),
         certificate=proof,
         whole_batch=_why_whole(search.candidates, search.request),
+        not_written=_why_not_written(search.candidates),
         search_s=time.perf_counter() - search.started,
     )
 
@@ -269,6 +281,17 @@ def _why_whole(candidates: Candidates, request: SearchRequest) -> str:
     graph, found = candidates.captured or candidates.graph, across.of_microbatches
     told = stays_whole if across.of_replicas else one_microbatch
     return f"{told(graph, found)}; {spell_accept(found)} lets it be cut"
+
+
+def _why_not_written(candidates: Candidates) -> str:
+    """Say why the stack that plans are for can't be told of the model; nothing where it can."""
+    expressed = candidates.expressed
+    if expressed is None or not expressed.why_no_model:
+        return ""
+    return (
+        f"plans for {expressed.stack.title} are priced, and can't be written for it: "
+        f"{expressed.why_no_model}"
+    )
 
 
 def _explore(search: SearchState, shapes: Sequence[Shape]) -> None:

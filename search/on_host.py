@@ -9,13 +9,14 @@ from planner.errors import LayoutError
 from planner.graph import ModelGraph
 from planner.graph.tables import tables_of, without_mixed_classes
 from planner.plan import Plan
+from planner.stacks import Expressed
 from planner.units import format_bytes
 from profiles import Profile
 from search.request import Offload, SearchResult
 
 
 def offload_fallbacks(
-    offload: Offload, profile: Profile, graph: ModelGraph
+    offload: Offload, profile: Profile, graph: ModelGraph, expressed: Expressed | None = None
 ) -> tuple[tuple[OnHost, ...], ...]:
     """Return what to put on the host: fallbacks in turn until a plan fits, the fastest of each.
 
@@ -27,9 +28,14 @@ def offload_fallbacks(
 
     Tables with sparse gradients go first, where the model has any: rows that a step touches are
     few. The optimizer goes with them, as it would step on both sides. Raises LayoutError where the
-    request names tables and there are none.
+    request names tables and there are none. What a stack does not have on the host (`expressed`) is
+    not tried.
     """
-    has_tables = bool(tables_to_host(graph))
+
+    def may_be(part: str) -> bool:
+        return expressed is None or not expressed.why_not_on_host(part)
+
+    has_tables = may_be("tables") and bool(tables_to_host(graph))
     if offload == "tables" and not has_tables:
         raise LayoutError(
             "`offload` tables was given, and the model has no table that lookups with sparse=True "
@@ -43,7 +49,9 @@ def offload_fallbacks(
         if profile.cluster.device_type == "cpu":
             return ((plain,),)
         first = ((plain,), (tables,)) if has_tables else ((plain,),)
-        return (*first, (optimizer, activations), (both,))
+        alone = {"optimizer": optimizer, "activations": activations}
+        either = tuple(on_host for part, on_host in alone.items() if may_be(part))
+        return (*first, *[either] * bool(either), *[(both,)] * (len(either) == len(alone)))
     if offload == "activations":  # and nothing else
         return ((OnHost(activations=True),),)
     asked = {"none": plain, "optimizer": optimizer, "both": both, "tables": tables}

@@ -79,7 +79,8 @@ class PricedConfiguration:
             start_s=table.least_inputs_s(configuration),
             choices=(*stages.choices, *("partial",) * len(stages.partial)),
             needs=stages.least_needs(memory_limit_bytes),
-            cuts=self.candidates.cuts,
+            cuts=self.candidates.cuts_of(configuration.pp),
+            starts=self.candidates.starts,
             infeasible=(*self._kept_apart(stages.num_choices), *infeasible),
             copied=self._copied,
         )

@@ -89,7 +89,8 @@ class SearchRequest:
     precision: Precision = "model"
     """What the graph was captured in; not searched."""
     execution: str = OURS
-    """The runtime that plans are priced for; not searched."""
+    """The runtime that plans are priced for, or the system whose runtime it is; not searched. Plans
+    for a system (`planner.stacks`) are those that can be written for it."""
     receive_ahead: int = 2
     """Jobs ahead of which receives are posted; not searched, copied into the plan."""
     clip_gradients: bool = False
@@ -127,7 +128,8 @@ class SearchRequest:
         """Raise LayoutError when a number cannot mean anything, PlannerError when no runtime is
         called so.
         """
-        find_execution(self.execution)
+        # A system stands for its runtime, whose name plans and prices have.
+        object.__setattr__(self, "execution", find_execution(self.execution).name)
         if self.num_devices < 1:
             raise LayoutError(
                 f"`num_devices` {self.num_devices} was given; training needs at least one device, "
@@ -339,6 +341,9 @@ class SearchResult:
     (`report.riskier`)."""
     whole_batch: str = ""
     """Why no plan cuts the batch, in one sentence; empty: plans may."""
+    not_written: str = ""
+    """Why no plan of the model can be written for the system that it is priced for, in one
+    sentence; empty: it can, or is for our runtime."""
     search_s: float = field(default=0.0, compare=False)
     """Seconds that the search took."""
     is_out_of_time: bool = False

@@ -69,7 +69,8 @@ AcceptOption = Annotated[
 ]
 RUNTIMES = (
     "ours-eager is `planner launch`, ours-compiled the same with compiled blocks; others are "
-    "megatron-core, torchtitan, nanotron and more."
+    "systems that plans can be written for (megatron, megatron-bridge, titan, deepspeed, nanotron, "
+    "accelerate) and more."
 )
 JsonOption = Annotated[
     bool,

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from planner.errors import PlannerError
 from planner.plan.parts import Precision
+from planner.stacks import execution_of, stack_names
 
 BF16_BYTES = 2
 DATA = Path(__file__).parent / "data"
@@ -181,7 +182,10 @@ def execution_names() -> tuple[str, ...]:
 
 @lru_cache(maxsize=64)
 def find_execution(name: str) -> Execution:
-    """Return a runtime's record; raise PlannerError for an unknown name."""
+    """Return a runtime's record, by its name or that of the stack whose runtime it is; raise
+    PlannerError for an unknown name.
+    """
+    name = execution_of(name)
     values = {key: entry["value"] for key, entry in _entries(name).items()}
     return Execution(name=name, **values | {"overlaps": tuple(values["overlaps"])})
 
@@ -224,11 +228,12 @@ def memory_residuals(name: str) -> Mapping[str, float]:
 def read_record(name: str) -> Mapping[str, Any]:
     """Return a record's file: `summary`, `extends`, `values`, residuals of steps and memory."""
     if name not in execution_names():  # which a path to another file is not
-        near = get_close_matches(name, execution_names(), n=1)
+        systems = [other for other in stack_names() if other not in execution_names()]
+        near = get_close_matches(name, (*execution_names(), *systems), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise PlannerError(
             f"execution {name!r} is unknown; {hint}valid names of runtimes: "
-            f"{', '.join(execution_names())}"
+            f"{', '.join(execution_names())}; or of systems: {', '.join(systems)}"
         )
     text = (DATA / f"{name}.json").read_text(encoding="utf-8")
     record: Mapping[str, Any] = json.loads(text)

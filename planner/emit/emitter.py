@@ -16,6 +16,7 @@ from planner.emit.view import PlanView
 from planner.errors import PlanError
 from planner.plan import OURS
 from planner.plan.whole_batch import graph_under
+from planner.stacks import stack_named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +98,11 @@ def register_emitter(emitter: Emitter) -> Emitter:
 
 
 def find_emitter(name: str) -> Emitter:
-    """Return the emitter of a name; raise PlanError naming the valid and the nearest ones."""
+    """Return the emitter of a name, or of another name of its stack (`planner.stacks`); raise
+    PlanError naming the valid and the nearest ones.
+    """
+    stack = stack_named(name)
+    name = name if stack is None else stack.name
     if name in EMITTERS:
         return EMITTERS[name]
     near = get_close_matches(name.lower(), EMITTERS, n=1, cutoff=0.4)

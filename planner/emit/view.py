@@ -10,27 +10,16 @@ import os
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
-from typing import Literal
 
-from planner.emit.transformer_graph import (
-    Sizes,
-    is_core_attention,
-    layer_of_block,
-    router_weights,
-    routes,
-    sizes_of,
-    usual_dims,
-)
 from planner.errors import PlanError
 from planner.graph import ModelGraph
-from planner.layout.experts import expert_params
-from planner.layout.placement import Replicate, Shard
-from planner.ops.recompute_choice import default_ops
 from planner.plan import Plan, StagePlan
 from planner.plan.node_runs import NodeRun, node_runs
 from planner.schedule import Schedule, schedule_of
-
-Recomputed = Literal["none", "full", "core attention", "cheap ops", "other ops", "by layer"]
+from planner.stacks.layered import LayeredModel
+from planner.stacks.stack import CpKind, ExpertsOnTp, Recomputed
+from planner.stacks.tensor_parallel import LaidOut
+from planner.stacks.transformer_graph import Sizes, sizes_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,15 +119,30 @@ class PlanView:
             raise PlanError(f"{what} must be read from the model; give its file behind the plan")
         return self.graph
 
+    def layered(self, what: str) -> LayeredModel:
+        """Return the model as layers; raise PlanError naming what needs it where there is none."""
+        self.model(what)
+        return self._layered
+
+    @cached_property
+    def _layered(self) -> LayeredModel:
+        assert self.graph is not None
+        return LayeredModel(graph=self.graph)
+
     @cached_property
     def layer_of_block(self) -> tuple[int | None, ...]:
         """The number of the layer that each block belongs to (`layer_of_block`)."""
-        return layer_of_block(self.model("the cuts of the plan"))
+        return self.layered("the cuts of the plan").layer_of_block
 
     @property
     def num_layers(self) -> int:
         """Layers of the model."""
-        return 1 + max(n for n in self.layer_of_block if n is not None)
+        return self.layered("the number of layers").num_layers
+
+    @property
+    def layer_classes(self) -> tuple[int, ...]:
+        """Classes of blocks that are (parts of) layers."""
+        return self.layered("placements and recomputation of the plan").layer_classes
 
     @cached_property
     def parts(self) -> tuple[StageParts, ...]:
@@ -165,17 +169,6 @@ class PlanView:
     def _layers_of(self, first_block: int, last_block: int) -> range:
         numbers = [n for n in self.layer_of_block[first_block : last_block + 1] if n is not None]
         return range(numbers[0], numbers[-1] + 1) if numbers else range(0)
-
-    @cached_property
-    def layer_classes(self) -> tuple[int, ...]:
-        """Classes of blocks that are (parts of) layers."""
-        graph = self.model("placements and recomputation of the plan")
-        of_block = self.layer_of_block
-        return tuple(
-            dict.fromkeys(
-                block.class_index for block in graph.blocks if of_block[block.index] is not None
-            )
-        )
 
     @cached_property
     def recomputed(self) -> tuple[Recomputed, ...]:
@@ -224,126 +217,43 @@ class PlanView:
         return kinds
 
     def _selected(self) -> Recomputed:
-        graph = self.model("what a stage recomputes")
-        chosen = {entry.class_index: set(entry.ops) for entry in self.plan.recomputed}
-        kinds: set[Recomputed] = set()
-        for index in self.layer_classes:
-            program = graph.classes[index]
-            ops = chosen.get(index, set(default_ops(program)))
-            if ops == {op.name for op in program.ops}:
-                kinds.add("full")
-            elif ops == {op.name for op in program.ops if is_core_attention(op)}:
-                kinds.add("core attention")
-            elif ops == set(default_ops(program)):
-                kinds.add("cheap ops")
-            else:
-                kinds.add("other ops")
-        return kinds.pop() if len(kinds) == 1 else "other ops"
+        chosen = {entry.class_index: entry.ops for entry in self.plan.recomputed}
+        return self.layered("what a stage recomputes").selected(chosen)
 
     @cached_property
+    def laid_out(self) -> LaidOut:
+        """Where the plan's layouts put a model's layers."""
+        return LaidOut(model=self.layered("placements of the plan"), layouts=self.plan.layouts)
+
+    @property
     def sequence_parallel(self) -> bool:
         """Whether all layers hand on sequences split over tp."""
-        handed = {
-            layout.outputs[0]
-            for layout in self.plan.layouts
-            if layout.axis == "tp" and layout.class_index in self.layer_classes
-        }
-        if self.plan.tp == 1 or not handed:
-            return False
-        return handed == {"S(1)"}
+        return self.plan.tp > 1 and bool(self.plan.layouts) and self.laid_out.sequence_parallel
 
     def differs_from_usual_tp(self) -> str:
-        """Say where tp splits a model unlike Megatron-LM; empty where it does the same.
-
-        There, the products that read what goes from layer to layer are split by their outputs
-        (S(0) of a weight), those that add to it by their inputs (S(1)), tables of words and the
-        head by the vocabulary (S(0)), and the rest is whole (Shoeybi et al. 2019, section 3). What
-        goes from layer to layer is whole, or split by positions in all layers (Korthikanti et al.
-        2022).
-        """
-        if self.plan.tp == 1:
-            return ""
-        graph = self.model("placements on tp")
-        handed = set()
-        for layout in self.plan.layouts:
-            if layout.axis != "tp":
-                continue
-            program = graph.classes[layout.class_index]
-            is_layer = layout.class_index in self.layer_classes
-            if is_layer:
-                handed.add(layout.outputs[0])
-            rests = dict(zip(program.params, layout.param_placements, strict=True))
-            for name, dim in usual_dims(program, is_layer=is_layer):
-                place = rests[name]
-                if isinstance(place, Replicate) and name in router_weights(program):
-                    continue  # every rank of tp scores all experts
-                if not (isinstance(place, Shard) and place.dim == dim):
-                    fqn = program.tensor[name].fqn
-                    if not fqn.startswith(program.name):  # of a class of several blocks
-                        fqn = f"{program.name}.{fqn}"
-                    return (
-                        f"{fqn} lies as {place} where it has S({dim}), which a search takes with "
-                        f"`pins` '{fqn}: S({dim})@tp'"
-                    )
-        if len(handed) > 1 or not handed <= {"R", "S(1)"}:
-            return f"layers hand on {' and '.join(sorted(handed))}, and it has R or S(1) in all"
-        return ""
+        """Say where tp splits a model unlike Megatron-LM; empty where it does the same."""
+        return self.laid_out.differs_from_usual_tp() if self.plan.tp > 1 else ""
 
     @property
     def has_experts(self) -> bool:
         """Whether some layer sends its tokens to experts."""
-        graph = self.model("whether the model has experts")
-        return any(routes(graph.classes[index]) for index in self.layer_classes)
+        return self.layered("whether the model has experts").has_experts
 
     @property
-    def experts_on_tp(self) -> Literal["none", "whole", "cut", "other"]:
+    def experts_on_tp(self) -> ExpertsOnTp:
         """Whether ranks of tp have whole matrices of all experts, or a part of every matrix."""
-        graph = self.model("placements on tp")
-        kinds: set[Literal["whole", "cut", "other"]] = set()
-        for layout in self.plan.layouts:
-            if layout.axis != "tp" or layout.class_index not in self.layer_classes:
-                continue
-            program = graph.classes[layout.class_index]
-            places = dict(zip(program.params, layout.param_placements, strict=True))
-            for name in expert_params(program):
-                place = places[name]
-                if isinstance(place, Replicate):
-                    kinds.add("whole")
-                else:  # dim 0 counts experts
-                    kinds.add("cut" if isinstance(place, Shard) and place.dim else "other")
-        if not kinds:
-            return "none"
-        return kinds.pop() if len(kinds) == 1 else "other"
+        return self.laid_out.experts_on_tp
 
-    def cp_kind(self) -> Literal["gathered", "heads", "other"]:
+    def cp_kind(self) -> CpKind:
         """How attention is computed on sequences split over cp: keys gathered, or heads dealt."""
-        graph = self.model("how cp splits attention")
-        kinds: set[Literal["gathered", "heads", "other"]] = set()
-        for layout in self.plan.layouts:
-            if layout.axis != "cp" or layout.class_index not in self.layer_classes:
-                continue
-            program = graph.classes[layout.class_index]
-            attention = {op.name for op in program.ops if "attention" in op.target}
-            for name, sharding in layout.op_shardings.items():
-                if name in attention and len(sharding.inputs) >= 3:
-                    # Dims of queries, keys and values: batch, heads, positions, width.
-                    cut = tuple(
-                        place.dim if isinstance(place, Shard) else None
-                        for place in sharding.inputs[:3]
-                    )
-                    if cut == (2, None, None):
-                        kinds.add("gathered")
-                    else:
-                        kinds.add("heads" if cut == (1, 1, 1) else "other")
-        return kinds.pop() if len(kinds) == 1 else "other"
+        return self.laid_out.cp_kind
 
     @cached_property
     def trained_dtype(self) -> str:
         """The dtype of the model's parameters as it is trained, ``mixed`` where they differ."""
         if self.plan.precision == "bf16":
             return "bfloat16"
-        dtypes = {t.dtype for t in self.model("the dtype of the model").params}
-        return dtypes.pop() if len(dtypes) == 1 else "mixed"
+        return self.layered("the dtype of the model").dtype
 
     @cached_property
     def sizes(self) -> Sizes | None:

@@ -14,6 +14,7 @@ from planner.deadline import check_time
 from planner.errors import LayoutError
 from planner.graph import Op, Program, TensorMeta
 from planner.layout.placement import OpSharding, Partial, Placement, Replicate
+from planner.stacks.tensor_parallel import Dims, dim_of
 from search.op_layout.block_prices import STATE_FACTOR, BoundClass, Floats, OpSignature, Prices
 from search.op_layout.block_problem import BlockProblem, Boundary, ReshardEdge, Variable, at_rest
 from search.op_layout.reshard_edges import (
@@ -36,6 +37,7 @@ def build_block_problems(
     prices: Prices,
     segments: tuple[int, ...] = (),
     pins: Mapping[tuple[int, str], Placement] | None = None,
+    dims: Mapping[tuple[int, str], Dims] | None = None,
     shared: Sequence[Sequence[tuple[int, str]]] = (),
     weights: Mapping[int, float] | None = None,
 ) -> tuple[BlockProblem, ...]:
@@ -43,13 +45,17 @@ def build_block_problems(
 
     There is one for each of `boundaries`; they differ in the edges at the blocks' ends alone.
     `segments` are the counts of segments to try beside plain shards. `pins` fixes tensors
-    inside; `shared` lists groups of (class, param) that are one tied parameter. What a class
-    costs counts by its entry in `weights`, 1 unless given. Raises LayoutError when a pin leaves an
-    op no strategy.
+    inside, `dims` the dims along which some are split, in any segments; `shared` lists groups of
+    (class, param) that are one tied parameter. What a class costs counts by its entry in
+    `weights`, 1 unless given. Raises LayoutError when a pin or dims leave an op no strategy.
     """
     # Boundaries change the edges at the blocks' ends alone: all else is built once.
     builder = _Builder(
-        prices=prices, segments=segments, pins=dict(pins or {}), weights=dict(weights or {})
+        prices=prices,
+        segments=segments,
+        pins=dict(pins or {}),
+        dims=dict(dims or {}),
+        weights=dict(weights or {}),
     )
     group_of = {member: tuple(group) for group in shared for member in group}
     builder.add_ops(classes, {member: group[0] for member, group in group_of.items()})
@@ -107,11 +113,13 @@ class _Builder:
         prices: Prices,
         segments: tuple[int, ...],
         pins: dict[tuple[int, str], Placement],
+        dims: dict[tuple[int, str], Dims],
         weights: dict[int, float],
     ) -> None:
         self.prices = prices
         self.segments = segments
         self.pins = pins
+        self.dims = dims
         self.weights = weights
         self.variables: list[Variable] = []
         self.edges: list[ReshardEdge] = []
@@ -166,7 +174,7 @@ class _Builder:
         """Return what an op may take under the pins, with seconds and bytes."""
         strategies, seconds, num_bytes = self.prices.of_op(signature, self.segments)
         # Without pins, ops of a signature share one object, and so its patterns of edges.
-        if not self.pins:
+        if not self.pins and not self.dims:
             return strategies, seconds, num_bytes
         keep = [
             index
@@ -176,9 +184,9 @@ class _Builder:
         if not keep:
             index, program = bound_class.class_index, bound_class.program
             pinned = ", ".join(
-                f"{program.tensor[name].fqn or name}={self.pins[index, name]}"
+                f"{program.tensor[name].fqn or name}={self._wanted((index, name))}"
                 for name in (*op.inputs, *op.outputs)
-                if (index, name) in self.pins
+                if (index, name) in self.pins or (index, name) in self.dims
             )
             raise LayoutError(
                 f"no sharding rule of op {op.name} ({op.target}) in block class "
@@ -191,7 +199,17 @@ class _Builder:
     def _respects_pins(self, class_index: int, op: Op, sharding: OpSharding) -> bool:
         pairs = (*zip(op.inputs, sharding.inputs, strict=True),
                  *zip(op.outputs, sharding.outputs, strict=True))  # fmt: skip
-        return all(self.pins.get((class_index, name), place) == place for name, place in pairs)
+        return all(self._may_lie((class_index, name), place) for name, place in pairs)
+
+    def _may_lie(self, member: Member, place: Placement) -> bool:
+        """Whether a tensor may lie so, by its pin and by the dims that it may be split along."""
+        dims = self.dims.get(member)
+        return self.pins.get(member, place) == place and (dims is None or dim_of(place) in dims)
+
+    def _wanted(self, member: Member) -> str:
+        if member in self.pins:
+            return str(self.pins[member])
+        return " or ".join("R" if dim is None else f"S({dim})" for dim in self.dims[member])
 
     def add_edges(
         self,
@@ -278,9 +296,9 @@ class _Builder:
         # A parameter may lie as any use requires it, or whole; no rank holds a term of a sum.
         required = [place for uses in used for _, use in uses for place, _ in use.required]
         places = tuple(dict.fromkeys(p for p in (Replicate(), *required) if p != Partial()))
-        pinned = [self.pins[m] for m in members if m in self.pins]
-        places = tuple(p for p in places if all(p == pin for pin in pinned))
+        places = tuple(p for p in places if all(self._may_lie(m, p) for m in members))
         if not places:
+            pinned = [self._wanted(m) for m in members if m in self.pins or m in self.dims]
             raise LayoutError(
                 f"parameter {meta.fqn or meta.name!r} is pinned to {', '.join(map(str, pinned))}, "
                 "which no op that uses it can take; drop the pin"

@@ -27,6 +27,7 @@ from planner.graph import ModelGraph, Program
 from planner.layout.axes import Degrees
 from planner.layout.placement import Placement
 from planner.ops.registry import segment_counts, strategies
+from planner.stacks.tensor_parallel import UsualTp
 from profiles import Profile
 from search.op_layout.block_build import build_block_problems
 from search.op_layout.block_prices import BoundClass, OpSeconds, OpSignature, Prices
@@ -63,6 +64,7 @@ class LayoutSolver:
         graph: the model.
         profile: the machine.
         pins: placements that layouts must have, by (class index, tensor).
+        usual: how a stack splits layers over tp, which layouts then follow; None: anyhow.
         prefers_ilp: whether an integer program is tried before elimination.
         gap: what part of a block's cost the layouts asked for so far leave unproved, at most.
     """
@@ -70,6 +72,7 @@ class LayoutSolver:
     graph: ModelGraph
     profile: Profile
     pins: Mapping[tuple[int, str], Placement] = field(default_factory=dict)
+    usual: UsualTp | None = None
     prefers_ilp: bool = False
     _memo: dict[tuple[int, int], tuple[Layouts, ...]] = field(default_factory=dict)
     """Layouts worth pricing, by (tp, microbatch size)."""
@@ -118,8 +121,17 @@ class LayoutSolver:
         left = f", up to {self.gap:.2g} of a block's seconds unproved" if self.gap else ""
         return f"{names}, whole or split block boundaries{left}"
 
+    def _boundaries(self, tp: int) -> list[dict[tuple[int, str], Placement]]:
+        """Return the placements to try of what blocks hand to each other."""
+        options = boundary_options(self.graph, tp)
+        if self.usual is None:
+            return options
+        return [boundary for boundary in options if self.usual.hands_on(boundary)]
+
     def can_split(self, tp: int) -> bool:
         """Whether any op has a sharded strategy at this degree."""
+        if tp > 1 and not self._boundaries(tp):
+            return False
         for index in range(len(self.graph.classes)):
             program = self.program(index, 1)
             for op in program.ops:
@@ -227,6 +239,7 @@ class LayoutSolver:
             prices=self._prices_on(tp),
             segments=self._segments(microbatch_size),
             pins=self.pins,
+            dims={} if self.usual is None else self.usual.dims,
             shared=[members for members in self.shared if members[0][0] in classes],
             weights={index: self._uses[index] / most for index in classes},
         )
@@ -247,7 +260,7 @@ class LayoutSolver:
 
     def _solve_fast(self, tp: int, microbatch_size: int) -> tuple[LayoutPoint, ...]:
         """Solve the block problems for the least seconds, between each kind of boundaries."""
-        boundaries = boundary_options(self.graph, tp)
+        boundaries = self._boundaries(tp)
         # (group of classes, boundary) Boundaries share variables: a group is built for all of them.
         groups = [
             self._problems(tp, microbatch_size, classes, boundaries)

@@ -217,7 +217,8 @@ def smallest_peak(problem: ChainProblem) -> Cut | None:
         return None
     # Stages of much more than an even share of blocks need more memory than even ones, as a rule:
     # this answers how little would do, and proves nothing.
-    width = min(n - stages + 1, -(-3 * n // (2 * stages)) + 4)
+    width = problem.longest if problem.starts else -(-3 * n // (2 * stages)) + 4
+    width = min(problem.longest, width)
     windows: Sequence[Window] | None = (
         fixed_windows(problem.cuts) if problem.cuts else stage_windows(even_reach(n, width), stages)
     )

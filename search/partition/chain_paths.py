@@ -103,6 +103,10 @@ class Paths:
         self.window = window
         self.costs = problem.stages.cost_window(window)
         self.end = window.end
+        may_cut = problem.may_cut
+        self._valid = (
+            window.valid & may_cut[window.start] & may_cut[np.minimum(window.end, len(may_cut) - 1)]
+        )
         self._on_rank: dict[tuple, tuple[Floats, Flags]] = {}
 
     @classmethod
@@ -181,7 +185,7 @@ class Paths:
                 infeasible=infeasible,
             )
             backward_s, fits = self.costs.on_rank(rank, part)
-            fits = fits & self.window.valid[part]
+            fits = fits & self._valid[part]
             if not problem.copied:  # with less to copy, a longer backward may be the faster one
                 fits = fits & _is_fastest(backward_s, fits, problem)
             self._on_rank[key] = backward_s, fits
@@ -196,7 +200,7 @@ class Paths:
     def least_bytes(self, stage: int, choice: int) -> Floats:
         """Least bytes of every run on this stage, inf where there is none."""
         least = self.costs.least_bytes(self.problem.in_flight[stage], choice)
-        return np.where(self.window.valid, least, np.inf)
+        return np.where(self._valid, least, np.inf)
 
 
 def _is_fastest(backward_s: Floats, fits: Flags, problem: ChainProblem) -> Flags:

@@ -224,6 +224,8 @@ class ChainProblem:
     """What any run takes at least; None: not known."""
     cuts: tuple[int, ...] = ()
     """Fixed stage boundaries, so that recompute alone is chosen; empty: free."""
+    starts: tuple[int, ...] = ()
+    """Blocks that stages may begin with; empty: any."""
     infeasible: tuple[InfeasibleStage, ...] = ()
     """Stages found not to fit, beside what `CostWindow.on_rank` rules out."""
     copied: tuple[CopiedRow, ...] = ()
@@ -250,6 +252,15 @@ class ChainProblem:
         its run; None where nothing fits (`least_recompute`).
         """
         return {}
+
+    @cached_property
+    def may_cut(self) -> Flags:
+        """Whether a stage may end, and the next begin, before each block (n + 1)."""
+        flags: Flags = np.ones(self.num_blocks + 1, dtype=bool)
+        if self.starts:
+            flags[:-1] = False
+            flags[[*self.starts]] = True
+        return flags
 
     @property
     def longest(self) -> int:

@@ -51,13 +51,17 @@ def solve(problem: ChainProblem, *, solver: str, ceiling: float) -> Solved:
 
 def solve_by_bisection(problem: ChainProblem) -> Cut | None:
     """Return a good cut, or None when none that fits was found (one may exist)."""
-    n, stages = problem.num_blocks, problem.num_stages
-    if stages > n:
+    stages, places = problem.num_stages, np.flatnonzero(problem.may_cut).tolist()
+    # What lies between two places where the chain may be cut is a piece.
+    pieces = len(places) - 1
+    if stages > pieces:
         return None
-    sums = (problem.before_f + problem.before_b).tolist()
-    cuts = [*problem.cuts] or [0, *_split(sums, 0, n, stages), n]
-    # Local search: a boundary moves a block either way while that lowers the bound.
-    best = _valued(problem, cuts)
+    sums = (problem.before_f + problem.before_b)[places].tolist()
+    cuts = [places.index(cut) for cut in problem.cuts] or [
+        0, *_split(sums, 0, pieces, stages), pieces,
+    ]  # fmt: skip
+    # Local search: a boundary moves a piece either way while that lowers the bound.
+    best = _valued(problem, [places[cut] for cut in cuts])
     for _ in range(0 if problem.cuts else _MOST_SWEEPS):
         improved = False
         for index in range(1, stages):
@@ -66,7 +70,7 @@ def solve_by_bisection(problem: ChainProblem) -> Cut | None:
                 moved[index] += step
                 if not moved[index - 1] < moved[index] < moved[index + 1]:
                     continue
-                found = _valued(problem, moved)
+                found = _valued(problem, [places[cut] for cut in moved])
                 if found.value < best.value:
                     cuts, best, improved = moved, found, True
         if not improved:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from math import gcd, prod
+from typing import cast
 
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
@@ -11,6 +13,7 @@ from planner.graph import ModelGraph, Unit
 from planner.graph.called_modules import called_whole
 from planner.graph.encoder_decoder import first_decoder_block
 from planner.layout.axes import AXES, Degrees, axis_names, batch_axes, lowered_axes
+from planner.plan import Recompute
 from planner.plan.defaults import check_balance
 from planner.plan.whole_batch import (
     NOTHING_ACROSS,
@@ -20,6 +23,7 @@ from planner.plan.whole_batch import (
     stays_whole,
 )
 from planner.schedule import find_schedule
+from planner.stacks import Expressed
 from search.request import SearchRequest
 
 
@@ -29,12 +33,16 @@ def validate_request(
     cluster: ClusterSpec,
     *,
     across: Across = NOTHING_ACROSS,
+    expressed: Expressed | None = None,
 ) -> None:
     """Raise LayoutError for choices that cannot go together, with what to try.
 
-    `across` keeps the batch whole (`planner.plan.whole_batch`).
+    `across` keeps the batch whole (`planner.plan.whole_batch`); `expressed` is what the stack
+    expresses that plans are for.
     """
     n = request.num_devices
+    if expressed is not None:
+        check_expressed(request, expressed, cluster)
     if cluster.max_devices is not None and n > cluster.max_devices:
         raise LayoutError(
             f"`num_devices` {n} was given, but profile {cluster.name!r} describes at most "
@@ -185,6 +193,55 @@ def _check_units(request: SearchRequest, unit: Unit) -> None:
             f"`meshes` own was given, and samples belong together in {unit.spelled}, which stages "
             "of different meshes can't hand on; use `meshes` same"
         )
+
+
+def check_expressed(request: SearchRequest, expressed: Expressed, cluster: ClusterSpec) -> None:
+    """Raise LayoutError for a choice of a request that the stack of its execution has not."""
+    for name, value, why in _not_expressed(request, expressed):
+        raise LayoutError(
+            f"`{name}` {value} was given, and plans are for `execution` {request.execution}: "
+            f"{why}; change `{name}`, or plan for another `execution`"
+        )
+    n, each = request.num_devices, cluster.devices_per_node
+    if n > each and n % each:
+        raise LayoutError(
+            f"`num_devices` {n} was given, and nodes have {each}; {expressed.stack.title} starts "
+            f"as many ranks on each node: use {n // each * each} or {-(-n // each) * each}"
+        )
+
+
+def _not_expressed(
+    request: SearchRequest, expressed: Expressed
+) -> Iterator[tuple[str, object, str]]:
+    """Yield what a request fixes that the stack does not express: its name, its value and why."""
+    sizes = {name: request.fixed(name) or 1 for name in (*axis_names(), "pp", "vpp")}
+    found: list[tuple[str, object, str]] = [
+        (name, size, expressed.why_not_size(name, size)) for name, size in sizes.items()
+    ]
+    if request.zero is not None:
+        beside = [name for name, size in sizes.items() if size > 1]
+        if request.recompute not in (None, "none"):
+            beside.append("recompute")
+        found.append(("zero", request.zero, expressed.why_no_zero(request.zero, beside)))
+    schedules = expressed.stack.schedules
+    if request.schedule is not None and schedules is not None and request.schedule not in schedules:
+        own = f"it has {', '.join(schedules)}" if schedules else "it has no pipeline"
+        found.append(("schedule", request.schedule, own))
+    if request.recompute is not None:
+        choice = cast("Recompute", request.recompute)
+        found.append(("recompute", choice, expressed.why_no_recompute(choice)))
+    parts = {"both": ("optimizer", "activations"), "auto": (), "none": ()}
+    for part in parts.get(request.offload, (request.offload,)):
+        found.append(("offload", request.offload, expressed.why_not_on_host(part)))
+    if request.meshes == "own":
+        found.append(("meshes", "own", f"{expressed.stack.title} has one mesh for all stages"))
+    balance = tuple(accumulate(request.balance, initial=0))[:-1]
+    if request.balance:
+        shown = ",".join(map(str, request.balance))
+        found.append(("balance", shown, expressed.why_not_cut(balance)))
+    why = expressed.why_no_precision(request.precision)
+    found.append(("precision", request.precision, why))
+    return ((name, value, why) for name, value, why in found if why)
 
 
 def _check_split(request: SearchRequest, graph: ModelGraph) -> None:

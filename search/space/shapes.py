@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 
 from planner.cluster import ClusterSpec
@@ -37,6 +38,7 @@ from planner.plan.whole_batch import (
     stays_whole,
 )
 from planner.schedule import DEFAULT_SCHEDULE, find_schedule, searched_schedules
+from planner.stacks import Expressed
 from search.request import SearchRequest
 from search.space.advice import advised, tried_changes
 from search.space.configuration import RECOMPUTE_CHOICES, Shape
@@ -63,6 +65,8 @@ class Space:
         cluster: whose nodes some axes stay in.
         can_split: whether any op of the model can be split in so many pieces.
         across: what keeps the batch whole (`planner.plan.whole_batch`).
+        expressed: what the stack that plans are for expresses; None: everything.
+        on_host: what plans have in the host's memory, as features of plans.
         reasons: what was left out, and why.
     """
 
@@ -71,6 +75,8 @@ class Space:
     cluster: ClusterSpec
     can_split: Callable[[int], bool]
     across: Across = NOTHING_ACROSS
+    expressed: Expressed | None = None
+    on_host: tuple[str, ...] = ()
     reasons: Reasons = field(default_factory=dict)
 
     def meshes(self) -> Iterator[tuple[Degrees, int]]:
@@ -126,22 +132,21 @@ class Space:
         except LayoutError as error:
             self.reasons.setdefault(f"{axis.name} divides {axis.divides}", str(error))
             return False
-        return True
+        return self._expresses(axis.name, size)
+
+    def _expresses(self, name: str, size: int) -> bool:
+        """Whether the stack has such a size of an axis, or of pp; if not, why is recorded."""
+        why = self.expressed.why_not_size(name, size) if self.expressed is not None else ""
+        if why:
+            self.reasons.setdefault(f"{name} of the stack", f"{name}={size}: {why}")
+        return not why
 
     def shapes(self) -> Iterator[Shape]:
         """Yield every shape that divides."""
         request, graph, reasons = self.request, self.graph, self.reasons
         options_of: dict[tuple[int, int], tuple[tuple[str, int], ...]] = {}
-        # What recomputes least comes first: stages take the first that fits.
-        allowed = sorted(
-            request.values("recompute", RECOMPUTE_CHOICES), key=RECOMPUTE_CHOICES.index
-        )
-        recompute = "mixed" if allowed == list(RECOMPUTE_CHOICES) else "|".join(allowed)
-        if not allowed:
-            reasons.setdefault("forbidden", "every kind of recompute is forbidden")
-            return
+        recomputes = self._recomputes()
         cuts = " * ".join(axis.name for axis in batch_axes())
-        no_zero = why_no_zero(graph, request.precision)
         tables = [meta.fqn for meta in graph.params if meta.table]
         # Sizes of the graph, and so of shapes, count the samples that belong together as one.
         unit, units = graph.unit, request.global_batch // graph.unit.size
@@ -156,6 +161,9 @@ class Space:
                 reasons.setdefault(
                     "too few blocks", f"pp={pp} is more than {len(graph.blocks)} blocks"
                 )
+                continue
+            of_rest = rest_axis().name, degrees[rest_axis().name]
+            if not all(self._expresses(*size) for size in (("pp", pp), of_rest)):
                 continue
             parts = degrees.along("batch")
             if units % parts:
@@ -182,27 +190,86 @@ class Space:
                     options_of[key] = tuple(
                         option for option in self._schedules(*key) if self._may_hold(pp, option[1])
                     )
-                # FSDP2 takes parameters that one axis cuts (`planner.runtime.state.zero`).
-                can_shard = sum(degrees[axis.name] > 1 for axis in split_axes()) < 2
-                zeros = request.values("zero", SEARCHED_ZERO)
-                if no_zero and degrees.along("shards") > 1 and any(zeros):
-                    reasons.setdefault("zero takes one real dtype a block", no_zero)
-                    zeros = [zero for zero in zeros if zero == 0]
-                if degrees.along("shards") == 1 or not can_shard:
-                    zeros = [zero for zero in zeros if zero == 0 or request.names("zero", zero)]
-                # Without ZeRO there are no shards to copy: dp has those meshes.
-                copied = [axis.name for axis in copy_axes() if degrees[axis.name] > 1]
-                if not all(request.names(name, degrees[name]) for name in copied):
-                    zeros = [zero for zero in zeros if zero and degrees.along("shards") > 1]
-                if options_of[key] and zeros:
-                    yield Shape(
-                        degrees=degrees, pp=pp, microbatch_size=size, num_microbatches=key[1],
-                        options=options_of[key], zeros=tuple(zeros), recompute=recompute,
-                        unit=unit.size,
-                    )  # fmt: skip
+                for recompute in recomputes:
+                    zeros = self._zeros(degrees, pp, recompute)
+                    if options_of[key] and zeros:
+                        yield Shape(
+                            degrees=degrees, pp=pp, microbatch_size=size, num_microbatches=key[1],
+                            options=options_of[key], zeros=zeros, recompute=recompute,
+                            unit=unit.size,
+                        )  # fmt: skip
+
+    def _recomputes(self) -> list[str]:
+        """Return what stages may recompute (`Configuration.recompute`), the least first: together
+        where each stage has its own, one by one where a stack recomputes the same of all.
+        """
+        # What recomputes least comes first: stages take the first that fits.
+        allowed = sorted(
+            self.request.values("recompute", RECOMPUTE_CHOICES), key=RECOMPUTE_CHOICES.index
+        )
+        if not allowed:
+            self.reasons.setdefault("forbidden", "every kind of recompute is forbidden")
+            return []
+        if self.expressed is not None:
+            found = [choice for choice in allowed if not self.expressed.why_no_recompute(choice)]
+            if not found:
+                why = self.expressed.why_no_recompute(allowed[0])
+                self.reasons.setdefault("recompute of the stack", why)
+            return [*found]
+        return ["mixed" if allowed == list(RECOMPUTE_CHOICES) else "|".join(allowed)]
+
+    @property
+    def _searched_zeros(self) -> tuple[int, ...]:
+        """Return the stages of ZeRO to try where the request names none: 2 where there is no 1."""
+        if self.expressed is None or 1 in self.expressed.stack.zero_stages:
+            return SEARCHED_ZERO
+        return self.expressed.stack.zero_stages
+
+    @cached_property
+    def _no_zero(self) -> str:
+        return why_no_zero(self.graph, self.request.precision)
+
+    def _zeros(self, degrees: Degrees, pp: int, recompute: str) -> tuple[int, ...]:
+        """Return the stages of ZeRO to try on a mesh."""
+        request, shards = self.request, degrees.along("shards")
+        zeros = request.values("zero", self._searched_zeros)
+        if self._no_zero and shards > 1 and any(zeros):
+            self.reasons.setdefault("zero takes one real dtype a block", self._no_zero)
+            zeros = [zero for zero in zeros if zero == 0]
+        zeros = self._zeros_of_stack(zeros, degrees, pp, recompute)
+        # FSDP2 takes parameters that one axis cuts (`planner.runtime.state.zero`).
+        can_shard = sum(degrees[axis.name] > 1 for axis in split_axes()) < 2
+        if shards == 1 or not can_shard:
+            # Of a single shard all stages are the same: the first that a stack has beside the rest.
+            first = 0 if self.expressed is None or not can_shard else min(zeros, default=0)
+            zeros = [zero for zero in zeros if zero == first or request.names("zero", zero)]
+        # Without ZeRO there are no shards to copy: dp has those meshes.
+        copied = [axis.name for axis in copy_axes() if degrees[axis.name] > 1]
+        if not all(request.names(name, degrees[name]) for name in copied):
+            zeros = [zero for zero in zeros if zero and shards > 1]
+        return tuple(zeros)
+
+    def _zeros_of_stack(
+        self, zeros: list[int], degrees: Degrees, pp: int, recompute: str
+    ) -> list[int]:
+        """Return the stages of ZeRO that the stack has beside all else."""
+        if self.expressed is None:
+            return zeros
+        sizes = {**degrees, "pp": pp, "recompute": 1 + (recompute != "none")}
+        beside = (*self.on_host, *(name for name, size in sizes.items() if size > 1))
+        found = {zero: self.expressed.why_no_zero(zero, beside) for zero in zeros}
+        for zero, why in found.items():
+            if why:
+                self.reasons.setdefault("zero of the stack", f"zero={zero}: {why}")
+        return [zero for zero, why in found.items() if not why]
 
     def _changes(self, num_microbatches: int, degrees: Degrees) -> bool:
         """Whether so many microbatches on a mesh change what is computed across samples."""
+        if self.expressed is not None and (
+            why := self.expressed.why_not_parts(degrees, num_microbatches)
+        ):
+            self.reasons.setdefault("the batch of the stack", why)
+            return True
         changed = self.across.changed(num_microbatches=num_microbatches, degrees=degrees)
         if changed:
             told = stays_whole if num_microbatches == 1 else one_microbatch
@@ -234,7 +301,10 @@ class Space:
             for vpp in request.values("vpp", range(spec.min_vpp, min(most, MOST_VPP) + 1)):
                 if not spec.min_vpp <= vpp <= most:
                     continue
-                reason = spec.why_not(pp=pp, vpp=vpp, num_microbatches=num_microbatches)
+                sizes = {"pp": pp, "vpp": vpp, "num_microbatches": num_microbatches}
+                reason = spec.why_not(**sizes)
+                if reason is None and self.expressed is not None:
+                    reason = self.expressed.why_no_schedule(name, **sizes) or None
                 if reason is None:
                     yield name, vpp
                 elif num_microbatches < pp:
@@ -253,13 +323,15 @@ def list_shapes(
     *,
     can_split: Callable[[int], bool],
     across: Across = NOTHING_ACROSS,
+    expressed: Expressed | None = None,
+    on_host: tuple[str, ...] = (),
 ) -> list[Shape]:
     """Return every shape that divides; raise LayoutError when there is none.
 
     `can_split` says whether any op of the model has a sharded strategy at that size, `across` what
-    keeps the batch whole.
+    keeps the batch whole, `expressed` what the stack expresses that plans are for, with `on_host`.
     """
-    validate_request(request, graph, cluster, across=across)
+    validate_request(request, graph, cluster, across=across, expressed=expressed)
     for axis in split_axes():
         size = request.fixed(axis.name) or 1
         if size > 1 and not can_split(size):
@@ -268,16 +340,20 @@ def list_shapes(
                 f"{axis.name}={size} divides no tensor dimension of model {graph.name!r} that an "
                 f"op can be split along; use {axis.name} in {listed(tried)}"
             )
-    space = Space(request=request, graph=graph, cluster=cluster, can_split=can_split, across=across)
+
+    def space_of(request: SearchRequest) -> Space:
+        return Space(
+            request=request, graph=graph, cluster=cluster, can_split=can_split, across=across,
+            expressed=expressed, on_host=on_host,
+        )  # fmt: skip
+
+    space = space_of(request)
     found = list(space.shapes())
     if not found:
 
         def has_shapes(changed: SearchRequest) -> bool:
-            validate_request(changed, graph, cluster, across=across)
-            others = Space(
-                request=changed, graph=graph, cluster=cluster, can_split=can_split, across=across
-            )
-            return next(others.shapes(), None) is not None
+            validate_request(changed, graph, cluster, across=across, expressed=expressed)
+            return next(space_of(changed).shapes(), None) is not None
 
         why = "; ".join(space.reasons.values()) or "the fixed choices exclude each other"
         remedy = advised(tried_changes(request, has_shapes))

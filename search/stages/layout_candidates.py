@@ -28,10 +28,14 @@ from planner.errors import LayoutError
 from planner.layout.axes import Degrees, lowered_axes, split_axes
 from planner.layout.propagate import propagate_on
 from planner.plan import ClassLayout, Precision
+from planner.stacks import Expressed
 from search.op_layout.front import Layouts
 from search.op_layout.layouts import LayoutSolver
 from search.space.configuration import Shape
 from search.stages.stage_table import StageTable
+
+Solve = Callable[[int, int], Sequence[Layouts]]
+"""Returns layouts on so many ranks of tp, of a microbatch size."""
 
 Key = tuple[int, int, int]
 """tp, microbatch size and cp."""
@@ -72,6 +76,7 @@ class LayoutCandidates:
         precision: of parameters and their optimizer.
         on_host: what plans put on the host.
         given: sizes on axes that a search does not try, as the request gives them.
+        expressed: what the stack expresses that plans are for; None: everything.
         why_no_cp: why an axis outside tp cannot divide the blocks of the last layout without a
             table.
     """
@@ -81,6 +86,7 @@ class LayoutCandidates:
     precision: Precision = "model"
     on_host: OnHost = NOTHING
     given: Degrees = field(default_factory=Degrees)
+    expressed: Expressed | None = None
     why_no_cp: LayoutError | None = None
     _tables: dict[Key, tuple[StageTable, ...]] = field(default_factory=dict)
     """Tables worth trying, by tp, microbatch size and cp."""
@@ -100,13 +106,11 @@ class LayoutCandidates:
 
     def fastest(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[LayoutCandidate, ...]:
         """Return the fastest layout; none where cp cannot divide its blocks."""
-        solved = (self.solver.fastest(tp, microbatch_size),) if tp > 1 else ()
-        return self._of(solved, tp, microbatch_size, cp)
+        return self._of(lambda *of: (self.solver.fastest(*of),), tp, microbatch_size, cp)
 
     def every(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[LayoutCandidate, ...]:
         """Return each layout of the front; none where cp cannot divide the blocks of any."""
-        solved = self.solver.layouts(tp, microbatch_size) if tp > 1 else ()
-        return self._of(solved, tp, microbatch_size, cp)
+        return self._of(self.solver.layouts, tp, microbatch_size, cp)
 
     def kinds(
         self, tp: int, microbatch_size: int, cp: int = 1
@@ -130,23 +134,37 @@ class LayoutCandidates:
 
     def leanest(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[StageTable, ...]:
         """Return tables of the layouts of fewest bytes, which no plan need have."""
-        found = self.solver.leanest(tp, microbatch_size)
+        found = self._solved(self.solver.leanest, tp, microbatch_size)
         degrees = self._degrees(tp, cp)
-        tables = (self._table(layouts.by_class, degrees, microbatch_size) for layouts in found)
+        tables = (self._table(by_class, degrees, microbatch_size) for by_class in found)
         return tuple(table for table in tables if table is not None)
 
     def _degrees(self, tp: int, cp: int) -> Degrees:
         """Return the mesh of a replica."""
         return replica_mesh(self.given.with_sizes(tp=tp, cp=cp))
 
+    def _solved(
+        self, solve: Solve, tp: int, microbatch_size: int
+    ) -> dict[tuple[ClassLayout, ...], float]:
+        """Return layouts on tp with the least seconds of each; none where a stack has none."""
+        if tp == 1:
+            # There is one layout, of nothing divided, and nothing to bound it by.
+            return {(): 0.0}
+        try:
+            return {found.by_class: found.seconds for found in solve(tp, microbatch_size)}
+        except LayoutError as error:
+            if self.expressed is None:
+                raise
+            # No rule of some op splits it as the stack does.
+            self.why_no_cp = error
+            return {}
+
     def _of(
-        self, solved: Sequence[Layouts], tp: int, microbatch_size: int, cp: int
+        self, solve: Solve, tp: int, microbatch_size: int, cp: int
     ) -> tuple[LayoutCandidate, ...]:
         degrees = self._degrees(tp, cp)
-        # Without tp there is one layout, of nothing divided, and nothing to bound it by.
-        least_s = {found.by_class: found.seconds for found in solved} or {(): 0.0}
         candidates = []
-        for by_class, seconds in least_s.items():
+        for by_class, seconds in self._solved(solve, tp, microbatch_size).items():
             table = self._table(by_class, degrees, microbatch_size)
             if table is None:
                 continue
@@ -201,6 +219,7 @@ class LayoutCandidates:
         if key not in self._table_of:
             try:
                 layouts = self._with_outer(by_class, degrees, microbatch_size)
+                self._check_expressed(layouts, degrees)
             except LayoutError as error:
                 self.why_no_cp = error
                 return None
@@ -213,6 +232,13 @@ class LayoutCandidates:
                 on_host=self.on_host,
             )
         return self._table_of[key]
+
+    def _check_expressed(self, layouts: tuple[ClassLayout, ...], degrees: Degrees) -> None:
+        """Raise LayoutError where the stack has other layouts on a mesh."""
+        if self.expressed is not None:
+            why = self.expressed.why_not_laid_out(layouts, degrees)
+            if why:
+                raise LayoutError(f"{degrees}: {why}")
 
     def _with_outer(
         self, layouts: tuple[ClassLayout, ...], degrees: Degrees, microbatch_size: int

@@ -103,7 +103,9 @@ def test_frozen_parameters_are_noted():
 
 def test_a_name_is_known_or_the_nearest_is_told(toy):
     with pytest.raises(PlanError, match="did you mean 'megatron-lm'"):
-        find_emitter("megatron")
+        find_emitter("megatron-l")
+    assert find_emitter("megatron") is find_emitter("megatron-lm")
+    assert find_emitter("titan") is find_emitter("torchtitan")
     with pytest.raises(PlanError, match="is called 'toy' already"):
         register_emitter(toy)
     with pytest.raises(PlanError, match="expresses 'colour', which no plan has"):

@@ -14,7 +14,14 @@ from planner.emit import emit, find_emitter, refusals
 from planner.emit.targets.accelerate import ACCELERATE
 from planner.emit.targets.deepspeed import DEEPSPEED
 from planner.emit.targets.megatron_bridge import MEGATRON_BRIDGE, overrides
-from planner.emit.targets.nanotron import own_cuts
+from planner.stacks.layered import LayeredModel
+from tests.emit.readers import (
+    ACCELERATE_FIELDS,
+    DEEPSPEED_FIELDS,
+    NANOTRON_FIELDS,
+    assert_documented,
+    read_by_accelerate,
+)
 from tests.emit.views import assert_golden, changed, view_of
 
 FLAT = {"tp": 1, "pp": 1, "vpp": 1, "dp": 8, "gpus": 8}
@@ -34,34 +41,8 @@ def test_golden_files(name, cells):
     assert_golden(emit(view_of(**cells), find_emitter(name)).files, name)
 
 
-def assert_documented(values: dict, schema: dict) -> None:
-    """Hold nested values to a schema of types, choices and sections."""
-    for name, value in values.items():
-        allowed = schema[name]
-        if isinstance(allowed, dict):
-            assert_documented(value, allowed)
-        elif isinstance(allowed, tuple):
-            assert value in allowed, (name, value)
-        else:
-            assert type(value) is allowed, (name, value)
-
-
 def named(view, name: str) -> set[str]:
     return {refusal.feature for refusal in refusals(view, find_emitter(name))}
-
-
-DEEPSPEED_FIELDS = {
-    "train_batch_size": int,
-    "train_micro_batch_size_per_gpu": int,
-    "gradient_accumulation_steps": int,
-    "zero_optimization": {
-        "stage": (0, 1, 2, 3),
-        "offload_optimizer": {"device": ("none", "cpu", "nvme"), "pin_memory": bool},
-    },
-    "bf16": {"enabled": bool},
-    "data_types": {"grad_accum_dtype": ("fp32", "fp16", "bf16")},
-    "tensor_parallel": {"autotp_size": int},
-}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -86,33 +67,12 @@ def test_deepspeed_reads_its_zero_section():
 def test_deepspeed_refuses_by_name():
     assert named(view_of(), "deepspeed") == {"pp", "vpp", "cuts", "schedule", "layouts"}
     over_tp = FLAT | {"tp": 2, "gpus": 16}
-    assert named(view_of(**over_tp, zero_stage=3), "deepspeed") == {"zero", "layouts"}
+    assert named(view_of(**over_tp, zero_stage=3), "deepspeed") == {"tp", "layouts"}
     accepted = view_of(**over_tp, accepted=("layouts",))
     files = emit(accepted, find_emitter("deepspeed")).files
     assert json.loads(files["deepspeed.json"])["tensor_parallel"] == {"autotp_size": 2}
     whole = changed(view_of(**FLAT, zero_stage=0), optimizer_on_host=True)
     assert named(whole, "deepspeed") == {"optimizer-on-host"}
-
-
-NANOTRON_FIELDS = {
-    "parallelism": {
-        "dp": int,
-        "pp": int,
-        "tp": int,
-        "context_parallel_size": int,
-        "expert_parallel_size": int,
-        "pp_engine": ("1f1b", "afab"),
-        "tp_mode": ("ALL_REDUCE", "REDUCE_SCATTER"),
-        "recompute_layer": bool,
-    },
-    "tokens": {
-        "micro_batch_size": int,
-        "batch_accumulation_per_replica": int,
-        "sequence_length": int,
-    },
-    "model": {"dtype": ("float32", "float64", "complex64", "bfloat16", "float16", "uint8")},
-    "optimizer": {"zero_stage": (0, 1), "accumulate_grad_in_fp32": bool},
-}
 
 
 @pytest.mark.parametrize("changes", [{}, {"recompute": "full", "cp": 2, "gpus": 16}, {"sp": 0}])
@@ -129,7 +89,7 @@ def test_nanotron_cuts_stages_itself():
     view = view_of(**NANOTRON)
     # Layers cost 4 * 32 * 128 * 4096 + 3 * 14336 * 4096, and the head 128256 * 4096 (padded: that
     # is 2.17 layers). Half of 34.2 layers is more than 17: the 18th takes rank 0 over it.
-    assert own_cuts(view) == [0] * 18 + [1] * 15
+    assert LayeredModel(graph=view.graph).places_by_products(2) == (0,) * 18 + (1,) * 15
     assert "cuts" not in named(view, "nanotron")
     even = view_of(**NANOTRON | {"stack": "megatron-core"})
     found = refusals(even, find_emitter("nanotron"))
@@ -144,36 +104,6 @@ def test_nanotron_refuses_by_name():
     assert zero_bubble == {"schedule"}
 
 
-ACCELERATE_FIELDS = {
-    "compute_environment": ("LOCAL_MACHINE",),
-    "distributed_type": ("FSDP", "MULTI_GPU"),
-    "num_machines": int,
-    "num_processes": int,
-    "machine_rank": int,
-    "main_process_ip": str,
-    "main_process_port": int,
-    "rdzv_backend": ("static",),
-    "mixed_precision": ("no", "bf16"),
-    "use_cpu": bool,
-    "debug": bool,
-    "fsdp_config": {
-        "fsdp_version": (2,),
-        "fsdp_reshard_after_forward": bool,
-        "fsdp_auto_wrap_policy": ("TRANSFORMER_BASED_WRAP",),
-        "fsdp_activation_checkpointing": bool,
-        "fsdp_offload_params": bool,
-        "fsdp_state_dict_type": ("SHARDED_STATE_DICT",),
-    },
-    "parallelism_config": {
-        "parallelism_config_dp_replicate_size": int,
-        "parallelism_config_dp_shard_size": int,
-        "parallelism_config_tp_size": int,
-        "parallelism_config_cp_size": int,
-        "parallelism_config_cp_comm_strategy": ("allgather", "alltoall"),
-    },
-}
-
-
 @pytest.mark.parametrize("cells", [SPLIT, FLAT | {"zero_stage": 0}, FLAT | {"zero_stage": 2}])
 def test_accelerate_has_documented_fields(cells, tmp_path):
     yaml = pytest.importorskip("yaml")
@@ -184,12 +114,9 @@ def test_accelerate_has_documented_fields(cells, tmp_path):
 
 def test_accelerate_launch_takes_its_file(tmp_path):
     pytest.importorskip("accelerate")
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-
     path = tmp_path / "accelerate.yaml"
     path.write_text(emit(view_of(**SPLIT), find_emitter("accelerate")).files[path.name])
-    given = launch_command_parser().parse_args(["--config_file", str(path), "train.py"])
-    read, _, mixed_precision_from_file = _validate_launch_command(given)
+    read, mixed_precision_from_file = read_by_accelerate(path)
     assert mixed_precision_from_file
     assert (read.use_fsdp, read.use_parallelism_config) == (True, True)
     assert (read.num_processes, read.num_machines, read.mixed_precision) == (16, 2, "bf16")
@@ -199,8 +126,9 @@ def test_accelerate_launch_takes_its_file(tmp_path):
 
 
 def test_accelerate_refuses_by_name():
-    assert named(view_of(), "accelerate") == {
-        "tp", "pp", "vpp", "cuts", "schedule", "zero", "layouts",
+    assert named(view_of(), "accelerate") == {"pp", "vpp", "cuts", "schedule", "zero", "layouts"}
+    assert named(view_of(zero_stage=0), "accelerate") == {
+        "tp", "pp", "vpp", "cuts", "schedule", "layouts",
     }  # fmt: skip
 
 
@@ -231,7 +159,10 @@ def test_megatron_bridge_refuses_fp32_which_its_recipes_would_train_in_bf16():
     plain = in_fp32(view_of(**FLAT | {"zero_stage": 0}))
     (refused,) = refusals(plain, MEGATRON_BRIDGE)
     assert refused.feature == "precision"
-    assert "16-bit dtype, and its overrides no name for float32 (`precision` bf16)" in refused.why
+    assert refused.why == (
+        "the model is float32, and of the dtypes of models none is kept in Megatron-Bridge; others "
+        "train in 16 bits with fp32 master weights (`precision` bf16)"
+    )
     assert not refusals(plain, find_emitter("megatron-lm"))
 
 

@@ -8,9 +8,9 @@ from planner.emit import emit, find_emitter, refusals
 from planner.emit.megatron_options import parse_flags
 from planner.emit.targets.megatron_bridge import overrides
 from planner.emit.targets.megatron_lm import megatron_flags, pipeline_layout
-from planner.emit.transformer_graph import router_weights
 from planner.layout.class_layout import ClassLayout
 from planner.plan import ClassRecompute, recompute_fields
+from planner.stacks.transformer_graph import router_weights
 from tests.emit.views import assert_golden, changed, view_of
 
 MEGATRON = find_emitter("megatron-lm")
@@ -113,7 +113,7 @@ def test_what_it_can_not_express_is_refused_by_name():
     on_host = tuple(s.model_copy(update={"activations_on_host": True}) for s in view.plan.stages)
     found = refused(changed(view, stages=on_host, precision="model"))
     assert found.keys() == {"activations-on-host", "precision"}
-    assert "Megatron-LM trains bfloat16 with fp32 master weights" in found["precision"]
+    assert "the dtypes of models float32 alone is kept in Megatron-LM" in found["precision"]
 
 
 def test_recomputation_of_single_ops_is_refused_or_accepted():
@@ -129,7 +129,7 @@ def test_recomputation_of_single_ops_is_refused_or_accepted():
 
 def test_experts_on_tp_need_sequence_parallelism():
     view = view_of(model="mixtral-8x7b", ep=2, sp=0)
-    assert "trains experts on tp with --sequence-parallel alone" in refused(view)["layouts"]
+    assert "trains experts on tp with sequence parallelism alone" in refused(view)["layouts"]
     assert "sequence-parallel" not in megatron_flags(view)
     accepted = view_of(model="mixtral-8x7b", ep=2, sp=0, accepted=("layouts",))
     assert megatron_flags(accepted)["sequence-parallel"] == ""
@@ -178,7 +178,7 @@ def test_only_the_router_of_experts_may_be_whole_on_tp():
 def test_an_optimizer_on_the_host_is_a_distributed_one():
     """Megatron-LM raises for --use-precision-aware-optimizer without the distributed optimizer."""
     assert (
-        "offloads the optimizer of ZeRO 1"
+        "Megatron-LM has this beside ZeRO 1 alone"
         in (refused(changed(view_of(zero_stage=0), optimizer_on_host=True))["optimizer-on-host"])
     )
     on_host = changed(view_of(zero_stage=1), optimizer_on_host=True)

@@ -1,94 +1,24 @@
 """V12, X11: torchtitan's configuration; PyTorch's own loader reads the schedule back."""
 
-import sys
 import tomllib
-from dataclasses import field, make_dataclass
-from types import ModuleType, SimpleNamespace
 
 import pytest
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from planner.emit import emit, find_emitter, refusals
 from planner.schedule import SCHEDULES, build_schedule
+from tests.emit.readers import (
+    CURRENT,
+    TRAINING,
+    V02,
+    assert_documented,
+    load_torchtitan,
+    loaded_by_torch,
+)
 from tests.emit.views import assert_golden, changed, view_of
 
 TITAN, TOML = find_emitter("torchtitan"), find_emitter("torchtitan-toml")
 
 SMALL = {"pp": 2, "gpus": 8, "global_batch": 8, "layers": 6}
-
-PARALLELISM = {
-    "data_parallel_replicate_degree": int,
-    "data_parallel_shard_degree": int,
-    "fsdp_reshard_after_forward": ("default", "always", "never"),
-    "tensor_parallel_degree": int,
-    "pipeline_parallel_degree": int,
-    "module_fqns_per_model_part": list,
-    "pipeline_parallel_schedule": str,
-    "pipeline_parallel_schedule_csv": str,
-    "context_parallel_degree": int,
-    "expert_parallel_degree": int,
-}
-"""Fields that both forms have, from torchtitan's configs.py and v0.2.2's job_config.py."""
-
-CURRENT = PARALLELISM | {"enable_sequence_parallel": bool, "num_pp_microbatches": int}
-TRAINING = {
-    "dtype": ("bfloat16", "float32"),
-    "mixed_precision_param": ("bfloat16", "float32"),
-    "num_tokens_per_microbatch_per_dp_rank": int,
-    "num_tokens_per_train_step": int,
-    "max_context_length": int,
-    "disable_cuda_graphs": bool,
-}
-V02 = {
-    "parallelism": PARALLELISM
-    | {
-        "pipeline_parallel_microbatch_size": int,
-        "context_parallel_rotate_method": ("allgather", "alltoall"),
-        "expert_tensor_parallel_degree": int,
-    },
-    "training": {
-        "local_batch_size": int,
-        "global_batch_size": int,
-        "seq_len": int,
-        "dtype": ("bfloat16", "float32"),
-        "mixed_precision_param": ("bfloat16", "float32"),
-    },
-    "activation_checkpoint": {"mode": ("selective", "full", "memory_budget", "none")},
-}
-
-
-def assert_documented(values, schema) -> None:
-    for name, value in values.items():
-        allowed = schema[name]
-        assert value in allowed if isinstance(allowed, tuple) else type(value) is allowed, name
-
-
-def load(files, tmp_path, monkeypatch):
-    """Run the emitted configuration against dataclasses of torchtitan's documented fields."""
-
-    def module(name: str, **values) -> None:
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        vars(sys.modules[name]).update(values)
-
-    def record(name, schema):
-        return make_dataclass(name, [(n, object, field(default=None)) for n in schema])
-
-    training = record("TrainingConfig", TRAINING)
-    base = SimpleNamespace(training=training(), activation_checkpoint="its own")
-    policy = SimpleNamespace(Config=lambda: "full")
-    module("torchtitan")
-    module("torchtitan.config", ParallelismConfig=record("ParallelismConfig", CURRENT))
-    module("torchtitan.distributed")
-    module("torchtitan.distributed.activation_checkpoint", FullAC=policy)
-    module("torchtitan.models")
-    module("torchtitan.models.llama3")
-    module("torchtitan.models.llama3.config_registry", llama3_8b=lambda: base)
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    path = tmp_path / "planned.py"
-    space = {"__file__": str(path)}
-    exec(compile(path.read_text(), str(path), "exec"), space)
-    return space["planned"]()
 
 
 def test_golden_files():
@@ -98,7 +28,7 @@ def test_golden_files():
 
 def test_the_configuration_has_documented_fields(tmp_path, monkeypatch):
     view = view_of(**SMALL, zero_stage=3, recompute="full")
-    config = load(emit(view, TITAN).files, tmp_path, monkeypatch)
+    config = load_torchtitan(emit(view, TITAN).files, tmp_path, monkeypatch)
     assert_documented(vars(config.parallelism), CURRENT)
     assert_documented(vars(config.training), TRAINING)
     assert config.activation_checkpoint == "full"
@@ -116,18 +46,6 @@ def test_toml_has_documented_fields(cells):
     assert sections.keys() == V02.keys()
     for section, values in sections.items():
         assert_documented(values, V02[section])
-
-
-def loaded_by_torch(path, *, pp: int, num_stages: int, num_microbatches: int):
-    """Read a csv as torchtitan does; lowering adds the sends and receives, or fails."""
-    runtime = object.__new__(_PipelineScheduleRuntime)
-    runtime.pipeline_order = {}
-    runtime._defer_pp_recv = False
-    runtime._stages = []
-    runtime.pp_group_size, runtime._num_stages = pp, num_stages
-    runtime._n_microbatches = num_microbatches
-    runtime._load_csv(str(path))
-    return runtime
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
@@ -174,7 +92,7 @@ def test_what_it_can_not_express_is_refused_by_name():
     assert {r.feature for r in refusals(host, TITAN)} == {"zero", "optimizer-on-host"}
     replicated = view_of(**SMALL, zero_stage=0, sp=0)
     assert not refusals(replicated, TITAN)
-    assert {r.feature for r in refusals(replicated, TOML)} == {"dp", "layouts"}
+    assert {r.feature for r in refusals(replicated, TOML)} == {"tp", "pp", "layouts"}
 
 
 def test_whole_experts_on_tp_are_refused():

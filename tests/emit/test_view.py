@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from planner.emit.transformer_graph import Sizes, sizes_of, usual_dims
 from planner.emit.view import Launch, PlanView
 from planner.errors import PlanError
 from planner.graph import Op, Program, Ref, TensorMeta
 from planner.plan.defaults import default_plan
 from planner.plan.parts import ClassRecompute
+from planner.stacks.transformer_graph import Sizes, sizes_of, usual_dims
 from planner.templates import Experts, Transformer, build_transformer
 from tests.emit.views import changed, view_of
 

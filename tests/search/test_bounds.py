@@ -72,6 +72,9 @@ def random_samples(graph, profile, asked: SearchRequest, most: int) -> tuple[Sam
             choices["zero"] = 0
         request = replace(asked, **choices)
         candidates = Candidates.of(graph, profile, request)
+        # Bounds are of all plans that a runtime may be priced with, of what its stack has not, too.
+        candidates.expressed = candidates.layouts.expressed = None
+        candidates.layouts.solver.usual = None
         shapes = [shape for shape in candidates.shapes(request) if shape.cp == 1]
         options = [config for shape in shapes for config in shape.configurations()]
         for at in rng.choice(len(options), most if schedule is None else most // 6):

@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from costmodel.time.simulate import JobSeconds, simulate
 from planner.schedule import build_schedule
 from search.partition.chain_dp import smallest_peak, solve_chain
 from search.partition.chain_paths import Paths
+from search.partition.solvers import solve
 from tests.referees.cuts import (
     cut_peak,
     cut_value,
@@ -39,6 +40,39 @@ def test_equals_brute_force_on_500_random_small_chains():
             assert solve_chain(problem, ceiling=above * best.value).cut == found
         assert solve_chain(problem, ceiling=(1 - 1e-6) * best.value).cut is None
     assert 20 < infeasible < 400, "the memory limits should matter, yet not always"
+
+
+def test_cuts_are_where_stages_may_start_and_the_best_of_these():
+    """Against every way to cut there, each solved for itself; no solver cuts elsewhere."""
+    rng = np.random.default_rng(17)
+    infeasible = 0
+    for _ in range(150):
+        free = random_chain(rng)
+        n, stages = free.num_blocks, free.num_stages
+        some = np.flatnonzero(rng.random(n) < 0.7).tolist()
+        starts = tuple(sorted({0, *some}))
+        inner = [place for place in starts if place]
+        each = [
+            solve_chain(replace(free, cuts=(0, *places, n))).cut
+            for places in combinations(inner, stages - 1)
+        ]
+        best = min((cut.value for cut in each if cut), default=None)
+        problem = replace(free, starts=starts)
+        found = solve_chain(problem).cut
+        quick = solve(problem, solver="recursive", ceiling=np.inf).cut
+        for cut in (found, quick):
+            assert cut is None or set(cut.cuts[:-1]) <= set(starts)
+        if best is None:
+            infeasible += 1
+            assert found is None
+            assert quick is None
+            continue
+        assert found is not None
+        assert found.value == pytest.approx(best, rel=1e-12)
+        peak = smallest_peak(problem)
+        assert peak is not None
+        assert set(peak.cuts[:-1]) <= set(starts)
+    assert 10 < infeasible < 120, "the places should matter, yet not always"
 
 
 def test_smallest_peak_equals_brute_force():

@@ -32,7 +32,7 @@ from tests.search.test_bounds import random_samples
 SMALL = Transformer(
     layers=6, hidden=512, heads=8, kv_heads=2, ffn_hidden=1536, vocab=1024, seq_len=512
 )
-TWO_NODES = SearchRequest(num_devices=16, global_batch=32, offload="none")
+TWO_NODES = SearchRequest(num_devices=16, global_batch=32, offload="none", precision="bf16")
 QUICK = ("megatron-core", "nanotron")
 OTHERS = [
     name
@@ -102,6 +102,7 @@ def test_the_best_for_a_runtime_equals_trying_everything(execution, instances):
         for most_pp in (4, 2):
             request = SearchRequest(
                 num_devices=devices, global_batch=8, offload="none", execution=execution,
+                precision="bf16",
                 allow=(*allow, *(("pp", str(pp)) for pp in range(1, most_pp + 1))),
             )  # fmt: skip
             if num_answers(graph, h100(), request) <= 400:
@@ -116,7 +117,7 @@ def test_the_best_for_a_runtime_equals_trying_everything(execution, instances):
 def test_a_plan_is_priced_for_the_runtime_it_was_found_for(tmp_path):
     """Its file says which, and that is what `estimate` takes; another runtime, another price."""
     graph = graph_of()
-    request = SearchRequest(num_devices=8, global_batch=16, execution="megatron-core")
+    request = replace(TWO_NODES, num_devices=8, execution="megatron-core")
     found = find_plan(graph, h100(), request).plan
     assert found is not None
     save_plan(found, tmp_path / "plan.json")

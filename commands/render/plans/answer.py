@@ -314,7 +314,7 @@ def _alternatives(runners_up: Sequence[RunnerUp], overview: Overview) -> Iterato
 
 def _warnings(answer: Answer) -> list[str]:
     overview, plan = answer.overview, answer.plan
-    found = [answer.result.whole_batch]
+    found = [answer.result.whole_batch, answer.result.not_written]
     peaks = dict(overview.peak_flop_per_s)
     own, half = peaks.get(overview.dtype, 0.0), peaks.get("bfloat16", 0.0)
     if overview.device_type != "cpu" and overview.dtype == "float32" and half > own > 0:

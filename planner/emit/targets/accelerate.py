@@ -7,43 +7,15 @@ utils/dataclasses.py (FullyShardedDataParallelPlugin: reshard_after_forward of F
 
 from __future__ import annotations
 
-from planner.emit.emitter import Emitted, Emitter, Rule, register_emitter
+from planner.emit.declared import expresses
+from planner.emit.emitter import Emitted, Emitter, register_emitter
 from planner.emit.start import headline
 from planner.emit.view import PlanView
+from planner.stacks.known import ACCELERATE as STACK
 
 
 def _is_sharded(view: PlanView) -> bool:
     return view.plan.zero_stage >= 2
-
-
-def _why_not_zero(view: PlanView) -> str:
-    return "accelerate has 0 (DDP), 2 and 3 (FSDP2)" if view.plan.zero_stage == 1 else ""
-
-
-def _why_not_inner(view: PlanView) -> str:
-    return "" if _is_sharded(view) else "accelerate has this beside FSDP2 (`zero` 2 or 3) alone"
-
-
-def _why_not_cp(view: PlanView) -> str:
-    if view.cp_kind() != "gathered":
-        return "accelerate passes keys and values between cp ranks and the plan does not"
-    return _why_not_inner(view)
-
-
-def _why_not_recompute(view: PlanView) -> str:
-    if set(view.recomputed) != {"full"}:
-        return "accelerate recomputes all layers, or none"
-    return "" if _is_sharded(view) else "accelerate recomputes beside FSDP2 (`zero` 2 or 3) alone"
-
-
-def _why_not_precision(view: PlanView) -> str:
-    if view.plan.precision == "bf16" or view.trained_dtype == "float32":
-        return ""
-    return f"a script of accelerate's says itself that it trains in {view.trained_dtype}"
-
-
-def _why_not_layouts(view: PlanView) -> str:
-    return "a model's own tp_plan places its tensors" if view.plan.tp > 1 else ""
 
 
 def _write(view: PlanView) -> Emitted:
@@ -100,22 +72,22 @@ ACCELERATE = register_emitter(
     Emitter(
         name="accelerate",
         summary="the configuration file of accelerate launch (no pipeline)",
-        expresses={
-            "rp": Rule(how="parallelism_config_dp_replicate_size", unless=_why_not_inner),
-            "dp": "num_processes, parallelism_config_dp_shard_size",
-            "tp": Rule(how="parallelism_config_tp_size", unless=_why_not_inner),
-            "cp": Rule(how="parallelism_config_cp_size", unless=_why_not_cp),
-            "microbatches": "the script: gradient_accumulation_steps",
-            "zero": Rule(how="2 and 3: fsdp_reshard_after_forward", unless=_why_not_zero),
-            "precision": Rule(how="mixed_precision", unless=_why_not_precision),
-            "recompute": Rule(how="fsdp_activation_checkpointing", unless=_why_not_recompute),
-            "layouts": Rule(
-                how="the model's tp_plan",
-                unless=_why_not_layouts,
-                instead="the model's own tp_plan",
-            ),
-        },
+        expresses=expresses(
+            STACK,
+            {
+                "rp": "parallelism_config_dp_replicate_size",
+                "dp": "num_processes, parallelism_config_dp_shard_size",
+                "tp": "parallelism_config_tp_size",
+                "cp": "parallelism_config_cp_size",
+                "microbatches": "the script: gradient_accumulation_steps",
+                "zero": "2 and 3: fsdp_reshard_after_forward",
+                "precision": "mixed_precision",
+                "recompute": "fsdp_activation_checkpointing",
+                "layouts": "the model's tp_plan",
+            },
+            {"layouts": "the model's own tp_plan"},
+        ),
         write=_write,
-        executions=("fsdp-flash",),
+        executions=STACK.executions,
     )
 )

@@ -8,10 +8,13 @@ scripts/training/run_recipe.py (KEY=VALUE), src/megatron/bridge/training/config.
 
 from __future__ import annotations
 
-from planner.emit.emitter import Emitted, Emitter, Rule, register_emitter
+from planner.emit.declared import expresses
+from planner.emit.emitter import Emitted, Emitter, register_emitter
 from planner.emit.start import NODE_SETTINGS, headline, torchrun_lines
-from planner.emit.targets.megatron_lm import MEGATRON_EXPRESSES, megatron_flags
+from planner.emit.targets.megatron_lm import INSTEAD, WORDS, megatron_flags
 from planner.emit.view import PlanView
+from planner.stacks.known import MEGATRON_BRIDGE as STACK
+from planner.stacks.known import MEGATRON_LM
 
 SECTIONS = {
     "micro-batch-size": "train",
@@ -90,22 +93,6 @@ def overrides(view: PlanView) -> list[str]:
     return [*found, "mixed_precision=bf16_mixed"]
 
 
-def _why_not_precision(view: PlanView) -> str:
-    if view.plan.precision == "bf16":
-        return ""
-    return (
-        f"a recipe has a 16-bit dtype, and its overrides no name for {view.trained_dtype} "
-        "(`precision` bf16)"
-    )
-
-
-EXPRESSES = MEGATRON_EXPRESSES | {
-    "precision": Rule(how="mixed_precision", unless=_why_not_precision)
-}
-"""What Megatron-LM's flags express, but fp32: without mixed precision a recipe trains in the dtype
-of its model's published weights, which is a 16-bit one."""
-
-
 def _value(name: str, value: str) -> str:
     if name == "recompute-modules":
         return f"[{value}]"
@@ -141,8 +128,8 @@ MEGATRON_BRIDGE = register_emitter(
     Emitter(
         name="megatron-bridge",
         summary="overrides of a Megatron-Bridge recipe, in a script that starts a node",
-        expresses=EXPRESSES,
+        expresses=expresses(STACK, WORDS | {"precision": "mixed_precision"}, INSTEAD),
         write=_write,
-        executions=("megatron-bridge", "megatron-core"),
+        executions=(*STACK.executions, *MEGATRON_LM.executions[:1]),
     )
 )

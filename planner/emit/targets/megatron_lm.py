@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from planner.emit.emitter import Emitted, Emitter, Rule, register_emitter
+from planner.emit.declared import expresses
+from planner.emit.emitter import Emitted, Emitter, register_emitter
 from planner.emit.start import NODE_SETTINGS, headline, torchrun_lines
 from planner.emit.view import PlanView, StageParts
-from planner.schedule import build_schedule
+from planner.stacks.known import MEGATRON_BRIDGE, MEGATRON_LM
 
 
 def megatron_flags(view: PlanView) -> dict[str, str]:
@@ -128,100 +129,31 @@ def _recompute(view: PlanView) -> dict[str, str]:
     return {}
 
 
-def _why_not_recompute(view: PlanView) -> str:
-    kinds = set(view.recomputed)
-    if "by layer" in kinds:
-        if view.first_layers_in_full is not None:
-            return ""
-        return (
-            "Megatron-LM recomputes in full the first layers of each stage, as many in all, and "
-            "keeps all of the others"
-        )
-    if len(kinds) > 1:
-        return "Megatron-LM recomputes the same of all stages"
-    if kinds <= {"full", "core attention"}:
-        return ""
-    return "Megatron-LM recomputes whole modules and not the ops of the plan"
-
-
-def _why_not_schedule(view: PlanView) -> str:
-    name = "1f1b" if view.plan.vpp == 1 else "interleaved_1f1b"
-    if view.plan.vpp > 1 and view.plan.num_microbatches % view.plan.pp:
-        return f"Megatron-LM interleaves a multiple of pp={view.plan.pp} microbatches"
-    own = build_schedule(
-        name, pp=view.plan.pp, vpp=view.plan.vpp, num_microbatches=view.plan.num_microbatches
-    )
-    if own.jobs == view.schedule.jobs:
-        return ""
-    return f"with vpp={view.plan.vpp} Megatron-LM has the job table of {name} and no other"
-
-
-def _why_not_precision(view: PlanView) -> str:
-    if view.plan.precision == "bf16" or view.trained_dtype == "float32":
-        return ""
-    return f"Megatron-LM trains {view.trained_dtype} with fp32 master weights (`precision` bf16)"
-
-
-def _why_not_cp(view: PlanView) -> str:
-    if view.cp_kind() == "other":
-        return "its attention on cp neither gathers keys nor deals heads"
-    if view.seq_len % (2 * view.plan.cp):
-        return f"Megatron-LM needs sequences ({view.seq_len}) that 2 * cp divides"
-    return ""
-
-
-def _why_not_layouts(view: PlanView) -> str:
-    if view.plan.tp > 1 and view.has_experts and not view.sequence_parallel:
-        return "Megatron-LM trains experts on tp with --sequence-parallel alone"
-    if view.plan.tp > 1 and view.experts_on_tp == "other":
-        return "Megatron-LM cuts the matrices of all experts on tp, or of none"
-    return view.differs_from_usual_tp()
-
-
-def _why_not_expert_parts(view: PlanView) -> str:
-    return "" if view.plan.degrees["ep"] > 1 else "etp is written beside ep"
-
-
-def _why_not_on_host(view: PlanView) -> str:
-    # Its optimizer on the host is a precision-aware one, which is distributed in any case.
-    return "" if view.plan.zero_stage else "Megatron-LM offloads the optimizer of ZeRO 1"
-
-
-def _why_not_zero(view: PlanView) -> str:
-    if view.plan.zero_stage >= 2 and view.plan.optimizer_on_host:
-        return "Megatron-FSDP has no optimizer on the host"
-    return ""
-
-
-MEGATRON_EXPRESSES: dict[str, str | Rule] = {
+WORDS = {
     "dp": "what is left of the world",
     "tp": "--tensor-model-parallel-size",
-    "cp": Rule(how="--context-parallel-size, --cp-comm-type", unless=_why_not_cp),
+    "cp": "--context-parallel-size, --cp-comm-type",
     "ep": "--expert-model-parallel-size",
-    "etp": Rule(how="--expert-tensor-parallel-size", unless=_why_not_expert_parts),
+    "etp": "--expert-tensor-parallel-size",
     "microbatches": "--micro-batch-size, --global-batch-size",
     "pp": "--pipeline-model-parallel-size",
     "vpp": "the stages of --pipeline-model-parallel-layout",
     "cuts": "--pipeline-model-parallel-layout",
-    "schedule": Rule(how="1F1B, interleaved with vpp", unless=_why_not_schedule),
-    "zero": Rule(
-        how="1: --use-distributed-optimizer; 2, 3: --use-megatron-fsdp", unless=_why_not_zero
-    ),
-    "precision": Rule(how="--bf16", unless=_why_not_precision),
-    "recompute": Rule(
-        how="--recompute-granularity full (the first layers of each stage: --recompute-method "
-        "block), or selective of core_attn",
-        unless=_why_not_recompute,
-        instead="selective recomputation of core attention",
-    ),
-    "optimizer-on-host": Rule(how="--optimizer-cpu-offload", unless=_why_not_on_host),
-    "layouts": Rule(
-        how="its own, --sequence-parallel",
-        unless=_why_not_layouts,
-        instead="its own placements",
-    ),
+    "schedule": "1F1B, interleaved with vpp",
+    "zero": "1: --use-distributed-optimizer; 2, 3: --use-megatron-fsdp",
+    "precision": "--bf16",
+    "recompute": "--recompute-granularity full (the first layers of each stage: "
+    "--recompute-method block), or selective of core_attn",
+    "optimizer-on-host": "--optimizer-cpu-offload",
+    "layouts": "its own, --sequence-parallel",
 }
 """How Megatron-LM, and what is built on Megatron-Core, expresses the features of plans."""
+
+INSTEAD = {
+    "recompute": "selective recomputation of core attention",
+    "layouts": "its own placements",
+}
+"""What it has of its own, where a user accepts that."""
 
 
 def _write(view: PlanView) -> Emitted:
@@ -265,8 +197,9 @@ register_emitter(
     Emitter(
         name="megatron-lm",
         summary="flags of Megatron-LM, in a script that starts a node",
-        expresses=MEGATRON_EXPRESSES,
+        expresses=expresses(MEGATRON_LM, WORDS, INSTEAD),
         write=_write,
-        executions=("megatron-core", "megatron-classic", "megatron-bridge"),
+        # Megatron-Bridge configures what these flags do.
+        executions=(*MEGATRON_LM.executions, *MEGATRON_BRIDGE.executions),
     )
 )

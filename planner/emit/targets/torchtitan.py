@@ -15,10 +15,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from planner.emit.emitter import Emitted, Emitter, Rule, register_emitter
+from planner.emit.declared import expresses
+from planner.emit.emitter import Emitted, Emitter, register_emitter
 from planner.emit.start import NODE_SETTINGS, headline, torchrun_lines
 from planner.emit.view import PlanView
-from planner.schedule import Schedule, fold_placement, loop_placement
+from planner.schedule import Schedule, loop_placement
+from planner.stacks.known import TORCHTITAN, TORCHTITAN_TOML
 
 CSV_FILE = "schedule.csv"
 
@@ -78,96 +80,24 @@ def checkpointing(view: PlanView) -> str:
     return "full" if view.recomputed[0] == "full" else "none"
 
 
-def _why_not_recompute(view: PlanView) -> str:
-    kinds = set(view.recomputed)
-    if len(kinds) > 1:
-        return "torchtitan recomputes the same of all stages"
-    if kinds == {"by layer"}:
-        return "torchtitan recomputes the same of all layers"
-    if kinds == {"full"}:
-        return ""
-    return "torchtitan's selective checkpointing also recomputes every second product"
-
-
-def _why_not_placement(view: PlanView) -> str:
-    plan = view.plan
-    if plan.vpp == 2 and plan.stage_to_pp_rank == fold_placement(plan.pp, 2):
-        return ""
-    return "torchtitan deals stages round-robin, or two a rank in a V"
-
-
-def _why_not_zero(view: PlanView) -> str:
-    if view.plan.zero_stage == 1:
-        return "torchtitan has 0 (replicated), 2 and 3 (fully_shard)"
-    return ""
-
-
-def _why_not_precision(view: PlanView) -> str:
-    if view.plan.precision == "bf16" or view.trained_dtype in ("bfloat16", "float32"):
-        return ""
-    return f"torchtitan trains in bfloat16 or float32, and the model is {view.trained_dtype}"
-
-
-def _why_not_cp(view: PlanView) -> str:
-    if view.cp_kind() == "gathered":
-        return ""
-    return "torchtitan passes keys and values between cp ranks and the plan does not"
-
-
-def _why_not_microbatches(view: PlanView) -> str:
-    if view.seq_len:
-        return ""
-    return "torchtitan counts tokens, and the batch has no sequences of one length"
-
-
-def _why_not_layouts(view: PlanView) -> str:
-    # `apply_moe_ep_tp`: without ep, matrices of experts are cut on tp as those of other layers.
-    if view.plan.tp > view.plan.degrees["ep"] == 1 and view.experts_on_tp in ("whole", "other"):
-        return "torchtitan cuts the matrices of all experts on tp"
-    return view.differs_from_usual_tp()
-
-
-def _why_not_layouts_toml(view: PlanView) -> str:
-    if view.plan.tp > 1 and not view.sequence_parallel:
-        return "v0.2 always splits what goes from layer to layer over tp"
-    return _why_not_layouts(view)
-
-
-def _why_not_dp_toml(view: PlanView) -> str:
-    plan = view.plan
-    if plan.zero_stage == 0 and plan.world_size > plan.batch_parts:
-        return "v0.2 replicates (ZeRO 0) only where nothing else is parallel"
-    return ""
-
-
-EXPRESSES: dict[str, str | Rule] = {
+WORDS = {
     "rp": "data_parallel_replicate_degree",
     "dp": "data_parallel_replicate_degree, data_parallel_shard_degree",
     "tp": "tensor_parallel_degree",
-    "cp": Rule(how="context_parallel_degree", unless=_why_not_cp),
+    "cp": "context_parallel_degree",
     "ep": "expert_parallel_degree",
-    "microbatches": Rule(
-        how="num_pp_microbatches, num_tokens_per_microbatch_per_dp_rank",
-        unless=_why_not_microbatches,
-    ),
+    "microbatches": "num_pp_microbatches, num_tokens_per_microbatch_per_dp_rank",
     "pp": "pipeline_parallel_degree",
     "vpp": "the number of module_fqns_per_model_part",
     "cuts": "module_fqns_per_model_part",
-    "stage-placement": Rule(how="the style of its schedule", unless=_why_not_placement),
+    "stage-placement": "the style of its schedule",
     "schedule": "pipeline_parallel_schedule_csv, job for job",
-    "zero": Rule(how="0, 2 and 3: fsdp_reshard_after_forward", unless=_why_not_zero),
-    "precision": Rule(how="dtype, mixed_precision_param", unless=_why_not_precision),
-    "recompute": Rule(
-        how="FullAC",
-        unless=_why_not_recompute,
-        instead="SelectiveAC",
-    ),
-    "layouts": Rule(
-        how="its own, enable_sequence_parallel",
-        unless=_why_not_layouts,
-        instead="its own placements",
-    ),
+    "zero": "0, 2 and 3: fsdp_reshard_after_forward",
+    "precision": "dtype, mixed_precision_param",
+    "recompute": "FullAC",
+    "layouts": "its own, enable_sequence_parallel",
 }
+INSTEAD = {"recompute": "SelectiveAC", "layouts": "its own placements"}
 
 
 def _write(view: PlanView) -> Emitted:
@@ -300,9 +230,9 @@ _CURRENT = register_emitter(
     Emitter(
         name="torchtitan",
         summary="a torchtitan configuration in Python, its schedule as CSV, a script for a node",
-        expresses=EXPRESSES,
+        expresses=expresses(TORCHTITAN, WORDS, INSTEAD),
         write=_write,
-        executions=("torchtitan", "torchtitan-compiled"),
+        executions=TORCHTITAN.executions,
     )
 )
 
@@ -311,16 +241,16 @@ register_emitter(
         _CURRENT,
         name="torchtitan-toml",
         summary="sections of a torchtitan v0.2 toml file, and its schedule as CSV",
-        expresses=EXPRESSES
-        | {
-            "dp": Rule(how="data_parallel_shard_degree", unless=_why_not_dp_toml),
-            "etp": "expert_tensor_parallel_degree",
-            "layouts": Rule(
-                how="its own, always with sequence parallelism",
-                unless=_why_not_layouts_toml,
-                instead="its own placements",
-            ),
-        },
+        expresses=expresses(
+            TORCHTITAN_TOML,
+            WORDS
+            | {
+                "dp": "data_parallel_shard_degree",
+                "etp": "expert_tensor_parallel_degree",
+                "layouts": "its own, always with sequence parallelism",
+            },
+            INSTEAD,
+        ),
         write=_write_toml,
     )
 )
