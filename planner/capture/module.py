@@ -30,6 +30,7 @@ from planner.graph.blocks import RawGraph, build_graph
 from planner.graph.model_file import ModelSource
 from planner.graph.users_modules import users_modules
 from planner.plan import Precision
+from planner.runtime.state.outside import outside_bytes
 
 
 def capture_source(
@@ -189,7 +190,7 @@ def _captured(
     finally:
         kept_calls.forget()
     graph = build_graph(with_told_masks(merged), name=name, batch_tree=leaves[0][1])
-    return replace(graph, unit=unit)
+    return replace(graph, unit=unit, outside_bytes=outside_bytes(graph, module))
 
 
 def _leaves_of(
