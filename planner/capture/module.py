@@ -41,17 +41,7 @@ def capture_source(
     With a `length` its batches are ``batch(size, length)``. Raises CaptureError naming the user's
     line, or ModelError when model() or batch() themselves fail or do not fit together.
     """
-    try:
-        module = build_without_values(source.build)
-    except Exception as error:
-        where = user_line(error)
-        raise ModelError(
-            f"{source.path.name}: model() failed{where}: {first_line(error)}"
-        ) from error
-    if not isinstance(module, torch.nn.Module):
-        raise ModelError(
-            f"{source.path.name}: model() returned {type(module).__name__}; return an nn.Module"
-        )
+    module = build_source(source)
 
     def batches_of(unit_size: int) -> list[Any]:
         batches = []
@@ -80,6 +70,25 @@ def capture_source(
 
     with users_modules(source.path.parent):  # a forward may import what it needs
         return with_whole_values(capture_by_units(batches_of, capture, runs_on=runs_on))
+
+
+def build_source(source: ModelSource) -> torch.nn.Module:
+    """Return the model of a model file, its tensors on the meta device.
+
+    Raises ModelError where model() fails, or returns none.
+    """
+    try:
+        module = build_without_values(source.build)
+    except Exception as error:
+        where = user_line(error)
+        raise ModelError(
+            f"{source.path.name}: model() failed{where}: {first_line(error)}"
+        ) from error
+    if not isinstance(module, torch.nn.Module):
+        raise ModelError(
+            f"{source.path.name}: model() returned {type(module).__name__}; return an nn.Module"
+        )
+    return module
 
 
 def build_without_values(build: Callable[[], Any]) -> Any:
