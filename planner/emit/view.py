@@ -257,7 +257,9 @@ class PlanView:
 
         There, the products that read what goes from layer to layer are split by their outputs
         (S(0) of a weight), those that add to it by their inputs (S(1)), tables of words and the
-        head by the vocabulary (S(0)), and the rest is whole (Shoeybi et al. 2019, section 3). What
+        head by the vocabulary (S(0)), and the rest is whole (Shoeybi et al. 2019, section 3), the
+        narrow products of latent attention among it (`linear_q_down_proj`, `linear_kv_down_proj`:
+        "duplicated"). What
         goes from layer to layer is whole, or split by positions in all layers (Korthikanti et al.
         2022).
         """
@@ -277,13 +279,14 @@ class PlanView:
                 place = rests[name]
                 if isinstance(place, Replicate) and name in router_weights(program):
                     continue  # every rank of tp scores all experts
-                if not (isinstance(place, Shard) and place.dim == dim):
+                usual = Replicate() if dim is None else Shard(dim)
+                if not (type(place) is type(usual) and getattr(place, "dim", None) == dim):
                     fqn = program.tensor[name].fqn
                     if not fqn.startswith(program.name):  # of a class of several blocks
                         fqn = f"{program.name}.{fqn}"
                     return (
-                        f"{fqn} lies as {place} where it has S({dim}), which a search takes with "
-                        f"`pins` '{fqn}: S({dim})@tp'"
+                        f"{fqn} lies as {place} where it has {usual}, which a search takes with "
+                        f"`pins` '{fqn}: {usual}@tp'"
                     )
         if len(handed) > 1 or not handed <= {"R", "S(1)"}:
             return f"layers hand on {' and '.join(sorted(handed))}, and it has R or S(1) in all"
