@@ -38,7 +38,11 @@ def convert(
         typer.Option(help="Write a checkpoint as the ranks of this plan would, a file each."),
     ] = None,
     model: Annotated[
-        Path | None, typer.Option(help="The .py file of the plan's model, beside --plan.")
+        Path | None,
+        typer.Option(
+            help="The .py file of the model: of the plan's, or of weights, whose folder gets the "
+            "config.json of a Hugging Face model."
+        ),
     ] = None,
     shard_gb: Annotated[
         float, typer.Option(min=0.001, help="Largest shard of safetensors, in GB.")
@@ -54,26 +58,32 @@ def convert(
 
     Example: planner convert run weights
     """
+    from planner.capture import build_source, load_model_file
     from planner.plan import load_plan
     from planner.runtime.checkpoint.convert import convert as convert_files
     from planner.units import format_bytes
 
-    if (plan is None) != (model is None):
-        raise PlannerError("--plan and --model go together: give both or neither")
+    if plan is not None and model is None:
+        raise PlannerError("--plan was given without its model; give --model, too")
     if not math.isfinite(shard_gb):
         raise PlannerError(f"--shard-gb {shard_gb} was given; use a number of GB, such as 5")
     with show_progress("converting") as progress:
         loaded = None if plan is None else load_plan(plan)
         graph = None
+        built = None
         if loaded is not None and model is not None:
             progress(0.0, "capturing the model")
             graph = graph_of_plan(loaded, model)
+        elif model is not None:
+            progress(0.0, "building the model")
+            built = build_source(load_model_file(model))
         done = convert_files(
             source,
             target,
             kind=to,
             plan=loaded,
             graph=graph,
+            model=built,
             shard_bytes=int(shard_gb * 1e9),
             progress=progress,
         )
@@ -85,6 +95,7 @@ def convert(
                 "source": str(done.source),
                 "num_tensors": done.num_tensors,
                 "size_bytes": done.nbytes,
+                "has_config": done.has_config,
             }
         )
         return
@@ -92,3 +103,10 @@ def convert(
         f"{done.kind} {done.path}: {done.num_tensors} tensors, {format_bytes(done.nbytes)}, "
         f"from {done.source}"
     )
+    if done.has_config:
+        show_results("config.json is beside them: from_pretrained loads the folder")
+    elif built is not None:
+        show_results(
+            f"without config.json: the model of {model} is none of Hugging Face's "
+            "(transformers.PreTrainedModel)"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -10,8 +11,11 @@ import typer
 
 from commands.common.inputs import graph_of, parse_precision, parse_seconds
 from commands.common.options import DeviceOption, JsonOption
-from commands.render.console import show_json, show_progress, show_results, show_written
+from commands.render.console import show_json, show_note, show_progress, show_results, show_written
 from planner.errors import PlannerError
+
+_LATE = 1.2
+"""A budget is kept where the command takes no more than so many times it."""
 
 
 def profile(
@@ -65,6 +69,7 @@ def profile(
 
     Example: planner profile --budget 5m model.py
     """
+    began = time.monotonic()
     if check is not None:
         return _check(check, as_json)
     if models and str(models[0]) == "show":
@@ -78,25 +83,38 @@ def profile(
     from commands.render.profile import describe_profile
     from planner.nodes.launchers import started
 
-    is_alone = num_nodes == 1 and started(os.environ) is None
+    place = started(os.environ)
+    is_alone = num_nodes == 1 and place is None
     device = _device(device)
     folder = out or profiles.own_profile_dir(device)
+    ranks_here = nproc or (gpus if is_alone else None) or _num_devices(device)
+    processes = num_nodes if place is None or num_nodes > 1 else place.count
+    is_rank = num_nodes == 1 and place is not None and not place.is_node
+    show_note(_too_few(gpus, processes * (1 if is_rank else ranks_here)))
+    budget_s = parse_seconds(budget, "--budget")
     with show_progress("profiling") as progress:
         measured = profiles.measure_profile(
             folder,
-            nproc=nproc or (gpus if is_alone else None) or _num_devices(device),
+            nproc=ranks_here,
             device=device,
             models=[graph_of(model, parse_precision(precision)) for model in models or ()],
             gpus=gpus,
             grid=grid,
             compiled=compiled,
-            budget_s=parse_seconds(budget, "--budget"),
+            budget_s=budget_s,
+            began=began,
             progress=progress,
             num_nodes=num_nodes,
             rendezvous=rendezvous,
         )
     if measured is None:  # one of several processes that a launcher started; rank 0 tells
         return 0
+    took_s = time.monotonic() - began
+    if budget_s is not None and took_s > _LATE * budget_s:
+        show_note(
+            f"! it took {took_s:.0f} s: --budget {budget} is less than what no profile is without "
+            "(a probe of every op, three sizes of every collective, links and memory)"
+        )
     if as_json:
         show_json(profile_data(measured, str(folder)))
         return 0
@@ -104,6 +122,19 @@ def profile(
     print("\n".join(measured.file.findings), end="\n" * bool(measured.file.findings))
     print(f"wrote {folder}; see all of it with: planner profile show {folder}")
     return 0
+
+
+def _too_few(gpus: int | None, num_ranks: int) -> str | None:
+    """Say that a search would be refused, where it will be asked for more devices than a profile of
+    so many ranks describes.
+    """
+    if gpus is None or gpus <= num_ranks:
+        return None
+    return (
+        f"! --gpus {gpus} was given, and {num_ranks} ranks are measured: `planner search` will "
+        f"refuse more than {num_ranks} devices of this profile; measure on as many ranks (--nproc, "
+        "--num-nodes), or search with --cluster, a file that describes the others"
+    )
 
 
 def _check(folder: Path, as_json: bool) -> int:

@@ -75,7 +75,16 @@ def question_digest(graph: ModelGraph, profile: Profile, request: SearchRequest)
     """Return what names a question: equal digests have equal answers."""
     digest = hashlib.sha256(graph.fingerprint.encode())
     digest.update(
-        repr((graph.name, profile.file, profile.host, profile.ops, profile.collectives)).encode()
+        repr(
+            (
+                graph.name,
+                graph.outside_bytes,
+                profile.file,
+                profile.host,
+                profile.ops,
+                profile.collectives,
+            )
+        ).encode()
     )
     for each in (profile, *(group.profile for group in profile.groups)):
         rates = load_rates(each) if has_rates(each) else None

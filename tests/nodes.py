@@ -2,7 +2,8 @@
 
     node-a [eth0] ---- [a] switch [b] ---- [eth0] node-b        10.77.0.1, 10.77.0.2, ...
 
-A process on a node has the node's host name, its address, and names of all nodes in /etc/hosts.
+A process on a node has the node's host name, its address, and names of all nodes in its own
+/etc/hosts.
 All nodes share files, cores and memory. It takes root and Linux; `why_not` says what is missing.
 """
 
@@ -46,7 +47,11 @@ def why_no_delay() -> str:
 class Nodes:
     """So many nodes, gone with all their processes at the end. Mutable: it owns them."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, names_itself: bool = True) -> None:
+        """Of nodes that do not name themselves, each one's own name stands for its loopback, as
+        some installers write it into /etc/hosts.
+        """
+        self._names_itself = names_itself
         self.names = [f"node-{letter}" for letter in "abcdefgh"[:count]]
         self.address = {name: f"10.77.0.{at + 1}" for at, name in enumerate(self.names)}
         self._tag = f"planner-{secrets.token_hex(3)}"
@@ -55,9 +60,12 @@ class Nodes:
     def __enter__(self) -> Nodes:
         try:
             self._folder = tempfile.TemporaryDirectory()
-            self._hosts = Path(self._folder.name) / "hosts"
-            lines = [f"{address} {name}" for name, address in self.address.items()]
-            self._hosts.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+            for own in self.names:
+                lines = [
+                    f"{address if self._names_itself or name != own else '127.0.0.1'} {name}"
+                    for name, address in self.address.items()
+                ]
+                self._hosts(own).write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
             self._ip("netns", "add", self._space("switch"))
             self._in("switch", "ip", "link", "add", "bridge", "type", "bridge")
             self._in("switch", "ip", "link", "set", "bridge", "up")
@@ -95,7 +103,7 @@ class Nodes:
         variables: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[str]:
         """Start a command on a node, in a folder; its output is caught."""
-        setup = f'hostname {node}; mount --bind {self._hosts} /etc/hosts; exec "$@"'
+        setup = f'hostname {node}; mount --bind {self._hosts(node)} /etc/hosts; exec "$@"'
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(
             ["ip", "netns", "exec", self._space(node), "unshare", "--uts", "--mount",
@@ -145,6 +153,9 @@ class Nodes:
         self._in("switch", "ip", "link", "set", name, "master", "bridge", "up")
         self._in(name, "ip", "address", "add", f"{self.address[name]}/24", "dev", "eth0")
         self._in(name, "ip", "link", "set", "eth0", "up")
+
+    def _hosts(self, name: str) -> Path:
+        return Path(self._folder.name) / f"hosts-{name}"
 
     def _space(self, name: str) -> str:
         return f"{self._tag}-{name}"

@@ -12,6 +12,7 @@ of blocks (`planner.graph.blocks`).
 
 from planner.capture.module import (
     batch_from_spec,
+    build_source,
     build_without_values,
     capture_module,
     capture_source,
@@ -21,6 +22,7 @@ from planner.graph.model_file import ModelSource, load_model_file
 __all__ = [
     "ModelSource",
     "batch_from_spec",
+    "build_source",
     "build_without_values",
     "capture_module",
     "capture_source",

@@ -47,6 +47,11 @@ def explain(error: BaseException) -> str:
             "a tensor lies on another device than the model; use torch.tensor(...) in place of "
             "torch.Tensor(...) and torch.from_numpy, or register a buffer"
         )
+    elif "view size is not compatible" in text or "Cannot view a tensor" in text:
+        advice = (
+            "view() takes no tensor whose elements lie apart in memory (a slice, a transpose); use "
+            "reshape(), or contiguous() before it"
+        )
     elif "fake tensor in the exported program constant" in text:
         advice = (
             "it uses a tensor that none of its ops made (kept from an earlier call in a global "

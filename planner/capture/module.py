@@ -30,6 +30,7 @@ from planner.graph.blocks import RawGraph, build_graph
 from planner.graph.model_file import ModelSource
 from planner.graph.users_modules import users_modules
 from planner.plan import Precision
+from planner.runtime.state.outside import outside_bytes
 
 
 def capture_source(
@@ -40,17 +41,7 @@ def capture_source(
     With a `length` its batches are ``batch(size, length)``. Raises CaptureError naming the user's
     line, or ModelError when model() or batch() themselves fail or do not fit together.
     """
-    try:
-        module = build_without_values(source.build)
-    except Exception as error:
-        where = user_line(error)
-        raise ModelError(
-            f"{source.path.name}: model() failed{where}: {first_line(error)}"
-        ) from error
-    if not isinstance(module, torch.nn.Module):
-        raise ModelError(
-            f"{source.path.name}: model() returned {type(module).__name__}; return an nn.Module"
-        )
+    module = build_source(source)
 
     def batches_of(unit_size: int) -> list[Any]:
         batches = []
@@ -79,6 +70,25 @@ def capture_source(
 
     with users_modules(source.path.parent):  # a forward may import what it needs
         return with_whole_values(capture_by_units(batches_of, capture, runs_on=runs_on))
+
+
+def build_source(source: ModelSource) -> torch.nn.Module:
+    """Return the model of a model file, its tensors on the meta device.
+
+    Raises ModelError where model() fails, or returns none.
+    """
+    try:
+        module = build_without_values(source.build)
+    except Exception as error:
+        where = user_line(error)
+        raise ModelError(
+            f"{source.path.name}: model() failed{where}: {first_line(error)}"
+        ) from error
+    if not isinstance(module, torch.nn.Module):
+        raise ModelError(
+            f"{source.path.name}: model() returned {type(module).__name__}; return an nn.Module"
+        )
+    return module
 
 
 def build_without_values(build: Callable[[], Any]) -> Any:
@@ -189,7 +199,7 @@ def _captured(
     finally:
         kept_calls.forget()
     graph = build_graph(with_told_masks(merged), name=name, batch_tree=leaves[0][1])
-    return replace(graph, unit=unit)
+    return replace(graph, unit=unit, outside_bytes=outside_bytes(graph, module))
 
 
 def _leaves_of(

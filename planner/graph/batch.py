@@ -8,8 +8,10 @@ values. Torch is not imported: anything with `shape` and `dtype` is a leaf.
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -269,12 +271,63 @@ def like(value: Any, items: Iterable[Any]) -> Any:
 
 
 def call_with_batch(module: Any, batch: Any) -> Any:
-    """Call a module on a batch: a dict by keyword, a tuple or list by position."""
-    if isinstance(batch, Mapping):
-        return module(**batch)
-    if isinstance(batch, tuple | list):
-        return module(*batch)
-    return module(batch)
+    """Call a module on a batch: a dict by keyword, a tuple or list by position.
+
+    Raises ModelError where its forward does not take these arguments.
+    """
+    named, placed = (batch, ()) if isinstance(batch, Mapping) else ({}, batch)
+    if not isinstance(placed, tuple | list):
+        placed = (placed,)
+    try:
+        return module(*placed, **named)
+    except TypeError as error:
+        told = _differing_arguments(module, placed, named)
+        if told and _OF_ARGUMENTS.search(str(error)):
+            raise ModelError(told) from error
+        raise
+
+
+_OF_ARGUMENTS = re.compile(r"unexpected keyword|required \w+.* argument|positional arguments? but")
+"""In Python's words: a call with other arguments than the function has."""
+
+
+def _differing_arguments(module: Any, placed: Sequence[Any], named: Mapping[str, Any]) -> str:
+    """Say how a batch differs from what a module's forward takes; nothing where it does not."""
+    try:
+        takes = inspect.signature(module.forward)
+    except (TypeError, ValueError):  # of a function that has none
+        return ""
+    try:
+        takes.bind(*placed, **named)
+    except TypeError:
+        pass
+    else:
+        return ""
+    owner = f"forward of {type(module).__name__}"
+    plain = (p.replace(annotation=p.empty, default=p.empty) for p in takes.parameters.values())
+    arguments = ", ".join(map(str, plain)) or "nothing"
+    if not named:
+        return (
+            f"the batch has {len(placed)} entries, which are given by position, and {owner} takes "
+            f"{arguments}; give as many as it takes, or a dict whose keys are its arguments"
+        )
+    others = [key for key in named if key not in takes.parameters]
+    missing = [
+        name
+        for name, argument in takes.parameters.items()
+        if name not in named
+        and argument.default is argument.empty
+        and argument.kind not in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)
+    ]
+    wrong = f"{_quoted(others)} not among these" if others else f"without {_quoted(missing)}"
+    return (
+        f"a dict batch is given by keyword, and {owner} takes {arguments}; the batch has "
+        f"{_quoted(named)}, {wrong}: rename keys or leave them out, or let forward take them"
+    )
+
+
+def _quoted(names: Iterable[Any]) -> str:
+    return ", ".join(repr(name) for name in names)
 
 
 def loss_of(output: Any, batch: Any, loss: Any = None) -> Any:

@@ -34,7 +34,7 @@ from planner.ops.users import has_user_rule
 from planner.plan import Precision
 from planner.units import MIB
 
-_FORMAT = 3
+_FORMAT = 4
 _ALWAYS_READ = ("CUDA_VISIBLE_DEVICES",)  # by CUDA itself, which is not seen
 _MAX_DIGESTED_BYTES = 64 * MIB
 

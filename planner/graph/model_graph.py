@@ -308,6 +308,8 @@ class ModelGraph:
     `batch_tree` is the JSON form of the batch's structure (see `planner.graph.batch`). `whole` is
     what parts of a batch take of the whole one (`planner.across.whole`); None: nothing.
     Where samples belong together (`unit`), what sizes count as a sample is a unit of them.
+    `outside_bytes` are those of the state dict that no block uses, or that are read apart from
+    blocks, too: each rank keeps them in host memory (`planner.runtime.state.outside`).
     """
 
     name: str
@@ -320,6 +322,7 @@ class ModelGraph:
     loss: str
     whole: WholeBatch | None = None
     unit: Unit = SAMPLE
+    outside_bytes: int = 0
 
     @cached_property
     def tensor(self) -> dict[str, TensorMeta]:
@@ -360,7 +363,7 @@ def to_json(value: Any, *, lines: bool = True) -> Any:
     """Return a ModelGraph (or any part of one) as JSON data; `from_json` is the inverse.
 
     Without `lines` it is the structure alone: equal for graphs that differ in where the user's
-    code stands.
+    code stands, or in what no block uses.
     """
     if value is None or type(value) in (str, int, bool, float):
         return value
@@ -380,6 +383,8 @@ def to_json(value: Any, *, lines: bool = True) -> Any:
             names.remove("unit")  # so captures of other models are what they were without units
         if isinstance(value, ModelGraph) and value.whole is None:
             names.remove("whole")
+        if isinstance(value, ModelGraph) and not (lines and value.outside_bytes):
+            names.remove("outside_bytes")  # no part of the structure
         fields = {name: to_json(getattr(value, name), lines=lines) for name in names}
         return {"t": type(value).__name__, **fields}
     if isinstance(value, tuple | list):

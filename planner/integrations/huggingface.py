@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 from torch.utils.data import IterableDataset as TorchStream
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
@@ -211,13 +211,20 @@ class PlannerTrainer(Trainer):
         return loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """Return whole batches of an evaluation's data in order, the same on every rank."""
+        """Return whole batches of an evaluation's data in order, the same on every rank.
+
+        With `dataloader_drop_last` samples are left out as the Trainer does: those that fill no
+        more batch of `per_device_eval_batch_size` on each replica.
+        """
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(data, str):
             data = self.eval_dataset[data]
         if data is None:
             raise PlanError("evaluation needs eval_dataset; give one to the trainer or the call")
         data, collate = self._columns(data, "Evaluation")
+        if self.args.dataloader_drop_last and not isinstance(data, TorchStream):
+            whole = self.args.per_device_eval_batch_size * self.engine.num_replicas
+            data = Subset(data, range(len(data) // whole * whole))
         return DataLoader(
             data,
             batch_size=self._plan.global_batch,

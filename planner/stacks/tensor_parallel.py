@@ -129,9 +129,10 @@ class LaidOut:
                     fqn = program.tensor[name].fqn
                     if not fqn.startswith(program.name):  # of a class of several blocks
                         fqn = f"{program.name}.{fqn}"
+                    usual = Replicate() if dim is None else Shard(dim)
                     return (
-                        f"{fqn} lies as {place} where it has S({dim}), which a search takes with "
-                        f"`pins` '{fqn}: S({dim})@tp'"
+                        f"{fqn} lies as {place} where it has {usual}, which a search takes with "
+                        f"`pins` '{fqn}: {usual}@tp'"
                     )
         if len(self.handed_on) > 1 or not self.handed_on <= {"R", "S(1)"}:
             handed = " and ".join(sorted(self.handed_on))

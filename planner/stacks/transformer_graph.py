@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from planner.errors import PlanError
@@ -14,6 +14,9 @@ _LAYER = re.compile(r"^(.*?)\.(\d+)(?:\.|$)")
 
 _CORE_ATTENTION = ("core_attention", "softmax", "attention_dropout")
 """Modules between the product that makes queries, keys and values and that of the output."""
+
+_CASTS = ("aten.to.", "aten._to_copy.")
+"""Ops of which the result is the stream in another dtype, or in its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,25 +150,72 @@ def is_core_attention(op: Op) -> bool:
     return op.module.rpartition(".")[2] in _CORE_ATTENTION
 
 
-def usual_dims(program: Program, *, is_layer: bool) -> Iterator[tuple[str, int]]:
-    """Yield weights of a block with the dim that tensor parallelism splits.
+def usual_dims(program: Program, *, is_layer: bool) -> Iterator[tuple[str, int | None]]:
+    """Yield weights of a block with the dim that tensor parallelism splits; None: it splits none.
 
     A product whose input does not depend on another product of the block reads the stream: sums
-    with the stream are the stream again.
+    with the stream are the stream again. In front of attention the last products on the way are
+    split by their heads, and what they are made of (the narrow queries and keys of latent
+    attention) is whole on every rank.
     """
+    sums = _sums_with_stream(program)
+    ahead = _ahead_of_attention(program, sums)
     products = dict.fromkeys(program.inputs, 0)
-    stream = set(program.inputs)
     for op in program.ops:
         behind = max((products.get(name, 0) for name in op.inputs), default=0)
-        if op.target.startswith("aten.add") and stream & set(op.inputs):
-            stream.update(op.outputs)
+        if op.name in sums:
             behind = 0
         if op.target.startswith("aten.embedding"):
             if op.inputs[0] in program.params:  # not a table of sines, say
                 yield op.inputs[0], 0
-        elif op.target.startswith("aten.linear") and op.inputs[1] in program.params:
-            yield op.inputs[1], 1 if is_layer and behind else 0
+        elif _is_product(op, program):
+            if is_layer and ahead.get(op.name, 0) > 1:
+                yield op.inputs[1], None
+            else:
+                is_last = is_layer and behind and op.name not in ahead
+                yield op.inputs[1], 1 if is_last else 0
             behind = 1
-        elif "attention" in op.target:
+        elif _is_attention(op):
             behind = 1
         products |= dict.fromkeys(op.outputs, behind)
+
+
+def _is_product(op: Op, program: Program) -> bool:
+    return op.target.startswith("aten.linear") and op.inputs[1] in program.params
+
+
+def _is_attention(op: Op) -> bool:
+    return "attention" in op.target
+
+
+def _sums_with_stream(program: Program) -> frozenset[str]:
+    """Return the sums that hand the stream on, by name."""
+    stream, sums = set(program.inputs), set()
+    for op in program.ops:
+        is_sum = op.target.startswith("aten.add")
+        if (is_sum or op.target.startswith(_CASTS)) and stream & set(op.inputs):
+            stream.update(op.outputs)
+            if is_sum:
+                sums.add(op.name)
+    return frozenset(sums)
+
+
+def _ahead_of_attention(program: Program, sums: Collection[str]) -> dict[str, int]:
+    """Return the products that queries, keys and values are made by, each with how many products
+    lie on the longest way from it to attention, itself counted. No way leads through the stream.
+    """
+    count: dict[str, int] = {}  # by value, of the ways behind it
+    found = {}
+    for op in reversed(program.ops):
+        ways = [count[name] for name in op.outputs if name in count]
+        if _is_attention(op):
+            ways = [0]
+        if not ways or op.name in sums:
+            continue
+        most = max(ways)
+        if _is_product(op, program):
+            most += 1
+            found[op.name] = most
+        for name in op.inputs:
+            count[name] = max(most, count.get(name, 0))
+    return found

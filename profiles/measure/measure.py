@@ -29,6 +29,11 @@ from profiles.store import PROFILE_FILE, check_writable, remove_session, write_p
 MESSAGE_SHARE = 32
 """Messages grow up to 1 GiB, or to this part of a rank's memory."""
 
+_AGAIN_SHARE = 0.3
+"""The most of a budget that is kept for further visits to what a machine's drift shows in."""
+_LATE_SHARE = 0.1
+"""These visits may end so much of a budget late."""
+
 
 def measure_profile(
     out: str | Path,
@@ -39,6 +44,7 @@ def measure_profile(
     gpus: int | None = None,
     grid: bool = False,
     budget_s: float | None = None,
+    began: float | None = None,
     compiled: bool | None = None,
     progress: Progress | None = None,
     num_nodes: int = 1,
@@ -54,7 +60,9 @@ def measure_profile(
 
     With models, measures each distinct op signature that a search of them on `gpus` devices
     (default: the ranks) may need, and whole blocks, also `compiled` (default: on GPUs); without, or
-    with `grid`, a standard grid. `command` is what was called, for the notes. Records already in
+    with `grid`, a standard grid. A budget counts from `began`, in seconds of the monotonic clock
+    (default: now), when the work that comes before began; what no profile is without is measured
+    even where it is too short. `command` is what was called, for the notes. Records already in
     `out` are kept. Raises ProfileError when `out` holds another machine's records, can't be
     written, or the workers can't start.
     """
@@ -64,7 +72,7 @@ def measure_profile(
     if member is not None and member.number > 0:
         serve(member)
         return None
-    began = time.monotonic()
+    began = time.monotonic() if began is None else began
     directory = Path(out)
     check_writable(directory)
     launcher: Launcher = (
@@ -109,10 +117,12 @@ def measure_profile(
             surroundings = measure_surroundings(workers, session, run.report)
         except ProbeFailed as error:
             raise ProfileError(f"can't measure the memory of a process: {error}") from None
-        if run.deadline is not None:  # most of it comes once more
-            run.deadline -= time.monotonic() - before
+        end, took_s = run.deadline, time.monotonic() - before
+        if end is not None:  # most of it comes once more, if there is time
+            run.deadline = end - min(took_s, _AGAIN_SHARE * (end - began))
         complete = run.measure(asked)
-        surroundings = measure_again(surroundings, workers, session, run.report)
+        if end is None or time.monotonic() + took_s <= end + _LATE_SHARE * (end - began):
+            surroundings = measure_again(surroundings, workers, session, run.report)
     file = summarize(
         session,
         surroundings,

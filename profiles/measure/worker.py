@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from planner.nodes.interface import take_interface
 from planner.runtime.start.device import p2p_needs_own_groups
 from planner.runtime.start.groups.gloo_threads import put_socket_threads_last
 from planner.runtime.start.process.cores import available_cores, own_cores, stay_on
@@ -82,7 +83,9 @@ class Worker:
         if device_type == "cuda":
             dist.init_process_group("nccl", device_id=self.device)
         else:
-            dist.init_process_group("gloo")
+            store, rank, count = next(dist.rendezvous("env://"))
+            take_interface(store, rank=rank, count=count, towards=os.environ["MASTER_ADDR"])
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
         put_socket_threads_last()
         self.clock = Clock(self.device, own_core=device_type == "cpu" and _take_own_cores())
         self._timer = OpTimer(self.clock)

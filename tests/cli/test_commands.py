@@ -89,7 +89,12 @@ def converted(monkeypatch):
     def convert_files(source, target, **options):
         given.update(options, source=source, target=target)
         return SimpleNamespace(
-            kind="safetensors", path=target, num_tensors=2, nbytes=3000, source="run/step-8"
+            kind="safetensors",
+            path=target,
+            num_tensors=2,
+            nbytes=3000,
+            source="run/step-8",
+            has_config=False,
         )
 
     monkeypatch.setattr("planner.runtime.checkpoint.convert.convert", convert_files)
@@ -110,13 +115,18 @@ def test_shards_have_a_size(converted, shard_gb):
     assert not converted
 
 
-@pytest.mark.parametrize("given", [{"plan": Path("p.json")}, {"model": Path("m.py")}])
-def test_a_plan_and_its_model_go_together(converted, given):
-    with pytest.raises(PlannerError, match="--plan and --model go together"):
-        convert(
-            Path("a"), Path("b"), to=None, shard_gb=5.0, **{"plan": None, "model": None} | given
-        )
+def test_a_plan_has_its_model_beside_it(converted):
+    with pytest.raises(PlannerError, match="--plan was given without its model"):
+        convert(Path("a"), Path("b"), to=None, shard_gb=5.0, plan=Path("p.json"), model=None)
     assert not converted
+
+
+def test_a_model_of_another_kind_is_said_to_have_no_config(converted, tmp_path, capsys):
+    file = tmp_path / "model.py"
+    file.write_text("import torch\nmodel = lambda: torch.nn.Linear(2, 2)\nbatch = torch.zeros\n")
+    convert(Path("run"), Path("weights"), to=None, plan=None, model=file, shard_gb=0.5)
+    assert converted["model"].weight.is_meta
+    assert "without config.json: the model of" in capsys.readouterr().out
 
 
 # ---- emit

@@ -55,6 +55,16 @@ def test_a_model_is_measured_in_bf16_with_compiled_blocks_beside_the_grid(
     assert {task["task"] for task in asked} == {"describe"}
 
 
+def test_more_devices_than_ranks_are_told_at_once(planner, asked, tmp_path):
+    """Before anything is measured; a search then says the same."""
+    options = ("--out", "p", "--device", "cpu", "--budget", "1s")
+    told = planner("profile", "--gpus", 4, "--nproc", 2, *options).stderr
+    assert "--gpus 4 was given, and 2 ranks are measured" in told
+    assert "refuse more than 2 devices" in told
+    for enough in (("--gpus", 2, "--nproc", 2), ("--gpus", 3)):
+        assert "ranks are measured" not in planner("profile", *enough, *options).stderr
+
+
 def test_a_precision_that_is_none_is_refused(planner, write_model, asked):
     complaint = planner("profile", write_model(), "--precision", "fp4").complaint
     assert "--precision fp4 was given; use model or bf16" in complaint

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from planner.emit.view import Launch, PlanView
 from planner.errors import PlanError
@@ -11,6 +12,7 @@ from planner.plan.defaults import default_plan
 from planner.plan.parts import ClassRecompute
 from planner.stacks.transformer_graph import Sizes, sizes_of, usual_dims
 from planner.templates import Experts, Transformer, build_transformer
+from tests.captures import capture_module
 from tests.emit.views import changed, view_of
 
 
@@ -164,3 +166,23 @@ def test_a_table_that_is_not_trained_is_split_by_nobody():
         tensors=(replace(table, kind="param"), ids, out),
     )
     assert list(usual_dims(trained, is_layer=False)) == [("sines", 0)]
+
+
+def test_latent_attention_has_whole_narrow_products_and_its_heads_cut():
+    """As Megatron-LM's `multi_latent_attention.py` has them: down "duplicated", up by columns."""
+    transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+    config = transformers.DeepseekV3Config(
+        num_hidden_layers=2, hidden_size=32, intermediate_size=48, vocab_size=64,
+        num_attention_heads=4, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16,
+        qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=2,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    ids = [torch.zeros(size, 8, dtype=torch.long) for size in (2, 3)]
+    model = transformers.DeepseekV3ForCausalLM(config)
+    graph = capture_module(model, *({"input_ids": each, "labels": each} for each in ids))
+    program = graph.classes[graph.blocks[1].class_index]
+    dims = {program.tensor[n].fqn.split(".")[1]: d for n, d in usual_dims(program, is_layer=True)}
+    assert dims == {
+        "q_a_proj": None, "q_b_proj": 0, "kv_a_proj_with_mqa": None, "kv_b_proj": 0, "o_proj": 1,
+        "gate_proj": 0, "up_proj": 0, "down_proj": 1,
+    }  # fmt: skip

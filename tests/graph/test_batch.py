@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import functools
 import json
 from typing import NamedTuple
 
@@ -18,7 +19,13 @@ from torch.nn.utils.rnn import pack_sequence
 import planner
 from planner.capture import batch_from_spec, capture_module
 from planner.errors import ModelError
-from planner.graph.batch import difference, flatten_batch, tensor_paths, unflatten_batch
+from planner.graph.batch import (
+    call_with_batch,
+    difference,
+    flatten_batch,
+    tensor_paths,
+    unflatten_batch,
+)
 from planner.graph.batch_classes import importable, name_of
 from planner.plan.defaults import default_plan
 from planner.runtime.data.samples import Collate
@@ -195,3 +202,52 @@ def test_a_class_that_no_other_process_finds_is_refused():
     tree = {"made": ["elsewhere.py:Pair", [["x", {"tensor": "x"}]]]}
     with pytest.raises(ModelError, match=r"a elsewhere.py:Pair of x, which this process can't imp"):
         unflatten_batch(tree, {"x": X})
+
+
+class _Taking(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None):
+        return x.sum() if y is None else (x * y).sum()
+
+
+@pytest.mark.parametrize(
+    ("batch", "told"),
+    [
+        (
+            {"x": 1, "labels": 2},
+            "takes x, y; the batch has 'x', 'labels', 'labels' not among these",
+        ),
+        ({"y": 1}, "takes x, y; the batch has 'y', without 'x'"),
+        ((1, 2, 3), "the batch has 3 entries, .* takes x, y; give as many"),
+        ((), "the batch has 0 entries"),
+    ],
+)
+def test_a_batch_of_other_arguments_is_told_with_what_forward_takes(batch, told):
+    with pytest.raises(ModelError, match=told) as refused:
+        call_with_batch(_Taking(), batch)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_wrong_call_inside_of_forward_is_not_the_batchs():
+    class Inner(nn.Module):
+        def forward(self, x):
+            return _Taking()(z=x)
+
+    with pytest.raises(TypeError, match="unexpected keyword argument 'z'"):
+        call_with_batch(Inner(), {"x": torch.ones(2)})
+
+
+def test_what_a_wrapper_of_forward_takes_is_taken():
+    """An old name of an argument, as transformers' `deprecate_kwarg` has it."""
+
+    class Wrapped(_Taking):
+        @functools.wraps(_Taking.forward)
+        def forward(self, old):
+            return _Taking.forward(self, old)
+
+    assert call_with_batch(Wrapped(), {"old": torch.ones(2)}) == 2
+
+
+def test_the_capture_of_such_a_batch_ends_in_that_line():
+    batches = [{"x": torch.ones(n, 4), "labels": torch.ones(n)} for n in (2, 3)]
+    with pytest.raises(ModelError, match="a dict batch is given by keyword"):
+        capture_module(_Taking(), *batches)

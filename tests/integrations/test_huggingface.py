@@ -178,6 +178,21 @@ def test_a_trainer_trains_logs_and_evaluates_as_in_one_process(tmp_path):
     assert saved(**given).loss.item() == pytest.approx(expected.model(**given).loss.item())
 
 
+def test_an_evaluation_drops_what_fills_no_batch_of_the_trainers(tmp_path):
+    """Of six samples the batch of four alone, on one replica or two."""
+    changes = {"dataloader_drop_last": True, "max_steps": 1}
+    expected = alone(tmp_path / "alone", **changes)
+    with_rest = alone(tmp_path / "rest", max_steps=1).evaluate()["eval_loss"]
+    assert expected.evaluate()["eval_loss"] != pytest.approx(with_rest, rel=1e-5)
+    jobs = []
+    for replicas, layout in LAYOUTS[:2]:
+        own = {"per_device_eval_batch_size": BATCH // replicas}
+        jobs.append({"plan": plan_of(**layout), "replicas": replicas, "arguments": changes | own})
+    expected.state.log_history.pop()  # (of the evaluation above)
+    for found in run_ranks(trained, 2, tmp_path, jobs)[0]:
+        check(found, expected)
+
+
 def test_batches_of_one_update_are_counted_by_their_tokens(tmp_path):
     changes = {"gradient_accumulation_steps": 2, "max_steps": 3, "logging_steps": 1}
     expected = alone(tmp_path / "alone", **changes)

@@ -199,6 +199,23 @@ def test_progress_never_goes_back_and_says_what_is_left(tmp_path):
     assert any("visits left" in doing for _, doing in seen)
 
 
+def test_a_budget_counts_from_where_the_work_before_began(tmp_path, fake):
+    """Models are captured before: of 60 s there are 0.5 left, and few visits."""
+    began = time.monotonic()
+    measure_profile(tmp_path, nproc=2, budget_s=60, began=began - 59.5)
+    assert time.monotonic() - began < 0.5 + 0.2 * 60
+
+
+def test_what_drifts_is_visited_again_where_there_is_time(tmp_path, fake, monkeypatch):
+    again = []
+    monkeypatch.setattr(measuring, "measure_again", lambda first, *_: again.append(0) or first)
+    began = time.monotonic()
+    measure_profile(tmp_path / "a", nproc=2, budget_s=60, began=began - 70)
+    assert not again
+    measure_profile(tmp_path / "b", nproc=2, budget_s=2)
+    assert again
+
+
 def test_a_budget_is_kept(tmp_path, fake):
     """Half a second is not enough for four visits of each; all the same every op has one."""
     fake.pause_s = 0.005

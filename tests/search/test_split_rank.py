@@ -33,13 +33,13 @@ class Attends(nn.Module):
 class Translator(nn.Module):
     def __init__(self):
         super().__init__()
-        self.encoder = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(ENCODER))
-        self.decoder = nn.ModuleList(Attends() for _ in range(DECODER))
+        self.reads = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(ENCODER))
+        self.writes = nn.ModuleList(Attends() for _ in range(DECODER))
 
     def forward(self, source, target):
-        for layer in self.encoder:
+        for layer in self.reads:
             source = torch.relu(layer(source))
-        for layer in self.decoder:
+        for layer in self.writes:
             target = layer(target, source)
         return target.square().mean()
 
@@ -70,7 +70,7 @@ def cuts_of(plan):
 def test_the_best_cut_with_the_decoder_on_later_ranks(graph, split_rank):
     """As brute force over all cuts with a boundary there finds it."""
     first = first_decoder_block(graph)
-    assert graph.blocks[first].name.startswith("decoder")
+    assert graph.blocks[first].name.startswith("writes")
     found = find_plan(graph, MACHINE, ask(split_rank=split_rank)).plan
     assert cuts_of(found)[split_rank] == first
     validate_model(found, graph)
@@ -109,6 +109,52 @@ def test_a_split_costs_something_and_a_recursive_search_keeps_it_too(graph):
 def test_a_split_that_can_not_be(graph, choices, says):
     with pytest.raises(LayoutError, match=says):
         find_plan(graph, MACHINE, ask(**choices))
+
+
+class Chain(nn.Module):
+    """Layers named as an encoder and a decoder, which hand each value on to the next alone; or with
+    a residual around each pair, which two blocks read.
+    """
+
+    def __init__(self, *, residual: bool):
+        super().__init__()
+        self.encoder = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.decoder = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.residual = residual
+
+    def forward(self, x, target):
+        layers = [*self.encoder, *self.decoder]
+        for first, second in zip(layers[::2], layers[1::2], strict=True):
+            y = second(torch.relu(first(x)))
+            x = x + y if self.residual else y
+        return (x - target).square().mean()
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_names_make_no_border(residual):
+    inputs = [(torch.randn(size, WIDTH), torch.randn(size, WIDTH)) for size in (2, 3)]
+    graph = capture_module(Chain(residual=residual), *inputs, name="chain")
+    assert any("decoder" in block.name for block in graph.blocks)
+    assert first_decoder_block(graph) is None
+
+
+@pytest.mark.parametrize(("kind", "border"), [("T5", 5), ("Bart", 4)])
+def test_borders_of_models_that_embed_in_other_places(kind, border):
+    """T5 embeds the decoder's tokens in the encoder's last block, Bart in a block of its own."""
+    transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+    if kind == "T5":
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2, "vocab_size": 64}
+        depths = {"num_layers": 3, "num_decoder_layers": 2, "decoder_start_token_id": 0}
+        config = transformers.T5Config(**sizes, **depths)
+    else:
+        ends = ("encoder", "decoder")
+        sizes = {f"{end}_{name}": 2 for end in ends for name in ("attention_heads", "ffn_dim")}
+        depths = {"encoder_layers": 3, "decoder_layers": 2, "max_position_embeddings": 16}
+        config = transformers.BartConfig(d_model=16, vocab_size=64, **sizes, **depths)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    ids = [torch.zeros(size, 8, dtype=torch.long) for size in (2, 3)]
+    graph = capture_module(model, *({"input_ids": each, "labels": each} for each in ids))
+    assert first_decoder_block(graph) == border
 
 
 def test_a_model_without_an_encoder_is_told():

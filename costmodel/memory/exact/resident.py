@@ -165,7 +165,8 @@ def batch(rank: RankState) -> Amount:
 
 
 def on_host(rank: RankState) -> Amount:
-    """Return what an optimizer on the host has there: its state, and what it steps on.
+    """Return what a rank keeps on the host: what no stage has, and what an optimizer there has: its
+    state, and what it steps on.
 
     Tables are there with two moments, and a step's gradients of rows with what adds them up.
     Without ZeRO the host has AdamW's state, a copy of the weights, and slots for two buckets of
@@ -173,9 +174,9 @@ def on_host(rank: RankState) -> Amount:
     A bucket is at least as large as the largest tensor, for which the largest block stands. With
     ZeRO it has shards of the state, the weights and the gradients.
     """
-    tables = _tables_on_host(rank)
+    kept = rank.costs.graph.outside_bytes + _tables_on_host(rank)
     if not rank.plan.optimizer_on_host:
-        return tables
+        return kept
     load, ranks, factor = rank.weights, rank.ranks, rank.ranks.gradient_factor
     counters = COUNTER_BYTES * load.num_params
     if ranks.is_sharded:
@@ -183,13 +184,13 @@ def on_host(rank: RankState) -> Amount:
         shard = (load.param_bytes - experts) / ranks.shards + experts / ranks.of_experts.shards
         # A shard's two moments, its weights and its gradients.
         trained = (ADAMW_STATES + 2) * (factor * shard) + counters
-        return tables + trained + rank.frozen_shard_bytes
+        return kept + trained + rank.frozen_shard_bytes
     stepped = factor * load.param_bytes
     # A bucket holds a whole tensor at least. Its gradients are as wide as sums, its weights
     # 1/factor of that; a model smaller than the slots fills no more than itself.
     bucket = np.maximum(HOST_BUCKET_BYTES, factor * load.largest_param_bytes)
     buckets = np.minimum(_HOST_SLOTS * bucket, stepped)
-    return tables + (ADAMW_STATES + 1) * stepped + counters + buckets * (1 + 1 / factor)
+    return kept + (ADAMW_STATES + 1) * stepped + counters + buckets * (1 + 1 / factor)
 
 
 class HeldTable(NamedTuple):

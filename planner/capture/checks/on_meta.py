@@ -36,6 +36,9 @@ _CHANGED = _device_constructors().union(
 )
 """Functions that `OnMeta` does not call as they are."""
 
+_CASTING = ("cpu", "cuda")
+"""Devices that a forward may name to autocast."""
+
 
 class StaysOnMeta(TorchFunctionMode):
     """Lets a model that is built on the meta device move to another (``.to("cuda")``) in name."""
@@ -68,6 +71,8 @@ class OnMeta(TorchFunctionMode):
         # By identity, which torch.export keeps; the tensor is held so that its id stays its own.
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._constants = Constants()
+        self.autocasts = False
+        """Whether the call that runs is under autocast, which leaves meta tensors alone."""
 
     def values_of(self, constant: torch.Tensor) -> torch.Tensor | None:
         """Return the values of a tensor made under this mode from data, on the CPU."""
@@ -86,6 +91,8 @@ class OnMeta(TorchFunctionMode):
     ) -> Any:
         """Call `func`, on meta where it makes a tensor."""
         kwargs = dict(kwargs or {})
+        # (Below a dispatch mode autocast is off.)
+        self.autocasts = any(map(torch.is_autocast_enabled, _CASTING))
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise CaptureError(
                 f"forward uses a transform of torch.func (vmap, grad, jvp, ...){calling_line()}, "

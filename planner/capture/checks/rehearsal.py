@@ -29,7 +29,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from planner.capture.checks.backward import refuse_failing_backward
 from planner.capture.checks.functions import AutogradFunction, checkpoints_inside
+from planner.capture.checks.kernels import Kernels
 from planner.capture.checks.meta_results import MetaResults
 from planner.capture.checks.on_meta import OnMeta
 from planner.capture.checks.python_draws import decide_nothing, draws_so_far
@@ -83,6 +85,8 @@ def rehearse(
                 loss, first = numbers.of_loss(run, first_inputs)
             after_first = state_of(module)
             found = _walk_back(loss, module)
+            trains = loss.requires_grad
+            writes = numbers.writes
             numbers.forget_batch()
             loss, second = numbers.of_loss(run, _like(inputs))
             after_second = state_of(module)
@@ -91,6 +95,10 @@ def rehearse(
                 return numbers.of_loss(run, _like(inputs))[1].number
 
             is_drawn = draws_so_far() != draws and not decide_nothing(number_again, first.number)
+            if writes or found.functions:
+                refuse_failing_backward(
+                    loss, module.parameters(), lambda: numbers.of_loss(run, _like(inputs))[0]
+                )
     finally:
         loss = None  # type: ignore[assignment]
         numbers.release()
@@ -108,6 +116,11 @@ def rehearse(
     # Equal numbers are not enough: a loss may read what an earlier forward kept of its batch.
     is_same = first.number == second.number and not second.reads_old_batch
     _refuse_evolving(before, after_first, after_second, is_same=is_same)
+    if not trains:
+        raise CaptureError(
+            "no gradient reaches a parameter from the loss, so backward() fails; let a parameter "
+            "train, and make the loss without detach() and torch.no_grad()"
+        )
     return found
 
 
@@ -310,6 +323,9 @@ class _Numbers(TorchDispatchMode):
         self._params = {id(param): name for name, param in module.named_parameters()}
         self._tensors: dict[int, tuple[Tensor, _Value]] = {}
         self._storages: dict[int, _Value] = {}
+        self._kernels = Kernels(made)
+        self.writes = 0
+        """Ops so far that wrote in place."""
 
     def of_loss(self, run: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, _Run]:
         """Run a forward and return its loss, and the loss's number."""
@@ -341,9 +357,10 @@ class _Numbers(TorchDispatchMode):
         self._storages = {key: value.aged() for key, value in self._storages.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
         leaves: list[Any] = []
         flattened((args, kwargs or {}), leaves)
+        self._kernels.refuse_failing(func, args, kwargs or {}, leaves)
+        made = func(*args, **(kwargs or {}))
         parts: list[Any] = [func]
         # What is drawn is this forward's, like its batch.
         from_batch, from_old = torch.Tag.nondeterministic_seeded in func.tags, False
@@ -368,6 +385,7 @@ class _Numbers(TorchDispatchMode):
             for leaf in tree_leaves(named.get(argument.name)):
                 param = self._params.get(id(leaf))
                 if argument.alias_info.is_write:
+                    self.writes += 1
                     # The op read the old value, whose number is among `parts`: writes follow each
                     # other in this number.
                     written = _Value(hash(tuple(parts)), from_batch, from_old)

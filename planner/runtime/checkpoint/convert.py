@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
@@ -39,6 +39,11 @@ from planner.runtime.checkpoint.storage import (
     bytes_item,
     file_checksum,
     tensor_item,
+)
+from planner.runtime.checkpoint.weight_files.config import (
+    is_pretrained,
+    refuse_other_weights,
+    write_config,
 )
 from planner.runtime.checkpoint.weight_files.safetensors_files import (
     Named,
@@ -75,6 +80,8 @@ class Converted:
     source: Path
     num_tensors: int
     nbytes: int
+    has_config: bool = False
+    """Whether `config.json` of a Hugging Face model is beside it."""
 
 
 def kind_of(
@@ -119,13 +126,16 @@ def convert(
     kind: str | None = None,
     plan: Plan | None = None,
     graph: ModelGraph | None = None,
+    model: nn.Module | None = None,
     shard_bytes: int = 5 * 10**9,
     progress: Progress | None = None,
 ) -> Converted:
     """Convert `source` to `target`; with a `plan` a checkpoint is cut as its ranks would write it.
 
     A checkpoint is added to the folder `target`, as `Engine.save` does; others must not exist yet.
-    Raises PlanError where the source is damaged or of another model than the plan's `graph`.
+    A folder of safetensors of a Hugging Face `model` gets the model's config, too.
+    Raises PlanError where the source is damaged, or of another model than the plan's `graph` or
+    `model`.
     """
     found = open_source(source)
     chosen = kind_of(found, target, kind, has_plan=plan is not None)
@@ -141,15 +151,26 @@ def convert(
             num_tensors=len(keys),
             nbytes=sum(each.nbytes for each in keys),
         )
+    if model is not None and not _is_folder(chosen, target):
+        raise PlanError(
+            f"`model` gives a folder of safetensors its config, and {target} becomes a file; name "
+            "a folder, or leave the model out"
+        )
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise PlanError(f"{target} exists; name a file or folder that does not")
     named = list(_named(found, chosen, report))
     if chosen == "training":
         named += _optimizer_tensors(found)
+    if model is not None:
+        refuse_other_weights(named, model, source)
     _write_weights(named, found, target, chosen, shard_bytes)
+    pretrained = model if model is not None and is_pretrained(model) else None
+    if pretrained is not None:
+        write_config(target, pretrained)
     return Converted(
         kind=chosen,
         path=target,
+        has_config=pretrained is not None,
         source=found.path if isinstance(found, CheckpointSource) else source,
         num_tensors=len(named),
         nbytes=sum(each.nbytes for each in named),
@@ -210,7 +231,7 @@ def _write_weights(
 ) -> None:
     same = _same_names(source)
     target.parent.mkdir(parents=True, exist_ok=True)
-    if kind == "safetensors" and target.suffix != ".safetensors":
+    if _is_folder(kind, target):
         write_folder(target, named, shard_bytes)
         return
     with (
@@ -232,6 +253,11 @@ def _write_weights(
             else:
                 torch.save(model, written)
         os.replace(written, finished)
+
+
+def _is_folder(kind: Kind, target: Path) -> bool:
+    """Whether a target is a folder of safetensors."""
+    return kind == "safetensors" and target.suffix != ".safetensors"
 
 
 # -- checkpoints ------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.errors import PlannerError
+from planner.nodes.interface import take_interface
 from planner.plan import Plan, load_plan
 from planner.runtime.preflight.exchanges import Exchange, Round, node_rounds, planned_rounds
 from planner.runtime.preflight.reach import Unreached, listen, own_address, reach_all
@@ -174,6 +175,8 @@ class _Rank:
 
     def _reach(self, backend: str) -> None:
         """Connect to every rank; tell the others whether any did not answer."""
+        self._meet("came", START_S)
+        take_interface(self.store, rank=self._rank, count=self._count, towards=self._asked.host)
         self.finding.address = own_address(backend, self._asked.host)
         server = listen(self.finding.address)
         told = self._tell("at", json.dumps(server.getsockname()[:2]), START_S)

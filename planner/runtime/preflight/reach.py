@@ -8,13 +8,14 @@ it ends on every rank without the names of the two. Between two nodes some ranks
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+
+from planner.nodes.interface import address_of, address_towards
 
 REACH_S = 5.0
 """Seconds in which another rank must answer."""
@@ -25,8 +26,6 @@ PAYLOAD = 64 * 2**10
 _AT_ONCE = 64
 """Ranks that a rank asks at a time: those that do not answer take `REACH_S` each."""
 
-_GET_ADDRESS = 0x8915
-"""SIOCGIFADDR of Linux (linux/sockios.h)."""
 
 _HEADER = struct.Struct("!II")
 """The rank that speaks, and the bytes that follow."""
@@ -51,7 +50,7 @@ def own_address(backend: str, towards: str) -> str:
     listed = os.environ.get(f"{backend.upper()}_SOCKET_IFNAME", "")
     for name in listed.lstrip("=").split(","):
         with suppress(OSError, ValueError):
-            return _address_of(name)
+            return address_of(name)
     if backend == "gloo":
         with suppress(OSError):
             for found in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
@@ -59,10 +58,7 @@ def own_address(backend: str, towards: str) -> str:
                     probe.bind(found[4])
                     return str(found[4][0])
         return "127.0.0.1"
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((towards, 9))  # sends nothing
-        return str(probe.getsockname()[0])
-    return "127.0.0.1"
+    return address_towards(towards) or "127.0.0.1"
 
 
 def listen(address: str) -> socket.socket:
@@ -159,10 +155,3 @@ async def _ask(rank: int, peer: int, address: tuple[str, int], num_bytes: int) -
         return "hung up"
     except OSError as error:
         return (os.strerror(error.errno) if error.errno else str(error)).lower()
-
-
-def _address_of(interface: str) -> str:
-    """Return the IPv4 address of an interface (Linux). Raises OSError where it has none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        asked = struct.pack("256s", interface.encode()[:15])
-        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _GET_ADDRESS, asked)[20:24])

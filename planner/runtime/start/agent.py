@@ -20,6 +20,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from planner.errors import PlannerError
+from planner.nodes.interface import address_towards
 from planner.nodes.waiting import REACHED_S, described, is_here, reach, waiting_at
 from planner.runtime.start.course import PLAN, Course
 from planner.runtime.start.node_order import InOrder
@@ -186,6 +187,7 @@ def run_agent(
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+    host, _, _ = rendezvous.rpartition(":")
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint=rendezvous,
@@ -198,10 +200,13 @@ def run_agent(
         keep_alive_interval=2,
         keep_alive_max_attempt=5,
         read_timeout=_READ_S,
+        # The address that ranks of other nodes are told: torch's own is what this host's name
+        # stands for, which may be its loopback. On the node of the rendezvous that is its name.
+        local_addr=address_towards(host) or host,
         **({} if is_host is None else {"is_host": str(is_host).lower()}),
     )
     with waiting_at(rendezvous, "this node"):
-        if nodes[1] > 1 and not (is_here(rendezvous.rpartition(":")[0]) or is_host):
+        if nodes[1] > 1 and not (is_here(host) or is_host):
             reach(rendezvous, REACHED_S)
         handler = InOrder(get_rendezvous_handler(parameters), node_rank)
     spec = WorkerSpec(

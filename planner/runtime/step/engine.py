@@ -173,17 +173,19 @@ class Engine:
         # Tensors of the state dict that no stage holds (unused, or read by the preamble and what is
         # made of whole batches alone) are kept apart, so that checkpoints still have them.
         used = {name for names in stage_params(graph, plan) for name in names}
-        self.outside = OutsideTensors.of(
-            model,
-            held={name for t in graph.tensors if t.name in used for name in (t.fqn, *t.aliases)},
-            read={
-                each.tensor[name].fqn
-                for each, names in zip(self.captured, counted, strict=True)
-                for name in (*each.preamble.params, *names)
-            },
-            may_be_empty=may_be_empty,
-            makes_buffers=values is not None,
-        )
+        self._host = host or Host(mesh.device)
+        with self._host.holding():
+            self.outside = OutsideTensors.of(
+                model,
+                held={n for t in graph.tensors if t.name in used for n in (t.fqn, *t.aliases)},
+                read={
+                    each.tensor[name].fqn
+                    for each, names in zip(self.captured, counted, strict=True)
+                    for name in (*each.preamble.params, *names)
+                },
+                may_be_empty=may_be_empty,
+                makes_buffers=values is not None,
+            )
         self.schedule = schedule_of(plan)
         own_stages = self.schedule.stages_of(mesh.rank("pp"))
         # With one replica there is nothing to shard over, whatever ZeRO stage is planned.
@@ -192,7 +194,6 @@ class Engine:
         # FSDP2 reduces a gradient when its block's backward ends; one made later would be lost.
         self._weight_queue = None if self._zero_stage else WeightQueue()
         self._keeper = Keeper()
-        self._host = host or Host(mesh.device)
         away = [index for index in own_stages if plan.stages[index].activations_on_host]
         jobs = self.schedule.jobs[mesh.rank("pp")]
         self._away = ActivationsOnHost(self._host, jobs, away) if away else None

@@ -243,3 +243,60 @@ def anonymous_bytes() -> int:
     text = Path("/proc/self/status").read_text()
     (line,) = (line for line in text.splitlines() if line.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
+
+
+def _gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 96, "n_positions": 16}
+    return GPT2LMHeadModel(GPT2Config(**sizes))
+
+
+def _llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 96}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+
+
+@pytest.mark.parametrize("make", [_gpt2, _llama])
+@pytest.mark.parametrize("shard_bytes", [10_000, 10**9], ids=["shards", "one file"])
+def test_a_hugging_face_model_is_loaded_from_what_was_written(make, shard_bytes, tmp_path):
+    """GPT-2 ties its head, Llama has one of its own; `from_pretrained` finds class and sizes."""
+    transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+    model = make()
+    torch.save(model.state_dict(), tmp_path / "trained.pt")
+    with torch.device("meta"):
+        empty = make()
+    folder = tmp_path / "out"
+    done = convert(
+        tmp_path / "trained.pt", folder, kind="safetensors", model=empty, shard_bytes=shard_bytes
+    )
+    assert done.has_config
+    assert (folder / "model.safetensors.index.json").exists() == (shard_bytes < 10**9)
+    loaded, told = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True
+    )
+    assert type(loaded) is type(model)
+    assert not any(told.values())
+    assert_same(loaded.state_dict(), model.state_dict())
+    assert (loaded.generation_config.eos_token_id) == model.generation_config.eos_token_id
+
+
+def test_a_config_is_of_the_weights_and_goes_into_a_folder(tmp_path, module):
+    torch.save(module.state_dict(), tmp_path / "a.pt")
+    other = TiedGPT()
+    other.token.weight = torch.nn.Parameter(torch.zeros(1))
+    for model, told in [
+        (torch.nn.Linear(2, 2), "which the model has not"),
+        (other, r"token.weight is .* in .* and \(1,\) in the model"),
+    ]:
+        with pytest.raises(PlanError, match=told):
+            convert(tmp_path / "a.pt", tmp_path / "out", kind="safetensors", model=model)
+        assert not (tmp_path / "out").exists()
+    with pytest.raises(PlanError, match="name a folder, or leave the model out"):
+        convert(tmp_path / "a.pt", tmp_path / "b.safetensors", model=module)
+    done = convert(tmp_path / "a.pt", tmp_path / "out", kind="safetensors", model=module)
+    assert not done.has_config
+    assert [each.name for each in (tmp_path / "out").iterdir()] == ["model.safetensors"]

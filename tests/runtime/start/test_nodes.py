@@ -219,6 +219,23 @@ def test_preflight_names_the_node_with_the_long_delay(tmp_path):
     assert "all links of node-c to other nodes are slow" in told
 
 
+def test_nodes_whose_own_names_stand_for_their_loopback_train_and_are_measured(tmp_path):
+    """As some installers write /etc/hosts: gloo alone would tell others the loopback."""
+    plan = write_run(tmp_path, dp=2, pp=2, num_microbatches=2)
+    with Nodes(2, names_itself=False) as nodes:
+        started = launch(nodes, tmp_path)
+        told = [process.communicate(timeout=250)[1] for process in started.values()]
+        assert [process.returncode for process in started.values()] == [0, 0], told
+        _, reports = preflight(nodes, tmp_path)
+        assert not [line for line in reports["node-a"]["problems"] if "does not reach" in line]
+        profile(nodes, tmp_path, per_node=1, out="profile")
+    alone = losses_alone(plan.global_batch)
+    for rank in range(4):
+        losses = json.loads((tmp_path / f"losses-{rank}").read_text())
+        torch.testing.assert_close(losses, alone, rtol=1e-10, atol=0)
+    assert load_profile(tmp_path / "profile").collectives
+
+
 ENDLESS = """
 from pathlib import Path
 import torch

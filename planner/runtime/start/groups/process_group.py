@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from planner.errors import PlanError
+from planner.nodes.interface import take_interface
 from planner.nodes.launchers import started
 from planner.nodes.waiting import waiting_at
 from planner.plan import Plan
@@ -43,6 +44,7 @@ def start_process_group(plan: Plan, device: torch.device) -> None:
     store.set_timeout(timeout)
     start = dist.PrefixStore("planner-start", store)
     backend = _shared_backend(start, rank, world_size, device, told_of_run(plan))
+    take_interface(start, rank=rank, count=world_size, towards=os.environ.get("MASTER_ADDR", ""))
     try:
         dist.init_process_group(
             backend,
