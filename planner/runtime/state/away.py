@@ -8,7 +8,7 @@ silence: tensors on the meta device take all of it. So whatever reaches one is r
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Never
@@ -118,6 +118,27 @@ def _away(tensor: Tensor, name: str) -> Tensor:
 
 def _empty(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+@contextmanager
+def given_values(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, a module that was left without values has these, by name; what is not among them
+    stays without.
+    """
+
+    def made(tensor: Tensor, name: str) -> Tensor:
+        if name not in values:
+            return tensor
+        value = values[name]
+        is_param = isinstance(tensor, nn.Parameter)
+        return nn.Parameter(value, tensor.requires_grad) if is_param else value
+
+    before = _replace(module, made)
+    try:
+        yield
+    finally:
+        for held, key, tensor in before:
+            held[key] = tensor
 
 
 @contextmanager

@@ -44,6 +44,13 @@ class Accumulation:
         """Whether gradients of batches wait for an update."""
         return bool(self._weights)
 
+    def add_sum(self, feed: Feed) -> Feed:
+        """Take in a batch whose gradient is added to those before, however much counts in it."""
+        self.is_last = False
+        self._weights.append(1.0)
+        self._are_sums = True
+        return feed
+
     def add(self, feed: Feed, *, is_last: bool) -> Feed:
         """Take in a batch; return its feed with the gradients that its backwards start from.
 
@@ -81,8 +88,8 @@ class Accumulation:
             )
 
     @torch.no_grad()
-    def finish(self, params: Iterable[nn.Parameter]) -> None:
-        """Make sums of the batches' gradients their mean, where losses are means."""
+    def finish(self, params: Iterable[nn.Parameter], *, factor: float = 1.0) -> None:
+        """Make sums of the batches' gradients their mean, where losses are means, times `factor`."""
         if not self._weights:
             return
         # Losses that are sums add up over batches: there is nothing to divide by.
@@ -91,7 +98,7 @@ class Accumulation:
         self._weights.clear()
         grads = [_local(param.grad) for param in params if param.grad is not None]
         if grads:
-            torch._foreach_mul_(grads, 1.0 / count)
+            torch._foreach_mul_(grads, factor / count)
 
     def forget(self) -> None:
         """Let go of batches that no update followed."""
