@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from planner.integrations.script.outputs import Outputs
 from planner.integrations.script.pending import Applied, Node, Output, computed, nodes_in
-from planner.plan import Plan
 
 
 class Loss:
@@ -57,21 +56,22 @@ class Loss:
         names = tuple(node.kwargs)
         return (node.function, given, len(node.args), names, node.writes, node.item)
 
-    def trained(
-        self, model: nn.Module, plan: Plan, leaves: Mapping[str, Tensor], named: Mapping[str, Any]
-    ) -> nn.Module:
-        """Return a module with the tensors of `model` that returns the loss of a plan's batch."""
+    def trained(self, model: nn.Module, leaves: Mapping[str, Tensor]) -> nn.Module:
+        """Return a module with the tensors of `model` that returns the loss of a batch, whose
+        tensors are given by path, in order; the targets are among them.
+        """
         if self.node is None:
             return model
         paths = {id(tensor): path for path, tensor in leaves.items()}
         node = self.node
         kind = type(model)
         numbers = {id(target): paths[id(target)] for target in self.targets}
-        order = [path for path in leaves if path not in numbers.values()]
+        leaves_in_order = tuple(leaves)
+        order = [path for path in leaves_in_order if path not in numbers.values()]
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             given = dict(kwargs)
-            given |= dict(zip(_positions(plan), args, strict=False))
+            given |= dict(zip(leaves_in_order, args, strict=False))
             targets = {key: given.pop(path) for key, path in numbers.items()}
             if args:
                 output = kind.forward(self, *(given[path] for path in order))
@@ -83,10 +83,6 @@ class Loss:
         # (The same dicts of tensors and parts: what is taken away from one, the other has not.)
         vars(made).update(vars(model))
         return made
-
-
-def _positions(plan: Plan) -> list[str]:
-    return [path for path, *_ in plan.model.inputs]
 
 
 def _computed(

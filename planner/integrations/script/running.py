@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from collections.abc import Iterable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from planner.capture.diagnose import user_line
-from planner.errors import PlannerError
-from planner.integrations.script.finding import Finding
+from planner.capture.diagnose import is_users
+from planner.errors import PlanError, PlannerError
+from planner.graph.model_file import is_local
+from planner.integrations.script.finding import Finding, Found
 from planner.integrations.script.optimizer import refuse_step, stand_in
 from planner.integrations.script.pending import Pending
 from planner.integrations.script.ranks import Variables, as_follower
@@ -28,8 +30,14 @@ from planner.runtime.state.away import given_values
 class Running:
     """A script under way. Mutable: its loop, once the model was called in training."""
 
-    def __init__(self, plan: Plan, variables: Variables) -> None:
-        self._plan, self._variables = plan, variables
+    def __init__(
+        self,
+        plan: Plan | None,
+        variables: Variables,
+        loop: Callable[[Found, Any, Variables], Loop] = Loop,
+    ) -> None:
+        """`loop` makes the loop of the model that is found."""
+        self._plan, self._variables, self._make_loop = plan, variables, loop
         self.finding = Finding()
         self._loop: Loop | None = None
         self._depth = 0
@@ -57,7 +65,7 @@ class Running:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not self._depth:
                 if self._loop is None and (found := self.finding.found(module)):
-                    self._begin(Loop(found, self._plan, self._variables))
+                    self._begin(self._make_loop(found, self._plan, self._variables))
                 if self._loop is not None and module is self._loop.model:
                     output = self._loop.called(args, kwargs)
                     if output is not NotImplemented:
@@ -136,15 +144,22 @@ def run_unmodified(script: str, args: list[str], plan: Plan) -> None:
             try:
                 runpy.run_path(script, run_name="__main__")
             except PlannerError as error:
-                raise type(error)(f"{error}{user_line(error)}") from error
+                raise type(error)(_with_line(error)) from error
         _end(running, script)
     finally:
         variables.restore()
 
 
-def _end(running: Running, script: str) -> None:
-    from planner.errors import PlanError
+def _with_line(error: PlannerError) -> str:
+    """Return an error with the innermost line of the user's own files that led to it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if is_users(frame.filename) and is_local(frame.filename)]
+    if not own or f"{own[-1].filename}:{own[-1].lineno}" in str(error):
+        return str(error)
+    return f"{own[-1].filename}:{own[-1].lineno}: `{own[-1].line}`: {error}"
 
+
+def _end(running: Running, script: str) -> None:
     if running.has_loop and running.loop.is_begun:
         running.loop.end()
         return

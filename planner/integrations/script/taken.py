@@ -152,7 +152,9 @@ class Loop:
         if self._ranks is None:
             self._loss = loss
             leaves = self.leaves(call.args, call.kwargs, loss.targets)
-            trained = loss.trained(self.model, self._plan, leaves, call.named_inputs)
+            trained = loss.trained(
+                self.model, {path: leaves[path] for path, *_ in self._plan.model.inputs}
+            )
             self._ranks = begin(self, trained, self._plan, self._variables)
         assert self._loss is not None, "set where the engine begins"
         if loss.signature != self._loss.signature:
