@@ -18,7 +18,7 @@ noted = []
 
 
 def note(*values):
-    noted.extend(float(value) for value in values)
+    noted.extend(torch.as_tensor(value).item() for value in values)
 
 
 class Net(nn.Module):

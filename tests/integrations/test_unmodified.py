@@ -146,8 +146,8 @@ def test_what_can_t_be_taken_over_is_refused_by_its_line(tmp_path, name):
 def test_the_plan_of_another_model_is_refused(tmp_path):
     loop = LOSS_OF_THE_MODEL["plain"]
     plan = plan_for(script(tmp_path, loop.replace("model(a, b)", "model(a, b) * 1")))
-    wider = script(tmp_path, "model.layers.append(nn.Linear(WIDTH, WIDTH))\n"
-                   "optimizer = torch.optim.AdamW(model.parameters())\n" + loop, "wider")  # fmt: skip
+    wider = script(tmp_path, loop, "wider")
+    wider.write_text(wider.read_text().replace("range(3)", "range(4)"))
     with kept_as_they_are(), pytest.raises(PlanError, match="the plan is for"):
         run_unmodified(str(wider), [str(tmp_path / "out")], plan)
 

@@ -77,6 +77,11 @@ def outputs_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
     Raises what forward raises.
     """
+    with torch.inference_mode(False), torch.no_grad():  # (writes are told by version counters)
+        return _outputs_of(module, args, kwargs)
+
+
+def _outputs_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs:
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     on_meta = {id(tensor): torch.empty_like(tensor, device="meta") for tensor in given}
     inputs = {id(on_meta[id(tensor)]): number for number, tensor in enumerate(given)}
@@ -93,7 +98,7 @@ def outputs_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     ]
     notes = _Notes()
     try:
-        with torch.no_grad(), OnMeta(), notes:
+        with OnMeta(), notes:
             output = module(*args, **kwargs)
     finally:
         for hook in hooks:

@@ -107,7 +107,7 @@ class Pending(Tensor):
 
 def pending(meta: Tensor, node: Node) -> Pending:
     """Return a tensor of the shape of `meta`, which that makes."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
         made = Tensor._make_subclass(Pending, meta.detach())
     made.node = node
     return made

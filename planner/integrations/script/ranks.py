@@ -44,15 +44,18 @@ class Variables:
     def __init__(self) -> None:
         self._kept = {name: os.environ[name] for name in _OF_LAUNCHERS if name in os.environ}
         self.rank = int(os.environ.get("RANK", "0"))
+        self.are_hidden = False
 
     def hide(self) -> None:
         """Take them out of the environment."""
         for name in self._kept:
             os.environ.pop(name, None)
+        self.are_hidden = True
 
     def restore(self) -> None:
         """Set them again."""
         os.environ.update(self._kept)
+        self.are_hidden = False
 
     @contextmanager
     def given(self) -> Iterator[None]:

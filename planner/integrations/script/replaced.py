@@ -42,6 +42,7 @@ def replaced(running: Running) -> Iterator[None]:
         "the engine; let the model's forward return a loss that has what the gradients are for"))  # fmt: skip
     put(torch.amp.GradScaler, "scale", lambda plain: _scale(running, plain))
     put(torch.distributed, "init_process_group", lambda plain: _own_processes(running, plain))
+    put(torch.distributed, "is_initialized", lambda plain: _is_initialized(running, plain))
     try:
         yield
     finally:
@@ -151,6 +152,11 @@ def _own_processes(running: Running, plain: Any) -> Any:
         return plain(*args, **kwargs)
 
     return init_process_group
+
+
+def _is_initialized(running: Running, plain: Any) -> Any:
+    # (A script that finds a group would exchange with ranks that run none of it.)
+    return lambda: not running.is_hidden and plain()
 
 
 def _save(running: Running, plain: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 import sys
 import traceback
@@ -57,7 +56,7 @@ class Running:
     @property
     def is_hidden(self) -> bool:
         """Whether the script runs, and none of our own work."""
-        return "RANK" not in os.environ
+        return self._variables.are_hidden
 
     def calls(self, plain: Any) -> Any:
         """Return what stands for ``nn.Module.__call__``."""
