@@ -923,6 +923,7 @@ class Engine:
 
     def held_states(self) -> dict[str, dict[str, Any]]:
         """Return the optimizer's state of this rank's pieces, by the parameters' names."""
+        self.rest()
         state = {} if self.optimizer is None else self.optimizer.state
         named = self._trained.optimized_by_name()
         return {fqn: state[copies[0]] for fqn, copies in named.items() if copies[0] in state}
