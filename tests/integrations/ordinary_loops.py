@@ -172,7 +172,7 @@ model(a, b).backward()
 for p in model.parameters():
     p.grad.mul_(0.5)
 ''',
-        r":\d+: `p.grad.mul_\(0.5\)`: the gradient of layers.0.weight is in the engine",
+        r":\d+: `p.grad.mul_\(0.5\)`: mul_ needs the values of the gradient of layers.0.weight",
     ),
     "a penalty on weights": (
         '''

@@ -23,7 +23,7 @@ from torch.utils._pytree import (
 )
 from torch.utils._pytree import keystr as path_text
 
-from planner.capture.checks.on_meta import OnMeta
+from planner.capture.export import on_meta as as_on_meta
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +98,7 @@ def _outputs_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ]
     notes = _Notes()
     try:
-        with OnMeta(), notes:
+        with as_on_meta(), notes:
             output = module(*args, **kwargs)
     finally:
         for hook in hooks:

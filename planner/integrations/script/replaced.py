@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from planner.errors import PlanError
+from planner.runtime.state.away import is_gradient_away
 
 if TYPE_CHECKING:
     from planner.integrations.script.running import Running
@@ -37,6 +38,8 @@ def replaced(running: Running) -> Iterator[None]:
         put(owner, "clip_grad_value_", lambda plain: _refused_on(running, plain,
             "clip_grad_value_ clips elements of gradients, which lie in the engine; use "
             "clip_grad_norm_"))  # fmt: skip
+    put(torch.nn.utils, "get_total_norm", lambda plain: _norm(running, plain))
+    put(torch.nn.utils, "clip_grads_with_norm_", lambda plain: _clip_by(running, plain))
     put(torch.autograd, "grad", lambda plain: _refused_on(running, plain,
         "torch.autograd.grad of what the model returned, or for its parameters: gradients lie in "
         "the engine; let the model's forward return a loss that has what the gradients are for"))  # fmt: skip
@@ -117,6 +120,35 @@ def _clip(running: Running, plain: Any) -> Any:
         return plain(given, max_norm, norm_type, *args, **kwargs)
 
     return clip_grad_norm_
+
+
+def _norm(running: Running, plain: Any) -> Any:
+    def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if not any(map(is_gradient_away, given)):
+            return plain(given, norm_type, *args, **kwargs)
+        own = [p for p in running.loop.model.parameters() if p.requires_grad]
+        return running.loop.clip(own[: len(given)], float("inf"), norm_type)
+
+    return get_total_norm
+
+
+def _clip_by(running: Running, plain: Any) -> Any:
+    def clip_grads_with_norm_(
+        parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if not running.has_any(given):
+            plain(given, max_norm, total_norm, *args, **kwargs)
+            return
+        norm = running.loop.clip(given, max_norm, 2.0)
+        if not torch.isclose(norm.double(), torch.as_tensor(total_norm).double(), rtol=1e-5):
+            raise PlanError(
+                f"clip_grads_with_norm_ is given a norm of {float(total_norm):g} and that of all "
+                f"gradients is {float(norm):g}, by which the engine clips; use clip_grad_norm_"
+            )
+
+    return clip_grads_with_norm_
 
 
 def _refused_on(running: Running, plain: Any, why: str) -> Any:

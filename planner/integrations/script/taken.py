@@ -25,6 +25,7 @@ from planner.integrations.script.outputs import Outputs, made_of, modules_in, ou
 from planner.integrations.script.pending import Output, Pending, pending, value_of
 from planner.integrations.script.ranks import Ranks, Variables
 from planner.plan import Plan
+from planner.runtime.state.away import tell_gradients
 
 
 class Loop:
@@ -156,6 +157,7 @@ class Loop:
                 self.model, {path: leaves[path] for path, *_ in self._plan.model.inputs}
             )
             self._ranks = begin(self, trained, self._plan, self._variables)
+            tell_gradients(self.model, self._has_gradients)
         assert self._loss is not None, "set where the engine begins"
         if loss.signature != self._loss.signature:
             raise PlanError(
@@ -236,6 +238,9 @@ class Loop:
         self._waiting.clear()
         self._is_cleared = False
         self.updates += 1
+
+    def _has_gradients(self) -> bool:
+        return not self._is_cleared or any(call.has_backward for call in self._waiting)
 
     def _factor(self) -> float:
         """Return by what the sum of the losses' gradients is multiplied in this update."""
