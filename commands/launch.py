@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 def launch(
     plan: PlanFile,
-    script: Annotated[Path, typer.Argument(help="A script that calls planner.apply; any, with --unmodified.")],
+    script: Annotated[
+        Path, typer.Argument(help="A script that calls planner.apply; any, with --unmodified.")
+    ],
     arguments: Annotated[
         list[str] | None, typer.Argument(help="Arguments of the script.", metavar="[ARGS]...")
     ] = None,

@@ -144,7 +144,7 @@ def prepare(
 def recorded(
     script: str | os.PathLike[str], *args: str
 ) -> tuple[Callable[[], Any], Callable[[int], dict[str, Any]]]:
-    """Return model() and batch(size), of which a model file is made, of a training script:
+    """Return model() and batch(size), of which a model file is made, of a training script.
 
         model, batch = planner.recorded("train.py", "--epochs", "3")
 

@@ -4,7 +4,7 @@ Each has `model`, `optimizer`, `loader` and `held_out` (DataLoaders of x and y) 
 `note`. Nothing in them is of planner.
 """
 
-PRELUDE = '''
+PRELUDE = """
 import json
 import sys
 
@@ -43,16 +43,16 @@ loader = DataLoader(TensorDataset(x, y), batch_size=BATCH, shuffle=True)
 held_out = DataLoader(TensorDataset(x, y), batch_size=11)
 model = Net()
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-'''
+"""
 
-END = '''
+END = """
 torch.save(model.state_dict(), sys.argv[1] + ".pt")
 with open(sys.argv[1], "w") as file:
     json.dump(noted, file)
-'''
+"""
 
 LOSS_OF_THE_MODEL = {
-    "plain": '''
+    "plain": """
 for _ in range(2):
     for a, b in loader:
         loss = model(a, b)
@@ -60,8 +60,8 @@ for _ in range(2):
         loss.backward()
         optimizer.step()
         note(loss)
-''',
-    "value before backward, clipping, scheduler": '''
+""",
+    "value before backward, clipping, scheduler": """
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
 total = 0.0
 for _ in range(2):
@@ -75,8 +75,8 @@ for _ in range(2):
         optimizer.step()
         scheduler.step()
     note(total, scheduler.get_last_lr()[0])
-''',
-    "accumulation": '''
+""",
+    "accumulation": """
 optimizer.zero_grad()
 for _ in range(2):
     for step, (a, b) in enumerate(loader, 1):
@@ -86,8 +86,8 @@ for _ in range(2):
         if step % 3 == 0:
             optimizer.step()
             optimizer.zero_grad()
-''',
-    "steps that are left out": '''
+""",
+    "steps that are left out": """
 for _ in range(2):
     for step, (a, b) in enumerate(loader):
         optimizer.zero_grad()
@@ -98,8 +98,8 @@ for _ in range(2):
             continue
         optimizer.step()
         note(loss)
-''',
-    "evaluation, state of model and optimizer": '''
+""",
+    "evaluation, state of model and optimizer": """
 best = None
 for epoch in range(3):
     model.train()
@@ -126,12 +126,12 @@ for a, b in loader:
     note(loss)
 torch.save(model, sys.argv[1] + ".model")
 note(torch.load(sys.argv[1] + ".model", weights_only=False).head.weight.norm())
-''',
+""",
 }
 """Loops of a model that returns its loss."""
 
 LOSS_OF_THE_SCRIPT = {
-    "criterion": '''
+    "criterion": """
 criterion = nn.NLLLoss()
 for _ in range(2):
     for a, b in loader:
@@ -141,8 +141,8 @@ for _ in range(2):
         loss.backward()
         optimizer.step()
         note(loss)
-''',
-    "criterion, what it returned, accumulation": '''
+""",
+    "criterion, what it returned, accumulation": """
 criterion = nn.NLLLoss()
 for _ in range(2):
     optimizer.zero_grad()
@@ -160,22 +160,22 @@ for _ in range(2):
     with torch.inference_mode():
         note(*(criterion(model(a), b) for a, b in held_out))
     model.train()
-''',
+""",
 }
 """Loops of a model whose loss the script computes."""
 
 REFUSED = {
     "gradients by hand": (
-        '''
+        """
 a, b = next(iter(loader))
 model(a, b).backward()
 for p in model.parameters():
     p.grad.mul_(0.5)
-''',
+""",
         r":\d+: `p.grad.mul_\(0.5\)`: mul_ needs the values of the gradient of layers.0.weight",
     ),
     "a penalty on weights": (
-        '''
+        """
 for a, b in loader:
     optimizer.zero_grad()
     loss = model(a, b)
@@ -183,123 +183,123 @@ for a, b in loader:
     loss = loss + sum(p.pow(2).sum() for p in model.parameters())
     loss.backward()
     optimizer.step()
-''',
+""",
         r"`loss = loss \+ sum.*`: pow needs the values of layers.0.weight",
     ),
     "no zero_grad": (
-        '''
+        """
 for a, b in loader:
     model(a, b).backward()
     optimizer.step()
-''',
+""",
         r":\d+: `model\(a, b\).backward\(\)`: gradients of the update before were not cleared",
     ),
     "other factors": (
-        '''
+        """
 for factor, (a, b) in enumerate(loader, 1):
     (model(a, b) * factor).backward()
 optimizer.step()
-''',
+""",
         r"`optimizer.step\(\)`: losses of an update have different factors \(1 and 2\)",
     ),
     "a loss without backward": (
-        '''
+        """
 (a, b), (c, d), *_ = loader
 note(model(a, b))
 model(c, d).backward()
 optimizer.step()
-''',
+""",
         r"`optimizer.step\(\)`: the value of a loss was read and the loss had no backward",
     ),
     "a part of the gradients clipped": (
-        '''
+        """
 a, b = next(iter(loader))
 model(a, b).backward()
 nn.utils.clip_grad_norm_(model.head.parameters(), 1.0)
-''',
+""",
         r"`nn.utils.clip_grad_norm_.*`: clip_grad_norm_ of 2 of the model's 8 parameters",
     ),
     "gradients clipped by value": (
-        '''
+        """
 a, b = next(iter(loader))
 model(a, b).backward()
 nn.utils.clip_grad_value_(model.parameters(), 1.0)
-''',
+""",
         "clip_grad_value_ clips elements of gradients",
     ),
     "autograd.grad": (
-        '''
+        """
 a, b = next(iter(loader))
 torch.autograd.grad(model(a, b), model.parameters())
-''',
+""",
         "torch.autograd.grad of what the model returned",
     ),
     "a scaler": (
-        '''
+        """
 scaler = torch.amp.GradScaler("cpu")
 a, b = next(iter(loader))
 scaler.scale(model(a, b)).backward()
-''',
+""",
         "a GradScaler scales the loss",
     ),
     "autocast": (
-        '''
+        """
 a, b = next(iter(loader))
 with torch.autocast("cpu", torch.bfloat16):
     model(a, b).backward()
-''',
+""",
         "`model.a, b..backward..`: the model is called under autocast",
     ),
     "another module's parameters": (
-        '''
+        """
 other = nn.Linear(WIDTH, WIDTH)
 optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
 a, b = next(iter(loader))
 model(other(a), b).backward()
-''',
+""",
         "trains 8 parameters beside those of the Linear",
     ),
     "a second model that trains": (
-        '''
+        """
 other = nn.Linear(WIDTH, 1)
 second = torch.optim.SGD(other.parameters(), lr=0.1)
 a, b = next(iter(loader))
 model(a, b).backward()
 other(a).sum().backward()
 second.step()
-''',
+""",
         r"`second.step\(\)`: a second optimizer \(SGD\) trains beside the AdamW of the Net",
     ),
     "another batch": (
-        '''
+        """
 model(x=next(iter(loader))[0]).sum().backward()
-''',
+""",
         "its loss 0 other tensors, and the plan's batches have y",
     ),
     "training mode without gradients": (
-        '''
+        """
 a, b = next(iter(loader))
 optimizer.zero_grad()
 model(a, b).backward()
 optimizer.step()
 with torch.no_grad():
     model(a, b)
-''',
+""",
         "the model is called in training mode without gradients",
     ),
     "the optimizer's state loaded in the midst": (
-        '''
+        """
 a, b = next(iter(loader))
 model(a, b).backward()
 optimizer.load_state_dict(optimizer.state_dict())
-''',
+""",
         "optimizer.load_state_dict in the midst of a training",
     ),
     "processes of its own": (
-        '''
+        """
 import torch.distributed
 torch.distributed.init_process_group("gloo")
-''',
+""",
         "the script joins processes of its own",
     ),
     "no training": ("", "ended without a training step"),

@@ -108,14 +108,16 @@ class Commands:
 
     def load(self, values: Mapping[str, Tensor] | None) -> None:
         """Take values of the model, of which rank 0 has all."""
-        held = {name: t for name, t in chain(self._model.named_parameters(remove_duplicate=False),
-                                              self._model.named_buffers(remove_duplicate=False))}  # fmt: skip
+        held = chain(
+            self._model.named_parameters(remove_duplicate=False),
+            self._model.named_buffers(remove_duplicate=False),
+        )
         filled = _Filled(
             {
                 name: values[name].to(t.dtype)
                 if values is not None and name in values
                 else torch.empty(t.shape, dtype=t.dtype)
-                for name, t in held.items()
+                for name, t in held
             }
         )
         take_first_values(self.engine, ModuleValues(filled.module, self.engine.mesh), [])

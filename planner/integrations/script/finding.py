@@ -4,8 +4,6 @@ parameters an optimizer has.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 

@@ -79,7 +79,7 @@ class Loss:
                 output = kind.forward(self, **given)
             return _computed(node, tree_leaves(output), targets, {})
 
-        made = object.__new__(type(kind.__name__, (kind,), {"forward": forward}))
+        made: nn.Module = object.__new__(type(kind.__name__, (kind,), {"forward": forward}))
         # (The same dicts of tensors and parts: what is taken away from one, the other has not.)
         vars(made).update(vars(model))
         return made

@@ -1,4 +1,4 @@
-"""The script's optimizer after its model was taken over: it has options, and the engine the rest."""
+"""The script's optimizer after the take-over: it has options, and the engine all else."""
 
 from __future__ import annotations
 
@@ -70,4 +70,4 @@ def refuse_step(loop: Loop, optimizer: torch.optim.Optimizer) -> None:
     def step(closure: Any = None) -> None:
         loop.refuse_second(optimizer)
 
-    optimizer.step = step  # type: ignore[method-assign]
+    optimizer.step = step  # type: ignore[method-assign, assignment]

@@ -140,7 +140,7 @@ def as_follower() -> Iterator[None]:
         if not _is_of_script():
             plain_save(*args, **kwargs)
 
-    builtins.open = io.open = opened  # type: ignore[assignment]
+    builtins.open = io.open = opened
     os.mkdir, torch.save = mkdir, save
     try:
         yield

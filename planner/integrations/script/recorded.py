@@ -32,7 +32,7 @@ from planner.integrations.script.taken import Loop, TrainingCall
 
 
 class _Recorded(BaseException):
-    """The script's first step. (No Exception: a script may catch these.)"""
+    """The script's first step; no Exception, as a script may catch these."""
 
     def __init__(self, model: nn.Module, call: TrainingCall, loss: Loss) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class _FirstStep(Loop):
 def recorded(
     script: str | os.PathLike[str], *args: str
 ) -> tuple[Callable[[], nn.Module], Callable[[int], dict[str, Any]]]:
-    """Return model() and batch(size) of a training script; see `planner.recorded`."""
+    """Return model() and batch(size) of a script; see `planner.recorded`."""
     step = _first_step(Path(script), [str(arg) for arg in args])
     named = {name: value for name, value in step.call.named_inputs.items() if value is not None}
     given = {name: value for name, value in named.items() if isinstance(value, Tensor)}

@@ -17,6 +17,15 @@ if TYPE_CHECKING:
     from planner.integrations.script.running import Running
 
 
+_OF_AUTOGRAD = (
+    "torch.autograd.grad of what the model returned, or for its parameters: gradients lie in the "
+    "engine; let the model's forward return a loss that has what the gradients are for"
+)
+_BY_VALUE = (
+    "clip_grad_value_ clips elements of gradients, which lie in the engine; use clip_grad_norm_"
+)
+
+
 @contextmanager
 def replaced(running: Running) -> Iterator[None]:
     """Inside, a script's calls reach `running` where they concern its model."""
@@ -35,14 +44,10 @@ def replaced(running: Running) -> Iterator[None]:
     put(torch, "save", lambda plain: _save(running, plain))
     for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
         put(owner, "clip_grad_norm_", lambda plain: _clip(running, plain))
-        put(owner, "clip_grad_value_", lambda plain: _refused_on(running, plain,
-            "clip_grad_value_ clips elements of gradients, which lie in the engine; use "
-            "clip_grad_norm_"))  # fmt: skip
+        put(owner, "clip_grad_value_", lambda plain: _refused_on(running, plain, _BY_VALUE))
     put(torch.nn.utils, "get_total_norm", lambda plain: _norm(running, plain))
     put(torch.nn.utils, "clip_grads_with_norm_", lambda plain: _clip_by(running, plain))
-    put(torch.autograd, "grad", lambda plain: _refused_on(running, plain,
-        "torch.autograd.grad of what the model returned, or for its parameters: gradients lie in "
-        "the engine; let the model's forward return a loss that has what the gradients are for"))  # fmt: skip
+    put(torch.autograd, "grad", lambda plain: _refused_on(running, plain, _OF_AUTOGRAD))
     put(torch.amp.GradScaler, "scale", lambda plain: _scale(running, plain))
     put(torch.distributed, "init_process_group", lambda plain: _own_processes(running, plain))
     put(torch.distributed, "is_initialized", lambda plain: _is_initialized(running, plain))
@@ -197,5 +202,3 @@ def _save(running: Running, plain: Any) -> Any:
             plain(obj, *args, **kwargs)
 
     return save
-
-

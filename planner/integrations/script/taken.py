@@ -12,7 +12,7 @@ from math import isclose
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from planner.capture.export import meta_copy
@@ -36,10 +36,11 @@ class Loop:
         updates: how many were made.
     """
 
-    def __init__(self, found: Found, plan: Plan, variables: Variables) -> None:
+    def __init__(self, found: Found, plan: Plan | None, variables: Variables) -> None:
+        """Without a plan it only notes what the script does, up to its first step."""
         self.model, self.optimizer = found.model, found.optimizer
         self.updates = 0
-        self._plan, self._variables = plan, variables
+        self._given, self._variables = plan, variables
         self._signature = inspect.signature(type(found.model).forward)
         self._meta = meta_copy(found.model)
         self._outputs: dict[Any, Outputs] = {}
@@ -54,6 +55,11 @@ class Loop:
     def is_begun(self) -> bool:
         """Whether the engine has the model."""
         return self._ranks is not None
+
+    @property
+    def _plan(self) -> Plan:
+        assert self._given is not None, "a loop that trains has a plan"
+        return self._given
 
     # -- calls --------------------------------------------------------------------------
 
@@ -87,7 +93,7 @@ class Loop:
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             raise PlanError(
                 "the model is called under autocast, and the plan says the precision; leave it "
-                f"out (the plan's is {self._plan.precision})"
+                "out, and search with `precision`"
             )
 
     def leaves(
@@ -176,7 +182,7 @@ class Loop:
     def add(
         self, call: TrainingCall, loss: Loss, fetch: Sequence[str]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Train on a call's batch, without an update; return its loss, and what modules returned."""
+        """Train on a call's batch, without an update; return its loss, and what modules made."""
         if not self._is_cleared:
             raise PlanError(
                 "gradients of the update before were not cleared, so this backward would add to "
@@ -467,5 +473,3 @@ def _told(value: Any) -> tuple[Any, ...]:
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
         for leaf in tree_leaves(value)
     )
-
-

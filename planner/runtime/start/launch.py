@@ -14,7 +14,13 @@ from planner.plan.node_runs import described, node_runs, ranks_of_nodes
 from planner.runtime.check.watchdog import ENDS_S
 from planner.runtime.checkpoint.kept import KEEP, SAVE_EVERY
 from planner.runtime.start.course import LAUNCHED, Keeping
-from planner.runtime.start.workers import DEVICES, TIMELINE_DIR, UNMODIFIED, become_rank, run_workers
+from planner.runtime.start.workers import (
+    DEVICES,
+    TIMELINE_DIR,
+    UNMODIFIED,
+    become_rank,
+    run_workers,
+)
 from planner.schedule import schedule_of
 from planner.units import MIB, format_bytes
 

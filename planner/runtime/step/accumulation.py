@@ -89,7 +89,7 @@ class Accumulation:
 
     @torch.no_grad()
     def finish(self, params: Iterable[nn.Parameter], *, factor: float = 1.0) -> None:
-        """Make sums of the batches' gradients their mean, where losses are means, times `factor`."""
+        """Make sums of gradients their mean, where losses are means, and multiply by `factor`."""
         if not self._weights:
             return
         # Losses that are sums add up over batches: there is nothing to divide by.

@@ -482,7 +482,7 @@ class Engine:
         added.is_finished = True
 
     def clip(self, max_norm: float) -> Tensor:
-        """Scale finished gradients to a joint norm of at most `max_norm`; return the norm before."""
+        """Scale finished gradients to a norm of at most `max_norm`; return the norm before."""
         assert self._added is not None, "gradients are finished before"
         assert self._added.is_finished, "gradients are finished before"
         self.grad_norm = self._trained.clip(max_norm)
