@@ -81,7 +81,8 @@ Node = Output | Applied
 
 _READS = frozenset(
     {Tensor.__repr__, Tensor.__format__, Tensor.tolist, Tensor.numpy, Tensor.item,
-     Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.__array__}
+     Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.__array__,
+     Tensor.__reduce_ex__, Tensor.__deepcopy__, Tensor.untyped_storage, Tensor.storage}
 )  # fmt: skip
 """Functions that read values though a tensor on the meta device may not mind."""
 _MOVES = frozenset({Tensor.cpu, Tensor.cuda})

@@ -101,13 +101,14 @@ def _first_step(script: Path, args: list[str]) -> _Recorded:
         return found
     except SystemExit as error:
         raise ModelError(
-            f"{script} {' '.join(args)} left with {error.code!r} before its first training step"
+            f"{script} {' '.join(args)} left with {error.code!r} before its first training step; "
+            "give the arguments that it trains with"
         ) from error
     finally:
         sys.argv, sys.path[:] = argv, path
     raise ModelError(
         f"{script} ended without a training step: no module was called in training mode whose "
-        "parameters a torch optimizer has, with a backward behind it"
+        "parameters a torch optimizer has, with a backward behind it; give the script that trains"
     )
 
 

@@ -142,6 +142,10 @@ def run_unmodified(script: str, args: list[str], plan: Plan) -> None:
             inside.enter_context(replaced(running))
             try:
                 runpy.run_path(script, run_name="__main__")
+            except SystemExit as error:
+                if error.code in (None, 0):  # (ranks that follow wait for the end)
+                    _end(running, script)
+                raise
             except PlannerError as error:
                 raise type(error)(_with_line(error)) from error
         _end(running, script)
