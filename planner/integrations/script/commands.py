@@ -57,7 +57,15 @@ class Commands:
         return self.engine.intermediates(self._batch(leaves), fetch)
 
     def evaluate_loss(self, leaves: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss of a batch in evaluation mode."""
+        """Return the loss of a batch in evaluation mode.
+
+        A mean over fewer samples than the plan can cut is that of each of them several times.
+        """
+        plan = self.engine.plan
+        samples = self.engine.samples_of(self._batch(leaves))
+        if samples < plan.least_batch and self.engine.has_mean_loss and plan.unit.runs == 1:
+            rows = [*range(samples)] * -(-plan.least_batch // samples)
+            leaves = {path: self._rows(tensor, rows, samples) for path, tensor in leaves.items()}
         return self.engine.evaluate(self._batch(leaves))
 
     def evaluate(self, leaves: Mapping[str, Tensor], fetch: Sequence[str]) -> dict[str, Tensor]:

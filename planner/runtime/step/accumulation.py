@@ -29,6 +29,7 @@ class Accumulation:
 
     Attributes:
         is_last: whether the batch that was added last ends the update.
+        are_means: whether the loss of what was added last is a mean, in all of its terms.
         counted: how much each batch of the last update counted in its mean.
     """
 
@@ -37,6 +38,7 @@ class Accumulation:
         self._totals: dict[str, float] = {}
         self._are_sums = False
         self.is_last = True
+        self.are_means = False
         self.counted: tuple[float, ...] = (1.0,)
 
     @property
@@ -47,6 +49,8 @@ class Accumulation:
     def add_sum(self, feed: Feed) -> Feed:
         """Take in a batch whose gradient is added to those before, however much counts in it."""
         self.is_last = False
+        totals = feed.totals()
+        self.are_means = bool(totals) and ADDED not in totals
         self._weights.append(1.0)
         self._are_sums = True
         return feed

@@ -941,6 +941,11 @@ class Engine:
         return self._piece(meta)
 
     @property
+    def has_mean_loss(self) -> bool:
+        """Whether the loss of a batch that was added is a mean, in all of its terms."""
+        return self._accumulation.are_means
+
+    @property
     def is_random(self) -> bool:
         """Whether the model draws random numbers."""
         return self._random is not None
