@@ -23,10 +23,20 @@ if TYPE_CHECKING:
 
 def launch(
     plan: PlanFile,
-    script: Annotated[Path, typer.Argument(help="A script that calls planner.apply.")],
+    script: Annotated[
+        Path, typer.Argument(help="A script that calls planner.apply; any, with --unmodified.")
+    ],
     arguments: Annotated[
         list[str] | None, typer.Argument(help="Arguments of the script.", metavar="[ARGS]...")
     ] = None,
+    unmodified: Annotated[
+        bool,
+        typer.Option(
+            "--unmodified",
+            help="The script is one for a single process: its model, optimizer and loop are taken "
+            "over as they are.",
+        ),
+    ] = False,
     device: DeviceOption = None,
     num_nodes: Annotated[
         int | None,
@@ -136,6 +146,7 @@ def launch(
             timeline=timeline,
             devices=None if devices is None else _numbers(devices),
             keeping=keeping,
+            unmodified=unmodified,
         )
     if code == 0 and timeline is not None and not as_json and not node_rank:
         from commands.render.tables import NextCommands

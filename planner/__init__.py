@@ -30,6 +30,7 @@ __all__ = [
     "count_tokens",
     "has_sparse_gradient",
     "prepare",
+    "recorded",
     "register_rule",
 ]
 
@@ -138,6 +139,24 @@ def prepare(
         loader_options=loader_options,
         **options,
     )
+
+
+def recorded(
+    script: str | os.PathLike[str], *args: str
+) -> tuple[Callable[[], Any], Callable[[int], dict[str, Any]]]:
+    """Return model() and batch(size), of which a model file is made, of a training script.
+
+        model, batch = planner.recorded("train.py", "--epochs", "3")
+
+    The script, for one process, runs with `args` up to its first backward, and writes no files. Its
+    model is the one that it calls there, with the loss that it computes; batches are like its first
+    one, with what the loss is given beside the model's output as `target`. A plan that is searched
+    for these is what ``planner launch --unmodified`` trains the script by. Raises ModelError for a
+    script without a training step, or with batches of a single sample.
+    """
+    from planner.integrations.script.recorded import recorded as of_script
+
+    return of_script(script, *args)
 
 
 def register_rule(

@@ -165,6 +165,13 @@ def trace_batch(
         return None
 
 
+@contextlib.contextmanager
+def on_meta() -> Iterator[None]:
+    """Inside, a module whose tensors are on the meta device runs as it does while captured."""
+    with _as_captured(), saved_tensors_untouched(), _compiling_state_context(), OnMeta():
+        yield
+
+
 def run_on_meta(
     module: torch.nn.Module,
     tensors: Mapping[str, torch.Tensor],

@@ -448,7 +448,8 @@ def _canonical(
         for position, n in enumerate(item.op.outputs):
             names[n] = f"{base}.{position}" if len(item.op.outputs) > 1 else base
         renamed = item.op.rename(names.__getitem__)
-        ops.append(replace(renamed, name=base, module=_relative(item.module, unit)))
+        module = _relative(item.module, unit)
+        ops.append(replace(renamed, name=base, module=module, beside=not item.module))
     outputs = [n for item in segment.ops for n in item.op.outputs if n in crossing]
     tensors = tuple(
         replace(

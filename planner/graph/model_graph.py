@@ -126,7 +126,8 @@ class Op:
 
     `args` and `kwargs` hold `Ref` for tensors; `module` is the qualified name of the
     user's module that called it, relative to its block. `line` is the user's code it comes
-    from, ``file:line: `code```, for messages: ops of other lines are equal.
+    from, ``file:line: `code```, for messages: ops of other lines are equal. `beside` says that the
+    model's own forward called it, and not the module of its block.
     """
 
     name: str
@@ -136,6 +137,7 @@ class Op:
     outputs: tuple[str, ...]
     module: str = ""
     line: str = field(default="", compare=False, repr=False)
+    beside: bool = field(default=False, compare=False, repr=False)
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
@@ -377,6 +379,8 @@ def to_json(value: Any, *, lines: bool = True) -> Any:
         names = [
             name for name in value.__dataclass_fields__ if lines or name not in ("line", "shown_by")
         ]
+        if isinstance(value, Op) and not (lines and value.beside):
+            names.remove("beside")
         if isinstance(value, TensorMeta) and not value.table:
             names.remove("table")  # a plan's word: captures are what they were without
         if isinstance(value, ModelGraph) and value.unit.is_sample:

@@ -14,10 +14,11 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 
 SCRIPTS = {
-    "trainer": ("trainer.py", r"'?(?:loss|evaluation:|eval_loss)'?:? '?(\d+\.\d+)"),
-    "prepared": ("gpt.py", r"loss (\d+\.\d+)"),
+    "trainer": ("trainer.py", r"'?(?:loss|evaluation:|eval_loss)'?:? '?(\d+\.\d+)", ()),
+    "prepared": ("gpt.py", r"loss (\d+\.\d+)", ()),
+    "ordinary": ("gpt.py", r"(?:loss|norm|held out) (\d+\.\d+)", ("--unmodified",)),
 }
-"""By script: its model file, and how it says losses."""
+"""By script: its model file, how it says losses, and how it is launched."""
 
 
 def said(folder: Path, *command: str) -> str:
@@ -41,12 +42,12 @@ def said(folder: Path, *command: str) -> str:
 def test_a_script_says_the_losses_of_one_process(tmp_path, name, layout):
     if name == "trainer":
         pytest.importorskip("accelerate")
-    model, pattern = SCRIPTS[name]
+    model, pattern, options = SCRIPTS[name]
     script = str(EXAMPLES / f"{name}.py")
     planner = ("-c", "import cli; cli.main()")
     sizes = ("--gpus", "2", *layout, "--global-batch", "8", "--profile", "h100-sxm5-80gb")
     said(tmp_path, *planner, "search", str(EXAMPLES / model), *sizes)
-    run = said(tmp_path, *planner, "launch", "--device", "cpu", "plan.json", script)
+    run = said(tmp_path, *planner, "launch", "--device", "cpu", *options, "plan.json", script)
     found = [float(loss) for loss in re.findall(pattern, run)]
     expected = [float(loss) for loss in re.findall(pattern, said(tmp_path, script))]
     assert len(expected) > 3

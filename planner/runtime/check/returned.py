@@ -81,6 +81,8 @@ def module_of(op: Op, program: Program, block: Block) -> str:
     """Return the name of the module that called an op: a block whose ops are all of its own module
     has them relative to it.
     """
+    if op.beside:
+        return ""
     if any(f"{each.module}.".startswith(f"{block.name}.") for each in program.ops):
         return op.module
     return f"{block.name}.{op.module}".strip(".")

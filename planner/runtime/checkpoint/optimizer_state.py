@@ -16,9 +16,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -26,6 +27,11 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from planner.errors import PlanError
 from planner.runtime.checkpoint.parts import Part, local
 from planner.runtime.checkpoint.pieces import Piece, model_key
+
+if TYPE_CHECKING:
+    from planner.graph import TensorMeta
+    from planner.layout.placements import Placements
+    from planner.runtime.step.engine import Engine
 
 _CHOICES = frozenset({"foreach", "fused", "capturable", "differentiable", "param_names"})
 """Of a param group: how the update is computed, not which it is. The script's own stay."""
@@ -104,6 +110,45 @@ def take_apart(
                 key, piece = _own_key(name, fqn, part.piece), Piece.whole(tensors[0].shape)
             found.append(Part(key=key, piece=piece, tensors=tensors, holding=part.holding))
     return found, notes
+
+
+def whole_states(engine: Engine) -> dict[str, dict[str, Any]]:
+    """Return the optimizer's state of whole parameters by name, on rank 0's CPU; {} elsewhere.
+
+    Every rank calls it. Raises PlanError for state that is no tensor shaped like its parameter and
+    differs from piece to piece.
+    """
+    metas = {meta.fqn: meta for meta in engine.graph.params if meta.requires_grad}
+    held = engine.held_states()
+    kinds: dict[str, dict[str, Any]] = {}
+    for fqn, state in held.items():
+        shape = local(engine.piece_of(metas[fqn])[0]).shape
+        for name, value in state.items():
+            is_shaped = isinstance(value, Tensor) and value.dim() and local(value).shape == shape
+            if not is_shaped and isinstance(value, Tensor) and value.dim():
+                raise PlanError(
+                    f"the optimizer's {name} of {fqn} is not shaped like it, and ranks have pieces "
+                    "of it; train with planner.apply, whose engine.save keeps it"
+                )
+            kept = value.cpu() if isinstance(value, Tensor) and not is_shaped else value
+            kinds.setdefault(fqn, {})[name] = None if is_shaped else kept
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, kinds, group=engine.mesh.control)
+    merged: dict[str, dict[str, Any]] = {}
+    for of_rank in every:
+        for fqn, states in of_rank.items():
+            merged.setdefault(fqn, states)
+    found: dict[str, dict[str, Any]] = {}
+    for fqn in metas:
+        for name, value in merged.get(fqn, {}).items():
+            if value is None:
+
+                def piece(meta: TensorMeta, name: str = name) -> tuple[Tensor, Placements]:
+                    return held[meta.fqn][name], engine.piece_of(meta)[1]
+
+                value = engine.gathered([metas[fqn]], piece).get(fqn)
+            found.setdefault(fqn, {})[name] = value
+    return found if dist.get_rank() == 0 else {}
 
 
 class Assembly:

@@ -14,7 +14,13 @@ from planner.plan.node_runs import described, node_runs, ranks_of_nodes
 from planner.runtime.check.watchdog import ENDS_S
 from planner.runtime.checkpoint.kept import KEEP, SAVE_EVERY
 from planner.runtime.start.course import LAUNCHED, Keeping
-from planner.runtime.start.workers import DEVICES, TIMELINE_DIR, become_rank, run_workers
+from planner.runtime.start.workers import (
+    DEVICES,
+    TIMELINE_DIR,
+    UNMODIFIED,
+    become_rank,
+    run_workers,
+)
 from planner.schedule import schedule_of
 from planner.units import MIB, format_bytes
 
@@ -37,6 +43,7 @@ def launch(
     timeline: str | os.PathLike[str] | None = None,
     devices: Sequence[int] | None = None,
     keeping: Keeping | None = None,
+    unmodified: bool = False,
 ) -> int:
     """Run `script` on every rank of the plan; return the run's exit code.
 
@@ -49,8 +56,14 @@ def launch(
     theirs, and under torchrun this process becomes the rank that it is. With
     `timeline`, every rank records its jobs in that folder (see `planner.timeline`). `devices` are
     the numbers of the accelerators that this node's ranks take, in their order. A run of which
-    `keeping` is given starts again after failures, from its newest checkpoint.
+    `keeping` is given starts again after failures, from its newest checkpoint. An `unmodified`
+    script is one for a single process, whose model and loop are taken over.
     """
+    if unmodified and keeping is not None:
+        raise PlanError(
+            "`keep` saves and resumes a script's engine, and an `unmodified` script has none: it "
+            "saves by torch.save itself; leave one of them out"
+        )
     plan = load_plan(plan_path)
     place = None if num_nodes is not None else started(os.environ)
     is_host = None
@@ -64,6 +77,8 @@ def launch(
     )  # fmt: skip
     device, extra = node.device, node.variables
     extra[LAUNCHED] = os.path.abspath(plan_path)
+    if unmodified:
+        extra[UNMODIFIED] = "1"
     if timeline is not None:
         extra[TIMELINE_DIR] = os.path.abspath(timeline)
     if keeping is not None:

@@ -64,6 +64,11 @@ def followed_plan(given: Plan | str | os.PathLike[str]) -> Plan:
     return load_plan(given)
 
 
+def launched_plan() -> Plan:
+    """Return the plan that `planner launch` was given. Raises PlanError where it can't be read."""
+    return load_plan(os.environ.get(PLAN) or os.environ[LAUNCHED])
+
+
 def _readable(path: str) -> Plan | None:
     try:
         return load_plan(path)

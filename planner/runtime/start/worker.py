@@ -25,7 +25,7 @@ from planner.runtime.start.failures import FAILURE_FILE, Failure, Kind, claim
 from planner.runtime.start.process.cores import available_cores, own_cores, stay_on
 from planner.runtime.start.process.heap import keep_freed_memory
 from planner.runtime.start.process.lifetime import die_with
-from planner.runtime.start.workers import DEVICE, LAUNCHER, runs_script
+from planner.runtime.start.workers import DEVICE, LAUNCHER, UNMODIFIED, runs_script
 
 
 def main(args: list[str]) -> None:
@@ -88,6 +88,12 @@ def _settle_on_cpu() -> None:
 
 
 def _run_script(script: str, args: list[str]) -> None:
+    if os.environ.get(UNMODIFIED):
+        from planner.integrations.script.running import run_unmodified
+        from planner.runtime.start.launched import launched_plan
+
+        run_unmodified(script, args, launched_plan())
+        return
     sys.argv = [script, *args]
     sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")
@@ -109,6 +115,18 @@ def _leave() -> None:
     atexit._run_exitfuncs()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def end_rank() -> NoReturn:
+    """End a rank whose part is done though its script is not."""
+    import torch.distributed as dist
+
+    from planner.runtime.check.ended import tell_end
+
+    tell_end()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _end(0)
 
 
 def _story(error: BaseException, script: str) -> str:

@@ -38,6 +38,9 @@ DEVICES = "PLANNER_DEVICES"
 BACKEND = "PLANNER_BACKEND"
 """Names another backend than the device's own (`planner.runtime.start.groups.staged`)."""
 
+UNMODIFIED = "PLANNER_UNMODIFIED"
+"""Set, the script is for one process and its model is taken over."""
+
 TIMELINE_DIR = "PLANNER_TIMELINE"
 """Names the folder in which ranks record timelines; unset, they record none."""
 

@@ -8,7 +8,7 @@ silence: tensors on the meta device take all of it. So whatever reaches one is r
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Never
@@ -51,6 +51,9 @@ class _AwayParameter(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """None for `zero_grad` of a module, which a loop for one device may still call."""
+        held: Callable[[], bool] | None = vars(self).get("planner_has_gradient")
+        if held is not None:
+            return gradient_away(self) if held() else None
         if sys._getframe(1).f_code is not nn.Module.zero_grad.__code__:
             self._refuse_gradient()
         return None
@@ -65,6 +68,28 @@ class _AwayParameter(nn.Parameter):
             "makes the whole update; use planner.apply(..., max_grad_norm=) to clip, and "
             "engine.full_gradients() to look at what the last update took"
         )
+
+
+def gradient_away(param: Tensor) -> Tensor:
+    """Return what stands for the gradient of a parameter without values: there, and refused."""
+    made: Any = Tensor._make_subclass(_Away, _empty(param))
+    made.planner_name = f"the gradient of {_name(param)}"
+    made.planner_gradient = True
+    return made
+
+
+def is_gradient_away(value: Any) -> bool:
+    """Whether a value stands for a gradient that the engine has."""
+    return isinstance(value, _Away) and hasattr(value, "planner_gradient")
+
+
+def tell_gradients(module: nn.Module, held: Callable[[], bool]) -> None:
+    """Let parameters without values have gradients without values, where `held` says so: for
+    scripts that look whether there are any.
+    """
+    for param in module.parameters():
+        if isinstance(param, _AwayParameter):
+            vars(param)["planner_has_gradient"] = held
 
 
 def _name(tensor: Any) -> str:
@@ -118,6 +143,27 @@ def _away(tensor: Tensor, name: str) -> Tensor:
 
 def _empty(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+@contextmanager
+def given_values(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, a module that was left without values has these, by name; what is not among them
+    stays without.
+    """
+
+    def made(tensor: Tensor, name: str) -> Tensor:
+        if name not in values:
+            return tensor
+        value = values[name]
+        is_param = isinstance(tensor, nn.Parameter)
+        return nn.Parameter(value, tensor.requires_grad) if is_param else value
+
+    before = _replace(module, made)
+    try:
+        yield
+    finally:
+        for held, key, tensor in before:
+            held[key] = tensor
 
 
 @contextmanager

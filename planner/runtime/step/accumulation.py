@@ -29,6 +29,7 @@ class Accumulation:
 
     Attributes:
         is_last: whether the batch that was added last ends the update.
+        are_means: whether the loss of what was added last is a mean, in all of its terms.
         counted: how much each batch of the last update counted in its mean.
     """
 
@@ -37,12 +38,22 @@ class Accumulation:
         self._totals: dict[str, float] = {}
         self._are_sums = False
         self.is_last = True
+        self.are_means = False
         self.counted: tuple[float, ...] = (1.0,)
 
     @property
     def is_open(self) -> bool:
         """Whether gradients of batches wait for an update."""
         return bool(self._weights)
+
+    def add_sum(self, feed: Feed) -> Feed:
+        """Take in a batch whose gradient is added to those before, however much counts in it."""
+        self.is_last = False
+        totals = feed.totals()
+        self.are_means = bool(totals) and ADDED not in totals
+        self._weights.append(1.0)
+        self._are_sums = True
+        return feed
 
     def add(self, feed: Feed, *, is_last: bool) -> Feed:
         """Take in a batch; return its feed with the gradients that its backwards start from.
@@ -81,8 +92,8 @@ class Accumulation:
             )
 
     @torch.no_grad()
-    def finish(self, params: Iterable[nn.Parameter]) -> None:
-        """Make sums of the batches' gradients their mean, where losses are means."""
+    def finish(self, params: Iterable[nn.Parameter], *, factor: float = 1.0) -> None:
+        """Make sums of gradients their mean, where losses are means, and multiply by `factor`."""
         if not self._weights:
             return
         # Losses that are sums add up over batches: there is nothing to divide by.
@@ -91,7 +102,7 @@ class Accumulation:
         self._weights.clear()
         grads = [_local(param.grad) for param in params if param.grad is not None]
         if grads:
-            torch._foreach_mul_(grads, 1.0 / count)
+            torch._foreach_mul_(grads, factor / count)
 
     def forget(self) -> None:
         """Let go of batches that no update followed."""

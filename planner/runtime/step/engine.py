@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,6 +87,20 @@ if TYPE_CHECKING:
     from planner.runtime.checkpoint.kept import Kept
     from planner.runtime.data.loader import Loader
     from planner.runtime.data.order import AtEnd
+
+
+@dataclass(slots=True)
+class _Added:
+    """The last batch that was added for an update apart. Mutable: whether its gradients are whole.
+
+    Attributes:
+        feed, loss: of that batch.
+        is_finished: whether gradients are summed over ranks.
+    """
+
+    feed: Feed
+    loss: Tensor
+    is_finished: bool = False
 
 
 class Engine:
@@ -247,6 +262,8 @@ class Engine:
         # the stages' own parameters are these, rounded or copied.
         self._trained.write_back()
         self._accumulation = Accumulation()
+        self._added: _Added | None = None
+        self._is_apart = False
         self.optimizer = self._trained.build_optimizer(
             optimizer, model, is_accumulating=lambda: self.is_accumulating
         )
@@ -436,9 +453,60 @@ class Engine:
         with counted_step():
             return self._step(batch, update=update, fetch=fetch)
 
-    def _step(self, batch: Any, *, update: bool, fetch: Iterable[str]) -> Tensor:
+    def add(self, batch: Any, *, fetch: Iterable[str] = ()) -> Tensor:
+        """Add the gradient of a global batch's mean loss to those since the last update; return the
+        mean loss. Else as `step`.
+
+        For loops that update apart: `finish_gradients`, perhaps `clip`, then `update`. Gradients
+        are summed over ranks in `finish_gradients` (where ZeRO shards them, in here). Raises
+        PlanError where gradients are finished already.
+        """
+        if self._added is not None and self._added.is_finished:
+            raise PlanError(
+                "a batch was added after gradients were finished (clipped); clip behind the last "
+                "batch of an update"
+            )
+        if self._untouched is not None:
+            self._untouched.check()
+        with counted_step():
+            return self._step(batch, update=False, fetch=fetch, apart=True)
+
+    def finish_gradients(self, *, factor: float = 1.0) -> None:
+        """Sum over ranks the gradients of what was added, and multiply them by `factor`."""
+        added = self._added
+        assert added is not None, "a batch is added before"
+        if added.is_finished:
+            return
+        for index in self.stages:
+            self._trained.start_sums(index)
+        self._finish_gradients(factor=factor)
+        added.is_finished = True
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale finished gradients to a norm of at most `max_norm`; return the norm before."""
+        assert self._added is not None, "gradients are finished before"
+        assert self._added.is_finished, "gradients are finished before"
+        self.grad_norm = self._trained.clip(max_norm)
+        return self.grad_norm
+
+    def update(self) -> None:
+        """Make the update of finished gradients; raise ValuesError where they are not finite."""
+        added, self._added = self._added, None
+        assert added is not None, "gradients are finished before"
+        assert added.is_finished, "gradients are finished before"
+        self._change_weights(added.feed, added.loss, None)
+
+    def forget_gradients(self) -> None:
+        """Let go of the batches that were added and that no update followed."""
+        self._accumulation.forget()
+        self._added = None
+
+    def _step(
+        self, batch: Any, *, update: bool, fetch: Iterable[str], apart: bool = False
+    ) -> Tensor:
         # A bad batch is told before any gradient of the last step is lost.
         feed = self._feed(batch)
+        self._is_apart = apart
         # Gradients of an earlier batch without update are added to, not cleared.
         if not self._accumulation.is_open:
             self._trained.zero_gradients()
@@ -448,7 +516,11 @@ class Engine:
         with self._drawn(), watching(self, fetch) as seen:
             # (The batch's weight in the mean over all batches since the last update scales its
             # backwards.)
-            losses = self._executor.train(self._accumulation.add(feed, is_last=update))
+            losses = self._executor.train(
+                self._accumulation.add_sum(feed)
+                if apart
+                else self._accumulation.add(feed, is_last=update)
+            )
         feed.check()
         # The loss is summed over ranks beside the reduction of gradients and the optimizer's step.
         loss, shared = self._share_loss(losses, feed)
@@ -457,6 +529,8 @@ class Engine:
         elif self._values is not None:
             look = self._look(self._values, loss, shared, has_gradients=False)
             self._stop_if_wrong(look, feed, loss)
+        if apart:
+            self._added = _Added(feed, loss)
         self.samples += feed.split.num_samples * self.plan.unit.size
         if shared is not None:
             shared.wait()
@@ -473,15 +547,21 @@ class Engine:
         return loss
 
     def _update(self, feed: Feed, loss: Tensor, shared: dist.Work | None) -> None:
+        self._finish_gradients(clips_to=self._max_grad_norm)
+        self._change_weights(feed, loss, shared)
+
+    def _finish_gradients(self, *, factor: float = 1.0, clips_to: float | None = None) -> None:
         with self._executor.phase("sums of gradients"), self._recorded("REDUCE"):
             if self._statistics is not None:
                 self._statistics.finish()
             self._trained.finish_sums()
             # Sums over ranks come first, then the division by the batches' weights, then the norm:
             # clipping limits the gradient of the whole update.
-            self._accumulation.finish(self._trained.with_gradients())
-            if self._max_grad_norm is not None:
-                self.grad_norm = self._trained.clip(self._max_grad_norm)
+            self._accumulation.finish(self._trained.with_gradients(), factor=factor)
+            if clips_to is not None:
+                self.grad_norm = self._trained.clip(clips_to)
+
+    def _change_weights(self, feed: Feed, loss: Tensor, shared: dist.Work | None) -> None:
         # Weights change only where nothing is wrong: the failing step can then run again from the
         # same weights, watched op by op.
         look = None
@@ -617,7 +697,8 @@ class Engine:
                 self.stages[stage_index],
                 self._zero_stage,
                 is_last=is_last,
-                is_update=self._accumulation.is_last,
+                # (Apart, no backward is known to be the last: each brings its sums to the shards.)
+                is_update=self._accumulation.is_last or self._is_apart,
             )
 
     def _after_gradients(self, stage_index: int) -> None:
@@ -840,6 +921,39 @@ class Engine:
                 self._param_placements[meta.name],
             ),
         )
+
+    def held_states(self) -> dict[str, dict[str, Any]]:
+        """Return the optimizer's state of this rank's pieces, by the parameters' names."""
+        self.rest()
+        state = {} if self.optimizer is None else self.optimizer.state
+        named = self._trained.optimized_by_name()
+        return {fqn: state[copies[0]] for fqn, copies in named.items() if copies[0] in state}
+
+    def gathered(
+        self,
+        wanted: Iterable[TensorMeta],
+        piece: Callable[[TensorMeta], tuple[Tensor, Placements]],
+    ) -> dict[str, Tensor]:
+        """Return whole tensors from pieces (`planner.runtime.state.gather`)."""
+        return gather(self.graph, self.plan, self.mesh, wanted, piece)
+
+    def piece_of(self, meta: TensorMeta) -> tuple[Tensor, Placements]:
+        """Return this rank's piece of what the optimizer steps on, and where it lies."""
+        return self._piece(meta)
+
+    @property
+    def has_mean_loss(self) -> bool:
+        """Whether the loss of a batch that was added is a mean, in all of its terms."""
+        return self._accumulation.are_means
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the model draws random numbers."""
+        return self._random is not None
+
+    def samples_of(self, batch: Any) -> int:
+        """How many samples a whole batch has."""
+        return self._feeder.samples_of(batch)
 
     def _piece(self, meta: TensorMeta) -> tuple[Tensor, Placements]:
         placement = self._param_placements[meta.name]
