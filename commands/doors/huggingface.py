@@ -247,6 +247,9 @@ def _code(
         if name not in ("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version")
     }
     inputs = TASKS[task].inputs
+    if values.get("is_encoder_decoder") and values.get("decoder_start_token_id") is None:
+        # The token that decoders begin with, where an older file leaves it to code: the padding.
+        kept["decoder_start_token_id"] = values.get("pad_token_id") or 0
     # Labels of a language model are its tokens, which it shifts itself.
     shared = inputs.get("labels") == inputs.get("input_ids")
     lines = [f"    {name} = {made}" for name, made in inputs.items() if not shared]

@@ -19,7 +19,7 @@ from planner.schedule import Schedule, schedule_of
 from planner.stacks.layered import LayeredModel
 from planner.stacks.stack import CpKind, ExpertsOnTp, Recomputed
 from planner.stacks.tensor_parallel import LaidOut
-from planner.stacks.transformer_graph import Sizes, sizes_of
+from planner.stacks.transformer_graph import Sizes, sizes_of, usual_dims
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +229,16 @@ class PlanView:
     def sequence_parallel(self) -> bool:
         """Whether all layers hand on sequences split over tp."""
         return self.plan.tp > 1 and bool(self.plan.layouts) and self.laid_out.sequence_parallel
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether layers make queries or keys of narrow products (latent attention)."""
+        layered = self.layered("the kind of attention")
+        return any(
+            dim is None
+            for index in layered.layer_classes
+            for _, dim in usual_dims(layered.graph.classes[index], is_layer=True)
+        )
 
     def differs_from_usual_tp(self) -> str:
         """Say where tp splits a model unlike Megatron-LM; empty where it does the same."""

@@ -20,6 +20,13 @@ def test_golden_script():
     assert_golden(emit(view_of(), MEGATRON).files, "megatron-lm")
 
 
+def test_what_is_left_to_the_user_names_latent_attention_where_a_model_has_it():
+    latent = view_of(model="Moonlight", key_rank=512, rope_dim=64, tp=1, pp=1, vpp=1, gpus=2)
+    for view, is_named in ((view_of(), False), (latent, True)):
+        notes = " ".join(emit(view, MEGATRON).notes)
+        assert ("--multi-latent-attention" in notes) == is_named
+
+
 def unrolled(layout: str) -> list[str]:
     """Expand a layout as Megatron-LM's parse_str_to_list does: brackets, then letters."""
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):

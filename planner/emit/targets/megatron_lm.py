@@ -162,8 +162,9 @@ def _write(view: PlanView) -> Emitted:
     if view.graph is None:
         notes.append("no model was given, so its sizes are left to you: --num-layers and the rest")
     else:
+        latent = "--multi-latent-attention and its ranks, " if view.is_latent else ""
         notes.append(
-            "what else describes the model is left to you: --swiglu, --normalization, "
+            f"what else describes the model is left to you: {latent}--swiglu, --normalization, "
             "--position-embedding-type, experts, the tokenizer"
         )
     lines = ["#!/usr/bin/env bash", *headline(view, "Megatron-LM")]
