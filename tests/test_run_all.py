@@ -1,4 +1,4 @@
-"""`benchmarks.gpu.run_all` on a CPU: parts, what a cut leaves, the report; what is packed."""
+"""B15: `benchmarks.gpu.run_all` on a CPU: parts, what a cut leaves, the report; what is packed."""
 
 from __future__ import annotations
 

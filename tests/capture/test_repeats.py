@@ -1,4 +1,4 @@
-"""N2: a stack of layers captured in part is the graph that capturing all of it gives."""
+"""N2, N4: a stack of layers captured in part is the graph that capturing all of it gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands on a config.json, a Megatron-LM script and a DeepSpeed json, as on a model file."""
+"""B4: Commands on a config.json, a Megatron-LM script and a DeepSpeed json, as on a model file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predictions against published runs, where the table of them lies beside the project."""
+"""N16: Predictions against published runs, where the table of them lies beside the project."""
 
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""The engine on a CUDA that does nothing: what no CPU run shows, without a GPU.
+"""B13: The engine on a CUDA that does nothing: what no CPU run shows, without a GPU.
 
 Tensors have shapes, dtypes and devices, and no values: an op on two devices raises, backwards run
 on autograd's thread for the device, groups and streams are those of a rank on NCCL. Cases run in

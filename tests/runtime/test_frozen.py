@@ -1,4 +1,5 @@
-"""Models of which a part is frozen, and LoRA adapters, on every layout: trained as one process.
+"""N17: Models of which a part is frozen, and LoRA adapters, on every layout: trained as one
+process.
 
 Stages before the first trained parameter have no backward; units of FSDP2 have frozen and trained
 parameters, or frozen ones alone; verify holds what is frozen to every bit.

@@ -1,4 +1,4 @@
-"""Models whose forward takes a gradient train as in one process, under every plan (fp64)."""
+"""B8: Models whose forward takes a gradient train as in one process, under every plan (fp64)."""
 
 from __future__ import annotations
 

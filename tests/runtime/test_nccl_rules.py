@@ -1,4 +1,4 @@
-"""Runs over the backend `staged`, which holds them to NCCL's rules, equal one process (fp64).
+"""B14: Runs over the backend `staged`, which holds them to NCCL's rules, equal one process (fp64).
 
 Every schedule, ZeRO, each mesh axis, meshes of unlike shape, values that skip stages, shared
 parameters, clipping, types that NCCL lacks.

@@ -1,4 +1,4 @@
-"""Communication goes on while jobs compute: exposed is what the simulator says, no more.
+"""N11: Communication goes on while jobs compute: exposed is what the simulator says, no more.
 
 P15, G13, D18, G18 (recomputation), and what ZB-H1 gains where links are slow. Jobs sleep, so
 the machine's own speed does not matter; links hold messages back (`benchmarks/delays.py`).

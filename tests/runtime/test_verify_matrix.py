@@ -1,4 +1,4 @@
-"""`verify` over models × layouts: each computes in fp64 what its unmodified module computes.
+"""N5: `verify` over models × layouts: each computes in fp64 what its unmodified module computes.
 
 Every model runs under dp, tp and pp on two ranks; the three that newcomers try first on
 four ranks as well. The rest of the matrix is marked slow: `make test-slow`.

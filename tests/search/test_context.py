@@ -1,4 +1,4 @@
-"""cp in the space: sequences are divided where that is the best plan, and where asked (D19)."""
+"""N8: cp in the space: sequences are divided where that is the best plan, and where asked (D19)."""
 
 import pytest
 

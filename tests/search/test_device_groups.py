@@ -1,5 +1,5 @@
-"""Issue 19, points 4 and 5: clusters of several kinds of devices and tiers of links, beside every
-plan there is."""
+"""N21: Issue 19, points 4 and 5: clusters of several kinds of devices and tiers of links, beside
+every plan there is."""
 
 from __future__ import annotations
 

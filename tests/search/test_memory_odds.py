@@ -1,4 +1,5 @@
-"""A plan fits with the odds that it was asked for; a faster one that may not fit is told beside."""
+"""B6: A plan fits with the odds that it was asked for; a faster one that may not fit is told
+beside."""
 
 from __future__ import annotations
 

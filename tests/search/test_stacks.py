@@ -1,4 +1,6 @@
-"""X11: a plan searched for a stack is written by its emitter, with nothing pinned nor accepted."""
+"""X11, B5: a plan searched for a stack is written by its emitter, with nothing pinned nor
+accepted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Captured Llama-3-8B and 70B, GPT-3 and Mixtral under published layouts: priced as their rows."""
+"""N15: Captured Llama-3-8B and 70B, GPT-3 and Mixtral under published layouts: priced as their
+rows.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Between checkpoints, safetensors and state dicts; and models that begin from such files."""
+"""D15: Between checkpoints, safetensors and state dicts; and models that begin from such files."""
 
 from __future__ import annotations
 

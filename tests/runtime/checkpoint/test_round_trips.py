@@ -1,4 +1,4 @@
-"""A training saved under one plan and loaded under another is the same, to the last bit."""
+"""X12: A training saved under one plan and loaded under another is the same, to the last bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels of the optimizer on accelerators: fused where the user chose none."""
+"""D16: Kernels of the optimizer on accelerators: fused where the user chose none."""
 
 from __future__ import annotations
 
