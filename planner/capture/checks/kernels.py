@@ -32,8 +32,11 @@ _REFUSED = re.compile(
     r"dtype|scalar type|not implemented for '|data type|can't be cast|single memory location"
     r"|should be the same"
 )
-_OF_A_DEVICE = re.compile(r"not implemented for '(\w*Half|BFloat|Float8|Float4|UInt\d|Q|Bits)")
-"""Types that kernels of one device have and those of another do not."""
+_OF_A_DEVICE = re.compile(
+    r"not implemented for '(\w*Half|BFloat|Float8|Float4|UInt\d|Q|Bits)|_cpu_?\" not implemented"
+)
+"""Types that kernels of one device have and those of another do not, and kernels of a CPU's own:
+`histc` counts whole numbers on CUDA alone, and models ask which device they are on."""
 
 
 class Kernels:

@@ -105,3 +105,18 @@ def test_under_autocast_dtypes_are_not_what_is_wrong():
     _in_one_process(loss)
     with pytest.raises(CaptureError, match="leave autocast out"):
         _capture(loss)
+
+
+def test_a_kernel_that_a_cpu_alone_lacks_is_no_fault_of_the_model() -> None:
+    class Counts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(4))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            # As models do that count by float on CPUs.
+            counted = ids.float() if ids.device.type == "cpu" else ids.int()
+            counts = torch.histc(counted, bins=4, min=0, max=3)
+            return (self.weight * counts).sum() / ids.shape[0]
+
+    capture_module(Counts(), {"ids": torch.arange(4)}, {"ids": torch.arange(6)})
