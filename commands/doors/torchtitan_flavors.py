@@ -68,8 +68,8 @@ def _deepseek_v3(
     )
 
 
-# A feed-forward of llama3 is 8/3 of the width, times its factor, up to its multiple. Experts: number,
-# picked, width, shared.
+# A feed-forward of llama3 is 8/3 of the width, times its factor, up to its multiple. Experts:
+# number, picked, width, shared.
 # fmt: off
 FLAVORS: dict[str, dict[str, Callable[[], Transformer]]] = {
     "llama3": {
