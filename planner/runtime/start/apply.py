@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.capture.checks.hooks import refuse_lost
-from planner.errors import CaptureError, PlanError, PlannerError
+from planner.errors import CaptureError, ModelError, PlanError, PlannerError
 from planner.graph import ModelGraph, from_json, to_json
 from planner.plan import Plan, validate_model
 from planner.plan.accepted import accepted_names
@@ -119,7 +119,7 @@ def shared_captures(
     def captured() -> tuple[ModelGraph, ...]:
         try:
             graph, *others = graphs = _captures(plan, model, loss)
-        except CaptureError as error:  # the plan's own model was captured when it was searched
+        except (CaptureError, ModelError) as error:  # the plan's own model was captured when it was searched
             raise CaptureError(
                 f"{error} (the plan is for {plan.model.name} from {plan.model.file or 'no file'} "
                 f"and its batches; a {type(model).__name__} was given)"
