@@ -1,8 +1,10 @@
 # Everything runs from .venv, which is made when it is missing or pyproject.toml has changed.
 #   make demo        profile this machine, search, launch, compare (2 CPU ranks)
-#   make test        all tests that are not marked slow, in WORKERS processes; how long each took
-#                    is in build/durations.csv
-#   make test-slow   the rest
+#   make test        the tests to run before each commit, in WORKERS processes: files of short tests
+#                    (tests/ledger.py), some five minutes
+#   make test-long   the other tests that are not marked slow, half an hour
+#   make test-slow   those that are
+#   make ledger      how long tests took in both tiers, written to tests/durations.csv
 #   make test-gpu    of the rest what no CPU run shows: the engine on a fake CUDA, and messages by
 #                    NCCL's rules (needs g++)
 #   make check       format, lint, types, import contracts
@@ -11,14 +13,22 @@ PYTHON ?= python3
 WORKERS ?= 2
 BIN := .venv/bin
 
-.PHONY: demo test test-slow test-gpu check clean
+.PHONY: demo test test-long test-slow test-gpu ledger check clean
+TIER = PLANNER_DURATIONS=build/durations-$(1).csv $(BIN)/python -m pytest -m "not slow" \
+  --tier $(1) -n $(WORKERS) --dist worksteal
 .DELETE_ON_ERROR:
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
 
 test: .venv/ready-test
-	PLANNER_DURATIONS=build/durations.csv $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal
+	$(call TIER,quick)
+
+test-long: .venv/ready-test
+	$(call TIER,long)
+
+ledger: test test-long
+	$(BIN)/python -m tests.ledger build/durations-quick.csv build/durations-long.csv
 
 test-slow: .venv/ready-test
 	$(BIN)/python -m pytest -m slow --timeout 1800
