@@ -220,13 +220,15 @@ def plan_odds_of_fit(plan: Plan, profile: Profile, limit_bytes: float | None = N
 def _ranks_of(plan: Plan, profile: Profile) -> list[tuple[MemoryParts, Profile]]:
     """Return what each pipeline rank holds, by the estimate that a plan carries, and its device."""
     ranks: Sequence[Mapping[str, int]] = plan.estimate.get("memory", ())
+    if not ranks:
+        return []
     groups = {group.name: group.profile for group in profile.groups}
     return [
         (
             MemoryParts(**{name: held for name, held in rank.items() if name != "total_bytes"}),
             groups.get(group, profile),
         )
-        for rank, group in zip(ranks, plan.device_groups, strict=bool(ranks))
+        for rank, group in zip(ranks, plan.device_groups, strict=True)
     ]
 
 

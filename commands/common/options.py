@@ -83,6 +83,12 @@ TraceOption = Annotated[
 ]
 
 
+def _is_argument(parameter: inspect.Parameter) -> bool:
+    """Whether a command line has it by its place."""
+    declared = getattr(parameter.annotation, "__metadata__", ())
+    return any(isinstance(each, typer.models.ArgumentInfo) for each in declared)
+
+
 def spread(group: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a command's parameter of type `group`, a dataclass, an option for each field.
 
@@ -102,18 +108,22 @@ def spread(group: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         own = inspect.signature(command, eval_str=True).parameters.values()
-        (name,) = (parameter.name for parameter in own if parameter.annotation is group)
+        (own_name,) = (parameter.name for parameter in own if parameter.annotation is group)
         parameters: list[inspect.Parameter] = []
         for parameter in own:
-            if parameter.name == name:
+            if parameter.name == own_name:
                 parameters += options.values()
             else:
                 parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
+        in_order = [each.name for each in parameters if _is_argument(each)]
+
         @wraps(command)
-        def with_options(**values: Any) -> Any:
+        def with_options(*placed: Any, **values: Any) -> Any:
+            # Arguments may be given in order, as on the command line.
+            values |= dict(zip(in_order, placed, strict=False))
             given = group(**{name: values.pop(name) for name in options if name in values})
-            return command(**values, **{name: given})
+            return command(**values, **{own_name: given})
 
         with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         with_options.__annotations__ = {each.name: each.annotation for each in parameters}

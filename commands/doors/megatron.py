@@ -113,4 +113,6 @@ def _layout(row: dict[str, Any]) -> dict[str, Any]:
         for name in ("tp", "pp", "vpp", "cp", "zero", "microbatch_size")
         if row.get(column := names.get(name, name)) not in (None, "")
     }
-    return found | {"recompute": str(row.get("recompute") or "none").partition(":")[0]}
+    recompute = str(row.get("recompute") or "none")
+    # What is recomputed of a layer is searched: its selections are other ops than these here.
+    return found | ({"recompute": recompute} if recompute in ("none", "full") else {})

@@ -138,4 +138,6 @@ def _layout(path: Path, said: dict[str, dict[str, Any]]) -> dict[str, Any]:
     # Parameters are freed behind a forward except in pipelines, unless the file says.
     keeps = reshards == "never" or (reshards == "default" and found["pp"] > 1)
     found["zero"] = 0 if shards == 1 else 2 if keeps else 3
-    return found | {"recompute": said["activation_checkpoint"]["mode"]}
+    mode = said["activation_checkpoint"]["mode"]
+    # What is recomputed of a layer is searched: its selections are other ops than these here.
+    return found | ({"recompute": mode} if mode in ("none", "full") else {})

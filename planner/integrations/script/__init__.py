@@ -1,4 +1,4 @@
-"""A training script without edits, run on the ranks of a plan: `planner launch --unmodified`.
+"""A training script without edits, run on the ranks of a plan: `planner launch` with `unmodified`.
 
 In: a script for one process. Out: the same training, by a plan. In the order of reading:
 
