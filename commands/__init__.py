@@ -5,8 +5,8 @@ function of a room (`search`, `costmodel`, `profiles`, `planner`), saves what it
 it. What goes out: files, text on stdout, notes and progress on stderr, an exit code if it is not 0.
 
 Read `common/options.py` first (arguments that several commands take), then `common/question.py`
-(what `search` and `why` share) and `common/models.py` (what a model is read from, by `doors/`), then
-any command. `render/` turns results into text.
+(what `search` and `why` share) and `common/models.py` (what a model is read from, by `doors/`),
+then any command. `render/` turns results into text.
 
 Rooms are imported inside the commands, so that `planner --help` answers at once and
 `planner show` never loads torch.

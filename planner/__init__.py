@@ -151,8 +151,8 @@ def recorded(
     The script, for one process, runs with `args` up to its first backward, and writes no files. Its
     model is the one that it calls there, with the loss that it computes; batches are like its first
     one, with what the loss is given beside the model's output as `target`. A plan that is searched
-    for these is what ``planner launch` with `unmodified`` trains the script by. Raises ModelError for a
-    script without a training step, or with batches of a single sample.
+    for these is what `planner launch` with `unmodified` trains the script by. Raises ModelError
+    for a script without a training step, or with batches of a single sample.
     """
     from planner.integrations.script.recorded import recorded as of_script
 

@@ -5,9 +5,9 @@ that PLANNER_DURATIONS names, with several workers in the process that deals tes
 are of a test with its fixtures, on the wall's clock. `tests/durations.csv` is the ledger of files,
 written from these by ``python -m tests.ledger FILE...`` (`make ledger`).
 
-By the ledger ``--tier quick`` takes the files whose tests are the quickest, as many as an eighth of
-all seconds has room for; ``--tier long`` takes the others, and no tier all. A file that is not in the
-ledger is quick. What the other tier has is not even imported.
+By the ledger ``--tier quick`` takes the files whose tests are the quickest, as many as an eighth
+of all seconds has room for; ``--tier long`` takes the others, and no tier all. A file that is not
+in the ledger is quick. What the other tier has is not even imported.
 """
 
 from __future__ import annotations
