@@ -51,8 +51,8 @@ CASES = [
     ({"batch": "y = y if size < 4 else y.half()"}, "the batch tensor y is .*; give int64"),
     ({"model": f"{IN_RANKS} raise OSError('no')"}, "training fails at .* OSError: no"),
     ({"model": f"{IN_RANKS} return None"}, r"model.py: model\(\) returned NoneType in a process"),
-    ({"model": "return Model().requires_grad_(False)"}, "one process has no gradient: all that it"),
-    ({"backward": "return grad[:1]"}, "backward of one process fails: .* invalid gradient at ind"),
+    ({"model": "return Model().requires_grad_(False)"}, "no gradient reaches a parameter from"),
+    ({"backward": "return grad[:1]"}, "backward of the model fails in .* invalid gradient at ind"),
     ({"backward": "raise KeyError('lost')"}, r"`raise KeyError\('lost'\)`: KeyError: 'lost'"),
     ({"backward": "return grad * float('nan')"}, "gradient of table.weight is NaN in step 1"),
     ({"forward": "assert self.out.weight.dtype == torch.float32"}, "training fails at .*Assertion"),
@@ -65,12 +65,12 @@ def test_one_line_of_the_users(
 ):
     (tmp_path / "model.py").write_text(FILE.format(**(AS_IT_IS | change)))
     source = load_model_file(tmp_path / "model.py")
-    plan = default_plan(
-        capture_source(source), microbatch_size=2, num_microbatches=2, accept=("unknown-ops",)
-    )
-    monkeypatch.setenv("TRAINS", "1")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with pytest.raises(PlannerError, match=told), told_as_users("model.py", "training"):
+        plan = default_plan(
+            capture_source(source), microbatch_size=2, num_microbatches=2, accept=("unknown-ops",)
+        )
+        monkeypatch.setenv("TRAINS", "1")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         compare_with_one_process(plan, source, steps=1)
 
 

@@ -77,6 +77,7 @@ def random_request(rng: np.random.Generator, machine: Machine) -> SearchRequest:
         offload="none",
         meshes=str(rng.choice(["same", "own"])),  # type: ignore[arg-type]
         forbid=(("pp", "1"),),  # test_replicas_on_groups
+        memory_odds=0.5,  # brute force tells what fits by the estimate
     )
 
 

@@ -20,7 +20,7 @@ from tests.search.test_referee import graph_of
 
 
 def request(**choices) -> SearchRequest:
-    return SearchRequest(num_devices=4, offload="none", pp=1, **choices)
+    return SearchRequest(num_devices=4, offload="none", pp=1, memory_odds=0.5, **choices)
 
 
 def test_faster_devices_take_more_samples():
@@ -121,7 +121,7 @@ def test_the_best_pipeline_equals_trying_all_shares_and_boundaries(number):
     )  # fmt: skip
     machine = replace(machine, groups=groups)
     asked = SearchRequest(
-        num_devices=6, global_batch=12, pp=2, tp=1, offload="none",
+        num_devices=6, global_batch=12, pp=2, tp=1, offload="none", memory_odds=0.5,
         allow=(("schedule", "1f1b"), ("recompute", "none"), ("recompute", "full"), ("zero", "0"),
                ("zero", "1")),
     )  # fmt: skip
