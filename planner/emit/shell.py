@@ -253,8 +253,10 @@ class _Reading:
         return True
 
     def _set(self, name: str, value: str | None) -> None:
-        if value is None or "`" in value or "$(" in value or len(value) > _LONGEST:
-            self.values.pop(name, None)  # what a command prints
+        is_printed = value is not None and ("`" in value or "$(" in value)  # by a command
+        is_own = value is not None and re.search(rf"\$\{{?{name}\b", value)  # of the environment
+        if value is None or is_printed or is_own or len(value) > _LONGEST:
+            self.values.pop(name, None)
         else:
             self.values[name] = value
 

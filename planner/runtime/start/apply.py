@@ -119,7 +119,10 @@ def shared_captures(
     def captured() -> tuple[ModelGraph, ...]:
         try:
             graph, *others = graphs = _captures(plan, model, loss)
-        except (CaptureError, ModelError) as error:  # the plan's own model was captured when it was searched
+        except (
+            CaptureError,
+            ModelError,
+        ) as error:  # the plan's own model was captured when it was searched
             raise CaptureError(
                 f"{error} (the plan is for {plan.model.name} from {plan.model.file or 'no file'} "
                 f"and its batches; a {type(model).__name__} was given)"
