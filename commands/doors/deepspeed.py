@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from commands.doors.opening import read_text
+from commands.doors.opening import parsed
 from planner.errors import PlannerError
 
 
@@ -21,12 +21,7 @@ def read_deepspeed(path: Path, gpus: int | None) -> tuple[dict[str, Any], dict[s
 
     Raises PlannerError, in one line, for a file that is no such configuration.
     """
-    try:
-        said = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise PlannerError(
-            f"--deepspeed {path} is no JSON ({error}); give a DeepSpeed one"
-        ) from None
+    said = parsed(path, json.loads, "JSON", "--deepspeed a DeepSpeed json")
     if not isinstance(said, dict) or "model_type" in said:
         raise PlannerError(f"--deepspeed {path} is no DeepSpeed configuration; give one")
     zero = _section(path, said, "zero_optimization")
@@ -37,33 +32,47 @@ def read_deepspeed(path: Path, gpus: int | None) -> tuple[dict[str, Any], dict[s
     tp = _number(path, tensor, "autotp_size") or 1
     if batch is None and micro is not None and gpus is not None:
         batch = micro * (accumulated or 1) * max(1, gpus // tp)
-    halves = [_section(path, said, name).get("enabled") is True for name in ("bf16", "fp16")]
+    halves = {_switch(path, name, _section(path, said, name)) for name in ("bf16", "fp16")} - {None}
     clip = said.get("gradient_clipping", 0)
-    trained: dict[str, Any] = {
-        "precision": "bf16" if any(halves) else "model",
-        "clip_gradients": isinstance(clip, int | float) and clip > 0,
-        "execution": "deepspeed-zero3",
-    }
+    if clip != "auto" and (not isinstance(clip, int | float) or clip != clip):
+        raise PlannerError(f"--deepspeed {path} has gradient_clipping {clip!r}; it takes a number")
+    trained: dict[str, Any] = {"execution": "deepspeed-zero3"}
+    if halves:
+        trained["precision"] = "bf16" if True in halves else "model"
+    if clip != "auto":
+        trained["clip_gradients"] = clip > 0
     if batch is not None:
         trained["global_batch"] = batch
     stage = zero.get("stage", 0)
-    if stage not in (0, 1, 2, 3):
+    if type(stage) is not int or stage not in (0, 1, 2, 3):
         raise PlannerError(f"--deepspeed {path} has stage {stage!r} of ZeRO; it takes 0 to 3")
     layout: dict[str, Any] = {"tp": tp, "pp": 1, "zero": stage}
     if micro is not None:
         layout["microbatch_size"] = micro
-    offload = zero.get("offload_optimizer")
-    if isinstance(offload, Mapping) and offload.get("device") not in (None, "none"):
+    if _is_offloaded(zero.get("offload_optimizer")):
         layout["offload"] = "optimizer"
-    if zero.get("offload_param"):
+    if _is_offloaded(zero.get("offload_param")):
         raise PlannerError(
             f"--deepspeed {path} has offload_param, which is not priced; take it out"
         )
     note = (
-        f"{path}: global batch {batch or 'not said'}, precision {trained['precision']}; how it is "
-        "laid out is searched (--keep-layout: as the file has it)"
+        f"{path}: global batch {batch or 'not said'}, precision "
+        f"{trained.get('precision', 'not said')}; how it is laid out is searched (--keep-layout: "
+        "as the file has it)"
     )
     return trained, layout, note
+
+
+def _switch(path: Path, name: str, section: Mapping[str, Any]) -> bool | None:
+    """Return whether a section is enabled; None where it does not say."""
+    value = section.get("enabled", "auto")
+    if value != "auto" and not isinstance(value, bool):
+        raise PlannerError(f"--deepspeed {path} has enabled {value!r} in {name}; it takes a bool")
+    return None if value == "auto" else value
+
+
+def _is_offloaded(section: Any) -> bool:
+    return isinstance(section, Mapping) and section.get("device") not in (None, "none")
 
 
 def _section(path: Path, said: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -7,14 +7,13 @@ weights are random, and code that a configuration fetches (`auto_map`) is refuse
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from pprint import pformat
 from typing import Any
 
-from commands.doors.opening import Asked, Opened, read_text
+from commands.doors.opening import Asked, Opened, name_of, parsed
 from planner.errors import ModelError
 
 
@@ -71,6 +70,12 @@ TASKS = {
 }
 """By the names that the library's pipelines have for them."""
 
+_NOT_OF_A_MODEL = frozenset(
+    {"architectures", "auto_map", "dtype", "torch_dtype", "transformers_version",
+     "quantization_config", "_attn_implementation", "attn_implementation"}
+)  # fmt: skip
+"""What a configuration says of where it is from, of weights, and of the machine it ran on."""
+
 HALF_DTYPES = ("bfloat16", "float16")
 """Dtypes of weights that are trained in bf16 with fp32 copies."""
 
@@ -85,27 +90,26 @@ def read(path: Path, asked: Asked) -> Opened:
     config = _config(path, values)
     architecture, task = _architecture(path, values, asked.task)
     sizes = _sizes(path, config, TASKS[task], asked)
-    name = path.parent.name if path.name == "config.json" else path.stem
-    name = re.sub(r"[^A-Za-z0-9.-]+", "-", name).strip("-.") or values["model_type"]
+    name = path.resolve().parent.name if path.name == "config.json" else path.stem
+    name = name_of(name, values["model_type"])
     dtype = str(values.get("dtype") or values.get("torch_dtype") or "float32")
     notes = [f"{path}: {architecture} for {task}, with random weights; {_told(sizes)}"]
     trained = {}
     if dtype in HALF_DTYPES:
         trained["precision"] = "bf16"
         notes.append(f"its weights are {dtype}: --precision bf16; model trains in fp32")
+    if values.get("quantization_config"):
+        notes.append("its quantization_config is left out: training has whole weights")
     return Opened(
         name=name,
-        code=_code(path, values, type(config).__name__, architecture, task, sizes),
+        code=_code(path, values, config, architecture, task, sizes),
         trained=trained,
         notes=tuple(notes),
     )
 
 
 def _values(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise ModelError(f"{path} is no JSON ({error}); give a Hugging Face config.json") from None
+    values = parsed(path, json.loads, "JSON", "a Hugging Face config.json")
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         keys = values.keys() if isinstance(values, dict) else ()
         if {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"} & set(keys):
@@ -135,10 +139,8 @@ def _config(path: Path, values: dict[str, Any]) -> Any:
     try:
         return CONFIG_MAPPING[family].from_dict(values)
     except Exception as error:
-        line = str(error).strip().splitlines()
-        raise ModelError(
-            f"{path} is refused by transformers {__version__}: {line[0] if line else error!r}"
-        ) from None
+        told = " ".join(str(error).split()) or repr(error)
+        raise ModelError(f"{path} is refused by transformers {__version__}: {told}") from None
 
 
 def _architecture(path: Path, values: dict[str, Any], asked: str | None) -> tuple[str, str]:
@@ -149,7 +151,12 @@ def _architecture(path: Path, values: dict[str, Any], asked: str | None) -> tupl
         raise ModelError(f"--task {asked} is not known; give {', '.join(TASKS)}")
     family = values["model_type"]
     tables = {name: getattr(modeling_auto, task.mapping) for name, task in TASKS.items()}
-    named = [name for name in values.get("architectures") or () if isinstance(name, str)]
+    said = values.get("architectures") or []
+    if not isinstance(said, list):
+        raise ModelError(
+            f"{path} has architectures {said!r}; it takes a list of names of classes, or nothing"
+        )
+    named = [name for name in said if isinstance(name, str)]
     of_family = {}
     for task, table in tables.items():
         classes = table.get(family, ())
@@ -165,8 +172,8 @@ def _architecture(path: Path, values: dict[str, Any], asked: str | None) -> tupl
     for task, architecture in of_family.items():
         if architecture in named:
             return architecture, task
-    said = f"names {', '.join(named)}, of no task that is written here" if named else "names none"
-    raise ModelError(f"{path} {said}; give --task: {family} has {has}")
+    names = f"names {', '.join(named)}, of no task that is written here" if named else "names none"
+    raise ModelError(f"{path} {names}; give --task: {family} has {has}")
 
 
 def _sizes(path: Path, config: Any, task: Task, asked: Asked) -> dict[str, int]:
@@ -197,15 +204,20 @@ def _sizes(path: Path, config: Any, task: Task, asked: Asked) -> dict[str, int]:
         found["CLASSES"] = config.num_labels
     if "CHANNELS" in told:
         image = getattr(config, "image_size", None)
-        if image is None:
-            image = 224
-        high, wide = image if isinstance(image, list | tuple) else (image, image)
-        found |= {
-            "CHANNELS": getattr(config, "num_channels", 3), "HEIGHT": high, "WIDTH": wide,
-        }  # fmt: skip
+        high_wide = image if isinstance(image, list | tuple) else (image or 224,) * 2
+        if len(high_wide) != 2:
+            raise ModelError(f"{path} has image_size {image!r}; it takes a number, or two")
+        channels = getattr(config, "num_channels", 3)
+        found |= dict(zip(("CHANNELS", "HEIGHT", "WIDTH"), (channels, *high_wide), strict=True))
     if "BINS" in told:
         found["BINS"] = _size(path, config, "num_mel_bins", "input_feat_per_channel")
         found["FRAMES"] = 2 * _size(path, config, "max_source_positions")
+    for name, size in found.items():
+        if type(size) is not int or size < 1:
+            raise ModelError(
+                f"{path} says that {name.lower()} is {size!r}, of which no batch can be made; it "
+                "takes 1 or more"
+            )
     return found
 
 
@@ -235,18 +247,17 @@ def _told(sizes: dict[str, int]) -> str:
 def _code(
     path: Path,
     values: dict[str, Any],
-    config: str,
+    config: Any,
     architecture: str,
     task: str,
     sizes: dict[str, int],
 ) -> str:
     """Return the text of a model file: `batch` draws its parts in the order of the task."""
-    kept = {
-        name: value
-        for name, value in values.items()
-        if name not in ("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version")
-    }
-    inputs = TASKS[task].inputs
+    kept = {name: value for name, value in values.items() if name not in _NOT_OF_A_MODEL}
+    if task == "causal-lm" and hasattr(config, "is_decoder") and not config.is_decoder:
+        # (An encoder is one without what keeps it from looking ahead.)
+        kept["is_decoder"] = True
+    inputs, kind = TASKS[task].inputs, type(config).__name__
     if values.get("is_encoder_decoder") and values.get("decoder_start_token_id") is None:
         # The token that decoders begin with, where an older file leaves it to code: the padding.
         kept["decoder_start_token_id"] = values.get("pad_token_id") or 0
@@ -265,7 +276,7 @@ def _code(
             "from math import inf, nan  # noqa: F401  (configurations may have them)",
             "",
             "import torch",
-            f"from transformers import {config}, {architecture}",
+            f"from transformers import {kind}, {architecture}",
             "",
             f"SOURCE = {str(path.resolve())!r}",
             f"CONFIG = {pformat(kept, sort_dicts=False)}",
@@ -273,7 +284,7 @@ def _code(
             "",
             "",
             "def model():",
-            f"    return {architecture}({config}.from_dict(CONFIG))",
+            f"    return {architecture}({kind}.from_dict(CONFIG))",
             "",
             "",
             f"def batch(size{length}):",

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from commands.doors.decoder_file import decoder_file
-from commands.doors.opening import Asked, Opened, read_text
-from planner.errors import ModelError
+from commands.doors.opening import Asked, Opened, name_of, read_text
+from planner.errors import ModelError, PlannerError
 
 VOCABULARY_MULTIPLE = 128
 """What Megatron-LM pads a vocabulary to a multiple of (--make-vocab-size-divisible-by), times tp,
@@ -25,6 +25,15 @@ def read(path: Path, asked: Asked) -> Opened:
     Raises PlannerError, in one line, for flags that are broken, for parts of a model that nothing
     here is written for, and where sizes are missing.
     """
+    if asked.task not in (None, "causal-lm"):
+        raise ModelError(f"--task {asked.task} was given; {path} trains a causal-lm: leave it out")
+    try:
+        return _read(path, asked)
+    except PlannerError as error:
+        raise type(error)(str(error) if str(path) in str(error) else f"{path}: {error}") from None
+
+
+def _read(path: Path, asked: Asked) -> Opened:
     from costmodel.table.rows.row_plan import transformer_of_shape
     from costmodel.table.rows.row_shape import shape_of_row
     from costmodel.table.rows.row_stack import stack_of_row
@@ -35,14 +44,13 @@ def read(path: Path, asked: Asked) -> Opened:
     from planner.emit.megatron_rules import Run
     from planner.emit.shell import read_script
 
-    if asked.task not in (None, "causal-lm"):
-        raise ModelError(f"--task {asked.task} was given; {path} trains a causal-lm: leave it out")
     script = read_script(read_text(path))
     flags = parse_flags(script.text)
     gpus = asked.gpus or _devices(script.text)
     run = Run(flags=flags, num_devices=gpus or 1, model={})
     for told in (*flags.broken, *refusals(run)):
-        raise ModelError(f"{path}: {told}")
+        left = f" (left out: {'; '.join(script.unknown)})" if script.unknown else ""
+        raise ModelError(f"{path}: {told}{left}")
     row = row_of(run, {}, "", "H100")
     cells = Cells({name: str(value) for name, value in row.items()})
     stack = stack_of_row(cells)
@@ -55,6 +63,16 @@ def read(path: Path, asked: Asked) -> Opened:
     sizes = transformer_of_shape(
         shape, dropout=bool(row.get("dropout")), fused_attention=stack.flash_attention
     )
+    if "kv-channels" not in flags.values and sizes.hidden % sizes.heads:
+        raise ModelError(
+            f"--hidden-size {sizes.hidden} is no multiple of --num-attention-heads {sizes.heads}; "
+            "change one, or give --kv-channels"
+        )
+    turned = sizes.latent.rope_dim if sizes.latent else sizes.head_width
+    if sizes.positions == "rotary" and turned % 2:
+        raise ModelError(
+            f"heads of {turned} have no pairs for rotary positions; give an even width"
+        )
     multiple = run.number("make-vocab-size-divisible-by", VOCABULARY_MULTIPLE)
     sizes = replace(sizes, vocab=-(-sizes.vocab // multiple) * multiple)
     notes = [
@@ -64,15 +82,15 @@ def read(path: Path, asked: Asked) -> Opened:
     ]
     if script.unknown:
         notes.append(
-            f"{path} is read without running it; what follows these conditions is left out: "
+            f"{path} is read without running it; what follows these is left out: "
             + "; ".join(script.unknown)
         )
     notes += [f"assumed: {each}" for each in cells.assumed]
     notes += [note for note in notes_of(run) if note.startswith("assumed: ")]
     return Opened(
-        name=re.sub(r"[^A-Za-z0-9.-]+", "-", path.stem).strip("-.") or "megatron",
+        name=name_of(path.stem, "megatron"),
         code=decoder_file("A decoder as flags of Megatron-LM describe it", sizes),
-        trained=_trained(run, gpus, stack.name),
+        trained=_trained(path, run, gpus, stack.name),
         layout=_layout(row),
         notes=tuple(notes),
     )
@@ -90,11 +108,15 @@ def _number(text: str, names: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _trained(run: Any, gpus: int | None, stack: str) -> dict[str, Any]:
+def _trained(path: Path, run: Any, gpus: int | None, stack: str) -> dict[str, Any]:
     clip = run.flags.values.get("clip-grad", USUAL_CLIP)  # as it is written, since it has no price
+    try:
+        clips = float(clip) > 0
+    except ValueError:
+        raise ModelError(f"{path}: --clip-grad {clip} was given; it takes a number") from None
     found: dict[str, Any] = {
         "precision": "bf16" if run.has("bf16") or run.has("fp16") else "model",
-        "clip_gradients": float(clip) > 0,
+        "clip_gradients": clips,
         "execution": stack,
     }
     if gpus:

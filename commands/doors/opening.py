@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,9 +107,29 @@ def open_model(path: Path, asked: Asked) -> tuple[Path, Opened | None]:
 def read_text(path: Path) -> str:
     """Return a file's text. Raises ModelError where it can't be read."""
     try:
-        return path.read_text()
+        return path.read_text("utf-8-sig")  # (some editors write a mark before the text)
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} can't be read ({error}); give a text file") from None
+
+
+def parsed(path: Path, loads: Callable[[str], Any], language: str, wanted: str) -> Any:
+    """Return what a file holds, by the parser of its language.
+
+    Raises ModelError, in one line, for what is no such text, nests too deeply, or has numbers that
+    no machine has.
+    """
+    text = read_text(path)
+    try:
+        return loads(text)
+    except RecursionError:
+        raise ModelError(f"{path} is no {language} (it nests too deeply); give {wanted}") from None
+    except ValueError as error:
+        raise ModelError(f"{path} is no {language} ({error}); give {wanted}") from None
+
+
+def name_of(text: str, otherwise: str) -> str:
+    """Return a model's name for what a file or a folder is called."""
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", text).strip("-.") or otherwise
 
 
 def _has_flags(path: Path) -> bool:
@@ -122,7 +143,13 @@ def _kept(opened: Opened) -> Path:
 
     digest = hashlib.sha256(opened.code.encode()).hexdigest()[:8]
     path = cache_dir() / "models" / digest / f"{opened.name}.py"
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, opened.code)
+    try:
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, opened.code)
+    except OSError as error:
+        raise ModelError(
+            f"the model file {path} can't be written ({error.strerror}); let XDG_CACHE_HOME name a "
+            "folder that can"
+        ) from None
     return path

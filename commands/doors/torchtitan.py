@@ -5,13 +5,12 @@ Source of the defaults: pytorch/torchtitan v0.2.2 (73a0e6979dd1), torchtitan/con
 
 from __future__ import annotations
 
-import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
 from commands.doors.decoder_file import decoder_file
-from commands.doors.opening import Asked, Opened, read_text
+from commands.doors.opening import Asked, Opened, name_of, parsed
 from commands.doors.torchtitan_flavors import FLAVORS, sizes_of
 from planner.errors import ModelError
 
@@ -49,7 +48,7 @@ def read(path: Path, asked: Asked) -> Opened:
         raise ModelError(f"--task {asked.task} was given; {path} trains a causal-lm: leave it out")
     said = _settings(path)
     training, model = said["training"], said["model"]
-    name, flavor = str(model["name"]), str(model["flavor"])
+    name, flavor = model["name"], model["flavor"]
     length = _number(path, "training", "seq_len", training["seq_len"])
     if asked.seq_length not in (None, length):
         raise ModelError(
@@ -66,7 +65,7 @@ def read(path: Path, asked: Asked) -> Opened:
         )
     execution = "torchtitan-compiled" if said["compile"]["enable"] else "torchtitan"
     return Opened(
-        name=re.sub(r"[^A-Za-z0-9.-]+", "-", f"{name}-{flavor}"),
+        name=name_of(f"{name}-{flavor}", "torchtitan"),
         code=decoder_file(f"torchtitan's {name} {flavor}", sizes),
         trained=_trained(path, said, asked.gpus, execution),
         layout=_layout(path, said),
@@ -78,10 +77,7 @@ def read(path: Path, asked: Asked) -> Opened:
 
 
 def _settings(path: Path) -> dict[str, dict[str, Any]]:
-    try:
-        said = tomllib.loads(read_text(path))
-    except tomllib.TOMLDecodeError as error:
-        raise ModelError(f"{path} is no toml ({error}); give a torchtitan configuration") from None
+    said = parsed(path, tomllib.loads, "toml", "a torchtitan configuration")
     if not isinstance(said.get("model"), dict) or "flavor" not in said["model"]:
         raise ModelError(
             f"{path} has no flavor in a [model] section; give a torchtitan configuration (a "
@@ -92,8 +88,21 @@ def _settings(path: Path) -> dict[str, dict[str, Any]]:
         own = said.get(section, {})
         if not isinstance(own, dict):
             raise ModelError(f"{path} has {section} = {own!r}; it must be a section [{section}]")
+        for name, value in own.items():
+            if name in usual:
+                _check_kind(path, section, name, value, usual[name])
         found[section] = usual | own
     return found
+
+
+def _check_kind(path: Path, section: str, name: str, value: Any, usual: Any) -> None:
+    """Raise ModelError for a value of another kind than what torchtitan has by default."""
+    kinds = (int, float) if isinstance(usual, float) else (type(usual),)
+    is_number = isinstance(usual, int | float) and not isinstance(usual, bool)
+    if not isinstance(value, kinds) or (is_number and isinstance(value, bool)) or value != value:
+        raise ModelError(
+            f"{path} has {name} = {value!r} in [{section}]; it takes a value like {usual!r}"
+        )
 
 
 def _number(path: Path, section: str, name: str, value: Any) -> int:
@@ -109,11 +118,11 @@ def _trained(
     is_half = "bfloat16" in (training["dtype"], training["mixed_precision_param"])
     found: dict[str, Any] = {
         "precision": "bf16" if is_half else "model",
-        "clip_gradients": bool(training["max_norm"]),
+        "clip_gradients": training["max_norm"] > 0,
         "execution": execution,
     }
     batch = training["global_batch_size"]
-    if isinstance(batch, int) and batch > 0:
+    if batch > 0:
         found["global_batch"] = batch
     elif gpus:
         # As many samples as its own replicas take at once.

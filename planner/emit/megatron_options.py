@@ -19,6 +19,9 @@ from planner.errors import PlannerError
 SHELL_ENDS = frozenset({")", ";", "&", "&&", "|", "||"})
 """Words of a shell script that end a list of flags."""
 
+_REDIRECTED = re.compile(r"\d*(?:>|<|&>)")
+"""What a word begins with that says where a command's output goes."""
+
 NEAR = 0.85
 """How much of a name an option's must be like for it to be a misspelling."""
 
@@ -104,7 +107,7 @@ def _spelled(words: list[str]) -> list[tuple[str, list[str]]]:
             name, equals, value = word[2:].partition("=")
             found.append((name, [value] if equals else []))
             ended = False
-        elif word in SHELL_ENDS:
+        elif word in SHELL_ENDS or _REDIRECTED.match(word):
             ended = True
         elif found and not ended:
             found[-1][1].append(word)

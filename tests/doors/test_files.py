@@ -282,3 +282,119 @@ def test_what_is_wrong_with_a_deepspeed_json_is_told_in_a_line(
     (tmp_path / "ds.json").write_text(text)
     with pytest.raises(PlannerError, match=told):
         read_deepspeed(tmp_path / "ds.json", 8)
+
+
+LARGE = "9" * 5000
+BROKEN = {
+    "deep.json": ("[" * 100_000, "is no JSON .it nests too deeply"),
+    "large.json": (f'{{"model_type": "llama", "hidden_size": {LARGE}}}', "is no JSON"),
+    "deep.toml": ("a=" + "[" * 100_000, "is no toml .it nests too deeply"),
+    "large.toml": (f"a={LARGE}", "is no toml"),
+    "architectures.json": ('{"model_type": "llama", "architectures": 3}', "takes a list of names"),
+    "vocabulary.json": (json.dumps({**LLAMA, "vocab_size": 0}), "vocabulary is 0"),
+    "type.json": (json.dumps({**LLAMA, "hidden_size": "32"}), "expected int, got str"),
+    "enable.toml": (TITAN + "[compile]\nenable = 'false'", "takes a value like False"),
+    "batch.toml": (TITAN.replace("seq_len", "global_batch_size = true\nseq_len"), "like -1"),
+    "clip.toml": (TITAN.replace("seq_len", "max_norm = nan\nseq_len"), "a value like 1.0"),
+    "clip.sh": (MEGATRON.replace("--clip-grad 1.0", "--clip-grad x"), "--clip-grad x was given"),
+    "heads.sh": (MEGATRON.replace("heads 4", "heads 3").replace("groups 2", "groups 3"),
+                 "hidden-size 64 is no multiple of --num-attention-heads 3"),
+    "large.sh": (MEGATRON.replace("--hidden-size 64", "--hidden-size " + "9" * 20), "large.sh: "),
+    "quotes.sh": ("what is --num-layers? I don't know", "quotes.sh: the flags can't be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_files_are_told_in_a_line(tmp_path: Path, name: str) -> None:
+    if name.endswith("json"):
+        pytest.importorskip("transformers")
+    text, says = BROKEN[name]
+    length = 8 if name.endswith("json") else None
+    with pytest.raises(PlannerError, match=says) as refused:
+        opened(tmp_path / name, text, seq_length=length)
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("size", [[32], [3, 32, 32]])
+def test_pictures_of_no_two_sides_are_told(tmp_path: Path, size: list[int]) -> None:
+    pytest.importorskip("transformers")
+    values = {**FAMILIES["vit"][0], "image_size": size}
+    with pytest.raises(PlannerError, match=r"image_size .* takes a number, or two"):
+        opened(tmp_path / "config.json", json.dumps(values))
+
+
+def test_what_a_config_says_of_stored_weights_makes_no_other_model(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    stored = {
+        "quantization_config": {"quant_method": "gptq", "bits": 4},
+        "_attn_implementation": "flash_attention_2",
+    }
+    marked = "\ufeff" + json.dumps({**LLAMA, **stored})
+    file, found = opened(tmp_path / "config.json", marked, seq_length=8)
+    assert file["model"]()(**file["batch"](2)).loss.isfinite()
+    assert any("quantization_config is left out" in note for note in found.notes)
+
+
+def test_an_encoder_for_a_causal_task_looks_back_only(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    values = FAMILIES["bert"][0]
+    file, _ = opened(tmp_path / "c.json", json.dumps(values), seq_length=8, task="causal-lm")
+    model = file["model"]().eval()
+    ids = torch.arange(8)[None]
+    other = ids.clone()
+    other[0, -1] = 20
+    with torch.no_grad():
+        before, after = model(ids).logits, model(other).logits
+    torch.testing.assert_close(before[:, :-1], after[:, :-1])
+
+
+def test_a_cache_that_can_t_be_written_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(PlannerError, match=r"can't be written .*XDG_CACHE_HOME"):
+        opened(tmp_path / "train.sh", MEGATRON)
+
+
+def test_what_deepspeed_leaves_to_a_trainer_says_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(
+        json.dumps(
+            {
+                "bf16": {"enabled": "auto"},
+                "gradient_clipping": "auto",
+                "zero_optimization": {"stage": 3, "offload_param": {"device": "none"}},
+            }
+        )
+    )
+    trained, layout, _ = read_deepspeed(path, 4)
+    assert trained == {"execution": "deepspeed-zero3"}
+    assert layout == {"tp": 1, "pp": 1, "zero": 3}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"zero_optimization": {"stage": True}},
+        {"zero_optimization": {"stage": 2.0}},
+        {"gradient_clipping": "1"},
+        {"gradient_clipping": float("nan")},
+        {"bf16": {"enabled": "true"}},
+    ],
+    ids=str,
+)
+def test_deepspeed_values_of_another_kind_are_told(tmp_path: Path, values: dict) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(values))
+    with pytest.raises(PlannerError, match="; it takes "):
+        read_deepspeed(path, 4)
+
+
+def test_options_of_a_line_that_sets_several_are_taken(tmp_path: Path) -> None:
+    text = MEGATRON.replace("SEQ=128", "SEQ=64; SEQ=128; OTHER=1")
+    text = text.replace("torchrun", "[ $SEQ -gt 64 ] && NODES=4\ntorchrun") + "wait\n"
+    file, found = opened(tmp_path / "train.sh", text.replace("]}\nwait", "]} 2>&1 | tee log\nwait"))
+    assert file["SIZES"].seq_len == 128
+    assert found.trained["gpus"] == 32

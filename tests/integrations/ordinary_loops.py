@@ -302,6 +302,91 @@ torch.distributed.init_process_group("gloo")
 """,
         "the script joins processes of its own",
     ),
+    "the optimizer's state cleared": (
+        """
+for epoch in range(2):
+    optimizer.state.clear() if epoch else None
+    for a, b in loader:
+        optimizer.zero_grad()
+        model(a, b).backward()
+        optimizer.step()
+""",
+        "optimizer.state is read or changed after the first step",
+    ),
+    "the optimizer's state replaced": (
+        """
+for epoch in range(2):
+    optimizer.state = {} if epoch else optimizer.state
+    for a, b in loader:
+        optimizer.zero_grad()
+        model(a, b).backward()
+        optimizer.step()
+""",
+        "optimizer.state is read or changed after the first step",
+    ),
+    "other parameters in a group": (
+        """
+for epoch in range(2):
+    if epoch:
+        optimizer.param_groups[0]['params'] = list(model.head.parameters())
+    for a, b in loader:
+        optimizer.zero_grad()
+        model(a, b).backward()
+        optimizer.step()
+""",
+        "parameters of optimizer.param_groups were changed",
+    ),
+    "values put into a weight": (
+        """
+for epoch in range(2):
+    if epoch: model.head.weight.data = torch.zeros(4, WIDTH)
+    for a, b in loader:
+        optimizer.zero_grad()
+        model(a, b).backward()
+        optimizer.step()
+""",
+        "other values are put into head.weight",
+    ),
+    "gradients that nothing clears": (
+        """
+del optimizer.param_groups[0]['params'][:-2]
+for epoch in range(2):
+    pass
+    for a, b in loader:
+        optimizer.zero_grad()
+        model(a, b).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+""",
+        "clip_grad_norm_ counts gradients of 6 parameters that the optimizer has not",
+    ),
+    "a refusal that is caught": (
+        """
+for epoch in range(2):
+    pass
+    for a, b in loader:
+        optimizer.zero_grad()
+        model(a, b).backward()
+        try:
+            [p.grad.mul_(2) for p in model.parameters()]
+        except Exception:
+            pass
+        optimizer.step()
+""",
+        "mul_ needs the values of the gradient",
+    ),
+    "a model on several devices": (
+        """
+model = nn.DataParallel(model)
+for epoch in range(2):
+    pass
+    for a, b in loader:
+        optimizer.zero_grad()
+        model(a, b).backward()
+        optimizer.step()
+""",
+        "the model is wrapped by DataParallel",
+    ),
     "no training": ("", "ended without a training step"),
 }
 """By name: a loop, and what it is refused with."""

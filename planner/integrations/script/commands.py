@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from planner.capture.export import meta_copy
 from planner.errors import PlanError
 from planner.graph.batch import unflatten_batch
+from planner.integrations.script.optimizer import StateAway
 from planner.integrations.script.ranks import Ranks, Variables
 from planner.plan import Plan
 from planner.runtime.checkpoint.optimizer_state import whole_states
@@ -173,7 +174,7 @@ def begin(loop: Loop, trained: nn.Module, plan: Plan, variables: Variables) -> R
     now = dict(model.named_parameters())
     for group, of_group in zip(optimizer.param_groups, held, strict=True):
         group["params"] = [now[name] for name in of_group]
-    optimizer.state.clear()
+    optimizer.state = StateAway()  # type: ignore[assignment]
     ranks.target = Commands(engine, own, on_meta)
     if variables.rank:
         variables.restore()

@@ -40,6 +40,11 @@ class Finding:
         if not over:
             return None
         name = type(module).__name__
+        if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            raise PlanError(
+                f"the model is wrapped by {name}, and the plan says what each device does; "
+                "leave it out"
+            )
         if len(over) > 1:
             raise PlanError(
                 f"{len(over)} optimizers have parameters of the {name}, and a loop that is taken "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 
@@ -10,6 +10,43 @@ from planner.errors import PlanError
 
 if TYPE_CHECKING:
     from planner.integrations.script.taken import Loop
+
+
+_STATE = (
+    "optimizer.state is read or changed after the first step, and the engine has it; "
+    "optimizer.state_dict() gives what it is, and what changes it goes before that step"
+)
+
+
+class StateAway(dict[Any, Any]):
+    """The state of an optimizer whose engine has it: what a script writes there would change
+    nothing, so whatever reaches it is refused.
+    """
+
+    def _refuse(self, *_: Any, **__: Any) -> Never:
+        raise PlanError(_STATE)
+
+    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = _refuse
+    clear = get = items = keys = pop = popitem = setdefault = update = values = _refuse
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    """Return which parameters the groups have, by identity."""
+    return [[id(param) for param in group["params"]] for group in optimizer.param_groups]
+
+
+def refuse_changes(optimizer: torch.optim.Optimizer, groups: list[list[int]]) -> None:
+    """Raise PlanError where a script has put others in the place of an optimizer's state, or of the
+    parameters that its groups had.
+    """
+    held: Any = optimizer.state
+    if not isinstance(held, StateAway):
+        raise PlanError(_STATE)
+    if groups_of(optimizer) != groups:
+        raise PlanError(
+            "the parameters of optimizer.param_groups were changed after the first step; give all "
+            "parameters before it, those that train later with a learning rate of 0"
+        )
 
 
 def stand_in(loop: Loop) -> None:
@@ -37,7 +74,10 @@ def stand_in(loop: Loop) -> None:
             "first step, those that train later with a learning rate of 0"
         )
 
-    optimizer.step, optimizer.zero_grad = step, loop.clear
+    def zero_grad(set_to_none: bool = True) -> None:
+        loop.clear(set_to_none, of_model=False)
+
+    optimizer.step, optimizer.zero_grad = step, zero_grad
     optimizer.state_dict = lambda: state_dict_of(loop)
     optimizer.load_state_dict, optimizer.add_param_group = load_state_dict, add_param_group
 

@@ -40,7 +40,8 @@ class Running:
         self.finding = Finding()
         self._loop: Loop | None = None
         self._depth = 0
-        self.refused: PlannerError | None = None
+        self.refused: PlanError | None = None
+        """What was refused first: a script that catches it and goes on would train otherwise."""
 
     @property
     def has_loop(self) -> bool:
@@ -66,6 +67,7 @@ class Running:
                 if self._loop is None and (found := self.finding.found(module)):
                     self._begin(self._make_loop(found, self._plan, self._variables))
                 if self._loop is not None and module is self._loop.model:
+                    self.refuse_again()
                     output = self._loop.called(args, kwargs)
                     if output is not NotImplemented:
                         return output
@@ -76,6 +78,11 @@ class Running:
                 self._depth -= 1
 
         return call
+
+    def refuse_again(self) -> None:
+        """Raise what was refused, where the script has caught it."""
+        if self.refused is not None:
+            raise self.refused
 
     def _begin(self, loop: Loop) -> None:
         self._loop = loop
@@ -140,17 +147,35 @@ def run_unmodified(script: str, args: list[str], plan: Plan) -> None:
             if variables.rank:
                 inside.enter_context(as_follower())
             inside.enter_context(replaced(running))
+            inside.enter_context(_noting(running))
             try:
                 runpy.run_path(script, run_name="__main__")
             except SystemExit as error:
                 if error.code in (None, 0):  # (ranks that follow wait for the end)
                     _end(running, script)
                 raise
-            except PlannerError as error:
-                raise type(error)(_with_line(error)) from error
-        _end(running, script)
+            else:
+                _end(running, script)
+    except PlannerError as error:
+        raise type(error)(_with_line(error)) from error
     finally:
         variables.restore()
+
+
+@contextmanager
+def _noting(running: Running) -> Iterator[None]:
+    """Inside, what is refused of the script is noted, as it may catch every exception."""
+
+    def init(error: PlanError, *args: Any) -> None:
+        super(PlanError, error).__init__(*args)
+        if running.is_hidden and running.refused is None:
+            running.refused = error
+
+    PlanError.__init__ = init  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del PlanError.__init__
 
 
 def _with_line(error: PlannerError) -> str:
@@ -163,6 +188,7 @@ def _with_line(error: PlannerError) -> str:
 
 
 def _end(running: Running, script: str) -> None:
+    running.refuse_again()
     if running.has_loop and running.loop.is_begun:
         running.loop.end()
         return

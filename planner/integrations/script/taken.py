@@ -21,6 +21,7 @@ from planner.graph.batch import flatten_batch, plain_values
 from planner.integrations.script.commands import begin
 from planner.integrations.script.finding import Found
 from planner.integrations.script.loss import Loss, loss_of
+from planner.integrations.script.optimizer import groups_of, refuse_changes
 from planner.integrations.script.outputs import Outputs, made_of, modules_in, outputs_of
 from planner.integrations.script.pending import Output, Pending, pending, value_of
 from planner.integrations.script.ranks import Ranks, Variables
@@ -48,6 +49,9 @@ class Loop:
         self._ranks: Ranks | None = None
         self._waiting: list[TrainingCall] = []
         self._is_cleared = True
+        self._groups: list[list[int]] = []
+        self._has_left = False
+        """Whether a `zero_grad` of the optimizer left gradients of parameters that it has not."""
         self.reads_outputs: bool | None = None
         """Whether outputs are read beside the loss; None until the first update."""
 
@@ -164,6 +168,7 @@ class Loop:
             )
             self._ranks = begin(self, trained, self._plan, self._variables)
             tell_gradients(self.model, self._has_gradients)
+            self._groups = groups_of(self.optimizer)
         assert self._loss is not None, "set where the engine begins"
         if loss.signature != self._loss.signature:
             raise PlanError(
@@ -195,8 +200,12 @@ class Loop:
         self._waiting.append(call)
         return made
 
-    def clear(self, set_to_none: bool = True) -> None:
-        """Do what ``zero_grad`` does."""
+    def clear(self, set_to_none: bool = True, *, of_model: bool = True) -> None:
+        """Do what ``zero_grad`` does, of the model or of the optimizer."""
+        if of_model:
+            self._has_left = False
+        elif self._has_gradients() and self._beside():
+            self._has_left = True
         done = [call for call in self._waiting if call.has_backward]
         if not done:
             self._is_cleared = True
@@ -220,6 +229,12 @@ class Loop:
                 f"{norm_type:g}: the engine clips the 2-norm of all gradients; give it all of "
                 "model.parameters()"
             )
+        if self._has_left:
+            raise PlanError(
+                f"clip_grad_norm_ counts gradients of {self._beside()} parameters that the "
+                "optimizer has not, so that its zero_grad() left them to add up; freeze these "
+                "(requires_grad_(False)), or call model.zero_grad()"
+            )
         if not self._waiting:
             return torch.zeros(())
         self.command("finish", self._factor())
@@ -237,6 +252,7 @@ class Loop:
                     "were not cleared; call backward before, or leave the step out"
                 )
             return
+        refuse_changes(self.optimizer, self._groups)
         self.command("finish", self._factor())
         self.command("update", options_of(self.optimizer))
         if self.reads_outputs is None:
@@ -244,6 +260,11 @@ class Loop:
         self._waiting.clear()
         self._is_cleared = False
         self.updates += 1
+
+    def _beside(self) -> int:
+        """Return how many parameters get gradients and no update."""
+        own = {at for group in groups_of(self.optimizer) for at in group}
+        return sum(1 for p in self.model.parameters() if p.requires_grad and id(p) not in own)
 
     def _has_gradients(self) -> bool:
         return not self._is_cleared or any(call.has_backward for call in self._waiting)

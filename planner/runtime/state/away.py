@@ -20,8 +20,21 @@ from torch.utils._pytree import tree_leaves
 from planner.errors import PlanError
 
 
+def _data(tensor: Tensor) -> Tensor:
+    return Tensor.data.__get__(tensor)  # type: ignore[attr-defined]
+
+
+def _refuse_data(tensor: Tensor, value: Any) -> Never:
+    raise PlanError(
+        f"other values are put into {_name(tensor)}, which the engine has since planner.apply; "
+        "engine.load_weights takes others, or change weights before planner.apply"
+    )
+
+
 class _Away(Tensor):
     """A buffer without values."""
+
+    data = property(_data, _refuse_data)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -43,6 +56,8 @@ class _Away(Tensor):
 
 class _AwayParameter(nn.Parameter):
     """A parameter without values, and without a gradient."""
+
+    data = property(_data, _refuse_data)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     __torch_dispatch__ = _Away.__dict__["__torch_dispatch__"]
