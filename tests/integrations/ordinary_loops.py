@@ -165,6 +165,33 @@ for _ in range(2):
 """Loops of a model whose loss the script computes."""
 
 REFUSED = {
+    "a state dict written to": (
+        """
+a, b = next(iter(loader))
+model(a, b).backward()
+optimizer.step()
+with torch.no_grad():
+    model.state_dict()["head.weight"].zero_()
+""",
+        r"`model.state_dict\(\)\[.*zero_\(\)`: a value of model.state_dict\(\) is written to",
+    ),
+    "a state dict kept without a copy": (
+        """
+for a, b in loader:
+    optimizer.zero_grad()
+    model(a, b).backward()
+    optimizer.step()
+    best = model.state_dict()
+    best["head.weight"].sum()
+    model.load_state_dict(best)
+    kept = best
+    optimizer.zero_grad()
+    model(a, b).backward()
+    optimizer.step()
+    torch.save(kept, sys.argv[1] + ".best")
+""",
+        r"`torch.save\(kept.*`: a value of model.state_dict\(\) is read after a later update",
+    ),
     "gradients by hand": (
         """
 a, b = next(iter(loader))

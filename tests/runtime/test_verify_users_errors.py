@@ -65,13 +65,17 @@ def test_one_line_of_the_users(
 ):
     (tmp_path / "model.py").write_text(FILE.format(**(AS_IT_IS | change)))
     source = load_model_file(tmp_path / "model.py")
-    with pytest.raises(PlannerError, match=told), told_as_users("model.py", "training"):
+
+    def verify() -> None:
         plan = default_plan(
             capture_source(source), microbatch_size=2, num_microbatches=2, accept=("unknown-ops",)
         )
         monkeypatch.setenv("TRAINS", "1")
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         compare_with_one_process(plan, source, steps=1)
+
+    with pytest.raises(PlannerError, match=told), told_as_users("model.py", "training"):
+        verify()
 
 
 def test_an_error_of_ours_is_none_of_the_users():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from planner.errors import PlanError
+from planner.integrations.script.snapshots import Snapshot
 from planner.runtime.state.away import is_gradient_away
 
 if TYPE_CHECKING:
@@ -66,8 +67,9 @@ def _state_dict(running: Running, plain: Any) -> Any:
         prefix = kwargs.get("prefix", "")
         whole = running.loop.command("state")
         inner = f"{name}." if name else ""
+        loop = running.loop
         return type(plain_state(plain, module))(
-            (prefix + key[len(inner) :], value)
+            (prefix + key[len(inner) :], Snapshot.of(value, lambda: loop.updates))
             for key, value in whole.items()
             if key.startswith(inner)
         )

@@ -21,6 +21,7 @@ from planner.integrations.script.optimizer import refuse_step, stand_in
 from planner.integrations.script.pending import Pending
 from planner.integrations.script.ranks import Variables, as_follower
 from planner.integrations.script.replaced import replaced
+from planner.integrations.script.snapshots import Snapshot
 from planner.integrations.script.taken import Loop
 from planner.plan import Plan
 from planner.runtime.state.away import given_values
@@ -118,7 +119,10 @@ class Running:
             raise RuntimeError(
                 f"load_state_dict: missing {sorted(missing)}, unexpected {sorted(beyond)}"
             )
-        loop.command("load", {name: state[name].detach().cpu() for name in expected})
+        values = {name: state[name].detach() for name in expected}
+        # (A snapshot that is not late has what the engine has.)
+        plain = {n: v.plain if isinstance(v, Snapshot) else v for n, v in values.items()}
+        loop.command("load", {name: value.cpu() for name, value in plain.items()})
         return nn.modules.module._IncompatibleKeys([], [])
 
     @contextmanager
