@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from commands.doors.said import Said
 from planner.errors import PlannerError
 
 if TYPE_CHECKING:
@@ -19,25 +19,6 @@ _MODEL_HELP = (
     "Megatron-LM script or list of flags, a torchtitan .toml."
 )
 _PANEL = "A model that is no .py file"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Said:
-    """What the files that were given say of a run, as options of `search`."""
-
-    trained: Mapping[str, Any] = field(default_factory=dict)
-    """What is trained."""
-    layout: Mapping[str, Any] = field(default_factory=dict)
-    """How the files' own runs lay it out."""
-    notes: tuple[str, ...] = ()
-    """Lines for the user."""
-
-    def __or__(self, other: Said) -> Said:
-        return Said(
-            trained={**self.trained, **other.trained},
-            layout={**self.layout, **other.layout},
-            notes=self.notes + other.notes,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +51,7 @@ class GivenModel:
 
         asked = Asked(seq_length=self.seq_length, task=self.task, gpus=gpus)
         path, opened = open_model(self.model, asked)
-        if opened is None:
-            return path, Said()
-        return path, Said(trained=opened.trained, layout=opened.layout, notes=opened.notes)
+        return path, opened or Said()
 
     def file_of(self, plan: Plan | Path) -> Path:
         """Return the model file for a plan, or a plan's file; what is not given is as the plan has

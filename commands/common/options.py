@@ -17,7 +17,6 @@ SEARCHING = "How it is searched"
 COMPARED = "Other plans to compare"
 """Panels of the help of `search` and `why`."""
 
-ModelFile = Annotated[Path, typer.Argument(help="A .py file with model() and batch(size).")]
 PlanFile = Annotated[Path, typer.Argument(help="A plan made by `planner search`.")]
 RunFolder = Annotated[Path, typer.Argument(help="Made by `planner launch --timeline FOLDER`.")]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.common.models import GivenModel, Said
+from commands.common.models import GivenModel
 from commands.common.options import (
     CHOICES,
     CLIP,
@@ -20,6 +20,7 @@ from commands.common.options import (
     ClusterOption,
     ProfileOption,
 )
+from commands.doors.said import Said
 from planner.errors import PlannerError
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ class Question:
             from commands.doors.deepspeed import read_deepspeed
 
             trained, layout, note = read_deepspeed(self.deepspeed, self.gpus)
-            said = said | Said(trained=trained, layout=layout, notes=(note,))
+            said |= Said(trained=trained, layout=layout, notes=(note,))
         if self.keep_layout and not said.layout:
             raise PlannerError(
                 f"--keep-layout was given; {given.model} has no layout to keep: leave it out"

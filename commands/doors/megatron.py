@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from commands.doors.decoder_file import decoder_file
-from commands.doors.opening import Asked, Opened, name_of, read_text
+from commands.doors.opening import (
+    Asked,
+    Opened,
+    name_of,
+    read_text,
+    refuse_other_length,
+    refuse_task,
+)
 from planner.errors import ModelError, PlannerError
 
 VOCABULARY_MULTIPLE = 128
@@ -25,8 +32,7 @@ def read(path: Path, asked: Asked) -> Opened:
     Raises PlannerError, in one line, for flags that are broken, for parts of a model that nothing
     here is written for, and where sizes are missing.
     """
-    if asked.task not in (None, "causal-lm"):
-        raise ModelError(f"--task {asked.task} was given; {path} trains a causal-lm: leave it out")
+    refuse_task(path, asked)
     try:
         return _read(path, asked)
     except PlannerError as error:
@@ -34,7 +40,7 @@ def read(path: Path, asked: Asked) -> Opened:
 
 
 def _read(path: Path, asked: Asked) -> Opened:
-    from costmodel.table.rows.row_plan import transformer_of_shape
+    from costmodel.table.rows.row_plan import padded_vocab, transformer_of_shape
     from costmodel.table.rows.row_shape import shape_of_row
     from costmodel.table.rows.row_stack import stack_of_row
     from costmodel.table.rows.row_words import Cells
@@ -55,11 +61,7 @@ def _read(path: Path, asked: Asked) -> Opened:
     cells = Cells({name: str(value) for name, value in row.items()})
     stack = stack_of_row(cells)
     shape = shape_of_row(cells, stack)
-    if asked.seq_length is not None and asked.seq_length != shape.seq_len:
-        raise ModelError(
-            f"--seq-length {asked.seq_length} was given; {path} says {shape.seq_len}: change it "
-            "there, or leave it out"
-        )
+    refuse_other_length(path, asked, shape.seq_len)
     sizes = transformer_of_shape(
         shape, dropout=bool(row.get("dropout")), fused_attention=stack.flash_attention
     )
@@ -74,7 +76,7 @@ def _read(path: Path, asked: Asked) -> Opened:
             f"heads of {turned} have no pairs for rotary positions; give an even width"
         )
     multiple = run.number("make-vocab-size-divisible-by", VOCABULARY_MULTIPLE)
-    sizes = replace(sizes, vocab=-(-sizes.vocab // multiple) * multiple)
+    sizes = replace(sizes, vocab=padded_vocab(sizes.vocab, multiple))
     notes = [
         f"{path}: {sizes.layers} layers of {sizes.hidden}, {sizes.heads} heads, vocabulary "
         f"{sizes.vocab}, sequences of {sizes.seq_len}, for {stack.name}; how it is laid out is "

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from commands.doors.said import Said
 from planner.errors import ModelError
 
 
@@ -24,20 +25,14 @@ class Asked:
     """Devices; None: as the file says."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+@dataclass(frozen=True, kw_only=True)
+class Opened(Said):
     """What a file says: a model, and a run of it."""
 
     name: str
     """What the model is called: letters, digits, hyphens and dots."""
     code: str
     """A model file's text."""
-    trained: Mapping[str, Any] = field(default_factory=dict)
-    """What is trained, as options of `search`: precision, global_batch, and so on."""
-    layout: Mapping[str, Any] = field(default_factory=dict)
-    """How the file's own run lays the work out, as options of `search`: tp, pp, and so on."""
-    notes: tuple[str, ...] = ()
-    """What the user should hear of how the file was read, in a line each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +97,21 @@ def open_model(path: Path, asked: Asked) -> tuple[Path, Opened | None]:
         "batch(size), a Hugging Face config.json or its folder, a Megatron-LM script or list of "
         "flags, or a torchtitan .toml"
     )
+
+
+def refuse_task(path: Path, asked: Asked) -> None:
+    """Raise ModelError for a task other than that of a file that describes a decoder."""
+    if asked.task not in (None, "causal-lm"):
+        raise ModelError(f"--task {asked.task} was given; {path} trains a causal-lm: leave it out")
+
+
+def refuse_other_length(path: Path, asked: Asked, length: int) -> None:
+    """Raise ModelError for another length of samples than a file says."""
+    if asked.seq_length not in (None, length):
+        raise ModelError(
+            f"--seq-length {asked.seq_length} was given; {path} says {length}: change it there, or "
+            "leave it out"
+        )
 
 
 def read_text(path: Path) -> str:

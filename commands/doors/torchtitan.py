@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from commands.doors.decoder_file import decoder_file
-from commands.doors.opening import Asked, Opened, name_of, parsed
+from commands.doors.opening import Asked, Opened, name_of, parsed, refuse_other_length, refuse_task
 from commands.doors.torchtitan_flavors import FLAVORS, sizes_of
 from planner.errors import ModelError
 
@@ -44,17 +44,12 @@ def read(path: Path, asked: Asked) -> Opened:
     Raises ModelError, in one line, for a file that is no such configuration, and for models and
     flavors whose sizes are not known.
     """
-    if asked.task not in (None, "causal-lm"):
-        raise ModelError(f"--task {asked.task} was given; {path} trains a causal-lm: leave it out")
+    refuse_task(path, asked)
     said = _settings(path)
     training, model = said["training"], said["model"]
     name, flavor = model["name"], model["flavor"]
     length = _number(path, "training", "seq_len", training["seq_len"])
-    if asked.seq_length not in (None, length):
-        raise ModelError(
-            f"--seq-length {asked.seq_length} was given; {path} says {length}: change it there, or "
-            "leave it out"
-        )
+    refuse_other_length(path, asked, length)
     sizes = sizes_of(name, flavor, length)
     if sizes is None:
         known = ", ".join(FLAVORS.get(name, FLAVORS))

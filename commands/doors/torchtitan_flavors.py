@@ -7,15 +7,10 @@ __init__.py and model/args.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from planner.templates import Experts, Latent, Transformer
-
-USUAL_LENGTH = 2048
-"""Tokens of a sample where a configuration does not say."""
-
 
 Sizes = tuple[int, int, int, int, int]
 """Layers, width, heads, heads of keys, width of a feed-forward."""
@@ -30,17 +25,17 @@ def _decoder(sizes: Sizes, vocab: int, **more: Any) -> Transformer:
         kv_heads=kv_heads,
         ffn_hidden=ffn_hidden,
         vocab=vocab,
-        seq_len=USUAL_LENGTH,
         **more,
     )
 
 
-def _llama3(sizes: Sizes, vocab: int = 128256) -> Transformer:
-    return _decoder(sizes, vocab, epsilon=1e-5)
+def _llama3(sizes: Sizes, seq_len: int, *, vocab: int = 128256) -> Transformer:
+    return _decoder(sizes, vocab, seq_len=seq_len, epsilon=1e-5)
 
 
 def _qwen3(
     sizes: Sizes,
+    seq_len: int,
     *,
     vocab: int = 151936,
     tied: bool = False,
@@ -49,16 +44,31 @@ def _qwen3(
     routed = None
     if experts is not None:
         routed = Experts(number=experts[0], per_token=experts[1], width=experts[2])
-    return _decoder(sizes, vocab, head_dim=128, query_key_norm=True, tied=tied, experts=routed)
+    return _decoder(
+        sizes,
+        vocab,
+        seq_len=seq_len,
+        head_dim=128,
+        query_key_norm=True,
+        tied=tied,
+        experts=routed,
+    )
 
 
 def _deepseek_v3(
-    sizes: Sizes, *, vocab: int, experts: tuple[int, int, int, int], dense: int, query_rank: int
+    sizes: Sizes,
+    seq_len: int,
+    *,
+    vocab: int,
+    experts: tuple[int, int, int, int],
+    dense: int,
+    query_rank: int,
 ) -> Transformer:
     number, per_token, width, shared = experts
     return _decoder(
         sizes,
         vocab,
+        seq_len=seq_len,
         head_dim=128,
         epsilon=1e-5,
         latent=Latent(query_rank=query_rank, key_rank=512, rope_dim=64),
@@ -71,7 +81,7 @@ def _deepseek_v3(
 # A feed-forward of llama3 is 8/3 of the width, times its factor, up to its multiple. Experts:
 # number, picked, width, shared.
 # fmt: off
-FLAVORS: dict[str, dict[str, Callable[[], Transformer]]] = {
+FLAVORS: dict[str, dict[str, Callable[[int], Transformer]]] = {
     "llama3": {
         "debugmodel": partial(_llama3, (6, 256, 16, 16, 768), vocab=2048),
         "8B": partial(_llama3, (32, 4096, 32, 8, 14336)),
@@ -110,8 +120,8 @@ FLAVORS: dict[str, dict[str, Callable[[], Transformer]]] = {
     },
 }
 # fmt: on
-"""By model and flavor. Flavors that name only a kernel of attention (``8B_flex``) have the sizes of
-the one without."""
+"""By model and flavor, given the tokens of a sample. Flavors that name only a kernel of attention
+(``8B_flex``) have the sizes of the one without."""
 
 
 def sizes_of(model: str, flavor: str, seq_len: int) -> Transformer | None:
@@ -120,4 +130,4 @@ def sizes_of(model: str, flavor: str, seq_len: int) -> Transformer | None:
     made = flavors.get(flavor) or flavors.get(
         flavor.removesuffix("_attn").removesuffix("_flex").removesuffix("_varlen")
     )
-    return None if made is None else replace(made(), seq_len=seq_len)
+    return None if made is None else made(seq_len)

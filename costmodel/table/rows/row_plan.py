@@ -57,7 +57,7 @@ def transformer_of(run: RunRow) -> Transformer:
     vocab = run.shape.vocab
     # A vocabulary that tp splits is padded, as Megatron-LM does (make-vocab-size-divisible-by).
     multiple = run.vocab_multiple or (128 if run.tp > 1 else 1)
-    vocab = -(-vocab // (multiple * run.tp)) * multiple * run.tp
+    vocab = padded_vocab(vocab, multiple * run.tp)
     # Where tp has more ranks than there are heads of keys, each rank has one, whole.
     kv_heads = run.shape.kv_heads
     if run.tp > kv_heads and not run.tp % kv_heads:
@@ -68,6 +68,11 @@ def transformer_of(run: RunRow) -> Transformer:
         fused_attention=run.stack.flash_attention,
         lora_rank=run.lora_rank,
     )
+
+
+def padded_vocab(vocab: int, multiple: int) -> int:
+    """Return the rows of a vocabulary's matrix that are a multiple of a number."""
+    return -(-vocab // multiple) * multiple
 
 
 def transformer_of_shape(
