@@ -2,9 +2,9 @@
 
     python benchmarks/activation_memory.py [--pp 2 4] [--microbatches 4 8 16] [--json [rows.json]]
 
-Measured: the real engine on fake tensors (`planner.runtime.check.dryrun`), every pp rank: the bytes
-alive after each forward, without weights, gradients, optimizer state and batch; what is left are
-saved tensors and posted receive buffers. Predicted: the memory model's activations and buffers.
+Measured: the real engine on fake tensors (`planner.runtime.proofs.dryrun`), every pp rank: the
+bytes alive after each forward, without weights, gradients, optimizer state and batch; what is left
+are saved tensors and posted receive buffers. Predicted: the memory model's activations and buffers.
 Both on the pp rank that has most, of a small GPT; needs neither ranks nor a GPU.
 """
 
@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.layers import LayerChain
 from costmodel import CostCache, estimate
 from planner.capture import capture_module
-from planner.graph import ModelGraph
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
-from planner.runtime.check.dryrun import DryRun, dry_run
-from planner.runtime.step.messages.wiring import stage_params
+from planner.language.graph import ModelGraph
+from planner.language.lowering.defaults import default_plan
+from planner.language.lowering.wiring import stage_params
+from planner.language.plan import Plan
+from planner.runtime.proofs.dryrun import DryRun, dry_run
 from profiles import load_profile
 
 SCHEDULES = ("fthenb", "1f1b")

@@ -24,9 +24,9 @@ from costmodel.table.rows.row_files import read_rows
 from costmodel.table.rows.row_plan import RowPrices, recomputed_ops, transformer_of
 from costmodel.table.rows.rows import run_of
 from costmodel.table.rows.run_row import RunRow
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
-from planner.templates import Transformer, build_transformer
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
+from planner.language.templates import Transformer, build_transformer
 from profiles import Profile
 from search import SearchRequest, find_plan
 

@@ -34,9 +34,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.layers import LayerChain
 from planner.capture import capture_module
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
 from planner.runtime.checkpoint.folder import checkpoints_in
-from planner.runtime.start.groups.mesh import build_mesh
+from planner.runtime.process.groups.mesh import build_mesh
 from planner.runtime.step.engine import Engine
 from tests import spawn
 

@@ -33,8 +33,8 @@ from benchmarks.predict_cpu import (
     note,
     run_plans,
 )
-from planner.graph import ModelGraph
-from planner.plan import Plan
+from planner.language.graph import ModelGraph
+from planner.language.plan import Plan
 from profiles import Profile
 
 
@@ -70,7 +70,7 @@ def plan_of_every_configuration(graph: ModelGraph, profile: Profile, model_file:
 
 def measured_plan(model_file: str, keep: Path, count: int) -> Plan:
     """Return what `planner search --measure` writes, run as a user runs it."""
-    from planner.plan import load_plan
+    from planner.language.plan import load_plan
 
     out = Path(model_file).with_name(f"measured-best-of-{count}.json")
     if not out.exists():

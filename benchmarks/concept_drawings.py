@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from planner.schedule import build_schedule, time_schedule
-from planner.schedule.timing.timetable import StageTimes
+from planner.language.schedule import build_schedule, time_schedule
+from planner.language.schedule.timing.timetable import StageTimes
 
 FOLDER = Path(__file__).parent.parent / "docs" / "concepts"
 INK, FAINT, LINE, GROUND, DEVICE = "#1d2329", "#5c6670", "#c3cad2", "#ffffff", "#eef2f6"

@@ -27,8 +27,8 @@ from costmodel.estimate import estimate
 from costmodel.execution.executed import ExecutedProfile
 from costmodel.table.rows.row_plan import plan_of, transformer_of
 from costmodel.table.rows.rows import device_bytes, run_of
-from planner.layout.axes import Degrees
-from planner.templates import build_transformer
+from planner.language.layout.axes import Degrees
+from planner.language.templates import build_transformer
 from profiles import Profile
 
 DEVICES_PER_NODE = 8

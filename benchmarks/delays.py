@@ -34,9 +34,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from costmodel.time.simulate import JobSeconds, simulate
+from planner.language.schedule import Job, JobKind, build_schedule
 from planner.runtime.step.engine import Engine
 from planner.runtime.step.messages.p2p import Crossing, Message, Post
-from planner.schedule import Job, JobKind, build_schedule
 
 BLOCKING = "blocking"
 
@@ -226,7 +226,7 @@ def measure_case(
     """
     import planner
     from planner.capture import capture_module
-    from planner.plan.defaults import default_plan
+    from planner.language.lowering.defaults import default_plan
 
     rows, width = (4, 8) if job_s else (256, 256)
     model = Chain(2 * ranks, width)

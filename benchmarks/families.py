@@ -60,9 +60,13 @@ MOST_PARAMETERS = 20_000_000
 IMPORTED = (
     *("torch", "torch._dynamo", "torch.export", "torch.distributed", "torch.testing"),
     *("transformers.modeling_utils", "transformers.generation", "transformers.masking_utils"),
-    *("transformers.models.llama.modeling_llama", "cli", "planner.runtime.start.worker"),
-    *("planner.capture", "planner.runtime.check.verify", "search", "costmodel"),
-    *("torch.export._trace", "planner.graph.capture_cache", "planner.runtime.checkpoint.parts"),
+    *("transformers.models.llama.modeling_llama", "cli", "planner.worker"),
+    *("planner.capture", "planner.runtime.proofs.verify", "search", "costmodel"),
+    *(
+        "torch.export._trace",
+        "planner.capture.source.capture_cache",
+        "planner.runtime.checkpoint.parts",
+    ),
     *("planner.runtime.start.agent", "planner.runtime.start.launch", "commands.render.checks"),
     *("commands.render.plans", "search.measured", "search.report.explain", "costmodel.compare"),
 )
@@ -150,7 +154,7 @@ def train(path: Path) -> int:
     """Train two steps in one process."""
     import torch
 
-    from planner.graph.model_file import load_model_file
+    from planner.capture.source.model_file import load_model_file
 
     source = load_model_file(path)
     module = source.build().train()
@@ -204,7 +208,7 @@ class Ranks:
 
 def forked_ranks(command: Sequence[str], *, course: Any, ranks_here: int, **_: Any) -> Ranks:
     """Run a command's ranks as forks: each would take 7 CPU seconds to import its libraries."""
-    from planner.runtime.start import worker
+    from planner import worker
 
     arguments = list(command[command.index(worker.__name__) + 1 :])
     with socket.socket() as port:
@@ -307,7 +311,7 @@ def share_captures() -> None:
 
     import planner.capture.module
     import planner.runtime.state.optimizers.reach
-    from planner.graph.model_file import local_modules
+    from planner.capture.source.model_file import local_modules
     from tests import captures, reaches
 
     torch.set_num_threads(1)

@@ -34,11 +34,11 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from planner.capture import capture_module
-from planner.graph import ModelGraph
-from planner.layout.lowering import lower
-from planner.layout.placement import Placement, Shard, parse_placement
-from planner.layout.propagate import propagate_graph
-from planner.runtime.stage.calls.collectives import run_step
+from planner.language.graph import ModelGraph
+from planner.language.layout.placement import Placement, Shard, parse_placement
+from planner.language.lowering.lowering import lower
+from planner.language.lowering.propagate import propagate_graph
+from planner.runtime.process.collectives import run_step
 from planner.runtime.stage.program_fx import to_graph_module
 from planner.runtime.state.weights import local_piece
 

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from planner.graph.capture_cache import load_graph
+from planner.capture.source.capture_cache import load_graph
 from profiles import Profile, load_profile, measure_profile
 from profiles.lookup.families import BLOCK_TARGET, family_of
 from profiles.lookup.fit import fit_ops

@@ -25,13 +25,13 @@ import torch
 from benchmarks.activation_memory import CpuProfile
 from costmodel import CostCache, estimate
 from planner.capture import capture_source
+from planner.capture.source.model_file import ModelSource
 from planner.errors import PlannerError
-from planner.graph import ModelGraph, from_json, to_json
-from planner.graph.model_file import ModelSource
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
-from planner.runtime.check.dryrun import dry_run, track_run
-from planner.runtime.start.groups.mesh import build_mesh
+from planner.language.graph import ModelGraph, from_json, to_json
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
+from planner.runtime.process.groups.mesh import build_mesh
+from planner.runtime.proofs.dryrun import dry_run, track_run
 from profiles import Profile
 from tests.builders import tiny_models
 from tests.spawn import run_ranks

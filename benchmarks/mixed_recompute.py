@@ -23,11 +23,11 @@ from statistics import median
 from benchmarks.predict_cpu import MODEL_FILE
 from costmodel import CostCache, estimate
 from planner.capture import capture_source, load_model_file
+from planner.capture.source.model_file import ModelSource
 from planner.errors import PlannerError
-from planner.graph import ModelGraph
-from planner.graph.model_file import ModelSource
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
+from planner.language.graph import ModelGraph
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
 from profiles import load_profile
 
 MODEL = {"hidden": 192, "layers": 6, "sequence": 128}
@@ -93,7 +93,7 @@ def _steps(
     import torch
     import torch.distributed as dist
 
-    from planner.runtime.start.groups.mesh import build_mesh
+    from planner.runtime.process.groups.mesh import build_mesh
     from planner.runtime.step.engine import Engine
 
     torch.set_num_threads(1)
@@ -118,7 +118,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=2)
     options = parser.parse_args()
-    from planner.runtime.check.dryrun import dry_run
+    from planner.runtime.proofs.dryrun import dry_run
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

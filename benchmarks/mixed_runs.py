@@ -41,9 +41,9 @@ from costmodel.table.rows.rows import run_of
 from costmodel.table.rows.run_row import RunRow
 from costmodel.time.stage_costs.times import RunTimes
 from planner.errors import PlannerError
-from planner.graph import ModelGraph
-from planner.plan import Plan
-from planner.templates import build_transformer
+from planner.language.graph import ModelGraph
+from planner.language.plan import Plan
+from planner.language.templates import build_transformer
 from planner.units import GB
 from profiles import Profile
 from profiles.groups import DeviceGroup, GroupedProfile

@@ -7,7 +7,7 @@ rank; the median is reported, and the ratio ours / torch. All must find the same
 
 Each side has processes of its own, which sleep while another has its turn: what our runtime does
 to its process (it puts gloo's socket threads behind the computing ones,
-`planner.runtime.start.groups.gloo_threads`) its user gets and torch's user does not. `torch_calm`
+`planner.runtime.process.groups.gloo_threads`) its user gets and torch's user does not. `torch_calm`
 is torch with that done for it as well, to tell what of a difference is the threads'. Nobody's ranks
 are bound to cores, as `planner launch` would bind ours.
 
@@ -41,8 +41,8 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.layers import LayerChain
-from planner.runtime.start.groups.gloo_threads import put_socket_threads_last
-from planner.runtime.start.workers import TIMELINE_DIR
+from planner.runtime.process.environment import TIMELINE_DIR
+from planner.runtime.process.groups.gloo_threads import put_socket_threads_last
 from planner.runtime.step.engine import Engine
 
 SEQUENCE = 32
@@ -275,7 +275,7 @@ def _our_step(rank: int, ranks: int, contest: Contest, task: Task) -> Callable[[
 def _our_engine(ranks: int, contest: Contest, task: Task) -> Engine:
     import planner
     from planner.capture import capture_module
-    from planner.plan.defaults import default_plan
+    from planner.language.lowering.defaults import default_plan
 
     two, three = ({"x": task.x[:n], "target": task.target[:n]} for n in (2, 3))
     plan = default_plan(
@@ -333,8 +333,8 @@ def _job_overhead_us(rank: int, ranks: int, _: argparse.Namespace) -> float:
     """A job's time beyond a plain call and backward of the same programs, on a tiny model."""
     import planner
     from planner.capture import capture_module
-    from planner.graph import size_at
-    from planner.plan.defaults import default_plan
+    from planner.language.graph import size_at
+    from planner.language.lowering.defaults import default_plan
 
     num_microbatches = 64
     torch.manual_seed(0)  # every rank gives the same batch

@@ -35,8 +35,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.errors import PlannerError
-from planner.graph import ModelGraph
-from planner.plan import Plan, save_plan
+from planner.language.graph import ModelGraph
+from planner.language.plan import Plan, save_plan
 from profiles import Profile
 from profiles.lookup.families import pace_kind
 from profiles.measure.visits import undisturbed_pace
@@ -98,7 +98,7 @@ def batch(size):
 
 def plans_of(graph, model_file: Path) -> list[Plan]:
     """Return plans over dp, tp, pp, ZeRO, recompute, microbatch and schedule for two ranks."""
-    from planner.plan.defaults import default_plan
+    from planner.language.lowering.defaults import default_plan
 
     choices = []
     for size in (2, 4, 8):

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from planner.capture import capture_source, load_model_file
-from planner.plan import load_plan
-from planner.runtime.start.groups.mesh import build_mesh
-from planner.runtime.start.workers import TIMELINE_DIR
+from planner.language.plan import load_plan
+from planner.runtime.process.environment import TIMELINE_DIR
+from planner.runtime.process.groups.mesh import build_mesh
 from planner.runtime.step.engine import Engine
 from profiles.measure.timing.clock import Clock, Pace
 

@@ -15,7 +15,7 @@ import math
 import random
 import time
 
-from planner.schedule import (
+from planner.language.schedule import (
     SCHEDULES,
     Pipeline,
     StageTimes,

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from planner.graph import ModelGraph
+    from planner.language.graph import ModelGraph
 
 # This file's folder comes first on the path, and would hide the package `search` behind it.
 sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -120,7 +120,7 @@ def cached_graph(name: str, case: Case):
 
 def kept_graph(name: str, make: Callable[[], ModelGraph]) -> ModelGraph:
     """Return the graph of that name, from the cache folder when it was made before."""
-    from planner.graph import from_json, to_json
+    from planner.language.graph import from_json, to_json
 
     root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     path = root / "planner" / "benchmarks" / f"{name}.json"

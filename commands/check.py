@@ -102,7 +102,7 @@ def _size(text: str) -> tuple[str, int]:
 
 def _columns_of_file(path: Path) -> dict[str, int]:
     from commands.common.inputs import graph_of
-    from planner.stacks.transformer_graph import sizes_of
+    from planner.language.stacks.transformer_graph import sizes_of
 
     begin_stage("reading the model")
     sizes = sizes_of(graph_of(path))

@@ -64,7 +64,7 @@ def compare(
     from commands.render.data import run_data
     from commands.render.run import describe_run
     from costmodel.compare import as_rank_timelines, compare_run
-    from planner.plan import OURS
+    from planner.language.plan import OURS
     from planner.timeline import load_timeline
 
     model = given.file_of(plan)

@@ -59,7 +59,7 @@ def convert(
     Example: planner convert run weights
     """
     from planner.capture import build_source, load_model_file
-    from planner.plan import load_plan
+    from planner.language.plan import load_plan
     from planner.runtime.checkpoint.convert import convert as convert_files
     from planner.units import format_bytes
 

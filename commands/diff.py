@@ -30,9 +30,9 @@ def diff(
     Example: planner diff plan.json other.json examples/gpt.py
     """
     from commands.render.plans.diff import describe_difference
-    from planner.plan import load_plan
-    from planner.plan.diff import as_data, compared
-    from planner.plan.diff import patch as patch_of
+    from planner.language.plan import load_plan
+    from planner.language.plan.diff import as_data, compared
+    from planner.language.plan.diff import patch as patch_of
 
     check_writable(patch, "the patch", (plan, other))
     before, after = load_plan(plan), load_plan(other)

@@ -25,9 +25,9 @@ def dryrun(
     """
     from commands.render.checks import describe_dry_run
     from commands.render.data import dry_run_data
-    from planner.graph.model_file import load_model_file
-    from planner.plan import load_plan
-    from planner.runtime.check.dryrun import dry_run
+    from planner.capture.source.model_file import load_model_file
+    from planner.language.plan import load_plan
+    from planner.runtime.proofs.dryrun import dry_run
 
     loaded = load_plan(plan)
     model = given.file_of(loaded)

@@ -47,7 +47,7 @@ def emit(
     from planner.emit import EMITTERS, Launch, PlanView, find_emitter, refusals
     from planner.emit import emit as emit_plan
     from planner.errors import PlanError
-    from planner.plan import load_plan
+    from planner.language.plan import load_plan
 
     if device not in (None, "cpu", "cuda"):
         raise PlanError(f"`device` {device} was given; use cpu or cuda")

@@ -28,7 +28,7 @@ from commands.render.console import (
 from planner.errors import PlannerError
 
 if TYPE_CHECKING:
-    from planner.plan import Plan
+    from planner.language.plan import Plan
 
 
 @spread(LongRun)

@@ -106,7 +106,7 @@ def launch(
             devices=None if devices is None else _numbers(devices), profile=profile,
             cluster=cluster, as_json=as_json,
         )  # fmt: skip
-    from planner.plan import OURS, load_plan
+    from planner.language.plan import OURS, load_plan
     from planner.runtime.start.course import Keeping
     from planner.runtime.start.launch import launch as launch_ranks
 
@@ -224,7 +224,7 @@ def _planned_rates(
     """Return the rates that a plan was priced with, and what to tell where they are not here."""
     from commands.common.inputs import profile_named
     from costmodel.planned_rates import between_nodes_seconds, planned_seconds
-    from planner.plan import load_plan
+    from planner.language.plan import load_plan
     from planner.runtime.preflight import BETWEEN_NODES, Exchange, PlannedRates
 
     try:

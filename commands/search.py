@@ -42,7 +42,7 @@ from planner.units import format_seconds
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from planner.graph import ModelGraph
+    from planner.language.graph import ModelGraph
     from search import Point, SearchRequest, SearchResult
 
 
@@ -134,14 +134,14 @@ def search(
     from commands.render.plans.search import describe_advice, describe_pareto
     from costmodel.memory.bound import NOTHING
     from planner.deadline import ends_on_interrupt, is_interrupted, is_late, within
-    from planner.graph.called_modules import called_modules_messages
-    from planner.ops.held_pairs import held_pairs_messages
-    from planner.plan import OURS, save_plan
-    from planner.plan.batch_statistics import batch_norm_messages
-    from planner.plan.buckets import check_bucket, with_buckets
-    from planner.plan.short_sums import short_sums_messages
-    from planner.plan.whole_batch import accepted_messages
-    from planner.stacks import stack_of
+    from planner.language.across.cut.batch_statistics import batch_norm_messages
+    from planner.language.across.cut.whole_batch import accepted_messages
+    from planner.language.graph.called_modules import called_modules_messages
+    from planner.language.ops.held_pairs import held_pairs_messages
+    from planner.language.plan import OURS, save_plan
+    from planner.language.plan.buckets import check_bucket, with_buckets
+    from planner.language.plan.short_sums import short_sums_messages
+    from planner.language.stacks import stack_of
     from search import KeptCandidates, find_advice, find_pareto, find_plan_once
     from search.measured import check_measurable
 
@@ -266,7 +266,7 @@ def _measured(
 ) -> tuple[SearchResult, Table]:
     """Run the best plans on this machine; return the measured best as the answer."""
     from commands.render.plans.search import describe_trials
-    from planner.runtime.check.trials import WARM_UP_STEPS, TrialSettings, run_trials
+    from planner.runtime.proofs.trials import WARM_UP_STEPS, TrialSettings, run_trials
     from search.measured import best_plans, choose_measured
 
     plans = best_plans(result)

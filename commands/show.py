@@ -60,7 +60,7 @@ def show(
             raise PlannerError(f"{flag} {value} was given; it is for a report: give --html too")
     from commands.render.data import plan_data
     from commands.render.plans.plan import describe_plan
-    from planner.plan import load_plan
+    from planner.language.plan import load_plan
 
     loaded = load_plan(plan)
     graph = None if model is None else graph_of(model, loaded.precision)

@@ -44,9 +44,9 @@ def verify(
     """
     from commands.render.data import proof_data, verification_data
     from commands.render.tables import NextCommands
-    from planner.graph.model_file import load_model_file
-    from planner.plan import OURS, load_plan
-    from planner.plan.whole_batch import refuse_cut
+    from planner.capture.source.model_file import load_model_file
+    from planner.language.across.cut.whole_batch import refuse_cut
+    from planner.language.plan import OURS, load_plan
 
     if by_block and (steps is not None or device is not None):
         flag = "--device" if steps is None else "--steps"
@@ -55,7 +55,7 @@ def verify(
             "leave one of them out"
         )
     if by_block:
-        from planner.runtime.start.process.heap import ask_for_large_pages
+        from planner.runtime.process.host.heap import ask_for_large_pages
 
         ask_for_large_pages()
     loaded = load_plan(plan)
@@ -67,15 +67,15 @@ def verify(
         refuse_cut(graph, loaded, weighted_loss=callable(source.loss_weight))
         if by_block:
             from commands.render.checks import describe_proof
-            from planner.runtime.check.by_block.prove import prove
-            from planner.runtime.check.users_errors import told_as_users
+            from planner.runtime.proofs.by_block.prove import prove
+            from planner.runtime.proofs.users_errors import told_as_users
 
             with told_as_users(source.path.name, "proving its blocks"):
                 proof = prove(loaded, graph, source, progress=progress)
         else:
             from commands.render.checks import describe_verification
-            from planner.runtime.check.verify import check_memory
-            from planner.runtime.check.verify import verify as verify_plan
+            from planner.runtime.proofs.verify import check_memory
+            from planner.runtime.proofs.verify import verify as verify_plan
 
             check_memory(graph, device)
 

@@ -24,7 +24,7 @@ from commands.render.console import show_json, show_note, show_progress, show_re
 from planner.errors import PlannerError
 
 if TYPE_CHECKING:
-    from planner.plan import Plan
+    from planner.language.plan import Plan
     from search.report.what_if import Case
 
 MOST_CASES = 256
@@ -84,9 +84,9 @@ def what_if(
     """
     from commands.render.plans.what_if import Terms, answers_as_data, describe_answers
     from costmodel.execution import find_execution
-    from planner.graph.capture_cache import load_graph
-    from planner.plan import load_plan
-    from planner.plan.accepted import accepted_names
+    from planner.capture.source.capture_cache import load_graph
+    from planner.language.plan import load_plan
+    from planner.language.plan.accepted import accepted_names
     from search.report.what_if import Explorer, priced
 
     if deadline is not None and (tokens is None or gpus is not None):

@@ -25,12 +25,12 @@ from costmodel.time.tables import table_seconds
 from costmodel.topology import lowered_groups
 from planner.deadline import check_time
 from planner.errors import PlanError
-from planner.graph import ModelGraph, Program
-from planner.layout.axes import FOLDED, Degrees, lowered_axes
-from planner.layout.experts import spread_experts
-from planner.layout.lowering import lower
-from planner.ops.recompute_choice import ops_made_again
-from planner.plan import OURS, ClassLayout, Recompute
+from planner.language.graph import ModelGraph, Program
+from planner.language.layout.axes import FOLDED, Degrees, lowered_axes
+from planner.language.lowering.experts import spread_experts
+from planner.language.lowering.lowering import lower
+from planner.language.ops.recompute_choice import ops_made_again
+from planner.language.plan import OURS, ClassLayout, Recompute
 from profiles import Profile
 
 T = TypeVar("T")

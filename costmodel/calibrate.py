@@ -25,8 +25,8 @@ from costmodel.compare import (
 from costmodel.estimate import estimate
 from costmodel.execution.executed import in_training
 from costmodel.time.plan_price import price_plan, stages_of_rank
-from planner.graph import ModelGraph
-from planner.plan import Plan
+from planner.language.graph import ModelGraph
+from planner.language.plan import Plan
 from planner.timeline import OPTIMIZER, RankTimeline
 from profiles import Profile
 from profiles.calibration import add_run

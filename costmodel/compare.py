@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from costmodel.time.simulate import Timeline
 from planner.errors import PlannerError
-from planner.schedule import step_jobs
+from planner.language.schedule import step_jobs
 from planner.timeline import (
     JOB_KINDS,
     LEARNING_RATE,

@@ -39,12 +39,13 @@ from costmodel.time.simulate import (
     simulate,
 )
 from costmodel.time.step_path import StepPath
-from planner.graph import ModelGraph
-from planner.graph.tables import with_table_lookups
-from planner.plan import OURS, Plan
-from planner.plan.whole_batch import graph_under
-from planner.schedule import SteadySchedule, StepJobKind, schedule_of, step_jobs
-from planner.schedule.timing.offloads import offloads_of
+from planner.language.across.cut.whole_batch import graph_under
+from planner.language.graph import ModelGraph
+from planner.language.graph.tables import with_table_lookups
+from planner.language.plan import OURS, Plan
+from planner.language.plan.schedule_of import schedule_of
+from planner.language.schedule import SteadySchedule, StepJobKind, step_jobs
+from planner.language.schedule.timing.offloads import offloads_of
 from profiles import Profile
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from costmodel.memory.saved import HELD_ANYWAY, Storage, map_storages
-from planner.graph import ModelGraph
+from planner.language.graph import ModelGraph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +83,9 @@ def find_links(graph: ModelGraph) -> Links:
 @dataclass(frozen=True, kw_only=True)
 class SideValues:
     """Values that no block makes: of the batch the preamble makes them for each microbatch, others
-    (positions, a causal mask) once for each number of samples (`planner.runtime.step.inputs.feed`).
-    Many are views: a mask that is expanded over the samples takes no more than the mask.
+    (positions, a causal mask) once for each number of samples
+    (`planner.runtime.batches.inputs.feed`). Many are views: a mask that is expanded over the
+    samples takes no more than the mask.
     """
 
     storage: Mapping[str, Storage]

@@ -14,7 +14,7 @@ from functools import cache
 from costmodel.topology import way_out
 from planner.cluster import ClusterSpec
 from planner.errors import PlanError
-from planner.plan import Plan
+from planner.language.plan import Plan
 from profiles import Group, Profile
 
 PlannedSeconds = Callable[[str, Sequence[int], int], float]

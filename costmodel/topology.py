@@ -1,8 +1,8 @@
 """Where the ranks of each mesh axis lie on the nodes of a cluster.
 
-The order of the axes is that of ranks (`planner.layout.axes.AXES`): the last axis has neighbours,
-and ranks along an axis are as far apart as all axes inside it have ranks together (its stride).
-Pipeline ranks follow each other outside all axes. For example
+The order of the axes is that of ranks (`planner.language.layout.axes.AXES`): the last axis has
+neighbours, and ranks along an axis are as far apart as all axes inside it have ranks together (its
+stride). Pipeline ranks follow each other outside all axes. For example
 
     dp 2, cp 2, tp 2 on nodes of 4:   tp stride 1, cp stride 2, dp stride 4, pp stride 8
     node 0: ranks 0 1 2 3             so tp and cp groups stay in a node, dp groups leave it
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from planner.cluster import ClusterSpec
-from planner.layout.axes import (
+from planner.language.layout.axes import (
     Degrees,
     axis_names,
     batch_axes,

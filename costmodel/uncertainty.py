@@ -50,9 +50,9 @@ from costmodel.execution.execution import (
 )
 from costmodel.memory.parts import MemoryParts
 from costmodel.table.kernels import residuals_of
-from planner.graph import ModelGraph
-from planner.layout.experts import grouped_products
-from planner.plan import Plan
+from planner.language.graph import ModelGraph
+from planner.language.lowering.experts import grouped_products
+from planner.language.plan import Plan
 from profiles import Group, Lookup, OpQuery, Profile
 from profiles.calibration import DRIFT
 from profiles.records import StepWork

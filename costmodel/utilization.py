@@ -5,7 +5,7 @@ what all devices could do in that time.
 from __future__ import annotations
 
 from costmodel.cache import CostCache
-from planner.plan import Plan
+from planner.language.plan import Plan
 from planner.units import DTYPE_BYTES
 
 

@@ -67,7 +67,7 @@ def main():
         trainer = Trainer(model(), arguments(1), **data)
     else:
         from planner.integrations.huggingface import PlannerTrainer
-        from planner.plan import load_plan
+        from planner.language.plan import load_plan
 
         plan = load_plan("plan.json")
         trainer = PlannerTrainer(model(), arguments(plan.batch_parts), plan=plan, **data)

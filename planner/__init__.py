@@ -12,14 +12,14 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from planner.data import OwnPart, ShardedSampler
-from planner.loss_weight import count_tokens
-from planner.step_log import StepLog
+from planner.runtime.batches.count_tokens import count_tokens
+from planner.runtime.batches.sampler import OwnPart, ShardedSampler
+from planner.runtime.step_log import StepLog
 
 if TYPE_CHECKING:
     from planner.integrations.prepare import PreparedLoader, PreparedModel, PreparedOptimizer
-    from planner.ops.record import Arithmetic
-    from planner.plan import Plan
+    from planner.language.ops.record import Arithmetic
+    from planner.language.plan import Plan
     from planner.runtime.step.engine import Engine
 
 __all__ = [
@@ -78,7 +78,7 @@ def apply(
     that began. Raises PlanError or ModelError when plan, model and processes do not belong
     together.
     """
-    from planner.runtime.start.apply import apply_plan
+    from planner.runtime.apply import apply_plan
 
     return apply_plan(
         plan,
@@ -191,6 +191,6 @@ def register_rule(
     shows whether it is right. Raises ValueError for a text that is no rule and for an op which the
     catalogue has; LayoutError comes later, where a call's tensors are not what the rule says.
     """
-    from planner.ops.users import register_rule as registered
+    from planner.language.ops.users import register_rule as registered
 
     registered(op, dims, flop=flop, divided=divided, contiguous=contiguous, arithmetic=arithmetic)

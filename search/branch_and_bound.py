@@ -34,7 +34,7 @@ from typing import Any, Generic, TypeVar
 
 from costmodel import Estimate
 from planner.deadline import OutOfTime, check_time, is_interrupted, is_late
-from planner.plan import Plan
+from planner.language.plan import Plan
 from planner.units import format_seconds
 from search.space.configuration import Configuration
 

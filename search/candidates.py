@@ -15,15 +15,15 @@ from costmodel.execution import find_execution
 from costmodel.memory.bound import OnHost
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
-from planner.graph import ModelGraph
-from planner.graph.tables import with_table_lookups
-from planner.layout.axes import Degrees
-from planner.layout.placement import Placement, parse_placement
-from planner.plan import ClusterRef, ModelRef, Plan
-from planner.plan.defaults import model_ref
-from planner.plan.whole_batch import Across, run_whole, unaccepted
-from planner.stacks import Expressed, expressed_of
-from planner.stacks.tensor_parallel import dim_of
+from planner.language.across.cut.whole_batch import Across, run_whole, unaccepted
+from planner.language.graph import ModelGraph
+from planner.language.graph.tables import with_table_lookups
+from planner.language.layout.axes import Degrees
+from planner.language.layout.placement import Placement, parse_placement
+from planner.language.lowering.defaults import model_ref
+from planner.language.plan import ClusterRef, ModelRef, Plan
+from planner.language.stacks import Expressed, expressed_of
+from planner.language.stacks.tensor_parallel import dim_of
 from profiles import Profile
 from search.ilp import check_ortools
 from search.on_host import offload_fallbacks, tables_to_host

@@ -26,9 +26,9 @@ from dataclasses import dataclass, replace
 from planner.collector import no_gc
 from planner.deadline import OutOfTime, is_interrupted, within
 from planner.errors import LayoutError
-from planner.graph import ModelGraph
-from planner.plan.whole_batch import one_microbatch, spell_accept, stays_whole
-from planner.stacks import expressed_of
+from planner.language.across.cut.whole_batch import one_microbatch, spell_accept, stays_whole
+from planner.language.graph import ModelGraph
+from planner.language.stacks import expressed_of
 from profiles import Profile
 from search.branch_and_bound import Node, Progress, evaluated_plan
 from search.candidates import Candidates, CandidatesOf, with_estimate

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from costmodel.memory.bound import OnHost
-from planner.graph import ModelGraph
-from planner.plan.whole_batch import run_whole
+from planner.language.across.cut.whole_batch import run_whole
+from planner.language.graph import ModelGraph
 from profiles import Profile
 from search.candidates import Candidates
 from search.request import SearchRequest

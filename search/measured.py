@@ -1,7 +1,7 @@
 """The choice between a search's best plans by what they took when they ran.
 
 The cost model may put plans in a wrong order that are nearly as fast as each other. Where the
-machine is at hand, a few steps of each decide (`planner.runtime.check.trials`).
+machine is at hand, a few steps of each decide (`planner.runtime.proofs.trials`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import replace
 from statistics import median
 
 from planner.errors import PlannerError
-from planner.plan import Plan
-from planner.plan.parts import Compared, Measured
-from planner.runtime.check.trials import Trial
+from planner.language.plan import Plan
+from planner.language.plan.parts import Compared, Measured
+from planner.runtime.proofs.trials import Trial
 from profiles import Profile
 from search.request import SearchResult
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from costmodel.memory.bound import NOTHING, OnHost
 from planner.errors import LayoutError
-from planner.graph import ModelGraph
-from planner.graph.tables import tables_of, without_mixed_classes
-from planner.plan import Plan
-from planner.stacks import Expressed
+from planner.language.graph import ModelGraph
+from planner.language.graph.tables import tables_of, without_mixed_classes
+from planner.language.plan import Plan
+from planner.language.stacks import Expressed
 from planner.units import format_bytes
 from profiles import Profile
 from search.request import Offload, SearchResult

@@ -14,9 +14,9 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from planner.graph.encoder_decoder import first_decoder_block
-from planner.plan import Plan, Recompute, StagePlan, recompute_fields
-from planner.schedule import stage_to_pp_rank
+from planner.language.graph.encoder_decoder import first_decoder_block
+from planner.language.plan import Plan, Recompute, StagePlan, recompute_fields
+from planner.language.schedule import stage_to_pp_rank
 from search.bounds.copied_jobs import CopiedRow
 from search.candidates import Candidates
 from search.partition.chain_problem import ChainProblem, Cut, Floats, InfeasibleStage

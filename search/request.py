@@ -9,10 +9,10 @@ from typing import Any, Literal, TypeVar, cast, get_args
 from costmodel.execution import find_execution
 from costmodel.uncertainty import USUAL_ODDS, usable_bytes
 from planner.errors import LayoutError
-from planner.layout.axes import find_axis
-from planner.plan import OURS, Plan, Precision, precision_named
-from planner.plan.accepted import check_accept
-from planner.schedule import find_schedule
+from planner.language.layout.axes import find_axis
+from planner.language.plan import OURS, Plan, Precision, precision_named
+from planner.language.plan.accepted import check_accept
+from planner.language.schedule import find_schedule
 from profiles import Profile
 from search.space.configuration import RECOMPUTE_CHOICES
 
@@ -64,8 +64,8 @@ class SearchRequest:
     microbatch_size: int | None = None
     """Samples per microbatch of a replica."""
     schedule: str | None = None
-    """A name of `planner.schedule`. ``synthesised`` searches all of them, then makes a table of its
-    own for the best few plans and uses it where it is faster."""
+    """A name of `planner.language.schedule`. ``synthesised`` searches all of them, then makes a
+    table of its own for the best few plans and uses it where it is faster."""
     zero: int | None = None
     """ZeRO stage, 0 to 3."""
     recompute: str | None = None
@@ -90,14 +90,14 @@ class SearchRequest:
     """What the graph was captured in; not searched."""
     execution: str = OURS
     """The runtime that plans are priced for, or the system whose runtime it is; not searched. Plans
-    for a system (`planner.stacks`) are those that can be written for it."""
+    for a system (`planner.language.stacks`) are those that can be written for it."""
     receive_ahead: int = 2
     """Jobs ahead of which receives are posted; not searched, copied into the plan."""
     clip_gradients: bool = False
     """Whether the step clips gradients by their norm; not searched."""
     accept: tuple[str, ...] = ()
     """What may differ from one process where a plan cuts a batch across which the model computes:
-    names of `planner.plan.accepted`, copied into the plan."""
+    names of `planner.language.plan.accepted`, copied into the plan."""
     balance: tuple[int, ...] = ()
     """Blocks of each stage, in order; empty: searched."""
     split_rank: int | None = None

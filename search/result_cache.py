@@ -20,9 +20,9 @@ from costmodel.execution import find_execution
 from costmodel.table.kernels import has_rates, load_rates
 from planner.cache_folder import cache_dir, write_entry
 from planner.deadline import OutOfTime, is_interrupted
-from planner.graph import ModelGraph
-from planner.ops.users import rule_digests
-from planner.plan import Plan
+from planner.language.graph import ModelGraph
+from planner.language.ops.users import rule_digests
+from planner.language.plan import Plan
 from planner.plugins import plugin_digests
 from profiles import Profile
 from search.branch_and_bound import Progress

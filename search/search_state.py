@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from costmodel import Estimate
-from planner.plan import Plan
+from planner.language.plan import Plan
 from search.bounds.catalogue import TableBounds
 from search.branch_and_bound import BranchAndBound, EvaluatedPlan, Node, Wave
 from search.candidates import Candidates

@@ -1,7 +1,7 @@
 """A plan's own job table instead of a named one, where that is faster.
 
 The chain DP balances stages as far as blocks allow; what stays uneven, and what transfers
-cost, a named schedule does not know. `planner.schedule.synthesize_schedule` makes a table
+cost, a named schedule does not know. `planner.language.schedule.synthesize_schedule` makes a table
 for the plan's very stages under the memory the plan has left, and the cost model's estimate
 decides, as it does for every plan.
 """
@@ -11,8 +11,8 @@ from __future__ import annotations
 from costmodel import CostCache, Estimate, JobSeconds, estimate
 from costmodel.estimate import plan_job_seconds, plan_kept_bytes
 from costmodel.memory.parts import MemoryParts
-from planner.plan import Plan
-from planner.schedule import Pipeline, StageTimes, synthesize_schedule
+from planner.language.plan import Plan
+from planner.language.schedule import Pipeline, StageTimes, synthesize_schedule
 from profiles import Profile
 from search.candidates import with_estimate
 

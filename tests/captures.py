@@ -21,8 +21,8 @@ import pytest
 import torch
 
 from planner import capture
-from planner.graph import SAMPLE, ModelGraph, from_json, to_json
-from planner.graph.batch import flatten_batch
+from planner.language.graph import SAMPLE, ModelGraph, from_json, to_json
+from planner.language.graph.batch import flatten_batch
 from tests.builders import build_hf, tiny_models
 
 _FOLDER = "PLANNER_TEST_CAPTURES"  # set by tests/conftest.py; workers and ranks inherit it

@@ -2,7 +2,7 @@
 
 A rank takes seconds to import what it needs. A test of what a run computes or tells, not of how its
 processes begin and are ended, saves them: they fork, and then are what the start of a process would
-have made of them (session, folder, environment, output, `planner.runtime.start.worker`). Captures
+have made of them (session, folder, environment, output, `planner.worker`). Captures
 and reaches of optimizers are those of `tests.spawn_preload`.
 """
 
@@ -20,7 +20,8 @@ from typing import IO, Any
 
 import pytest
 
-from planner.runtime.start.workers import LAUNCHER, worker_command
+from planner.runtime.process.environment import LAUNCHER
+from planner.runtime.start.workers import worker_command
 from tests.spawn import context
 
 _TORCHELASTIC = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
@@ -113,7 +114,7 @@ def _become(
 ) -> None:
     import torch
 
-    from planner.runtime.start import worker
+    from planner import worker
 
     os.setsid()  # (a rank that needs no session of its own does not mind one)
     begins.send(None)

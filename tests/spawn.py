@@ -82,7 +82,7 @@ def _run(
     import torch
     import torch.distributed as dist
 
-    from planner.runtime.start.groups import staged
+    from planner.runtime.process.groups import staged
 
     torch.set_num_threads(1)
     os.environ["PLANNER_TIMEOUT_S"] = str(timeout_s)

@@ -18,9 +18,9 @@ _NEEDED = (
     "torch.utils.checkpoint",
     "planner.capture",
     "planner.runtime.step.engine",
-    "planner.runtime.check.verify",
+    "planner.runtime.proofs.verify",
     "planner.runtime.preflight.rank",
-    "planner.runtime.start.worker",
+    "planner.worker",
     "tests.runtime.scenarios",
 )
 _WHERE_INSTALLED = tuple(

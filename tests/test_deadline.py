@@ -18,7 +18,7 @@ from planner.deadline import (
     left_s,
     within,
 )
-from planner.schedule import build_schedule
+from planner.language.schedule import build_schedule
 
 
 class Clock:

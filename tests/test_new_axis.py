@@ -16,13 +16,13 @@ import torch
 
 from costmodel import estimate
 from planner.errors import LayoutError, PlanError
-from planner.layout import axes
-from planner.layout.axes import Axis, Degrees, register_axis
-from planner.layout.placement import Replicate, Shard
-from planner.layout.placements import Placements, moves_between
-from planner.plan import Plan, load_plan, save_plan
-from planner.plan.defaults import default_plan
-from planner.runtime.start.groups.mesh import build_mesh
+from planner.language.layout import axes
+from planner.language.layout.axes import Axis, Degrees, register_axis
+from planner.language.layout.placement import Replicate, Shard
+from planner.language.layout.placements import Placements, moves_between
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan, load_plan, save_plan
+from planner.runtime.process.groups.mesh import build_mesh
 from search import SearchRequest, find_plan
 from tests.runtime.scenarios import Outcome, capture, train_beside_one_process
 from tests.search.machine import Machine

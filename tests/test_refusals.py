@@ -25,25 +25,25 @@ from commands.launch import launch
 from commands.what_if import what_if
 from costmodel.table.rows.devices import device_of
 from costmodel.table.rows.row_files import read_rows
+from planner.capture.source.capture_cache import load_graph
+from planner.capture.source.model_file import load_model_file
 from planner.cluster import Tier
-from planner.data import ShardedSampler
 from planner.emit.megatron_options import parse_flags
 from planner.errors import PlannerError
-from planner.graph.capture_cache import load_graph
-from planner.graph.model_file import load_model_file
-from planner.layout.axes import Axis, register_axis
-from planner.layout.layout import Layout, ProcessMesh
-from planner.layout.pins import class_pins, parse_pin
-from planner.layout.placement import OpSharding, Shard
-from planner.loss_weight import count_tokens
-from planner.plan import save_plan
-from planner.plan.defaults import default_plan
+from planner.language.layout.axes import Axis, register_axis
+from planner.language.layout.layout import Layout, ProcessMesh
+from planner.language.layout.pins import class_pins, parse_pin
+from planner.language.layout.placement import OpSharding, Shard
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import save_plan
+from planner.language.schedule import StageTimes, build_schedule
+from planner.language.schedule.timing.timetable import time_schedule
 from planner.plugins import load_plugins, name_files
+from planner.runtime.batches.count_tokens import count_tokens
+from planner.runtime.batches.sampler import ShardedSampler
 from planner.runtime.start.course import Keeping
 from planner.runtime.start.launch import _check_script, check_listed
-from planner.schedule import StageTimes, build_schedule
-from planner.schedule.timing.timetable import time_schedule
-from planner.step_log import _sink
+from planner.runtime.step_log import _sink
 from profiles import load_cluster, load_profile, measure_profile
 from search import SearchRequest
 from search.measured import check_measurable

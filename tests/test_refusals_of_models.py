@@ -22,24 +22,26 @@ from planner.capture.checks.functions import FunctionCalls
 from planner.capture.opaque.trial import Place, Trial
 from planner.capture.read import Reader
 from planner.capture.record import Recorder
+from planner.capture.source.model_file import load_model_file
 from planner.capture.writes import pure_form
 from planner.emit.emitter import EMITTERS, find_emitter, register_emitter
 from planner.errors import PlannerError
-from planner.graph import Op, Program, Ref, TensorMeta
-from planner.graph.model_file import load_model_file
 from planner.integrations.prepare import PreparedOptimizer, prepare
-from planner.layout.axes import Axis, Degrees
-from planner.layout.class_layout import ClassLayout
-from planner.layout.experts import check_experts
-from planner.layout.lowering import lower
-from planner.layout.placement import Shard, parse_placement
-from planner.layout.propagate import propagate_layout
-from planner.ops.registry import strategies
-from planner.ops.users import register_rule, unregister_rule
-from planner.plan import load_plan, save_plan
-from planner.plan.defaults import default_plan
+from planner.language.graph import Op, Program, Ref, TensorMeta
+from planner.language.layout.axes import Axis, Degrees
+from planner.language.layout.class_layout import ClassLayout
+from planner.language.layout.placement import Shard, parse_placement
+from planner.language.lowering.defaults import default_plan
+from planner.language.lowering.experts import check_experts
+from planner.language.lowering.lowering import lower
+from planner.language.lowering.propagate import propagate_layout
+from planner.language.ops.registry import strategies
+from planner.language.ops.users import register_rule, unregister_rule
+from planner.language.plan import load_plan, save_plan
+from planner.language.templates import Experts, Transformer, build_transformer
 from planner.plugins import load_plugins, name_files
-from planner.runtime.check.verify import verify
+from planner.runtime.batches.loader import Loader
+from planner.runtime.batches.streams import WholeStream
 from planner.runtime.checkpoint import folder as folders
 from planner.runtime.checkpoint.checkpoints import Checkpoints
 from planner.runtime.checkpoint.convert import kind_of
@@ -48,9 +50,7 @@ from planner.runtime.checkpoint.snapshot import check_extra
 from planner.runtime.checkpoint.weight_files.safetensors_files import Named, write_file
 from planner.runtime.checkpoint.weight_files.single_device import to_state_dict
 from planner.runtime.checkpoint.weight_files.sources import CheckpointSource, MappedSource, fill
-from planner.runtime.data.loader import Loader
-from planner.runtime.data.streams import WholeStream
-from planner.templates import Experts, Transformer, build_transformer
+from planner.runtime.proofs.verify import verify
 from profiles import load_profile
 from tests.runtime.alone import Parts
 

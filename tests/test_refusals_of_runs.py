@@ -36,19 +36,19 @@ from costmodel.planned_rates import planned_seconds
 from costmodel.table import kernels
 from costmodel.table.rows.row_files import read_rows
 from planner.errors import PlannerError
-from planner.graph import TensorMeta
-from planner.plan import Plan, save_plan
-from planner.plan.defaults import default_plan
+from planner.language.graph import TensorMeta
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan, save_plan
+from planner.language.schedule import StageTimes
+from planner.language.schedule.registry import register_schedule
+from planner.language.templates import Transformer, build_transformer
+from planner.runtime.batches.inputs.feed import cut_batch
 from planner.runtime.initial.build import without_values
-from planner.runtime.start.device import device_type
-from planner.runtime.start.groups.mesh import build_mesh
+from planner.runtime.process.device import device_type
+from planner.runtime.process.groups.mesh import build_mesh
 from planner.runtime.state.weights import shape_of
 from planner.runtime.step.engine import Engine
-from planner.runtime.step.inputs.feed import cut_batch
-from planner.schedule import StageTimes
-from planner.schedule.registry import register_schedule
-from planner.step_log import StepLog
-from planner.templates import Transformer, build_transformer
+from planner.runtime.step_log import StepLog
 from profiles import devices, load_cluster, load_profile
 from profiles.records import SCHEMA_VERSION, OpRecord
 from profiles.store import _columns, read_ops, read_profile_file, read_session
@@ -165,7 +165,7 @@ def taken_port() -> None:
 
 def tokens_of_no_tokens() -> None:
     """Ask for the cost of tokens of a model whose batch has none."""
-    from planner.graph.capture_cache import load_graph
+    from planner.capture.source.capture_cache import load_graph
 
     Path("model.py").write_text(NO_TOKENS)
     save_plan(default_plan(load_graph("model.py")), "plan.json")

@@ -15,11 +15,11 @@ from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.parts.ranks import cases
 from benchmarks.gpu.report import differences, mfu, write_report
 from benchmarks.gpu.results import WHOLE, Result, append, read
-from planner.schedule import SCHEDULES
+from planner.language.schedule import SCHEDULES
 
 TRAINING = (
-    *("planner.runtime.start.apply", "planner.runtime.step.engine", "planner.runtime.start.worker"),
-    *("planner.capture", "planner.plan.defaults"),
+    *("planner.runtime.apply", "planner.runtime.step.engine", "planner.worker"),
+    *("planner.capture", "planner.language.lowering.defaults"),
     *("profiles", "profiles.measure.measure", "profiles.measure.worker", "profiles.lookup.fit"),
     *("costmodel", "costmodel.estimate", "costmodel.memory.exact.plan_memory"),
     *("benchmarks.gpu.run_all", "benchmarks.gpu.measure", "benchmarks.gpu.cases"),

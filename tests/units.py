@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from planner.graph import Unit
-from planner.graph.model_file import ModelSource
+from planner.capture.source.model_file import ModelSource
+from planner.language.graph import Unit
 
 WIDTH = 8
 

@@ -81,15 +81,15 @@ def step_cases(*, tiny: bool) -> tuple[StepCase, ...]:
 
 def graph_of(case: StepCase) -> Any:
     """Return the case's model, captured in bfloat16 now or kept from before."""
-    from planner.graph.capture_cache import load_graph
+    from planner.capture.source.capture_cache import load_graph
 
     return load_graph(MODEL, precision="bf16", length=case.sequence, arguments=dict(case.arguments))
 
 
 def plan_of(case: StepCase, graph: Any) -> Any:
     """Return the case's plan; None where plans can't say that blocks are compiled."""
-    from planner.plan import Plan
-    from planner.plan.defaults import default_plan
+    from planner.language.lowering.defaults import default_plan
+    from planner.language.plan import Plan
 
     plan = default_plan(
         graph,
@@ -123,7 +123,7 @@ def predicted(plan: Any, graph: Any, profile: Any) -> dict[str, float]:
 
 def expect(folder: Path, *, tiny: bool = False, profile_name: str = SHIPPED) -> None:
     """Write each case's plan, and what a profile predicts of all, to a folder."""
-    from planner.plan import save_plan
+    from planner.language.plan import save_plan
     from profiles import load_profile
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.gpu.kept import keep, write_kept
-from planner.graph.capture_cache import load_graph
+from planner.capture.source.capture_cache import load_graph
 from profiles import Profile, measure_profile
 from profiles.devices import profile_for_gpu, shipped_for_gpu
 from profiles.lookup.families import BLOCK, family_of

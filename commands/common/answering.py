@@ -12,8 +12,8 @@ from commands.common.prediction import Prediction, interval_of
 if TYPE_CHECKING:
     from commands.render.plans.answer import Answer
     from costmodel import CostCache
-    from planner.graph import ModelGraph
-    from planner.plan import Plan
+    from planner.language.graph import ModelGraph
+    from planner.language.plan import Plan
     from profiles import Profile
     from search import Point, SearchRequest, SearchResult
 

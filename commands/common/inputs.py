@@ -10,28 +10,28 @@ from planner.errors import PlannerError, ProfileError
 from planner.units import DAY_S, HOUR_S
 
 if TYPE_CHECKING:
-    from planner.graph import ModelGraph
-    from planner.plan import Plan, Precision
+    from planner.language.graph import ModelGraph
+    from planner.language.plan import Plan, Precision
     from profiles import Profile
 
 
 def graph_of(model: Path, precision: Precision = "model", length: int | None = None) -> ModelGraph:
     """Return the graph of a model file, captured now or kept; on batches of a length, if given."""
-    from planner.graph.capture_cache import load_graph
+    from planner.capture.source.capture_cache import load_graph
 
     return load_graph(model, precision=precision, length=length)
 
 
 def parse_precision(text: str) -> Precision:
     """Return the precision of that name."""
-    from planner.plan import precision_named  # loads pydantic
+    from planner.language.plan import precision_named  # loads pydantic
 
     return precision_named(text)
 
 
 def graph_of_plan(plan: Plan, model: Path) -> ModelGraph:
     """Return the graph of a model file; raise unless the plan was made for that model."""
-    from planner.plan import validate_model
+    from planner.language.lowering.match_model import validate_model
 
     graph = graph_of(model, plan.precision)
     validate_model(plan, graph)

@@ -12,7 +12,7 @@ from commands.doors.said import Said
 from planner.errors import PlannerError
 
 if TYPE_CHECKING:
-    from planner.plan import Plan
+    from planner.language.plan import Plan
 
 _MODEL_HELP = (
     "A .py file with model() and batch(size); or a Hugging Face config.json or its folder, a "
@@ -61,7 +61,7 @@ class GivenModel:
             return self.opened()[0]
         from dataclasses import replace
 
-        from planner.plan import load_plan
+        from planner.language.plan import load_plan
 
         loaded = load_plan(plan) if isinstance(plan, Path) else plan
         return replace(self, seq_length=_length_of(loaded)).opened()[0]

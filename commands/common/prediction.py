@@ -12,7 +12,7 @@ from commands.render.console import show_progress
 if TYPE_CHECKING:
     from costmodel import CostCache, Estimate
     from costmodel.uncertainty import Interval
-    from planner.plan import Plan
+    from planner.language.plan import Plan
     from profiles import Profile
     from search.report.overview import Overview
 
@@ -50,7 +50,7 @@ def predict(
     from costmodel import estimate as estimate_plan
     from costmodel.estimate import cost_cache, costs_under
     from costmodel.execution import find_execution
-    from planner.plan import load_plan
+    from planner.language.plan import load_plan
 
     runtime = None if execution is None else find_execution(execution)
     loaded = load_plan(plan)

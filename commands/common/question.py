@@ -24,7 +24,7 @@ from commands.doors.said import Said
 from planner.errors import PlannerError
 
 if TYPE_CHECKING:
-    from planner.graph import ModelGraph
+    from planner.language.graph import ModelGraph
     from search import SearchRequest
 
 
@@ -192,7 +192,7 @@ class Question:
 
         Pins are left out: what they name is known with the graph (`pins_in`).
         """
-        from planner.plan import OURS
+        from planner.language.plan import OURS
         from search import SearchRequest
 
         gpus = 1 if self.gpus is None else self.gpus
@@ -230,7 +230,7 @@ class Question:
 
     def pins_in(self, graph: ModelGraph) -> tuple[tuple[int, str, str], ...]:
         """Return pins as (class index, parameter name in its program, placement)."""
-        from planner.layout.pins import class_pins, parse_pin
+        from planner.language.layout.pins import class_pins, parse_pin
 
         by_class = class_pins(graph, [parse_pin(text) for text in self.pin or ()])
         return tuple(

@@ -10,7 +10,7 @@ from commands.common.inputs import graph_of_plan
 from planner.errors import LayoutError, PlanError, ProfileError
 
 if TYPE_CHECKING:
-    from planner.plan import Plan
+    from planner.language.plan import Plan
 
 
 def replanner(plan: Plan, profile_name: str | None) -> Callable[[Sequence[int], int | None], Plan]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import Any
 
-from planner.templates import Experts, Latent, Transformer
+from planner.language.templates import Experts, Latent, Transformer
 
 
 def decoder_file(title: str, sizes: Transformer) -> str:
@@ -18,8 +18,8 @@ def decoder_file(title: str, sizes: Transformer) -> str:
             "",
             "import torch",
             "",
-            f"from planner.templates import {imports}",
-            "from planner.templates.decoder import Decoder",
+            f"from planner.language.templates import {imports}",
+            "from planner.language.templates.decoder import Decoder",
             "",
             f"SIZES = {_written(sizes)}",
             "",

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from planner.templates import Experts, Latent, Transformer
+from planner.language.templates import Experts, Latent, Transformer
 
 Sizes = tuple[int, int, int, int, int]
 """Layers, width, heads, heads of keys, width of a feed-forward."""

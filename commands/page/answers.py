@@ -28,9 +28,9 @@ from costmodel import CostCache
 from costmodel.memory.bound import NOTHING
 from costmodel.table.rows.row_plan import transformer_of_shape
 from planner.errors import LayoutError
-from planner.graph import ModelGraph
-from planner.plan import Plan
-from planner.templates import build_transformer
+from planner.language.graph import ModelGraph
+from planner.language.plan import Plan
+from planner.language.templates import build_transformer
 from profiles import Profile
 from profiles.link_rates import with_link_rate
 from search import FirstLook, KeptCandidates, SearchResult
@@ -85,7 +85,7 @@ class Answerer:
 
     def plan(self, asked: Asked, tell: Tell) -> str:
         """Return the plan as `planner search` writes it."""
-        from planner.plan.files import plan_text
+        from planner.language.plan.files import plan_text
 
         return plan_text(self._numbers(asked, tell)[0].plan)
 

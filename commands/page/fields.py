@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.plan.accepted import ACCEPTED
+from planner.language.plan.accepted import ACCEPTED
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,10 @@ from rich.text import Text
 
 from commands.render.flags import with_flags
 from commands.render.tables import light_table
-from planner.runtime.check.by_block.report import Proof
-from planner.runtime.check.dryrun import DryRun
-from planner.runtime.check.ledger import MemorySample
-from planner.runtime.check.verify import KINDS, ROUNDINGS, Difference, VerifyReport
+from planner.capture.modes.ledger import MemorySample
+from planner.runtime.proofs.by_block.report import Proof
+from planner.runtime.proofs.dryrun import DryRun
+from planner.runtime.proofs.verify import KINDS, ROUNDINGS, Difference, VerifyReport
 from planner.units import format_bytes
 
 MAX_MOMENTS = 40

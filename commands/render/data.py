@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from costmodel.compare import RunComparison
     from costmodel.failures import Goodput
     from costmodel.time.simulate import Timeline
-    from planner.plan import Plan
-    from planner.runtime.check.by_block.report import Proof
-    from planner.runtime.check.dryrun import DryRun
-    from planner.runtime.check.verify import VerifyReport
+    from planner.language.plan import Plan
+    from planner.runtime.proofs.by_block.report import Proof
+    from planner.runtime.proofs.dryrun import DryRun
+    from planner.runtime.proofs.verify import VerifyReport
     from planner.timeline import RankTimeline
     from profiles import Profile
     from search.report.explain import Comparison
@@ -105,7 +105,7 @@ def _priced(plan: Plan | None, profile: Profile) -> dict[str, Any] | None:
 
 def verification_data(report: VerifyReport) -> dict[str, Any]:
     """Return how far a plan's training is from one process's."""
-    from planner.runtime.check.verify import KINDS
+    from planner.runtime.proofs.verify import KINDS
 
     found = {kind: getattr(report, kind) for kind in KINDS}
     return {
@@ -165,7 +165,7 @@ def dry_run_data(run: DryRun) -> dict[str, Any]:
 
 def timeline_data(timeline: Timeline, step_s: float) -> dict[str, Any]:
     """Return when each job of a simulated step runs."""
-    from planner.schedule import step_jobs
+    from planner.language.schedule import step_jobs
 
     ranks = []
     for rank, jobs in enumerate(timeline.schedule.jobs):

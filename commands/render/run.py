@@ -11,8 +11,8 @@ from rich.text import Text
 
 from commands.render.plans.plan import Timetable
 from commands.render.tables import light_table
-from planner.schedule import StageTimes, StepJobKind, step_jobs
-from planner.schedule.draw import Behind
+from planner.language.schedule import StageTimes, StepJobKind, step_jobs
+from planner.language.schedule.draw import Behind
 from planner.timeline import RankBubble, RankTimeline, bubbles
 from planner.units import format_seconds
 

@@ -1,9 +1,9 @@
 """Collectives of a block as a runtime runs it: what of them compute hides, and waits at them.
 
-Rows of experts (`planner.layout.experts`) go to their ranks and back, in the forward and in the
-backward. A runtime sends a row for each expert of a token, or a token once to each place that has
-any of its experts. Of n places that experts lie on in equal parts, and k experts a token that are
-picked as if by chance, so many are reached, the token's own among them:
+Rows of experts (`planner.language.lowering.experts`) go to their ranks and back, in the forward and
+in the backward. A runtime sends a row for each expert of a token, or a token once to each place
+that has any of its experts. Of n places that experts lie on in equal parts, and k experts a token
+that are picked as if by chance, so many are reached, the token's own among them:
 
     places = n (1 - (1 - 1/n)^k)                rows = k
 
@@ -19,16 +19,16 @@ from dataclasses import dataclass
 from costmodel.execution.executed import ExecutedProfile, KernelSeconds
 from costmodel.time.block.compute import bytes_of, inner_seconds, redistribute_seconds
 from costmodel.topology import Axis
-from planner.graph import Op, Program
-from planner.layout.redistribution.redistribute import (
+from planner.language.graph import Op, Program
+from planner.language.layout.redistribution.redistribute import (
     EXCHANGE_ROWS,
     GATHER_SAMPLES,
     REDISTRIBUTE,
     goes_back,
     inner_collectives,
 )
-from planner.ops.families.products.attention import RING
-from planner.ops.record import packet_of
+from planner.language.ops.families.products.attention import RING
+from planner.language.ops.record import packet_of
 from profiles import Group
 
 MEASURED_RANKS = 8

@@ -13,7 +13,7 @@ from __future__ import annotations
 from costmodel.execution.executed import ExecutedProfile
 from costmodel.execution.execution import Execution
 from costmodel.time.communication import ALONE, DataParallelSeconds
-from planner.plan.replication import Replication
+from planner.language.plan.replication import Replication
 from profiles import Group
 
 WEIGHT_BYTES = 2

@@ -20,10 +20,10 @@ from costmodel.execution.narrow import gradient_is_ready, input_is_ready
 from costmodel.memory.saved import SavedTensors
 from costmodel.table.fusion import fused_groups, module_groups
 from costmodel.time.block.compute import bytes_of, op_works
-from planner.graph import Op, Program
-from planner.layout.redistribution.redistribute import EXCHANGE_ROWS, REDISTRIBUTE
-from planner.ops.flops import needing_gradient
-from planner.ops.record import family_of, packet_of
+from planner.language.graph import Op, Program
+from planner.language.layout.redistribution.redistribute import EXCHANGE_ROWS, REDISTRIBUTE
+from planner.language.ops.flops import needing_gradient
+from planner.language.ops.record import family_of, packet_of
 from profiles.lookup.families import ATTENTION, MATMUL, matmul_sizes
 
 LOSSES = (

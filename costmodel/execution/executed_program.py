@@ -30,11 +30,11 @@ from costmodel.time.block.compute import ProgramTimes, Spent, op_works
 from costmodel.time.block.program import accumulate_seconds, profiled_times
 from costmodel.time.stage_costs.times import RunTimes
 from costmodel.topology import Axis
-from planner.graph import Program
-from planner.layout.experts import grouped_products
-from planner.layout.redistribution.redistribute import REDISTRIBUTE
-from planner.ops.flops import needing_gradient
-from planner.ops.record import family_of, packet_of
+from planner.language.graph import Program
+from planner.language.layout.redistribution.redistribute import REDISTRIBUTE
+from planner.language.lowering.experts import grouped_products
+from planner.language.ops.flops import needing_gradient
+from planner.language.ops.record import family_of, packet_of
 from profiles import Profile
 
 HOST_SHARPNESS = 4
@@ -51,7 +51,8 @@ def price_program(
     recomputed: frozenset[str] = frozenset(),
     polls: bool = False,
 ) -> RunTimes:
-    """Price a bound program that `planner.layout.lowering.lower` made local: a run of one block.
+    """Price a bound program that `planner.language.lowering.lowering.lower` made local: a run of
+    one block.
 
     `axes` are those it was lowered on, `execution` the runtime that runs it; `recomputed` names the
     ops that run again under selective recomputation. Collectives run on the compute stream's time,

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from planner.errors import PlannerError
-from planner.plan.parts import Precision
-from planner.stacks import execution_of, stack_names
+from planner.language.plan.parts import Precision
+from planner.language.stacks import execution_of, stack_names
 
 BF16_BYTES = 2
 DATA = Path(__file__).parent / "data"

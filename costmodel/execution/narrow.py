@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from costmodel.execution.execution import Execution
-from planner.graph import Op, Program
-from planner.layout.redistribution.redistribute import REDISTRIBUTE
-from planner.ops.flops import op_work
-from planner.ops.record import family_of, packet_of
+from planner.language.graph import Op, Program
+from planner.language.layout.redistribution.redistribute import REDISTRIBUTE
+from planner.language.ops.flops import op_work
+from planner.language.ops.record import family_of, packet_of
 from profiles.lookup.families import ATTENTION, MATMUL
 
 NORMS = ("rms_norm", "layer_norm", "native_layer_norm")

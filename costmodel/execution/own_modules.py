@@ -22,15 +22,15 @@ from typing import Any
 
 from costmodel.execution.executed_kernels import LOSSES
 from costmodel.execution.rings import GATHERED
-from planner.graph import Arg, Op, Program, Ref, TensorMeta
-from planner.layout.placement import Shard, parse_placement
-from planner.layout.redistribution.redistribute import REDISTRIBUTE
-from planner.ops.families.products.masked_attention import (
+from planner.language.graph import Arg, Op, Program, Ref, TensorMeta
+from planner.language.layout.placement import Shard, parse_placement
+from planner.language.layout.redistribution.redistribute import REDISTRIBUTE
+from planner.language.ops.families.products.masked_attention import (
     GROUPED_ARGUMENT,
     MASKED,
     MASKED_SHARD,
 )
-from planner.ops.record import packet_of
+from planner.language.ops.record import packet_of
 
 GELU = "aten.gelu.default"
 RESHAPE = "aten.reshape.default"

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from planner.graph import Op, Program, Ref
-from planner.layout.redistribution.redistribute import REDISTRIBUTE
-from planner.ops.families.products.attention import RING
+from planner.language.graph import Op, Program, Ref
+from planner.language.layout.redistribution.redistribute import REDISTRIBUTE
+from planner.language.ops.families.products.attention import RING
 
 GATHERED = "planner.causal_attention"
 

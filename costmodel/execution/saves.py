@@ -25,11 +25,14 @@ from costmodel.execution.executed import ExecutedProfile
 from costmodel.execution.executed_kernels import is_layer_product, kernels_of, products_of_head
 from costmodel.execution.execution import Execution
 from costmodel.memory.saved import SavedInstead
-from planner.graph import Op, Program, Ref, TensorMeta, map_refs
-from planner.layout.placement import Replicate, Shard, parse_placement
-from planner.layout.redistribution.redistribute import REDISTRIBUTE
-from planner.ops.families.losses.cross_entropy import SIZED_CROSS_ENTROPY, VOCAB_CROSS_ENTROPY
-from planner.ops.record import family_of, packet_of
+from planner.language.graph import Op, Program, Ref, TensorMeta, map_refs
+from planner.language.layout.placement import Replicate, Shard, parse_placement
+from planner.language.layout.redistribution.redistribute import REDISTRIBUTE
+from planner.language.ops.families.losses.cross_entropy import (
+    SIZED_CROSS_ENTROPY,
+    VOCAB_CROSS_ENTROPY,
+)
+from planner.language.ops.record import family_of, packet_of
 from profiles import Profile
 
 CAST = "aten._to_copy.default"

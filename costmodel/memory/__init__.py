@@ -4,7 +4,7 @@ In: a plan's stages, what their blocks save, and the job table. Out: peak bytes 
 named parts (`parts.MemoryParts`), or a lower bound of them.
 
 - `exact` walks a rank's jobs in order and tracks what is resident: `estimate` takes its memory
-  from it, and the dry run (`planner.runtime.check.dryrun`) is its reference oracle.
+  from it, and the dry run (`planner.runtime.proofs.dryrun`) is its reference oracle.
 - `bound` is a closed form that never exceeds it, for stages that have no job table yet: the
   search prunes by it.
 

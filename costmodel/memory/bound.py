@@ -39,7 +39,7 @@ import numpy as np
 
 from costmodel.memory.parts import Ranks
 from costmodel.time.stage_costs.load import SAVED, StageLoad
-from planner.plan import Recompute
+from planner.language.plan import Recompute
 from profiles import Profile
 from profiles.profile import Amount
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 
 from costmodel.execution import Execution
-from planner.plan.replication import Replication
+from planner.language.plan.replication import Replication
 from profiles import Profile
 from profiles.profile import Amount
 

@@ -1,9 +1,9 @@
 """What single ops of a program allocate: storages, what autograd saves of them, kernels' scratch.
 
-The facts of an op stand in the record of its family (`planner.ops.record`). Here they are applied
-to a program of one rank and counted by storage, because memory is held by storages and not by
-tensors: a saved view keeps its whole base alive, and two saved views of a base cost once. Whether
-`reshape` or `contiguous` copies depends on strides, so strides are followed too.
+The facts of an op stand in the record of its family (`planner.language.ops.record`). Here they are
+applied to a program of one rank and counted by storage, because memory is held by storages and not
+by tensors: a saved view keeps its whole base alive, and two saved views of a base cost once.
+Whether `reshape` or `contiguous` copies depends on strides, so strides are followed too.
 
 The tests hold the whole against `torch.autograd.graph.saved_tensors_hooks`.
 """
@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.graph import Op, Program
-from planner.ops.kernel import KernelCall, Saved
-from planner.ops.record import family_of
-from planner.ops.strides import Strides, contiguous_strides
+from planner.language.graph import Op, Program
+from planner.language.ops.kernel import KernelCall, Saved
+from planner.language.ops.record import family_of
+from planner.language.ops.strides import Strides, contiguous_strides
 
 HELD_ANYWAY = frozenset({"param", "buffer", "constant", "input"})
 """Kinds whose storage lives through the step whether or not autograd refers to it."""

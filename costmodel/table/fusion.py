@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Literal
 
-from planner.graph import Op, Program
-from planner.ops.flops import backward_work, op_work
-from planner.ops.record import family_of as record_of
+from planner.language.graph import Op, Program
+from planner.language.ops.flops import backward_work, op_work
+from planner.language.ops.record import family_of as record_of
 from planner.units import DTYPE_BYTES
 from profiles import OpQuery, Profile
 from profiles.lookup.families import MEMORY, family_of

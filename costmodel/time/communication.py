@@ -12,13 +12,13 @@ from math import ceil
 import numpy as np
 
 from costmodel.execution.execution import Execution
-from planner.plan.replication import Replication
+from planner.language.plan.replication import Replication
 from profiles import Group, Profile
 from profiles.profile import Amount
 from profiles.records import ZeroWork
 
 BUCKET_BYTES = 25 * 2**20
-"""Gradients go out in flat messages of about this size (`planner.runtime.step.reduce`)."""
+"""Gradients go out in flat messages of about this size (`planner.runtime.state.reduce`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +218,7 @@ def boundary_seconds(
 ) -> float:
     """Return the transfer of `num_bytes` between stages, `whole_bytes` of them of tensors that
     all tp ranks hold: between nodes each rank sends its part of those, and tp ranks that
-    share a node gather them on arrival (`planner.runtime.step.messages.wiring.sends_pieces`).
+    share a node gather them on arrival (`planner.language.lowering.wiring.sends_pieces`).
     """
     # Pieces pay where the way between stages is slower than the links among tp ranks.
     if not whole_bytes or tp.size == 1 or tp.num_nodes > 1 or pp_group.num_nodes == 1:

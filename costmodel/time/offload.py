@@ -11,8 +11,8 @@ FSDP2 copies shards up as it gathers them and gradients down as it has reduced t
 hide behind compute with their collectives; the update waits for all of them and is bare.
 
 Activations leave while the job after their forward runs and return while the one before their
-backward does (`planner.schedule.timing.offloads`), so a job takes as long as the copies beside it,
-if that is longer.
+backward does (`planner.language.schedule.timing.offloads`), so a job takes as long as the copies
+beside it, if that is longer.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from math import ceil
 
 import numpy as np
 
-from planner.plan import Precision
-from planner.plan.replication import gradient_factor
-from planner.schedule.timing.offloads import Offload
+from planner.language.plan import Precision
+from planner.language.plan.replication import gradient_factor
+from planner.language.schedule.timing.offloads import Offload
 from profiles import Profile
 from profiles.records import StepWork
 

@@ -23,9 +23,9 @@ from costmodel.time.stage_costs.times import RecomputeTimes, RunTimes
 from costmodel.time.tied import tied_seconds
 from costmodel.time.update import RankUpdate
 from costmodel.topology import pipeline_group, replica_mesh, way_out
-from planner.layout.experts import check_experts
-from planner.plan import Plan
-from planner.plan.replication import Replication
+from planner.language.lowering.experts import check_experts
+from planner.language.plan import Plan
+from planner.language.plan.replication import Replication
 from profiles import Group
 
 _UPDATED = ("param_bytes", "num_params", "spread_bytes", "num_spread")

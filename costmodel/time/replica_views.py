@@ -19,7 +19,7 @@ from itertools import accumulate
 
 from costmodel.cache import CostCache
 from planner.errors import PlanError
-from planner.plan import Plan
+from planner.language.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,8 @@ import numpy as np
 
 from planner.deadline import check_time
 from planner.errors import ScheduleError
-from planner.schedule import SteadySchedule, build_schedule, steady_schedule
-from planner.schedule.jobs import JobKind, Schedule
+from planner.language.schedule import SteadySchedule, build_schedule, steady_schedule
+from planner.language.schedule.jobs import JobKind, Schedule
 
 _KINDS = {
     JobKind.FORWARD: 0,
@@ -236,7 +236,7 @@ def simulate(
     it is shorter: what is copied beside it.
 
     Raises ScheduleError when times are given for another number of stages, or when the
-    table never ends (`planner.schedule.validate_schedule` says where).
+    table never ends (`planner.language.schedule.validate_schedule` says where).
     """
     table = schedule if isinstance(schedule, JobTable) else build_job_table(schedule)
     schedule = table.schedule

@@ -14,8 +14,8 @@ rows of others.
 from __future__ import annotations
 
 from costmodel.time.offload import copy_seconds
-from planner.graph import Program
-from planner.graph.tables import TABLE_LOOKUP
+from planner.language.graph import Program
+from planner.language.graph.tables import TABLE_LOOKUP
 from planner.units import DTYPE_BYTES
 from profiles import Profile
 from profiles.hosts import REACHED_FRACTION

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from costmodel.cache import CostCache
 from costmodel.topology import pair_group, way_out
-from planner.graph import ModelGraph
-from planner.layout.placements import Placements
-from planner.plan import Plan
-from planner.plan.replication import Replication
-from planner.runtime.step.messages.wiring import block_placements, param_placements
+from planner.language.graph import ModelGraph
+from planner.language.layout.placements import Placements
+from planner.language.lowering.wiring import block_placements, param_placements
+from planner.language.plan import Plan
+from planner.language.plan.replication import Replication
 from profiles import Profile
 
 COPIES = 8

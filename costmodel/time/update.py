@@ -3,9 +3,9 @@
     update_s = norm_s + scale_s + optimizer_s        norm_s, scale_s: where gradients are clipped
 
 All three pass over memory. With b bytes of parameters, g the gradient precision factor and
-z the shards (`planner.plan.replication`), a rank reads and writes g b / z bytes of masters,
-gradients and AdamW's two moments. In bf16 the new masters are cast down to the weights as well.
-Where the optimizer is on the host, the host makes the step (`costmodel.time.offload`).
+z the shards (`planner.language.plan.replication`), a rank reads and writes g b / z bytes of
+masters, gradients and AdamW's two moments. In bf16 the new masters are cast down to the weights as
+well. Where the optimizer is on the host, the host makes the step (`costmodel.time.offload`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from costmodel.time.clipping import ClipSeconds, clip_seconds
 from costmodel.time.offload import host_step_seconds
-from planner.plan import Precision
-from planner.plan.replication import Replication, gradient_factor
+from planner.language.plan import Precision
+from planner.language.plan.replication import Replication, gradient_factor
 from profiles import Profile
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import profiles
 import search
 from costmodel import estimate
-from planner.graph.capture_cache import load_graph
-from planner.plan import load_plan, save_plan
+from planner.capture.source.capture_cache import load_graph
+from planner.language.plan import load_plan, save_plan
 from planner.units import format_bytes, format_seconds
 
 EXAMPLES = Path(__file__).resolve().parents[1] if "__file__" in globals() else Path("..").resolve()

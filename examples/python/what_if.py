@@ -16,7 +16,7 @@ import pandas as pd
 import plotly.express as px
 
 import profiles
-from planner.graph.capture_cache import load_graph
+from planner.capture.source.capture_cache import load_graph
 from search.report.what_if import Case, Explorer
 
 EXAMPLES = Path(__file__).resolve().parents[1] if "__file__" in globals() else Path("..").resolve()

@@ -7,7 +7,7 @@ argument as an affine function of the microbatch size, without symbolic shapes a
 alignment that fails names the op and the user's line (`diagnose`). Another precision than the
 model's own is another capture, of the cast model (`precision`). In the merged list of ops attention
 is told of its masks where they are recognised (`masks`); it is then cut into a preamble and a chain
-of blocks (`planner.graph.blocks`).
+of blocks (`planner.capture.blocks`).
 """
 
 from planner.capture.module import (
@@ -17,7 +17,7 @@ from planner.capture.module import (
     capture_module,
     capture_source,
 )
-from planner.graph.model_file import ModelSource, load_model_file
+from planner.capture.source.model_file import ModelSource, load_model_file
 
 __all__ = [
     "ModelSource",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from planner.capture.blocks import RawGraph, RawOp
 from planner.capture.record import Exported
 from planner.errors import CaptureError
-from planner.graph import Affine, Op, Size, TensorMeta
-from planner.graph.blocks import RawGraph, RawOp
+from planner.language.graph import Affine, Op, Size, TensorMeta
 
 # Two sizes above one: a size of one would be specialised (broadcast, squeeze) by PyTorch.
 BATCH_SIZES = (2, 3)

@@ -26,14 +26,14 @@ from planner.capture.checks.on_meta import OnMeta
 from planner.capture.checks.rehearsal import Rehearsal, rehearse
 from planner.capture.diagnose import explain
 from planner.capture.flex import flex_written_out
+from planner.capture.modes.precision import MixedDtypes
 from planner.capture.opaque import OpaqueModules
-from planner.capture.precision import MixedDtypes
 from planner.capture.read import Reader
 from planner.capture.record import Exported
 from planner.capture.repeats.trace import Trace, noted_forward, trace_forward
 from planner.collector import no_gc
 from planner.errors import CaptureError, ModelError
-from planner.graph.batch import Tree, call_with_batch, loss_of, unflatten_batch
+from planner.language.graph.batch import Tree, call_with_batch, loss_of, unflatten_batch
 
 
 def meta_copy(module: torch.nn.Module) -> torch.nn.Module:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from planner.across import with_whole_values
 from planner.capture.align import BATCH_SIZES, align
+from planner.capture.blocks import RawGraph, build_graph
 from planner.capture.checks.any_size import refuse_other_sizes, shapes_of
 from planner.capture.checks.hooks import refuse_lost
 from planner.capture.checks.kept_calls import KeptCalls
@@ -17,20 +17,26 @@ from planner.capture.checks.on_meta import StaysOnMeta
 from planner.capture.diagnose import first_line, user_line
 from planner.capture.export import export_batch, meta_copy, rehearse_batch, run_on_meta, trace_batch
 from planner.capture.masks import with_told_masks
+from planner.capture.modes.precision import cast_parameters
 from planner.capture.norms import with_told_momentum, without_sync
 from planner.capture.opaque import OpaqueModules
-from planner.capture.precision import cast_parameters
+from planner.capture.outside import outside_bytes
 from planner.capture.repeats.in_part import capture_in_part, long_lists
+from planner.capture.source.model_file import ModelSource
+from planner.capture.source.users_modules import users_modules
 from planner.capture.units import capture_by_units
 from planner.errors import CaptureError, ModelError
-from planner.graph import SAMPLE, ModelGraph, Unit
-from planner.graph.batch import Tree, classes_in, difference, flatten_batch, unflatten_batch
-from planner.graph.batch_classes import importable
-from planner.graph.blocks import RawGraph, build_graph
-from planner.graph.model_file import ModelSource
-from planner.graph.users_modules import users_modules
-from planner.plan import Precision
-from planner.runtime.state.outside import outside_bytes
+from planner.language.across import with_whole_values
+from planner.language.graph import SAMPLE, ModelGraph, Unit
+from planner.language.graph.batch import (
+    Tree,
+    classes_in,
+    difference,
+    flatten_batch,
+    unflatten_batch,
+)
+from planner.language.graph.batch_classes import importable
+from planner.language.plan import Precision
 
 
 def capture_source(
@@ -117,7 +123,7 @@ def capture_module(
 
     Where samples belong together these are two and three units of them. The module may hold real
     or meta tensors; it is not changed, and its weights are not copied. Precision "bf16" captures it
-    cast (see `planner.capture.precision`), which is another graph with another fingerprint.
+    cast (see `planner.capture.modes.precision`), which is another graph with another fingerprint.
 
     Raises CaptureError when it can't be captured at all, or not as a function of the batch size;
     ModelError when the batches do not fit.

@@ -13,7 +13,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from planner.plan.batch_statistics import CUMULATIVE
+from planner.language.across.cut.batch_statistics import CUMULATIVE
 
 Module = TypeVar("Module", bound=nn.Module)
 

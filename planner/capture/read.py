@@ -26,9 +26,9 @@ from planner.capture.writes import (
     without_out,
 )
 from planner.errors import CaptureError
-from planner.graph import Op, Ref, Symbol, TensorMeta, map_refs
-from planner.graph.function_keys import AUTOGRAD_FUNCTION
-from planner.graph.module_keys import OPAQUE_MODULE
+from planner.language.graph import Op, Ref, Symbol, TensorMeta, map_refs
+from planner.language.graph.function_keys import AUTOGRAD_FUNCTION
+from planner.language.graph.module_keys import OPAQUE_MODULE
 
 # Values of small constants made inside forward are kept in the graph; larger ones are
 # almost always weights that were not registered.

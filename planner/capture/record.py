@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from planner.capture.blocks import RawOp
 from planner.capture.diagnose import node_line, source_line
 from planner.errors import CaptureError
-from planner.graph import Op, TensorMeta, iter_refs
-from planner.graph.blocks import RawOp
+from planner.language.graph import Op, TensorMeta, iter_refs
 
 _WITHOUT_GRADIENT = frozenset(
     (

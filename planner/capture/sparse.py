@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from planner.graph import Op, TensorMeta
-from planner.graph.blocks import RawOp
-from planner.graph.tables import can_have_rows, is_sparse_lookup
+from planner.capture.blocks import RawOp
+from planner.language.graph import Op, TensorMeta
+from planner.language.graph.tables import can_have_rows, is_sparse_lookup
 
 _PLACE_OF_SPARSE = {
     "aten.embedding": 4,

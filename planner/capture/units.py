@@ -1,11 +1,11 @@
 """Which samples of a model's batch belong together: found by captures of other units.
 
 Captured with each sample on its own, a model that computes inside groups of samples fails (three
-samples make no pairs), or has findings (`planner.across`) on an op that takes some samples apart
-from others. What fails or is found names the sizes to try: the numbers in the message, or those of
-the op. A model is captured once for each size; how its samples lie (`Unit.runs`) changes nothing of
-the graph, and is tried on it; first of all with samples as the script counts them, which may be
-pairs already. The first unit by which no op mixes units is the model's.
+samples make no pairs), or has findings (`planner.language.across`) on an op that takes some samples
+apart from others. What fails or is found names the sizes to try: the numbers in the message, or
+those of the op. A model is captured once for each size; how its samples lie (`Unit.runs`) changes
+nothing of the graph, and is tried on it; first of all with samples as the script counts them, which
+may be pairs already. The first unit by which no op mixes units is the model's.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import replace
 from math import lcm
 from typing import TypeVar
 
-from planner.across import Finding, across_samples
 from planner.capture.align import UnlikeExports
 from planner.capture.diagnose import causes, depends_on_values
 from planner.errors import CaptureError, ModelError, PlannerError
-from planner.graph import Affine, ModelGraph, Op, Program, Unit
+from planner.language.across import Finding, across_samples
+from planner.language.graph import Affine, ModelGraph, Op, Program, Unit
 
 _MOST = 64
 """Samples of the largest unit that is tried."""

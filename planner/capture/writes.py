@@ -18,7 +18,7 @@ import torch
 from planner.capture.diagnose import node_line
 from planner.capture.record import Recorder, is_view
 from planner.errors import CaptureError
-from planner.graph import Op, Ref, TensorMeta
+from planner.language.graph import Op, Ref, TensorMeta
 
 Env = dict[torch.fx.Node, Any]
 

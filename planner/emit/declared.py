@@ -1,4 +1,4 @@
-"""What an emitter expresses, from the declaration of its stack (`planner.stacks`).
+"""What an emitter expresses, from the declaration of its stack (`planner.language.stacks`).
 
 An emitter adds to it words: the option that says each feature, and what a user may accept instead.
 """
@@ -11,8 +11,8 @@ from functools import partial
 from planner.emit.emitter import Rule
 from planner.emit.view import PlanView
 from planner.errors import PlanError
-from planner.stacks import Stack, rules
-from planner.stacks.tensor_parallel import UsualTp
+from planner.language.stacks import Stack, rules
+from planner.language.stacks.tensor_parallel import UsualTp
 
 _Why = Callable[[Stack, PlanView], str]
 

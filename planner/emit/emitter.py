@@ -14,9 +14,9 @@ from difflib import get_close_matches
 from planner.emit.features import WHOLE_BATCH, plan_features, used_features
 from planner.emit.view import PlanView
 from planner.errors import PlanError
-from planner.plan import OURS
-from planner.plan.whole_batch import graph_under
-from planner.stacks import stack_named
+from planner.language.across.cut.whole_batch import graph_under
+from planner.language.plan import OURS
+from planner.language.stacks import stack_named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +98,8 @@ def register_emitter(emitter: Emitter) -> Emitter:
 
 
 def find_emitter(name: str) -> Emitter:
-    """Return the emitter of a name, or of another name of its stack (`planner.stacks`); raise
-    PlanError naming the valid and the nearest ones.
+    """Return the emitter of a name, or of another name of its stack (`planner.language.stacks`);
+    raise PlanError naming the valid and the nearest ones.
     """
     stack = stack_named(name)
     name = name if stack is None else stack.name

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from planner.layout.axes import degree_names
-from planner.plan import Plan
-from planner.schedule import loop_placement
+from planner.language.layout.axes import degree_names
+from planner.language.plan import Plan
+from planner.language.schedule import loop_placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

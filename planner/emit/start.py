@@ -13,7 +13,7 @@ import shlex
 from planner.emit.emitter import Rule
 from planner.emit.features import plan_features
 from planner.emit.view import PlanView
-from planner.layout.axes import FOLDED
+from planner.language.layout.axes import FOLDED
 
 NODE_SETTINGS = (
     "# Node 0 is at MASTER_ADDR; every node runs this script with its own NODE_RANK.",

@@ -12,14 +12,15 @@ from functools import cached_property
 from math import ceil
 
 from planner.errors import PlanError
-from planner.graph import ModelGraph
-from planner.plan import Plan, StagePlan
-from planner.plan.node_runs import NodeRun, node_runs
-from planner.schedule import Schedule, schedule_of
-from planner.stacks.layered import LayeredModel
-from planner.stacks.stack import CpKind, ExpertsOnTp, Recomputed
-from planner.stacks.tensor_parallel import LaidOut
-from planner.stacks.transformer_graph import Sizes, sizes_of, usual_dims
+from planner.language.graph import ModelGraph
+from planner.language.plan import Plan, StagePlan
+from planner.language.plan.node_runs import NodeRun, node_runs
+from planner.language.plan.schedule_of import schedule_of
+from planner.language.schedule import Schedule
+from planner.language.stacks.layered import LayeredModel
+from planner.language.stacks.stack import CpKind, ExpertsOnTp, Recomputed
+from planner.language.stacks.tensor_parallel import LaidOut
+from planner.language.stacks.transformer_graph import Sizes, sizes_of, usual_dims
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

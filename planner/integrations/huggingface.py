@@ -39,10 +39,10 @@ from transformers.trainer_utils import (
 )
 
 from planner.errors import PlanError
-from planner.loss_weight import count_tokens
-from planner.plan import Plan, load_plan
-from planner.runtime.data.loader import Loader
-from planner.runtime.start.apply import apply_plan
+from planner.language.plan import Plan, load_plan
+from planner.runtime.apply import apply_plan
+from planner.runtime.batches.count_tokens import count_tokens
+from planner.runtime.batches.loader import Loader
 from planner.runtime.step.engine import Engine
 
 _STATE = "trainer_state.json"

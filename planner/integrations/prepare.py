@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from planner.data import OwnPart
 from planner.errors import PlanError
-from planner.graph.batch import flatten_batch, unflatten_batch
-from planner.plan import Plan
-from planner.runtime.data.loader import Loader
-from planner.runtime.start.apply import apply_plan
+from planner.language.graph.batch import flatten_batch, unflatten_batch
+from planner.language.plan import Plan
+from planner.runtime.apply import apply_plan
+from planner.runtime.batches.loader import Loader
+from planner.runtime.batches.sampler import OwnPart
 from planner.runtime.step.engine import Engine
 
 

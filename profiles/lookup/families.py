@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from math import ceil, log2, prod
 
-from planner.ops import record
-from planner.ops.record import packet_of
+from planner.language.ops import record
+from planner.language.ops.record import packet_of
 from profiles.records import OpQuery, PaceKind
 
 MATMUL = "matmul"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
-from planner.graph import Ref
+from planner.language.graph import Ref
 from planner.units import GIB, KIB, MIB
 from profiles.measure.probes import CollectiveProbe, OpProbe, float8_probe, meta, plain_probe
 from profiles.records import COLLECTIVE_KINDS, Group

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from planner.errors import ProfileError
-from planner.graph import ModelGraph
+from planner.language.graph import ModelGraph
 from profiles.lookup.topology import groups_to_measure
 from profiles.measure.grid import base_probes, collective_probes, standard_grid
 from profiles.measure.nodes.launchers import ClusterLauncher, Launcher, LocalLauncher, join, serve

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from planner.graph import Op, Program, Ref, Symbol, TensorMeta, map_refs, to_json
-from planner.ops.flops import backward_work, op_work
+from planner.language.graph import Op, Program, Ref, Symbol, TensorMeta, map_refs, to_json
+from planner.language.ops.flops import backward_work, op_work
 from profiles.lookup.families import BLOCK_TARGET, canonical_shapes
 from profiles.records import CollectiveKind, Direction, Group, OpQuery
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from planner.errors import ProfileError
-from planner.runtime.start.groups.alike import differences
+from planner.runtime.process.groups.alike import differences
 from planner.units import GIB
 from profiles.lookup.families import pace_kind
 from profiles.lookup.op_model import record_key

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from planner.graph import ModelGraph, Op, Program, TensorMeta
-from planner.layout.placement import Placement
-from planner.ops.call import local_shape
-from planner.ops.flops import op_work
-from planner.ops.registry import local_ops, strategies
+from planner.language.graph import ModelGraph, Op, Program, TensorMeta
+from planner.language.layout.placement import Placement
+from planner.language.ops.call import local_shape
+from planner.language.ops.flops import op_work
+from planner.language.ops.registry import local_ops, strategies
 from profiles.measure.probes import BlockProbe, OpProbe, block_probe, probe_of
 
 MICROBATCH_SIZES = (1, 2, 4, 8)

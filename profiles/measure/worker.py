@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from planner.nodes.interface import take_interface
-from planner.runtime.start.device import p2p_needs_own_groups
-from planner.runtime.start.groups.gloo_threads import put_socket_threads_last
-from planner.runtime.start.process.cores import available_cores, own_cores, stay_on
-from planner.runtime.start.process.heap import keep_freed_memory
+from planner.runtime.process.device import p2p_needs_own_groups
+from planner.runtime.process.groups.gloo_threads import put_socket_threads_last
+from planner.runtime.process.host.cores import available_cores, own_cores, stay_on
+from planner.runtime.process.host.heap import keep_freed_memory
 from profiles.lookup.memory import allocator_overheads, load_training, used_bytes
 from profiles.measure.driver import clock_state, driver_version
 from profiles.measure.timing.clock import Clock, Pace, settle_clocks

@@ -1,9 +1,9 @@
 """By how much copies of activations lengthen a rank's jobs, without simulating its table.
 
 Beside which jobs copies run follows from the order of a row alone
-(`planner.schedule.timing.offloads`), and a job takes as long as the longest of its own work and the
-two copies beside it. With n jobs of a kind that take t each beside copies of `down` and `up`
-seconds, a row is longer than its jobs by
+(`planner.language.schedule.timing.offloads`), and a job takes as long as the longest of its own
+work and the two copies beside it. With n jobs of a kind that take t each beside copies of `down`
+and `up` seconds, a row is longer than its jobs by
 
     sum over kinds of  n max(0, max(down, up) - t)
 
@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from planner.schedule import Job, JobKind
-from planner.schedule.timing.offloads import Offload
+from planner.language.schedule import Job, JobKind
+from planner.language.schedule.timing.offloads import Offload
 
 BySeconds = Mapping[JobKind, Any]
 """Seconds of a job of each kind, by stage."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from costmodel.time.stage_costs.load import StageLoad
-from planner.plan import Recompute
+from planner.language.plan import Recompute
 from search.bounds.exchange import LeastExchange
 from search.bounds.round_trips import ZeroBubbleBound
 from search.partition.chain_problem import Floats

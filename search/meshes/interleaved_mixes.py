@@ -1,8 +1,9 @@
 """Interleaved stages whose pp ranks have meshes of their own.
 
-All stages of a pp rank share its mesh (`planner.plan`), and their boundaries are as even as blocks
-allow under one of the meshes (`partition/interleaved`). What remains is, for each rank r, a mesh
-and a recompute choice. `Assignments` lists all choices by the bound of their step time, best first:
+All stages of a pp rank share its mesh (`planner.language.plan`), and their boundaries are as even
+as blocks allow under one of the meshes (`partition/interleaved`). What remains is, for each rank r,
+a mesh and a recompute choice. `Assignments` lists all choices by the bound of their step time, best
+first:
 
     f(choices of ranks 0 .. r) = `least_end_s`, with the stages of ranks after r at the least they
                                  take under any choice

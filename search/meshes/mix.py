@@ -19,8 +19,8 @@ import numpy as np
 
 from costmodel.topology import pipeline_group, way_out
 from planner.errors import LayoutError
-from planner.graph import ModelGraph
-from planner.plan import Plan
+from planner.language.graph import ModelGraph
+from planner.language.plan import Plan
 from search.bounds.round_trips import pipeline_line
 from search.branch_and_bound import EvaluatedPlan
 from search.candidates import Candidates

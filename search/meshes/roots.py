@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import permutations, product
 
-from planner.layout import axes
-from planner.layout.axes import Degrees, OwnSizes
+from planner.language.layout import axes
+from planner.language.layout.axes import Degrees, OwnSizes
 from profiles.groups import DeviceGroup
 from search.branch_and_bound import BEATEN, Node, Wave
 from search.meshes.interleaved_mixes import InterleavedMixNode, even_mixes

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from planner.deadline import check_time
 from planner.errors import LayoutError
-from planner.graph import Op, Program, TensorMeta
-from planner.layout.placement import OpSharding, Partial, Placement, Replicate
-from planner.stacks.tensor_parallel import Dims, dim_of
+from planner.language.graph import Op, Program, TensorMeta
+from planner.language.layout.placement import OpSharding, Partial, Placement, Replicate
+from planner.language.stacks.tensor_parallel import Dims, dim_of
 from search.op_layout.block_prices import STATE_FACTOR, BoundClass, Floats, OpSignature, Prices
 from search.op_layout.block_problem import BlockProblem, Boundary, ReshardEdge, Variable, at_rest
 from search.op_layout.reshard_edges import (

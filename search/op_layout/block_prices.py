@@ -18,16 +18,16 @@ from numpy.typing import NDArray
 
 from costmodel.time.block.compute import gather_seconds, op_seconds
 from planner.deadline import check_time
-from planner.graph import Op, Program, TensorMeta
-from planner.layout.placement import Placement, Shard
-from planner.layout.redistribution.redistribute import (
+from planner.language.graph import Op, Program, TensorMeta
+from planner.language.layout.placement import Placement, Shard
+from planner.language.layout.redistribution.redistribute import (
     GATHER_SAMPLES,
     goes_back,
     inner_collectives,
 )
-from planner.ops.call import local_shape
-from planner.ops.record import family_of
-from planner.ops.registry import local_ops, strategies_of, without_names
+from planner.language.ops.call import local_shape
+from planner.language.ops.record import family_of
+from planner.language.ops.registry import local_ops, strategies_of, without_names
 from profiles import Group, Profile
 from search.op_layout.reshard_edges import MOVES, Dims, EdgePattern, Strategies, shared_strategies
 
@@ -44,7 +44,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OpSignature:
-    """Ops that differ in names alone, as `planner.ops.registry.without_names` gives them.
+    """Ops that differ in names alone, as `planner.language.ops.registry.without_names` gives them.
 
     `is_owned` says of each input whether it is a parameter that no other op uses.
     """

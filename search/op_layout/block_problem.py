@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.graph import Program
-from planner.layout.placement import OpSharding, Partial, Placement, Replicate
-from planner.plan import ClassLayout
+from planner.language.graph import Program
+from planner.language.layout.placement import OpSharding, Partial, Placement, Replicate
+from planner.language.plan import ClassLayout
 
 Boundary = Mapping[tuple[int, str], Placement]
 """Placements of what blocks hand to each other, by (class, tensor); Replicate unless named."""

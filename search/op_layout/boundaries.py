@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from planner.graph import ModelGraph
-from planner.layout.placement import Placement, Shard
+from planner.language.graph import ModelGraph
+from planner.language.layout.placement import Placement, Shard
 
 
 def boundary_options(graph: ModelGraph, tp: int) -> list[dict[tuple[int, str], Placement]]:

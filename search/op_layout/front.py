@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from planner.plan import ClassLayout
+from planner.language.plan import ClassLayout
 from search.op_layout.block_problem import BlockProblem, Choice, read_layouts
 
 # Corners found twice differ by rounding.

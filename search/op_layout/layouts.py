@@ -23,11 +23,11 @@ import numpy as np
 
 from costmodel.topology import group_along
 from planner.errors import ProfileError
-from planner.graph import ModelGraph, Program
-from planner.layout.axes import Degrees
-from planner.layout.placement import Placement
-from planner.ops.registry import segment_counts, strategies
-from planner.stacks.tensor_parallel import UsualTp
+from planner.language.graph import ModelGraph, Program
+from planner.language.layout.axes import Degrees
+from planner.language.layout.placement import Placement
+from planner.language.ops.registry import segment_counts, strategies
+from planner.language.stacks.tensor_parallel import UsualTp
 from profiles import Profile
 from search.op_layout.block_build import build_block_problems
 from search.op_layout.block_prices import BoundClass, OpSeconds, OpSignature, Prices

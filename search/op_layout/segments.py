@@ -19,7 +19,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.layout.placement import Placement, Shard
+from planner.language.layout.placement import Placement, Shard
 from search.op_layout.reshard_edges import Strategies, shared_strategies
 
 Kept = frozenset[tuple[int, Placement]]

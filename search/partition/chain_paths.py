@@ -7,7 +7,7 @@ included, and `start` what is loaded before the first job:
 
     path = start + forward part of before + m t + wait + end
 
-    wait    by the round trips that the schedule states (`planner.schedule.job_order`)
+    wait    by the round trips that the schedule states (`planner.language.schedule.job_order`)
             unknown             0
             first and last      max(0, after - k f) + max(0, after - k b)
                                 with k = min(m, warmup(s)) - 1: the first backward returns
@@ -46,7 +46,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.deadline import check_time
-from planner.schedule import RoundTrips
+from planner.language.schedule import RoundTrips
 from search.bounds.copied_jobs import extra_s, seconds_by_kind
 from search.partition.chain_problem import ChainProblem, Flags, Floats, RankLimit
 from search.partition.chain_windows import Window

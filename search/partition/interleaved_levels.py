@@ -21,7 +21,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.plan import Recompute
+from planner.language.plan import Recompute
 from search.partition.chain_problem import Flags, Floats
 from search.stages.partial_recompute import PartialRecompute
 from search.stages.stage_table import StageTable

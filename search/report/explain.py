@@ -14,8 +14,8 @@ from math import floor
 from typing import Any
 
 from planner.errors import LayoutError
-from planner.graph import ModelGraph
-from planner.plan import Plan
+from planner.language.graph import ModelGraph
+from planner.language.plan import Plan
 from planner.units import GIB, KIB, MIB
 from profiles import Profile
 from search.branch_and_bound import Progress

@@ -8,7 +8,7 @@ from functools import partial
 
 from costmodel.topology import group_along, pipeline_group
 from planner.cluster import ClusterSpec, Link
-from planner.plan import Plan
+from planner.language.plan import Plan
 from profiles import Group
 
 

@@ -15,9 +15,9 @@ from costmodel.estimate import plan_job_seconds
 from costmodel.time.step_path import StepPath
 from costmodel.uncertainty import Interval, MemoryInterval, memory_interval
 from costmodel.utilization import model_flop_utilization, product_dtype
-from planner.graph import ModelGraph
-from planner.graph.batch import tokens_per_sample
-from planner.plan import Plan
+from planner.language.graph import ModelGraph
+from planner.language.graph.batch import tokens_per_sample
+from planner.language.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,9 +17,9 @@ from itertools import product
 from costmodel.memory.bound import OnHost
 from planner.deadline import is_late
 from planner.errors import LayoutError
-from planner.graph import ModelGraph
-from planner.graph.batch import tokens_per_sample
-from planner.plan import Plan
+from planner.language.graph import ModelGraph
+from planner.language.graph.batch import tokens_per_sample
+from planner.language.plan import Plan
 from planner.units import HOUR_S
 from profiles import Profile
 from search.branch_and_bound import Progress

@@ -15,8 +15,8 @@ from itertools import combinations
 
 from planner.deadline import OutOfTime, check_time
 from planner.errors import LayoutError
-from planner.graph import ModelGraph
-from planner.plan import Plan, Precision
+from planner.language.graph import ModelGraph
+from planner.language.plan import Plan, Precision
 from planner.units import GIB
 from profiles import Profile
 from search.branch_and_bound import Progress

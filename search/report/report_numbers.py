@@ -12,9 +12,9 @@ from costmodel.estimate import slowest_price
 from costmodel.memory.exact.over_time import MemoryMoment, memory_over_time
 from costmodel.time.roofline import RooflinePoint, roofline_points
 from costmodel.uncertainty import Interval
-from planner.graph import ModelGraph
-from planner.layout.axes import lowered_axes
-from planner.plan import Plan
+from planner.language.graph import ModelGraph
+from planner.language.layout.axes import lowered_axes
+from planner.language.plan import Plan
 from planner.timeline import RankTimeline
 from search.report.network import NetworkView, find_network
 from search.report.overview import Overview, find_overview

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.deadline import check_time
-from planner.graph import ModelGraph
-from planner.plan import Plan
+from planner.language.graph import ModelGraph
+from planner.language.plan import Plan
 from profiles import Profile
 from search.candidates import CandidatesOf
 from search.find_plan import search_among

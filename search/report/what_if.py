@@ -23,9 +23,9 @@ from typing import Any
 
 from costmodel.uncertainty import MemoryInterval, plan_memory_interval
 from planner.errors import LayoutError, PlannerError
-from planner.graph import ModelGraph
-from planner.graph.batch import tokens_per_sample
-from planner.plan import Plan, Precision
+from planner.language.graph import ModelGraph
+from planner.language.graph.batch import tokens_per_sample
+from planner.language.plan import Plan, Precision
 from planner.units import DAY_S
 from profiles import Profile
 from profiles.link_rates import with_link_rate

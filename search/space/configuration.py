@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
-from planner.layout.axes import Degrees
-from planner.plan import Recompute
-from planner.plan.replication import Replication
-from planner.plan.spelled import spell_choices
-from planner.schedule import JobOrder, find_schedule
+from planner.language.layout.axes import Degrees
+from planner.language.plan import Recompute
+from planner.language.plan.replication import Replication
+from planner.language.plan.spelled import spell_choices
+from planner.language.schedule import JobOrder, find_schedule
 
 RECOMPUTE_CHOICES: tuple[Recompute, ...] = ("none", "selective", "full")
 

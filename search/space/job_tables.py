@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from costmodel.time.simulate import job_table
 from planner.deadline import check_time
-from planner.schedule import find_schedule, in_flight, in_flight_per_stage
-from planner.schedule.jobs import JobKind
-from planner.schedule.timing.offloads import Offload, offloads_of
+from planner.language.schedule import find_schedule, in_flight, in_flight_per_stage
+from planner.language.schedule.jobs import JobKind
+from planner.language.schedule.timing.offloads import Offload, offloads_of
 from search.bounds.copied_jobs import CopiedRow
 from search.space.configuration import Configuration
 
@@ -47,7 +47,7 @@ class LiveMicrobatches:
 
     def most_kept(self, kept_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the most that each rank keeps at once (level, rank), as
-        `planner.schedule.most_kept`, if a microbatch keeps so many bytes (level, stage).
+        `planner.language.schedule.most_kept`, if a microbatch keeps so many bytes (level, stage).
         """
         # (level, stage) @ (stage, state): the fullest state of each rank counts.
         most = [(kept_bytes[:, stages] @ live.T).max(axis=1) for stages, live in self.by_rank]

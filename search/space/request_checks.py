@@ -9,21 +9,21 @@ from typing import cast
 
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
-from planner.graph import ModelGraph, Unit
-from planner.graph.called_modules import called_whole
-from planner.graph.encoder_decoder import first_decoder_block
-from planner.layout.axes import AXES, Degrees, axis_names, batch_axes, lowered_axes
-from planner.plan import Recompute
-from planner.plan.defaults import check_balance
-from planner.plan.whole_batch import (
+from planner.language.across.cut.whole_batch import (
     NOTHING_ACROSS,
     Across,
     one_microbatch,
     spell_accept,
     stays_whole,
 )
-from planner.schedule import find_schedule
-from planner.stacks import Expressed
+from planner.language.graph import ModelGraph, Unit
+from planner.language.graph.called_modules import called_whole
+from planner.language.graph.encoder_decoder import first_decoder_block
+from planner.language.layout.axes import AXES, Degrees, axis_names, batch_axes, lowered_axes
+from planner.language.lowering.defaults import check_balance
+from planner.language.plan import Recompute
+from planner.language.schedule import find_schedule
+from planner.language.stacks import Expressed
 from search.request import SearchRequest
 
 
@@ -37,8 +37,8 @@ def validate_request(
 ) -> None:
     """Raise LayoutError for choices that cannot go together, with what to try.
 
-    `across` keeps the batch whole (`planner.plan.whole_batch`); `expressed` is what the stack
-    expresses that plans are for.
+    `across` keeps the batch whole (`planner.language.across.cut.whole_batch`); `expressed` is what
+    the stack expresses that plans are for.
     """
     n = request.num_devices
     if expressed is not None:

@@ -18,8 +18,15 @@ from math import prod
 
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
-from planner.graph import ModelGraph
-from planner.layout.axes import (
+from planner.language.across.cut.whole_batch import (
+    NOTHING_ACROSS,
+    Across,
+    one_microbatch,
+    spell_accept,
+    stays_whole,
+)
+from planner.language.graph import ModelGraph
+from planner.language.layout.axes import (
     Axis,
     Degrees,
     batch_axes,
@@ -28,17 +35,10 @@ from planner.layout.axes import (
     rest_axis,
     split_axes,
 )
-from planner.layout.class_layout import MOST
-from planner.plan.replication import why_no_zero
-from planner.plan.whole_batch import (
-    NOTHING_ACROSS,
-    Across,
-    one_microbatch,
-    spell_accept,
-    stays_whole,
-)
-from planner.schedule import DEFAULT_SCHEDULE, find_schedule, searched_schedules
-from planner.stacks import Expressed
+from planner.language.layout.class_layout import MOST
+from planner.language.plan.replication import why_no_zero
+from planner.language.schedule import DEFAULT_SCHEDULE, find_schedule, searched_schedules
+from planner.language.stacks import Expressed
 from search.request import SearchRequest
 from search.space.advice import advised, tried_changes
 from search.space.configuration import RECOMPUTE_CHOICES, Shape
@@ -64,7 +64,7 @@ class Space:
         graph: the model, which some axes can't divide.
         cluster: whose nodes some axes stay in.
         can_split: whether any op of the model can be split in so many pieces.
-        across: what keeps the batch whole (`planner.plan.whole_batch`).
+        across: what keeps the batch whole (`planner.language.across.cut.whole_batch`).
         expressed: what the stack that plans are for expresses; None: everything.
         on_host: what plans have in the host's memory, as features of plans.
         reasons: what was left out, and why.

@@ -25,10 +25,10 @@ from costmodel.memory.bound import NOTHING, OnHost, kept_bytes
 from costmodel.time.block.program import accumulate_seconds
 from costmodel.topology import replica_mesh
 from planner.errors import LayoutError
-from planner.layout.axes import Degrees, lowered_axes, split_axes
-from planner.layout.propagate import propagate_on
-from planner.plan import ClassLayout, Precision
-from planner.stacks import Expressed
+from planner.language.layout.axes import Degrees, lowered_axes, split_axes
+from planner.language.lowering.propagate import propagate_on
+from planner.language.plan import ClassLayout, Precision
+from planner.language.stacks import Expressed
 from search.op_layout.front import Layouts
 from search.op_layout.layouts import LayoutSolver
 from search.space.configuration import Shape

@@ -22,7 +22,7 @@ import numpy as np
 
 from costmodel.time.stage_costs.chain import ChainCosts
 from costmodel.time.stage_costs.runs import Flags, Floats, Indices
-from planner.plan import Recompute
+from planner.language.plan import Recompute
 
 _SLACK = 1e-9
 """Relative: bytes are summed in another order than bounds of whole runs sum them."""

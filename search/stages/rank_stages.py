@@ -19,9 +19,9 @@ from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.stage_costs.replicas import ReplicaPrices, replica_prices
 from costmodel.time.stage_costs.runs import Flags, Floats, Indices
 from costmodel.time.stage_costs.stage_costs import BlockRuns, StageCosts, cut_runs
-from planner.plan import Recompute
-from planner.plan.replication import Replication
-from planner.schedule import RoundTrips, find_schedule
+from planner.language.plan import Recompute
+from planner.language.plan.replication import Replication
+from planner.language.schedule import RoundTrips, find_schedule
 from profiles import Group
 from search.partition.chain_problem import LeastNeeds, Line, RankLimit
 from search.partition.chain_windows import Part, RunKinds, Window

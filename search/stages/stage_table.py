@@ -23,10 +23,10 @@ from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.stage_costs.runs import Floats, RunLoads
 from costmodel.time.stage_costs.stage_costs import BlockRuns, StageCosts
 from costmodel.topology import pipeline_group
-from planner.graph import ModelGraph
-from planner.layout.axes import Degrees
-from planner.plan import ClassLayout, Precision, Recompute
-from planner.plan.replication import Replication, gradient_factor
+from planner.language.graph import ModelGraph
+from planner.language.layout.axes import Degrees
+from planner.language.plan import ClassLayout, Precision, Recompute
+from planner.language.plan.replication import Replication, gradient_factor
 from profiles import Group, Profile
 from search.partition.chain_windows import Repetition, RunKinds, Window
 from search.space.configuration import Configuration, Shape

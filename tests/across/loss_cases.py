@@ -22,11 +22,11 @@ from torch import Tensor
 from planner import OwnPart, apply
 from planner.capture import capture_module
 from planner.errors import LayoutError, PlanError, PlannerError
-from planner.graph.batch import call_with_batch, loss_of
-from planner.plan.batch_statistics import BatchStatisticsWarning
-from planner.plan.defaults import default_plan
-from planner.plan.whole_batch import refuse_cut
-from planner.runtime.start.groups.mesh import build_mesh
+from planner.language.across.cut.batch_statistics import BatchStatisticsWarning
+from planner.language.across.cut.whole_batch import refuse_cut
+from planner.language.graph.batch import call_with_batch, loss_of
+from planner.language.lowering.defaults import default_plan
+from planner.runtime.process.groups.mesh import build_mesh
 from planner.runtime.step.engine import Engine
 from tests.across.random_losses import RandomProgram, random_program
 

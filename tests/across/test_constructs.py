@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from planner.across.walk import Finding, across_samples
 from planner.capture.module import capture_module
+from planner.language.across.walk import Finding, across_samples
 from tests.across import constructs
 from tests.across.constructs import ACROSS, ALONE, MADE_WHOLE, NAMED_ALL_THE_SAME, Body, batch
 from tests.referees.batches import cutting_changes, gap_of_engine, used_parts

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from planner.across.buffers import written
-from planner.across.by_rules import by_rules
-from planner.across.follow import follow_program
-from planner.across.losses import _class_loss
-from planner.across.order import _sort
-from planner.across.rows import _repeat
-from planner.across.state import (
+from planner.language.across.buffers import written
+from planner.language.across.by_rules import by_rules
+from planner.language.across.follow import follow_program
+from planner.language.across.losses import _class_loss
+from planner.language.across.order import _sort
+from planner.language.across.rows import _repeat
+from planner.language.across.state import (
     ADDED,
     ANY_ORDER,
     CONSTANT,
@@ -16,13 +16,13 @@ from planner.across.state import (
     SAMPLES,
     SCALED,
     WHOLE,
-    Kind,
     State,
 )
-from planner.across.step import Edit, Step, Walk, handlers_of
-from planner.across.take_and_put import _index_select
-from planner.graph import Affine, Op, Program, Ref, TensorMeta
-from planner.layout.placement import Shard
+from planner.language.across.step import Edit, Step, Walk, handlers_of
+from planner.language.across.take_and_put import _index_select
+from planner.language.graph import Affine, Op, Program, Ref, TensorMeta
+from planner.language.layout.placement import Shard
+from planner.language.plan.accepted import Kind
 
 N = Affine(per_sample=1, fixed=0)
 BATCH = State(rows=Shard(0))
@@ -211,7 +211,7 @@ def test_a_buffer_written_from_samples_and_one_that_moves():
         inputs={"x": (N, 4)},
         buffers={"b": (4,)},
     )
-    assert kinds(moved) == []  # once for a batch: `planner.plan.moved_once`
+    assert kinds(moved) == []  # once for a batch: `planner.language.across.cut.moved_once`
     drawn = walk(
         ("noise", "aten.rand_like.default", (Ref("b"),), (4,)),
         ("y", "aten.mul_.Tensor", (Ref("b"), Ref("noise")), (4,)),

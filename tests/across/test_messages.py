@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import planner
-from planner.across import blocks_across_samples
 from planner.capture.module import capture_module
 from planner.errors import LayoutError, PlanError
-from planner.graph import ModelGraph
-from planner.plan import Plan, load_plan, save_plan
-from planner.plan.accepted import ACCEPTED
-from planner.plan.defaults import default_plan
-from planner.plan.whole_batch import accepted_messages, refuse_cut
+from planner.language.across import blocks_across_samples
+from planner.language.across.cut.whole_batch import accepted_messages, refuse_cut
+from planner.language.graph import ModelGraph
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan, load_plan, save_plan
+from planner.language.plan.accepted import ACCEPTED
 from tests.across import constructs
 from tests.across.constructs import Body, batch
 from tests.referees.batches import used_parts

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planner.across import across_samples, blocks_across_samples
-from planner.graph import ModelGraph
+from planner.language.across import across_samples, blocks_across_samples
+from planner.language.graph import ModelGraph
 from tests.builders import telling_first, tiny_models
 from tests.captures import capture_module, capture_tiny
 from tests.model_matrix import REFUSED, model_matrix

@@ -9,9 +9,9 @@ from collections import Counter
 import pytest
 import torch
 
-from planner.across.walk import across_samples
 from planner.capture.module import capture_module
 from planner.errors import CaptureError
+from planner.language.across.walk import across_samples
 from tests.across.constructs import batch
 from tests.across.random_bodies import random_body
 from tests.referees.batches import cutting_changes, gap_of_engine, used_parts

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from planner.across import across_samples, follows_from_parts, loss_shares
-from planner.across.state import ADDED, SAMPLES, SCALED
 from planner.capture import capture_module
-from planner.graph import ModelGraph, from_json, to_json
-from planner.plan.defaults import default_plan
-from planner.runtime.start.groups.mesh import build_mesh
+from planner.language.across import across_samples, follows_from_parts, loss_shares
+from planner.language.across.state import ADDED, SAMPLES, SCALED
+from planner.language.graph import ModelGraph, from_json, to_json
+from planner.language.lowering.defaults import default_plan
+from planner.runtime.process.groups.mesh import build_mesh
 from planner.runtime.step.engine import Engine
 
 CLASSES = 5

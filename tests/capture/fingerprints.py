@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 from commands.common.inputs import graph_of_plan
-from planner.graph.batch import call_with_batch, loss_of
-from planner.graph.capture_cache import load_graph
-from planner.graph.model_file import load_model_file
-from planner.plan import load_plan, save_plan
-from planner.plan.defaults import default_plan
-from planner.runtime.start.apply import shared_capture
-from planner.runtime.start.groups.mesh import build_mesh
+from planner.capture.source.capture_cache import load_graph
+from planner.capture.source.model_file import load_model_file
+from planner.language.graph.batch import call_with_batch, loss_of
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import load_plan, save_plan
+from planner.runtime.apply import shared_capture
+from planner.runtime.process.groups.mesh import build_mesh
 
 MODEL_FILE = """
 from tests.model_matrix import model_matrix

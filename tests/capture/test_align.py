@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from planner.capture.align import align
+from planner.capture.blocks import RawOp
 from planner.capture.record import Exported
 from planner.errors import CaptureError
-from planner.graph import Affine, Op, Ref, TensorMeta
-from planner.graph.blocks import RawOp
+from planner.language.graph import Affine, Op, Ref, TensorMeta
 
 
 def exported(size: int, *args, target: str = "aten.view.default", **changes) -> Exported:

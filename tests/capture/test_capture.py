@@ -14,11 +14,11 @@ from torch import nn
 
 import planner.capture
 from planner.capture.module import batch_from_spec, capture_module, capture_source
+from planner.capture.source.capture_cache import load_graph
+from planner.capture.source.model_file import load_model_file
 from planner.errors import CaptureError, ModelError
-from planner.graph import Affine, Ref, Symbol, bind_arg, from_json, to_json
-from planner.graph.capture_cache import load_graph
-from planner.graph.model_file import load_model_file
-from planner.plan import batch_spec
+from planner.language.graph import Affine, Ref, Symbol, bind_arg, from_json, to_json
+from planner.language.plan import batch_spec
 from tests import captures
 from tests.builders import (
     PlainGPT,

@@ -14,8 +14,8 @@ from torch import nn
 import planner
 from planner.capture import capture_module
 from planner.errors import CaptureError
-from planner.graph.batch import call_with_batch
-from planner.plan.defaults import default_plan
+from planner.language.graph.batch import call_with_batch
+from planner.language.lowering.defaults import default_plan
 from tests import captures
 from tests.constructs import CONSTRUCTS, Construct, batch
 

@@ -12,7 +12,7 @@ from torch.fx.proxy import TracerBase
 from planner.capture.export import export_batch, meta_copy, rehearse_batch
 from planner.capture.opaque import OpaqueModules
 from planner.errors import CaptureError
-from planner.graph.batch import flatten_batch
+from planner.language.graph.batch import flatten_batch
 
 
 class Tied(nn.Module):

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import (
 from planner.capture import capture_module
 from planner.capture.flex import flex_written_out
 from planner.errors import CaptureError
-from planner.ops.families.products.masked_attention import MASKED
+from planner.language.ops.families.products.masked_attention import MASKED
 from tests.constructs import flex_on_cpu
 
 LENGTH, HEADS = 6, 2

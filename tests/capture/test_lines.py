@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from planner.capture.source.capture_cache import load_graph
 from planner.errors import CaptureError
-from planner.graph import ModelGraph, from_json, to_json
-from planner.graph.capture_cache import load_graph
+from planner.language.graph import ModelGraph, from_json, to_json
 
 MODEL = """
 import torch

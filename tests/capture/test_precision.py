@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from planner.capture import capture_module
-from planner.capture.precision import MixedDtypes, cast_parameters
-from planner.graph.capture_cache import load_graph
-from planner.plan import batch_spec
+from planner.capture.modes.precision import MixedDtypes, cast_parameters
+from planner.capture.source.capture_cache import load_graph
+from planner.language.plan import batch_spec
 from tests.builders import tiny_models
 from tests.capture.test_capture import interpret
 

@@ -19,9 +19,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from planner.capture import capture_module, capture_source
+from planner.capture.source.model_file import ModelSource
 from planner.errors import CaptureError
-from planner.graph.batch import call_with_batch, loss_of
-from planner.graph.model_file import ModelSource
+from planner.language.graph.batch import call_with_batch, loss_of
 from tests.capture.fingerprints import MODEL_FILE
 from tests.model_matrix import REFUSED, model_matrix
 

@@ -11,7 +11,7 @@ from planner.capture.opaque import OpaqueModules
 from planner.capture.read import Reader, portable_histc
 from planner.capture.record import Recorder
 from planner.errors import CaptureError
-from planner.graph import Ref
+from planner.language.graph import Ref
 
 
 class Body(nn.Module):

@@ -9,7 +9,7 @@ import torch
 
 from planner.capture.record import Recorder, is_view
 from planner.errors import CaptureError
-from planner.graph import Ref
+from planner.language.graph import Ref
 
 NODE = SimpleNamespace(meta={"nn_module_stack": {"k": ("user.layers.0@1", "Linear")}})
 

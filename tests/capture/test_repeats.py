@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from planner.capture import capture_module, module
 from planner.capture.export import export_batch
-from planner.graph import ModelGraph
+from planner.language.graph import ModelGraph
 
 WIDTH, LAYERS = 8, 10
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from planner.capture.blocks import RawGraph, RawOp
 from planner.capture.checks.on_meta import OnMeta
 from planner.capture.repeats.expand import NotRepeated, expand
 from planner.capture.repeats.find import PERIODS, Repeat, does_the_same, find_repeat
 from planner.capture.repeats.in_part import capture_in_part, long_lists
 from planner.capture.repeats.trace import Held, Made, Trace, is_tied, layer_lists, trace_forward
-from planner.graph import Op, Ref, TensorMeta
-from planner.graph.blocks import RawGraph, RawOp
+from planner.language.graph import Op, Ref, TensorMeta
 
 LAYERS = 10
 

@@ -1,8 +1,8 @@
 """M25: a table's gradient stays rows only where lookups of sparse=True are all that reads it."""
 
+from planner.capture.blocks import RawOp
 from planner.capture.sparse import dense_where_mixed
-from planner.graph import Op, Ref, TensorMeta
-from planner.graph.blocks import RawOp
+from planner.language.graph import Op, Ref, TensorMeta
 
 
 def tensors(**requires_grad: bool) -> dict[str, TensorMeta]:

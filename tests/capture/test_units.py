@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from planner.across import across_samples
 from planner.capture import capture_source
 from planner.errors import CaptureError, ModelError
-from planner.graph import SAMPLE, Affine, ModelGraph, Size, Unit, from_json, to_json
+from planner.language.across import across_samples
+from planner.language.graph import SAMPLE, Affine, ModelGraph, Size, Unit, from_json, to_json
 from tests.units import (
     NO_UNITS,
     UNITS,

@@ -8,7 +8,7 @@ import torch
 from planner.capture.record import Recorder
 from planner.capture.writes import pure_form, rebind, root_of, substitute, without_out
 from planner.errors import CaptureError
-from planner.graph import Ref
+from planner.language.graph import Ref
 
 aten = torch.ops.aten
 NODE = torch.fx.Graph().placeholder("x")

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import profiles
-from planner.graph.capture_cache import load_graph
-from planner.plan import load_plan, save_plan
-from planner.plan.defaults import default_plan
+from planner.capture.source.capture_cache import load_graph
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import load_plan, save_plan
 from profiles.store import write_profile_file
 
 SEARCH = ("--profile", "h100-sxm5-80gb", "--gpus", "2", "--global-batch", "8")

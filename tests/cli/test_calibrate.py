@@ -7,9 +7,9 @@ import pytest
 
 from costmodel import estimate
 from costmodel.compare import as_rank_timelines
-from planner.graph.capture_cache import load_graph
-from planner.plan import save_plan
-from planner.plan.defaults import default_plan
+from planner.capture.source.capture_cache import load_graph
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import save_plan
 from planner.timeline import save_timeline
 from profiles import load_profile
 

@@ -11,7 +11,7 @@ from commands.common.replan import replanner
 from commands.convert import convert
 from commands.emit import emit
 from planner.errors import LayoutError, PlanError, PlannerError
-from planner.plan import load_plan, save_plan
+from planner.language.plan import load_plan, save_plan
 from tests.emit.views import view_of
 
 # ---- check

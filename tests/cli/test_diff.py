@@ -9,8 +9,8 @@ import pytest
 
 import cli
 from commands.diff import diff
-from planner.plan import load_plan, save_plan
-from planner.plan.diff import patched
+from planner.language.plan import load_plan, save_plan
+from planner.language.plan.diff import patched
 from tests.plan.test_diff import plan_of
 
 
@@ -63,8 +63,8 @@ def test_data_and_a_patch_go_from_the_first_plan_to_the_second(files, capsys, tm
 
 
 def test_with_the_model_parameters_that_move_are_named(planner, write_model, tmp_path, capfd):
-    from planner.graph.capture_cache import load_graph
-    from planner.plan.defaults import default_plan
+    from planner.capture.source.capture_cache import load_graph
+    from planner.language.lowering.defaults import default_plan
 
     path = write_model()
     graph = load_graph(path)

@@ -31,11 +31,11 @@ from costmodel import estimate as estimate_plan
 from costmodel.estimate import cost_cache
 from costmodel.execution import find_execution
 from planner.errors import PlannerError
-from planner.plan import save_plan
-from planner.plan.defaults import default_plan
-from planner.runtime.check.by_block.report import Part, Proof
-from planner.runtime.check.dryrun import DryRun
-from planner.runtime.check.verify import Difference, VerifyReport
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import save_plan
+from planner.runtime.proofs.by_block.report import Part, Proof
+from planner.runtime.proofs.dryrun import DryRun
+from planner.runtime.proofs.verify import Difference, VerifyReport
 from planner.units import GIB
 from profiles import load_profile
 from search import SearchRequest
@@ -205,8 +205,8 @@ def test_dryrun_runs_the_rank_asked_for(plan, monkeypatch, capsys):
         )
 
     monkeypatch.setattr(commands.dryrun, "graph_of_plan", lambda plan, model: None)
-    monkeypatch.setattr("planner.graph.model_file.load_model_file", lambda path: Source())
-    monkeypatch.setattr("planner.runtime.check.dryrun.dry_run", run)
+    monkeypatch.setattr("planner.capture.source.model_file.load_model_file", lambda path: Source())
+    monkeypatch.setattr("planner.runtime.proofs.dryrun.dry_run", run)
     commands.dryrun.dryrun(plan, MODEL, rank=1)
     said = capsys.readouterr().out
     said = " ".join(said.split())
@@ -227,8 +227,8 @@ def test_verify_exits_with_the_verdict(plan, monkeypatch, capsys, times, code):
     report = VerifyReport(num_ranks=2, tolerance=1e-8, parameter=found, notes=("a note",))
     graph = capture_tiny("mlp")
     monkeypatch.setattr(commands.verify, "graph_of_plan", lambda plan, model: graph)
-    monkeypatch.setattr("planner.graph.model_file.load_model_file", lambda model: Source)
-    monkeypatch.setattr("planner.runtime.check.verify.verify", lambda *args, **more: report)
+    monkeypatch.setattr("planner.capture.source.model_file.load_model_file", lambda model: Source)
+    monkeypatch.setattr("planner.runtime.proofs.verify.verify", lambda *args, **more: report)
     assert commands.verify.verify(plan, MODEL) == code
     said = capsys.readouterr().out
     assert ("NOT the same" in said) == bool(code)
@@ -250,11 +250,13 @@ def _proof(*faults: str) -> Proof:
 def test_verify_by_block_says_what_was_proven_and_what_not(plan, monkeypatch, capsys, faults, code):
     """N6: the verdict names the first fault; the others, cuts and what is open stand before it."""
     monkeypatch.setattr(commands.verify, "graph_of_plan", lambda plan, model: None)
-    monkeypatch.setattr("planner.plan.whole_batch.refuse_cut", lambda *args, **more: None)
-    source = SimpleNamespace(path=Path("model.py"), loss_weight=None)
-    monkeypatch.setattr("planner.graph.model_file.load_model_file", lambda path: source)
     monkeypatch.setattr(
-        "planner.runtime.check.by_block.prove.prove", lambda *args, **more: _proof(*faults)
+        "planner.language.across.cut.whole_batch.refuse_cut", lambda *args, **more: None
+    )
+    source = SimpleNamespace(path=Path("model.py"), loss_weight=None)
+    monkeypatch.setattr("planner.capture.source.model_file.load_model_file", lambda path: source)
+    monkeypatch.setattr(
+        "planner.runtime.proofs.by_block.prove.prove", lambda *args, **more: _proof(*faults)
     )
     assert commands.verify.verify(plan, MODEL, by_block=True) == code
     said = capsys.readouterr().out

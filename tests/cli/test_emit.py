@@ -4,8 +4,8 @@ import json
 import stat
 
 from planner.emit import EMITTERS
-from planner.plan import save_plan
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import save_plan
 from planner.plugins import PLUGIN_FILES
 from tests.emit.views import view_of
 
@@ -37,7 +37,7 @@ def test_every_refused_feature_is_a_line(planner, tmp_path):
 
 
 def test_a_model_is_read_where_it_is_needed(planner, tmp_path, write_model):
-    from planner.graph.capture_cache import load_graph
+    from planner.capture.source.capture_cache import load_graph
 
     graph = load_graph(write_model())
     save_plan(default_plan(graph, dp=2, zero_stage=2), tmp_path / "plan.json")

@@ -53,7 +53,7 @@ def test_a_report_that_cannot_be_written_is_no_second_error(planner, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("commands.render.error_report.write_report", full)
-    monkeypatch.setattr("planner.plan.load_plan", lambda path: 1 / 0)
+    monkeypatch.setattr("planner.language.plan.load_plan", lambda path: 1 / 0)
     done = planner("show", "plan.json")
     assert done.code == 3
     assert "ZeroDivisionError" in done.stderr
@@ -65,7 +65,7 @@ def test_a_full_disk_is_not_a_mistake_of_ours(planner, monkeypatch):
     def full(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("planner.plan.load_plan", full)
+    monkeypatch.setattr("planner.language.plan.load_plan", full)
     assert "free some space" in planner("show", "plan.json").complaint
 
 
@@ -74,7 +74,7 @@ def test_an_interrupt_is_130(planner, monkeypatch, interrupt):
     def stop(path):
         raise interrupt
 
-    monkeypatch.setattr("planner.plan.load_plan", stop)
+    monkeypatch.setattr("planner.language.plan.load_plan", stop)
     assert planner("show", "plan.json").code == 130
 
 
@@ -119,9 +119,9 @@ def raise_it():
 )
 def test_a_rank_of_verify_that_fails_is_one_line(planner, tmp_path, forked_ranks, what, says):
     """N3: nothing but that line, whichever rank fails and however."""
-    from planner.graph.capture_cache import load_graph
-    from planner.plan import save_plan
-    from planner.plan.defaults import default_plan
+    from planner.capture.source.capture_cache import load_graph
+    from planner.language.lowering.defaults import default_plan
+    from planner.language.plan import save_plan
 
     path = tmp_path / "model.py"
     path.write_text(VERIFIED.format(what=what))
@@ -134,9 +134,9 @@ def test_a_rank_of_verify_that_fails_is_one_line(planner, tmp_path, forked_ranks
 
 def test_a_rank_that_the_kernel_ends_is_no_mistake_of_ours(planner, tmp_path):
     """One line says who ends a process so; there is nothing to report."""
-    from planner.graph.capture_cache import load_graph
-    from planner.plan import save_plan
-    from planner.plan.defaults import default_plan
+    from planner.capture.source.capture_cache import load_graph
+    from planner.language.lowering.defaults import default_plan
+    from planner.language.plan import save_plan
 
     path = tmp_path / "model.py"
     path.write_text(VERIFIED.format(what=f"os.kill(os.getpid(), {int(signal.SIGKILL)})"))

@@ -10,7 +10,7 @@ import typer
 
 import cli
 from commands.render.flags import SPELLINGS, with_flags
-from planner.graph import model_file
+from planner.capture.source import model_file
 from search import SearchRequest
 
 ROOMS = ("planner", "profiles", "costmodel", "search")

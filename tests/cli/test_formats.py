@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.plan import load_plan
-from planner.plan.plan import PLAN_VERSION
+from planner.language.plan import load_plan
+from planner.language.plan.plan import PLAN_VERSION
 from planner.runtime.checkpoint.folder import VERSION as CHECKPOINT_VERSION
 from planner.timeline import VERSION as RUN_VERSION
 from planner.timeline import load_timeline

@@ -18,10 +18,10 @@ import typer
 import cli
 import profiles
 from cli import app
+from planner.capture.source.capture_cache import load_graph
 from planner.errors import PlannerError
-from planner.graph.capture_cache import load_graph
-from planner.plan import load_plan, save_plan
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import load_plan, save_plan
 from profiles.store import write_collectives, write_ops, write_profile_file
 from tests.cli.conftest import MODEL_FILE
 from tests.cli.damages import damaged_csv, damaged_json
@@ -92,7 +92,7 @@ def files(tmp_path_factory) -> Path:
 
 def record_run(folder: Path) -> None:
     """Write the timeline of a step as the plan's schedule would run it, a second a job."""
-    from planner.schedule import schedule_of
+    from planner.language.plan.schedule_of import schedule_of
     from planner.timeline import RankTimeline, Span, save_timeline
 
     plan = load_plan(folder / "plan.json")

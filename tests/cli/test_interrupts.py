@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from planner import files
-from planner.graph.capture_cache import load_graph
-from planner.plan import save_plan
-from planner.plan.defaults import default_plan
+from planner.capture.source.capture_cache import load_graph
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import save_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 H100 = ("--profile", "h100-sxm5-80gb")
@@ -98,15 +98,15 @@ def test_an_interrupted_measurement_keeps_the_profile(tmp_path, monkeypatch):
 OWN_FOLDERS = {
     "planner/files.py": "the function itself",
     "planner/doctor/pair.py": "the output of a child, in a scratch folder",
-    "planner/runtime/check/ended.py": "a rank's own note, in a scratch folder",
-    "planner/runtime/check/recorder.py": "spans are added while a run goes on",
-    "planner/runtime/check/trials.py": "requests to ranks, in a scratch folder",
-    "planner/runtime/check/verify.py": "requests to ranks, in a scratch folder",
+    "planner/runtime/process/ended.py": "a rank's own note, in a scratch folder",
+    "planner/runtime/process/recorder.py": "spans are added while a run goes on",
+    "planner/runtime/proofs/trials.py": "requests to ranks, in a scratch folder",
+    "planner/runtime/proofs/verify.py": "requests to ranks, in a scratch folder",
     "planner/runtime/checkpoint/convert.py": "in a scratch folder",
     "planner/runtime/checkpoint/folder.py": "a checkpoint's folder is renamed when it is whole",
     "planner/runtime/checkpoint/storage.py": "a checkpoint's folder is renamed when it is whole",
     "planner/runtime/preflight/children.py": "requests to ranks, in a scratch folder",
-    "planner/runtime/start/failures.py": "a file of its own in a scratch folder",
+    "planner/runtime/process/failures.py": "a file of its own in a scratch folder",
     "commands/render/error_report.py": "a new file of its own name",
 }
 """Files that write without `planner.files`, and why they may."""

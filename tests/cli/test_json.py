@@ -18,11 +18,11 @@ import typer
 import cli
 from costmodel import estimate
 from costmodel.compare import as_rank_timelines
+from planner.capture.source.capture_cache import load_graph
 from planner.doctor.finding import judged
-from planner.graph.capture_cache import load_graph
-from planner.plan import save_plan
-from planner.plan.defaults import default_plan
-from planner.runtime.check.verify import Difference, VerifyReport
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import save_plan
+from planner.runtime.proofs.verify import Difference, VerifyReport
 from planner.timeline import save_timeline
 from profiles import load_profile
 from tests.pages import check_page
@@ -140,7 +140,7 @@ def fast(monkeypatch) -> None:
     """Parts that take seconds of real ranks answer at once."""
     found = Difference(relative=1e-12, rounding=1e-12, name="layers.0.weight", step=1)
     report = VerifyReport(num_ranks=2, tolerance=1e-8, parameter=found, losses=(1.0,), notes=())
-    monkeypatch.setattr("planner.runtime.check.verify.verify", lambda *args, **more: report)
+    monkeypatch.setattr("planner.runtime.proofs.verify.verify", lambda *args, **more: report)
     monkeypatch.setattr("planner.doctor.diagnose", lambda progress: [judged("memory", "enough")])
     monkeypatch.setattr(
         "profiles.measure_profile", lambda folder, **more: load_profile("h100-sxm5-80gb")

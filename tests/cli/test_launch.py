@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from commands import launch as launch_command
-from planner.graph.capture_cache import load_graph
-from planner.plan import save_plan
-from planner.plan.defaults import default_plan
+from planner.capture.source.capture_cache import load_graph
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import save_plan
 from planner.runtime.preflight import BETWEEN_NODES, Exchange
 from profiles import Group, load_profile
 from tests.spawn import is_running

@@ -7,7 +7,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from planner.graph import model_file
+from planner.capture.source import model_file
 
 TREE = Path(model_file.__file__).parents[2]
 CONFIG = tomllib.loads((TREE / "pyproject.toml").read_text())

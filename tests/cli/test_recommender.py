@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.plan import Plan, load_plan, save_plan
+from planner.language.plan import Plan, load_plan, save_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "recommender.py"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planner.ops.users import rules, unregister_rule
-from planner.plan import load_plan
+from planner.language.ops.users import rules, unregister_rule
+from planner.language.plan import load_plan
 from tests.ops.users.own_ops import ATTEND, PROJECT, model_file
 
 

@@ -7,7 +7,7 @@ from commands.render.plans.plan import LINE_WIDTH, draw_timetable
 from commands.render.run import describe_run, describe_timeline
 from costmodel.compare import JobComparison, JobsAlike, RunComparison
 from costmodel.time.simulate import JobSeconds, simulate
-from planner.schedule import build_schedule
+from planner.language.schedule import build_schedule
 
 
 def printed(parts) -> str:

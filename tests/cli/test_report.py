@@ -14,7 +14,7 @@ import pytest
 from plotly import graph_objects as go
 
 import cli
-from planner.plan import load_plan, save_plan
+from planner.language.plan import load_plan, save_plan
 from planner.timeline import save_timeline
 from tests import captures
 from tests.cli.conftest import MODEL_FILE
@@ -160,7 +160,7 @@ def test_the_report_has_the_plans_numbers(report):
 def test_a_recorded_run_is_drawn_beside_the_prediction(report, planner):
     from costmodel import estimate
     from costmodel.compare import as_rank_timelines
-    from planner.graph.capture_cache import load_graph
+    from planner.capture.source.capture_cache import load_graph
     from profiles import load_profile
 
     plan = load_plan("plan.json")

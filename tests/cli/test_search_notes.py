@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.runtime.check.trials import Trial
+from planner.runtime.proofs.trials import Trial
 
 SEARCH = ("--profile", "h100-sxm5-80gb", "--gpus", 2, "--global-batch", 8)
 
@@ -185,7 +185,7 @@ def test_the_measured_best_is_written(planner, write_model, monkeypatch):
         return tuple(Trial(turns_s=(float(5 - index), 6.0, 1.0)) for index in range(len(plans)))
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("planner.runtime.check.trials.run_trials", trials)
+    monkeypatch.setattr("planner.runtime.proofs.trials.run_trials", trials)
     path = write_model()
     found = planner("search", path, *SEARCH, "--measure", 2)
     assert found.code == 0, found.stderr

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from planner.plan import save_plan
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import save_plan
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def saved(planner, write_model, tmp_path):
     """Make model.py and a plan.json for it with the degrees given; return the plan."""
 
     def save(**degrees):
-        from planner.graph.capture_cache import load_graph
+        from planner.capture.source.capture_cache import load_graph
 
         path = write_model()
         plan = default_plan(load_graph(path), file="model.py", **degrees)

@@ -13,7 +13,7 @@ from rich.console import Console
 from commands.render.plans.what_if import Terms, answers_as_data, describe_answers
 from commands.what_if import what_if
 from planner.errors import PlannerError
-from planner.plan import load_plan, save_plan
+from planner.language.plan import load_plan, save_plan
 from search.report.what_if import Answer, Case
 from tests.captures import capture_tiny
 
@@ -112,7 +112,7 @@ def test_how_many_devices_for_a_deadline(planner, files):
     ],
 )
 def test_what_is_wrong_is_told_before_any_search(planner, tmp_path, given, says):
-    from planner.plan.defaults import default_plan
+    from planner.language.lowering.defaults import default_plan
 
     save_plan(default_plan(capture_tiny("mlp"), dp=2, microbatch_size=4), tmp_path / "plan.json")
     (tmp_path / "model.py").write_text("")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.graph import model_file
+from planner.capture.source import model_file
 from tests.cli.conftest import MODEL_FILE
 
 TREE = Path(model_file.__file__).parents[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from planner.graph import Op, Program, Ref, TensorMeta
+from planner.language.graph import Op, Program, Ref, TensorMeta
 
 CHAIN = {
     "a": ("aten.gelu.default", ("x",)),

@@ -3,8 +3,8 @@
 import pytest
 
 from costmodel.cache import CostCache
-from planner.layout.axes import Degrees
-from planner.plan.defaults import default_plan
+from planner.language.layout.axes import Degrees
+from planner.language.lowering.defaults import default_plan
 from tests.captures import capture_tiny
 from tests.search.machine import Machine
 

@@ -10,7 +10,7 @@ from costmodel.compare import WARM_UP_STEPS, as_rank_timelines
 from costmodel.execution.executed import in_training
 from costmodel.time.plan_price import price_plan
 from planner.errors import PlannerError
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
 from planner.timeline import JOB_KINDS, Span
 from profiles import Profile, load_profile
 from profiles.records import Calibration, Factor

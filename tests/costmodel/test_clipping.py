@@ -7,7 +7,7 @@ import pytest
 from costmodel import CostCache, estimate
 from costmodel.time.clipping import NORM_CALLS, ClipSeconds, clip_seconds, last_rank
 from costmodel.time.inputs import input_seconds
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
 from profiles import load_profile
 from tests.builders import tiny_models
 from tests.captures import capture_module

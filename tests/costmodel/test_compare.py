@@ -7,7 +7,7 @@ import pytest
 from costmodel.compare import WARM_UP_STEPS, as_rank_timelines, compare_run
 from costmodel.time.simulate import JobSeconds, simulate
 from planner.errors import PlannerError
-from planner.schedule import build_schedule
+from planner.language.schedule import build_schedule
 from planner.timeline import RankTimeline, bubbles
 
 STEPS = 6

@@ -12,11 +12,11 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from benchmarks.activation_memory import CpuProfile
 from costmodel import CostCache, estimate
 from planner.capture import capture_source
+from planner.capture.modes.ledger import Ledger
+from planner.capture.source.model_file import ModelSource
 from planner.errors import PlanError
-from planner.graph.model_file import ModelSource
-from planner.plan.defaults import default_plan
-from planner.runtime.check.dryrun import LazyChunks, dry_run
-from planner.runtime.check.ledger import Ledger
+from planner.language.lowering.defaults import default_plan
+from planner.runtime.proofs.dryrun import LazyChunks, dry_run
 from tests.builders import PlainGPT, build_hf, gpt_batch, telling_first, text_batch, tiny_models
 from tests.captures import capture_module
 

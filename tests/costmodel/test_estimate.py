@@ -12,10 +12,10 @@ from costmodel.memory.exact.rank_walk import walk_rank
 from costmodel.memory.exact.stage.jobs import StageJobs
 from costmodel.memory.parts import COUNTER_BYTES, Ranks
 from costmodel.time.communication import data_parallel_seconds
-from planner.layout.propagate import propagate_graph
-from planner.plan import ClassRecompute, ClusterRef, ModelRef, Plan, StagePlan
-from planner.plan.replication import Replication
-from planner.schedule import build_schedule
+from planner.language.lowering.propagate import propagate_graph
+from planner.language.plan import ClassRecompute, ClusterRef, ModelRef, Plan, StagePlan
+from planner.language.plan.replication import Replication
+from planner.language.schedule import build_schedule
 from profiles import Group, Lookup, OpQuery, load_profile
 from tests.builders import tiny_models
 from tests.captures import capture_module

@@ -14,16 +14,16 @@ from benchmarks.memory import LAYOUTS, make_plan
 from costmodel import CostCache, estimate
 from costmodel.time.communication import data_parallel_seconds
 from costmodel.time.stage_costs.chain import Split, chain_costs
-from planner.graph import from_json, to_json
-from planner.graph.batch import call_with_batch, loss_of
-from planner.graph.model_file import ModelSource
-from planner.ops.flops import backward_work
-from planner.ops.record import family_of
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
-from planner.plan.replication import Replication
-from planner.runtime.check.dryrun import dry_run
-from planner.runtime.check.verify import compare_with_one_process
+from planner.capture.source.model_file import ModelSource
+from planner.language.graph import from_json, to_json
+from planner.language.graph.batch import call_with_batch, loss_of
+from planner.language.lowering.defaults import default_plan
+from planner.language.ops.flops import backward_work
+from planner.language.ops.record import family_of
+from planner.language.plan import Plan
+from planner.language.plan.replication import Replication
+from planner.runtime.proofs.dryrun import dry_run
+from planner.runtime.proofs.verify import compare_with_one_process
 from profiles import Group, load_profile
 from search import SearchRequest, find_plan
 from tests.builders import build_hf

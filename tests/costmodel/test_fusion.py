@@ -6,7 +6,7 @@ from costmodel import CostCache, estimate
 from costmodel.execution import find_execution
 from costmodel.table.fusion import fused_groups, fused_seconds, num_kernels
 from costmodel.time.block.compute import op_seconds
-from planner.layout.axes import Degrees
+from planner.language.layout.axes import Degrees
 from profiles import load_profile
 from tests.builders import tiny_models
 from tests.captures import capture_module

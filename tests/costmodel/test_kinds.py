@@ -7,8 +7,8 @@ import pytest
 
 from costmodel import CostCache, estimate
 from costmodel.memory.exact.stage.placed_stage import PlacedStages
-from planner.plan.defaults import default_plan
-from planner.runtime.step.messages.wiring import build_edges
+from planner.language.lowering.defaults import default_plan
+from planner.language.lowering.wiring import build_edges
 from tests.builders import PlainGPT, gpt_batch, tiny_models
 from tests.captures import capture_module
 from tests.search.machine import Machine

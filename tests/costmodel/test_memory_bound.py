@@ -19,11 +19,11 @@ from costmodel.memory.exact import resident
 from costmodel.memory.exact.resident import Part
 from costmodel.memory.parts import Ranks
 from costmodel.time.plan_price import price_plan
-from planner.plan import recompute_fields
-from planner.plan.defaults import default_plan
-from planner.plan.replication import Replication
-from planner.schedule.of_plan import schedule_of
-from planner.schedule.timing.in_flight import most_kept
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import recompute_fields
+from planner.language.plan.replication import Replication
+from planner.language.plan.schedule_of import schedule_of
+from planner.language.schedule.timing.in_flight import most_kept
 from profiles import load_profile
 from search import SearchRequest, find_plan
 from tests.builders import tiny_models

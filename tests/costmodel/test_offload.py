@@ -7,11 +7,11 @@ import pytest
 from benchmarks.activation_memory import CpuProfile
 from costmodel import CostCache, estimate
 from costmodel.time.offload import HOST_BUCKET_BYTES, host_step_seconds, least_job_seconds
-from planner.plan.defaults import default_plan
-from planner.runtime.check.dryrun import dry_run
+from planner.language.lowering.defaults import default_plan
+from planner.language.schedule import build_schedule
+from planner.language.schedule.timing.offloads import offloads_of
+from planner.runtime.proofs.dryrun import dry_run
 from planner.runtime.state.optimizers import host_optimizer
-from planner.schedule import build_schedule
-from planner.schedule.timing.offloads import offloads_of
 from profiles import load_profile
 from profiles.devices import host_of
 from profiles.hosts import REACHED_FRACTION

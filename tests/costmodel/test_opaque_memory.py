@@ -6,9 +6,9 @@ import pytest
 
 from costmodel.cache import CostCache
 from costmodel.estimate import estimate
-from planner.ops.flops import op_kernels
-from planner.plan.defaults import default_plan
-from planner.runtime.check.dryrun import dry_run
+from planner.language.lowering.defaults import default_plan
+from planner.language.ops.flops import op_kernels
+from planner.runtime.proofs.dryrun import dry_run
 from profiles import load_profile
 from tests.captures import capture_module
 from tests.costmodel.test_frozen import CpuProfile

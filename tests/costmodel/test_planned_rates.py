@@ -9,7 +9,7 @@ import pytest
 from costmodel.planned_rates import between_nodes_seconds, group_of_numbers, planned_seconds
 from planner.cluster import Link, Tier
 from planner.errors import PlanError
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
 from planner.units import MIB
 from profiles import Group
 from profiles.groups import DeviceGroup

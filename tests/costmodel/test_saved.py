@@ -6,8 +6,8 @@ import torch
 from costmodel.memory.block.backward_facts import passes_on
 from costmodel.memory.block.block_bytes import block_bytes, block_load
 from costmodel.memory.saved import saved_tensors
-from planner.graph import Op, Program, Ref, TensorMeta
-from planner.layout.lowering import ONCE
+from planner.language.graph import Op, Program, Ref, TensorMeta
+from planner.language.lowering.lowering import ONCE
 from planner.runtime.stage.program_fx import to_graph_module
 from tests.builders import tiny_models
 from tests.captures import capture_module

@@ -8,7 +8,7 @@ import pytest
 
 from costmodel.time.simulate import JobSeconds, build_job_table, simulate
 from planner.errors import ScheduleError
-from planner.schedule import SCHEDULES, Schedule, StageTimes, build_schedule, time_schedule
+from planner.language.schedule import SCHEDULES, Schedule, StageTimes, build_schedule, time_schedule
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "fthenb"])

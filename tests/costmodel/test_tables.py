@@ -12,10 +12,10 @@ from torch import Tensor
 from benchmarks.activation_memory import CpuProfile
 from costmodel import CostCache, estimate
 from costmodel.time.tables import table_seconds
-from planner.graph import ModelGraph
-from planner.graph.tables import with_table_lookups
-from planner.plan.defaults import default_plan
-from planner.runtime.check.dryrun import dry_run
+from planner.language.graph import ModelGraph
+from planner.language.graph.tables import with_table_lookups
+from planner.language.lowering.defaults import default_plan
+from planner.runtime.proofs.dryrun import dry_run
 from profiles import load_profile
 from profiles.hosts import REACHED_FRACTION
 from tests.captures import capture_module

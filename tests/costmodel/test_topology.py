@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from costmodel.topology import axis_group, group_along, lowered_groups, pipeline_group
-from planner.layout.axes import Degrees
+from planner.language.layout.axes import Degrees
 from profiles import Group
 from tests.search.machine import Machine
 

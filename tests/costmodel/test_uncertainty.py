@@ -20,8 +20,8 @@ from costmodel.uncertainty import (
     step_sigma,
     usable_bytes,
 )
-from planner.plan.defaults import default_plan
-from planner.templates import Adapters, Experts, Transformer, build_transformer
+from planner.language.lowering.defaults import default_plan
+from planner.language.templates import Adapters, Experts, Transformer, build_transformer
 from profiles import Profile, load_profile
 from profiles.records import Calibration
 from tests.captures import capture_tiny

@@ -11,9 +11,9 @@ from torch import nn
 
 from benchmarks.activation_memory import CpuProfile
 from costmodel import CostCache, estimate
-from planner.graph import from_json, to_json
-from planner.plan.defaults import default_plan
-from planner.runtime.check.dryrun import dry_run
+from planner.language.graph import from_json, to_json
+from planner.language.lowering.defaults import default_plan
+from planner.runtime.proofs.dryrun import dry_run
 from search.request import SearchRequest
 from search.result_cache import question_digest
 from tests.captures import capture_module

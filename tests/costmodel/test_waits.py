@@ -5,7 +5,7 @@ import pytest
 from costmodel import CostCache, estimate
 from costmodel.time.communication import data_parallel_seconds
 from costmodel.time.tied import tied_pair_seconds, tied_seconds
-from planner.plan.replication import Replication
+from planner.language.plan.replication import Replication
 from profiles import Group, Profile, load_profile
 from profiles.records import StepFit, WaitFit
 from tests.builders import tiny_models

@@ -21,9 +21,9 @@ from planner.emit.features import DECIDES_NOTHING, plan_features, used_features
 from planner.emit.start import runs_by_apply
 from planner.emit.view import PlanView
 from planner.errors import PlanError
-from planner.graph import Unit
-from planner.plan import ModelRef, Plan, StagePlan
-from planner.plan.parts import Bucket
+from planner.language.graph import Unit
+from planner.language.plan import ModelRef, Plan, StagePlan
+from planner.language.plan.parts import Bucket
 from tests.emit.views import changed, view_of
 
 

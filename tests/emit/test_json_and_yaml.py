@@ -14,7 +14,7 @@ from planner.emit import emit, find_emitter, refusals
 from planner.emit.targets.accelerate import ACCELERATE
 from planner.emit.targets.deepspeed import DEEPSPEED
 from planner.emit.targets.megatron_bridge import MEGATRON_BRIDGE, overrides
-from planner.stacks.layered import LayeredModel
+from planner.language.stacks.layered import LayeredModel
 from tests.emit.readers import (
     ACCELERATE_FIELDS,
     DEEPSPEED_FIELDS,

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from planner.capture.source.capture_cache import load_graph
 from planner.emit import Launch, PlanView, emit, find_emitter, refusals
 from planner.emit.targets.kubernetes import KUBERNETES
 from planner.emit.targets.kubernetes import job_name as kubernetes_name
@@ -24,9 +25,8 @@ from planner.emit.targets.slurm import SLURM
 from planner.emit.targets.slurm import job_name as slurm_name
 from planner.emit.targets.torchrun import TORCHRUN
 from planner.errors import PlanError
-from planner.graph.capture_cache import load_graph
-from planner.plan import ClusterRef, save_plan
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import ClusterRef, save_plan
 from tests.cli.conftest import MODEL_FILE
 from tests.emit.views import assert_golden, changed, view_of
 

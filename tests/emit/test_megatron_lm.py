@@ -8,9 +8,9 @@ from planner.emit import emit, find_emitter, refusals
 from planner.emit.megatron_options import parse_flags
 from planner.emit.targets.megatron_bridge import overrides
 from planner.emit.targets.megatron_lm import megatron_flags, pipeline_layout
-from planner.layout.class_layout import ClassLayout
-from planner.plan import ClassRecompute, recompute_fields
-from planner.stacks.transformer_graph import router_weights
+from planner.language.layout.class_layout import ClassLayout
+from planner.language.plan import ClassRecompute, recompute_fields
+from planner.language.stacks.transformer_graph import router_weights
 from tests.emit.views import assert_golden, changed, view_of
 
 MEGATRON = find_emitter("megatron-lm")

@@ -13,7 +13,7 @@ from planner.emit.megatron_refusals import RECOMPUTED, layers_with_experts, refu
 from planner.emit.megatron_row import notes_of, row_of
 from planner.emit.megatron_rules import Run, broken_rules
 from planner.errors import PlannerError
-from planner.plan import Plan
+from planner.language.plan import Plan
 
 FLAGS = (
     "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 "

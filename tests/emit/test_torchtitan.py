@@ -5,7 +5,7 @@ import tomllib
 import pytest
 
 from planner.emit import emit, find_emitter, refusals
-from planner.schedule import SCHEDULES, build_schedule
+from planner.language.schedule import SCHEDULES, build_schedule
 from tests.emit.readers import (
     CURRENT,
     TRAINING,

@@ -7,11 +7,11 @@ import torch
 
 from planner.emit.view import Launch, PlanView
 from planner.errors import PlanError
-from planner.graph import Op, Program, Ref, TensorMeta
-from planner.plan.defaults import default_plan
-from planner.plan.parts import ClassRecompute
-from planner.stacks.transformer_graph import Sizes, sizes_of, usual_dims
-from planner.templates import Experts, Transformer, build_transformer
+from planner.language.graph import Op, Program, Ref, TensorMeta
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan.parts import ClassRecompute
+from planner.language.stacks.transformer_graph import Sizes, sizes_of, usual_dims
+from planner.language.templates import Experts, Transformer, build_transformer
 from tests.captures import capture_module
 from tests.emit.views import changed, view_of
 

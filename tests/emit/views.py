@@ -8,7 +8,7 @@ from typing import Any
 from costmodel.table.rows.row_plan import plan_of, transformer_of
 from costmodel.table.rows.run_row import parse_row
 from planner.emit import Launch, PlanView
-from planner.templates import build_transformer
+from planner.language.templates import build_transformer
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -27,13 +27,13 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 import planner
-from planner.graph import ModelGraph
 from planner.integrations.prepare import Loss
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
-from planner.runtime.check.adam_of_rows import AdamOfRows
+from planner.language.graph import ModelGraph
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
 from planner.runtime.checkpoint.checkpoints import Checkpoints
 from planner.runtime.checkpoint.staging import Copies
+from planner.runtime.proofs.adam_of_rows import AdamOfRows
 from planner.runtime.step.engine import Engine
 from tests import opaque_models
 from tests.builders import PlainGPT, PlainLayer, TinyModel, gpt_batch

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from planner.graph import ModelGraph
-from planner.plan import Plan
-from planner.runtime.check.dryrun import _empty_copy, _fake_batch, _fake_ranks, _without_values
+from planner.language.graph import ModelGraph
+from planner.language.plan import Plan
+from planner.runtime import apply
 from planner.runtime.initial.values import NoValues
-from planner.runtime.start import apply
-from planner.runtime.start import device as devices
-from planner.runtime.start.groups.mesh import build_mesh
+from planner.runtime.process import device as devices
+from planner.runtime.process.groups.mesh import build_mesh
+from planner.runtime.proofs.dryrun import _empty_copy, _fake_batch, _fake_ranks, _without_values
 from planner.runtime.step.engine import Engine
 from tests.fake_cuda.device import DEVICE
 from tests.fake_cuda.host import Host

@@ -19,16 +19,16 @@ from torch.nn.utils.rnn import pack_sequence
 import planner
 from planner.capture import batch_from_spec, capture_module
 from planner.errors import ModelError
-from planner.graph.batch import (
+from planner.language.graph.batch import (
     call_with_batch,
     difference,
     flatten_batch,
     tensor_paths,
     unflatten_batch,
 )
-from planner.graph.batch_classes import importable, name_of
-from planner.plan.defaults import default_plan
-from planner.runtime.data.samples import Collate
+from planner.language.graph.batch_classes import importable, name_of
+from planner.language.lowering.defaults import default_plan
+from planner.runtime.batches.samples import Collate
 
 Sizes = collections.namedtuple("Sizes", "ids n")
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from planner.capture.blocks import RawGraph, RawOp, _unit_of, build_graph
 from planner.errors import CaptureError
-from planner.graph.blocks import RawGraph, RawOp, _unit_of, build_graph, written_buffers
-from planner.graph.model_graph import Affine, ModelGraph, Op, Ref, TensorMeta
+from planner.language.graph import written_buffers
+from planner.language.graph.model_graph import Affine, ModelGraph, Op, Ref, TensorMeta
 
 
 class Drawn:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from planner.graph.called_modules import called_modules_messages, called_whole
-from planner.ops.flops import backward_work, op_kernels, op_work
+from planner.language.graph.called_modules import called_modules_messages, called_whole
+from planner.language.ops.flops import backward_work, op_kernels, op_work
 from tests.captures import capture_module, capture_tiny
 from tests.opaque_models import PARTS, Chain, LoopedExperts, PickedRows, batch
 

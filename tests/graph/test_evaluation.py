@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from planner.errors import PlanError
-from planner.graph import ModelGraph, Ref
-from planner.graph.evaluation import evaluation_graph
+from planner.language.graph import ModelGraph, Ref
+from planner.language.graph.evaluation import evaluation_graph
 from tests.captures import capture_module
 
 WIDTH = 4

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from planner.graph.function_keys import function_key
+from planner.language.graph.function_keys import function_key
 from planner.runtime.stage.calls.autograd_functions import find_function
 
 ROUND = """

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.graph.model_graph import (
+from planner.language.graph.model_graph import (
     Affine,
     Block,
     ModelGraph,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from planner.graph.module_keys import attributes, class_of, module_key
+from planner.language.graph.module_keys import attributes, class_of, module_key
 
 
 class Part(nn.Module):

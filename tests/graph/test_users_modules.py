@@ -11,8 +11,8 @@ import pytest
 import cli
 import profiles
 import search
-from planner.graph.model_file import load_model_file, local_modules
-from planner.graph.users_modules import OUR_NAMES, names_of, users_modules
+from planner.capture.source.model_file import load_model_file, local_modules
+from planner.capture.source.users_modules import OUR_NAMES, names_of, users_modules
 
 MODEL = """
 import cli, commands.layers, profiles, search
@@ -104,7 +104,7 @@ def test_a_process_without_ours_keeps_theirs(folder):
     """A rank loads none of our names but planner: lazy imports of a step find the user's."""
     code = (
         "import sys\n"
-        "from planner.graph.model_file import load_model_file\n"
+        "from planner.capture.source.model_file import load_model_file\n"
         f"source = load_model_file({str(folder / 'model.py')!r})\n"
         "net = source.build()\n"
         "net(source.batch(2)[0]).backward()\n"

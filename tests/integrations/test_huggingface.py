@@ -17,8 +17,8 @@ import torch
 pytest.importorskip("transformers")
 
 from planner.errors import PlanError
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
 from tests.builders import SEQUENCE, VOCABULARY, build_hf
 from tests.captures import capture_module
 from tests.spawn import run_ranks

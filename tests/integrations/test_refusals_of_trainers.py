@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 pytest.importorskip("transformers")
 
 from planner.errors import PlanError
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
 from tests.captures import capture_module
 
 

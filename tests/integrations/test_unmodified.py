@@ -16,11 +16,11 @@ import torch
 
 import planner
 from planner.capture.module import capture_source
+from planner.capture.source.model_file import load_model_file
 from planner.errors import PlanError
-from planner.graph.model_file import load_model_file
 from planner.integrations.script.running import run_unmodified
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
 from tests.integrations.ordinary_loops import (
     END,
     LOSS_OF_THE_MODEL,
@@ -87,7 +87,7 @@ def ran(jobs: list[tuple[Plan, str, str]]) -> None:
     """Run scripts on the ranks of this test, one after the other."""
     import torch.distributed as dist
 
-    from planner.runtime.start import worker
+    from planner import worker
 
     worker.end_rank = _end  # type: ignore[assignment]
     os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planner.layout.class_layout import MOST, ClassLayout
-from planner.layout.placement import Replicate, Shard
+from planner.language.layout.class_layout import MOST, ClassLayout
+from planner.language.layout.placement import Replicate, Shard
 
 
 def layout_of(**fields: object) -> ClassLayout:

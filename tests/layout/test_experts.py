@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from planner.errors import LayoutError, PlanError
-from planner.graph import Program
-from planner.layout.axes import Degrees
-from planner.layout.experts import check_experts, spread_experts, spread_params
-from planner.layout.lowering import lower
-from planner.layout.redistribution.redistribute import EXCHANGE_ROWS
-from planner.plan import load_plan, save_plan
-from planner.plan.defaults import default_plan
-from planner.runtime.start.groups.mesh import build_mesh
-from planner.templates import Experts, Transformer, build_transformer
-from planner.templates.splits import tp_layouts
+from planner.language.graph import Program
+from planner.language.layout.axes import Degrees
+from planner.language.layout.redistribution.redistribute import EXCHANGE_ROWS
+from planner.language.lowering.defaults import default_plan
+from planner.language.lowering.experts import check_experts, spread_experts, spread_params
+from planner.language.lowering.lowering import lower
+from planner.language.plan import load_plan, save_plan
+from planner.language.templates import Experts, Transformer, build_transformer
+from planner.language.templates.splits import tp_layouts
+from planner.runtime.process.groups.mesh import build_mesh
 
 MODEL = Transformer(
     layers=2, hidden=64, heads=4, kv_heads=4, ffn_hidden=128, vocab=128, seq_len=16,

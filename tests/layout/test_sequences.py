@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from planner.errors import LayoutError
-from planner.layout import sequences
-from planner.layout.sequences import check_hands_on_sequences, longest_sequence, most_parts
+from planner.language.layout import sequences
+from planner.language.layout.sequences import check_hands_on_sequences, longest_sequence, most_parts
 from tests.sharding.models import captured
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from planner.layout.placement import OpSharding
-from planner.ops.kernel import KernelCall, Saved, View
-from planner.ops.record import family_of
-from planner.ops.registry import local_ops, strategies
+from planner.language.layout.placement import OpSharding
+from planner.language.ops.kernel import KernelCall, Saved, View
+from planner.language.ops.record import family_of
+from planner.language.ops.registry import local_ops, strategies
 from tests.sharding.programs import OneOp
 
 

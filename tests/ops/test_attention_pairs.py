@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from planner.ops.attention_pairs import pairs_met
+from planner.language.ops.attention_pairs import pairs_met
 
 
 def counted(queries, keys, low, high, chunk, segments):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from planner.capture import capture_module
-from planner.ops.held_pairs import held_pairs, held_pairs_messages
+from planner.language.ops.held_pairs import held_pairs, held_pairs_messages
 from tests.capture.masks.attending import LENGTH, batch_of, captured
 
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from planner.ops.plain_attention import backward_scratch, forward_scratch, is_plain, saved_bytes
+from planner.language.ops.plain_attention import (
+    backward_scratch,
+    forward_scratch,
+    is_plain,
+    saved_bytes,
+)
 from tests.ops.calls import kernel_call
 from tests.sharding.programs import frozen, one_op
 

@@ -14,17 +14,24 @@ from torch import nn
 from torch.nn import functional as F
 
 from costmodel.memory.saved import saved_tensors, scratch_bytes
-from planner.across import across_samples
 from planner.capture import capture_module
-from planner.graph import ModelGraph
-from planner.layout.placement import OpSharding, Replicate
-from planner.layout.propagate import propagate_graph
-from planner.ops.flops import backward_work, op_work
-from planner.ops.kernel import gradients_of_result_size, in_order_of_inputs, saves_inputs
-from planner.ops.letters import pointwise
-from planner.ops.recompute_choice import default_ops
-from planner.ops.record import FOREIGN, OpFamily, ShardRule, family_of, register, unregister
-from planner.ops.registry import has_rule, strategies
+from planner.language.across import across_samples
+from planner.language.graph import ModelGraph
+from planner.language.layout.placement import OpSharding, Replicate
+from planner.language.lowering.propagate import propagate_graph
+from planner.language.ops.flops import backward_work, op_work
+from planner.language.ops.kernel import gradients_of_result_size, in_order_of_inputs, saves_inputs
+from planner.language.ops.letters import pointwise
+from planner.language.ops.recompute_choice import default_ops
+from planner.language.ops.record import (
+    FOREIGN,
+    OpFamily,
+    ShardRule,
+    family_of,
+    register,
+    unregister,
+)
+from planner.language.ops.registry import has_rule, strategies
 from tests.costmodel.test_saved import really_saved_bytes
 from tests.sharding.models import in_double
 from tests.sharding.programs import check_lowered

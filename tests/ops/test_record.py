@@ -8,8 +8,8 @@ import inspect
 import pytest
 import torch
 
-from planner.graph import Op, Ref
-from planner.ops.record import (
+from planner.language.graph import Op, Ref
+from planner.language.ops.record import (
     FOREIGN,
     ORDINARY,
     OpFamily,

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from planner.ops.strides import (
+from planner.language.ops.strides import (
     contiguous_strides,
     densified_strides,
     has_rows,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from costmodel.memory.saved import map_storages
-from planner.ops.kernel import KernelCall, View
-from planner.ops.record import family_of
+from planner.language.ops.kernel import KernelCall, View
+from planner.language.ops.record import family_of
 from tests.sharding.programs import meta_of, one_op
 
 x, c = torch.randn(4, 6, 2), torch.randn(4, 2, dtype=torch.complex64)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from costmodel.memory.saved import saved_tensors, scratch_bytes, unreduced_bytes
-from planner.graph import Op
-from planner.ops.flops import NO_WORK, backward_work, op_work
-from planner.ops.recompute_choice import is_cheap
-from planner.ops.weight_products import deferrable_products
+from planner.language.graph import Op
+from planner.language.ops.flops import NO_WORK, backward_work, op_work
+from planner.language.ops.recompute_choice import is_cheap
+from planner.language.ops.weight_products import deferrable_products
 from tests.sharding.programs import frozen, one_op
 
 CALLS = {

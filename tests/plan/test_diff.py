@@ -8,9 +8,17 @@ from typing import Any
 import pytest
 
 from planner.errors import PlanError
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
-from planner.plan.diff import blocks, compared, decisions, layouts, parameters, patch, patched
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
+from planner.language.plan.diff import (
+    blocks,
+    compared,
+    decisions,
+    layouts,
+    parameters,
+    patch,
+    patched,
+)
 from tests.captures import capture_tiny
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from planner.errors import PlanError
-from planner.plan.defaults import default_plan
-from planner.plan.files import load_plan, save_plan
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan.files import load_plan, save_plan
 from tests.captures import capture_tiny
 
 

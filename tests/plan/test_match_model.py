@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from planner.errors import PlanError
-from planner.plan import ClassRecompute
-from planner.plan.defaults import default_plan
-from planner.plan.match_model import batch_spec, validate_model
+from planner.language.lowering.defaults import default_plan
+from planner.language.lowering.match_model import validate_model
+from planner.language.plan import ClassRecompute
+from planner.language.plan.parts import batch_spec
 from tests.captures import capture_tiny
 
 

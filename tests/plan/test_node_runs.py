@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from planner.errors import PlanError
-from planner.plan.defaults import default_plan
-from planner.plan.node_runs import described, node_runs, ranks_of_nodes
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan.node_runs import described, node_runs, ranks_of_nodes
 from planner.runtime.start.launch import ranks_of_node
 from tests.runtime.scenarios import capture
 

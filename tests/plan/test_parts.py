@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from planner.plan.parts import (
+from planner.language.plan.parts import (
     BlocksRecompute,
     ClusterRef,
     ModelRef,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from planner.plan.parts import ClusterRef, ModelRef, StagePlan
-from planner.plan.plan import Plan
-from planner.plan.replication import Replication
+from planner.language.plan.parts import ClusterRef, ModelRef, StagePlan
+from planner.language.plan.plan import Plan
+from planner.language.plan.replication import Replication
 
 
 def plan(**changes) -> Plan:

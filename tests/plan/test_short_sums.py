@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import planner
-from planner.plan.defaults import default_plan
-from planner.plan.short_sums import ShortSumsWarning, short_sums_messages
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan.short_sums import ShortSumsWarning, short_sums_messages
 from tests.captures import capture_module
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.plan.spelled import spell_choices, spell_degrees
+from planner.language.plan.spelled import spell_choices, spell_degrees
 
 
 def test_sizes_of_one_are_left_out():

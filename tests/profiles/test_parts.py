@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from planner.errors import ProfileError
-from planner.graph import Op, Ref, TensorMeta
+from planner.language.graph import Op, Ref, TensorMeta
 from planner.units import GIB
 from profiles import catalog
 from profiles.devices import profile_for_gpu, shipped_for_gpu, shipped_profile

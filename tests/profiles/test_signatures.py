@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from planner.ops.flops import op_work
-from planner.ops.registry import strategies
+from planner.language.ops.flops import op_work
+from planner.language.ops.registry import strategies
 from profiles.measure.grid import standard_grid
 from profiles.measure.signatures import blocks, signatures
 from tests.builders import tiny_models

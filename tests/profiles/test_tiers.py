@@ -6,7 +6,7 @@ import pytest
 
 from costmodel.topology import axis_group, group_along, pair_group, pipeline_group
 from planner.cluster import Link, Tier
-from planner.layout.axes import Degrees
+from planner.language.layout.axes import Degrees
 from profiles import Group
 from profiles.lookup.collective_model import CollectiveModel
 from profiles.lookup.tiers import inside_domain, two_levels

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
 from tests.across.constructs import Body, Model, batch
 from tests.captures import capture_module
 

@@ -10,8 +10,8 @@ from costmodel import Estimate
 from costmodel.cache import CostCache
 from costmodel.estimate import estimate, rank_bytes_by_group
 from planner.errors import LayoutError
-from planner.graph import ModelGraph
-from planner.plan import Plan
+from planner.language.graph import ModelGraph
+from planner.language.plan import Plan
 from search import SearchRequest
 from search.candidates import Candidates
 from search.partition.chain_problem import Cut

@@ -10,8 +10,8 @@ from math import prod
 import numpy as np
 
 from costmodel import Estimate
-from planner.graph import ModelGraph
-from planner.plan import Recompute
+from planner.language.graph import ModelGraph
+from planner.language.plan import Recompute
 from search import SearchRequest, SearchResult
 from search.candidates import Candidates
 from search.partition.chain_problem import Cut

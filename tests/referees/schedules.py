@@ -24,7 +24,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from planner.schedule import Job, JobKind, Pipeline, Schedule, synthesize_schedule, time_schedule
+from planner.language.schedule import (
+    Job,
+    JobKind,
+    Pipeline,
+    Schedule,
+    synthesize_schedule,
+    time_schedule,
+)
 
 _STEPS = 20_000
 

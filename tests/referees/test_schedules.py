@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from planner.schedule import (
+from planner.language.schedule import (
     JobKind,
     Pipeline,
     Schedule,
@@ -19,7 +19,7 @@ from planner.schedule import (
     time_schedule,
     validate_schedule,
 )
-from planner.schedule.timing.timetable import Playback
+from planner.language.schedule.timing.timetable import Playback
 from tests.referees.schedules import solve_schedule_exactly
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from planner.layout.layout import ProcessMesh
-from planner.plan import Plan
-from planner.runtime.start.groups.mesh import Mesh
+from planner.language.layout.layout import ProcessMesh
+from planner.language.plan import Plan
+from planner.runtime.process.groups.mesh import Mesh
 
 
 @dataclass(frozen=True)

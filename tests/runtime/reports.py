@@ -19,10 +19,10 @@ from torch import Tensor, nn
 import planner
 from planner.capture import capture_module
 from planner.errors import PlannerError
-from planner.graph.batch import call_with_batch, loss_of
-from planner.plan import Plan
-from planner.plan.batch_statistics import BatchStatisticsWarning
-from planner.plan.defaults import default_plan
+from planner.language.across.cut.batch_statistics import BatchStatisticsWarning
+from planner.language.graph.batch import call_with_batch, loss_of
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
 from tests.spawn import run_ranks
 
 FOLDER = Path(__file__).parent.parent / "reports"

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
 import planner
-from planner.graph import ModelGraph
-from planner.graph.batch import call_with_batch, loss_of
-from planner.plan import Plan
+from planner.language.graph import ModelGraph
+from planner.language.graph.batch import call_with_batch, loss_of
+from planner.language.plan import Plan
 from planner.runtime.step.engine import Engine
 from tests.builders import PlainGPT, TinyModel, gpt_batch, tiny_models
 from tests.captures import capture_module

@@ -10,9 +10,9 @@ import torch
 
 import planner
 from planner.errors import PlanError
-from planner.graph.batch import call_with_batch, loss_of
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
+from planner.language.graph.batch import call_with_batch, loss_of
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
 from tests.builders import MlpWithTarget, mlp_batch
 from tests.captures import capture_tiny
 from tests.runtime.scenarios import _gap, build, capture
@@ -85,7 +85,7 @@ def train(cases: list[tuple[str, Plan, bool]]) -> list[tuple[float, float, float
 
 
 def _pieces(batch: dict[str, torch.Tensor], plan: Plan) -> list[dict[str, torch.Tensor]]:
-    from planner.graph.batch_split import BatchSplit
+    from planner.language.graph.batch_split import BatchSplit
 
     size = len(next(iter(batch.values())))
     split = BatchSplit.even(size, num_microbatches=plan.num_microbatches, parts=plan.dp)

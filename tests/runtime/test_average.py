@@ -10,10 +10,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import planner
 from planner.errors import PlanError
-from planner.graph.batch import call_with_batch, loss_of
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
-from planner.runtime.state.average import WeightAverage
+from planner.language.graph.batch import call_with_batch, loss_of
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
+from planner.runtime.checkpoint.average import WeightAverage
 from planner.runtime.step.engine import Engine
 from tests.builders import MlpWithTarget, mlp_batch
 from tests.captures import capture_tiny

@@ -12,19 +12,19 @@ from torch.nn import functional as F
 
 import planner
 from planner.errors import PlanError
-from planner.graph import ModelGraph
-from planner.layout.pins import parse_pin
-from planner.layout.propagate import propagate_graph
-from planner.plan import Plan
-from planner.plan.batch_statistics import (
+from planner.language.across.cut.batch_statistics import (
     BatchStatisticsWarning,
     batch_norm_messages,
     batch_norms,
 )
-from planner.plan.defaults import default_plan
-from planner.plan.whole_batch import refuse_cut
-from planner.runtime.check import verify
-from planner.runtime.start.groups.mesh import build_mesh
+from planner.language.across.cut.whole_batch import refuse_cut
+from planner.language.graph import ModelGraph
+from planner.language.layout.pins import parse_pin
+from planner.language.lowering.defaults import default_plan
+from planner.language.lowering.propagate import propagate_graph
+from planner.language.plan import Plan
+from planner.runtime.process.groups.mesh import build_mesh
+from planner.runtime.proofs import verify
 from planner.runtime.step.engine import Engine
 from tests.builders import tiny_models
 from tests.captures import capture_module

@@ -12,10 +12,10 @@ import torch
 
 import planner
 from planner.errors import ModelError, PlannerError
-from planner.graph import ModelGraph
-from planner.plan import Plan, load_plan, save_plan
-from planner.plan.buckets import check_bucket, with_buckets
-from planner.plan.defaults import default_plan
+from planner.language.graph import ModelGraph
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan, load_plan, save_plan
+from planner.language.plan.buckets import check_bucket, with_buckets
 from tests.builders import SEQUENCE, PlainGPT, build_hf, gpt_batch
 from tests.captures import capture_module
 from tests.runtime.scenarios import gap_to_largest

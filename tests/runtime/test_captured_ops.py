@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 import planner
-from planner.plan.defaults import default_plan
+from planner.language.lowering.captured_ops import PREAMBLE, work_of_jobs
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan.schedule_of import schedule_of
 from planner.runtime.stage import programs
 from planner.runtime.stage.weight_grads import Pending
-from planner.schedule import schedule_of
-from planner.schedule.captured_ops import PREAMBLE, work_of_jobs
 from tests.runtime.scenarios import build, capture
 
 MICROBATCHES = 2

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from planner.layout.layout import Layout, ProcessMesh
-from planner.layout.placement import parse_placement
-from planner.layout.redistribution.reshard import plan_reshard
-from planner.ops.call import local_shape
+from planner.language.layout.layout import Layout, ProcessMesh
+from planner.language.layout.placement import parse_placement
+from planner.language.layout.redistribution.reshard import plan_reshard
+from planner.language.ops.call import local_shape
+from planner.runtime.process.collectives import redistribute, run_step
+from planner.runtime.process.groups.mesh import default_group
 from planner.runtime.stage.calls import local_ops
-from planner.runtime.stage.calls.collectives import redistribute, run_step
 from planner.runtime.stage.resharding import open_groups, reshard
-from planner.runtime.start.groups.mesh import default_group
 from tests.spawn import run_ranks
 
 SHAPE = (4, 6, 8)

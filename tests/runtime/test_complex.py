@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import planner
 from planner.errors import LayoutError
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
-from planner.plan.replication import why_no_zero
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
+from planner.language.plan.replication import why_no_zero
 from tests.captures import capture_module
 from tests.spawn import run_ranks
 

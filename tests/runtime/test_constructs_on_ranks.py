@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from planner.capture import capture_module
-from planner.graph.model_file import ModelSource
-from planner.plan import Plan
-from planner.plan.accepted import ACCEPTED
-from planner.plan.defaults import default_plan
-from planner.runtime.check.verify import VerifyReport, compare_with_one_process
+from planner.capture.source.model_file import ModelSource
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
+from planner.language.plan.accepted import ACCEPTED
+from planner.runtime.proofs.verify import VerifyReport, compare_with_one_process
 from tests.constructs import CONSTRUCTS, batch
 from tests.spawn import run_ranks
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from planner.runtime.start.process.cores import available_cores, near_cores, own_cores, stay_on
+from planner.runtime.process.host.cores import available_cores, near_cores, own_cores, stay_on
 
 PRINT_CORES = "import os; print('cores', os.environ['LOCAL_RANK'], sorted(os.sched_getaffinity(0)))"
 
@@ -49,7 +49,7 @@ def test_a_launched_rank_stays_on_its_own_cores(tmp_path):
         environment = os.environ | {
             "PLANNER_DEVICE": "cpu", "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": "2",
         }  # fmt: skip
-        command = [sys.executable, "-m", "planner.runtime.start.worker", str(script)]
+        command = [sys.executable, "-m", "planner.worker", str(script)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         half = len(cores) // 2
         mine = cores[local_rank * half : (local_rank + 1) * half]

@@ -19,11 +19,11 @@ import torch
 
 import planner
 from benchmarks.delays import Sent, SlowLink
-from planner.graph.batch import call_with_batch
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
+from planner.language.graph.batch import call_with_batch
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
+from planner.language.schedule import SCHEDULES
 from planner.runtime.step.engine import Engine
-from planner.schedule import SCHEDULES
 from tests.runtime.scenarios import build, capture
 from tests.spawn import run_ranks
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import planner
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
 from tests.builders import gpt_batch
 from tests.captures import capture_module
 from tests.empty import EmptyGPT

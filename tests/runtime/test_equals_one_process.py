@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from planner.errors import LayoutError
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
 from tests.runtime.scenarios import Outcome, capture, clip_many, train_many
 from tests.spawn import run_ranks
 

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 import planner
 from planner.errors import PlanError
-from planner.graph.batch import call_with_batch, loss_of
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
+from planner.language.graph.batch import call_with_batch, loss_of
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
 from planner.runtime.step.evaluation import reads_mode
 from tests.builders import MlpWithTarget, telling_first
 from tests.captures import capture_module
@@ -115,7 +115,9 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("kind", [Classifier, WithoutNorm])
-@pytest.mark.filterwarnings("ignore::planner.plan.batch_statistics.BatchStatisticsWarning")
+@pytest.mark.filterwarnings(
+    "ignore::planner.language.across.cut.batch_statistics.BatchStatisticsWarning"
+)
 def test_loss_and_outputs_are_those_of_the_model_after_eval(kind):
     """Nothing is dropped, norms read what the first replica's statistics came to."""
     graph = captured(kind)

@@ -18,11 +18,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import planner
-from planner.graph import iter_refs
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
-from planner.runtime.step.engine import Engine
-from planner.schedule import (
+from planner.language.graph import iter_refs
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
+from planner.language.plan.schedule_of import schedule_of
+from planner.language.schedule import (
     SCHEDULES,
     Job,
     JobKind,
@@ -32,8 +32,8 @@ from planner.schedule import (
     full_backward,
     in_flight,
     register_schedule,
-    schedule_of,
 )
+from planner.runtime.step.engine import Engine
 from tests.runtime.scenarios import build, capture
 from tests.spawn import run_ranks
 

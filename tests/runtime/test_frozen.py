@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.graph import from_json, to_json
-from planner.graph.model_file import ModelSource
-from planner.plan.defaults import default_plan
-from planner.runtime.check.verify import compare_with_one_process
+from planner.capture.source.model_file import ModelSource
+from planner.language.graph import from_json, to_json
+from planner.language.lowering.defaults import default_plan
+from planner.runtime.proofs.verify import compare_with_one_process
 from planner.runtime.step.engine import Engine
 from tests.captures import capture_module
 from tests.frozen import frozen_models
@@ -196,7 +196,7 @@ def test_zero_1_leaves_frozen_parameters_whole():
 
 def bytes_held():
     """On each rank: the share it holds of trained and frozen parameters under ZeRO 1 and 3."""
-    from planner.runtime.start.groups.mesh import build_mesh
+    from planner.runtime.process.groups.mesh import build_mesh
 
     tiny, found = frozen_models()["gpt-norms"], []
     graph = capture_module(tiny.build(), tiny.batch(2), tiny.batch(3), name="gpt-norms")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from planner.runtime.start.groups.gloo_threads import (
+from planner.runtime.process.groups.gloo_threads import (
     LAST_OF_ALL,
     SOCKET_THREAD,
     put_socket_threads_last,

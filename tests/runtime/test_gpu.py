@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
-from planner.runtime.check import recorder as recorders
-from planner.runtime.check.recorder import Recorder
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
+from planner.language.schedule import SCHEDULES
+from planner.runtime.process import recorder as recorders
+from planner.runtime.process.recorder import Recorder
 from planner.runtime.step.engine import Engine
-from planner.schedule import SCHEDULES
 from planner.timeline import load_timeline
 from tests.runtime.scenarios import capture, train_beside_one_process
 from tests.spawn import free_port

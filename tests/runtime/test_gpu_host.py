@@ -14,8 +14,8 @@ import torch
 
 import planner
 from costmodel import CostCache, estimate
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
 from planner.runtime.state.optimizers import host_optimizer
 from profiles import load_profile
 from tests.builders import PlainGPT, gpt_batch

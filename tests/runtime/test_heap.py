@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from planner.runtime.start.process.heap import ask_for_large_pages
+from planner.runtime.process.host.heap import ask_for_large_pages
 
 FAULTS = """
 import ctypes, resource, sys
-from planner.runtime.start.process.heap import keep_freed_memory
+from planner.runtime.process.host.heap import keep_freed_memory
 
 if sys.argv[1] == "kept":
     keep_freed_memory()

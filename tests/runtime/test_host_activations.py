@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import planner
-from planner.graph.model_file import ModelSource
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
-from planner.runtime.check.verify import VerifyReport, compare_with_one_process
-from planner.schedule import build_schedule
-from planner.schedule.timing.offloads import offloads_of
+from planner.capture.source.model_file import ModelSource
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
+from planner.language.schedule import build_schedule
+from planner.language.schedule.timing.offloads import offloads_of
+from planner.runtime.proofs.verify import VerifyReport, compare_with_one_process
 from tests.builders import PlainGPT, gpt_batch, tiny_models
 from tests.runtime.scenarios import capture
 from tests.spawn import run_ranks

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from planner.plan.defaults import default_plan
-from planner.runtime.check.dryrun import dry_run
-from planner.schedule import schedule_of
-from planner.schedule.timing.offloads import offloads_of
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan.schedule_of import schedule_of
+from planner.language.schedule.timing.offloads import offloads_of
+from planner.runtime.proofs.dryrun import dry_run
 from tests.builders import MlpWithTarget, PlainGPT
 from tests.runtime.scenarios import capture
 from tests.runtime.test_host_activations import with_offload

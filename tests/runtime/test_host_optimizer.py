@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 import planner
-from planner.graph import ModelGraph
-from planner.plan import Plan, Precision
-from planner.plan.defaults import default_plan
-from planner.runtime.check.recorder import Recorder
-from planner.runtime.start.groups.mesh import build_mesh
-from planner.runtime.state.host import Host
+from planner.language.graph import ModelGraph
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan, Precision
+from planner.runtime.process.groups.mesh import build_mesh
+from planner.runtime.process.recorder import Recorder
+from planner.runtime.stage.host import Host
 from planner.runtime.state.optimizers import host_optimizer
 from planner.runtime.state.optimizers.host_optimizer import HostMasters, HostUpdates
 from planner.timeline import load_timeline

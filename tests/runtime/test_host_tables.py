@@ -7,8 +7,8 @@ import torch
 
 import planner
 from planner.errors import ModelError, PlanError
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
 from tests.captures import capture_module
 from tests.runtime.scenarios import gap_to_largest
 from tests.runtime.test_sparse_tables import Towers, batch, optimizers

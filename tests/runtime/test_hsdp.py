@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from planner.plan.defaults import default_plan
-from planner.runtime.start.groups.mesh import build_mesh
+from planner.language.lowering.defaults import default_plan
+from planner.runtime.process.groups.mesh import build_mesh
 from tests.runtime.scenarios import capture, clip_many, train_many
 from tests.spawn import run_ranks
 

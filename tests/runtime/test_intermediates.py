@@ -12,9 +12,9 @@ from torch import nn
 
 import planner
 from planner.errors import PlanError
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
-from planner.runtime.check.intermediates import intermediate_names
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
+from planner.runtime.step.intermediates import intermediate_names
 from tests.captures import capture_module
 from tests.runtime.scenarios import build, capture
 from tests.spawn import run_ranks

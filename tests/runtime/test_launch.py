@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from planner.errors import PlanError, PlannerError, ScheduleError
-from planner.plan import save_plan
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import save_plan
+from planner.runtime.process.environment import LAUNCHER
 from planner.runtime.start.launch import launch
-from planner.runtime.start.workers import LAUNCHER
 from tests.runtime.scenarios import capture
 
 ROOT = Path(__file__).parents[2]
@@ -139,7 +139,7 @@ def _ranks_left(tmp_path: Path) -> list[int]:
             line = entry.read_bytes().decode(errors="replace")
         except OSError:
             continue
-        if "planner.runtime.start.worker" in line and str(tmp_path) in line:
+        if "planner.worker" in line and str(tmp_path) in line:
             found.append(int(entry.parent.name))
     return found
 
@@ -255,7 +255,7 @@ def test_a_rank_that_comes_up_after_its_launcher_has_gone_ends(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("print('trained')")
     gone = {**os.environ, "PYTHONPATH": str(ROOT), LAUNCHER: str(2**22 + 1)}
-    rank = [sys.executable, "-m", "planner.runtime.start.worker", str(script)]
+    rank = [sys.executable, "-m", "planner.worker", str(script)]
     ended = subprocess.run(rank, env=gone, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (1, "")
 

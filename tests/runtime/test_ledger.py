@@ -2,7 +2,7 @@
 
 import torch
 
-from planner.runtime.check.ledger import Ledger
+from planner.capture.modes.ledger import Ledger
 
 
 def test_storages_count_until_their_last_tensor_dies():

@@ -13,19 +13,19 @@ from torch.nn import functional as F
 
 import planner
 from planner.errors import LayoutError, PlanError
-from planner.graph import ModelGraph, from_json, to_json
-from planner.layout.axes import find_axis
-from planner.layout.lowering import local_program, lower
-from planner.layout.placement import Replicate, Shard
-from planner.layout.propagate import propagate_graph, propagate_on
-from planner.plan import ClassLayout, Plan
-from planner.plan.defaults import default_plan
-from planner.runtime.check import verify
-from planner.runtime.start.groups.mesh import build_mesh, coordinate_of
+from planner.language.graph import ModelGraph, from_json, to_json
+from planner.language.layout.axes import find_axis
+from planner.language.layout.placement import Replicate, Shard
+from planner.language.lowering.defaults import default_plan
+from planner.language.lowering.lowering import local_program, lower
+from planner.language.lowering.propagate import propagate_graph, propagate_on
+from planner.language.lowering.wiring import build_edges, sends_pieces
+from planner.language.plan import ClassLayout, Plan
+from planner.runtime.process.groups.mesh import build_mesh, coordinate_of
+from planner.runtime.proofs import verify
+from planner.runtime.stage.randomness import RandomStream
 from planner.runtime.step.engine import Engine
 from planner.runtime.step.messages.routes import Routes
-from planner.runtime.step.messages.wiring import build_edges, sends_pieces
-from planner.runtime.step.randomness import RandomStream
 from tests.captures import capture_module
 from tests.runtime.scenarios import Outcome, build, capture, clip_many, train_many
 from tests.sharding.models import captured

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 import planner
-from planner.graph.model_file import ModelSource
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
-from planner.plan.moved_once import moved_once
-from planner.runtime.check.verify import VerifyReport, compare_with_one_process
-from planner.runtime.checkpoint.pieces import Holdings
+from planner.capture.source.model_file import ModelSource
+from planner.language.across.cut.moved_once import moved_once
+from planner.language.lowering.defaults import default_plan
+from planner.language.lowering.pieces import Holdings
+from planner.language.plan import Plan
+from planner.runtime.proofs.verify import VerifyReport, compare_with_one_process
 from tests.captures import capture_module
 from tests.runtime.test_recompute import in_mode
 from tests.spawn import run_ranks

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from planner.plan.defaults import default_plan
-from planner.schedule import SCHEDULES
+from planner.language.lowering.defaults import default_plan
+from planner.language.schedule import SCHEDULES
 from tests.captures import capture_module
 from tests.runtime.scenarios import capture, clip_many, train_many
 from tests.spawn import run_ranks

@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 import planner
-from planner.graph import ModelGraph
-from planner.graph.batch import call_with_batch, loss_of
-from planner.graph.model_file import ModelSource
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
-from planner.runtime.check.by_block.prove import prove
-from planner.runtime.check.verify import VerifyReport, compare_with_one_process
+from planner.capture.source.model_file import ModelSource
+from planner.language.graph import ModelGraph
+from planner.language.graph.batch import call_with_batch, loss_of
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
+from planner.runtime.proofs.by_block.prove import prove
+from planner.runtime.proofs.verify import VerifyReport, compare_with_one_process
 from planner.runtime.stage.calls import opaque_modules
 from tests.captures import capture_module
 from tests.opaque_models import PARTS, Chain, batch

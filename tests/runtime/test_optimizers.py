@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import planner
-from planner.graph.batch import call_with_batch, loss_of
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
+from planner.language.graph.batch import call_with_batch, loss_of
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
 from tests.runtime.scenarios import _gap, build, capture
 from tests.spawn import run_ranks
 

@@ -24,8 +24,8 @@ from benchmarks.delays import (
     slow_down_links,
 )
 from costmodel import CostCache, estimate
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
 from planner.timeline import load_timeline
 from profiles import load_profile
 from tests.runtime.scenarios import build, capture

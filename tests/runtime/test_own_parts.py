@@ -11,9 +11,9 @@ import torch
 
 import planner
 from planner.errors import PlannerError
-from planner.graph.batch_split import BatchSplit
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
+from planner.language.graph.batch_split import BatchSplit
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
 from tests.builders import PlainGPT, gpt_batch
 from tests.runtime.scenarios import capture, gap_to_largest, models
 from tests.spawn import run_ranks

@@ -16,12 +16,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import planner
-from planner.graph.batch import call_with_batch, loss_of
-from planner.graph.model_file import ModelSource
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
-from planner.runtime.check.verify import VerifyReport, compare_with_one_process
-from planner.runtime.start.groups.mesh import build_mesh
+from planner.capture.source.model_file import ModelSource
+from planner.language.graph.batch import call_with_batch, loss_of
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
+from planner.runtime.process.groups.mesh import build_mesh
+from planner.runtime.proofs.verify import VerifyReport, compare_with_one_process
 from planner.runtime.step.engine import Engine
 from tests.builders import VOCABULARY, PlainGPT, gpt_batch, telling_first, tiny_models
 from tests.captures import capture_module

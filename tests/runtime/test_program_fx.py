@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from planner.errors import LayoutError
-from planner.graph import Affine, Op, Program, Ref, Symbol, TensorMeta
+from planner.language.graph import Affine, Op, Program, Ref, Symbol, TensorMeta
 from planner.runtime.stage.bindings import BINDINGS
 from planner.runtime.stage.program_fx import aten_overload, to_graph_module
 

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from planner.graph import ModelGraph
-from planner.ops.recompute_choice import default_ops
-from planner.plan import ClassRecompute, Plan
-from planner.plan.defaults import default_plan
-from planner.runtime.check.dryrun import dry_run
-from planner.runtime.stage.calls import collectives
-from planner.runtime.start.groups.mesh import build_mesh
+from planner.language.graph import ModelGraph
+from planner.language.lowering.defaults import default_plan
+from planner.language.ops.recompute_choice import default_ops
+from planner.language.plan import ClassRecompute, Plan
+from planner.runtime.process import collectives
+from planner.runtime.process.groups.mesh import build_mesh
+from planner.runtime.proofs.dryrun import dry_run
 from planner.runtime.step.engine import Engine
 from tests.builders import HEADS, HIDDEN, PlainGPT, gpt_batch, label_batch, mlp_batch, tiny_models
 from tests.captures import capture_module

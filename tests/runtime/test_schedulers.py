@@ -13,8 +13,8 @@ from torch.optim.swa_utils import SWALR
 
 import planner
 from planner.errors import ModelError
-from planner.graph.batch import call_with_batch
-from planner.plan.defaults import default_plan
+from planner.language.graph.batch import call_with_batch
+from planner.language.lowering.defaults import default_plan
 from planner.runtime.state.optimizers.optimizer import check_schedulers
 from tests.builders import MlpWithTarget, mlp_batch
 from tests.captures import capture_tiny

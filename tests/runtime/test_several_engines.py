@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_map
 
 import planner
 from planner.errors import PlanError
-from planner.graph.batch import call_with_batch, loss_of
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
-from planner.runtime.check import out_of_memory
+from planner.language.graph.batch import call_with_batch, loss_of
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
+from planner.runtime.stage.randomness import unused_seed
 from planner.runtime.start import course
+from planner.runtime.state import out_of_memory
 from planner.runtime.step.engine import Engine
-from planner.runtime.step.randomness import unused_seed
 from planner.timeline import load_timeline
 from tests.runtime.scenarios import capture, gap_to_largest, models
 from tests.spawn import run_ranks
@@ -169,7 +169,7 @@ def test_engines_that_draw_at_once_draw_from_other_seeds():
     class Stream:
         seed = 3
 
-    from planner.runtime.step import randomness
+    from planner.runtime.stage import randomness
 
     stream: Any = Stream()
     assert unused_seed(3) == 3
@@ -187,7 +187,7 @@ def test_engines_that_draw_at_once_draw_from_other_seeds():
 @pytest.fixture
 def files(tmp_path, monkeypatch) -> Path:
     """Plans of one rank of two models, of which `actor.json` is launched."""
-    from planner.plan import save_plan
+    from planner.language.plan import save_plan
     from planner.runtime.start import launched
 
     monkeypatch.setattr(launched, "_stands_for", {})
@@ -233,7 +233,7 @@ def test_a_launched_plan_in_the_place_of_another_is_told_and_refused_by_name(fil
 
 
 def test_an_elastic_run_puts_its_plan_in_the_place_of_the_launched_one_alone(files, monkeypatch):
-    from planner.plan import load_plan
+    from planner.language.plan import load_plan
     from planner.runtime.start.launched import followed_plan
 
     monkeypatch.setenv(course.PLAN, str(files / "fast.json"))

@@ -9,10 +9,10 @@ import torch
 
 import planner
 from planner.errors import LayoutError, ModelError
-from planner.graph.batch_split import BatchSplit
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
-from planner.runtime.step.inputs.feed import whole_split
+from planner.language.graph.batch_split import BatchSplit
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
+from planner.runtime.batches.inputs.feed import whole_split
 from tests.runtime.scenarios import capture, models
 from tests.runtime.test_uneven import RTOL, Case, gaps_to_one_process
 from tests.spawn import run_ranks

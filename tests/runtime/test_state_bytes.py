@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import planner
-from planner.graph import ModelGraph
-from planner.plan import Plan, Precision, ZeroStage
-from planner.plan.defaults import default_plan
-from planner.runtime.check.dryrun import dry_run
+from planner.language.graph import ModelGraph
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan, Precision, ZeroStage
+from planner.runtime.proofs.dryrun import dry_run
 from planner.runtime.step.engine import Engine
 from tests.builders import MlpWithTarget, mlp_batch
 from tests.captures import capture_module

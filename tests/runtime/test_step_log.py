@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import planner
-from planner import step_log
 from planner.errors import PlanError
-from planner.plan.defaults import default_plan
-from planner.step_log import StepLog
+from planner.language.lowering.defaults import default_plan
+from planner.runtime import step_log
+from planner.runtime.step_log import StepLog
 from tests.builders import MlpWithTarget, mlp_batch
 from tests.captures import capture_tiny
 
@@ -74,7 +74,7 @@ def test_a_line_after_a_load_is_of_the_steps_since(tmp_path):
 
 def test_flop_are_those_of_products_three_times_over():
     """Forward, input gradient and weight gradient: but none for the first input."""
-    from planner.ops.flops import model_flop
+    from planner.language.ops.flops import model_flop
 
     graph = capture_tiny("mlp")
     weights = [meta.shape for meta in graph.params if len(meta.shape) == 2]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from planner.plan.defaults import default_plan
-from planner.runtime.check.dryrun import dry_run
+from planner.language.lowering.defaults import default_plan
+from planner.runtime.proofs.dryrun import dry_run
 from tests.captures import capture_module
 from tests.runtime.test_sparse_tables import Towers, batch
 

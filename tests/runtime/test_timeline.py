@@ -17,10 +17,10 @@ import torch
 
 import planner
 from planner.errors import PlannerError
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
-from planner.runtime.stage.calls import collectives
-from planner.schedule import JobKind, StepJobKind, step_jobs
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
+from planner.language.schedule import JobKind, StepJobKind, step_jobs
+from planner.runtime.process import collectives
 from planner.timeline import (
     JOB_KINDS,
     STEP_JOB_KINDS,

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from planner.graph.capture_cache import load_graph
-from planner.plan.defaults import default_plan
-from planner.runtime.check import trials
-from planner.runtime.check.trials import TrialSettings, run_trials
+from planner.capture.source.capture_cache import load_graph
+from planner.language.lowering.defaults import default_plan
+from planner.runtime.proofs import trials
+from planner.runtime.proofs.trials import TrialSettings, run_trials
 from tests.spawn import is_running
 
 MODEL = """
@@ -119,9 +119,9 @@ def test_plans_take_turns_and_the_cause_of_a_failure_is_told(model):
 
 INTERRUPTED = """
 import sys
-from planner.graph.capture_cache import load_graph
-from planner.plan.defaults import default_plan
-from planner.runtime.check.trials import run_trials
+from planner.capture.source.capture_cache import load_graph
+from planner.language.lowering.defaults import default_plan
+from planner.runtime.proofs.trials import run_trials
 
 graph = load_graph(sys.argv[1])
 plan = default_plan(graph, microbatch_size=1, num_microbatches=12, pp=2)

@@ -20,10 +20,10 @@ from torch.nn import functional as F
 
 import planner
 from planner.errors import LayoutError, ModelError, PlanError
-from planner.graph.batch_split import BatchSplit
-from planner.loss_weight import count_tokens
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
+from planner.language.graph.batch_split import BatchSplit
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
+from planner.runtime.batches.count_tokens import count_tokens
 from tests.builders import VOCABULARY, PlainGPT, gpt_batch
 from tests.captures import capture_module
 from tests.runtime.scenarios import capture, gap_to_largest, models

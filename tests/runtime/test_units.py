@@ -11,9 +11,9 @@ import torch
 
 import planner
 from planner.errors import LayoutError, ModelError, PlanError
-from planner.graph import ModelGraph, Unit
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
+from planner.language.graph import ModelGraph, Unit
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
 from tests import units
 from tests.captures import capture_module
 from tests.runtime.scenarios import gap_to_largest

@@ -12,8 +12,8 @@ from torch import nn
 
 import planner
 from planner.errors import CaptureError, ModelError, PlanError
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
 from planner.runtime.state.untouched import Untouched
 from tests.builders import MlpWithTarget, mlp_batch
 from tests.captures import capture_module, capture_tiny

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 import planner
 from planner.errors import LayoutError
-from planner.graph.batch import call_with_batch, loss_of
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
+from planner.language.graph.batch import call_with_batch, loss_of
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
 from tests.captures import capture_module
 from tests.runtime.scenarios import gap_to_largest
 from tests.spawn import run_ranks

@@ -18,15 +18,15 @@ import torch
 from rich.console import Console
 
 from commands.render.checks import describe_verification
+from planner.capture.source.model_file import ModelSource
 from planner.errors import PlanError
-from planner.graph import ModelGraph
-from planner.graph.model_file import ModelSource
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
-from planner.runtime.check import verify
-from planner.runtime.check.one_process import build_with_values
-from planner.runtime.check.promote import has_dropout, promote_graph
-from planner.runtime.check.verify import (
+from planner.language.graph import ModelGraph
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
+from planner.runtime.proofs import verify
+from planner.runtime.proofs.one_process import build_with_values
+from planner.runtime.proofs.promote import has_dropout, promote_graph
+from planner.runtime.proofs.verify import (
     KINDS,
     VerifyReport,
     check_memory,

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from planner.capture.modes.fixed_draws import FixedDraws
 from planner.errors import PlanError
-from planner.graph import Op, from_json, to_json
-from planner.ops.record import is_random
-from planner.plan.defaults import default_plan
-from planner.runtime.check.fixed_draws import FixedDraws
-from planner.runtime.check.verify import VerifyReport, compare_with_one_process
+from planner.language.graph import Op, from_json, to_json
+from planner.language.lowering.defaults import default_plan
+from planner.language.ops.record import is_random
+from planner.runtime.proofs.verify import VerifyReport, compare_with_one_process
 from tests.builders import telling_first
 from tests.runtime.test_verify_faults import WIDTH, graph_of, source_of, verify_here
 from tests.spawn import run_ranks

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from planner.graph import ModelGraph, from_json, to_json
-from planner.graph.model_file import ModelSource
-from planner.plan.defaults import default_plan
-from planner.runtime.check.verify import VerifyReport, compare_with_one_process
+from planner.capture.source.model_file import ModelSource
+from planner.language.graph import ModelGraph, from_json, to_json
+from planner.language.lowering.defaults import default_plan
+from planner.runtime.proofs.verify import VerifyReport, compare_with_one_process
 from planner.runtime.step.engine import Engine
 from tests.captures import capture_module
 from tests.spawn import run_ranks

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from planner.capture import capture_source
-from planner.graph import from_json, to_json
-from planner.graph.model_file import ModelSource
-from planner.plan.defaults import default_plan
-from planner.runtime.check.verify import compare_with_one_process
+from planner.capture.source.model_file import ModelSource
+from planner.language.graph import from_json, to_json
+from planner.language.lowering.defaults import default_plan
+from planner.runtime.proofs.verify import compare_with_one_process
 from tests.builders import telling_first, tiny_models
 from tests.model_matrix import REFUSED, model_matrix
 from tests.spawn import run_ranks

@@ -9,11 +9,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from planner.capture.source.model_file import ModelSource
 from planner.errors import ModelError
-from planner.graph.model_file import ModelSource
-from planner.plan.defaults import default_plan
-from planner.runtime.check.promote import ReferenceMode, held_tensors, promote_graph, promote_module
-from planner.runtime.check.verify import compare_with_one_process
+from planner.language.lowering.defaults import default_plan
+from planner.runtime.proofs.promote import (
+    ReferenceMode,
+    held_tensors,
+    promote_graph,
+    promote_module,
+)
+from planner.runtime.proofs.verify import compare_with_one_process
 from tests.builders import MlpWithTarget, mlp_batch
 from tests.captures import capture_module
 from tests.runtime.test_verify_faults import WIDTH, Drifting, graph_of, source_of, verify_here

@@ -8,11 +8,11 @@ import pytest
 import torch.distributed as dist
 
 from planner.capture import capture_source
+from planner.capture.source.model_file import load_model_file
 from planner.errors import PlannerError
-from planner.graph.model_file import load_model_file
-from planner.plan.defaults import default_plan
-from planner.runtime.check.users_errors import told_as_users, users_line
-from planner.runtime.check.verify import compare_with_one_process
+from planner.language.lowering.defaults import default_plan
+from planner.runtime.proofs.users_errors import told_as_users, users_line
+from planner.runtime.proofs.verify import compare_with_one_process
 
 FILE = """
 import os, torch, torch.nn as nn, torch.nn.functional as F

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from planner.ops.weight_products import LARGE_BYTES
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
+from planner.language.ops.weight_products import LARGE_BYTES
+from planner.language.plan import Plan
 from planner.runtime.stage.weight_grads import WeightProduct, WeightQueue
 from planner.runtime.step.executor import Executor
 from planner.runtime.step.messages.p2p import Message

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 import planner
+from planner.capture.source.model_file import ModelSource
 from planner.emit import EMITTERS, PlanView, refusals
 from planner.errors import PlanError
-from planner.graph import ModelGraph
-from planner.graph.model_file import ModelSource
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
-from planner.runtime.check.intermediates import intermediate_names
-from planner.runtime.check.verify import VerifyReport, compare_with_one_process
+from planner.language.graph import ModelGraph
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
+from planner.runtime.proofs.verify import VerifyReport, compare_with_one_process
+from planner.runtime.step.intermediates import intermediate_names
 from tests.captures import capture_module
 from tests.runtime.whole_batch_models import MODELS, batch
 from tests.spawn import run_ranks

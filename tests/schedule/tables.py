@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from planner.schedule import Job, JobKind, Schedule
-from planner.schedule.placements import fold_placement, loop_placement
+from planner.language.schedule import Job, JobKind, Schedule
+from planner.language.schedule.placements import fold_placement, loop_placement
 
 
 def random_table(

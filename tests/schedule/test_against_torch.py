@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from planner.schedule import Schedule, build_schedule
+from planner.language.schedule import Schedule, build_schedule
 
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 

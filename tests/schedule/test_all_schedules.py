@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from planner.schedule import (
+from planner.language.schedule import (
     SCHEDULES,
     JobKind,
     Schedule,
@@ -19,9 +19,12 @@ from planner.schedule import (
     most_kept,
     time_schedule,
 )
-from planner.schedule.job_order import JobOrder, RoundTrips
-from planner.schedule.timing.communication import communication_order, validate_communication
-from planner.schedule.validate import validate_schedule
+from planner.language.schedule.job_order import JobOrder, RoundTrips
+from planner.language.schedule.timing.communication import (
+    communication_order,
+    validate_communication,
+)
+from planner.language.schedule.validate import validate_schedule
 
 NAMES = sorted(SCHEDULES)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner.errors import ScheduleError
-from planner.schedule import (
+from planner.language.schedule import (
     Schedule,
     build_schedule,
     in_flight,
@@ -13,10 +13,13 @@ from planner.schedule import (
     register_schedule,
     time_schedule,
 )
-from planner.schedule.draw import draw_schedule
-from planner.schedule.registry import SCHEDULES
-from planner.schedule.timing.communication import communication_order, validate_communication
-from planner.schedule.validate import validate_schedule
+from planner.language.schedule.draw import draw_schedule
+from planner.language.schedule.registry import SCHEDULES
+from planner.language.schedule.timing.communication import (
+    communication_order,
+    validate_communication,
+)
+from planner.language.schedule.validate import validate_schedule
 
 
 def build(name: str, pp: int, num_microbatches: int) -> Schedule:

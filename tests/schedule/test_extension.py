@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from planner.errors import ScheduleError
-from planner.schedule import (
+from planner.language.schedule import (
     SCHEDULES,
     Job,
     JobKind,
@@ -22,10 +22,13 @@ from planner.schedule import (
     register_schedule,
     time_schedule,
 )
-from planner.schedule.draw import draw_schedule, draw_table
-from planner.schedule.placements import fold_placement
-from planner.schedule.timing.communication import communication_order, validate_communication
-from planner.schedule.validate import validate_schedule
+from planner.language.schedule.draw import draw_schedule, draw_table
+from planner.language.schedule.placements import fold_placement
+from planner.language.schedule.timing.communication import (
+    communication_order,
+    validate_communication,
+)
+from planner.language.schedule.validate import validate_schedule
 
 
 @pytest.fixture
@@ -128,7 +131,7 @@ def test_large_tables_are_cut_around_the_mark() -> None:
 
 def test_schedules_need_no_torch() -> None:
     """The search and the cost model use tables without torch."""
-    code = "import sys, planner.schedule; sys.exit('torch' in sys.modules)"
+    code = "import sys, planner.language.schedule; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from planner.errors import PlanError, ScheduleError
-from planner.graph import Block, ModelGraph, Program
-from planner.plan import ClusterRef, ModelRef, Plan, StagePlan, load_plan, save_plan, validate_model
-from planner.schedule import build_schedule, schedule_of
+from planner.language.graph import Block, ModelGraph, Program
+from planner.language.lowering.match_model import validate_model
+from planner.language.plan import ClusterRef, ModelRef, Plan, StagePlan, load_plan, save_plan
+from planner.language.plan.schedule_of import schedule_of
+from planner.language.schedule import build_schedule
 
 
 def make_plan(schedule: str, pp_ranks: tuple[int, ...], table: tuple[str, ...] = ()) -> Plan:

@@ -11,8 +11,10 @@ import pytest
 
 from planner.emit.targets.torchtitan import schedule_csv
 from planner.errors import ScheduleError
-from planner.plan.defaults import default_plan
-from planner.schedule import (
+from planner.language.lowering.captured_ops import PREAMBLE, work_of_jobs
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan.schedule_of import schedule_of
+from planner.language.schedule import (
     Job,
     JobKind,
     Role,
@@ -22,11 +24,9 @@ from planner.schedule import (
     draw_schedule,
     find_role,
     jobs_of_role,
-    schedule_of,
     step_jobs,
 )
-from planner.schedule.captured_ops import PREAMBLE, work_of_jobs
-from planner.schedule.step_jobs import ROLES, jobs_of_step
+from planner.language.schedule.step_jobs import ROLES, jobs_of_step
 from tests.captures import capture_tiny
 
 

@@ -9,10 +9,14 @@ from dataclasses import replace
 import pytest
 
 from planner.errors import ScheduleError
-from planner.schedule import SCHEDULES, JobKind, StageTimes, build_schedule, time_schedule
-from planner.schedule.placements import fold_placement, loop_placement
-from planner.schedule.synthesis.synthesize import Pipeline, lower_bound_s, synthesize_schedule
-from planner.schedule.validate import validate_schedule
+from planner.language.schedule import SCHEDULES, JobKind, StageTimes, build_schedule, time_schedule
+from planner.language.schedule.placements import fold_placement, loop_placement
+from planner.language.schedule.synthesis.synthesize import (
+    Pipeline,
+    lower_bound_s,
+    synthesize_schedule,
+)
+from planner.language.schedule.validate import validate_schedule
 
 
 def random_pipeline(rng: random.Random, *, vpp: int | None = None) -> Pipeline:

@@ -6,11 +6,11 @@ import random
 
 import torch
 
-from planner.plan import Plan, StagePlan
-from planner.plan.defaults import default_plan
-from planner.schedule import Schedule, StageTimes, in_flight
-from planner.schedule.placements import fold_placement
-from planner.schedule.synthesis.synthesize import Pipeline, synthesize_schedule
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan, StagePlan
+from planner.language.schedule import Schedule, StageTimes, in_flight
+from planner.language.schedule.placements import fold_placement
+from planner.language.schedule.synthesis.synthesize import Pipeline, synthesize_schedule
 from tests.runtime.scenarios import capture, train_many
 from tests.schedule.tables import random_table
 from tests.spawn import run_ranks

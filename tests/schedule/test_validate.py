@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from planner.errors import ScheduleError
-from planner.schedule import Job, JobKind, Schedule, build_schedule
-from planner.schedule.timing.communication import (
+from planner.language.schedule import Job, JobKind, Schedule, build_schedule
+from planner.language.schedule.timing.communication import (
     Transfer,
     communication_order,
     validate_communication,
 )
-from planner.schedule.validate import validate_schedule
+from planner.language.schedule.validate import validate_schedule
 from tests.schedule.tables import random_table
 
 PLAIN = build_schedule("1f1b", pp=3, vpp=1, num_microbatches=4)

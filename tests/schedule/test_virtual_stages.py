@@ -5,11 +5,17 @@ from __future__ import annotations
 import pytest
 
 from planner.errors import ScheduleError
-from planner.schedule import Schedule, build_schedule, in_flight, stage_to_pp_rank, time_schedule
-from planner.schedule.named.interleaved import group_sizes
-from planner.schedule.placements import fold_placement, loop_placement
-from planner.schedule.timing.communication import communication_order
-from planner.schedule.validate import validate_schedule
+from planner.language.schedule import (
+    Schedule,
+    build_schedule,
+    in_flight,
+    stage_to_pp_rank,
+    time_schedule,
+)
+from planner.language.schedule.named.interleaved import group_sizes
+from planner.language.schedule.placements import fold_placement, loop_placement
+from planner.language.schedule.timing.communication import communication_order
+from planner.language.schedule.validate import validate_schedule
 
 
 def build(name: str, pp: int, vpp: int, num_microbatches: int) -> Schedule:

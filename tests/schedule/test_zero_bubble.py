@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planner.schedule import Schedule, StageTimes, build_schedule, in_flight, time_schedule
-from planner.schedule.draw import draw_schedule
+from planner.language.schedule import Schedule, StageTimes, build_schedule, in_flight, time_schedule
+from planner.language.schedule.draw import draw_schedule
 
 
 def build(name: str, pp: int, vpp: int, num_microbatches: int) -> Schedule:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from planner.schedule import JobOrder, find_schedule
+from planner.language.schedule import JobOrder, find_schedule
 from search.partition.chain_problem import ChainProblem, LeastNeeds
 from search.partition.chain_windows import Window
 

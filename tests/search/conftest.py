@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.graph import ModelGraph
+from planner.language.graph import ModelGraph
 from tests.captures import capture_wide_llama
 
 

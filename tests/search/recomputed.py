@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.templates import Transformer, build_transformer
+from planner.language.templates import Transformer, build_transformer
 from search import SearchRequest
 from search.candidates import Candidates
 from search.space.configuration import Configuration

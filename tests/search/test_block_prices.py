@@ -8,11 +8,11 @@ import pytest
 from costmodel.execution import find_execution
 from costmodel.execution.executed_program import price_program
 from costmodel.topology import group_along, lowered_groups
-from planner.graph import TensorMeta
-from planner.layout.axes import Degrees
-from planner.layout.lowering import lower
-from planner.layout.placement import Replicate, Shard
-from planner.plan import OURS
+from planner.language.graph import TensorMeta
+from planner.language.layout.axes import Degrees
+from planner.language.layout.placement import Replicate, Shard
+from planner.language.lowering.lowering import lower
+from planner.language.plan import OURS
 from search.op_layout.block_prices import OpSeconds, Prices
 from search.op_layout.block_problem import BlockProblem, read_layouts
 from search.op_layout.boundaries import boundary_options, class_groups

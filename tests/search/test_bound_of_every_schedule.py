@@ -8,7 +8,14 @@ from torch import nn
 
 from costmodel import CostCache
 from planner.errors import ScheduleError
-from planner.schedule import SCHEDULES, Job, RoundTrips, forward, full_backward, register_schedule
+from planner.language.schedule import (
+    SCHEDULES,
+    Job,
+    RoundTrips,
+    forward,
+    full_backward,
+    register_schedule,
+)
 from search import find_plan
 from search.bounds.catalogue import TableBounds
 from search.candidates import Candidates

@@ -8,10 +8,10 @@ import pytest
 from costmodel import StageLoad
 from costmodel.execution import find_execution
 from costmodel.memory.bound import OnHost
-from planner.layout.axes import Degrees
-from planner.plan.replication import Replication
-from planner.schedule import JobKind, build_schedule
-from planner.schedule.timing.offloads import offloads_of
+from planner.language.layout.axes import Degrees
+from planner.language.plan.replication import Replication
+from planner.language.schedule import JobKind, build_schedule
+from planner.language.schedule.timing.offloads import offloads_of
 from search import SearchRequest
 from search.bounds.catalogue import one_microbatch, share_of_work
 from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from planner.schedule import RoundTrips, find_schedule
+from planner.language.schedule import RoundTrips, find_schedule
 from search import SearchRequest, find_plan
 from search.bounds.catalogue import (
     MEMORY_BOUNDS,

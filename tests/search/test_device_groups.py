@@ -11,9 +11,9 @@ import pytest
 from planner.cluster import Link, Tier
 from planner.emit.view import PlanView
 from planner.errors import LayoutError, PlanError
-from planner.graph import ModelGraph
-from planner.plan import Plan
-from planner.plan.node_runs import node_runs
+from planner.language.graph import ModelGraph
+from planner.language.plan import Plan
+from planner.language.plan.node_runs import node_runs
 from profiles.groups import DeviceGroup
 from search import SearchRequest, SearchResult, find_plan
 from search.candidates import Candidates

@@ -13,9 +13,9 @@ import pytest
 from costmodel import estimate
 from costmodel.execution import execution_names, find_execution
 from planner.errors import PlannerError
-from planner.graph import ModelGraph
-from planner.plan import OURS, load_plan, save_plan
-from planner.templates import Transformer, build_transformer
+from planner.language.graph import ModelGraph
+from planner.language.plan import OURS, load_plan, save_plan
+from planner.language.templates import Transformer, build_transformer
 from profiles import Profile, load_profile
 from search import SearchRequest, find_plan
 from search.bounds.catalogue import MEMORY_BOUNDS, STEP_BOUNDS

@@ -13,7 +13,7 @@ from costmodel import CostCache, estimate
 from planner import deadline
 from planner.deadline import ends_on_interrupt, is_interrupted, within
 from planner.errors import LayoutError, ScheduleError
-from planner.plan import load_plan, save_plan
+from planner.language.plan import load_plan, save_plan
 from planner.units import GIB
 from search import KeptCandidates, SearchRequest, find_pareto, find_plan
 from search.candidates import Candidates

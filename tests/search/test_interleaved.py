@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from planner.layout.axes import Degrees
+from planner.language.layout.axes import Degrees
 from search.partition.interleaved import StageSeconds, least_end_s
 from search.space.configuration import Configuration
 from search.space.job_tables import in_flight_of, live_stages_of

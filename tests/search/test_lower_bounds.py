@@ -10,8 +10,8 @@ from costmodel.memory.bound import RankBound
 from costmodel.memory.parts import Ranks
 from costmodel.time.simulate import JobSeconds, simulate
 from costmodel.time.stage_costs.load import StageLoad
-from planner.plan.replication import Replication
-from planner.schedule import (
+from planner.language.plan.replication import Replication
+from planner.language.schedule import (
     SCHEDULES,
     build_schedule,
     find_schedule,
@@ -19,7 +19,7 @@ from planner.schedule import (
     full_backward,
     register_schedule,
 )
-from planner.schedule.jobs import Job
+from planner.language.schedule.jobs import Job
 from planner.units import GIB
 from search import SearchRequest
 from search.bounds.round_trips import ZeroBubbleBound

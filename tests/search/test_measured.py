@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from planner.errors import PlannerError
-from planner.runtime.check.trials import Trial, TrialSettings
+from planner.runtime.proofs.trials import Trial, TrialSettings
 from profiles import load_profile
 from search import SearchRequest, find_plan
 from search.candidates import Candidates

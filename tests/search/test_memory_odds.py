@@ -9,7 +9,7 @@ import pytest
 
 from costmodel.uncertainty import plan_odds_of_fit
 from planner.errors import LayoutError
-from planner.templates import Transformer, build_transformer
+from planner.language.templates import Transformer, build_transformer
 from profiles import load_profile
 from search import SearchRequest, find_plan, find_plan_once
 from search.candidates import Candidates

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.layout.axes import Degrees
+from planner.language.layout.axes import Degrees
 from search import SearchRequest
 from search.space.request_checks import divisors
 from search.space.shapes import Space

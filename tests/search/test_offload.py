@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from planner.errors import LayoutError
-from planner.graph import ModelGraph
-from planner.plan import Plan
+from planner.language.graph import ModelGraph
+from planner.language.plan import Plan
 from profiles import Profile, load_profile
 from search import SearchRequest, SearchResult, find_plan
 from search.bounds.catalogue import TableBounds

@@ -6,7 +6,7 @@ import pytest
 
 from commands.render.plans.search import describe_pareto
 from planner.errors import LayoutError
-from planner.graph.batch import tokens_per_sample
+from planner.language.graph.batch import tokens_per_sample
 from search import SearchRequest
 from search.report.pareto import Point, cost_of, find_pareto, non_dominated
 from tests.captures import capture_tiny

@@ -3,7 +3,7 @@
 import pytest
 
 from planner.errors import LayoutError
-from planner.layout.pins import class_pins, parse_pin
+from planner.language.layout.pins import class_pins, parse_pin
 from search import SearchRequest, find_plan
 from tests.captures import capture_tiny
 from tests.search.machine import Machine

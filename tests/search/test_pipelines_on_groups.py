@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from costmodel.estimate import rank_bytes_by_group
-from planner.layout.axes import Degrees
+from planner.language.layout.axes import Degrees
 from search import SearchRequest
 from search.candidates import Candidates
 from search.nodes.pipelines_on_groups import (

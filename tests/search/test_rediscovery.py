@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from planner.graph import ModelGraph
-from planner.layout.lowering import lower
-from planner.layout.redistribution.redistribute import REDISTRIBUTE, op_collectives
-from planner.plan import ClassLayout
+from planner.language.graph import ModelGraph
+from planner.language.layout.redistribution.redistribute import REDISTRIBUTE, op_collectives
+from planner.language.lowering.lowering import lower
+from planner.language.plan import ClassLayout
 from profiles import Group, Lookup
 from search import SearchRequest, find_plan
 from search.op_layout.layouts import LayoutSolver

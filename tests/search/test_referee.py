@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from planner.graph import ModelGraph
+from planner.language.graph import ModelGraph
 from search import SearchRequest, find_plan
 from tests.builders import PlainGPT, gpt_batch, tiny_models
 from tests.captures import capture_module

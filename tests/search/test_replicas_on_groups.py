@@ -9,7 +9,7 @@ import pytest
 
 from costmodel.estimate import rank_bytes_by_group
 from planner.errors import LayoutError
-from planner.plan import Plan
+from planner.language.plan import Plan
 from search import SearchRequest, find_plan
 from search.candidates import Candidates
 from search.nodes.replicas_on_groups import near_shares

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.layout.placement import OpSharding, Shard
+from planner.language.layout.placement import OpSharding, Shard
 from search.op_layout import block_build
 from search.op_layout.boundaries import boundary_options, class_groups
 from search.op_layout.eliminate import solve_by_elimination

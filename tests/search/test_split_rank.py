@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from planner.errors import LayoutError
-from planner.graph.encoder_decoder import first_decoder_block
-from planner.plan import validate_model
+from planner.language.graph.encoder_decoder import first_decoder_block
+from planner.language.lowering.match_model import validate_model
 from search import SearchRequest, find_plan
 from tests.captures import capture_module
 from tests.search.machine import Machine

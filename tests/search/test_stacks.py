@@ -21,12 +21,19 @@ from planner.emit.megatron_rules import Run, broken_rules
 from planner.emit.targets.megatron_bridge import overrides
 from planner.emit.targets.megatron_lm import megatron_flags
 from planner.errors import LayoutError, PlanError, PlannerError
-from planner.graph import ModelGraph
-from planner.layout.axes import axis_names
-from planner.plan import Plan
-from planner.schedule import schedule_of
-from planner.stacks import STACKS, Stack, execution_of, expressed_of, register_stack, stack_of
-from planner.templates import Experts, Transformer, build_transformer
+from planner.language.graph import ModelGraph
+from planner.language.layout.axes import axis_names
+from planner.language.plan import Plan
+from planner.language.plan.schedule_of import schedule_of
+from planner.language.stacks import (
+    STACKS,
+    Stack,
+    execution_of,
+    expressed_of,
+    register_stack,
+    stack_of,
+)
+from planner.language.templates import Experts, Transformer, build_transformer
 from profiles import Profile, load_profile
 from search import SearchRequest, find_plan
 from tests.emit.readers import (

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from costmodel import CostCache, estimate
-from planner.graph import ModelGraph
-from planner.plan import Plan, load_plan, save_plan
-from planner.schedule import schedule_of
+from planner.language.graph import ModelGraph
+from planner.language.plan import Plan, load_plan, save_plan
+from planner.language.plan.schedule_of import schedule_of
 from search import SearchRequest, find_plan
 from search.synthesis import with_synthesised_table
 from tests.builders import tiny_models

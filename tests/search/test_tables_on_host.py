@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from planner.errors import LayoutError
-from planner.graph import ModelGraph
-from planner.plan import Plan
+from planner.language.graph import ModelGraph
+from planner.language.plan import Plan
 from profiles import Profile, load_profile
 from search import SearchRequest, SearchResult, find_plan
 from search.on_host import offload_fallbacks

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from planner.errors import LayoutError, ModelError
-from planner.graph import ModelGraph
+from planner.language.graph import ModelGraph
 from planner.units import DAY_S
 from profiles import load_profile
 from profiles.link_rates import with_link_rate

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from planner.errors import LayoutError
-from planner.graph import ModelGraph
+from planner.language.graph import ModelGraph
 from search import SearchRequest, find_plan
 from search.candidates import Candidates
 from tests.captures import capture_module

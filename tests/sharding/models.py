@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from planner.graph import ModelGraph, Program, from_json, to_json
+from planner.language.graph import ModelGraph, Program, from_json, to_json
 from tests.builders import tiny_models
 from tests.captures import capture_module
 

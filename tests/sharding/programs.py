@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.graph import Op, Program, Ref, Symbol, TensorMeta
-from planner.layout.lowering import lower
-from planner.layout.placement import Placement, Replicate, Shard, parse_placement
-from planner.plan import ClassLayout
+from planner.language.graph import Op, Program, Ref, Symbol, TensorMeta
+from planner.language.layout.placement import Placement, Replicate, Shard, parse_placement
+from planner.language.lowering.lowering import lower
+from planner.language.plan import ClassLayout
 from planner.runtime.stage.calls import local_ops
 from planner.runtime.stage.program_fx import aten_overload, to_graph_module
 from planner.runtime.stage.recompute import Keeper, Recomputed

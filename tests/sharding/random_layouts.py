@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
-from planner.graph import Program, TensorMeta
-from planner.layout.placement import OpSharding, Partial, Placement, Replicate, Shard
-from planner.ops.call import divides
-from planner.ops.registry import segment_counts, strategies
-from planner.plan import ClassLayout
+from planner.language.graph import Program, TensorMeta
+from planner.language.layout.placement import OpSharding, Partial, Placement, Replicate, Shard
+from planner.language.ops.call import divides
+from planner.language.ops.registry import segment_counts, strategies
+from planner.language.plan import ClassLayout
 
 
 def random_layout(program: Program, rng: random.Random, axis_size: int) -> ClassLayout:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.graph import Op, Program, Ref, TensorMeta
+from planner.language.graph import Op, Program, Ref, TensorMeta
 from planner.runtime.stage.program_fx import aten_overload
 from tests.sharding.programs import meta_of
 

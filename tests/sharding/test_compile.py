@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from planner.layout.lowering import lower
-from planner.layout.placement import OpSharding, parse_placement
-from planner.layout.propagate import propagate_graph
-from planner.ops.registry import local_ops
+from planner.language.layout.placement import OpSharding, parse_placement
+from planner.language.lowering.lowering import lower
+from planner.language.lowering.propagate import propagate_graph
+from planner.language.ops.registry import local_ops
 from planner.runtime.stage.program_fx import to_graph_module
 from tests.sharding.models import captured
 from tests.sharding.programs import one_op, place, random_values

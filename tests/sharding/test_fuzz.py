@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from planner.layout.propagate import propagate_layout
+from planner.language.lowering.propagate import propagate_layout
 from tests.sharding.programs import check_lowered
 from tests.sharding.random_layouts import random_layout
 from tests.sharding.random_programs import random_program

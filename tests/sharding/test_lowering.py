@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from planner.errors import LayoutError
-from planner.layout.lowering import lower
-from planner.layout.placement import OpSharding
-from planner.layout.propagate import propagate_graph
-from planner.layout.redistribution.redistribute import REDISTRIBUTE
-from planner.ops.registry import local_ops
-from planner.plan import ClassLayout
+from planner.language.layout.placement import OpSharding
+from planner.language.layout.redistribution.redistribute import REDISTRIBUTE
+from planner.language.lowering.lowering import lower
+from planner.language.lowering.propagate import propagate_graph
+from planner.language.ops.registry import local_ops
+from planner.language.plan import ClassLayout
 from planner.runtime.stage.program_fx import to_graph_module
 from tests.sharding.models import NAMES, captured
 from tests.sharding.programs import check_lowered, one_op

@@ -7,15 +7,15 @@ import itertools
 import pytest
 
 from planner.errors import LayoutError
-from planner.graph import Op, Program, Ref, TensorMeta
-from planner.layout.beam import BeamSearch, State
-from planner.layout.lowering import lower
-from planner.layout.pins import parse_pin
-from planner.layout.placement import OpSharding, Placement, Replicate, Shard
-from planner.layout.propagate import propagate_graph, propagate_layout
-from planner.layout.redistribution.redistribute import REDISTRIBUTE, op_collectives
-from planner.ops.registry import strategies
-from planner.plan import ClassLayout
+from planner.language.graph import Op, Program, Ref, TensorMeta
+from planner.language.layout.pins import parse_pin
+from planner.language.layout.placement import OpSharding, Placement, Replicate, Shard
+from planner.language.layout.redistribution.redistribute import REDISTRIBUTE, op_collectives
+from planner.language.lowering.beam import BeamSearch, State
+from planner.language.lowering.lowering import lower
+from planner.language.lowering.propagate import propagate_graph, propagate_layout
+from planner.language.ops.registry import strategies
+from planner.language.plan import ClassLayout
 from tests.builders import VOCABULARY
 from tests.sharding.models import captured
 from tests.sharding.programs import check_lowered

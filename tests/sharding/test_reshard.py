@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.errors import LayoutError
-from planner.layout.layout import Layout, ProcessMesh
-from planner.layout.placement import Partial, Placement, Replicate, Shard, parse_placement
-from planner.layout.redistribution.reshard import Reshard, plan_reshard
-from planner.runtime.stage.calls import collectives
+from planner.language.layout.layout import Layout, ProcessMesh
+from planner.language.layout.placement import Partial, Placement, Replicate, Shard, parse_placement
+from planner.language.layout.redistribution.reshard import Reshard, plan_reshard
+from planner.runtime.process import collectives
 from planner.runtime.stage.resharding import open_groups, reshard, run_reshard
 from tests.sharding.ranks import on_ranks
 from tests.spawn import run_ranks

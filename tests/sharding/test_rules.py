@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from planner.errors import LayoutError
-from planner.layout.placement import OpSharding, Partial, Replicate, Shard
-from planner.ops.call import local_shape
-from planner.ops.registry import grad_is_partial, has_rule, local_ops, strategies
+from planner.language.layout.placement import OpSharding, Partial, Replicate, Shard
+from planner.language.ops.call import local_shape
+from planner.language.ops.registry import grad_is_partial, has_rule, local_ops, strategies
 from tests.sharding.op_cases import CASES
 from tests.sharding.programs import (
     OneOp,

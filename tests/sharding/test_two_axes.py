@@ -10,15 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from planner.layout.axes import find_axis
-from planner.layout.layout import ProcessMesh
-from planner.layout.lowering import local_program, lower
-from planner.layout.placement import Partial, Replicate, Shard, parse_placement
-from planner.layout.propagate import propagate_graph, propagate_layout, propagate_on
-from planner.layout.redistribution.redistribute import REDISTRIBUTE, op_collectives
-from planner.ops.families.products.grouped_heads import OWN_KEYS
-from planner.plan import ClassLayout
-from planner.plan.defaults import default_plan
+from planner.language.layout.axes import find_axis
+from planner.language.layout.layout import ProcessMesh
+from planner.language.layout.placement import Partial, Replicate, Shard, parse_placement
+from planner.language.layout.redistribution.redistribute import REDISTRIBUTE, op_collectives
+from planner.language.lowering.defaults import default_plan
+from planner.language.lowering.lowering import local_program, lower
+from planner.language.lowering.propagate import propagate_graph, propagate_layout, propagate_on
+from planner.language.ops.families.products.grouped_heads import OWN_KEYS
+from planner.language.plan import ClassLayout
 from planner.runtime.stage.program_fx import to_graph_module
 from tests.sharding.models import captured
 from tests.sharding.programs import (

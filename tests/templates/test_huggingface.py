@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from planner.graph import Affine
-from planner.templates import huggingface
+from planner.language.graph import Affine
+from planner.language.templates import huggingface
 from tests.templates.written import (
     EXPERTS,
     GPT,

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from planner.graph import Affine
-from planner.templates import build_transformer
-from planner.templates.modules import block_names, embed, head, layer
-from planner.templates.transformer import Adapters
+from planner.language.graph import Affine
+from planner.language.templates import build_transformer
+from planner.language.templates.modules import block_names, embed, head, layer
+from planner.language.templates.transformer import Adapters
 from tests.templates.written import (
     EXPERTS,
     GPT,

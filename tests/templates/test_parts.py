@@ -6,14 +6,14 @@ from math import prod
 import pytest
 
 from planner.errors import PlannerError
-from planner.graph import Affine, Program
-from planner.templates import build_transformer
-from planner.templates.gpt2 import gpt2_layer
-from planner.templates.preamble import preamble, renamed_tensors
-from planner.templates.routed import experts_of
-from planner.templates.shared_parts import dropped, gated, layer_norm, width_of
-from planner.templates.tape import Tape
-from planner.templates.transformer import Experts
+from planner.language.graph import Affine, Program
+from planner.language.templates import build_transformer
+from planner.language.templates.gpt2 import gpt2_layer
+from planner.language.templates.preamble import preamble, renamed_tensors
+from planner.language.templates.routed import experts_of
+from planner.language.templates.shared_parts import dropped, gated, layer_norm, width_of
+from planner.language.templates.tape import Tape
+from planner.language.templates.transformer import Experts
 from tests.templates.written import (
     EXPERTS,
     GPT,

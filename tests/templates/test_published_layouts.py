@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.captured_rows import captured_model, price_both
 from costmodel.table.rows.rows import run_of
-from planner.templates import build_transformer
+from planner.language.templates import build_transformer
 from tests.captures import capture_wide
 from tests.templates.test_templates import check_same
 

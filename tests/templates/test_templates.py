@@ -10,12 +10,12 @@ import pytest
 
 from costmodel.estimate import estimate
 from planner.errors import PlannerError
-from planner.graph import ModelGraph, Op
-from planner.layout.lowering import lower
-from planner.plan.defaults import default_plan
-from planner.templates import Adapters, Experts, Latent, Transformer, build_transformer
-from planner.templates.build import template_of
-from planner.templates.splits import tp_layouts
+from planner.language.graph import ModelGraph, Op
+from planner.language.lowering.defaults import default_plan
+from planner.language.lowering.lowering import lower
+from planner.language.templates import Adapters, Experts, Latent, Transformer, build_transformer
+from planner.language.templates.build import template_of
+from planner.language.templates.splits import tp_layouts
 from profiles import load_profile
 from tests.builders import HEADS, HIDDEN, SEQUENCE, VOCABULARY
 from tests.captures import capture_module, capture_tiny, capture_wide_llama
@@ -277,7 +277,7 @@ def test_adapters_are_of_ordinary_attention(more: dict) -> None:
 
 def test_templates_need_no_torch() -> None:
     code = (
-        "import sys; from planner.templates import Transformer, build_transformer; "
+        "import sys; from planner.language.templates import Transformer, build_transformer; "
         "build_transformer(Transformer(layers=2, hidden=64, heads=4, kv_heads=4, ffn_hidden=128, "
         "vocab=100, seq_len=8)); assert 'torch' not in sys.modules"
     )

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 
-from planner.graph import Program
-from planner.templates.tape import Tape
-from planner.templates.transformer import Experts, Latent, Transformer
+from planner.language.graph import Program
+from planner.language.templates.tape import Tape
+from planner.language.templates.transformer import Experts, Latent, Transformer
 
 H, WIDE, SEQ, HEADS = 32, 96, 8, 4
 LLAMA = Transformer(

@@ -32,7 +32,7 @@ def be_alone(setting: Setting) -> None:
 
 def builder(case: StepCase) -> Callable[[], Any]:
     """Return the function that makes a case's model."""
-    from planner.graph.model_file import load_model_file
+    from planner.capture.source.model_file import load_model_file
 
     return load_model_file(MODEL).with_arguments(case.arguments).build
 

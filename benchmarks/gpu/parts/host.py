@@ -125,7 +125,7 @@ def _buffers(setting: Setting) -> tuple[dict[str, float], Any, str]:
 
     import planner
     from planner.capture import capture_module
-    from planner.plan.defaults import default_plan
+    from planner.language.lowering.defaults import default_plan
 
     width = 64 if setting.tiny else 2**22
     # Captured small: a plan holds no width but that of its own model.

@@ -40,7 +40,7 @@ def main() -> None:
 def _plan(case: dict[str, Any], model: str) -> Any:
     import torch
 
-    from planner.plan.defaults import default_plan
+    from planner.language.lowering.defaults import default_plan
     from tests.runtime.scenarios import capture
 
     return default_plan(capture(model, torch.float64), **case["choices"])
@@ -82,8 +82,8 @@ def _bytes(case: dict[str, Any]) -> dict[str, float]:
     from benchmarks.gpu.cases import LLAMA_1B, SHIPPED, TINY, StepCase, graph_of, predicted
     from benchmarks.gpu.parts.alone import builder
     from benchmarks.gpu.parts.ranks import SAID
-    from planner.plan import Plan
-    from planner.plan.defaults import default_plan
+    from planner.language.lowering.defaults import default_plan
+    from planner.language.plan import Plan
     from profiles import load_profile
 
     torch.set_default_dtype(torch.float32)  # (Cases before this one train in fp64.)

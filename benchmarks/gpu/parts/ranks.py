@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.gpu.results import Result, Setting
 
 BACKEND = "PLANNER_BACKEND"
-STAGED = "planner.runtime.start.groups.staged"
+STAGED = "planner.runtime.process.groups.staged"
 
 CASE_S = 60.0
 """A case that takes longer hangs: its ranks are ended, and others go on with the next."""
@@ -43,7 +43,7 @@ Case = dict[str, Any]
 
 def cases(*, tiny: bool) -> list[Case]:
     """Return what is trained, by number of ranks, as ranks of a number run one after another."""
-    from planner.schedule import SCHEDULES
+    from planner.language.schedule import SCHEDULES
 
     def case(name: str, ranks: int, model: str = "small-gpt", **choices: Any) -> Case:
         return {"name": name, "ranks": ranks, "model": model, "choices": choices}

@@ -66,7 +66,7 @@ def _trained(case: StepCase, setting: Setting) -> Result:
 
 def planned(case: StepCase, setting: Setting) -> tuple[Any, dict[str, float]]:
     """Return a case's plan and what is predicted of it: made beforehand, else made here."""
-    from planner.plan import load_plan
+    from planner.language.plan import load_plan
     from profiles import default_profile
 
     said = expected(setting.expected)

@@ -35,7 +35,7 @@ from commands.render.plans.parts import (
 from commands.render.plans.pipeline import draw_step
 from commands.render.plans.words import compact, loses, plan_sentence
 from commands.render.tables import NextCommands, light_table
-from planner.plan import OURS, Plan
+from planner.language.plan import OURS, Plan
 from planner.timeline import RankTimeline
 from planner.units import TFLOP, format_bytes, format_seconds
 from search.report.overview import Overview

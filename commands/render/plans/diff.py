@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from commands.render.tables import light_table
-from planner.plan.diff import Amount, Change, Difference, Moved
+from planner.language.plan.diff import Amount, Change, Difference, Moved
 from planner.units import format_bytes, format_seconds
 from search.report.words import PART_WORDS
 

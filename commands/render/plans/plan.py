@@ -21,17 +21,19 @@ from commands.render.plans.parts import (
     stage_name,
 )
 from commands.render.tables import light_table
-from planner.graph import ModelGraph
-from planner.graph.called_modules import called_modules_messages
-from planner.layout.axes import Degrees, batch_axes, own_axes, rest_axis
-from planner.ops.held_pairs import held_pairs_messages
-from planner.ops.registry import ops_without_rule
-from planner.plan import OURS, ClassLayout, Plan, StagePlan, validate_model
-from planner.plan.buckets import shapes_of
-from planner.schedule import Schedule, StageTimes, draw_schedule, schedule_of, step_jobs
-from planner.schedule.captured_ops import WorkOfJobs, work_of_jobs
-from planner.schedule.draw import Behind
-from planner.schedule.step_jobs import ROLES, jobs_of_step
+from planner.language.graph import ModelGraph
+from planner.language.graph.called_modules import called_modules_messages
+from planner.language.layout.axes import Degrees, batch_axes, own_axes, rest_axis
+from planner.language.lowering.captured_ops import WorkOfJobs, work_of_jobs
+from planner.language.lowering.match_model import validate_model
+from planner.language.ops.held_pairs import held_pairs_messages
+from planner.language.ops.registry import ops_without_rule
+from planner.language.plan import OURS, ClassLayout, Plan, StagePlan
+from planner.language.plan.buckets import shapes_of
+from planner.language.plan.schedule_of import schedule_of
+from planner.language.schedule import Schedule, StageTimes, draw_schedule, step_jobs
+from planner.language.schedule.draw import Behind
+from planner.language.schedule.step_jobs import ROLES, jobs_of_step
 from planner.units import format_bytes, format_seconds
 
 LINE_WIDTH = 120

@@ -16,10 +16,10 @@ from commands.render.flags import with_flags
 from commands.render.plans.parts import memory_range
 from commands.render.tables import light_table
 from costmodel.uncertainty import plan_memory_interval
-from planner.layout.axes import own_axes
-from planner.plan import OURS, Plan
-from planner.plan.spelled import spell_choices
-from planner.runtime.check.trials import Trial
+from planner.language.layout.axes import own_axes
+from planner.language.plan import OURS, Plan
+from planner.language.plan.spelled import spell_choices
+from planner.runtime.proofs.trials import Trial
 from planner.units import format_bytes, format_seconds
 from profiles import Profile
 from search.measured import turns_spread

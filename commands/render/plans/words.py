@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from planner.plan import OURS, Plan
-from planner.plan.spelled import spell_degrees, spell_microbatches
+from planner.language.plan import OURS, Plan
+from planner.language.plan.spelled import spell_degrees, spell_microbatches
 from planner.units import format_seconds
 from search.report.overview import Overview, recompute_spelled
 from search.report.words import PART_MEANING, PART_WORDS

@@ -20,15 +20,15 @@ from costmodel.memory.saved import (
     unreduced_bytes,
 )
 from planner.deadline import check_time
-from planner.graph import Op, Program
-from planner.layout.lowering import ONCE
-from planner.layout.placement import Replicate, parse_placement
-from planner.layout.redistribution.redistribute import REDISTRIBUTE, collectives
-from planner.ops.families.lowered import is_view_slice
-from planner.ops.kernel import Saved
-from planner.ops.record import family_of, packet_of
-from planner.ops.strides import Strides, contiguous_strides, has_rows
-from planner.ops.weight_products import ProductArgs
+from planner.language.graph import Op, Program
+from planner.language.layout.placement import Replicate, parse_placement
+from planner.language.layout.redistribution.redistribute import REDISTRIBUTE, collectives
+from planner.language.lowering.lowering import ONCE
+from planner.language.ops.families.lowered import is_view_slice
+from planner.language.ops.kernel import Saved
+from planner.language.ops.record import family_of, packet_of
+from planner.language.ops.strides import Strides, contiguous_strides, has_rows
+from planner.language.ops.weight_products import ProductArgs
 
 
 class InputGradient(NamedTuple):

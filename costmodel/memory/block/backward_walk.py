@@ -13,8 +13,8 @@ from costmodel.memory.block.backward_facts import BackwardFacts, InputGradient, 
 from costmodel.memory.block.deferred_weights import DeferredWeight
 from costmodel.memory.block.gradients import Gradients, seen_through
 from costmodel.memory.block.placed_block import BackwardWalk, Given
-from planner.graph import Op
-from planner.ops.weight_products import LARGE_BYTES
+from planner.language.graph import Op
+from planner.language.ops.weight_products import LARGE_BYTES
 
 
 def backward_walk(

@@ -28,10 +28,10 @@ from costmodel.memory.saved import (
     saved_tensors,
 )
 from costmodel.time.stage_costs.load import StageLoad
-from planner.graph import Program, TensorMeta
-from planner.layout.experts import spread_params
-from planner.ops.weight_products import ProductArgs, deferrable_products
-from planner.plan import Recompute
+from planner.language.graph import Program, TensorMeta
+from planner.language.lowering.experts import spread_params
+from planner.language.ops.weight_products import ProductArgs, deferrable_products
+from planner.language.plan import Recompute
 
 _COPIED = frozenset({"buffer", "constant"})
 """Kinds that a block's second run gets as copies, which only its graph refers to."""

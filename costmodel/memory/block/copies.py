@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from planner.layout.axes import Degrees
-from planner.layout.placement import Shard
-from planner.layout.placements import Placements, moves_between
-from planner.ops.families.lowered import is_view_slice, staging_bytes
+from planner.language.layout.axes import Degrees
+from planner.language.layout.placement import Shard
+from planner.language.layout.placements import Placements, moves_between
+from planner.language.ops.families.lowered import is_view_slice, staging_bytes
 
 
 class Copy(NamedTuple):

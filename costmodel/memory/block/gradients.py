@@ -8,9 +8,9 @@ their sum takes a buffer more.
 
 from __future__ import annotations
 
-from planner.graph import Op, Program
-from planner.ops.record import family_of
-from planner.ops.strides import Strides, reshaped_strides
+from planner.language.graph import Op, Program
+from planner.language.ops.record import family_of
+from planner.language.ops.strides import Strides, reshaped_strides
 
 
 class Gradients:

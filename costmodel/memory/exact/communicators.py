@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from costmodel.memory.exact.resident import RankState
-from planner.layout.axes import lowered_axes
-from planner.runtime.start.groups.nccl import CONNECTION_BYTES, LINE_CHANNELS, MESSAGE_BLOCKS
+from planner.language.layout.axes import lowered_axes
+from planner.language.lowering.wiring import Edge
+from planner.runtime.process.groups.nccl import CONNECTION_BYTES, LINE_CHANNELS, MESSAGE_BLOCKS
 from planner.runtime.step.messages.routes import directions
-from planner.runtime.step.messages.wiring import Edge
 
 
 def has_communicators(rank: RankState) -> bool:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from planner.runtime.step.messages.wiring import Edge
-from planner.schedule.jobs import Job, JobKind
+from planner.language.lowering.wiring import Edge
+from planner.language.schedule.jobs import Job, JobKind
 
 
 class Arrival(NamedTuple):

@@ -23,7 +23,7 @@ from costmodel.memory.exact.stage.stage_walk import (
     ForwardBytes,
     StageWalk,
 )
-from planner.schedule.jobs import JobKind
+from planner.language.schedule.jobs import JobKind
 
 Storage = tuple[str | int, ...]
 """What names a storage of a microbatch: one that several stages see is the one of its maker."""

@@ -17,10 +17,10 @@ from costmodel.memory.parts import MemoryParts, with_overheads
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.tied import check_copies, tied_stages
 from planner.deadline import check_time
-from planner.plan import Plan
-from planner.runtime.step.messages.wiring import Edge, build_edges
-from planner.schedule import SteadySchedule
-from planner.schedule.jobs import Schedule
+from planner.language.lowering.wiring import Edge, build_edges
+from planner.language.plan import Plan
+from planner.language.schedule import SteadySchedule
+from planner.language.schedule.jobs import Schedule
 
 
 def plan_memory(

@@ -19,8 +19,8 @@ from costmodel.memory.exact.fsdp_walk import ShardedBytes
 from costmodel.memory.exact.messages import Arrival, Receives, Traffic
 from costmodel.memory.exact.microbatch import LinkedStages, MicrobatchBytes, Storage
 from costmodel.memory.exact.stage.jobs import JobVariant, StageJobs, job_variants
-from planner.schedule.jobs import Job, JobKind
-from planner.schedule.timing.offloads import Offload, offloads_of
+from planner.language.schedule.jobs import Job, JobKind
+from planner.language.schedule.timing.offloads import Offload, offloads_of
 
 
 class MemorySample(NamedTuple):

@@ -29,11 +29,11 @@ from costmodel.memory.parts import ADAMW_STATES, COUNTER_BYTES, Ranks
 from costmodel.time.offload import HOST_BUCKET_BYTES
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.tied import tied_sum_bytes
-from planner.graph.tables import tables_of
-from planner.layout.placements import Placements
-from planner.plan import Plan
-from planner.plan.replication import Replication
-from planner.runtime.step.messages.wiring import block_placements
+from planner.language.graph.tables import tables_of
+from planner.language.layout.placements import Placements
+from planner.language.lowering.wiring import block_placements
+from planner.language.plan import Plan
+from planner.language.plan.replication import Replication
 from planner.units import DTYPE_BYTES
 from profiles.profile import Amount
 

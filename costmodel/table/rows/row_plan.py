@@ -18,9 +18,9 @@ from costmodel.table.kernels import DeviceRates
 from costmodel.table.rows.row_shape import TransformerShape
 from costmodel.table.rows.row_words import modules_recomputed
 from costmodel.table.rows.run_row import RowError, RunRow
-from planner.graph import Op
-from planner.layout.axes import Degrees
-from planner.plan import (
+from planner.language.graph import Op
+from planner.language.layout.axes import Degrees
+from planner.language.plan import (
     BlocksRecompute,
     ClassLayout,
     ClassRecompute,
@@ -30,9 +30,9 @@ from planner.plan import (
     StagePlan,
     batch_spec,
 )
-from planner.schedule import stage_to_pp_rank
-from planner.templates import Adapters, Experts, Latent, Transformer, build_transformer
-from planner.templates.splits import cp_layouts, tp_layouts
+from planner.language.schedule import stage_to_pp_rank
+from planner.language.templates import Adapters, Experts, Latent, Transformer, build_transformer
+from planner.language.templates.splits import cp_layouts, tp_layouts
 from profiles import Profile
 
 SCHEDULES = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from planner.graph import ModelGraph
-from planner.layout.placement import Placement, Replicate, Shard, parse_placement
-from planner.layout.redistribution.redistribute import collectives
-from planner.plan import ClassLayout
+from planner.language.graph import ModelGraph
+from planner.language.layout.placement import Placement, Replicate, Shard, parse_placement
+from planner.language.layout.redistribution.redistribute import collectives
+from planner.language.plan import ClassLayout
 from planner.units import DTYPE_BYTES
 from profiles import Group, Profile
 

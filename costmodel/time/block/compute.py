@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from costmodel.topology import Axis, axis_group
 from planner.deadline import check_time
-from planner.graph import Op, Program, TensorMeta
-from planner.layout.redistribution.redistribute import (
+from planner.language.graph import Op, Program, TensorMeta
+from planner.language.layout.redistribution.redistribute import (
     GATHER_SAMPLES,
     inner_collectives,
     op_collectives,
     replicas_of,
 )
-from planner.ops.flops import Work, backward_work, op_work
+from planner.language.ops.flops import Work, backward_work, op_work
 from profiles import Group, OpQuery, Profile
 from profiles.records import Direction
 

@@ -20,10 +20,10 @@ from costmodel.time.block.compute import (
     redistribute_seconds,
 )
 from costmodel.topology import Axis
-from planner.graph import Program
-from planner.layout.redistribution.redistribute import goes_back
-from planner.ops.flops import Work, op_kernels
-from planner.ops.weight_products import deferrable_products
+from planner.language.graph import Program
+from planner.language.layout.redistribution.redistribute import goes_back
+from planner.language.ops.flops import Work, op_kernels
+from planner.language.ops.weight_products import deferrable_products
 from profiles import Profile
 from profiles.records import Direction
 

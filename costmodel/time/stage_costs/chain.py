@@ -32,9 +32,9 @@ from costmodel.time.stage_costs.runs import (
 )
 from costmodel.time.stage_costs.times import TIME_FIELDS, RunTimes
 from costmodel.topology import lowered_groups
-from planner.graph import ModelGraph, TensorMeta
-from planner.layout.axes import Degrees, lowered_axes
-from planner.plan import ClassLayout, Recompute
+from planner.language.graph import ModelGraph, TensorMeta
+from planner.language.layout.axes import Degrees, lowered_axes
+from planner.language.plan import ClassLayout, Recompute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

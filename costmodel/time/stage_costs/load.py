@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from planner.plan import Recompute
+from planner.language.plan import Recompute
 from profiles.profile import Amount
 
 

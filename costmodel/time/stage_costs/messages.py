@@ -19,9 +19,9 @@ from costmodel.time.block.boundary import Layouts, placement_of
 from costmodel.time.communication import boundary_seconds
 from costmodel.time.stage_costs.runs import Floats, Indices
 from costmodel.topology import axis_group
-from planner.graph import ModelGraph
-from planner.layout.axes import Degrees, lowered_axes
-from planner.layout.placement import Shard
+from planner.language.graph import ModelGraph
+from planner.language.layout.axes import Degrees, lowered_axes
+from planner.language.layout.placement import Shard
 from profiles import Group, Profile
 
 

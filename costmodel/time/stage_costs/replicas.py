@@ -22,8 +22,8 @@ from costmodel.execution.executed_exchange import executed_exchange
 from costmodel.time.communication import BUCKET_BYTES, DataParallelSeconds, data_parallel_seconds
 from costmodel.time.update import RankUpdate, rank_update
 from costmodel.topology import axis_group, copies_group, data_group, with_neighbours
-from planner.layout.axes import Degrees
-from planner.plan.replication import Replication
+from planner.language.layout.axes import Degrees
+from planner.language.plan.replication import Replication
 from profiles import Group, Lookup, Profile
 
 Floats = NDArray[np.float64]

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodel.time.stage_costs.load import LOAD_FIELDS, SAVED, StageLoad
-from planner.plan import Recompute
+from planner.language.plan import Recompute
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]

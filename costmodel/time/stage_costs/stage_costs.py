@@ -31,8 +31,8 @@ from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.stage_costs.replicas import ReplicaPrices, replica_prices
 from costmodel.time.stage_costs.runs import Flags, Floats, Indices
 from costmodel.time.stage_costs.times import RecomputeTimes, RunTimes
-from planner.plan import Recompute
-from planner.plan.replication import Replication
+from planner.language.plan import Recompute
+from planner.language.plan.replication import Replication
 from profiles import Group
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from planner.plan import Recompute
+from planner.language.plan import Recompute
 from profiles.profile import Amount
 
 

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from planner.capture.diagnose import calling_line
 from planner.errors import CaptureError
-from planner.graph.function_keys import function_key
+from planner.language.graph.function_keys import function_key
 
 AutogradFunction = type[torch.autograd.Function]
 

@@ -29,8 +29,8 @@ from planner.capture.masks.values import (
     moved,
     opposite,
 )
-from planner.graph import Affine, Op, Ref, TensorMeta
-from planner.ops.record import packet_of
+from planner.language.graph import Affine, Op, Ref, TensorMeta
+from planner.language.ops.record import packet_of
 
 LEAST_MASKED = -1e4
 """A number so low, added to scores, leaves no weight: half precision has no lower round one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from planner.capture.blocks import RawGraph, RawOp
 from planner.capture.masks.follow import follow
 from planner.capture.masks.values import (
     ANYWHERE,
@@ -16,10 +17,9 @@ from planner.capture.masks.values import (
     Pattern,
     narrower,
 )
-from planner.graph import Affine, Op, Ref, Size, TensorMeta
-from planner.graph.blocks import RawGraph, RawOp
-from planner.ops.families.products.masked_attention import MASKED
-from planner.ops.record import packet_of
+from planner.language.graph import Affine, Op, Ref, Size, TensorMeta
+from planner.language.ops.families.products.masked_attention import MASKED
+from planner.language.ops.record import packet_of
 
 ATTENTION = "scaled_dot_product_attention"
 RESHAPE = "aten.reshape.default"

@@ -6,7 +6,7 @@ in whose forward it failed, and all others of its class, become one op each,
 ``planner::opaque_module``. At training time the op calls the module as it is
 (`planner.runtime.stage.calls.opaque_modules`), on whole tensors on every tp and cp rank. Where no
 module below the model itself is left, it is the innermost function that the model's forward, or
-its loss, called with tensors and numbers (`planner.runtime.stage.calls.opaque_functions`).
+its loss, called with tensors and numbers (`planner.capture.opaque.functions`).
 
 In: a capture's error (`OpaqueModules.add_from`), then its forwards (`as_ops`). Out: what an op
 has to hold of each call (`ModuleCall`). `modules` puts ops in the place of calls; `trial` runs a

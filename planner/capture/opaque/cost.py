@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from planner.graph import Affine
-from planner.runtime.check.ledger import Ledger
+from planner.capture.modes.ledger import Ledger
+from planner.language.graph import Affine
 
 Counts = tuple[Affine, Affine, Affine, int, Affine]
 """Of one pass: flop, bytes read, bytes written, kernels, scratch bytes; per sample, but kernels."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from planner.capture.checks.functions import draws
-from planner.runtime.check.fixed_draws import FixedDraws
+from planner.capture.modes.fixed_draws import FixedDraws
 
 _OF_EACH_ENTRY = frozenset({"bernoulli", "dropout", "native_dropout", "rrelu_with_noise"})
 """What decides about an entry alone."""

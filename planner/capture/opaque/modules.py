@@ -27,11 +27,11 @@ from planner.capture.diagnose import (
     is_users,
     user_line,
 )
+from planner.capture.opaque.calls import SEEDS, tensors_of
+from planner.capture.opaque.functions import CalledFunction, function_of
 from planner.capture.opaque.trial import SCALARS, ModuleCall, NotHeld, Place, Trial
-from planner.graph.module_keys import module_key, name_of
-from planner.plan import Precision
-from planner.runtime.stage.calls.opaque_functions import CalledFunction, function_of
-from planner.runtime.stage.calls.opaque_modules import SEEDS, tensors_of
+from planner.language.graph.module_keys import module_key, name_of
+from planner.language.plan import Precision
 
 torch.library.define("planner::opaque_module", "(Tensor[] tensors, int call) -> Tensor[]")
 

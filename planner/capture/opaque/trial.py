@@ -15,6 +15,8 @@ from planner.capture.checks.functions import as_written
 from planner.capture.checks.outside_modes import outside_modes
 from planner.capture.checks.rehearsal import state_of
 from planner.capture.diagnose import first_line
+from planner.capture.modes.precision import MixedDtypes
+from planner.capture.opaque.calls import SEED, advice_on_shapes, called, tensors_of
 from planner.capture.opaque.cost import Cost, counted, dearest
 from planner.capture.opaque.draws import TrialDraws
 from planner.capture.opaque.samples import (
@@ -26,16 +28,9 @@ from planner.capture.opaque.samples import (
     own_like,
     splits,
 )
-from planner.capture.precision import MixedDtypes
 from planner.errors import CaptureError
-from planner.graph.module_keys import attributes
-from planner.plan import Precision
-from planner.runtime.stage.calls.opaque_modules import (
-    SEED,
-    advice_on_shapes,
-    called,
-    tensors_of,
-)
+from planner.language.graph.module_keys import attributes
+from planner.language.plan import Precision
 
 SCALARS = (type(None), bool, int, float, str)
 

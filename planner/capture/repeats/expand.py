@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from planner.capture.blocks import RawGraph, RawOp
 from planner.capture.repeats.find import PERIODS, Repeat
-from planner.graph import Op, TensorMeta, iter_refs, map_refs
-from planner.graph.blocks import RawGraph, RawOp
-from planner.graph.function_keys import AUTOGRAD_FUNCTION
+from planner.language.graph import Op, TensorMeta, iter_refs, map_refs
+from planner.language.graph.function_keys import AUTOGRAD_FUNCTION
 
 
 class NotRepeated(Exception):

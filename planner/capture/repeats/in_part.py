@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import nn
 
+from planner.capture.blocks import RawGraph
 from planner.capture.repeats.expand import NotRepeated, expand
 from planner.capture.repeats.find import (
     LEAST_SAVED,
@@ -24,7 +25,6 @@ from planner.capture.repeats.trace import (
     truncated,
 )
 from planner.errors import PlannerError
-from planner.graph.blocks import RawGraph
 
 Copy = Callable[[nn.Module], nn.Module]
 Make = Callable[[], nn.Module]

@@ -11,7 +11,7 @@ from planner.emit.declared import expresses
 from planner.emit.emitter import Emitted, Emitter, register_emitter
 from planner.emit.start import headline
 from planner.emit.view import PlanView
-from planner.stacks.known import ACCELERATE as STACK
+from planner.language.stacks.known import ACCELERATE as STACK
 
 
 def _is_sharded(view: PlanView) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 from planner.emit.declared import expresses
 from planner.emit.emitter import Emitted, Emitter, register_emitter
 from planner.emit.view import PlanView
-from planner.stacks.known import DEEPSPEED as STACK
+from planner.language.stacks.known import DEEPSPEED as STACK
 
 
 def _write(view: PlanView) -> Emitted:

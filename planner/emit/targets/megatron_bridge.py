@@ -13,8 +13,8 @@ from planner.emit.emitter import Emitted, Emitter, register_emitter
 from planner.emit.start import NODE_SETTINGS, headline, torchrun_lines
 from planner.emit.targets.megatron_lm import INSTEAD, WORDS, megatron_flags
 from planner.emit.view import PlanView
-from planner.stacks.known import MEGATRON_BRIDGE as STACK
-from planner.stacks.known import MEGATRON_LM
+from planner.language.stacks.known import MEGATRON_BRIDGE as STACK
+from planner.language.stacks.known import MEGATRON_LM
 
 SECTIONS = {
     "micro-batch-size": "train",

@@ -16,7 +16,7 @@ from planner.emit.declared import expresses
 from planner.emit.emitter import Emitted, Emitter, register_emitter
 from planner.emit.start import NODE_SETTINGS, headline, torchrun_lines
 from planner.emit.view import PlanView, StageParts
-from planner.stacks.known import MEGATRON_BRIDGE, MEGATRON_LM
+from planner.language.stacks.known import MEGATRON_BRIDGE, MEGATRON_LM
 
 
 def megatron_flags(view: PlanView) -> dict[str, str]:

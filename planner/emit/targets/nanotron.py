@@ -13,8 +13,8 @@ from planner.emit.declared import expresses
 from planner.emit.emitter import Emitted, Emitter, register_emitter
 from planner.emit.start import headline
 from planner.emit.view import PlanView
-from planner.schedule import build_schedule
-from planner.stacks.known import NANOTRON
+from planner.language.schedule import build_schedule
+from planner.language.stacks.known import NANOTRON
 
 ENGINES = {"1f1b": "1f1b", "fthenb": "afab"}
 """nanotron's pipeline engines, by the schedule whose job table each has."""

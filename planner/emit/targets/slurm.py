@@ -14,7 +14,7 @@ import shlex
 from planner.emit.emitter import Emitted, Emitter, register_emitter
 from planner.emit.start import TORCHRUN_FILE, headline, runs_by_apply, torchrun_script
 from planner.emit.view import PlanView
-from planner.plan.node_runs import NodeRun
+from planner.language.plan.node_runs import NodeRun
 
 SBATCH_FILE = "slurm.sbatch"
 

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from planner.capture.export import meta_copy
 from planner.errors import PlanError
-from planner.graph.batch import unflatten_batch
 from planner.integrations.script.optimizer import StateAway
 from planner.integrations.script.ranks import Ranks, Variables
-from planner.plan import Plan
+from planner.language.graph.batch import unflatten_batch
+from planner.language.plan import Plan
+from planner.runtime.apply import apply_plan
 from planner.runtime.checkpoint.optimizer_state import whole_states
 from planner.runtime.initial.places import take_first_values
 from planner.runtime.initial.values import ModuleValues
-from planner.runtime.start.apply import apply_plan
 from planner.runtime.step.engine import Engine
 
 if TYPE_CHECKING:

@@ -221,7 +221,7 @@ class _Finding:
 def _loss_among(output: Any, leaves: list[Any]) -> int | None:
     """Return which leaf is the loss, by the rule of model files."""
     from planner.errors import ModelError
-    from planner.graph.batch import loss_of
+    from planner.language.graph.batch import loss_of
 
     try:
         loss = loss_of(output, None)

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from planner.capture.diagnose import is_users
+from planner.capture.source.model_file import is_local
 from planner.errors import PlannerError
-from planner.graph.model_file import is_local
 
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
                  "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
@@ -87,7 +87,7 @@ class Ranks:
 
     def follow(self) -> NoReturn:
         """Run commands until rank 0's script ends; then end this process. Other ranks call it."""
-        from planner.runtime.start.worker import end_rank
+        from planner.runtime.process.ended import end_rank
 
         while True:
             command, args = self._told()

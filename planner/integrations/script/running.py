@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from planner.capture.diagnose import is_users
+from planner.capture.source.model_file import is_local
 from planner.errors import PlanError, PlannerError
-from planner.graph.model_file import is_local
 from planner.integrations.script.finding import Finding, Found
 from planner.integrations.script.optimizer import refuse_step, stand_in
 from planner.integrations.script.pending import Pending
@@ -23,7 +23,7 @@ from planner.integrations.script.ranks import Variables, as_follower
 from planner.integrations.script.replaced import replaced
 from planner.integrations.script.snapshots import Snapshot
 from planner.integrations.script.taken import Loop
-from planner.plan import Plan
+from planner.language.plan import Plan
 from planner.runtime.state.away import given_values
 
 

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from planner.capture.export import meta_copy
 from planner.errors import PlanError
-from planner.graph.batch import flatten_batch, plain_values
 from planner.integrations.script.commands import begin
 from planner.integrations.script.finding import Found
 from planner.integrations.script.loss import Loss, loss_of
@@ -25,7 +24,8 @@ from planner.integrations.script.optimizer import groups_of, refuse_changes
 from planner.integrations.script.outputs import Outputs, made_of, modules_in, outputs_of
 from planner.integrations.script.pending import Output, Pending, pending, value_of
 from planner.integrations.script.ranks import Ranks, Variables
-from planner.plan import Plan
+from planner.language.graph.batch import flatten_batch, plain_values
+from planner.language.plan import Plan
 from planner.runtime.state.away import tell_gradients
 
 

@@ -48,8 +48,8 @@ from planner.runtime.checkpoint.storage import (
 )
 from planner.runtime.checkpoint.together import told_plainly
 from planner.runtime.checkpoint.weight_files.sources import CheckpointSource, fill, open_source
-from planner.runtime.start import device as devices
-from planner.runtime.start.groups.together import together
+from planner.runtime.process import device as devices
+from planner.runtime.process.groups.together import together
 from planner.runtime.state.optimizers.optimizer import OWN_SCHEDULER
 
 if TYPE_CHECKING:

@@ -23,14 +23,14 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from planner.errors import PlanError
 from planner.files import replacing
-from planner.graph import ModelGraph
-from planner.layout.layout import Box, Shape
-from planner.plan import Plan
+from planner.language.graph import ModelGraph
+from planner.language.layout.layout import Box, Shape
+from planner.language.lowering.pieces import Holdings, Piece, model_key
+from planner.language.plan import Plan
 from planner.runtime.checkpoint import folder as folders
 from planner.runtime.checkpoint.folder import Manifest
 from planner.runtime.checkpoint.optimizer_state import OptimizerNotes
 from planner.runtime.checkpoint.parts import dtype_name
-from planner.runtime.checkpoint.pieces import Holdings, Piece, model_key
 from planner.runtime.checkpoint.snapshot import Notes, versions
 from planner.runtime.checkpoint.storage import (
     NOTES,

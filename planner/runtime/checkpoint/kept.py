@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from planner.errors import PlanError
 from planner.runtime.checkpoint import folder as folders
-from planner.runtime.start.groups.together import together
+from planner.runtime.process.groups.together import together
 
 if TYPE_CHECKING:
     from planner.runtime.checkpoint.checkpoints import Loaded

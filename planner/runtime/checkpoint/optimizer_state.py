@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from planner.errors import PlanError
+from planner.language.lowering.pieces import Piece, model_key
 from planner.runtime.checkpoint.parts import Part, local
-from planner.runtime.checkpoint.pieces import Piece, model_key
 
 if TYPE_CHECKING:
-    from planner.graph import TensorMeta
-    from planner.layout.placements import Placements
+    from planner.language.graph import TensorMeta
+    from planner.language.layout.placements import Placements
     from planner.runtime.step.engine import Engine
 
 _CHOICES = frozenset({"foreach", "fused", "capturable", "differentiable", "param_names"})

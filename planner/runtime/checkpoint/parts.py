@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from planner.graph import TensorMeta
-from planner.runtime.checkpoint.pieces import Chunk, Holding, Holdings, Piece, model_key
+from planner.language.graph import TensorMeta
+from planner.language.lowering.pieces import Chunk, Holding, Holdings, Piece, model_key
 
 if TYPE_CHECKING:
     from planner.runtime.step.engine import Engine

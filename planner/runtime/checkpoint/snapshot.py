@@ -30,7 +30,7 @@ from planner.runtime.checkpoint.parts import (
     model_parts,
     optimized_parts,
 )
-from planner.runtime.step.randomness import read_generators, write_generators
+from planner.runtime.stage.randomness import read_generators, write_generators
 
 if TYPE_CHECKING:
     from planner.runtime.step.engine import Engine

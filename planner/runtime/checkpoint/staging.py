@@ -16,7 +16,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from planner.runtime.start import device as devices
+from planner.runtime.process import device as devices
 
 SLAB_BYTES = 2**28
 """Of pinned memory, in one piece: PyTorch rounds such pieces up to powers of two."""

@@ -6,14 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from planner.language.lowering.pieces import Piece
 from planner.runtime.checkpoint.parts import model_parts
-from planner.runtime.checkpoint.pieces import Piece
 from planner.runtime.initial.values import FirstValues, Place
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from planner.graph import ModelGraph
+    from planner.language.graph import ModelGraph
     from planner.runtime.step.engine import Engine
 
 

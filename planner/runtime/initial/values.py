@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from planner.errors import ModelError
-from planner.runtime.checkpoint.pieces import Piece
+from planner.language.lowering.pieces import Piece
 from planner.runtime.initial.record import Recording
 from planner.runtime.initial.replay import Replay
-from planner.runtime.start.groups.mesh import Mesh
-from planner.runtime.start.groups.together import together
+from planner.runtime.process.groups.mesh import Mesh
+from planner.runtime.process.groups.together import together
 
 MESSAGE_BYTES = 16 * 2**20
 """Sent at once: a message for each tensor would cost a latency each."""

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from planner.runtime.preflight.rank import START_S, STEP_S, Finding, Request
-from planner.runtime.start.workers import LAUNCHER, worker_command
+from planner.runtime.process.environment import LAUNCHER
+from planner.runtime.start.workers import worker_command
 
 if TYPE_CHECKING:
     from torch.distributed import Store

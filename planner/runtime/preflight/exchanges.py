@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from planner.layout.axes import lowered_axes, members
+from planner.language.layout.axes import lowered_axes, members
+from planner.language.plan import Plan
 from planner.nodes.node_links import rounds_of_pairs
-from planner.plan import Plan
 from planner.units import KIB, MIB
 
 SIZES = (64 * KIB, MIB, 16 * MIB, 128 * MIB)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.errors import PlannerError
+from planner.language.plan import Plan
 from planner.nodes.meeting import in_order
-from planner.plan import Plan
-from planner.runtime.start.groups.alike import differences, release
+from planner.runtime.process.groups.alike import differences, release
 
 MISSING = "not there"
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from planner.runtime.start import device as devices
-from planner.runtime.start.groups.exchange import exchange
+from planner.runtime.process import device as devices
+from planner.runtime.process.groups.exchange import exchange
 
 PAIR_S = 10.0
 """Seconds that a message of a few bytes may take, the backend's connecting included."""

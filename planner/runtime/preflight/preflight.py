@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.errors import PlanError, PlannerError
+from planner.language.plan import Plan, load_plan
 from planner.nodes.launchers import Started, started
 from planner.nodes.meeting import (
     host_and_port,
@@ -22,7 +23,6 @@ from planner.nodes.meeting import (
     tell_all,
 )
 from planner.nodes.waiting import described, waiting_at
-from planner.plan import Plan, load_plan
 from planner.runtime.preflight.children import OUT_OF_REACH, await_findings, children
 from planner.runtime.preflight.exchanges import PlannedRates
 from planner.runtime.preflight.facts import (
@@ -35,7 +35,7 @@ from planner.runtime.preflight.judge import judge_nodes, judge_ranks
 from planner.runtime.preflight.rank import STEP_S, Finding, Request
 from planner.runtime.preflight.rates import judge_rates, rates_of
 from planner.runtime.preflight.report import Rate, Report, check_of
-from planner.runtime.start.device import device_types
+from planner.runtime.process.device import device_types
 from planner.runtime.start.launch import check_node
 from planner.runtime.start.node_watch import NodeWatch, end_dead_connections
 from planner.runtime.start.workers import rank_environment

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.errors import PlannerError
+from planner.language.plan import Plan, load_plan
 from planner.nodes.interface import take_interface
-from planner.plan import Plan, load_plan
 from planner.runtime.preflight.exchanges import Exchange, Round, node_rounds, planned_rounds
 from planner.runtime.preflight.reach import Unreached, listen, own_address, reach_all
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from planner.runtime.preflight.pairs import Stuck
-    from planner.runtime.start.groups.mesh import Mesh
+    from planner.runtime.process.groups.mesh import Mesh
 
 START_S = 120.0
 """Seconds in which all ranks must have come up: torch loads slowly from a shared file system."""
@@ -145,8 +145,8 @@ class _Rank:
         self.came_at: float | None = None
 
     def run(self) -> None:
-        from planner.runtime.start import device as devices
-        from planner.runtime.start.groups.mesh import build_mesh
+        from planner.runtime.process import device as devices
+        from planner.runtime.process.groups.mesh import build_mesh
 
         plan = load_plan(self._asked.plan)
         device = devices.choose_device()
@@ -202,7 +202,7 @@ class _Rank:
     def _start(self, backend: str, device: torch.device) -> None:
         import torch.distributed as dist
 
-        from planner.runtime.start.device import bound_to
+        from planner.runtime.process.device import bound_to
 
         dist.init_process_group(
             backend,
@@ -217,7 +217,7 @@ class _Rank:
         import torch.distributed as dist
 
         from planner.runtime.preflight.timing import time_round
-        from planner.runtime.start.device import is_accelerator
+        from planner.runtime.process.device import is_accelerator
 
         rounds: Sequence[Round] = (*planned_rounds(plan), *node_rounds(self._asked.nodes))
         for exchanges in rounds:
@@ -254,7 +254,7 @@ class _Rank:
 
 def _free_bytes(device: torch.device) -> int | None:
     """Return the memory that a device, or this node's host, has left; None where none tells."""
-    from planner.runtime.start import device as devices
+    from planner.runtime.process import device as devices
 
     if devices.is_accelerator(device):
         return int(devices.of(device).mem_get_info(device)[0])

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from planner.runtime.preflight.exchanges import SIZES, Exchange, Round
 from planner.runtime.preflight.pairs import reason_of
-from planner.runtime.start import device as devices
-from planner.runtime.start.groups.mesh import Mesh
+from planner.runtime.process import device as devices
+from planner.runtime.process.groups.mesh import Mesh
 
 LONG_S = 0.02
 """A size that takes so long is the last: the link's rate is what it took."""

@@ -2,8 +2,8 @@
 
 Inside a forward, autograd gives what it saves to `Parcel`, which notes each storage once.
 While the next job runs, the storages are copied to the host and then let go; while the job
-before the backward runs, they are copied back (`planner.schedule.timing.offloads` says which and
-when). What the stage holds anyway is not moved: parameters, buffers, and what comes with
+before the backward runs, they are copied back (`planner.language.schedule.timing.offloads` says
+which and when). What the stage holds anyway is not moved: parameters, buffers, and what comes with
 the batch. Anything else that still refers to a storage, such as a message on its way, keeps
 it alive as ever.
 """
@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from planner.runtime.state.host import Host, Ticket
-from planner.schedule.jobs import Job
-from planner.schedule.timing.offloads import Offload, offloads_of
+from planner.language.schedule.jobs import Job
+from planner.language.schedule.timing.offloads import Offload, offloads_of
+from planner.runtime.stage.host import Host, Ticket
 
 
 class ActivationsOnHost:

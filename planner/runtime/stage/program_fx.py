@@ -20,16 +20,17 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
 from planner.errors import LayoutError
-from planner.graph import Affine, Op, Program, Ref, Symbol
-from planner.graph.function_keys import AUTOGRAD_FUNCTION
-from planner.graph.module_keys import OPAQUE_MODULE
-from planner.graph.tables import TABLE_LOOKUP
-from planner.layout.redistribution.redistribute import GATHER_SAMPLES, OWN_SAMPLES
-from planner.ops.record import is_random
-from planner.ops.weight_products import deferrable_products
-from planner.plan.batch_statistics import MOMENTUM_ARGUMENT, counters
+from planner.language.across.cut.batch_statistics import MOMENTUM_ARGUMENT, counters
+from planner.language.graph import Affine, Op, Program, Ref, Symbol
+from planner.language.graph.function_keys import AUTOGRAD_FUNCTION
+from planner.language.graph.module_keys import OPAQUE_MODULE
+from planner.language.graph.tables import TABLE_LOOKUP
+from planner.language.layout.redistribution.redistribute import GATHER_SAMPLES, OWN_SAMPLES
+from planner.language.ops.record import is_random
+from planner.language.ops.weight_products import deferrable_products
+from planner.runtime.process import collectives
 from planner.runtime.stage.bindings import BINDINGS
-from planner.runtime.stage.calls import collectives, local_ops
+from planner.runtime.stage.calls import local_ops
 from planner.runtime.stage.calls.autograd_functions import autograd_function
 from planner.runtime.stage.calls.complex_writes import COMPLEX_WRITES
 from planner.runtime.stage.calls.exchanged_rows import exchanged_embedding
@@ -93,7 +94,7 @@ def to_graph_module(
     graph.output(tuple(env[name] for name in program.outputs))
     graph.lint()
     module = fx.GraphModule(root, graph, class_name="".join(_words(program.name)))
-    # Whose op a line of its code is, for messages (`planner.runtime.check.values`).
+    # Whose op a line of its code is, for messages (`planner.runtime.step.values`).
     module.meta["lines"] = {calls[op.name].name: (op.name, op.line) for op in program.ops}
     return module
 

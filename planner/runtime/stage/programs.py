@@ -11,17 +11,17 @@ from functools import cache
 
 from torch import Tensor
 
-from planner.across.gathers import BATCH
 from planner.errors import LayoutError
-from planner.graph import ModelGraph
-from planner.layout.lowering import local_program
-from planner.ops.recompute_choice import ops_made_again
-from planner.plan import Plan
-from planner.plan.whole_batch import graph_under
+from planner.language.across.cut.whole_batch import graph_under
+from planner.language.across.gathers import BATCH
+from planner.language.graph import ModelGraph
+from planner.language.lowering.lowering import local_program
+from planner.language.ops.recompute_choice import ops_made_again
+from planner.language.plan import Plan
+from planner.runtime.process.groups.mesh import Mesh
 from planner.runtime.stage.program_fx import to_graph_module
 from planner.runtime.stage.recompute import Keeper
 from planner.runtime.stage.weight_grads import WeightQueue
-from planner.runtime.start.groups.mesh import Mesh
 
 Run = Callable[..., tuple[Tensor, ...]]
 

@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from planner.runtime.stage.host_activations import ActivationsOnHost, Saved
-from planner.runtime.step.randomness import read_generators, write_generators
+from planner.runtime.stage.randomness import read_generators, write_generators
 
 Outputs = tuple[Any, ...]
 

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.errors import LayoutError
-from planner.layout.layout import Box, ProcessMesh, sizes, slices
-from planner.layout.placement import Shard
-from planner.layout.redistribution.reshard import Reshard, ReshardStep
-from planner.runtime.stage.calls import collectives
-from planner.runtime.start.groups.exchange import exchange
-from planner.runtime.start.groups.process_group import group_timeout
+from planner.language.layout.layout import Box, ProcessMesh, sizes, slices
+from planner.language.layout.placement import Shard
+from planner.language.layout.redistribution.reshard import Reshard, ReshardStep
+from planner.runtime.process import collectives
+from planner.runtime.process.groups.exchange import exchange
+from planner.runtime.process.groups.process_group import group_timeout
 
 Groups = Mapping[str, str]
 """Name of this rank's process group along each axis of a mesh."""

@@ -19,17 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from planner.graph import ModelGraph
-from planner.graph.blocks import written_buffers
-from planner.layout.placements import WHOLE, Placements, moves_between
-from planner.ops.record import is_random
-from planner.plan import StagePlan
-from planner.runtime.stage.calls.collectives import redistribute
+from planner.language.graph import ModelGraph, written_buffers
+from planner.language.layout.placements import WHOLE, Placements, moves_between
+from planner.language.lowering.wiring import BlockPlacements, StageWiring
+from planner.language.ops.record import is_random
+from planner.language.plan import StagePlan
+from planner.runtime.process.collectives import redistribute
 from planner.runtime.stage.calls.opaque_modules import noting_reached, only_opaque_params
 from planner.runtime.stage.host_activations import ActivationsOnHost
 from planner.runtime.stage.programs import Programs, Run
 from planner.runtime.stage.recompute import Keeper, Recomputed
-from planner.runtime.step.messages.wiring import BlockPlacements, StageWiring
 
 
 def attribute(fqn: str) -> str:
@@ -169,7 +168,7 @@ class StageModule(nn.Module):
         """`tensors` holds local weights by name, `groups` the names of the groups of
         the axes that blocks are lowered on; with selective recomputation the programs' kept ops
         listen to `keeper`. `away` is for plans with activations on the host. `moved_once` is that
-        of `planner.plan.moved_once`, of the whole model.
+        of `planner.language.across.cut.moved_once`, of the whole model.
         """
         super().__init__()
         self.wiring = wiring

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from planner.ops.weight_products import LARGE_BYTES
+from planner.language.ops.weight_products import LARGE_BYTES
 
 Place = tuple[int, int]
 """(stage, microbatch)."""

@@ -20,9 +20,9 @@ from typing import Any
 
 from planner.errors import PlanError
 from planner.files import write_atomically
-from planner.plan import Plan, load_plan, save_plan
+from planner.language.plan import Plan, load_plan, save_plan
 from planner.runtime.checkpoint import folder as folders
-from planner.runtime.start.failures import Failure, read_failure
+from planner.runtime.process.failures import Failure, read_failure
 
 _LIMIT_FILE, _NEXT_LIMIT = "memory-limit", 0.9
 """Where a kept run notes how much its plans may need, in bytes; and the part of what the plan that

@@ -8,20 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.errors import PlanError
+from planner.language.plan import Plan, load_plan
+from planner.language.plan.node_runs import described, node_runs, ranks_of_nodes
+from planner.language.plan.schedule_of import schedule_of
 from planner.nodes.launchers import Started, started
-from planner.plan import Plan, load_plan
-from planner.plan.node_runs import described, node_runs, ranks_of_nodes
-from planner.runtime.check.watchdog import ENDS_S
 from planner.runtime.checkpoint.kept import KEEP, SAVE_EVERY
+from planner.runtime.process.environment import DEVICES, TIMELINE_DIR, UNMODIFIED
+from planner.runtime.process.watchdog import ENDS_S
 from planner.runtime.start.course import LAUNCHED, Keeping
-from planner.runtime.start.workers import (
-    DEVICES,
-    TIMELINE_DIR,
-    UNMODIFIED,
-    become_rank,
-    run_workers,
-)
-from planner.schedule import schedule_of
+from planner.runtime.start.workers import become_rank, run_workers
 from planner.units import MIB, format_bytes
 
 _PROCESS_BYTES = 256 * MIB
@@ -132,7 +127,7 @@ def check_node(
     `restarts_by_plan` says that ranks may start again under another plan. Raises PlanError or
     ScheduleError for what can't run here.
     """
-    from planner.runtime.start.device import refuse_blocking_launches
+    from planner.runtime.process.device import refuse_blocking_launches
 
     _check_script(script)
     if place is not None:
@@ -202,7 +197,7 @@ def _own_devices(place: Started, ranks: int, device: str) -> list[int]:
     """Return the numbers of the accelerators of this process's ranks, which share a node with
     those of other processes unless the launcher shows each only its own.
     """
-    from planner.runtime.start.device import num_devices
+    from planner.runtime.process.device import num_devices
 
     first = place.local_number * ranks
     return list(range(first, first + ranks) if num_devices(device) > ranks else range(ranks))
@@ -222,7 +217,7 @@ def _check_script(script: Path) -> None:
 
 def check_listed(listed: Sequence[int], ranks_here: int, device: str) -> None:
     """Raise PlanError when a list of accelerators is not what a node's ranks can take."""
-    from planner.runtime.start.device import num_devices
+    from planner.runtime.process.device import num_devices
 
     given = ",".join(map(str, listed))
     if device == "cpu":
@@ -252,7 +247,7 @@ def check_ranks(here: int, device: str | None) -> str:
 
     Raises PlanError when it has too few GPUs or too little memory for their processes.
     """
-    from planner.runtime.start.device import device_type, is_staged, num_devices
+    from planner.runtime.process.device import device_type, is_staged, num_devices
 
     device = device_type(device)
     gpus = num_devices(device)

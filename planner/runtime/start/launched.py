@@ -19,7 +19,7 @@ import warnings
 from pathlib import Path
 
 from planner.errors import PlanError
-from planner.plan import Plan, load_plan
+from planner.language.plan import Plan, load_plan
 from planner.runtime.start.course import LAUNCHED, PLAN
 
 _stands_for: dict[str, str] = {}

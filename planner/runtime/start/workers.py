@@ -1,6 +1,6 @@
 """Starts the processes of a plan with torchelastic, in this process and without its noise.
 
-Workers run ``python -m planner.runtime.start.worker``. The first one to fail says why, once, and
+Workers run ``python -m planner.worker``. The first one to fail says why, once, and
 leaves it in a file; torchelastic then ends the others (`agent`), and all start again where the run
 is kept (`course`). Interrupting this
 process ends them too, and the kernel does so if it is killed outright.
@@ -21,28 +21,11 @@ from signal import SIGINT
 from typing import TYPE_CHECKING, NoReturn
 
 from planner.errors import PlannerError
-from planner.runtime.start.failures import FAILURE_FILE, Failure
+from planner.runtime.process.environment import DEVICE, LAUNCHER
+from planner.runtime.process.failures import FAILURE_FILE, Failure
 
 if TYPE_CHECKING:
     from planner.runtime.start.course import Keeping
-
-LAUNCHER = "PLANNER_LAUNCHER"
-"""Names the process that ranks must not outlive."""
-
-DEVICE = "PLANNER_DEVICE"
-"""Names the type of device that ranks take."""
-
-DEVICES = "PLANNER_DEVICES"
-"""The numbers of this node's accelerators, one for each local rank, with commas between."""
-
-BACKEND = "PLANNER_BACKEND"
-"""Names another backend than the device's own (`planner.runtime.start.groups.staged`)."""
-
-UNMODIFIED = "PLANNER_UNMODIFIED"
-"""Set, the script is for one process and its model is taken over."""
-
-TIMELINE_DIR = "PLANNER_TIMELINE"
-"""Names the folder in which ranks record timelines; unset, they record none."""
 
 
 _ON_GPUS = {
@@ -130,7 +113,7 @@ def run_workers(
 def worker_command(args: Sequence[str]) -> tuple[str, ...]:
     """Return the command of a rank."""
     # -P: a folder of the user's called like one of ours must not shadow it.
-    return (sys.executable, "-P", "-m", "planner.runtime.start.worker", *args)
+    return (sys.executable, "-P", "-m", "planner.worker", *args)
 
 
 def become_rank(args: Sequence[str], *, device: str, extra: Mapping[str, str]) -> NoReturn:

@@ -9,15 +9,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from planner.graph import ModelGraph, TensorMeta
-from planner.layout.placement import Shard
-from planner.layout.placements import Placements
-from planner.ops.call import local_shape
-from planner.plan import Plan
-from planner.runtime.stage.calls.collectives import run_step
-from planner.runtime.start.groups.mesh import Mesh
+from planner.language.graph import ModelGraph, TensorMeta
+from planner.language.layout.placement import Shard
+from planner.language.layout.placements import Placements
+from planner.language.lowering.wiring import stage_params
+from planner.language.ops.call import local_shape
+from planner.language.plan import Plan
+from planner.runtime.process.collectives import run_step
+from planner.runtime.process.groups.mesh import Mesh
 from planner.runtime.state.masters import rest_dtype
-from planner.runtime.step.messages.wiring import stage_params
 
 
 def gather(

@@ -15,8 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from planner.graph import TensorMeta
-from planner.plan import Precision
+from planner.language.graph import TensorMeta
+from planner.language.plan import Precision
 
 
 def rest_dtype(meta: TensorMeta, precision: Precision) -> torch.dtype:

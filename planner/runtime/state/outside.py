@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from planner.graph import ModelGraph
-from planner.runtime.state.weights import empty_tensors, stored_tensors
+from planner.capture.outside import distinct, kept_outside, stored_tensors
+from planner.runtime.state.weights import empty_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class OutsideTensors:
         }
         stored = stored_tensors(model)
         kept = kept_outside(lacking | stored, held=held, read=read)
-        copies = {id(t): torch.empty_like(t, device="cpu") for t in _distinct(kept)}
+        copies = {id(t): torch.empty_like(t, device="cpu") for t in distinct(kept)}
         outside = {name: copies[id(tensor)] for name, tensor in kept.items()}
         return cls(
             unused={name: tensor for name, tensor in outside.items() if name not in held},
@@ -67,36 +67,3 @@ class OutsideTensors:
     def tensors(self) -> dict[str, Tensor]:
         """All of them, by name."""
         return self.unused | self.also_read
-
-
-def kept_outside(
-    stored: Mapping[str, Tensor], *, held: Collection[str], read: Collection[str]
-) -> dict[str, Tensor]:
-    """Return those of a model's tensors, by every name, that stages do not hold alone; names of a
-    tied tensor have the same object.
-    """
-    kept: dict[str, Tensor] = {}
-    first: dict[tuple[int, int], Tensor] = {}
-    for name, tensor in stored.items():
-        if name in read or name not in held:
-            # Tied tensors are found by where they lie.
-            place = tensor.untyped_storage()._cdata, int(tensor.storage_offset())
-            known = first.setdefault(place, tensor)
-            is_same = (known.shape, known.dtype) == (tensor.shape, tensor.dtype)
-            kept[name] = known if is_same else tensor
-    return kept
-
-
-def outside_bytes(graph: ModelGraph, model: nn.Module) -> int:
-    """Return the bytes that each rank so keeps of a model under any plan of its graph."""
-    used = {name for block in graph.blocks for name in block.params}
-    kept = kept_outside(
-        stored_tensors(model),
-        held={name for t in graph.tensors if t.name in used for name in (t.fqn, *t.aliases)},
-        read={graph.tensor[name].fqn for name in graph.preamble.params},
-    )
-    return sum(tensor.nbytes for tensor in _distinct(kept))
-
-
-def _distinct(tensors: Mapping[str, Tensor]) -> Collection[Tensor]:
-    return {id(tensor): tensor for tensor in tensors.values()}.values()

@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from planner.errors import LayoutError, ModelError
-from planner.graph import ModelGraph
-from planner.graph.tables import tables_of
-from planner.plan import Plan
-from planner.runtime.start.groups.mesh import Mesh
-from planner.runtime.state.host import Host
+from planner.language.graph import ModelGraph
+from planner.language.graph.tables import tables_of
+from planner.language.lowering.wiring import stage_params
+from planner.language.plan import Plan
+from planner.runtime.process.groups.mesh import Mesh
+from planner.runtime.stage.host import Host
 from planner.runtime.state.masters import rest_dtype
 from planner.runtime.state.optimizers.reach import takes
 from planner.runtime.state.optimizers.several import Several
-from planner.runtime.step.messages.wiring import stage_params
 
 PART_BYTES = 32 * 2**20
 """Of rows, exchanged at once."""

@@ -16,20 +16,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.errors import LayoutError
-from planner.graph import ModelGraph, TensorMeta
-from planner.layout.axes import members
-from planner.layout.layout import Box, ProcessMesh, sizes, slices
-from planner.layout.placement import Shard
-from planner.layout.placements import Placements
-from planner.layout.redistribution.reshard import box_transfers
-from planner.plan import Plan
+from planner.language.graph import ModelGraph, TensorMeta
+from planner.language.layout.axes import members
+from planner.language.layout.layout import Box, ProcessMesh, sizes, slices
+from planner.language.layout.placement import Shard
+from planner.language.layout.placements import Placements
+from planner.language.layout.redistribution.reshard import box_transfers
+from planner.language.lowering.wiring import param_placements, stage_params
+from planner.language.plan import Plan
+from planner.runtime.process.groups.exchange import exchange
+from planner.runtime.process.groups.mesh import Mesh
 from planner.runtime.stage.stage import StageModule
-from planner.runtime.start.groups.exchange import exchange
-from planner.runtime.start.groups.mesh import Mesh
 from planner.runtime.state.masters import MasterParams
 from planner.runtime.state.optimizers.host_optimizer import HostMasters
-from planner.runtime.step.messages.wiring import param_placements, stage_params
-from planner.runtime.step.reduce import TiedCopies
+from planner.runtime.state.reduce import TiedCopies
 
 Exchange = Callable[[list[Tensor]], list[Tensor]]
 

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from planner.errors import LayoutError
-from planner.layout.axes import split_axes
-from planner.runtime.start.groups.mesh import SHARING, Mesh
+from planner.language.layout.axes import split_axes
+from planner.runtime.process.groups.mesh import SHARING, Mesh
 
 
 def shard_tensor(tensor: Tensor, mesh: Mesh, dims: Mapping[str, int]) -> DTensor:

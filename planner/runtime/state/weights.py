@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import LayoutError, ModelError
-from planner.graph import TensorMeta
-from planner.layout.placement import Shard
-from planner.layout.placements import Placements
-from planner.runtime.start.groups.mesh import Mesh
+from planner.language.graph import TensorMeta
+from planner.language.layout.placement import Shard
+from planner.language.layout.placements import Placements
+from planner.runtime.process.groups.mesh import Mesh
 
 
 def own_piece(whole: Tensor, placements: Placements, mesh: Mesh, fqn: str) -> Tensor:
@@ -40,24 +40,6 @@ def local_piece(
     return by_segment.chunk(parts, placement.dim + 1)[rank].flatten(
         placement.dim, placement.dim + 1
     )
-
-
-def stored_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by every name, in the order of a state dict.
-
-    What hooks of a state dict add or rename there, and extra state, is no tensor of a module.
-    """
-    found: dict[str, Tensor] = {}
-    for path, part in module.named_modules(remove_duplicate=False):
-        passing = part._non_persistent_buffers_set
-        own: dict[str, Tensor | None] = {
-            **part._parameters,
-            **{name: buffer for name, buffer in part._buffers.items() if name not in passing},
-        }
-        for name, tensor in own.items():
-            if tensor is not None:
-                found[f"{path}.{name}" if path else name] = tensor.detach()
-    return found
 
 
 def shape_of(module: nn.Module, meta: TensorMeta) -> Tensor:

@@ -1,8 +1,8 @@
 """ZeRO 1, 2 and 3 with FSDP2: what is sharded, when it is gathered and reduced.
 
-Sharded over the ranks "shards" of `planner.layout.axes`: all with the same parameters, or, with
-axes whose ranks are copies (HSDP), some of them. Copies sum their shards of gradients once a step,
-in the last backward.
+Sharded over the ranks "shards" of `planner.language.layout.axes`: all with the same parameters, or,
+with axes whose ranks are copies (HSDP), some of them. Copies sum their shards of gradients once a
+step, in the last backward.
 
     zero_stage   parameters in a step            gradients
     1            gathered once, kept             whole, reduce-scattered after the last microbatch
@@ -42,14 +42,14 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
 from planner.errors import LayoutError
-from planner.layout.axes import split_axes
-from planner.layout.placement import Placement, Shard
-from planner.layout.placements import Placements
-from planner.plan import Precision
-from planner.plan.replication import has_shards
+from planner.language.layout.axes import split_axes
+from planner.language.layout.placement import Placement, Shard
+from planner.language.layout.placements import Placements
+from planner.language.plan import Precision
+from planner.language.plan.replication import has_shards
+from planner.runtime.process import device as devices
+from planner.runtime.process.groups.mesh import Mesh
 from planner.runtime.stage.stage import BlockModule, StageModule
-from planner.runtime.start import device as devices
-from planner.runtime.start.groups.mesh import Mesh
 
 
 def torch_placement(placement: Placement) -> TorchPlacement:
@@ -173,7 +173,8 @@ def dtype_name(param: Tensor) -> str:
 
 def _refuse_dtypes(stage: StageModule, left: Set[nn.Parameter], precision: Precision) -> None:
     """Raise LayoutError where a unit has complex parameters, or parameters of several dtypes: it is
-    gathered as one, those that are `left` alone apart (`planner.plan.replication.why_no_zero`).
+    gathered as one, those that are `left` alone apart
+    (`planner.language.plan.replication.why_no_zero`).
     """
     for module in (*stage.blocks, stage):
         trained = {

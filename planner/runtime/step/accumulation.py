@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from planner.across.state import ADDED
 from planner.errors import PlanError
-from planner.runtime.step.inputs.feed import Feed
+from planner.language.across.state import ADDED
+from planner.runtime.batches.inputs.feed import Feed
 
 
 class Accumulation:

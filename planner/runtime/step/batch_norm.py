@@ -1,7 +1,7 @@
 """Running statistics of the whole batch, though each microbatch is normalised by its own.
 
-Programs made by `planner.plan.batch_statistics.deferred` leave mean and variance of each
-microbatch in the buffers. They are merged over the step's microbatches and their parts on
+Programs made by `planner.language.across.cut.batch_statistics.deferred` leave mean and variance of
+each microbatch in the buffers. They are merged over the step's microbatches and their parts on
 other ranks (Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing
 Sample Variances", 1979), and the running ones move once, as one device would move them.
 """
@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.errors import PlanError
-from planner.graph import ModelGraph, TensorMeta
-from planner.plan import Plan
-from planner.plan.batch_statistics import CUMULATIVE, BatchNorm, batch_norms
+from planner.language.across.cut.batch_statistics import CUMULATIVE, BatchNorm, batch_norms
+from planner.language.graph import ModelGraph, TensorMeta
+from planner.language.plan import Plan
+from planner.runtime.process.groups.mesh import Mesh
 from planner.runtime.stage.stage import StageModule
-from planner.runtime.start.groups.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from planner.runtime.start import device as devices
+from planner.language.schedule.jobs import Job
+from planner.runtime.process import device as devices
 from planner.runtime.step.messages.p2p import Message
-from planner.schedule.jobs import Job
 
 
 @dataclass(frozen=True, slots=True)

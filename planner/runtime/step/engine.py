@@ -19,42 +19,55 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from planner.across import follows_from_parts
 from planner.errors import PlanError
-from planner.graph import ModelGraph, TensorMeta
-from planner.graph.tables import with_table_lookups
-from planner.layout.placements import Placements
-from planner.ops.record import is_random
-from planner.plan import Plan
-from planner.plan.accepted import LOCAL_SAMPLES
-from planner.plan.batch_statistics import deferred
-from planner.plan.moved_once import moved_once
-from planner.plan.replication import Replication
-from planner.plan.whole_batch import graph_under
-from planner.runtime.check.ended import counted_step
-from planner.runtime.check.intermediates import gathered, intermediates, watching
-from planner.runtime.check.recorder import start_recorder
-from planner.runtime.check.values import Look, ValueCheck
-from planner.runtime.check.watchdog import start_watchdog
+from planner.language.across import follows_from_parts
+from planner.language.across.cut.batch_statistics import deferred
+from planner.language.across.cut.moved_once import moved_once
+from planner.language.across.cut.whole_batch import graph_under
+from planner.language.graph import ModelGraph, TensorMeta
+from planner.language.graph.tables import with_table_lookups
+from planner.language.layout.placements import Placements
+from planner.language.lowering.wiring import (
+    build_edges,
+    param_placements,
+    shaped_edges,
+    stage_params,
+)
+from planner.language.ops.record import is_random
+from planner.language.plan import Plan
+from planner.language.plan.accepted import LOCAL_SAMPLES
+from planner.language.plan.replication import Replication
+from planner.language.plan.schedule_of import schedule_of
+from planner.language.schedule import Job, StepJobKind, step_jobs
+from planner.runtime.batches.inputs.feed import Feed, Preamble
+from planner.runtime.batches.inputs.feeder import Feeder, Shaped
+from planner.runtime.batches.inputs.loss_weights import LossWeight, LossWeights
+from planner.runtime.batches.inputs.whole_batch import WholeBatchValues
+from planner.runtime.checkpoint.average import WeightAverage
 from planner.runtime.checkpoint.beside import Beside
 from planner.runtime.checkpoint.folder import is_checkpoint
 from planner.runtime.initial.places import take_first_values
 from planner.runtime.initial.values import FirstValues, ModuleValues
-from planner.runtime.stage.calls import collectives
+from planner.runtime.process import collectives
+from planner.runtime.process import device as devices
+from planner.runtime.process.ended import counted_step
+from planner.runtime.process.groups.mesh import Mesh
+from planner.runtime.process.recorder import start_recorder
+from planner.runtime.process.watchdog import start_watchdog
 from planner.runtime.stage.calls.opaque_modules import keep_modules
+from planner.runtime.stage.host import Host
 from planner.runtime.stage.host_activations import ActivationsOnHost
 from planner.runtime.stage.programs import Programs
+from planner.runtime.stage.randomness import RandomStream, unused_seed
 from planner.runtime.stage.recompute import Keeper
 from planner.runtime.stage.weight_grads import WeightQueue
-from planner.runtime.start import device as devices
-from planner.runtime.start.groups.mesh import Mesh
 from planner.runtime.state import zero
-from planner.runtime.state.average import WeightAverage
 from planner.runtime.state.gather import gather
-from planner.runtime.state.host import Host
 from planner.runtime.state.optimizers.optimizer import OWN_SCHEDULER, check_schedulers
 from planner.runtime.state.outside import OutsideTensors
+from planner.runtime.state.reached import Reached
 from planner.runtime.state.tables import table_of
+from planner.runtime.state.trained import TrainedParams
 from planner.runtime.state.untouched import Untouched
 from planner.runtime.state.weights import constant, materialized, shape_of
 from planner.runtime.step.accumulation import Accumulation
@@ -62,31 +75,19 @@ from planner.runtime.step.batch_norm import DeferredStatistics
 from planner.runtime.step.device_marks import DeviceMarks
 from planner.runtime.step.evaluation import Evaluation
 from planner.runtime.step.executor import Executor, Hooks
-from planner.runtime.step.inputs.feed import Feed, Preamble
-from planner.runtime.step.inputs.feeder import Feeder, Shaped
-from planner.runtime.step.inputs.loss_weights import LossWeight, LossWeights
-from planner.runtime.step.inputs.whole_batch import WholeBatchValues
+from planner.runtime.step.intermediates import gathered, intermediates, watching
 from planner.runtime.step.messages.p2p import Post
-from planner.runtime.step.messages.wiring import (
-    build_edges,
-    param_placements,
-    shaped_edges,
-    stage_params,
-)
-from planner.runtime.step.randomness import RandomStream, unused_seed
-from planner.runtime.step.reached import Reached
 from planner.runtime.step.stages import build_stages
-from planner.runtime.step.trained import TrainedParams
-from planner.schedule import Job, StepJobKind, schedule_of, step_jobs
+from planner.runtime.step.values import Look, ValueCheck
 from planner.timeline import CHECK
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+    from planner.runtime.batches.loader import Loader
+    from planner.runtime.batches.order import AtEnd
     from planner.runtime.checkpoint.checkpoints import Checkpoints, Loaded
     from planner.runtime.checkpoint.kept import Kept
-    from planner.runtime.data.loader import Loader
-    from planner.runtime.data.order import AtEnd
 
 
 @dataclass(slots=True)
@@ -117,7 +118,7 @@ class Engine:
         grad_norm: of the last step's gradients before clipping, when they are clipped.
         fetched: what the last step was told to fetch.
         runs_of_fetched: in how many runs of a dim fetched tensors have their samples, by block and
-            name (`planner.across.runs_of_samples`).
+            name (`planner.language.across.runs_of_samples`).
         average: the average of weights, once `average_weights` began it.
         after_step: functions that are given each step's loss.
         after_load: functions that run when a training was loaded.
@@ -406,7 +407,7 @@ class Engine:
         order for each pass from `seed`. The rest is as a DataLoader takes it; memory is pinned
         where there is a GPU. Raises ModelError for data that can't be dealt like this.
         """
-        from planner.runtime.data.loader import Loader
+        from planner.runtime.batches.loader import Loader
 
         return Loader(
             self,
@@ -723,7 +724,7 @@ class Engine:
     def intermediates(self, batch: Any, names: Iterable[str]) -> dict[str, Tensor]:
         """Return values inside the model for one global batch, whole, on rank 0's CPU.
 
-        `planner.runtime.check.intermediates` says what names there are; every rank calls this.
+        `planner.runtime.step.intermediates` says what names there are; every rank calls this.
         """
         return intermediates(self, batch, names)
 

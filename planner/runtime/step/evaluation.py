@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from planner.graph import ModelGraph
-from planner.graph.blocks import written_buffers
-from planner.graph.evaluation import evaluation_graph
-from planner.plan.batch_statistics import BatchNorm, batch_norms
+from planner.language.across.cut.batch_statistics import BatchNorm, batch_norms
+from planner.language.graph import ModelGraph, written_buffers
+from planner.language.graph.evaluation import evaluation_graph
 from planner.runtime.stage.programs import Programs
 
 if TYPE_CHECKING:

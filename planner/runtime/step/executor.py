@@ -18,16 +18,16 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from planner.runtime.check.recorder import Recorder, job_name
-from planner.runtime.check.watchdog import Status
+from planner.language.lowering.wiring import Edge
+from planner.language.schedule.jobs import Job, JobKind, Schedule
+from planner.runtime.batches.inputs.feed import Feed
+from planner.runtime.process.recorder import Recorder, job_name
+from planner.runtime.process.watchdog import Status
 from planner.runtime.stage.host_activations import ActivationsOnHost, Incoming
 from planner.runtime.stage.stage import StageModule
 from planner.runtime.stage.weight_grads import WeightQueue
 from planner.runtime.step.device_marks import DeviceMarks
-from planner.runtime.step.inputs.feed import Feed
 from planner.runtime.step.messages.p2p import Message, Post, messages
-from planner.runtime.step.messages.wiring import Edge
-from planner.schedule.jobs import Job, JobKind, Schedule
 from planner.timeline import REMAKE
 
 _NOTHING = nullcontext()

@@ -7,26 +7,26 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from planner.graph import ModelGraph, TensorMeta
-from planner.layout.placements import Placements
-from planner.plan import Plan
-from planner.runtime.stage.host_activations import ActivationsOnHost
-from planner.runtime.stage.programs import Programs
-from planner.runtime.stage.recompute import Keeper
-from planner.runtime.stage.stage import StageModule
-from planner.runtime.start.groups.mesh import Mesh
-from planner.runtime.state import zero
-from planner.runtime.state.host import Host
-from planner.runtime.state.masters import MasterParams, cast_params, rest_dtype
-from planner.runtime.state.optimizers.host_optimizer import HostMasters
-from planner.runtime.state.weights import constant, materialized, own_piece, shape_of
-from planner.runtime.step.messages.wiring import (
+from planner.language.graph import ModelGraph, TensorMeta
+from planner.language.layout.placements import Placements
+from planner.language.lowering.wiring import (
     Edge,
     block_placements,
     stage_params,
     wire_stage,
 )
-from planner.runtime.step.trained import Owner
+from planner.language.plan import Plan
+from planner.runtime.process.groups.mesh import Mesh
+from planner.runtime.stage.host import Host
+from planner.runtime.stage.host_activations import ActivationsOnHost
+from planner.runtime.stage.programs import Programs
+from planner.runtime.stage.recompute import Keeper
+from planner.runtime.stage.stage import StageModule
+from planner.runtime.state import zero
+from planner.runtime.state.masters import MasterParams, cast_params, rest_dtype
+from planner.runtime.state.optimizers.host_optimizer import HostMasters
+from planner.runtime.state.trained import Owner
+from planner.runtime.state.weights import constant, materialized, own_piece, shape_of
 
 
 def build_stages(
@@ -49,7 +49,8 @@ def build_stages(
 
     Weights lie in memory without values yet, on the device or, as shards of ZeRO 1 and above,
     where FSDP2 has them. `placements` are those of the rank's parameters and buffers; `zero_stage`
-    is 0 where there is one replica; `moved_once` is that of `planner.plan.moved_once`.
+    is 0 where there is one replica; `moved_once` is that of
+    `planner.language.across.cut.moved_once`.
     """
     names = stage_params(graph, plan)
     stages: dict[int, StageModule] = {}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.graph import Ref, Symbol, from_json
+from planner.language.graph import Ref, Symbol, from_json
 from planner.runtime.stage.program_fx import aten_overload, to_graph_module
 
 ARENA_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}

@@ -15,8 +15,8 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from planner.ops.weight_products import LARGE_BYTES
-from planner.runtime.stage.calls.collectives import redistribute
+from planner.language.ops.weight_products import LARGE_BYTES
+from planner.runtime.process.collectives import redistribute
 from planner.runtime.stage.weight_grads import WeightProduct, WeightQueue
 from profiles.records import HostWork
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from planner.runtime.stage.calls.collectives import redistribute
+from planner.runtime.process.collectives import redistribute
 from profiles.measure.timing.clock import Clock
 from profiles.measure.visits import midmean
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from planner.capture import capture_module
-from planner.graph import ModelGraph, Op, Program
-from planner.ops.record import packet_of
+from planner.language.graph import ModelGraph, Op, Program
+from planner.language.ops.record import packet_of
 from planner.runtime.stage.program_fx import to_graph_module
 
 LENGTH, WIDTH = 12, 8

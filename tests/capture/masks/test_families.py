@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from planner.capture import capture_module
-from planner.ops.families.products.masked_attention import MASKED
-from planner.ops.record import packet_of
+from planner.language.ops.families.products.masked_attention import MASKED
+from planner.language.ops.record import packet_of
 from tests.builders import telling_first
 from tests.capture.masks.attending import attention_of, check_equal, pairs_held
 from tests.model_matrix import REFUSED, model_matrix

@@ -23,7 +23,7 @@ from planner.capture.masks.values import (
     Pattern,
     Steps,
 )
-from planner.graph import Affine, Op, Ref, TensorMeta
+from planner.language.graph import Affine, Op, Ref, TensorMeta
 
 SAMPLES, PLACES = 3, 7
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0] * 7, [0, 1, 1, 1, 1, 1, 2]])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from planner.capture.blocks import RawGraph
 from planner.capture.masks.rewrite import mask_pattern, simplified, with_told_masks
 from planner.capture.masks.values import ANYWHERE, Additive, Constant, Dims, Pattern
-from planner.graph import Affine, Ref
-from planner.graph.blocks import RawGraph
+from planner.language.graph import Affine, Ref
 from tests.capture.masks.attending import (
     LENGTH,
     attention_of,

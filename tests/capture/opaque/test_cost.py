@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from planner.capture.opaque.cost import counted
-from planner.graph import Affine
+from planner.language.graph import Affine
 
 
 def num_bytes(tensor):

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from planner.capture import capture_module
+from planner.capture.opaque.functions import find_function
 from planner.errors import CaptureError
-from planner.graph.module_keys import OPAQUE_MODULE
-from planner.runtime.stage.calls.opaque_functions import find_function
+from planner.language.graph.module_keys import OPAQUE_MODULE
 
 
 def ctc(logits: Tensor, labels: Tensor, *, blank: int, **_: object) -> Tensor:

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from planner.across import across_samples
 from planner.capture import capture_module
 from planner.capture.opaque.modules import OpaqueModules
 from planner.errors import CaptureError
-from planner.graph import Affine, from_json, to_json
-from planner.graph.module_keys import OPAQUE_MODULE
+from planner.language.across import across_samples
+from planner.language.graph import Affine, from_json, to_json
+from planner.language.graph.module_keys import OPAQUE_MODULE
 from tests.captures import capture_module as captured
 from tests.opaque_models import PARTS, Chain, IfMean, PickedRows, batch
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import planner
 from planner.capture import capture_module
 from planner.errors import CaptureError
-from planner.graph import ModelGraph
-from planner.plan.defaults import default_plan
+from planner.language.graph import ModelGraph
+from planner.language.lowering.defaults import default_plan
 from tests.capture.opaque.random_modules import random_module
 from tests.constructs import batch
 

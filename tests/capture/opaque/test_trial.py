@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from planner.capture.opaque.calls import SEED
 from planner.capture.opaque.trial import NotHeld, Place, Trial
 from planner.errors import CaptureError
-from planner.runtime.stage.calls.opaque_modules import SEED
 
 
 def tried(module: nn.Module, *args, num_samples=2, precision="model"):

@@ -8,7 +8,7 @@ import pytest
 
 from commands.common.answering import answer_of, predict_result
 from costmodel import CostCache, estimate
-from planner.plan import Plan
+from planner.language.plan import Plan
 from profiles import load_profile
 from search import RunnerUp, SearchRequest, SearchResult
 from search.report.pareto import Point

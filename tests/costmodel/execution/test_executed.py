@@ -12,11 +12,11 @@ from costmodel.memory.parts import MemoryParts
 from costmodel.time.stage_costs.times import RunTimes
 from costmodel.topology import lowered_groups
 from planner.errors import PlannerError
-from planner.layout.axes import Degrees
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
-from planner.templates import Transformer, build_transformer
-from planner.templates.splits import cp_layouts, tp_layouts
+from planner.language.layout.axes import Degrees
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
+from planner.language.templates import Transformer, build_transformer
+from planner.language.templates.splits import cp_layouts, tp_layouts
 from profiles import Profile, load_profile
 
 LLAMA = Transformer(

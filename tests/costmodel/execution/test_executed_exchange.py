@@ -9,7 +9,7 @@ from costmodel.execution.executed import ExecutedProfile
 from costmodel.execution.executed_exchange import executed_exchange
 from costmodel.table.kernels import load_rates
 from costmodel.time.communication import DataParallelSeconds
-from planner.plan.replication import Replication
+from planner.language.plan.replication import Replication
 from profiles import Group, load_profile
 
 FSDP = find_execution("fsdp-flash")

@@ -18,9 +18,9 @@ from costmodel.memory.saved import saved_tensors
 from costmodel.table.kernels import load_rates
 from costmodel.time.block.compute import bytes_of
 from costmodel.topology import lowered_groups
-from planner.graph import Op, Ref
-from planner.layout.axes import Degrees
-from planner.ops.families.products.attention import RING
+from planner.language.graph import Op, Ref
+from planner.language.layout.axes import Degrees
+from planner.language.ops.families.products.attention import RING
 from profiles import load_profile
 from tests.costmodel.programs import CHAIN, program_of
 

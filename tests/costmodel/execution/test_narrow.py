@@ -13,7 +13,7 @@ from costmodel.execution.narrow import gradient_is_ready, input_is_ready
 from costmodel.memory.saved import saved_tensors
 from costmodel.table.kernels import load_rates
 from costmodel.table.rows.run_row import parse_row
-from planner.plan.replication import Replication
+from planner.language.plan.replication import Replication
 from profiles import Group, load_profile
 from tests.costmodel.execution.test_executed import GRAPH
 from tests.costmodel.programs import program_of

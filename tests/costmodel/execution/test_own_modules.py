@@ -7,10 +7,10 @@ import pytest
 from costmodel.estimate import cost_cache, estimate
 from costmodel.execution import find_execution
 from costmodel.execution.own_modules import with_own_modules
-from planner.graph import ModelGraph, Program
-from planner.ops.record import packet_of
-from planner.plan.defaults import default_plan
-from planner.templates import Experts, Latent, Transformer, build_transformer
+from planner.language.graph import ModelGraph, Program
+from planner.language.lowering.defaults import default_plan
+from planner.language.ops.record import packet_of
+from planner.language.templates import Experts, Latent, Transformer, build_transformer
 from profiles import load_profile
 from tests.captures import capture_wide
 

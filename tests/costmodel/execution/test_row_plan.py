@@ -13,7 +13,7 @@ from costmodel.table.rows.row_plan import (
 )
 from costmodel.table.rows.rows import predict_row, run_of
 from planner.errors import PlannerError
-from planner.templates import build_transformer
+from planner.language.templates import build_transformer
 
 GPT = {
     "stack": "megatron-classic", "gpu": "A100-SXM", "gpus": "8", "layers": "24", "hidden": "2048",

@@ -12,13 +12,16 @@ from costmodel.execution.rings import GATHERED, with_rings
 from costmodel.execution.saves import saved_instead, with_sized_losses
 from costmodel.table.kernels import load_rates
 from costmodel.table.rows.rows import price_row
-from planner.graph import Op, Program, Ref
-from planner.layout.axes import Degrees
-from planner.layout.redistribution.redistribute import REDISTRIBUTE
-from planner.ops.families.losses.cross_entropy import SIZED_CROSS_ENTROPY, VOCAB_CROSS_ENTROPY
-from planner.ops.families.products.attention import RING
-from planner.templates import Transformer, build_transformer
-from planner.templates.splits import tp_layouts
+from planner.language.graph import Op, Program, Ref
+from planner.language.layout.axes import Degrees
+from planner.language.layout.redistribution.redistribute import REDISTRIBUTE
+from planner.language.ops.families.losses.cross_entropy import (
+    SIZED_CROSS_ENTROPY,
+    VOCAB_CROSS_ENTROPY,
+)
+from planner.language.ops.families.products.attention import RING
+from planner.language.templates import Transformer, build_transformer
+from planner.language.templates.splits import tp_layouts
 from profiles import load_profile
 from tests.costmodel.programs import CHAIN, program_of
 

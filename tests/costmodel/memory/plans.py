@@ -1,6 +1,6 @@
 """A plan of the tiny GPT, for tests that need no more of it than its degrees."""
 
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
 from tests.builders import tiny_models
 from tests.captures import capture_module
 

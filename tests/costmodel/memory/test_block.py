@@ -15,9 +15,9 @@ from costmodel.memory.block.deferred_weights import (
 from costmodel.memory.block.forward_walk import forward_walk
 from costmodel.memory.block.recomputed import kept_storages
 from costmodel.memory.saved import saved_tensors
-from planner.ops.recompute_choice import ops_made_again
-from planner.ops.record import packet_of
-from planner.ops.weight_products import deferrable_products
+from planner.language.ops.recompute_choice import ops_made_again
+from planner.language.ops.record import packet_of
+from planner.language.ops.weight_products import deferrable_products
 from tests.builders import tiny_models
 from tests.captures import capture_module
 

@@ -11,11 +11,12 @@ from costmodel.execution import find_execution
 from costmodel.memory.exact.plan_memory import plan_memory
 from costmodel.memory.parts import MemoryParts
 from costmodel.time.plan_price import price_plan
-from planner.plan import OURS, Plan
-from planner.plan.defaults import default_plan
-from planner.runtime.start.groups.nccl import CONNECTION_BYTES, LINE_CHANNELS
-from planner.schedule import SteadySchedule, schedule_of
-from planner.templates import Transformer, build_transformer
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import OURS, Plan
+from planner.language.plan.schedule_of import schedule_of
+from planner.language.schedule import SteadySchedule
+from planner.language.templates import Transformer, build_transformer
+from planner.runtime.process.groups.nccl import CONNECTION_BYTES, LINE_CHANNELS
 from profiles import Profile, load_profile
 
 H100 = load_profile("h100-sxm5-80gb")

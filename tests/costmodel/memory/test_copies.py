@@ -1,9 +1,9 @@
 """A value brought to another placement, by hand: 100 bytes of a (2, 25) tensor on two tp ranks."""
 
 from costmodel.memory.block.copies import copy_between
-from planner.layout.axes import Degrees
-from planner.layout.placement import Shard
-from planner.layout.placements import Placements
+from planner.language.layout.axes import Degrees
+from planner.language.layout.placement import Shard
+from planner.language.layout.placements import Placements
 
 WHOLE = Placements()
 ROWS, COLUMNS = (Placements.of({"tp": Shard(dim)}) for dim in (0, 1))

@@ -16,11 +16,11 @@ from costmodel.memory.exact.stage.placed_stage import PlacedStages
 from costmodel.memory.exact.stage.stage_walk import BackwardBytes, BlockSample, ForwardBytes
 from costmodel.memory.parts import MemoryParts, with_overheads
 from costmodel.time.plan_price import price_plan
-from planner.layout.placements import WHOLE
-from planner.runtime.step.messages.wiring import Edge, build_edges
-from planner.schedule import SteadySchedule
-from planner.schedule.jobs import Job, JobKind
-from planner.schedule.of_plan import schedule_of
+from planner.language.layout.placements import WHOLE
+from planner.language.lowering.wiring import Edge, build_edges
+from planner.language.plan.schedule_of import schedule_of
+from planner.language.schedule import SteadySchedule
+from planner.language.schedule.jobs import Job, JobKind
 from profiles import load_profile
 from tests.costmodel.loads import stage_loads
 from tests.costmodel.memory.plans import gpt_graph, plan_of

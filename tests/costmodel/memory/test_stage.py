@@ -19,9 +19,9 @@ from costmodel.memory.exact.stage.fsdp_units import Unit, sharded_stage
 from costmodel.memory.exact.stage.jobs import StageJobs, job_variants
 from costmodel.memory.exact.stage.stage_walk import BackwardVariant, BlockSample, StageWalk
 from costmodel.memory.saved import saved_tensors
-from planner.graph import Program
-from planner.plan.replication import Replication
-from planner.schedule import build_schedule
+from planner.language.graph import Program
+from planner.language.plan.replication import Replication
+from planner.language.schedule import build_schedule
 
 NO_OPS = Program(name="none", inputs=(), params=(), outputs=(), ops=(), tensors=())
 VALUE, KEPT, RISE = 10, 50, 80

@@ -7,8 +7,8 @@ import pytest
 
 from costmodel import estimate
 from costmodel.time.simulate import JobTable
-from planner.plan.defaults import default_plan
-from planner.schedule import SteadySchedule
+from planner.language.lowering.defaults import default_plan
+from planner.language.schedule import SteadySchedule
 from tests.builders import tiny_models
 from tests.captures import capture_module
 from tests.search.machine import Machine

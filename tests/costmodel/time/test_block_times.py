@@ -8,9 +8,9 @@ from costmodel.table.fusion import num_kernels
 from costmodel.time.block.compute import ProgramTimes, Spent, op_seconds
 from costmodel.time.block.program import profiled_times
 from costmodel.topology import lowered_groups
-from planner.layout.axes import Degrees
-from planner.layout.placement import Partial, Replicate
-from planner.layout.redistribution.redistribute import redistribute_op
+from planner.language.layout.axes import Degrees
+from planner.language.layout.placement import Partial, Replicate
+from planner.language.layout.redistribution.redistribute import redistribute_op
 from tests.costmodel.programs import CHAIN, program_of
 from tests.search.machine import Machine
 

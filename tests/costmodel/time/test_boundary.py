@@ -6,9 +6,9 @@ import pytest
 from costmodel import CostCache
 from costmodel.links import find_links, find_side_values
 from costmodel.time.block.boundary import block_entry_seconds, placement_of
-from planner.layout.axes import Degrees
-from planner.layout.placement import Replicate, Shard
-from planner.plan import ClassLayout
+from planner.language.layout.axes import Degrees
+from planner.language.layout.placement import Replicate, Shard
+from planner.language.plan import ClassLayout
 from profiles import Group
 from search.partition.chain_windows import Window
 from search.space.configuration import Configuration

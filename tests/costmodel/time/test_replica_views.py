@@ -16,8 +16,8 @@ from costmodel.estimate import (
 from costmodel.time.replica_views import replica_views
 from planner.cluster import Link, Tier
 from planner.errors import PlanError
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
 from profiles.groups import DeviceGroup
 from tests.search.machine import Machine
 from tests.search.test_referee import graph_of

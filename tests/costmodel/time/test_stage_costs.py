@@ -16,9 +16,9 @@ from costmodel.time.stage_costs.stage_costs import StageCosts, cut_runs, pick
 from costmodel.time.stage_costs.times import TIME_FIELDS, RunTimes
 from costmodel.time.update import adamw_seconds, rank_update
 from costmodel.topology import pipeline_group, replica_mesh
-from planner.layout.axes import Degrees
-from planner.plan import Plan, recompute_fields
-from planner.plan.replication import Replication, gradient_factor
+from planner.language.layout.axes import Degrees
+from planner.language.plan import Plan, recompute_fields
+from planner.language.plan.replication import Replication, gradient_factor
 from profiles import load_profile
 from search.partition.chain_problem import Cut
 from search.partition.chain_windows import Window, fixed_windows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from planner.ops.families import images
+from planner.language.ops.families import images
 from tests.ops.calls import kernel_call, offered, saved
 from tests.sharding.programs import one_op
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from planner.graph import Op, Program, Ref
-from planner.layout.placement import Replicate, Shard
-from planner.ops.families.lowered import is_view_slice, staging_bytes
+from planner.language.graph import Op, Program, Ref
+from planner.language.layout.placement import Replicate, Shard
+from planner.language.ops.families.lowered import is_view_slice, staging_bytes
 from tests.ops.calls import offered
 from tests.sharding.programs import OneOp, meta_of
 
@@ -47,7 +47,7 @@ def test_each_piece_of_a_gathered_dim_is_cut_on_its_own():
     ],
 )
 def test_cuts_of_inner_dims_are_put_side_by_side(src, dst, forward, expected):
-    from planner.layout.placement import parse_placement
+    from planner.language.layout.placement import parse_placement
 
     ends = parse_placement(src), parse_placement(dst)
     assert staging_bytes(*ends, 100, forward=forward) == expected

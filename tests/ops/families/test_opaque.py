@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from planner.graph import Op, Ref, TensorMeta
-from planner.graph.module_keys import OPAQUE_MODULE
-from planner.layout.placement import OpSharding
-from planner.ops.call import Call
-from planner.ops.families.opaque import samples_apart
-from planner.ops.flops import Work
-from planner.ops.kernel import KernelCall
-from planner.ops.record import family_of
+from planner.language.graph import Op, Ref, TensorMeta
+from planner.language.graph.module_keys import OPAQUE_MODULE
+from planner.language.layout.placement import OpSharding
+from planner.language.ops.call import Call
+from planner.language.ops.families.opaque import samples_apart
+from planner.language.ops.flops import Work
+from planner.language.ops.kernel import KernelCall
+from planner.language.ops.record import family_of
 
 FORWARD = (1000, 600, 200, 7, 64)
 BACKWARD = (2000, 900, 500, 9, 96)

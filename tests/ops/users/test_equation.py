@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner.errors import LayoutError
-from planner.ops.users.equation import read_equation
+from planner.language.ops.users.equation import read_equation
 
 
 def letters(text: str, inputs, outputs, uneven=frozenset()):

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import planner as door
+from planner.capture.source.capture_cache import load_graph
 from planner.errors import LayoutError
-from planner.graph import Op, Ref, TensorMeta
-from planner.graph.capture_cache import load_graph
-from planner.ops.flops import backward_work, op_work
-from planner.ops.record import FOREIGN, family_of
-from planner.ops.registry import local_ops, strategies
-from planner.ops.users import has_user_rule, rule_digests, rules, unregister_rule
+from planner.language.graph import Op, Ref, TensorMeta
+from planner.language.ops.flops import backward_work, op_work
+from planner.language.ops.record import FOREIGN, family_of
+from planner.language.ops.registry import local_ops, strategies
+from planner.language.ops.users import has_user_rule, rule_digests, rules, unregister_rule
 from tests.ops.users.own_ops import ATTEND, PROJECT, model_file
 
 
@@ -125,8 +125,8 @@ def test_what_is_refused(op, dims, more, told):
 
 IN_A_NEW_PROCESS = """
 import sys
-from planner.graph.capture_cache import load_graph
-from planner.ops.users import has_user_rule
+from planner.capture.source.capture_cache import load_graph
+from planner.language.ops.users import has_user_rule
 import planner.capture.module
 
 def refuse(*given, **named):

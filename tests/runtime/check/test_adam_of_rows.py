@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from planner.runtime.check.adam_of_rows import AdamOfRows
+from planner.runtime.proofs.adam_of_rows import AdamOfRows
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 

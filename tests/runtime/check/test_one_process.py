@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from planner.graph.model_file import ModelSource
-from planner.plan.defaults import default_plan
-from planner.runtime.check.one_process import OneProcess, Piece
-from planner.runtime.step.inputs.feed import CutBatch, cut_batch
+from planner.capture.source.model_file import ModelSource
+from planner.language.lowering.defaults import default_plan
+from planner.runtime.batches.inputs.feed import CutBatch, cut_batch
+from planner.runtime.proofs.one_process import OneProcess, Piece
 from tests.builders import MlpWithTarget, mlp_batch
 from tests.captures import capture_tiny
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from planner.runtime.check import out_of_memory
-from planner.runtime.check.out_of_memory import describe, is_out_of_memory, watch
+from planner.runtime.state import out_of_memory
+from planner.runtime.state.out_of_memory import describe, is_out_of_memory, watch
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import planner
-from planner.plan.defaults import default_plan
-from planner.runtime.check.values import ValuesError, can_pass_over, passing_over
+from planner.language.lowering.defaults import default_plan
+from planner.runtime.step.values import ValuesError, can_pass_over, passing_over
 from tests.captures import capture_module
 from tests.spawn import run_ranks
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 import planner
-from planner.plan.defaults import default_plan
-from planner.runtime.check.watchdog import ENDS_S, STALL_S, Status, Watchdog
+from planner.language.lowering.defaults import default_plan
+from planner.runtime.process.watchdog import ENDS_S, STALL_S, Status, Watchdog
 from tests.builders import MlpWithTarget, mlp_batch
 from tests.captures import capture_tiny
 

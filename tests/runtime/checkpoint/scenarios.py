@@ -12,8 +12,8 @@ from torch import Tensor
 
 import planner
 from planner.errors import PlannerError
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
 from planner.runtime.state.gather import gather
 from planner.runtime.step.engine import Engine
 from tests.runtime.scenarios import capture, models

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import planner
 from planner.errors import PlanError
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
 from tests.captures import capture_module
 from tests.spawn import run_ranks
 

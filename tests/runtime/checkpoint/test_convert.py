@@ -13,8 +13,8 @@ from torch import Tensor
 
 import planner
 from planner.errors import PlanError
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
 from planner.runtime.checkpoint.convert import convert
 from planner.runtime.checkpoint.folder import checkpoints_in, read_manifest
 from planner.runtime.checkpoint.weight_files.safetensors_files import (

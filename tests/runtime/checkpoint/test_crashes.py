@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import planner
-from planner.plan import save_plan
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import save_plan
 from planner.runtime.checkpoint.folder import checkpoints_in, read_manifest, what_is_wrong
 from planner.runtime.checkpoint.storage import file_checksum
 from planner.runtime.start.launch import launch

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import planner
 from planner.errors import PlanError
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
 from planner.runtime.checkpoint import checkpoints as module
 from planner.runtime.checkpoint.checkpoints import CheckpointWarning
 from planner.runtime.checkpoint.kept import KEEP, SAVE_EVERY

@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from planner.errors import PlanError
-from planner.graph import TensorMeta
-from planner.layout.placement import Shard
+from planner.language.graph import TensorMeta
+from planner.language.layout.placement import Shard
+from planner.language.lowering.pieces import Holding, Piece
 from planner.runtime.checkpoint.optimizer_state import Assembly, OptimizerNotes, take_apart
 from planner.runtime.checkpoint.parts import Part
-from planner.runtime.checkpoint.pieces import Holding, Piece
 
 
 def notes(*groups: tuple[float, list[str]]) -> OptimizerNotes:

@@ -8,9 +8,9 @@ from math import prod
 import pytest
 import torch
 
-from planner.layout.placement import Shard
-from planner.plan.defaults import default_plan
-from planner.runtime.checkpoint.pieces import Holdings, Piece
+from planner.language.layout.placement import Shard
+from planner.language.lowering.defaults import default_plan
+from planner.language.lowering.pieces import Holdings, Piece
 from planner.runtime.state.weights import local_piece
 from tests.runtime.scenarios import capture
 

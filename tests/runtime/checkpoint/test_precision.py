@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import planner
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
 from planner.runtime.checkpoint.checkpoints import CheckpointWarning
 from planner.runtime.step.engine import Engine
 from tests.builders import PlainMLP, mlp_batch

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
 from tests.runtime.checkpoint.scenarios import (
     Case,
     Moment,

@@ -9,7 +9,7 @@ import torch
 
 import planner
 from planner.errors import PlanError
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
 from planner.runtime.checkpoint.convert import convert
 from planner.runtime.checkpoint.weight_files.single_device import from_state_dict
 from tests.runtime.scenarios import build, capture

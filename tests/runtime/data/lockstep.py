@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
-from planner.runtime.data.loader import Loader
-from planner.runtime.step.inputs import agreement
-from planner.runtime.step.inputs.feeder import Feeder, Shaped
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
+from planner.runtime.batches.inputs import agreement
+from planner.runtime.batches.inputs.feeder import Feeder, Shaped
+from planner.runtime.batches.loader import Loader
 from tests.captures import capture_tiny
 from tests.runtime.alone import Parts
 

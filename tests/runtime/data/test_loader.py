@@ -12,10 +12,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import planner
-from planner.data import OwnPart
 from planner.errors import ModelError, PlanError, PlannerError
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
+from planner.runtime.batches.sampler import OwnPart
 from tests.builders import PlainGPT, gpt_batch
 from tests.runtime.scenarios import capture
 from tests.spawn import run_ranks

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from planner.errors import ModelError, PlanError
-from planner.runtime.data.order import Order
+from planner.runtime.batches.order import Order
 from tests.runtime.data.lockstep import Counted, Numbered, Sharded, plan_of, run
 
 BATCH = 24

@@ -20,10 +20,10 @@ from torch.utils.data import (
 
 import planner
 from planner.errors import PlannerError
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
-from planner.runtime.data.draws import drawn_from
-from planner.runtime.data.loader import LoaderWarning
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
+from planner.runtime.batches.draws import drawn_from
+from planner.runtime.batches.loader import LoaderWarning
 from tests.builders import tiny_models
 from tests.captures import capture_tiny
 from tests.runtime.data.lockstep import Numbered

@@ -11,16 +11,16 @@ import torch
 from torch.utils.data import Subset
 
 from planner.errors import ModelError
-from planner.graph.batch_split import BatchSplit
-from planner.runtime.data.draws import draw_from, generators_kept
-from planner.runtime.data.samples import (
+from planner.language.graph.batch_split import BatchSplit
+from planner.runtime.batches.draws import draw_from, generators_kept
+from planner.runtime.batches.samples import (
     Collate,
     MapParts,
     PartKey,
     as_it_is,
     fill_up,
 )
-from planner.runtime.data.streams import ShardedStream, WholeStream, places_of, read
+from planner.runtime.batches.streams import ShardedStream, WholeStream, places_of, read
 
 X = Collate(make=lambda samples: {"x": torch.tensor(samples)}, reads=frozenset({"x"}))
 

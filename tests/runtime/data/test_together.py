@@ -12,13 +12,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 import planner
-from planner.data import ShardedSampler
 from planner.errors import ModelError, PlanError
-from planner.graph import Unit
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
-from planner.runtime.data.loader import _collate_of
-from planner.runtime.data.order import Order
+from planner.language.graph import Unit
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
+from planner.runtime.batches.loader import _collate_of
+from planner.runtime.batches.order import Order
+from planner.runtime.batches.sampler import ShardedSampler
 from tests import units
 from tests.runtime.test_units import capture
 from tests.spawn import run_ranks

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 
 import planner
 from planner.errors import ModelError
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
-from planner.runtime.check.dryrun import dry_run
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
 from planner.runtime.initial.build import StartWarning
+from planner.runtime.proofs.dryrun import dry_run
 from tests.builders import MlpWithTarget, PlainGPT, gpt_batch, mlp_batch
 from tests.captures import capture_module
 from tests.spawn import run_ranks

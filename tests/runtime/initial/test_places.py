@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 import planner
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
 from planner.runtime.initial.places import take_first_values
 from tests.builders import tiny_models
 from tests.captures import capture_tiny

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.errors import ModelError
-from planner.layout.placement import Shard
-from planner.runtime.checkpoint.pieces import Piece
+from planner.language.layout.placement import Shard
+from planner.language.lowering.pieces import Piece
 from planner.runtime.initial import values
 from planner.runtime.initial.record import record
 from planner.runtime.initial.values import ModuleValues, NoValues, Place, RecordedValues, find
-from planner.runtime.start.groups.mesh import Mesh
+from planner.runtime.process.groups.mesh import Mesh
 from tests.spawn import run_ranks
 
 MESSAGE_BYTES = 256

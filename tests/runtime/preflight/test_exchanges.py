@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
 from planner.runtime.preflight.exchanges import node_rounds, planned_rounds
 from tests.runtime.scenarios import capture
 

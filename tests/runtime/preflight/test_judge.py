@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from planner.language.lowering.defaults import default_plan
 from planner.nodes.node_links import slow_nodes
-from planner.plan.defaults import default_plan
 from planner.runtime.preflight.exchanges import Exchange, PlannedRates
 from planner.runtime.preflight.facts import Facts, in_order_of_ranks
 from planner.runtime.preflight.judge import judge_nodes, judge_ranks

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from planner.errors import PlanError
-from planner.plan import save_plan
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import save_plan
+from planner.language.templates import Transformer, build_transformer
 from planner.runtime.preflight.exchanges import Exchange
 from planner.runtime.preflight.facts import facts_of_this_node
 from planner.runtime.preflight.preflight import preflight
 from planner.runtime.preflight.rank import Finding
-from planner.templates import Transformer, build_transformer
 from planner.units import GIB, MIB
 from tests.spawn import free_port
 

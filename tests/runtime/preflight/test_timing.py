@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
+from planner.language.templates import Transformer, build_transformer
 from planner.runtime.preflight import timing
 from planner.runtime.preflight.exchanges import Exchange
-from planner.runtime.start.groups.mesh import build_mesh
-from planner.templates import Transformer, build_transformer
+from planner.runtime.process.groups.mesh import build_mesh
 from tests.spawn import run_ranks
 
 KIB = 1024

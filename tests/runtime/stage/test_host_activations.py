@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from planner.runtime.stage.host import Host
 from planner.runtime.stage.host_activations import Incoming, Parcel
-from planner.runtime.state.host import Host
 
 
 def through_the_host(parcel: Parcel) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from planner.errors import LayoutError
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
 from planner.runtime.stage import programs
 from planner.runtime.stage.programs import Programs
 from planner.runtime.stage.recompute import Keeper

@@ -7,7 +7,7 @@ from torch import nn
 
 import planner
 from planner.errors import CaptureError
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
 from tests.captures import capture_tiny
 
 

@@ -22,8 +22,8 @@ import torch
 
 import planner
 from planner.errors import PlanError
-from planner.plan import Plan, save_plan
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan, save_plan
 from planner.runtime.start.course import Course, Keeping
 from planner.runtime.start.launch import launch
 from tests.builders import VOCABULARY, gpt_batch
@@ -104,7 +104,7 @@ restarts, *args = sys.argv[1:]
 
 def replan(counts, limit):
     import torch
-    from planner.plan.defaults import default_plan
+    from planner.language.lowering.defaults import default_plan
     from tests.runtime.scenarios import capture
 
     return default_plan(capture("gpt", torch.float64), dp=2, zero_stage=1)

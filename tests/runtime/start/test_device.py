@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from planner.errors import PlanError
-from planner.runtime.start.device import (
+from planner.runtime.process.device import (
     backend,
     bound_to,
     choose_device,

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.plan import load_plan, save_plan
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import load_plan, save_plan
 from tests.runtime.scenarios import capture
 from tests.runtime.start.test_course import ROOT, TRAIN, curve, losses_alone
 from tests.spawn import free_port
@@ -24,8 +24,8 @@ from tests.spawn import free_port
 RUN = """
 import sys
 from pathlib import Path
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
+from planner.language.plan import Plan
+from planner.language.lowering.defaults import default_plan
 from planner.runtime.start.course import Keeping
 from planner.runtime.start.launch import launch
 import torch

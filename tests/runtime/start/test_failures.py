@@ -12,9 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from planner.errors import ModelError, PlanError
-from planner.runtime.start.failures import FAILURE_FILE, Failure, claim, read_failure
-from planner.runtime.start.groups.together import together
-from planner.runtime.start.process.lifetime import die_with
+from planner.runtime.process.failures import FAILURE_FILE, Failure, claim, read_failure
+from planner.runtime.process.groups.together import together
+from planner.runtime.process.host.lifetime import die_with
 
 
 def test_the_first_to_fail_is_read_and_others_after_it_are_not(tmp_path, monkeypatch):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from costmodel import estimate
-from planner.plan import save_plan
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import save_plan
 from profiles import load_profile
 from profiles.store import OPS_FILE
 from search import SearchRequest, find_plan_once

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.plan import load_plan
+from planner.language.plan import load_plan
 from tests.builders import PlainGPT, gpt_batch
 from tests.runtime.start.test_course import ROOT, curve
 from tests.spawn import free_port

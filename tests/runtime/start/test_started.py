@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import planner
-from planner.plan import save_plan
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import save_plan
 from profiles.measure.nodes.launchers import free_port
 from tests.builders import gpt_batch
 from tests.runtime.scenarios import build, capture

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from planner.layout.placements import WHOLE
-from planner.plan.defaults import default_plan
+from planner.language.layout.placements import WHOLE
+from planner.language.lowering.defaults import default_plan
 from planner.runtime.state.gather import gather
 from tests.runtime.alone import mesh_of
 from tests.runtime.scenarios import capture

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from planner.graph import TensorMeta
+from planner.language.graph import TensorMeta
 from planner.runtime.state.masters import MasterParams, cast_params, rest_dtype
 
 

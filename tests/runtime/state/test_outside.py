@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import planner
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
 from planner.runtime.state.outside import OutsideTensors
 from tests.captures import capture_module
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.runtime.state.host import Host
+from planner.runtime.stage.host import Host
 from planner.runtime.state.tables import RowTable, by_row, has_sparse_gradient, table_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")

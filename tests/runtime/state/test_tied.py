@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from planner.errors import LayoutError
-from planner.graph import TensorMeta
-from planner.layout.layout import ProcessMesh
-from planner.layout.placement import Replicate, Shard
-from planner.layout.placements import WHOLE as WHOLE_MODEL
-from planner.plan.defaults import default_plan
+from planner.language.graph import TensorMeta
+from planner.language.layout.layout import ProcessMesh
+from planner.language.layout.placement import Replicate, Shard
+from planner.language.layout.placements import WHOLE as WHOLE_MODEL
+from planner.language.lowering.defaults import default_plan
 from planner.runtime.state.tied import _box, tied_copies
 from tests.runtime.alone import mesh_of
 from tests.runtime.scenarios import capture

@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor
 
 import planner
 from planner.errors import LayoutError
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
 from planner.runtime.state.user_tensors import shard_tensor
 from tests.runtime.alone import mesh_of
 from tests.runtime.scenarios import build, capture

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from planner.errors import LayoutError, ModelError
-from planner.graph import TensorMeta
-from planner.layout.placement import Replicate, Shard
-from planner.layout.placements import WHOLE as WHOLE_MODEL
+from planner.language.graph import TensorMeta
+from planner.language.layout.placement import Replicate, Shard
+from planner.language.layout.placements import WHOLE as WHOLE_MODEL
 from planner.runtime.state.weights import constant, local_piece, own_piece, shape_of
 from tests.runtime.alone import Parts
 

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.graph import TensorMeta
-from planner.layout.placement import Shard
-from planner.layout.placements import WHOLE
-from planner.runtime.checkpoint.pieces import Holding, Piece
+from planner.language.graph import TensorMeta
+from planner.language.layout.placement import Shard
+from planner.language.layout.placements import WHOLE
+from planner.language.lowering.pieces import Holding, Piece
 from planner.runtime.state.optimizers import whole_params
 from planner.runtime.state.optimizers.whole_params import WholeParams, cutting_axes, stepped_on
 from tests.runtime.alone import Parts

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
-from planner.layout.placement import Replicate, Shard
+from planner.language.layout.placement import Replicate, Shard
 from planner.runtime.state.zero import before_backward, torch_placement
 
 

@@ -6,8 +6,8 @@ import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 
 import planner
-from planner.graph import ModelGraph
-from planner.plan.defaults import default_plan
+from planner.language.graph import ModelGraph
+from planner.language.lowering.defaults import default_plan
 from tests.builders import MlpWithTarget, mlp_batch
 from tests.captures import capture_tiny
 from tests.spawn import run_ranks

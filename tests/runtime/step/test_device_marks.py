@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import planner
-from planner.plan.defaults import default_plan
-from planner.runtime.start import device as devices
+from planner.language.lowering.defaults import default_plan
+from planner.runtime.process import device as devices
 from planner.runtime.step.device_marks import DeviceMarks
 from tests.builders import MlpWithTarget, mlp_batch
 from tests.captures import capture_tiny

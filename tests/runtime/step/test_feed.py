@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from planner.errors import ModelError
-from planner.graph import Affine, Op, Program, Ref, TensorMeta
-from planner.graph.unit import Unit
-from planner.plan.defaults import default_plan
-from planner.runtime.step.inputs.feed import Preamble, _reversed, cut_batch, piece_of
+from planner.language.graph import Affine, Op, Program, Ref, TensorMeta
+from planner.language.graph.unit import Unit
+from planner.language.lowering.defaults import default_plan
+from planner.runtime.batches.inputs.feed import Preamble, _reversed, cut_batch, piece_of
 from tests.builders import gpt_batch
 from tests.captures import capture_tiny
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from planner.across.state import ADDED
 from planner.errors import ModelError
-from planner.plan.defaults import default_plan
-from planner.runtime.step.inputs.feed import cut_batch
-from planner.runtime.step.inputs.loss_weights import LossWeights, own_runs
-from planner.runtime.step.inputs.whole_batch import WholeBatchValues
+from planner.language.across.state import ADDED
+from planner.language.lowering.defaults import default_plan
+from planner.runtime.batches.inputs.feed import cut_batch
+from planner.runtime.batches.inputs.loss_weights import LossWeights, own_runs
+from planner.runtime.batches.inputs.whole_batch import WholeBatchValues
 from tests.builders import gpt_batch
 from tests.captures import capture_tiny
 from tests.runtime.alone import Parts

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
+from planner.language.lowering.wiring import build_edges, param_placements, stage_params
+from planner.runtime.process.groups.mesh import build_mesh
+from planner.runtime.stage.host import Host
 from planner.runtime.stage.programs import Programs
 from planner.runtime.stage.recompute import Keeper
-from planner.runtime.start.groups.mesh import build_mesh
-from planner.runtime.state.host import Host
 from planner.runtime.state.masters import MasterParams
-from planner.runtime.step.messages.wiring import build_edges, param_placements, stage_params
 from planner.runtime.step.stages import build_stages
 from tests.builders import PlainGPT
 from tests.captures import capture_tiny

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from planner.layout.axes import split_axes
-from planner.layout.placement import Replicate, Shard
-from planner.layout.placements import WHOLE as WHOLE_MODEL
-from planner.plan.defaults import default_plan
-from planner.runtime.state.host import Host
-from planner.runtime.step import trained
-from planner.runtime.step.trained import TrainedParams
+from planner.language.layout.axes import split_axes
+from planner.language.layout.placement import Replicate, Shard
+from planner.language.layout.placements import WHOLE as WHOLE_MODEL
+from planner.language.lowering.defaults import default_plan
+from planner.runtime.stage.host import Host
+from planner.runtime.state import trained
+from planner.runtime.state.trained import TrainedParams
 from tests.captures import capture_tiny
 from tests.runtime.alone import Parts
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.schedule.named.fold import fold_all_in_all_out, fold_first_in_first_out
+from planner.language.schedule.named.fold import fold_all_in_all_out, fold_first_in_first_out
 
 
 def test_breadth_first_runs_every_chunk_to_its_end():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.schedule.named.fthenb import fthenb
+from planner.language.schedule.named.fthenb import fthenb
 
 
 def test_all_microbatches_are_alive_at_the_turn():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.schedule.named.naive import naive
+from planner.language.schedule.named.naive import naive
 
 
 def test_each_microbatch_comes_back_before_the_next():

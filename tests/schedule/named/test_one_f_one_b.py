@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from planner.schedule.jobs import JobKind
-from planner.schedule.named.one_f_one_b import eager_1f1b, one_f_one_b
+from planner.language.schedule.jobs import JobKind
+from planner.language.schedule.named.one_f_one_b import eager_1f1b, one_f_one_b
 
 
 def warmups(rows) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.schedule.named.v_rows import VRow
+from planner.language.schedule.named.v_rows import VRow
 
 
 def test_a_step_is_for_the_next_microbatch_that_has_not_had_it():

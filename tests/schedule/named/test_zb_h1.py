@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planner.schedule.jobs import JobKind
-from planner.schedule.named.zb_h1 import zb_h1
+from planner.language.schedule.jobs import JobKind
+from planner.language.schedule.named.zb_h1 import zb_h1
 
 
 @pytest.mark.parametrize("num_microbatches", [3, 6])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from planner.schedule.jobs import JobKind, Schedule
-from planner.schedule.named.zb_v import zb_v
-from planner.schedule.placements import fold_placement
-from planner.schedule.timing.in_flight import in_flight
-from planner.schedule.validate import validate_schedule
+from planner.language.schedule.jobs import JobKind, Schedule
+from planner.language.schedule.named.zb_v import zb_v
+from planner.language.schedule.placements import fold_placement
+from planner.language.schedule.timing.in_flight import in_flight
+from planner.language.schedule.validate import validate_schedule
 
 
 @pytest.mark.parametrize("pp", [1, 2, 3])

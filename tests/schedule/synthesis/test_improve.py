@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from planner.schedule.jobs import Job
-from planner.schedule.registry import build_schedule
-from planner.schedule.synthesis.improve import (
+from planner.language.schedule.jobs import Job
+from planner.language.schedule.registry import build_schedule
+from planner.language.schedule.synthesis.improve import (
     _critical_path,
     _keeps_order,
     _moves,
     improve_schedule,
 )
-from planner.schedule.timing.timetable import Playback, StageTimes, time_schedule
+from planner.language.schedule.timing.timetable import Playback, StageTimes, time_schedule
 
 TIMES = StageTimes.equal(2)
 SPLIT = build_schedule("zb_h1", pp=2, vpp=1, num_microbatches=4)

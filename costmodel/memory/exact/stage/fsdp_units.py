@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from costmodel.memory.block.placed_block import PlacedBlock
-from planner.plan.replication import Replication
+from planner.language.plan.replication import Replication
 
 
 class Unit(NamedTuple):

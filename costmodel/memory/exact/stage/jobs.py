@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from costmodel.memory.exact.stage.fsdp_units import ShardedStage
 from costmodel.memory.exact.stage.stage_walk import StageWalk
-from planner.schedule.jobs import Job, JobKind
+from planner.language.schedule.jobs import Job, JobKind
 
 
 class Message(NamedTuple):

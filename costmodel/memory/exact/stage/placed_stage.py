@@ -15,12 +15,12 @@ from costmodel.memory.exact.stage.stage_walk import StageWalk
 from costmodel.memory.parts import keeps_sums
 from costmodel.memory.saved import HELD_ANYWAY, Storage
 from costmodel.topology import replica_mesh
-from planner.graph import size_at
-from planner.layout.axes import lowered_axes, split_axes
-from planner.layout.placements import WHOLE, Placements
-from planner.plan import Plan, Recompute
-from planner.plan.replication import Replication
-from planner.runtime.step.messages.wiring import Edge, block_placements
+from planner.language.graph import size_at
+from planner.language.layout.axes import lowered_axes, split_axes
+from planner.language.layout.placements import WHOLE, Placements
+from planner.language.lowering.wiring import Edge, block_placements
+from planner.language.plan import Plan, Recompute
+from planner.language.plan.replication import Replication
 from planner.units import DTYPE_BYTES
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
+from planner.capture.outside import stored_tensors
 from planner.errors import PlanError
 from planner.runtime.checkpoint.weight_files.safetensors_files import Named
-from planner.runtime.state.weights import stored_tensors
 
 
 def is_pretrained(model: nn.Module) -> bool:

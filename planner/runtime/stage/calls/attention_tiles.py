@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from planner.ops.attention_pairs import TILE
+from planner.language.ops.attention_pairs import TILE
 
 
 class Sight(NamedTuple):

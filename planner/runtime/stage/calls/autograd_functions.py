@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from planner.errors import PlanError
-from planner.graph.function_keys import function_key
+from planner.language.graph.function_keys import function_key
 
 
 def autograd_function(key: str, *args: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from planner.runtime.stage.calls import collectives
+from planner.runtime.process import collectives
 
 
 def exchanged_embedding(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from planner.runtime.stage.calls.collectives import rank, run
+from planner.runtime.process.collectives import rank, run
 
 _funcol = torch.ops._c10d_functional
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from planner.runtime.stage.calls import collectives
+from planner.runtime.process import collectives
 from planner.runtime.stage.calls.attention_kernels import attend
 from planner.runtime.stage.calls.attention_tiles import Sight
 from planner.runtime.stage.calls.own_random import own_attention, stream_of, with_own_random_stream

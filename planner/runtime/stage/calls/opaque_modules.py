@@ -10,67 +10,25 @@ course takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_leaves
 
+from planner.capture.opaque.calls import SEED, advice_on_shapes, called
+from planner.capture.opaque.functions import find_function
 from planner.errors import PlanError
-from planner.graph import ModelGraph, Op, Program, Ref
-from planner.graph.module_keys import (
-    CACHED_WEIGHTS,
+from planner.language.graph import ModelGraph, Op, Program, Ref
+from planner.language.graph.module_keys import (
     OPAQUE_MODULE,
     class_of,
     module_key,
 )
-from planner.runtime.stage.calls.opaque_functions import find_function
-from planner.runtime.start.device import forked_generators, is_accelerator, of
-
-SEED = "planner.seed"
-"""The name of a seed among the keyword arguments of a call; no forward has it."""
-SEEDS = 2**31
-"""Seeds are less."""
-
-
-def tensors_of(module: nn.Module) -> list[Tensor]:
-    """Return the parameters and buffers of a module, each once."""
-    return [*module.parameters(), *module.buffers()]
-
-
-def called(
-    module: nn.Module, own: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """Return the forward of a module with other tensors in place of `tensors_of` it.
-
-    Hooks on the module itself do not run: they are ops around the call.
-    """
-    names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
-    named = dict(zip(names, own, strict=True))
-    with _cached_weights_kept(module), _reparametrize_module(module, named, tie_weights=True):
-        return module.forward(*args, **kwargs)
-
-
-@contextmanager
-def _cached_weights_kept(module: nn.Module) -> Iterator[None]:
-    """Take back what recurrent layers of torch note of their parameters, when a call has ended.
-
-    They make it anew by themselves where a parameter is another one; kept, it would hold the
-    call's tensors.
-    """
-    held = [vars(part) for part in module.modules()]
-    before = [(each, name, each[name]) for each in held for name in CACHED_WEIGHTS if name in each]
-    try:
-        yield
-    finally:
-        for each, name, value in before:
-            each[name] = value
-
+from planner.runtime.process.device import forked_generators, is_accelerator, of
 
 # ----------------------------------------------------------------------------------- finding
 
@@ -120,30 +78,6 @@ def find_module(key: str) -> nn.Module:
             "or function of that code and those attributes; search again"
         )
     return _kept[key]
-
-
-def advice_on_shapes(module: nn.Module) -> str:
-    """Say what to do where a module returns a shape that depends on values."""
-    classes = {kind for part in module.modules() for kind in type(part).__mro__}
-    held = [
-        vars(module).get("function"),
-        *(each for kind in classes for each in vars(kind).values()),
-    ]
-    codes = [each.__code__ for each in held if isinstance(each, FunctionType)]
-    if any("pad_packed_sequence" in names for code in codes for names in _names_in(code)):
-        return (
-            "pad_packed_sequence makes it as long as the longest sample that is there, of which "
-            "a part of the batch has another: give it total_length, or put all that uses "
-            "its result into the same module"
-        )
-    return "put all that uses it into the same module"
-
-
-def _names_in(code: CodeType) -> Iterator[tuple[str, ...]]:
-    yield code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _names_in(inner)
 
 
 # ----------------------------------------------------------------------------------- calling
@@ -254,7 +188,7 @@ class _Call:
             if _inside:
                 modes.enter_context(_inside[-1]())
             if self.precision == "bf16":
-                from planner.capture.precision import MixedDtypes
+                from planner.capture.modes.precision import MixedDtypes
 
                 modes.enter_context(MixedDtypes())
             module = find_module(self.key)

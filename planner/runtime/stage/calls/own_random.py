@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from planner.runtime.stage.calls import collectives
-from planner.runtime.start.device import forked_generators
+from planner.runtime.process import collectives
+from planner.runtime.process.device import forked_generators
 
 # The negative limit of SELU, to which alpha dropout sets what it drops.
 _ALPHA = 1.7580993408473766

@@ -1,4 +1,4 @@
-"""A term of a loss times its share (`planner.across.whole.PART_OF`)."""
+"""A term of a loss times its share (`planner.language.across.whole.PART_OF`)."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planner.runtime.state.host import Host, Ticket
+from planner.runtime.stage.host import Host, Ticket
 from planner.runtime.state.masters import hand_over
 
 BUCKET_BYTES = 32 * 2**20

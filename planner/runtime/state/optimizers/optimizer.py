@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from planner.errors import ModelError
-from planner.layout.axes import split_axes
-from planner.runtime.start.device import is_accelerator
+from planner.language.layout.axes import split_axes
+from planner.runtime.process.device import is_accelerator
 from planner.runtime.state.optimizers.reach import fresh_state, reaches
 from planner.runtime.state.optimizers.several import Several
 

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from planner.runtime.start import device as devices
-from planner.runtime.start.groups.exchange import exchange
-from planner.runtime.start.groups.mesh import Mesh, default_group
+from planner.language.lowering.wiring import Edge
+from planner.runtime.process import device as devices
+from planner.runtime.process.groups.exchange import exchange
+from planner.runtime.process.groups.mesh import Mesh, default_group
 from planner.runtime.step.messages.routes import Direction, directions, in_rounds, rank_pairs
-from planner.runtime.step.messages.wiring import Edge
 
 
 def open_directions(

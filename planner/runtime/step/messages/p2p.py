@@ -20,16 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.graph.batch_split import BatchSplit
-from planner.layout.layout import sizes, slices
-from planner.plan import Plan
-from planner.runtime.start.groups.gloo_threads import give_way_to_sockets
-from planner.runtime.start.groups.mesh import Mesh
-from planner.runtime.start.groups.sent_types import view_to_send
+from planner.language.graph.batch_split import BatchSplit
+from planner.language.layout.layout import sizes, slices
+from planner.language.lowering.wiring import Edge
+from planner.language.plan import Plan
+from planner.language.schedule.jobs import Job, JobKind, Schedule
+from planner.runtime.process.groups.gloo_threads import give_way_to_sockets
+from planner.runtime.process.groups.mesh import Mesh
+from planner.runtime.process.groups.sent_types import view_to_send
 from planner.runtime.step.messages.directions import open_directions
 from planner.runtime.step.messages.routes import Routes
-from planner.runtime.step.messages.wiring import Edge
-from planner.schedule.jobs import Job, JobKind, Schedule
 
 _TAG_RANGE = 2**31 - 1
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from planner.errors import LayoutError
-from planner.graph import Affine, size_at
-from planner.graph.batch_split import part_bounds
-from planner.layout.axes import members
-from planner.layout.layout import Box, ProcessMesh
-from planner.layout.placement import Shard
-from planner.layout.redistribution.reshard import box_transfers
-from planner.plan import Plan
-from planner.runtime.step.messages.wiring import Edge
+from planner.language.graph import Affine, size_at
+from planner.language.graph.batch_split import part_bounds
+from planner.language.layout.axes import members
+from planner.language.layout.layout import Box, ProcessMesh
+from planner.language.layout.placement import Shard
+from planner.language.layout.redistribution.reshard import box_transfers
+from planner.language.lowering.wiring import Edge
+from planner.language.plan import Plan
 
 Direction = tuple[int, int]
 """The pp rank that sends, and the one that receives."""

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from commands.render.plans.diff import MOST_ROWS, describe_difference
-from planner.plan.diff import Amount, Change, Difference, Moved
+from planner.language.plan.diff import Amount, Change, Difference, Moved
 
 NOTHING = Difference(decisions=(), blocks=(), layouts=(), parameters=(), costs=(), rest=())
 CHANGE = (Change(name="tp", before="1", after="2"),)

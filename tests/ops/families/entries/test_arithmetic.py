@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from planner.ops.families.entries import arithmetic
+from planner.language.ops.families.entries import arithmetic
 from tests.ops.calls import kernel_call, offered, saved
 from tests.sharding.programs import frozen, one_op
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from planner.ops.call import Call
-from planner.ops.families.entries import copies
+from planner.language.ops.call import Call
+from planner.language.ops.families.entries import copies
 from tests.ops.calls import offered, view
 from tests.sharding.programs import one_op
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from planner.ops.families.entries import creation
+from planner.language.ops.families.entries import creation
 from tests.ops.calls import kernel_call, offered, on_shard, saved, view
 from tests.sharding.programs import one_op
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from planner.ops.families.entries import nonlinear
+from planner.language.ops.families.entries import nonlinear
 from tests.ops.calls import offered, saved
 from tests.sharding.programs import one_op
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from planner.ops.families.entries import normalization
+from planner.language.ops.families.entries import normalization
 from tests.ops.calls import kernel_call, offered, on_shard, saved
 from tests.sharding.programs import one_op
 

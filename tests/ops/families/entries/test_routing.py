@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from planner.graph import Op, Ref, TensorMeta
-from planner.ops.families.entries.routing import GROUPED_MM, SORT_ROWS, UNSORT_ROWS
-from planner.ops.kernel import KernelCall
-from planner.ops.record import family_of
-from planner.ops.registry import strategies
+from planner.language.graph import Op, Ref, TensorMeta
+from planner.language.ops.families.entries.routing import GROUPED_MM, SORT_ROWS, UNSORT_ROWS
+from planner.language.ops.kernel import KernelCall
+from planner.language.ops.record import family_of
+from planner.language.ops.registry import strategies
 
 ROWS, WIDTH, CHOSEN, EXPERTS = 8, 4, 2, 3
 SHAPES = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from planner.ops.families.losses import log_likelihood
+from planner.language.ops.families.losses import log_likelihood
 from tests.ops.calls import kernel_call, offered, on_shard
 from tests.sharding.programs import one_op
 

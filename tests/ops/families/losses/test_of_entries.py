@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from planner.ops.call import Call
-from planner.ops.families.losses import of_entries
+from planner.language.ops.call import Call
+from planner.language.ops.families.losses import of_entries
 from tests.ops.calls import offered, on_shard, saved
 from tests.sharding.programs import one_op
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from planner.layout.placement import OpSharding
-from planner.ops.call import Call, Placed
-from planner.ops.families.losses.targets import SUM, divided_by_count, has_plain_targets
+from planner.language.layout.placement import OpSharding
+from planner.language.ops.call import Call, Placed
+from planner.language.ops.families.losses.targets import SUM, divided_by_count, has_plain_targets
 from tests.sharding.programs import one_op
 
 LABELS = torch.zeros(4, dtype=torch.long)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from planner.ops.families.products.attention import ATTENTION
-from planner.ops.record import is_random
+from planner.language.ops.families.products.attention import ATTENTION
+from planner.language.ops.record import is_random
 from tests.ops.calls import offered, on_shard, saved
 from tests.sharding.programs import one_op
 

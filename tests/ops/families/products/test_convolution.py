@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from planner.ops.call import Call
-from planner.ops.families.products.convolution import _flop, _transposed_flop
+from planner.language.ops.call import Call
+from planner.language.ops.families.products.convolution import _flop, _transposed_flop
 from tests.ops.calls import offered, on_shard
 from tests.sharding.programs import one_op
 

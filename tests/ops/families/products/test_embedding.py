@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from planner.graph import Op, TensorMeta
-from planner.layout.redistribution.redistribute import EXCHANGED_EMBEDDING, inner_collectives
-from planner.ops.families.products import embedding
+from planner.language.graph import Op, TensorMeta
+from planner.language.layout.redistribution.redistribute import (
+    EXCHANGED_EMBEDDING,
+    inner_collectives,
+)
+from planner.language.ops.families.products import embedding
 from tests.ops.calls import offered, on_shard, saved
 from tests.sharding.programs import one_op
 

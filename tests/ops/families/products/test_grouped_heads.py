@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from planner.ops.families.products.grouped_heads import OWN_KEYS
-from planner.ops.families.products.masked_attention import MASKED
+from planner.language.ops.families.products.grouped_heads import OWN_KEYS
+from planner.language.ops.families.products.masked_attention import MASKED
 from planner.runtime.stage.calls.local_ops import own_key_heads
 from tests.ops.calls import offered, on_shard, view
 from tests.sharding.programs import one_op

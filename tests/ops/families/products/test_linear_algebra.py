@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from planner.ops.call import Call
-from planner.ops.families.products import linear_algebra
-from planner.ops.record import family_of, is_random
+from planner.language.ops.call import Call
+from planner.language.ops.families.products import linear_algebra
+from planner.language.ops.record import family_of, is_random
 from tests.ops.calls import offered
 from tests.sharding.programs import one_op
 

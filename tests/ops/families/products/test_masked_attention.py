@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from costmodel.memory.saved import saved_tensors
-from planner.layout.placement import Shard
-from planner.layout.propagate import propagate_layout
-from planner.ops.families.products.masked_attention import MASKED, MASKED_SHARD
-from planner.ops.flops import backward_work, op_work
-from planner.ops.kernel import KernelCall
-from planner.ops.record import family_of
-from planner.ops.strides import contiguous_strides
+from planner.language.layout.placement import Shard
+from planner.language.lowering.propagate import propagate_layout
+from planner.language.ops.families.products.masked_attention import MASKED, MASKED_SHARD
+from planner.language.ops.flops import backward_work, op_work
+from planner.language.ops.kernel import KernelCall
+from planner.language.ops.record import family_of
+from planner.language.ops.strides import contiguous_strides
 from tests.capture.masks.attending import LENGTH, captured
 from tests.costmodel.test_saved import really_saved_bytes
 from tests.ops.calls import offered, on_shard

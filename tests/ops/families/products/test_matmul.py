@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from planner.graph import Op, Ref
-from planner.ops.families.products import matmul
-from planner.ops.weight_products import LARGE_BYTES
+from planner.language.graph import Op, Ref
+from planner.language.ops.families.products import matmul
+from planner.language.ops.weight_products import LARGE_BYTES
 from tests.ops.calls import offered, saved
 from tests.sharding.programs import frozen, one_op
 

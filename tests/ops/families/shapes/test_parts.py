@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from planner.ops.families.shapes import parts
+from planner.language.ops.families.shapes import parts
 from tests.ops.calls import kernel_call, offered, on_shard, view
 from tests.sharding.programs import one_op
 

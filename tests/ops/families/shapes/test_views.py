@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from planner.graph import Op, Ref
-from planner.ops.families.shapes.views import dim_groups, dim_order, reshape_placements
+from planner.language.graph import Op, Ref
+from planner.language.ops.families.shapes.views import dim_groups, dim_order, reshape_placements
 from tests.ops.calls import offered, on_shard, view
 from tests.sharding.programs import one_op
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from planner.graph import ModelGraph
-from planner.graph.model_file import ModelSource
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
-from planner.runtime.check.by_block.prove import Derived, prove
-from planner.runtime.check.by_block.report import Proof
+from planner.capture.source.model_file import ModelSource
+from planner.language.graph import ModelGraph
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
+from planner.runtime.proofs.by_block.prove import Derived, prove
+from planner.runtime.proofs.by_block.report import Proof
 from tests.captures import capture_module
 from tests.model_matrix import model_matrix
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from planner.layout.axes import lowered_axes
-from planner.runtime.check.by_block.simulate.block_run import BlockRun
-from planner.runtime.check.by_block.simulate.pieces_of import largest_difference, largest_entry
-from planner.runtime.check.by_block.simulate.windows import drawn, moved_by_a_unit
+from planner.language.layout.axes import lowered_axes
+from planner.runtime.proofs.by_block.simulate.block_run import BlockRun
+from planner.runtime.proofs.by_block.simulate.pieces_of import largest_difference, largest_entry
+from planner.runtime.proofs.by_block.simulate.windows import drawn, moved_by_a_unit
 from planner.runtime.stage.program_fx import to_graph_module
 from tests.sharding.models import captured
 from tests.sharding.programs import random_cotangents, random_values, run_dense

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from planner.layout.layout import ProcessMesh
-from planner.runtime.check.by_block.simulate.lockstep import LockStep, OutOfStep
-from planner.runtime.stage.calls import collectives
+from planner.language.layout.layout import ProcessMesh
+from planner.runtime.process import collectives
+from planner.runtime.proofs.by_block.simulate.lockstep import LockStep, OutOfStep
 
 MESH = ProcessMesh(axes=("cp", "tp"), shape=(2, 2), ranks=(0, 1, 2, 3))
 

@@ -10,23 +10,23 @@ from functools import cache
 import pytest
 import torch
 
-from planner.layout.axes import Degrees, lowered_axes
-from planner.layout.lowering import local_program
-from planner.layout.placement import Shard
-from planner.runtime.check.by_block.blocks import check_class, simulated_mesh
-from planner.runtime.check.by_block.coverage import check_coverage
-from planner.runtime.check.by_block.cut import Cut, cut_down
-from planner.runtime.check.by_block.facts import CPU, Facts, held_values
-from planner.runtime.check.by_block.hand_over import check_handover, handovers
-from planner.runtime.check.by_block.limits import cuts, unproven
-from planner.runtime.check.by_block.prove import Derived, derive
-from planner.runtime.check.by_block.simulate.lockstep import Call
-from planner.runtime.check.by_block.step_order import check_collectives, check_sums
-from planner.runtime.check.by_block.tables import check_messages, check_table, queues_of
-from planner.runtime.check.by_block.wires import check_routes, check_wires
+from planner.language.layout.axes import Degrees, lowered_axes
+from planner.language.layout.placement import Shard
+from planner.language.lowering.lowering import local_program
+from planner.language.lowering.wiring import block_placements
+from planner.runtime.proofs.by_block.blocks import check_class, simulated_mesh
+from planner.runtime.proofs.by_block.coverage import check_coverage
+from planner.runtime.proofs.by_block.cut import Cut, cut_down
+from planner.runtime.proofs.by_block.facts import CPU, Facts, held_values
+from planner.runtime.proofs.by_block.hand_over import check_handover, handovers
+from planner.runtime.proofs.by_block.limits import cuts, unproven
+from planner.runtime.proofs.by_block.prove import Derived, derive
+from planner.runtime.proofs.by_block.simulate.lockstep import Call
+from planner.runtime.proofs.by_block.step_order import check_collectives, check_sums
+from planner.runtime.proofs.by_block.tables import check_messages, check_table, queues_of
+from planner.runtime.proofs.by_block.wires import check_routes, check_wires
 from planner.runtime.stage.program_fx import to_graph_module
 from planner.runtime.step.messages.routes import Routes
-from planner.runtime.step.messages.wiring import block_placements
 from tests.runtime.check.by_block.cases import captured, plan_of
 
 GRAPH, SOURCE = captured("gpt")

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from planner.capture.source.model_file import ModelSource
 from planner.errors import PlanError
-from planner.graph.model_file import ModelSource
-from planner.plan.defaults import default_plan
-from planner.runtime.check.by_block.cut import cut_down
-from planner.runtime.check.by_block.prove import prove
+from planner.language.lowering.defaults import default_plan
+from planner.runtime.proofs.by_block.cut import cut_down
+from planner.runtime.proofs.by_block.prove import prove
 from tests.captures import capture_module
 from tests.runtime.check.by_block.cases import captured, plan_of, proof_of
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from planner.errors import PlanError
-from planner.graph.function_keys import function_key
+from planner.language.graph.function_keys import function_key
 from planner.runtime.stage.calls.autograd_functions import autograd_function
 
 

@@ -9,9 +9,10 @@ import weakref
 import pytest
 import torch
 
+from planner.capture.opaque.calls import tensors_of
 from planner.errors import PlanError
-from planner.graph import from_json, to_json
-from planner.graph.module_keys import module_key
+from planner.language.graph import from_json, to_json
+from planner.language.graph.module_keys import module_key
 from planner.runtime.stage.calls.opaque_modules import (
     calling_inside,
     find_module,
@@ -21,7 +22,6 @@ from planner.runtime.stage.calls.opaque_modules import (
     opaque_calls,
     opaque_module,
     own_params,
-    tensors_of,
 )
 from tests.captures import capture_module
 from tests.opaque_models import Chain, LoopedExperts, batch

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from importlib import metadata
 
-from planner.plan.defaults import default_plan
-from planner.runtime.start.groups.alike import differences, names, release, told_of_run
-from planner.templates import Transformer, build_transformer
+from planner.language.lowering.defaults import default_plan
+from planner.language.templates import Transformer, build_transformer
+from planner.runtime.process.groups.alike import differences, names, release, told_of_run
 
 GRAPH = build_transformer(
     Transformer(layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=96, vocab=100, seq_len=8)

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from planner.plan.defaults import default_plan
-from planner.runtime.start.groups import splitting
-from planner.runtime.start.groups.mesh import build_mesh
-from planner.runtime.start.groups.splitting import can_split, split
-from planner.templates import Transformer, build_transformer
+from planner.language.lowering.defaults import default_plan
+from planner.language.templates import Transformer, build_transformer
+from planner.runtime.process.groups import splitting
+from planner.runtime.process.groups.mesh import build_mesh
+from planner.runtime.process.groups.splitting import can_split, split
 from tests.spawn import run_ranks
 
 LIMIT_S = 77.0

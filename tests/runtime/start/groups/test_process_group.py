@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from planner.errors import PlanError
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
-from planner.runtime.start.groups.process_group import (
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
+from planner.language.templates import Transformer, build_transformer
+from planner.runtime.process.groups.process_group import (
     _shared_backend,
     start_process_group,
     take_place,
 )
-from planner.templates import Transformer, build_transformer
 from tests.spawn import free_port
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -85,9 +85,9 @@ def test_nodes_that_differ_are_named_by_all_ranks(no_nccl):
 
 def test_ranks_that_have_one_gpu_are_named(monkeypatch, no_nccl):
     """A launcher showed two ranks the same."""
-    monkeypatch.setattr("planner.runtime.start.device.backend", lambda device: "nccl")
+    monkeypatch.setattr("planner.runtime.process.device.backend", lambda device: "nccl")
     own = {0: "GPU-a", 1: "GPU-b", 2: "GPU-a"}
-    monkeypatch.setattr("planner.runtime.start.device.identity", lambda d: own[d.index])
+    monkeypatch.setattr("planner.runtime.process.device.identity", lambda d: own[d.index])
     gpus = [torch.device("cuda", rank) for rank in range(3)]
     (line,) = set(answers(gpus, [ALIKE] * 3))
     assert line == (

@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
 from planner.errors import PlanError
-from planner.runtime.start.device import backend, p2p_needs_own_groups
-from planner.runtime.start.groups.exchange import exchange
-from planner.runtime.start.groups.staged import Stuck
+from planner.runtime.process.device import backend, p2p_needs_own_groups
+from planner.runtime.process.groups.exchange import exchange
+from planner.runtime.process.groups.staged import Stuck
 from tests.spawn import run_ranks
 
 CPU = torch.device("cpu")

@@ -18,13 +18,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from planner.plan import Plan
-from planner.runtime.start.groups.mesh import coordinate_of
+from planner.language.lowering.wiring import Edge
+from planner.language.plan import Plan
+from planner.language.plan.schedule_of import schedule_of
+from planner.language.schedule import Job
+from planner.runtime.process.groups.mesh import coordinate_of
 from planner.runtime.step.executor import Executor
 from planner.runtime.step.messages import directions, p2p
 from planner.runtime.step.messages.p2p import Message, Post, messages
-from planner.runtime.step.messages.wiring import Edge
-from planner.schedule import Job, schedule_of
 
 META = torch.device("meta")
 WAIT = "wait"

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from planner.plan.defaults import default_plan
+from planner.language.lowering.defaults import default_plan
+from planner.language.lowering.wiring import build_edges
+from planner.language.plan.schedule_of import schedule_of
+from planner.language.templates import Transformer, build_transformer
 from planner.runtime.step.messages.routes import Routes, directions, in_rounds, rank_pairs
-from planner.runtime.step.messages.wiring import build_edges
-from planner.schedule import schedule_of
-from planner.templates import Transformer, build_transformer
 from tests.runtime.scenarios import capture
 
 GRAPH = build_transformer(

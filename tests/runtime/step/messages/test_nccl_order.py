@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from planner.errors import LayoutError, ScheduleError
-from planner.graph import ModelGraph
-from planner.plan import Plan
-from planner.plan.defaults import default_plan
-from planner.runtime.step.messages.wiring import build_edges
-from planner.schedule import SCHEDULES
-from planner.templates import Transformer, build_transformer
+from planner.language.graph import ModelGraph
+from planner.language.lowering.defaults import default_plan
+from planner.language.lowering.wiring import build_edges
+from planner.language.plan import Plan
+from planner.language.schedule import SCHEDULES
+from planner.language.templates import Transformer, build_transformer
 from tests.runtime.scenarios import capture
 from tests.runtime.step.messages.played import (
     Given,

@@ -1,0 +1,155 @@
+"""Redistribution on one mesh axis: which collectives change one placement into another.
+
+Gradients follow the values: the gradient of a Replicate value is Replicate, of a Shard(d)
+value Shard(d), of a Partial value Replicate. An op that runs on shards leaves the gradient
+of each Replicate input as a sum over ranks still to be taken (Partial), so a
+redistribution to Replicate says with `grad_partial` which gradient it will be given.
+
+    from   to     forward          backward
+    R      R      -                all-reduce if grad_partial
+    R      S(d)   local slice      all-gather
+    R      P      first rank only  -
+    S(d)   R      all-gather       reduce-scatter if grad_partial, else local slice
+    S(a)   S(b)   all-to-all       all-to-all
+    S(d)   P      zeros around     local slice
+    P      R      all-reduce       all-reduce if grad_partial
+    P      S(d)   reduce-scatter   all-gather
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from planner.language.graph import Arg, Op, Ref, TensorMeta
+from planner.language.layout.placement import Partial, Placement, Replicate, Shard, parse_placement
+from planner.units import DTYPE_BYTES
+
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+
+REDISTRIBUTE = "planner.redistribute"
+"""Target of the op; args (Ref, axis name, source, destination, grad_partial)."""
+
+EXCHANGE_ROWS = "planner.exchange_rows"
+"""Target of the op that sends rows to the ranks of their experts, or back; args (Ref, axis). Only
+priced: no plan of ours runs it yet."""
+
+EXCHANGED_EMBEDDING = "planner.exchanged_embedding"
+"""Target of the lookup in a table that is cut by rows, each rank for its own samples; args (Ref of
+the table, Ref of indices, padding, axis, ranks)."""
+
+GATHER_SAMPLES = "planner.gather_samples.default"
+"""Target of the op that puts the rows of all replicas together (`planner.language.across.gathers`);
+args (Ref, the axes, dim, segments, samples of each replica: none where all have equally many)."""
+
+OWN_SAMPLES = "planner.own_samples.default"
+"""Target of the op that takes a replica's own rows of all; args (Ref, the axes, dim, samples of
+each replica)."""
+
+_THERE_AND_BACK = (EXCHANGE_ROWS, EXCHANGED_EMBEDDING)
+
+
+def goes_back(op: Op, tensor: Mapping[str, TensorMeta]) -> bool:
+    """Whether gradients go the same way as what an op of ours sends, back."""
+    is_gather = op.target == GATHER_SAMPLES
+    return op.target in _THERE_AND_BACK or (is_gather and tensor[op.inputs[0]].requires_grad)
+
+
+def replicas_of(op: Op, tensor: Mapping[str, TensorMeta]) -> int:
+    """Return how many replicas put their rows together in a `GATHER_SAMPLES` of a bound program."""
+    own, all_of = (tensor[name].numel_at(1) for name in (op.inputs[0], op.outputs[0]))
+    return max(1, all_of // max(1, own))
+
+
+def collectives(
+    src: Placement, dst: Placement, grad_partial: bool = False
+) -> tuple[CollectiveKind | None, CollectiveKind | None]:
+    """Return the collectives of the forward and of the backward pass; None is local work."""
+    if isinstance(dst, Replicate):
+        if isinstance(src, Shard):
+            return "all_gather", "reduce_scatter" if grad_partial else None
+        forward: CollectiveKind | None = "all_reduce" if isinstance(src, Partial) else None
+        return forward, "all_reduce" if grad_partial else None
+    if isinstance(dst, Shard):
+        if isinstance(src, Shard):
+            if src == dst:
+                return None, None
+            # Pieces of other segments of the same dim: gathered, then cut again.
+            return ("all_gather",) * 2 if src.dim == dst.dim else ("all_to_all",) * 2
+        return ("reduce_scatter" if isinstance(src, Partial) else None), "all_gather"
+    return None, None
+
+
+def payload_bytes(tensor: TensorMeta) -> int:
+    """Return a collective's size: the bytes of the FULL tensor, whichever placements meet.
+
+    That is what is reduced by an all-reduce, what a reduce-scatter starts from, what an
+    all-gather ends with and what an all-to-all moves around among all ranks. The tensor's
+    sizes must be numbers.
+    """
+    return tensor.bytes_at(1)
+
+
+def redistribute_op(
+    source: str, target: str, *, axis: str, src: Placement, dst: Placement, grad_partial: bool
+) -> Op:
+    """Return the op that makes `target`, placed `dst`, of `source`, placed `src`."""
+    args: tuple[Arg, ...] = (Ref(source), axis, str(src), str(dst), grad_partial)
+    return Op(name=target, target=REDISTRIBUTE, args=args, outputs=(target,))
+
+
+def op_collectives(
+    op: Op, tensor: dict[str, TensorMeta], axis_size: int
+) -> tuple[tuple[CollectiveKind | None, CollectiveKind | None], int]:
+    """Return a redistribute op's (forward, backward) collectives and its payload in bytes.
+
+    `tensor` holds the LOCAL metas of a lowered program.
+    """
+    _, _, src, dst, grad_partial = op.args
+    source, target = parse_placement(str(src)), parse_placement(str(dst))
+    local = tensor[op.outputs[0]]
+    # The output is local; the payload is the full tensor.
+    numel = local.numel_at(1) * (axis_size if isinstance(target, Shard) else 1)
+    kinds = collectives(source, target, bool(grad_partial))
+    return kinds, numel * DTYPE_BYTES[local.dtype]
+
+
+def inner_collectives(
+    op: Op, tensor: dict[str, TensorMeta]
+) -> tuple[tuple[CollectiveKind, int], ...]:
+    """Return (kind, payload bytes) of the collectives inside an op of ours.
+
+    All count as forward, though the last of a log-softmax is its backward's. `tensor` holds
+    the LOCAL metas. Other ops have none.
+    """
+    if op.target == "planner.divide_by_count":
+        return (("all_reduce", DTYPE_BYTES["int64"]),)
+    if op.target in ("planner.vocab_cross_entropy", "planner.sized_vocab_cross_entropy"):
+        logits = tensor[op.inputs[0]]
+        # Per sample the largest logit, then three sums, each in at least fp32.
+        shape = logits.shape_at(1)
+        samples = logits.numel_at(1) // shape[min(1, len(shape) - 1)]
+        size = samples * max(DTYPE_BYTES[logits.dtype], DTYPE_BYTES["float32"])
+        return (("all_reduce", size), ("all_reduce", 3 * size))
+    if op.target == EXCHANGE_ROWS:
+        # What a rank gets is never less than what it sends where it waits for the fullest.
+        return (("all_to_all", max(tensor[n].bytes_at(1) for n in (*op.inputs, *op.outputs))),)
+    if op.target == GATHER_SAMPLES:
+        whole = tensor[op.outputs[0]].bytes_at(1)
+        return (("all_gather", whole),) if replicas_of(op, tensor) > 1 else ()
+    if op.target == EXCHANGED_EMBEDDING:
+        # Numbers there, rows back; as if ranks held equally many of those asked for.
+        parts = int(op.args[4])  # type: ignore[arg-type]
+        return tuple(
+            ("all_to_all", parts * tensor[name].bytes_at(1))
+            for name in (op.inputs[1], op.outputs[0])
+        )
+    if op.target == "planner.vocab_log_softmax":
+        meta = tensor[op.outputs[0]]
+        size = meta.bytes_at(1) // max(1, meta.shape_at(1)[int(op.args[1])])  # type: ignore[arg-type]
+        # The largest entry, the sum of exponentials, and that sum's gradient.
+        return (("all_reduce", size),) * 3
+    if op.target == "planner.batch_norm_by_channel":
+        running = tensor[op.inputs[-1]]
+        return (("all_gather", 2 * running.bytes_at(1)),)
+    return ()

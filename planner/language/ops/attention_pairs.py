@@ -1,0 +1,105 @@
+"""Attention that is told which pairs of positions count: how many there are, and what tiles take.
+
+A query at position p meets a key at position k where low <= p - k <= high, and where both are in
+the same run of `chunk` positions. (0, None) is causal, (0, w - 1) a causal window of w.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from planner.language.ops.kernel import KernelCall
+
+TILE = 512
+"""Queries and keys of a tile of scores, at most, where no fused kernel computes attention."""
+
+
+def pairs_met(
+    queries: int,
+    keys: int,
+    *,
+    low: int | None,
+    high: int | None,
+    chunk: int | None = None,
+    segments: int = 1,
+) -> float:
+    """Return how many pairs the rank computes that has the most of them.
+
+    `queries` are a rank's, a piece of each of `segments` equal parts of the `keys`' positions.
+    """
+    ranks = max(1, keys // queries)
+    if chunk is not None:
+        # Each run is a sequence of its own; ranks share them.
+        low, high = _closer(low, high, chunk - 1)
+        # The last run may be shorter.
+        runs, rest = divmod(keys, chunk)
+        total = runs * _pairs(0, chunk, chunk, low, high) + _pairs(0, rest, rest, low, high)
+        return total / ranks
+    # How many keys a query meets rises, stays and falls with its position: both ends and the middle
+    # of the ranks are looked at.
+    piece = queries // segments
+    return float(
+        max(
+            sum(
+                _pairs((segment * ranks + rank) * piece, piece, keys, low, high)
+                for segment in range(segments)
+            )
+            for rank in {0, ranks // 2, ranks - 1}
+        )
+    )
+
+
+def _closer(low: int | None, high: int | None, most: int) -> tuple[int, int]:
+    return (-most if low is None else max(low, -most)), (most if high is None else min(high, most))
+
+
+def _pairs(first: int, queries: int, keys: int, low: int | None, high: int | None) -> int:
+    """Return the pairs of queries from a first position on."""
+    # Pairs with low <= p - k <= high are those up to `high` less those up to low - 1.
+    upper = queries * keys if high is None else _at_most(high - first, queries, keys)
+    lower = 0 if low is None else _at_most(low - 1 - first, queries, keys)
+    return max(0, upper - lower)
+
+
+def _at_most(ahead: int, queries: int, keys: int) -> int:
+    """Return the pairs whose query is, counted from its first, at most so far ahead of the key."""
+    whole = max(0, min(queries, ahead + 1))  # these meet every key
+    # Query ahead + gap meets the keys from `gap` on: keys - gap of them. Summed over the gaps from
+    # `least` to `most`, an arithmetic series.
+    least, most = max(1, -ahead), min(queries - 1 - ahead, keys - 1)
+    # A query that is `gap` beyond that meets keys - gap of them.
+    gaps = max(0, most - least + 1)
+    return whole * keys + gaps * keys - gaps * (least + most) // 2
+
+
+def runs_by_tiles(call: KernelCall) -> bool:
+    """Whether no fused kernel computes it: on the CPU, and in single and double precision."""
+    return call.device_type == "cpu" or call.element_bytes(call.op.inputs[0]) > 2
+
+
+def tile_scratch(call: KernelCall, *, forward: bool, span: int | None = None) -> int:
+    """Bytes of a tile of scores and of the rows beside it, where tiles compute it; `span` is how
+    many positions lie between the bounds of a query, beside one.
+
+    Forward: weights times values, copied for the product, is added to the sums so far, faded, of
+    which there are four at once, and five numbers a row. Backward: two tiles; the gradient of the
+    rows so far, and what a tile adds to it by a copy of its keys; one number a row. Rows of several
+    heads of one key are copies, as are those in half precision, whose gradients are summed wider.
+    """
+    if not runs_by_tiles(call):
+        return 0
+    query, key, value = (call.shape(name) for name in call.op.inputs[:3])
+    width = call.element_bytes(call.op.inputs[0])
+    element = max(4, width)
+    length = min(TILE, query[-2])
+    rows, columns = prod(query[:-2]) * length, min(TILE, key[-2])
+    columns = columns if span is None else min(columns, length + span)
+    tile, key_rows = rows * columns, prod(key[:-2]) * columns
+    is_copied = key[1] != query[1] or element > width
+    if forward:
+        copied = rows * query[-1] if is_copied else 0
+        sums = rows * (3 * value[-1] + 5) + max(rows, key_rows) * value[-1]
+        return element * (tile + sums + copied)
+    copied = rows * (query[-1] + value[-1]) if is_copied else 0
+    wider = prod(key) + prod(value) if element > width else 0
+    return element * (2 * tile + rows * (2 * query[-1] + 1) + key_rows * key[-1] + copied + wider)

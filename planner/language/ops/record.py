@@ -1,0 +1,281 @@
+"""The record of an op family: all that the planner takes as given about its ops.
+
+Lowering, the search, the cost model, the memory model and the capture read these records and
+have no table of ops of their own. A family registers its record in its file of
+`planner.language.ops.families`; `docs/contributing.md` has the recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal
+
+from planner.language.graph import Op
+from planner.language.layout.placement import OpSharding
+from planner.language.ops.call import Call, LocalForm, Placed
+from planner.language.ops.kernel import (
+    KernelCall,
+    ResultRule,
+    SavedRule,
+    ScratchRule,
+    ViewRule,
+    contiguous_result,
+    same_memory,
+    saves_differentiable_inputs,
+)
+
+if TYPE_CHECKING:
+    from planner.language.ops.flops import Work
+    from planner.language.ops.weight_products import ProductArgs
+
+Rule = Callable[[Call], Iterable[OpSharding]]
+LocalRule = Callable[[Placed], LocalForm]
+
+Arithmetic = Literal["matmul", "convolution", "attention", "memory"]
+"""What bounds an op's time: arithmetic of one of three kinds, or the bytes it moves."""
+
+Algebra = Literal["sum", "product", "quotient", "addition", "rearrangement", "other"]
+"""How the size of a result follows from the size of a batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRule:
+    """A generator of the shardings by which local shards compute the right thing.
+
+    It lists neither the all-replicated sharding nor checks that sizes divide: `registry` does.
+    """
+
+    function: Rule
+    contiguous: bool = False
+    """Shards must be contiguous, or the function offers segments itself. Other shardings are
+    offered in segments too: most ops work on any indices of a dim, if all tensors agree."""
+    together: bool = False
+    """A shard means nothing alone: inside the op ranks exchange numbers, or count from their own
+    place in the whole."""
+    offered: bool = True
+    """Whether layouts may have it; else it only says which entries are computed apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Across:
+    """How an op treats the samples of a batch (read by `planner.language.across`)."""
+
+    rule: Rule | None = None
+    """For ops without sharding rule: the shardings by which samples are computed alone."""
+    algebra: Algebra = "other"
+    """How a result grows with the number of samples."""
+    in_runs: bool = False
+    """Where in a dim the rows of a sample lie matters, and is kept."""
+    sizes_only: bool = False
+    """Integer arguments are sizes and places, not values: one may be the batch's size."""
+    reduction_arg: int | None = None
+    """For losses: the position of ATen's `reduction` (0 none, 1 mean, 2 sum)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpFamily:
+    """Ops of equal facts. What is not given has the default of an ordinary ATen op: computed by
+    every rank in whole, one flop for each entry made, all differentiable inputs saved.
+    """
+
+    name: str
+    """For messages and tests."""
+
+    targets: tuple[str, ...] = ()
+    """`aten.add` (all overloads), `aten.view.default` (one overload), `aten.fft_*` (a prefix)."""
+
+    # ---- sharding
+    shard: tuple[ShardRule, ...] = ()
+    """Strategies on one mesh axis; without a rule every rank computes the whole."""
+
+    local_form: LocalRule | None = None
+    """What runs on a shard where that is not the op unchanged."""
+
+    worth_moving: bool = False
+    """The op is worth a redistribution of its inputs (the beam search pursues these ops)."""
+
+    # ---- time
+    arithmetic: Arithmetic = "memory"
+    """What bounds the time, and so which measurements its time is read from."""
+
+    flop: Callable[[Call], float] | None = None
+    """Flop of the forward; None: `flop_per_element` times the entries of the outputs."""
+
+    flop_per_element: int = 1
+    """Flop for each entry made. Ops bound by memory need no more than the order of magnitude."""
+
+    backward: Callable[[Call, Work], Work] | None = None
+    """Work of the backward from that of the forward; None: twice the flop, inputs read again."""
+
+    reads: Callable[[Call], float] | None = None
+    """Bytes the forward reads, where it does not read its inputs whole. Such an op is not fused."""
+
+    kernels: Callable[[Call], tuple[int, int]] | None = None
+    """Kernels that the forward and the backward launch; None: one each."""
+
+    moves_nothing: bool | Callable[[Call], bool] = False
+    """No work at all: a view, or a collective, which is priced apart."""
+
+    rows_alone: bool = False
+    """Time depends on how many rows the first input has, not on its dims."""
+
+    elements_alone: bool = False
+    """On inputs of equal shapes time depends on how many entries they have."""
+
+    deals_rows: bool = False
+    """The left factor's rows are dealt in runs to the matrices of the right one's first dim."""
+
+    first_factor: int = 0
+    """The input that is a product's left factor; the right one follows."""
+
+    weight_product: Callable[[Op], ProductArgs | None] | None = None
+    """What is multiplied, for products whose weight gradient may be deferred."""
+
+    # ---- memory
+    view: ViewRule | None = None
+    """Outputs that have an input's memory."""
+
+    result: ResultRule = contiguous_result
+    """How an output with memory of its own lies in it."""
+
+    reshapes: bool = False
+    """A view of another shape: its gradient is seen through a reshape."""
+
+    dim_order: Callable[[Op, int], Sequence[int]] | None = None
+    """The input's dims in the order in which the output has them, of an op and a count of dims."""
+
+    saved: SavedRule = saves_differentiable_inputs
+    """What is saved for backward where an output needs a gradient and is no view."""
+
+    scratch: ScratchRule | None = None
+    """Bytes held only while the kernel runs."""
+
+    unreduced: Callable[[KernelCall, Sequence[str]], int] | None = None
+    """Bytes of the backward before gradients are summed to their inputs' shapes."""
+
+    # ---- recomputation, randomness, writes
+    recomputed: bool = True
+    """Selective recomputation runs it again: cheap beside the memory that it frees."""
+
+    random: bool | Callable[[Op], bool] = False
+    """It draws random numbers."""
+
+    mutates: bool = False
+    """It writes to one of its inputs (of what capture leaves, a buffer)."""
+
+    # ---- samples
+    across: Across = Across()
+    """How it treats the samples of a batch."""
+
+
+ORDINARY = OpFamily(name="ordinary ATen op")
+FOREIGN = OpFamily(name="op of another library", recomputed=False)
+"""Nothing is known of what it costs, so its results are kept."""
+
+_OURS = ("aten", "planner")
+_FAMILIES: dict[str, OpFamily] = {}
+_PREFIXES: dict[str, OpFamily] = {}
+
+
+def register(family: OpFamily) -> OpFamily:
+    """Add a family's record to the catalogue. Raise ValueError where a target has one already."""
+    for target in family.targets:
+        table = _PREFIXES if target.endswith("*") else _FAMILIES
+        key = target.removesuffix("*")
+        if key in table:
+            raise ValueError(f"{target} is in two op families: {table[key].name}, {family.name}")
+        table[key] = family
+    family_of.cache_clear()
+    for forget in _READERS:
+        forget()
+    return family
+
+
+def unregister(family: OpFamily) -> None:
+    """Take a family out of the catalogue."""
+    for target in family.targets:
+        del (_PREFIXES if target.endswith("*") else _FAMILIES)[target.removesuffix("*")]
+    family_of.cache_clear()
+    for forget in _READERS:
+        forget()
+
+
+_READERS: list[Callable[[], None]] = []
+
+
+def forgets(cache_clear: Callable[[], None]) -> None:
+    """Have what was derived from records forgotten when the catalogue changes."""
+    _READERS.append(cache_clear)
+
+
+@lru_cache(maxsize=4096)
+def family_of(target: str) -> OpFamily:
+    """Return the record of a target such as ``aten.linear.default``.
+
+    That of the overload, of the op, of the op it is the in-place form of, or of a prefix, in this
+    order; else the default of ATen's and our own ops, or of other libraries' ops.
+    """
+    packet = target.rpartition(".")[0]
+    found = _FAMILIES.get(target) or _FAMILIES.get(packet)
+    if found is not None:
+        return found
+    is_ours = target.partition(".")[0] in _OURS
+    if is_in_place(target):
+        base = _FAMILIES.get(packet.removesuffix("_"), ORDINARY)
+        return OpFamily(
+            name=f"{base.name}, in place",
+            view=same_memory,
+            random=base.random,
+            recomputed=is_ours,
+            mutates=True,
+        )
+    prefixes = [prefix for prefix in _PREFIXES if target.startswith(prefix)]
+    if prefixes:
+        return _PREFIXES[max(prefixes, key=len)]
+    return ORDINARY if is_ours else FOREIGN
+
+
+def is_in_place(target: str) -> bool:
+    """Whether an op's name says that it writes to its first input, as ``aten.add_.Tensor``."""
+    name = packet_of(target)
+    return name.endswith("_") and not name.endswith("__")
+
+
+def packet_of(target: str) -> str:
+    """Return ``linear`` of ``aten.linear.default``; a name without dots is its own packet."""
+    parts = target.split(".")
+    return parts[1] if len(parts) > 1 else target
+
+
+def all_families() -> tuple[OpFamily, ...]:
+    """Return the records of the catalogue, each once."""
+    return tuple({id(f): f for f in (*_FAMILIES.values(), *_PREFIXES.values())}.values())
+
+
+def aten(names: str) -> tuple[str, ...]:
+    """Return targets of ATen ops whose names are parted by spaces."""
+    return tuple(f"aten.{name}" for name in names.split())
+
+
+def op_inside(op: Op) -> Op:
+    """Return the op that runs where another one gives it its own stream of random numbers."""
+    if op.target != OWN_RANDOM_STREAM:
+        return op
+    return replace(op, target=str(op.args[0]), args=op.args[2:])
+
+
+OWN_RANDOM_STREAM = "planner.with_own_random_stream"
+"""Args (target, axis name, the target's own args): draws differ on each rank of the axis."""
+
+
+def is_random(op: Op) -> bool:
+    """Whether an op draws random numbers (attention and recurrent layers do for their dropout)."""
+    draws = family_of(op.target).random
+    return draws if isinstance(draws, bool) else draws(op)
+
+
+def mutates(op: Op) -> bool:
+    """Whether an op writes into one of its inputs (a buffer, in what capture leaves)."""
+    return family_of(op.target).mutates

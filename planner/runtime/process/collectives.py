@@ -1,0 +1,244 @@
+"""Autograd-aware collectives: what ``planner.redistribute`` does at run time.
+
+One mesh axis at a time, the pair (source, destination) of placements fixes what happens
+forward, and with it what happens to the gradient. The gradient of a Replicate value is
+whole on each rank, of a Shard value it is that shard, of a Partial value it is whole; a
+consumer that ran on shards leaves a *partial* gradient on its Replicate input, which
+`grad_partial` declares.
+
+    from to     forward            backward
+    R    R      -                  all_reduce when grad_partial     (Megatron's f)
+    P    R      all_reduce         all_reduce when grad_partial     (else Megatron's g)
+    P    S(d)   reduce_scatter     all_gather
+    S(d) R      all_gather         slice, or reduce_scatter when grad_partial
+    R    S(d)   slice              all_gather
+    S(a) S(b)   all_to_all         all_to_all
+    R    P      keep on rank 0     -
+    S(d) P      pad with zeros     slice
+
+Groups are passed by name: that is what functional collectives take, so the same code
+runs eagerly, under `torch.compile` and on fake tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from planner.errors import LayoutError
+from planner.language.layout.placement import Partial, Placement, Replicate, Shard, parse_placement
+
+_funcol = torch.ops._c10d_functional
+
+_span: Callable[[str], AbstractContextManager[object]] | None = None
+"""What records a collective of a name while it runs; None: nobody looks."""
+
+Step = tuple[str, int | Shard, int | Shard]
+"""A step: (kind, where, where to); an int stands for a plain Shard of that dim. Only an
+all-to-all has a second place, where it splits; `run_step` says what the kinds do."""
+
+_NOTHING: Step = ("identity", 0, 0)
+
+
+def record(span: Callable[[str], AbstractContextManager[object]] | None) -> None:
+    """Record this process's collectives from now on, each under its kind; None: no longer."""
+    global _span
+    _span = span
+
+
+def run(kind: str, start: Callable[[], Tensor]) -> Tensor:
+    """Start a collective and return what it gives, which the caller may use at once."""
+    if _span is None or torch.compiler.is_compiling():
+        return _funcol.wait_tensor(start())
+    with _span(kind):
+        return _funcol.wait_tensor(start())
+
+
+def redistribute(x: Tensor, group: str, src: str, dst: str, grad_partial: bool) -> Tensor:
+    """Change the placement of `x` on one axis from `src` to `dst` (``R``, ``P``, ``S(dim)``).
+
+    An empty `group` is an axis of size one: nothing moves. Raises LayoutError for a pair
+    of placements without a way between them.
+    """
+    if not group:
+        return x
+    forward, backward = _steps(parse_placement(src), parse_placement(dst), grad_partial)
+    if forward is _NOTHING and backward is _NOTHING:
+        return x
+    return _Redistribute.apply(x, group, forward, backward)
+
+
+def _steps(src: Placement, dst: Placement, grad_partial: bool) -> tuple[Step, Step]:
+    match src, dst:
+        # `grad_partial`: each rank used the value for a part of the work, and has a term of its
+        # gradient.
+        case (Replicate(), Replicate()):
+            return _NOTHING, ("all_reduce", 0, 0) if grad_partial else _NOTHING
+        case (Partial(), Partial()):
+            return _NOTHING, _NOTHING
+        case (Partial(), Replicate()):
+            return ("all_reduce", 0, 0), ("all_reduce", 0, 0) if grad_partial else _NOTHING
+        # y = sum of x_r: the gradient of every term is that of y, so ranks gather it.
+        case (Partial(), Shard()):
+            return ("reduce_scatter", dst, 0), ("all_gather", dst, 0)
+        case (Shard(), Replicate()):
+            back = "reduce_scatter" if grad_partial else "slice"
+            return ("all_gather", src, 0), (back, src, 0)
+        case (Replicate(), Shard()):
+            return ("slice", dst, 0), ("all_gather", dst, 0)
+        case (Shard(), Shard()):
+            if src == dst:
+                return _NOTHING, _NOTHING
+            return ("all_to_all", src, dst), ("all_to_all", dst, src)
+        # Summed over ranks, x on the first and zeros elsewhere is x.
+        case (Replicate(), Partial()):
+            return ("keep_first", 0, 0), _NOTHING
+        case (Shard(), Partial()):
+            return ("pad", src, 0), ("slice", src, 0)
+    raise LayoutError(f"no way from placement {src} to {dst}; go by R, the whole tensor")
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, forward: Step, backward: Step) -> Tensor:
+        ctx.group, ctx.step = group, backward
+        return run_step(x, group, forward)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return run_step(grad, ctx.group, ctx.step), None, None, None
+
+
+def run_step(x: Tensor, group: str, step: Step) -> Tensor:
+    """Run one step on `x`, without autograd."""
+    kind, first, second = step
+    if isinstance(first, Shard) or isinstance(second, Shard):
+        return _run_at_shards(x, group, kind, _as_shard(first), _as_shard(second))
+    dim, other = first, second
+    match kind:
+        case "identity":
+            return x.view_as(x)
+        case "all_reduce":
+            return run(kind, lambda: _funcol.all_reduce(x.contiguous(), "sum", group))
+        case "all_gather":
+            return _all_gather(x, group, dim)
+        case "reduce_scatter":
+            return _reduce_scatter(x, group, dim)
+        case "all_to_all":
+            return _all_to_all(x, group, gather_dim=dim, split_dim=other)
+        case "slice":
+            return _own_piece(x, group, dim).contiguous()
+        case "pad":
+            # Summed over ranks, each piece surrounded by zeros is the whole.
+            whole = x.new_zeros(
+                [s * (size(group) if d == dim else 1) for d, s in enumerate(x.shape)]
+            )
+            _own_piece(whole, group, dim).copy_(x)
+            return whole
+        case "keep_first":
+            return x.clone() if rank(group) == 0 else torch.zeros_like(x)
+    raise AssertionError(kind)
+
+
+def _group(name: str) -> ProcessGroup:
+    return _resolve_process_group(cast(Any, name))
+
+
+def _as_shard(where: int | Shard) -> Shard:
+    return where if isinstance(where, Shard) else Shard(where)
+
+
+def _run_at_shards(x: Tensor, group: str, kind: str, first: Shard, second: Shard) -> Tensor:
+    """Run a step on pieces of segments: the step itself, one dim further in."""
+    places = [first, second] if kind == "all_to_all" else [first]
+    if all(place.segments == 1 for place in places):
+        return run_step(x, group, (kind, first.dim, second.dim))
+    # Pieces of other segments of the same dim lie interleaved: gathered, then cut again.
+    if kind == "all_to_all" and first.dim == second.dim:
+        whole = run_step(x, group, ("all_gather", first, 0))
+        return run_step(whole, group, ("slice", second, 0))
+    # [..., segments * n, ...] as [..., segments, n, ...]: each segment is then cut as a plain dim.
+    by_dim = sorted(places, key=lambda place: place.dim)
+    for place in reversed(by_dim):
+        x = x.unflatten(place.dim, (place.segments, -1))
+    inner = [place.dim + 1 + by_dim.index(place) for place in places]
+    y = run_step(x, group, (kind, inner[0], inner[-1]))
+    for place in by_dim:
+        y = y.flatten(place.dim, place.dim + 1)
+    return y
+
+
+# A group keeps its size and ranks, so a compiled graph may hold them as constants.
+@torch.compiler.assume_constant_result
+def size(group: str) -> int:
+    """Return the number of ranks of a group given by name; one for the empty name."""
+    return _group(group).size() if group else 1
+
+
+@torch.compiler.assume_constant_result
+def rank(group: str) -> int:
+    """Return this process's rank in a group given by name; zero for the empty name."""
+    return _group(group).rank() if group else 0
+
+
+def _check_divides(x: Tensor, dim: int, parts: int) -> None:
+    if x.shape[dim] % parts:
+        raise LayoutError(
+            f"dim {dim} of a tensor of shape {tuple(x.shape)} does not divide by {parts} "
+            "ranks; use a degree that divides it"
+        )
+
+
+def _own_piece(x: Tensor, group: str, dim: int) -> Tensor:
+    parts = size(group)
+    _check_divides(x, dim, parts)
+    piece = x.shape[dim] // parts
+    return x.narrow(dim, rank(group) * piece, piece)
+
+
+def _all_gather(x: Tensor, group: str, dim: int) -> Tensor:
+    parts = size(group)
+    x = x.contiguous()
+    gathered = run("all_gather", lambda: _funcol.all_gather_into_tensor(x, parts, group))
+    # The collective stacks along dim 0; elsewhere the pieces must be put side by side.
+    return gathered if dim == 0 else torch.cat(gathered.chunk(parts), dim)
+
+
+def _reduce_scatter(x: Tensor, group: str, dim: int) -> Tensor:
+    parts = size(group)
+    _check_divides(x, dim, parts)
+    # The collective scatters dim 0, so the pieces of the wanted dim are stacked there.
+    stacked = x if dim == 0 else torch.cat(x.chunk(parts, dim))
+    stacked = stacked.contiguous()
+    return run(
+        "reduce_scatter", lambda: _funcol.reduce_scatter_tensor(stacked, "sum", parts, group)
+    )
+
+
+def _all_to_all(x: Tensor, group: str, *, gather_dim: int, split_dim: int) -> Tensor:
+    parts = size(group)
+    _check_divides(x, split_dim, parts)
+    # Part r of the split dim goes to rank r; what comes back is put together along the other dim.
+    stacked = torch.stack(x.chunk(parts, split_dim))
+    ones = [1] * parts
+    received = run("all_to_all", lambda: _funcol.all_to_all_single(stacked, ones, ones, group))
+    return torch.cat(received.unbind(0), gather_dim)
+
+
+def all_to_all_parts(x: Tensor, group: str, parts: int) -> Tensor:
+    """Give each rank its part of dim 0; return the parts that ranks gave this one, in order."""
+    stacked = x.unflatten(0, (parts, -1)).contiguous()
+    ones = [1] * parts
+    received = run("all_to_all", lambda: _funcol.all_to_all_single(stacked, ones, ones, group))
+    return received.flatten(0, 1)
+
+
+def all_reduce_max(x: Tensor, group: str) -> Tensor:
+    """Return the largest of the ranks' numbers, element by element; at least one dim."""
+    return run("all_reduce", lambda: _funcol.all_reduce(torch.atleast_1d(x), "max", group))

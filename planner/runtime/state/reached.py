@@ -1,0 +1,78 @@
+"""Parameters that nothing of a step reached: the weights of an expert that no sample chose.
+
+In one process such a parameter has no gradient, and an optimizer passes it over: no decay, no
+moments. Which parameters that are depends on values, so ranks find out after each step. It
+concerns parameters that nothing uses but modules called as they are; others always have one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from planner.runtime.process.groups.mesh import Mesh
+from planner.runtime.stage.stage import StageModule
+from planner.runtime.state.to_device import to_device
+
+
+class Reached:
+    """What the backwards of a rank's stages reach. Mutable: it fills while a step runs."""
+
+    def __init__(
+        self, stages: Mapping[int, StageModule], mesh: Mesh, of_stages: Iterable[Iterable[str]]
+    ) -> None:
+        """`of_stages` are the parameters of every stage of the model, by the user's names."""
+        self._stages, self._mesh = stages, mesh
+        users = Counter(fqn for fqns in of_stages for fqn in set(fqns))
+        self._names = sorted(
+            fqn for stage in stages.values() for fqn in stage.may_be_unreached() if users[fqn] == 1
+        )
+
+    def begin(self) -> None:
+        """Forget what was reached."""
+        for stage in self._stages.values():
+            stage.forget_reached()
+
+    def missing(self) -> frozenset[str]:
+        """Return the parameters that no replica's backward has reached since `begin`.
+
+        Every rank of the stages calls it, at the same time.
+        """
+        if not self._names:
+            return frozenset()
+        here = {fqn for stage in self._stages.values() for fqn in stage.reached()}
+        # A replica whose samples chose other experts has other gradients: a parameter counts as
+        # reached where any replica's backward came to it.
+        found = to_device(
+            torch.tensor([name in here for name in self._names], dtype=torch.int32),
+            self._mesh.device,
+        )
+        group = self._mesh.group("data")
+        if group is not None:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        if isinstance(found, FakeTensor):  # in a dry run, which has no values
+            return frozenset()
+        return frozenset(
+            name
+            for name, is_reached in zip(self._names, found.tolist(), strict=True)
+            if not is_reached
+        )
+
+
+@contextmanager
+def without_gradients(params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, these parameters have no gradient."""
+    kept = [(param, param.grad) for param in params]
+    for param, _ in kept:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in kept:
+            param.grad = grad

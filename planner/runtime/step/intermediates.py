@@ -1,0 +1,240 @@
+"""Values inside a model in training, whole: what an op made of a global batch, on one device.
+
+A block is run as usual, by its own local program with the watched tensors as further
+outputs, so what is seen is what training computes. Pieces are then put together over the axes
+that blocks are lowered on (sums taken), and over replicas and microbatches along the samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from planner.language.across import runs_of_samples
+from planner.language.across.cut.whole_batch import graph_under
+from planner.language.graph import Affine, ModelGraph, TensorMeta
+from planner.language.layout.axes import lowered_axes
+from planner.language.layout.placement import Partial, Placement, Shard
+from planner.language.layout.placements import Placements
+from planner.language.lowering.lowering import made_as
+from planner.language.lowering.wiring import stage_of
+from planner.language.schedule.jobs import JobKind
+from planner.runtime.process.collectives import run_step
+from planner.runtime.stage.programs import Programs, Run
+from planner.runtime.step.returned import returned
+
+if TYPE_CHECKING:
+    from planner.runtime.stage.stage import BlockModule
+    from planner.runtime.step.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A tensor of a block's program, by the name a user gives: ``BLOCK/TENSOR``."""
+
+    name: str
+    block: int
+    tensor: str
+    meta: TensorMeta
+
+
+def intermediate_names(graph: ModelGraph) -> tuple[str, ...]:
+    """Return the name of everything an op of a block makes, in order."""
+    return tuple(
+        f"{block.name}/{name}"
+        for block in graph.blocks
+        for op in graph.classes[block.class_index].ops
+        for name in op.outputs
+    )
+
+
+def intermediates(engine: Engine, batch: Any, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return named values of one forward pass over a global batch, as `gathered` does.
+
+    Raises PlanError for a name that `intermediate_names` does not list.
+    """
+    with watching(engine, names) as seen:
+        engine.forward(batch)
+    return gathered(engine, seen)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What this rank's blocks made of `wanted`: by name and microbatch, pieces on its device."""
+
+    wanted: tuple[Watched, ...]
+    pieces: dict[tuple[str, int], Tensor]
+
+
+@contextmanager
+def watching(
+    engine: Engine, names: Iterable[str], programs: Programs | None = None
+) -> Iterator[Seen]:
+    """Inside, blocks with these tensors run by programs that hand those out too, detached.
+
+    `programs` are those that blocks run by; None: those of training. Raises PlanError for a name
+    that `intermediate_names` does not list, and that is of no module that returns one tensor.
+    """
+    seen = Seen(
+        tuple(_find(engine.graph, name, engine.modules) for name in dict.fromkeys(names)), {}
+    )
+    by_block: dict[int, list[Watched]] = {}
+    for watched in seen.wanted:
+        by_block.setdefault(watched.block, []).append(watched)
+    changed: list[tuple[BlockModule, Callable[..., Any]]] = []
+    try:
+        for index, here in by_block.items():
+            stage = stage_of(engine.plan, index)
+            if stage in engine.stages:
+                position = index - engine.plan.stages[stage].first_block
+                block: Any = engine.stages[stage].blocks[position]
+                changed.append((block, block._program))
+                block._program = _handing_out(
+                    engine, programs or engine.programs, index, here, seen.pieces
+                )
+        yield seen
+    finally:
+        for block, program in changed:
+            block._program = program
+
+
+def gathered(engine: Engine, seen: Seen) -> dict[str, Tensor]:
+    """Return what was seen of a global batch, whole, on rank 0's CPU.
+
+    Other ranks get {}; all of them call it. A value without a dim that counts samples comes
+    stacked, one for each microbatch and replica.
+    """
+    mesh = engine.mesh
+    mine: list[tuple[str, int, int, Tensor]] = []
+    for watched in seen.wanted:
+        placed = _made_as(engine, watched)
+        for microbatch in range(engine.plan.num_microbatches):
+            value = seen.pieces.pop((watched.name, microbatch), None)
+            if value is None:
+                continue
+            for axis, placement in reversed(placed.pairs):  # fine cuts first
+                value = _whole(value, placement, mesh.group_name(axis))
+            is_first = mesh.rank("batch") == 0 or not _is_of_all(engine, watched)
+            if mesh.is_first_of_samples and is_first:
+                mine.append((watched.name, microbatch, mesh.rank("batch"), value.cpu()))
+    runs = {} if mesh.global_rank else _runs(engine, seen.wanted)
+    return _on_rank_0(mine, seen.wanted, mesh.control, runs)
+
+
+def _find(graph: ModelGraph, name: str, modules: Mapping[str, type[nn.Module]]) -> Watched:
+    """Return what a name means: a tensor of a block, or what a module returned, the last time."""
+    block_name, _, tensor = name.rpartition("/")
+    for block in graph.blocks:
+        program = graph.classes[block.class_index]
+        if block.name == block_name and any(tensor in op.outputs for op in program.ops):
+            return Watched(name, block.index, tensor, program.tensor[tensor])
+    made = returned(graph, name, modules)
+    program = graph.classes[graph.blocks[made.block].class_index]
+    return Watched(name, made.block, made.tensor, program.tensor[made.tensor])
+
+
+def _handing_out(
+    engine: Engine,
+    programs: Programs,
+    block_index: int,
+    watched: list[Watched],
+    pieces: dict[tuple[str, int], Tensor],
+) -> Callable[[int], Run]:
+    """Return what gives, by number of samples, a program that notes the watched tensors."""
+    class_index = engine.graph.blocks[block_index].class_index
+    program = programs.handing_out(class_index, tuple(each.tensor for each in watched))
+
+    def noted(run: Run, *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs = run(*tensors)
+        count = len(outputs) - len(watched)
+        job = engine.job
+        # A recomputation in the backward makes them once more.
+        if job is not None and job.kind is JobKind.FORWARD:
+            for each, value in zip(watched, outputs[count:], strict=True):
+                pieces[each.name, job.microbatch_index] = value.detach()
+        return outputs[:count]
+
+    return lambda num_samples: partial(noted, program(num_samples))
+
+
+def _made_as(engine: Engine, watched: Watched) -> Placements:
+    plan = engine.plan
+    degrees = plan.stage_degrees(stage_of(plan, watched.block))
+    class_index = engine.graph.blocks[watched.block].class_index
+    program = _run(engine).classes[class_index]
+    layouts = {
+        axis.name: plan.layout(class_index, axis=axis.name, degrees=degrees)
+        for axis in lowered_axes()
+    }
+    return Placements.of(
+        {axis: made_as(program, layout, watched.tensor) for axis, layout in layouts.items()}
+    )
+
+
+def _run(engine: Engine) -> ModelGraph:
+    return graph_under(engine.graph, engine.plan)
+
+
+def _is_of_all(engine: Engine, watched: Watched) -> bool:
+    """Whether every replica has a value of the whole batch."""
+    index = engine.graph.blocks[watched.block].class_index
+    made = _run(engine).classes[index].tensor[watched.tensor]
+    return made.shape != engine.graph.classes[index].tensor[watched.tensor].shape
+
+
+def _whole(value: Tensor, placement: Placement, group: str) -> Tensor:
+    if not group:
+        return value
+    if isinstance(placement, Partial):
+        return run_step(value, group, ("all_reduce", 0, 0))
+    if isinstance(placement, Shard):
+        is_bool = value.dtype == torch.bool  # which gloo does not know
+        sent = value.to(torch.uint8) if is_bool else value
+        gathered = run_step(sent, group, ("all_gather", placement, 0))
+        return gathered.bool() if is_bool else gathered
+    return value
+
+
+def _on_rank_0(
+    mine: list[tuple[str, int, int, Tensor]],
+    wanted: Iterable[Watched],
+    control: dist.ProcessGroup,
+    runs: Mapping[str, int],
+) -> dict[str, Tensor]:
+    is_first = dist.get_rank() == 0
+    everyone: list[Any] = [None] * dist.get_world_size() if is_first else []
+    dist.gather_object(mine, everyone if is_first else None, dst=0, group=control)
+    parts: dict[str, list[tuple[int, int, Tensor]]] = {}
+    for name, microbatch, number, value in (part for rank in everyone for part in rank):
+        parts.setdefault(name, []).append((microbatch, number, value))
+    if not is_first:
+        return {}
+    return {w.name: _joined(w.meta, parts[w.name], runs[w.name]) for w in wanted}
+
+
+def _runs(engine: Engine, wanted: Iterable[Watched]) -> dict[str, int]:
+    """In how many runs tensors have their samples; found once, as steps fetch the same again."""
+    places = {each.name: (each.block, each.tensor) for each in wanted}
+    known = engine.runs_of_fetched
+    if new := [place for place in places.values() if place not in known]:
+        known |= runs_of_samples(engine.graph, new)
+    return {name: known[place] for name, place in places.items()}
+
+
+def _joined(meta: TensorMeta, parts: list[tuple[int, int, Tensor]], runs: int) -> Tensor:
+    values = [value for _, _, value in sorted(parts, key=lambda part: part[:2])]
+    counts_samples = [d for d, size in enumerate(meta.shape) if isinstance(size, Affine)]
+    if not counts_samples:
+        return torch.stack(values)
+    dim = counts_samples[0]
+    if runs == 1:
+        return torch.cat(values, dim)
+    # Each part has its own samples of every run: [runs, samples of a run].
+    return torch.cat([v.unflatten(dim, (runs, -1)) for v in values], dim + 1).flatten(dim, dim + 1)
