@@ -91,7 +91,7 @@ def _settle_on_cpu() -> None:
 def _run_script(script: str, args: list[str]) -> None:
     if os.environ.get(UNMODIFIED):
         from planner.integrations.script.running import run_unmodified
-        from planner.runtime.start.launched import launched_plan
+        from planner.runtime.process.launched import launched_plan
 
         run_unmodified(script, args, launched_plan())
         return

@@ -20,6 +20,7 @@ from costmodel.execution import find_execution
 from costmodel.table.kernels import has_rates, load_rates
 from planner.cache_folder import cache_dir, write_entry
 from planner.deadline import OutOfTime, is_interrupted
+from planner.files import ROOT
 from planner.language.graph import ModelGraph
 from planner.language.ops.users import rule_digests
 from planner.language.plan import Plan
@@ -102,9 +103,9 @@ def question_digest(graph: ModelGraph, profile: Profile, request: SearchRequest)
 @cache
 def _code_digest() -> bytes:
     """The code that prices and searches; what this process has loaded stays as it is."""
-    digest, root = hashlib.sha256(), Path(__file__).parent.parent
+    digest = hashlib.sha256()
     for room in _ROOMS:
-        for file in sorted((root / room).rglob("*.py")):
+        for file in sorted((ROOT / room).rglob("*.py")):
             digest.update(file.read_bytes())
     return digest.digest()
 

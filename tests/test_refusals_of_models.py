@@ -66,10 +66,9 @@ WHOLE = {"class_index": 1, "inputs": ("R",) * len(BLOCK.inputs),
          "params": ("R",) * len(BLOCK.params), "outputs": ("R",) * len(BLOCK.outputs),
          "ops": ()}  # fmt: skip
 PLAN = default_plan(MODEL, num_microbatches=2, microbatch_size=2)
-HOST = SimpleNamespace(
-    plan=PLAN, mesh=Parts({}, {}), reads=frozenset(), _feeder=SimpleNamespace(pad=None)
-)
-"""What of an engine a loader and checkpoints read before they begin."""
+HELD = SimpleNamespace(plan=PLAN, mesh=Parts({}, {}))
+FEEDER = SimpleNamespace(reads=frozenset(), pad=None)
+"""What a loader and checkpoints read before they begin."""
 
 
 # ------------------------------------------------------------------------------------- captures
@@ -320,7 +319,7 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "File exists; choose a folder you can write to": without_rights,
     "steps=0 must be at least 1 step of training": checks_no_steps,
     # Checkpoints and weights
-    "keep=0 must be at least 1: the checkpoint just written": lambda: Checkpoints(HOST).save(
+    "keep=0 must be at least 1: the checkpoint just written": lambda: Checkpoints(HELD).save(
         Path(), keep=0, extra={}
     ),
     "kind 'gguf' is unknown; a conversion makes checkpoint, safetensors, state-dict, training": (
@@ -340,10 +339,12 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "w has shape (3,) there and (2,) in the model; load weights of this model": fill_another_shape,
     # Data
     "at_end='stop' is no end of a pass; use 'wrap', 'drop', 'short'": lambda: Loader(
-        HOST, [], at_end="stop"
+        HELD.plan, HELD.mesh, FEEDER, [], at_end="stop"
     ),
     "the DataLoader has batch_size=3 and the plan's global batch is 4; give it that batch_size, or "
-    "search with --global-batch=3": lambda: Loader(HOST, DataLoader([1, 2, 3], batch_size=3)),
+    "search with --global-batch=3": lambda: Loader(
+        HELD.plan, HELD.mesh, FEEDER, DataLoader([1, 2, 3], batch_size=3)
+    ),
     "the data gave no sample; a loader needs some": stream_without_samples,
     "optimizer.step(closure) evaluates the model in it; leave it out": lambda: PreparedOptimizer(
         None,

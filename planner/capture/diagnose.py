@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from planner.errors import ModelError
+from planner.files import PACKAGE
 
 
 def explain(error: BaseException) -> str:
@@ -89,7 +90,7 @@ def causes(error: BaseException | None) -> Iterable[BaseException]:
 
 
 _TORCH_DIR = str(Path(torch.__file__).parent)
-_OWN_DIR = str(Path(__file__).parent.parent)
+_OWN_DIR = str(PACKAGE)
 
 
 def is_users(file: str) -> bool:

@@ -11,8 +11,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from planner.doctor.finding import Finding, judged
-
-_ROOT = Path(__file__).resolve().parents[2]
+from planner.files import ROOT
 
 _ROOMS = ("planner", "profiles", "costmodel", "search", "commands", "cli")
 
@@ -29,7 +28,7 @@ def check_software() -> Iterator[Finding]:
             warning="pip install -e . in the tree, so that versions of libraries are held",
         )
         return
-    yield judged("planner", f"{metadata.version('planner')} at {_ROOT}")
+    yield judged("planner", f"{metadata.version('planner')} at {ROOT}")
     yield from check_requirements(declared)
     yield from _shadowed_names()
 
@@ -70,7 +69,7 @@ def _wrong(requirement: Requirement, found: str, *, is_extra: bool = False) -> F
 def _shadowed_names() -> Iterator[Finding]:
     """Modules of the working folder that are called like ours: a script there imports them."""
     here = Path.cwd()
-    if here.resolve() == _ROOT:
+    if here.resolve() == ROOT:
         return
     for name in _ROOMS:
         if (here / f"{name}.py").exists() or (here / name / "__init__.py").exists():

@@ -29,7 +29,7 @@ from planner.runtime.process.device import choose_device
 from planner.runtime.process.groups.mesh import Mesh, build_mesh
 from planner.runtime.process.groups.process_group import take_place
 from planner.runtime.process.groups.together import together
-from planner.runtime.start.launched import followed_plan
+from planner.runtime.process.launched import followed_plan
 from planner.runtime.state import out_of_memory
 from planner.runtime.state.away import plain, refuse_away, take_away
 from planner.runtime.step.engine import Engine
@@ -96,7 +96,7 @@ def apply_plan(
     # Each rank has its pieces; the whole model would stay in memory beside them.
     take_away(model)
     engine.watch(model, loss)
-    out_of_memory.watch(engine)
+    out_of_memory.watch(engine.state)
     return engine
 
 

@@ -125,7 +125,7 @@ def run(case: Case, rank: int) -> dict[str, int]:
 
 def _check_devices(engine: Engine, plan: Plan) -> None:
     """What is trained lies where the plan puts it, its gradient too."""
-    for name, copies in engine._trained.by_name().items():
+    for name, copies in engine.state.trained.by_name().items():
         for param in copies:
             assert param.device.type == "cuda" or plan.optimizer_on_host, name
             assert param.grad is None or param.grad.device == param.device, name

@@ -46,7 +46,7 @@ def train(cases: list[tuple[str, Plan, bool]]) -> list[tuple[float, float, float
         # What no update follows leaves nothing behind.
         engine.step(tiny.batch(plan.global_batch), update=False)
         engine._accumulation.forget()
-        engine.samples = 0
+        engine.state.samples = 0
         norm_gap = gradient_gap = 0.0
         for _ in range(2):
             whole = tiny.batch(3 * plan.global_batch)

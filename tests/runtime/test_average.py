@@ -13,7 +13,7 @@ from planner.errors import PlanError
 from planner.language.graph.batch import call_with_batch, loss_of
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
-from planner.runtime.checkpoint.average import WeightAverage
+from planner.runtime.state.average import WeightAverage
 from planner.runtime.step.engine import Engine
 from tests.builders import MlpWithTarget, mlp_batch
 from tests.captures import capture_tiny

@@ -77,7 +77,7 @@ def load_and_step(plans: list[Plan]) -> list[tuple[list[int], list[str], float]]
         for batch in loader:
             given += batch["ids"].flatten().tolist()
             losses.append(engine.step(batch).item())
-        inputs = [n for preamble in engine._preambles.values() for n in preamble.inputs]
+        inputs = [n for preamble in engine._feeder.preambles for n in preamble.inputs]
         paths = [engine.graph.tensor[n].fqn for n in inputs]
         answers.append((given, paths, sum(losses)))
     return answers

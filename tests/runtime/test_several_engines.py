@@ -201,7 +201,7 @@ def files(tmp_path, monkeypatch) -> Path:
 
 
 def followed(*names: str) -> list[tuple[str, int]]:
-    from planner.runtime.start.launched import followed_plan
+    from planner.runtime.process.launched import followed_plan
 
     plans = [followed_plan(name) for name in names]
     return [(plan.model.name, plan.num_microbatches) for plan in plans]
@@ -234,7 +234,7 @@ def test_a_launched_plan_in_the_place_of_another_is_told_and_refused_by_name(fil
 
 def test_an_elastic_run_puts_its_plan_in_the_place_of_the_launched_one_alone(files, monkeypatch):
     from planner.language.plan import load_plan
-    from planner.runtime.start.launched import followed_plan
+    from planner.runtime.process.launched import followed_plan
 
     monkeypatch.setenv(course.PLAN, str(files / "fast.json"))
     assert followed("actor.json", "critic.json") == [(ACTOR, 2), (CRITIC, 1)]

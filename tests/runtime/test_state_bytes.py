@@ -97,7 +97,7 @@ def train_each(plans: list[Plan]) -> list[tuple[dict[str, int], dict[str, Tensor
 
 
 def _held_bytes(engine: Engine) -> dict[str, int]:
-    params = [p for copies in engine._trained.by_name().values() for p in copies]
+    params = [p for copies in engine.state.trained.by_name().values() for p in copies]
     moments = [
         t for state in engine.optimizer.state.values() for t in state.values() if t.dim() > 0
     ]

@@ -122,7 +122,9 @@ def test_a_lost_hook_is_found(hook, branch):
 
 
 def _of_side(engine: Engine) -> list[nn.Parameter]:
-    return [p for n, copies in engine._trained.by_name().items() if "side" in n for p in copies]
+    return [
+        p for n, copies in engine.state.trained.by_name().items() if "side" in n for p in copies
+    ]
 
 
 class WrongScale(Engine):

@@ -102,7 +102,7 @@ def waiting_when_sent(plan: Plan) -> list[int]:
     """How many weight gradients were waiting as each input gradient was sent."""
     tiny, module = build("deep-gpt")
     engine = planner.apply(plan, module)
-    queue, post = engine._weight_queue, engine._executor._post
+    queue, post = engine._lowered.weight_queue, engine._executor._post
     assert queue is not None
     seen: list[int] = []
     put = post.put

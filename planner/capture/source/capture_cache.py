@@ -29,6 +29,7 @@ from planner.capture.source.model_file import (
     local_modules,
     recorded_reads,
 )
+from planner.files import PACKAGE
 from planner.language.graph import ModelGraph, from_json, to_json
 from planner.language.ops.users import has_user_rule
 from planner.language.plan import Precision
@@ -120,9 +121,8 @@ def _installed() -> Mapping[str, list[str]]:
 
 def _own_digest() -> str:
     """Digest of the modules that decide what a capture looks like."""
-    here = Path(__file__).parent
-    rooms = (here.parent / "capture", here.parent / "across")
-    files = sorted([*here.glob("*.py"), *(file for room in rooms for file in room.rglob("*.py"))])
+    rooms = ("capture", "language/graph", "language/ops", "language/across")
+    files = sorted(file for room in rooms for file in (PACKAGE / room).rglob("*.py"))
     return _digest(b"".join(file.read_bytes() for file in files))[:16]
 
 

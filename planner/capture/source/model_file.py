@@ -8,9 +8,7 @@ import hashlib
 import importlib.util
 import inspect
 import os
-import site
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,6 +17,7 @@ from typing import Any, Literal
 
 from planner.capture.source.users_modules import among_users_modules, kept_modules, users_modules
 from planner.errors import ModelError
+from planner.files import ROOT, is_local, real_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,50 +205,8 @@ def recorded_reads() -> Iterator[Reads]:
             _Environment.__getitem__ = _get_variable
 
 
-_INSTALLED = tuple(
-    str(Path(p).resolve()) + os.sep
-    for p in {
-        *site.getsitepackages(),
-        site.getusersitepackages(),
-        sysconfig.get_paths()["stdlib"],
-        sysconfig.get_paths()["purelib"],
-        str(Path(__file__).parents[1]),
-    }
-)
-
-
 _ROOMS = ("planner", "profiles", "costmodel", "search", "commands")
-_OWN = tuple(
-    f"{Path(__file__).resolve().parents[2]}{os.sep}{name}"
-    for name in (*(room + os.sep for room in _ROOMS), "cli.py")
-)
-
-
-@functools.cache
-def _real_folder(folder: str) -> str:
-    return os.path.realpath(folder)
-
-
-def _real_path(name: str) -> str:
-    """Return a path without links. The files of a folder share the walk of its links, which for
-    the thousands that torch and a library import takes half a CPU second.
-    """
-    folder, file = os.path.split(name)
-    if not os.path.isabs(folder) or file in ("", ".", ".."):
-        return os.path.realpath(name)
-    path = os.path.join(_real_folder(folder), file)
-    return os.path.realpath(path) if os.path.islink(path) else path
-
-
-def is_local(name: str) -> bool:
-    """Whether a file is neither installed nor part of Python."""
-    path = _real_path(name) if name else ""
-    return (
-        bool(path)
-        and not path.startswith((*_INSTALLED, "/proc/", "/sys/", "/dev/"))
-        and not path.endswith((".pyc", ".so"))
-        and not os.path.isdir(path)
-    )
+_OWN = tuple(f"{ROOT}{os.sep}{name}" for name in (*(room + os.sep for room in _ROOMS), "cli.py"))
 
 
 def local_modules() -> set[Path]:
@@ -262,5 +219,5 @@ def local_modules() -> set[Path]:
 @functools.cache  # torch brings thousands of modules, each with a walk of its path's links
 def _users_module(name: str) -> Path | None:
     """The file of a module, unless it is installed, part of Python or ours."""
-    path = _real_path(name)
+    path = real_path(name)
     return Path(path) if is_local(path) and not path.startswith(_OWN) else None

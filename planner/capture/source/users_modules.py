@@ -25,10 +25,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from planner.files import ROOT
+
 OUR_NAMES = ("cli", "commands", "costmodel", "profiles", "search")
 """Top-level modules that come with planner, but for `planner` itself."""
-
-_ROOT = Path(__file__).resolve().parents[2]
 
 _kept: dict[Path, dict[str, ModuleType]] = {}
 """Modules of users by the folder of their model file, as they were when their code ended."""
@@ -50,12 +50,12 @@ class _Finder:
 
 def put_ours_first() -> None:
     """Let our names stand for ours in this process, whatever is on its path."""
-    sys.meta_path.insert(0, _Finder(_ROOT, OUR_NAMES))
+    sys.meta_path.insert(0, _Finder(ROOT, OUR_NAMES))
 
 
 def names_of(folder: Path) -> tuple[str, ...]:
     """Return which of our names a folder has modules or packages of."""
-    if folder == _ROOT:
+    if folder == ROOT:
         return ()
     return tuple(
         name
@@ -105,7 +105,7 @@ def among_users_modules(folder: Path, function: Callable[..., Any]) -> Callable[
 
 def _is_ours(name: str) -> bool:
     file = getattr(sys.modules.get(name), "__file__", None)
-    return file is not None and _ROOT in Path(file).resolve().parents
+    return file is not None and ROOT in Path(file).resolve().parents
 
 
 def _take(names: Sequence[str]) -> dict[str, ModuleType]:

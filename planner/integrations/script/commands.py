@@ -129,12 +129,12 @@ class Commands:
                 for name, t in held
             }
         )
-        take_first_values(self.engine, ModuleValues(filled.module, self.engine.mesh), [])
-        self.engine.take_values()
+        take_first_values(self.engine.state, ModuleValues(filled.module, self.engine.mesh))
+        self.engine.state.take_values()
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """Return the optimizer's state of whole parameters by name, on rank 0."""
-        return whole_states(self.engine)
+        return whole_states(self.engine.state)
 
     def _batch(self, leaves: Mapping[str, Tensor]) -> Any:
         return unflatten_batch(self.engine.plan.model.batch_tree, leaves)

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from planner.capture.diagnose import is_users
-from planner.capture.source.model_file import is_local
 from planner.errors import PlannerError
+from planner.files import is_local
 
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
                  "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from planner.capture.diagnose import is_users
-from planner.capture.source.model_file import is_local
 from planner.errors import PlanError, PlannerError
+from planner.files import is_local
 from planner.integrations.script.finding import Finding, Found
 from planner.integrations.script.optimizer import refuse_step, stand_in
 from planner.integrations.script.pending import Pending

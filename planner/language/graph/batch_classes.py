@@ -13,7 +13,7 @@ from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
-from planner.capture.source.model_file import is_local
+from planner.files import is_local
 
 _seen: dict[str, type] = {}
 """Classes of batches that this process was given: not each can be imported by its name."""

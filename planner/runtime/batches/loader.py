@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import (
@@ -20,15 +20,15 @@ from torch.utils.data import (
 
 from planner.errors import ModelError, PlanError, PlannerError
 from planner.language.graph.unit import SAMPLE, Unit
+from planner.language.plan import Plan
 from planner.runtime.batches.draws import generators_kept, seed_of
 from planner.runtime.batches.inputs.agreement import Agreed, Said, agree
+from planner.runtime.batches.inputs.feeder import Feeder
 from planner.runtime.batches.order import AtEnd, Order
 from planner.runtime.batches.sampler import OwnPart
 from planner.runtime.batches.samples import Collate, Loaded, MapParts, PartKey, as_it_is
 from planner.runtime.batches.streams import ShardedStream, WholeStream, places_of
-
-if TYPE_CHECKING:
-    from planner.runtime.step.engine import Engine
+from planner.runtime.process.groups.mesh import Mesh
 
 _ENDS = ("wrap", "drop", "short")
 
@@ -44,7 +44,9 @@ class Loader:
 
     def __init__(
         self,
-        engine: Engine,
+        plan: Plan,
+        mesh: Mesh,
+        feeder: Feeder,
         data: Any,
         *,
         shuffle: bool | None = None,
@@ -55,9 +57,8 @@ class Loader:
         prefetch_factor: int | None = None,
         pin_memory: bool | None = None,
     ) -> None:
-        """See `Engine.loader`."""
-        plan, mesh = engine.plan, engine.mesh
-        self._mesh, self._plan, self._feeder = mesh, plan, engine._feeder
+        """See `Engine.loader`; `feeder` takes the parts."""
+        self._mesh, self._plan, self._feeder = mesh, plan, feeder
         given = data if isinstance(data, DataLoader) else None
         if given is not None:
             data = given.dataset
@@ -72,7 +73,7 @@ class Loader:
         self._data, self._at_end, self._seed = data, at_end, seed
         self._options = _options(given, num_workers, prefetch_factor, pin_memory, mesh.device)
         self._collate = Collate(
-            make=collate_fn or _collate_of(given), reads=engine.reads, pad=engine._feeder.pad
+            make=collate_fn or _collate_of(given), reads=feeder.reads, pad=feeder.pad
         )
         self._split = plan.split
         self._together = self._units_of(given)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from planner.runtime.step.engine import Engine
+from planner.runtime.checkpoint.training import Training
 
 
 class Beside:
@@ -16,7 +14,7 @@ class Beside:
     loaded is always of one moment.
     """
 
-    def __init__(self, engine: Engine, folder: Path) -> None:
+    def __init__(self, engine: Training, folder: Path) -> None:
         self._engine, self._folder = engine, folder
 
     def save(self, keep: int) -> None:

@@ -9,10 +9,10 @@ import threading
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,44 +47,26 @@ from planner.runtime.checkpoint.storage import (
     tensor_item,
 )
 from planner.runtime.checkpoint.together import told_plainly
+from planner.runtime.checkpoint.training import Loaded
 from planner.runtime.checkpoint.weight_files.sources import CheckpointSource, fill, open_source
 from planner.runtime.process import device as devices
 from planner.runtime.process.groups.together import together
 from planner.runtime.state.optimizers.optimizer import OWN_SCHEDULER
-
-if TYPE_CHECKING:
-    from planner.runtime.step.engine import Engine
+from planner.runtime.state.rank_state import RankState
 
 
 class CheckpointWarning(UserWarning):
     """A checkpoint is damaged and the one before it was taken, or values were rounded."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """What was loaded: from which checkpoint, and where training goes on.
-
-    Attributes:
-        path: the checkpoint.
-        step: optimizer steps done.
-        samples: samples trained on.
-        casts: what was saved in another dtype than it has here, in words.
-    """
-
-    path: Path
-    step: int
-    samples: int
-    casts: tuple[str, ...]
-
-
 class Checkpoints:
-    """The checkpoints of one engine. Mutable: a save under way, host memory for it, a group, and on
+    """The checkpoints of one state. Mutable: a save under way, host memory for it, a group, and on
     rank 0 `saved`, the name of the last checkpoint written.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._staging = Staging(engine.mesh.device)
+    def __init__(self, state: RankState) -> None:
+        self._state = state
+        self._staging = Staging(state.mesh.device)
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
         self._copies: Copies | None = None
@@ -94,24 +76,24 @@ class Checkpoints:
     def close(self) -> None:
         """Wait for a save under way, and leave the folders to other engines."""
         self.wait()
-        _release(self._engine)
+        _release(self)
 
     def save(self, folder: Path, *, keep: int, extra: Mapping[str, Any]) -> None:
         """Begin to save; every rank calls it after the same step. See `Engine.save`."""
         if keep < 1:
             raise PlanError(f"keep={keep} must be at least 1: the checkpoint just written")
         self.wait()
-        _claim(folder, self._engine)
+        _claim(folder, self)
         if self._group is None:
             # Its own: its messages go beside those of the training.
-            self._group = self._engine.mesh.open_host_group()
+            self._group = self._state.mesh.open_host_group()
         # Shards, not gathered weights, are what a rank writes.
-        self._engine.rest()
-        parts, notes = take(self._engine, extra)
+        self._state.rest()
+        parts, notes = take(self._state, extra)
         items, sources = _to_write(parts)
         self._copies = self._staging.begin(sources)
         write = partial(
-            self._write, folder, keep, items, self._copies, notes, describe(self._engine)
+            self._write, folder, keep, items, self._copies, notes, describe(self._state)
         )
         # Not a daemon: a script that ends waits for it, as `planner launch` does.
         self._thread = threading.Thread(target=self._run, args=(write,), name="checkpoint")
@@ -134,7 +116,7 @@ class Checkpoints:
 
     def _run(self, write: partial[None]) -> None:
         try:
-            devices.prepare(self._engine.mesh.device)
+            devices.prepare(self._state.mesh.device)
             write()
         except BaseException as error:  # told in training's thread
             self._failure = error
@@ -197,9 +179,9 @@ class Checkpoints:
 
     def load(self, path: Path, *, extra: Mapping[str, Any]) -> Loaded:
         """Load a checkpoint, or the newest whole one in a folder. See `Engine.load`."""
-        engine, control = self._engine, self._engine.mesh.control
+        state, control = self._state, self._state.mesh.control
         self.wait()
-        engine.rest()
+        state.rest()
         found = together(control, lambda: _candidates(path) if dist.get_rank() == 0 else None)[0]
         assert found is not None
         checkpoint = self._first_whole(found, is_named=folders.is_checkpoint(path))
@@ -222,23 +204,23 @@ class Checkpoints:
             ),
         )
         reader = Stored(checkpoint).reader
-        if engine.average is not None:
-            engine.average.begin_anew()  # where the checkpoint has none
+        if state.averages is not None:
+            state.averages.begin_anew()  # where the checkpoint has none
         with told_plainly():
             dcp.load({}, storage_reader=reader, planner=planner, process_group=control)
-        finish_parts(engine, parts)
+        finish_parts(state, parts)
         if assembly is not None:
             assembly.finish()
         casts = self._casts(parts, metadata, manifest)
-        restore(engine, notes, extra)
-        _take_over(checkpoint.parent, engine)
+        restore(state, notes, extra)
+        _take_over(checkpoint.parent, self)
         return Loaded(path=checkpoint, step=notes.step, samples=notes.samples, casts=casts)
 
     def load_weights(self, path: Path) -> None:
         """Take the model's values alone. See `Engine.load_weights`."""
-        engine, control = self._engine, self._engine.mesh.control
+        state, control = self._state, self._state.mesh.control
         self.wait()
-        engine.rest()
+        state.rest()
 
         def choose() -> Path | None:
             source = open_source(path) if dist.get_rank() == 0 else None
@@ -246,17 +228,17 @@ class Checkpoints:
 
         chosen = together(control, choose)[0]
         assert chosen is not None
-        parts = model_parts(engine)
+        parts = model_parts(state)
 
         def read() -> None:
             source = open_source(chosen, is_checked=True)
-            aliases = {meta.fqn: meta.aliases for meta in engine.graph.tensors}
+            aliases = {meta.fqn: meta.aliases for meta in state.graph.tensors}
             with torch.no_grad():
                 missing = fill(parts, aliases, source)
             needed = [
                 part.holding.meta
                 for part in missing
-                if part.holding.meta.kind == "param" or engine.is_empty(part.holding.meta.fqn)
+                if part.holding.meta.kind == "param" or state.is_empty(part.holding.meta.fqn)
             ]
             params = [meta for meta in needed if meta.kind == "param"]
             if params:
@@ -272,11 +254,11 @@ class Checkpoints:
                 )
 
         together(control, read)
-        finish_parts(engine, parts)
+        finish_parts(state, parts)
 
     def _first_whole(self, found: Sequence[Path], *, is_named: bool) -> Path:
         """Return the first checkpoint without damage; ranks deal the files to check."""
-        control, rank = self._engine.mesh.control, dist.get_rank()
+        control, rank = self._state.mesh.control, dist.get_rank()
         for number, checkpoint in enumerate(found):
 
             def check(checkpoint: Path = checkpoint) -> str:
@@ -304,24 +286,24 @@ class Checkpoints:
         raise AssertionError("a folder without checkpoints was refused")
 
     def _targets(self, notes: Notes, metadata: Metadata) -> tuple[list[Part], Assembly | None]:
-        engine = self._engine
+        state = self._state
         parts = [
             part
-            for part in model_parts(engine)
+            for part in model_parts(state)
             # A buffer outside the state dict was stored if steps move it; else the model has it.
-            if part.holding.meta.fqn in engine.outside.dtypes
+            if part.holding.meta.fqn in state.outside.dtypes
             or part.holding.meta.kind == "param"
             or part.key in metadata.state_dict_metadata
         ]
         averages = [
             part
-            for part in average_parts(engine, parts)
+            for part in average_parts(state, parts)
             if part.fallback or part.key in metadata.state_dict_metadata
         ]
-        if engine.optimizer is None:
+        if state.optimizer is None:
             return parts + averages, None
-        params, by_fqn = optimized_parts(engine, parts)
-        assembly = Assembly(engine.optimizer, params, by_fqn, notes.optimizer, metadata)
+        params, by_fqn = optimized_parts(state, parts)
+        assembly = Assembly(state.optimizer, params, by_fqn, notes.optimizer, metadata)
         return parts + averages + assembly.parts, assembly
 
     def _casts(
@@ -336,12 +318,12 @@ class Checkpoints:
             if saved != here:
                 own.setdefault((dtype_name(saved), dtype_name(here)), set()).add(part.key)
         everywhere: dict[tuple[str, str], set[str]] = {}
-        for each in together(self._engine.mesh.control, lambda: own):
+        for each in together(self._state.mesh.control, lambda: own):
             for dtypes, keys in each.items():
                 everywhere.setdefault(dtypes, set()).update(keys)
         casts = tuple(
             f"{len(keys)} tensors saved in {saved} (precision {manifest.precision!r}) are {here} "
-            f"here (precision {self._engine.plan.precision!r}), such as {min(keys)}"
+            f"here (precision {self._state.plan.precision!r}), such as {min(keys)}"
             for (saved, here), keys in sorted(everywhere.items())
         )
         if casts and dist.get_rank() == 0:
@@ -349,17 +331,17 @@ class Checkpoints:
         return casts
 
 
-_saving: dict[Path, weakref.ref[Engine]] = {}
-"""By folder, the engine of this process that saved there last."""
+_saving: dict[Path, weakref.ref[Checkpoints]] = {}
+"""By folder, the checkpoints of the engine of this process that saved there last."""
 
 
-def _claim(folder: Path, engine: Engine) -> None:
+def _claim(folder: Path, own: Checkpoints) -> None:
     """Raise PlanError where another engine of the script saves to a folder: the newest checkpoint
     there would be of either, and one under way would be swept up as what a crash had left.
     """
     path = Path(os.path.realpath(folder))
     other = _saving.get(path, lambda: None)()
-    if other is not None and other is not engine:
+    if other is not None and other is not own:
         del other
         gc.collect()  # an engine that the script has let go may wait for it
         if _saving[path]() is not None:
@@ -368,32 +350,32 @@ def _claim(folder: Path, engine: Engine) -> None:
                 "each engine a folder of its own, or save one with the other by extra="
                 "{name: engine}"
             )
-    _saving[path] = weakref.ref(engine)
+    _saving[path] = weakref.ref(own)
 
 
-def _release(engine: Engine) -> None:
+def _release(own: Checkpoints) -> None:
     """Let others save where a closed engine did: it saves no more."""
     for path, saved_by in list(_saving.items()):
-        if saved_by() is engine:
+        if saved_by() is own:
             del _saving[path]
 
 
-def _take_over(folder: Path, engine: Engine) -> None:
+def _take_over(folder: Path, own: Checkpoints) -> None:
     """Let an engine that goes on from a checkpoint in a folder be the one that saves there."""
     path = Path(os.path.realpath(folder))
     other = _saving.get(path, lambda: None)()
-    if other is not None and other is not engine:
-        other.wait_for_save()
-    _saving[path] = weakref.ref(engine)
+    if other is not None and other is not own:
+        other.wait()
+    _saving[path] = weakref.ref(own)
 
 
-def finish_parts(engine: Engine, parts: Sequence[Part]) -> None:
+def finish_parts(state: RankState, parts: Sequence[Part]) -> None:
     """Bring what was read to all places that hold the same."""
     with torch.no_grad():
         for part in parts:
             for copy in part.tensors[1:]:
                 copy.copy_(part.tensors[0])
-    engine.take_values()
+    state.take_values()
 
 
 def _to_write(parts: Sequence[Part]) -> tuple[list[WriteItem], list[Tensor]]:

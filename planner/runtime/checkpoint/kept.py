@@ -7,23 +7,20 @@ import os
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from planner.errors import PlanError
 from planner.runtime.checkpoint import folder as folders
+from planner.runtime.checkpoint.training import Loaded, Training
 from planner.runtime.process.groups.together import together
-
-if TYPE_CHECKING:
-    from planner.runtime.checkpoint.checkpoints import Loaded
-    from planner.runtime.step.engine import Engine
 
 KEEP, SAVE_EVERY = "PLANNER_KEEP", "PLANNER_SAVE_EVERY"
 """Name the folder of a kept run's checkpoints, and after how many steps each is due."""
 
 
-_kept: dict[Path, weakref.ref[Engine]] = {}
+_kept: dict[Path, weakref.ref[Training]] = {}
 """By the folder of a kept run, the engine of this process that goes on from it."""
 
 
@@ -33,7 +30,7 @@ class Kept:
     Mutable: what is saved beside.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Training) -> None:
         self._engine = engine
         folder = os.environ.get(KEEP)
         self._folder = None if folder is None else Path(folder)
@@ -55,7 +52,7 @@ class Kept:
             folders.sweep(folder)
             return folders.newest_in(folder)
 
-        found = together(self._engine.mesh.control, newest)[0]
+        found = together(self._engine.state.mesh.control, newest)[0]
         if found is None:
             return None
         loaded = self._engine.load(folder, extra=extra)
@@ -89,7 +86,7 @@ class Kept:
                 "engine.keep() was called before engine.resume(), so a run that starts again "
                 "would begin from the first step; call engine.resume() after planner.apply"
             )
-        steps = self._engine.steps
+        steps = self._engine.state.steps
         # (Where gradients of several batches make a step, it is saved once, and not between them.)
         is_due = now or steps % self._every == 0
         if is_due and steps != self._saved and not self._engine.is_accumulating:

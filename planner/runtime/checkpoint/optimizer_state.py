@@ -27,11 +27,11 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from planner.errors import PlanError
 from planner.language.lowering.pieces import Piece, model_key
 from planner.runtime.checkpoint.parts import Part, local
+from planner.runtime.state.rank_state import RankState
 
 if TYPE_CHECKING:
     from planner.language.graph import TensorMeta
     from planner.language.layout.placements import Placements
-    from planner.runtime.step.engine import Engine
 
 _CHOICES = frozenset({"foreach", "fused", "capturable", "differentiable", "param_names"})
 """Of a param group: how the update is computed, not which it is. The script's own stay."""
@@ -112,17 +112,17 @@ def take_apart(
     return found, notes
 
 
-def whole_states(engine: Engine) -> dict[str, dict[str, Any]]:
+def whole_states(rank: RankState) -> dict[str, dict[str, Any]]:
     """Return the optimizer's state of whole parameters by name, on rank 0's CPU; {} elsewhere.
 
     Every rank calls it. Raises PlanError for state that is no tensor shaped like its parameter and
     differs from piece to piece.
     """
-    metas = {meta.fqn: meta for meta in engine.graph.params if meta.requires_grad}
-    held = engine.held_states()
+    metas = {meta.fqn: meta for meta in rank.graph.params if meta.requires_grad}
+    held = rank.held_states()
     kinds: dict[str, dict[str, Any]] = {}
     for fqn, state in held.items():
-        shape = local(engine.piece_of(metas[fqn])[0]).shape
+        shape = local(rank.piece_of(metas[fqn])[0]).shape
         for name, value in state.items():
             is_shaped = isinstance(value, Tensor) and value.dim() and local(value).shape == shape
             if not is_shaped and isinstance(value, Tensor) and value.dim():
@@ -133,7 +133,7 @@ def whole_states(engine: Engine) -> dict[str, dict[str, Any]]:
             kept = value.cpu() if isinstance(value, Tensor) and not is_shaped else value
             kinds.setdefault(fqn, {})[name] = None if is_shaped else kept
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, kinds, group=engine.mesh.control)
+    dist.all_gather_object(every, kinds, group=rank.mesh.control)
     merged: dict[str, dict[str, Any]] = {}
     for of_rank in every:
         for fqn, states in of_rank.items():
@@ -144,9 +144,9 @@ def whole_states(engine: Engine) -> dict[str, dict[str, Any]]:
             if value is None:
 
                 def piece(meta: TensorMeta, name: str = name) -> tuple[Tensor, Placements]:
-                    return held[meta.fqn][name], engine.piece_of(meta)[1]
+                    return held[meta.fqn][name], rank.piece_of(meta)[1]
 
-                value = engine.gathered([metas[fqn]], piece).get(fqn)
+                value = rank.gathered([metas[fqn]], piece).get(fqn)
             found.setdefault(fqn, {})[name] = value
     return found if dist.get_rank() == 0 else {}
 

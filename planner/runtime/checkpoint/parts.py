@@ -1,4 +1,4 @@
-"""What a rank has of an engine's tensors, by their names in a checkpoint.
+"""What a rank has of a training's tensors, by their names in a checkpoint.
 
 model.FQN              a parameter or buffer, in the dtype it rests in: with precision "bf16"
                        the fp32 copy that the optimizer trains (the bf16 weight is that, rounded)
@@ -11,18 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from planner.language.graph import TensorMeta
 from planner.language.lowering.pieces import Chunk, Holding, Holdings, Piece, model_key
-
-if TYPE_CHECKING:
-    from planner.runtime.step.engine import Engine
+from planner.runtime.state.rank_state import RankState
+from planner.runtime.state.weights import local
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,16 +56,16 @@ class Part:
         return (chunk for at, chunk in self.chunks() if self.holding.writes(self.key, at))
 
 
-def model_parts(engine: Engine) -> list[Part]:
+def model_parts(state: RankState) -> list[Part]:
     """Return this rank's parts of parameters and buffers."""
-    params = engine._trained.stepped_by_name()
+    params = state.trained.stepped_by_name()
     parts = []
-    for name, held in Holdings(engine.graph, engine.plan).of(dist.get_rank()).items():
+    for name, held in Holdings(state.graph, state.plan).of(dist.get_rank()).items():
         fqn = held.meta.fqn
         if held.meta.kind == "param":
             tensors = tuple(map(local, params[fqn]))
         else:
-            tensors = tuple(s.passed[name] for s in engine.stages.values() if name in s.passed)
+            tensors = tuple(s.passed[name] for s in state.stages.values() if name in s.passed)
         key, fallback = held.key, ""
         if held.replica is not None and held.replica[0] > 0:
             key, fallback = f"replica.{held.replica[0]}of{held.replica[1]}.{fqn}", key
@@ -85,20 +82,20 @@ def model_parts(engine: Engine) -> list[Part]:
     # What no block uses, and what the preamble reads, each rank has whole, on the CPU.
     is_first = dist.get_rank() == 0
     return parts + [
-        whole_part(model_key(fqn), tensor, is_written=is_first and fqn in engine.outside.unused)
-        for fqn, tensor in engine.outside.tensors.items()
+        whole_part(model_key(fqn), tensor, is_written=is_first and fqn in state.outside.unused)
+        for fqn, tensor in state.outside.tensors.items()
     ]
 
 
 def optimized_parts(
-    engine: Engine, parts: Iterable[Part]
+    state: RankState, parts: Iterable[Part]
 ) -> tuple[dict[str, list[nn.Parameter]], dict[str, Part]]:
     """Return what the optimizer steps on here, by name, and which part of the whole each is.
 
     `parts` are those of the model. Where a parameter is made whole for the optimizer, its owner has
     all of it: one rank among those with its pieces, so it writes what it would of its piece.
     """
-    stepped = engine._trained.optimized_by_name()
+    stepped = state.trained.optimized_by_name()
     found = {}
     for part in parts:
         fqn = part.holding.meta.fqn
@@ -110,11 +107,23 @@ def optimized_parts(
     return stepped, found
 
 
-def average_parts(engine: Engine, parts: Iterable[Part]) -> list[Part]:
+def average_parts(state: RankState, parts: Iterable[Part]) -> list[Part]:
     """Return this rank's parts of averages, if there are; `parts` are those of the model."""
-    if engine.average is None:
+    averages = state.averages
+    if averages is None:
         return []
-    return engine.average.parts({p.holding.meta.fqn: p for p in parts})
+    params = {part.holding.meta.fqn: part for part in parts}
+    is_first = state.mesh.global_rank == 0
+    return [
+        replace(
+            params[fqn],
+            key=f"average.{fqn}",
+            tensors=tuple(map(local, copies)),
+            # A training that was saved without averages begins them from its weights.
+            fallback=params[fqn].key,
+        )
+        for fqn, copies in averages.tensors.items()
+    ] + [whole_part("average_count", averages.count, is_written=is_first)]
 
 
 def whole_part(key: str, tensor: Tensor, *, is_written: bool = True) -> Part:
@@ -129,12 +138,6 @@ def whole_part(key: str, tensor: Tensor, *, is_written: bool = True) -> Part:
     piece = Piece.whole(tensor.shape)
     held = Holding(meta=meta, piece=piece, copies=1, copy=0 if is_written else None)
     return Part(key=key, piece=piece, tensors=(tensor,), holding=held)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor, outside autograd."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def dtype_name(dtype: torch.dtype) -> str:

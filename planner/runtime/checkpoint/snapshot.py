@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,7 @@ from planner.runtime.checkpoint.parts import (
     optimized_parts,
 )
 from planner.runtime.stage.randomness import read_generators, write_generators
-
-if TYPE_CHECKING:
-    from planner.runtime.step.engine import Engine
+from planner.runtime.state.rank_state import RankState
 
 
 @dataclass(slots=True)
@@ -66,25 +64,25 @@ class Notes:
         self.generators |= other.generators
 
 
-def take(engine: Engine, extra: Mapping[str, Any]) -> tuple[list[Part], Notes]:
+def take(state: RankState, extra: Mapping[str, Any]) -> tuple[list[Part], Notes]:
     """Return what this rank has of a run. Raises PlanError for an extra without a state dict."""
     rank = dist.get_rank()
-    parts = model_parts(engine)
-    averages = average_parts(engine, parts)
+    parts = model_parts(state)
+    averages = average_parts(state, parts)
     optimizer = OptimizerNotes()
-    if engine.optimizer is not None:
-        params, by_fqn = optimized_parts(engine, parts)
-        states, optimizer = take_apart(engine.optimizer, params, by_fqn)
+    if state.optimizer is not None:
+        params, by_fqn = optimized_parts(state, parts)
+        states, optimizer = take_apart(state.optimizer, params, by_fqn)
         parts += states
     parts += averages
-    notes = Notes(engine.steps, engine.samples, optimizer)
-    stream = engine._random
+    notes = Notes(state.steps, state.samples, optimizer)
+    stream = state.random
     if stream is not None:
         notes.seed = stream.seed
         # Ranks with the same samples and stage share a stream; the first of them stores it.
         if stream.place == rank:
             notes.streams = {rank: stream.state()}
-    notes.generators = {rank: _generators(engine.mesh.device)}
+    notes.generators = {rank: _generators(state.mesh.device)}
     for name, kept in extra.items():
         _check_stateful(name, kept)
         if rank == 0:
@@ -92,9 +90,9 @@ def take(engine: Engine, extra: Mapping[str, Any]) -> tuple[list[Part], Notes]:
     return parts, notes
 
 
-def describe(engine: Engine) -> Manifest:
+def describe(state: RankState) -> Manifest:
     """Return what a checkpoint says of itself, but for its files."""
-    plan, graph = engine.plan, engine.graph
+    plan, graph = state.plan, state.graph
     stored = {
         name: tensor.fqn
         for tensor in graph.tensors
@@ -102,32 +100,32 @@ def describe(engine: Engine) -> Manifest:
         for name in (tensor.fqn, *tensor.aliases)
     }
     return Manifest(
-        step=engine.steps,
-        samples=engine.samples,
+        step=state.steps,
+        samples=state.samples,
         precision=plan.precision,
         ranks=f"pp={plan.pp} vpp={plan.vpp} {plan.degrees} zero_stage={plan.zero_stage}",
         model=plan.model.name,
         fingerprint=plan.model.fingerprint,
         state={
             name: (stored.get(name, name), dtype_name(dtype))
-            for name, dtype in engine.outside.dtypes.items()
+            for name, dtype in state.outside.dtypes.items()
         },
         versions=versions(),
     )
 
 
-def restore(engine: Engine, notes: Notes, extra: Mapping[str, Any]) -> None:
+def restore(state: RankState, notes: Notes, extra: Mapping[str, Any]) -> None:
     """Put back counts, random states and extras."""
-    engine.steps, engine.samples = notes.step, notes.samples
-    if engine._random is not None and notes.seed is not None:
-        engine._random.restore(notes.seed, notes.streams, notes.step)
+    state.steps, state.samples = notes.step, notes.samples
+    if state.random is not None and notes.seed is not None:
+        state.random.restore(notes.seed, notes.streams, notes.step)
     own = notes.generators.get(dist.get_rank())
     if own is None or len(notes.generators) != dist.get_world_size():
         # Of another number of ranks: all go on with those of rank 0, as they do where every rank
         # chooses the same batches.
         own = notes.generators.get(0)
     if own is not None:
-        _set_generators(engine.mesh.device, own)
+        _set_generators(state.mesh.device, own)
     for name, kept in extra.items():
         kept.load_state_dict(notes.extra[name])
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.errors import PlannerError
+from planner.files import PACKAGE
 from planner.language.plan import Plan
 from planner.nodes.meeting import in_order
 from planner.runtime.process.groups.alike import differences, release
@@ -105,10 +106,9 @@ def _versions(device: str) -> Iterable[tuple[str, str]]:
 
 def _own_version() -> str:
     """The release, and a digest of the source: two checkouts may call themselves the same."""
-    root = Path(__file__).parents[2]
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.relative_to(root).as_posix().encode())
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(path.relative_to(PACKAGE).as_posix().encode())
         digest.update(path.read_bytes())
     return f"{release()}, source {digest.hexdigest()[:8]}"
 

@@ -17,3 +17,9 @@ UNMODIFIED = "PLANNER_UNMODIFIED"
 
 TIMELINE_DIR = "PLANNER_TIMELINE"
 """Names the folder in which ranks record timelines; unset, they record none."""
+
+LAUNCHED = "PLANNER_LAUNCHED_PLAN"
+"""Environment variable: the plan file that `launch` was given; ranks follow it."""
+
+PLAN = "PLANNER_PLAN"
+"""Names the plan that ranks train by instead of the one that the script names."""

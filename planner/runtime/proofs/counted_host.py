@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from planner.capture.modes.ledger import Ledger
 from planner.runtime.stage.host import Host, Pairs, Ticket
+from planner.runtime.state.rank_state import RankState
 from planner.runtime.state.tables import table_of
-from planner.runtime.step.engine import Engine
 
 
 class _Done:
@@ -45,9 +45,9 @@ class CountedHost(Host):
         return _Done()
 
 
-def count_shards_as_host(engine: Engine, ledger: Ledger) -> None:
+def count_shards_as_host(state: RankState, ledger: Ledger) -> None:
     """Count as the host's what FSDP2 would copy there: it leaves out copies from CPU to CPU."""
-    for copies in engine._trained.by_name().values():
+    for copies in state.trained.by_name().values():
         for param in copies:
             if isinstance(param, DTensor):
                 ledger.move_to_host(param._local_tensor)
@@ -57,10 +57,10 @@ def count_shards_as_host(engine: Engine, ledger: Ledger) -> None:
                     )
 
 
-def count_tables_as_host(engine: Engine, ledger: Ledger) -> None:
+def count_tables_as_host(state: RankState, ledger: Ledger) -> None:
     """Count the optimizer's state of tables on the host as the host's, where it steps on them."""
-    optimizer = engine.optimizer
-    for copies in engine._trained.stepped_by_name().values() if optimizer is not None else ():
+    optimizer = state.optimizer
+    for copies in state.trained.stepped_by_name().values() if optimizer is not None else ():
         for param in copies:
             table = table_of(param)
             if table is not None and table.is_on_host:

@@ -166,13 +166,13 @@ def _track(
         )
         start_bytes = ledger.peak_bytes - batch_bytes
         if plan.optimizer_on_host:
-            count_shards_as_host(engine, ledger)
+            count_shards_as_host(engine.state, ledger)
         if not on_gloo:
             engine._executor._post._sending = _Gone()
         del model  # as `apply` does: only the pieces stay
         # (The first step makes the optimizer's state, which is a part of what rests.)
         engine.step(batch)
-        count_tables_as_host(engine, ledger)
+        count_tables_as_host(engine.state, ledger)
         rest_bytes, host_rest_bytes = ledger.live_bytes, ledger.host_bytes
         # Both call the same recorder, which is all that a timeline needs of them.
         engine._recorder = engine._executor._recorder = ledger  # type: ignore[assignment]

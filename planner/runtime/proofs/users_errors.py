@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from planner.capture.diagnose import causes, first_line
-from planner.capture.source.model_file import is_local
 from planner.errors import ModelError, PlannerError
+from planner.files import PACKAGE, is_local
 
-_OWN = str(Path(__file__).resolve().parents[2])
+_OWN = str(PACKAGE)
 _TORCH = str(Path(torch.__file__).parent)
 _MODES = ("__torch_function__", "__torch_dispatch__")
 """Functions of ours that the user's calls of torch pass through."""

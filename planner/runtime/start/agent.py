@@ -22,7 +22,8 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from planner.errors import PlannerError
 from planner.nodes.interface import address_towards
 from planner.nodes.waiting import REACHED_S, described, is_here, reach, waiting_at
-from planner.runtime.start.course import PLAN, Course
+from planner.runtime.process.environment import PLAN
+from planner.runtime.start.course import Course
 from planner.runtime.start.node_order import InOrder
 from planner.runtime.start.node_watch import NodeWatch, lost_after_s
 

@@ -28,8 +28,6 @@ _LIMIT_FILE, _NEXT_LIMIT = "memory-limit", 0.9
 """Where a kept run notes how much its plans may need, in bytes; and the part of what the plan that
 did not fit needed, its device's context aside, that the next one may."""
 
-LAUNCHED = "PLANNER_LAUNCHED_PLAN"
-"""Environment variable: the plan file that `launch` was given; ranks follow it."""
 
 _FROM_OUTSIDE = {
     SIGKILL: (
@@ -39,8 +37,6 @@ _FROM_OUTSIDE = {
 }
 """Signals that no program sends itself, and who sends them."""
 
-PLAN = "PLANNER_PLAN"
-"""Names the plan that ranks train by instead of the one that the script names."""
 
 Replan = Callable[[Sequence[int], int | None], Plan]
 """Returns the fastest plan for one of some numbers of ranks, and for a limit of bytes per device

@@ -13,9 +13,9 @@ from planner.language.plan.node_runs import described, node_runs, ranks_of_nodes
 from planner.language.plan.schedule_of import schedule_of
 from planner.nodes.launchers import Started, started
 from planner.runtime.checkpoint.kept import KEEP, SAVE_EVERY
-from planner.runtime.process.environment import DEVICES, TIMELINE_DIR, UNMODIFIED
+from planner.runtime.process.environment import DEVICES, LAUNCHED, TIMELINE_DIR, UNMODIFIED
 from planner.runtime.process.watchdog import ENDS_S
-from planner.runtime.start.course import LAUNCHED, Keeping
+from planner.runtime.start.course import Keeping
 from planner.runtime.start.workers import become_rank, run_workers
 from planner.units import MIB, format_bytes
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import sys
 import weakref
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,12 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from planner.runtime.process import device as devices
+from planner.runtime.state.rank_state import RankState
 from planner.units import format_bytes
 
-if TYPE_CHECKING:
-    from planner.runtime.step.engine import Engine
-
-_engines: list[weakref.ref[Engine]] = []
+_states: list[weakref.ref[RankState]] = []
 """Those of this process, as they were made: an error that leaves the script has none of them."""
 
 _HELD = (("parameters", "parameter_bytes"), ("gradients", "gradient_bytes"))
@@ -33,9 +30,9 @@ _SAID = (
 """What errors of no type of their own say where there was no memory."""
 
 
-def watch(engine: Engine) -> None:
-    """Let `describe` find an engine for as long as it lives."""
-    _engines.append(weakref.ref(engine))
+def watch(state: RankState) -> None:
+    """Let `describe` find what an engine holds for as long as it lives."""
+    _states.append(weakref.ref(state))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -52,24 +49,24 @@ def describe(error: BaseException, rank: int) -> tuple[str, int | None]:
     """
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
     lines = [f"planner: rank {rank} ran out of memory: {first}"]
-    engines = [engine for each in _engines if (engine := each()) is not None]
-    if not engines:
+    states = [state for each in _states if (state := each()) is not None]
+    if not states:
         return "\n".join((*lines, "  before planner.apply had made its engine")), None
-    held = [_actual(engine) for engine in engines]
-    peak = _peak_bytes(engines[0].mesh.device)
+    held = [_actual(state) for state in states]
+    peak = _peak_bytes(states[0].mesh.device)
     everything = sum(sum(actual.values()) for actual in held)
-    for number, (engine, actual) in enumerate(zip(engines, held, strict=True), 1):
-        if len(engines) > 1:
-            model = engine.plan.model.name
-            lines.append(f"  engine {number} of {len(engines)}, {model}, without the others'")
+    for number, (state, actual) in enumerate(zip(states, held, strict=True), 1):
+        if len(states) > 1:
+            model = state.plan.model.name
+            lines.append(f"  engine {number} of {len(states)}, {model}, without the others'")
         others = everything - sum(actual.values())
-        lines += _table(engine, actual, peak - others)
+        lines += _table(state, actual, peak - others)
     return "\n".join(lines), peak
 
 
-def _table(engine: Engine, actual: dict[str, int], peak: int) -> list[str]:
-    every = engine.plan.estimate.get("memory", ())
-    place = engine.mesh.rank("pp")
+def _table(state: RankState, actual: dict[str, int], peak: int) -> list[str]:
+    every = state.plan.estimate.get("memory", ())
+    place = state.mesh.rank("pp")
     predicted = dict(every[place]) if place < len(every) else {}
     lines = [f"  {'':26}{'predicted':>12}{'actual':>12}"]
     known = dict((*_HELD, _STATE))
@@ -87,15 +84,15 @@ def _table(engine: Engine, actual: dict[str, int], peak: int) -> list[str]:
     return lines
 
 
-def _actual(engine: Engine) -> dict[str, int]:
+def _actual(state: RankState) -> dict[str, int]:
     """Bytes by category on the device."""
-    device = engine.mesh.device
-    params = [p for stage in engine.stages.values() for p in stage.parameters()]
-    buffers = [t for stage in engine.stages.values() for t in stage.passed.values()]
-    states = [] if engine.optimizer is None else tree_leaves(list(engine.optimizer.state.values()))
+    device = state.mesh.device
+    params = [p for stage in state.stages.values() for p in stage.parameters()]
+    buffers = [t for stage in state.stages.values() for t in stage.passed.values()]
+    states = [] if state.optimizer is None else tree_leaves(list(state.optimizer.state.values()))
     return {
         "parameters": _bytes([*params, *buffers], device),
-        "gradients": _bytes(engine._trained.gradients(), device),
+        "gradients": _bytes(state.trained.gradients(), device),
         "optimizer": _bytes([t for t in states if isinstance(t, Tensor)], device),
     }
 

@@ -27,6 +27,7 @@ from planner.language.graph.tables import tables_of
 from planner.language.lowering.wiring import stage_params
 from planner.language.plan import Plan
 from planner.runtime.process.groups.mesh import Mesh
+from planner.runtime.stage.calls.table_lookup import ROWS
 from planner.runtime.stage.host import Host
 from planner.runtime.state.masters import rest_dtype
 from planner.runtime.state.optimizers.reach import takes
@@ -34,9 +35,6 @@ from planner.runtime.state.optimizers.several import Several
 
 PART_BYTES = 32 * 2**20
 """Of rows, exchanged at once."""
-
-ROWS = "rows_of_table"
-"""Attribute of a parameter that has its `RowTable`."""
 
 
 def table_of(weight: Tensor) -> RowTable | None:

@@ -39,13 +39,13 @@ from planner.runtime.state.optimizers.optimizer import (
     use_fused_kernels,
 )
 from planner.runtime.state.optimizers.owned import Owned
+from planner.runtime.state.optimizers.passing_over import can_pass_over, passing_over
 from planner.runtime.state.optimizers.shards import stepping_shards
 from planner.runtime.state.optimizers.whole_params import WholeParams, stepped_on
 from planner.runtime.state.reached import without_gradients
 from planner.runtime.state.reduce import GradBuckets
 from planner.runtime.state.tables import build_tables, check_takes_rows
 from planner.runtime.state.tied import tied_copies
-from planner.runtime.step.values import can_pass_over, passing_over
 
 Owner = StageModule | MasterParams | HostMasters
 

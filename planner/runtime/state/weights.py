@@ -6,6 +6,7 @@ import operator
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from planner.errors import LayoutError, ModelError
 from planner.language.graph import TensorMeta
@@ -72,3 +73,9 @@ def empty_tensors(module: nn.Module) -> frozenset[str]:
 def materialized(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor, or memory for what has no values yet."""
     return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return what this rank has of a tensor, outside autograd."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

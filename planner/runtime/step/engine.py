@@ -8,10 +8,9 @@ one and takes the same path.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,28 +21,21 @@ from torch import Tensor, nn
 from planner.errors import PlanError
 from planner.language.across import follows_from_parts
 from planner.language.across.cut.batch_statistics import deferred
-from planner.language.across.cut.moved_once import moved_once
 from planner.language.across.cut.whole_batch import graph_under
-from planner.language.graph import ModelGraph, TensorMeta
+from planner.language.graph import ModelGraph
 from planner.language.graph.tables import with_table_lookups
-from planner.language.layout.placements import Placements
 from planner.language.lowering.wiring import (
     build_edges,
-    param_placements,
     shaped_edges,
     stage_params,
 )
-from planner.language.ops.record import is_random
 from planner.language.plan import Plan
 from planner.language.plan.accepted import LOCAL_SAMPLES
-from planner.language.plan.replication import Replication
 from planner.language.plan.schedule_of import schedule_of
 from planner.language.schedule import Job, StepJobKind, step_jobs
-from planner.runtime.batches.inputs.feed import Feed, Preamble
+from planner.runtime.batches.inputs.feed import Feed
 from planner.runtime.batches.inputs.feeder import Feeder, Shaped
 from planner.runtime.batches.inputs.loss_weights import LossWeight, LossWeights
-from planner.runtime.batches.inputs.whole_batch import WholeBatchValues
-from planner.runtime.checkpoint.average import WeightAverage
 from planner.runtime.checkpoint.beside import Beside
 from planner.runtime.checkpoint.folder import is_checkpoint
 from planner.runtime.initial.places import take_first_values
@@ -54,30 +46,30 @@ from planner.runtime.process.ended import counted_step
 from planner.runtime.process.groups.mesh import Mesh
 from planner.runtime.process.recorder import start_recorder
 from planner.runtime.process.watchdog import start_watchdog
-from planner.runtime.stage.calls.opaque_modules import keep_modules
 from planner.runtime.stage.host import Host
 from planner.runtime.stage.host_activations import ActivationsOnHost
 from planner.runtime.stage.programs import Programs
-from planner.runtime.stage.randomness import RandomStream, unused_seed
-from planner.runtime.stage.recompute import Keeper
-from planner.runtime.stage.weight_grads import WeightQueue
+from planner.runtime.stage.stage import StageModule
 from planner.runtime.state import zero
-from planner.runtime.state.gather import gather
+from planner.runtime.state.average import WeightAverage
 from planner.runtime.state.optimizers.optimizer import OWN_SCHEDULER, check_schedulers
 from planner.runtime.state.outside import OutsideTensors
 from planner.runtime.state.reached import Reached
 from planner.runtime.state.tables import table_of
-from planner.runtime.state.trained import TrainedParams
 from planner.runtime.state.untouched import Untouched
-from planner.runtime.state.weights import constant, materialized, shape_of
 from planner.runtime.step.accumulation import Accumulation
 from planner.runtime.step.batch_norm import DeferredStatistics
+from planner.runtime.step.build import (
+    BlockPrograms,
+    build_rank_state,
+    check_tables,
+    zero_stage_of,
+)
 from planner.runtime.step.device_marks import DeviceMarks
 from planner.runtime.step.evaluation import Evaluation
 from planner.runtime.step.executor import Executor, Hooks
-from planner.runtime.step.intermediates import gathered, intermediates, watching
+from planner.runtime.step.intermediates import Seen, gathered, watching
 from planner.runtime.step.messages.p2p import Post
-from planner.runtime.step.stages import build_stages
 from planner.runtime.step.values import Look, ValueCheck
 from planner.timeline import CHECK
 
@@ -86,8 +78,9 @@ if TYPE_CHECKING:
 
     from planner.runtime.batches.loader import Loader
     from planner.runtime.batches.order import AtEnd
-    from planner.runtime.checkpoint.checkpoints import Checkpoints, Loaded
+    from planner.runtime.checkpoint.checkpoints import Checkpoints
     from planner.runtime.checkpoint.kept import Kept
+    from planner.runtime.checkpoint.training import Loaded
 
 
 @dataclass(slots=True)
@@ -108,17 +101,9 @@ class Engine:
     """A rank's part of a model in training. Mutable: weights and optimizer state.
 
     Attributes:
-        plan, graph, mesh: what is trained, and this rank's process groups.
-        captured: the graphs of the plan's shapes of batches, the largest first.
-        modules: the classes of the model's modules, by name.
-        stages: this rank's stage modules, by stage index.
-        outside: the tensors of the state dict that lie in no stage.
-        optimizer: over this rank's parameters; None when it holds none that train.
-        steps, samples: how many updates were made, and of how many samples.
+        state: what this rank holds.
         grad_norm: of the last step's gradients before clipping, when they are clipped.
         fetched: what the last step was told to fetch.
-        runs_of_fetched: in how many runs of a dim fetched tensors have their samples, by block and
-            name (`planner.language.across.runs_of_samples`).
         average: the average of weights, once `average_weights` began it.
         after_step: functions that are given each step's loss.
         after_load: functions that run when a training was loaded.
@@ -167,130 +152,82 @@ class Engine:
                 f"the plan's stages end with block {plan.stages[-1].last_block} and the model's "
                 f"last block is {len(graph.blocks) - 1}; search again"
             )
-        captured = graph
-        graph = with_table_lookups(graph, plan.tables_on_host)
-        buckets = tuple(with_table_lookups(each, plan.tables_on_host) for each in buckets)
-        _refuse_tables(graph, plan)
+        looked_up = [with_table_lookups(each, plan.tables_on_host) for each in (graph, *buckets)]
+        check_tables(looked_up[0], plan)
+        captured = (graph, *looked_up[1:])
         if deferred_batch_norm:
-            graph = deferred(graph)
-        self.plan, self.graph, self.mesh, self.captured = plan, graph, mesh, (captured, *buckets)
-        self.modules = {name: type(part) for name, part in model.named_modules() if name}
-        self.steps = self.samples = 0
+            looked_up[0] = deferred(looked_up[0])
+        graph, graphs = looked_up[0], tuple(looked_up)
         self.after_step: list[Callable[[Tensor], None]] = []
         self.after_load: list[Callable[[], None]] = []
         self.average: WeightAverage | None = None
-        for each in (graph, *buckets):
-            keep_modules(each, model)
-        self._wholes = [
-            WholeBatchValues(each, graph_under(each, plan), pad or {}, partial(_on_host, model))
-            for each in self.captured
-        ]
-        counted = [whole.tensors for whole in self._wholes]
-        # Tensors of the state dict that no stage holds (unused, or read by the preamble and what is
-        # made of whole batches alone) are kept apart, so that checkpoints still have them.
-        used = {name for names in stage_params(graph, plan) for name in names}
         self._host = host or Host(mesh.device)
-        with self._host.holding():
-            self.outside = OutsideTensors.of(
-                model,
-                held={n for t in graph.tensors if t.name in used for n in (t.fqn, *t.aliases)},
-                read={
-                    each.tensor[name].fqn
-                    for each, names in zip(self.captured, counted, strict=True)
-                    for name in (*each.preamble.params, *names)
-                },
-                may_be_empty=may_be_empty,
-                makes_buffers=values is not None,
-            )
         self.schedule = schedule_of(plan)
-        own_stages = self.schedule.stages_of(mesh.rank("pp"))
-        # With one replica there is nothing to shard over, whatever ZeRO stage is planned.
-        is_sharded = Replication.of(plan, own_stages[0]).is_sharded
-        self._zero_stage = plan.zero_stage if is_sharded else 0
-        # FSDP2 reduces a gradient when its block's backward ends; one made later would be lost.
-        self._weight_queue = None if self._zero_stage else WeightQueue()
-        self._keeper = Keeper()
-        away = [index for index in own_stages if plan.stages[index].activations_on_host]
-        jobs = self.schedule.jobs[mesh.rank("pp")]
-        self._away = ActivationsOnHost(self._host, jobs, away) if away else None
-        self._param_placements = param_placements(graph, plan, mesh.rank("pp"))
+        self._lowered = BlockPrograms(
+            plan, mesh, zero_stage=zero_stage_of(plan, self.schedule, mesh)
+        )
+        self._away = self._activations_on_host(plan, mesh)
         # Edges are numbered alike on all ranks, as they follow from graph and plan: messages need
         # no header.
         edges = build_edges(graph, plan)
-        self._made_programs: list[Programs] = []
-        self.programs = self.programs_of((graph, *buckets))
-        self.stages, owners = build_stages(
-            own_stages,
-            model,
-            graph,
+        self._programs = self._lowered.of(graphs)
+        held = build_rank_state(
             plan,
+            graphs,
+            captured,
+            model,
             mesh,
+            schedule=self.schedule,
             edges=edges,
-            placements=self._param_placements,
-            zero_stage=self._zero_stage,
-            programs=self.programs,
-            keeper=self._keeper,
+            programs=self._programs,
+            lowered=self._lowered,
             host=self._host,
             away=self._away,
-            moved_once=moved_once(captured),
+            pad=pad or {},
+            may_be_empty=may_be_empty,
+            makes_buffers=values is not None,
         )
-        preambles = [self._build_preambles(model, each) for each in (graph, *buckets)]
-        self._preambles = preambles[0]
-        self._trained = TrainedParams(
-            graph,
-            plan,
-            mesh,
-            self.stages,
-            owners,
-            self._param_placements,
-            sharded=self._zero_stage > 0,
-            host=self._host,
-        )
-        by_stage = stage_params(graph, plan)
+        self.state = state = held.state
         self._reached = Reached(
-            self.stages, mesh, [[graph.tensor[n].fqn for n in names] for names in by_stage]
+            state.stages,
+            mesh,
+            [[graph.tensor[n].fqn for n in names] for names in stage_params(graph, plan)],
         )
-        read: list[tuple[ModelGraph, Mapping[str, Tensor]]] = [
-            (each, preamble.tensors)
-            for each, by_stage in zip(self.captured, preambles, strict=True)
-            for preamble in by_stage.values()
-        ]
-        read += [
-            (each, whole.tensors) for each, whole in zip(self.captured, self._wholes, strict=True)
-        ]
-        take_first_values(self, values or ModuleValues(model, mesh), read)
+        take_first_values(state, values or ModuleValues(model, mesh))
         # First values are given to what the optimizer steps on (fp32 masters, copies on the host);
         # the stages' own parameters are these, rounded or copied.
-        self._trained.write_back()
+        state.trained.write_back()
         self._accumulation = Accumulation()
         self._added: _Added | None = None
         self._is_apart = False
-        self.optimizer = self._trained.build_optimizer(
+        state.optimizer = state.trained.build_optimizer(
             optimizer, model, is_accumulating=lambda: self.is_accumulating
         )
         self._step_jobs = {job.kind: job for job in step_jobs(mesh.rank("pp"))}
         self._max_grad_norm = max_grad_norm
         self.grad_norm: Tensor | None = None
         self.fetched: dict[str, Tensor] = {}
-        self.runs_of_fetched: dict[tuple[int, str], int] = {}
+        self._runs_of_fetched: dict[tuple[int, str], int] = {}
         self._statistics = (
-            DeferredStatistics(captured, plan, mesh, self.stages) if deferred_batch_norm else None
+            DeferredStatistics(captured[0], plan, mesh, state.stages)
+            if deferred_batch_norm
+            else None
         )
         self._recorder = self._host.recorder = start_recorder(mesh)
         self._record_collective = None if self._recorder is None else self._recorder.collective
         self._executor = Executor(
             schedule=self.schedule,
             pp_rank=mesh.rank("pp"),
-            stages=self.stages,
+            stages=state.stages,
             edges=edges,
             post=Post(
                 mesh,
                 self.schedule,
                 edges,
                 plan,
-                buckets=[shaped_edges(edges, bucket) for bucket in buckets],
+                buckets=[shaped_edges(edges, bucket) for bucket in graphs[1:]],
             ),
-            weight_queue=self._weight_queue,
+            weight_queue=self._lowered.weight_queue,
             lookahead=plan.receive_ahead,
             marks=DeviceMarks(mesh.device) if devices.is_accelerator(mesh.device) else None,
             recorder=self._recorder,
@@ -302,71 +239,86 @@ class Engine:
             ),
         )
         self._values = ValueCheck(mesh, self._executor) if check_values else None
-        # Read off the graph of the whole model, so all ranks agree whether to take part in the
-        # broadcast of the seed.
-        random = any(is_random(op) for program in graph.classes for op in program.ops)
-        self._random = RandomStream(_shared_seed(mesh), mesh) if random else None
         self._checkpoints: Checkpoints | None = None
         self._kept: Kept | None = None
         start_watchdog(self._executor.status, step_s=plan.estimate.get("step_s", 0.0))
         self._untouched: Untouched | None = None
-        self._evaluation = Evaluation(self, capture_evaluation)
+        self._evaluation = Evaluation(
+            state,
+            self._programs,
+            self._lowered.of,
+            capture_evaluation,
+            has_deferred_statistics=self._statistics is not None,
+        )
         self._loss_dtype = getattr(torch, graph.tensor[graph.loss].dtype)
         self._feeder = Feeder(
-            [Shaped(each, made) for each, made in zip((graph, *buckets), preambles, strict=True)],
+            [Shaped(each, made) for each, made in zip(graphs, held.preambles, strict=True)],
             plan,
             mesh,
             pad=pad or {},
-            side_inputs={s: stage.wiring.side_inputs for s, stage in self.stages.items()},
+            side_inputs={s: stage.wiring.side_inputs for s, stage in state.stages.items()},
             loss_weights=LossWeights(
                 mesh,
                 dtype=self._loss_dtype,
-                has_loss=any(stage.wiring.has_loss for stage in self.stages.values()),
+                has_loss=any(stage.wiring.has_loss for stage in state.stages.values()),
                 takes=any(
-                    self._wholes[0].names.intersection(stage.wiring.side_inputs)
-                    for stage in self.stages.values()
+                    held.wholes[0].names.intersection(stage.wiring.side_inputs)
+                    for stage in state.stages.values()
                 ),
                 count=loss_weight,
-                wholes=self._wholes,
-                is_exact=follows_from_parts(graph_under(self.captured[0], plan))
+                wholes=held.wholes,
+                is_exact=follows_from_parts(graph_under(captured[0], plan))
                 and not (callable(loss_weight) and LOCAL_SAMPLES in {*plan.accept, *accept}),
             ),
         )
 
-    # -- building -----------------------------------------------------------------------
+    def _activations_on_host(self, plan: Plan, mesh: Mesh) -> ActivationsOnHost | None:
+        own = self.schedule.stages_of(mesh.rank("pp"))
+        away = [index for index in own if plan.stages[index].activations_on_host]
+        jobs = self.schedule.jobs[mesh.rank("pp")]
+        return ActivationsOnHost(self._host, jobs, away) if away else None
 
-    def _build_preambles(self, model: nn.Module, graph: ModelGraph) -> dict[int, Preamble]:
-        mesh = self.mesh
-        metas = [graph.tensor[name] for name in graph.preamble.params]
-        tensors = {
-            meta.name: shape_of(model, meta) if meta.data is None else constant(meta)
-            for meta in metas
-        }
-        tensors = {
-            name: materialized(t, mesh.device) if t.is_meta else t.to(mesh.device)
-            for name, t in tensors.items()
-        }
-        return {
-            index: Preamble(graph, stage.wiring.side_inputs, tensors, mesh.device)
-            for index, stage in self.stages.items()
-        }
-
-    def programs_of(self, graphs: Sequence[ModelGraph]) -> Programs:
-        """Return the programs of this rank's blocks, by graphs of the plan's shapes."""
-        made = Programs(
-            [with_table_lookups(graph, self.plan.tables_on_host) for graph in graphs],
-            self.plan,
-            self.mesh,
-            keeper=self._keeper,
-            weight_queue=self._weight_queue,
-        )
-        self._made_programs.append(made)
-        return made
+    # -- what it holds, for scripts ------------------------------------------------------
 
     @property
-    def has_deferred_statistics(self) -> bool:
-        """Whether running statistics are those of the whole batch, so alike on all replicas."""
-        return self._statistics is not None
+    def plan(self) -> Plan:
+        """The plan by which it trains."""
+        return self.state.plan
+
+    @property
+    def graph(self) -> ModelGraph:
+        """The graph that stages run."""
+        return self.state.graph
+
+    @property
+    def mesh(self) -> Mesh:
+        """Where this rank is, and its process groups."""
+        return self.state.mesh
+
+    @property
+    def stages(self) -> dict[int, StageModule]:
+        """The stage modules of this rank, by stage index."""
+        return self.state.stages
+
+    @property
+    def outside(self) -> OutsideTensors:
+        """The tensors of the state dict that lie in no stage."""
+        return self.state.outside
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """Over this rank's parameters; None when it holds none that train."""
+        return self.state.optimizer
+
+    @property
+    def steps(self) -> int:
+        """How many updates were made."""
+        return self.state.steps
+
+    @property
+    def samples(self) -> int:
+        """Of how many samples the updates were."""
+        return self.state.samples
 
     # -- running ------------------------------------------------------------------------
 
@@ -410,7 +362,9 @@ class Engine:
         from planner.runtime.batches.loader import Loader
 
         return Loader(
-            self,
+            self.plan,
+            self.mesh,
+            self._feeder,
             data,
             shuffle=shuffle,
             seed=seed,
@@ -479,7 +433,7 @@ class Engine:
         if added.is_finished:
             return
         for index in self.stages:
-            self._trained.start_sums(index)
+            self.state.trained.start_sums(index)
         self._finish_gradients(factor=factor)
         added.is_finished = True
 
@@ -487,7 +441,7 @@ class Engine:
         """Scale finished gradients to a norm of at most `max_norm`; return the norm before."""
         assert self._added is not None, "gradients are finished before"
         assert self._added.is_finished, "gradients are finished before"
-        self.grad_norm = self._trained.clip(max_norm)
+        self.grad_norm = self.state.trained.clip(max_norm)
         return self.grad_norm
 
     def update(self) -> None:
@@ -510,11 +464,11 @@ class Engine:
         self._is_apart = apart
         # Gradients of an earlier batch without update are added to, not cleared.
         if not self._accumulation.is_open:
-            self._trained.zero_gradients()
+            self.state.trained.zero_gradients()
             self._reached.begin()
             if self._statistics is not None:
                 self._statistics.begin()
-        with self._drawn(), watching(self, fetch) as seen:
+        with self._drawn(), self._watching(fetch, None) as seen:
             # (The batch's weight in the mean over all batches since the last update scales its
             # backwards.)
             losses = self._executor.train(
@@ -532,10 +486,10 @@ class Engine:
             self._stop_if_wrong(look, feed, loss)
         if apart:
             self._added = _Added(feed, loss)
-        self.samples += feed.split.num_samples * self.plan.unit.size
+        self.state.samples += feed.split.num_samples * self.plan.unit.size
         if shared is not None:
             shared.wait()
-        self.fetched = gathered(self, seen) if seen.wanted else {}
+        self.fetched = self._gathered(seen) if seen.wanted else {}
         for tell in self.after_step:
             tell(loss)
         if update and self._schedulers:
@@ -555,18 +509,18 @@ class Engine:
         with self._executor.phase("sums of gradients"), self._recorded("REDUCE"):
             if self._statistics is not None:
                 self._statistics.finish()
-            self._trained.finish_sums()
+            self.state.trained.finish_sums()
             # Sums over ranks come first, then the division by the batches' weights, then the norm:
             # clipping limits the gradient of the whole update.
-            self._accumulation.finish(self._trained.with_gradients(), factor=factor)
+            self._accumulation.finish(self.state.trained.with_gradients(), factor=factor)
             if clips_to is not None:
-                self.grad_norm = self._trained.clip(clips_to)
+                self.grad_norm = self.state.trained.clip(clips_to)
 
     def _change_weights(self, feed: Feed, loss: Tensor, shared: dist.Work | None) -> None:
         # Weights change only where nothing is wrong: the failing step can then run again from the
         # same weights, watched op by op.
         look = None
-        passes_over = self._trained.can_pass_over(self.optimizer)
+        passes_over = self.state.trained.can_pass_over(self.optimizer)
         if self._values is not None:
             with self._executor.phase("its look for NaN"), self._recorded(CHECK):
                 look = self._look(self._values, loss, shared, has_gradients=True)
@@ -578,7 +532,7 @@ class Engine:
                 # A save under way still copies weights and optimizer state; the step would
                 # overwrite them.
                 self._checkpoints.hold()
-            self._trained.step(
+            self.state.trained.step(
                 self.optimizer,
                 unreached=self._reached.missing(),
                 is_wrong=look.flag if look is not None and passes_over else None,
@@ -586,14 +540,14 @@ class Engine:
         if look is not None and passes_over:
             with self._executor.phase("its look for NaN"):
                 self._stop_if_wrong(look, feed, loss)
-        self.steps += 1
+        self.state.steps += 1
 
     def _look(
         self, values: ValueCheck, loss: Tensor, shared: dist.Work | None, *, has_gradients: bool
     ) -> Look:
         if shared is not None:
             shared.wait()
-        gradients = self._trained.gradients() if has_gradients else ()
+        gradients = self.state.trained.gradients() if has_gradients else ()
         return values.look(loss, gradients, self.grad_norm if has_gradients else None)
 
     def _stop_if_wrong(self, look: Look, feed: Feed, loss: Tensor) -> None:
@@ -604,14 +558,14 @@ class Engine:
         assert values is not None, "looks are the check's"
         # The step runs again alone, from cleared gradients, to find the op at fault.
         self._accumulation.forget()
-        held = self._trained.stepped_by_name()
+        held = self.state.trained.stepped_by_name()
         named = {f"parameter {name}": copies[0].detach() for name, copies in held.items()}
 
         def again() -> None:
-            self._trained.zero_gradients()
+            self.state.trained.zero_gradients()
             with self._drawn():
                 self._executor.train(feed)
-            self._trained.finish_sums()
+            self.state.trained.finish_sums()
 
         raise values.explain(again, step=self.steps + 1, loss=loss, named=named)
 
@@ -638,9 +592,9 @@ class Engine:
         raises PlanError where it then computes what it does not in training.
         """
         programs = self._evaluation.programs
-        with self._evaluation.running(), watching(self, fetch, programs) as seen:
+        with self._evaluation.running(), self._watching(fetch, programs) as seen:
             loss = self.forward(batch)
-        self.fetched = gathered(self, seen) if seen.wanted else {}
+        self.fetched = self._gathered(seen) if seen.wanted else {}
         return loss
 
     def forward(self, batch: Any) -> Tensor:
@@ -661,28 +615,30 @@ class Engine:
         """
         if self.average is not None:
             raise PlanError("the engine's weights are averaged already; use engine.average")
-        self.average = WeightAverage(self, decay=decay, every=every)
+        self.average = WeightAverage(
+            self.state, decay=decay, every=every, is_accumulating=lambda: self.is_accumulating
+        )
+        self.after_step.append(self.average.take)
         return self.average
 
     def _drawn(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._random is None else self._random.drawn()
+        return nullcontext() if self.state.random is None else self.state.random.drawn()
 
     def _feed(self, batch: Any) -> Feed:
         with self._executor.phase("its part of the batch, which all ranks agree on"):
             feed = self._feeder.feed(batch)
-        if self._zero_stage:
+        if self.state.zero_stage:
             zero.quiet_views()
         count = self.num_replicas
         parts = tuple(len(feed.split.part(0, count, part)) for part in range(count))
-        for programs in self._made_programs:
-            programs.bucket, programs.parts = feed.bucket, parts
+        self._lowered.take_shape(feed.bucket, parts)
         # (Another engine of the script may have run since.)
         collectives.record(self._record_collective)
         return feed
 
     def _after_forward(self, stage_index: int, num_samples: int) -> None:
         # FSDP2 keeps weights gathered for a backward that never comes.
-        if self._zero_stage and not self._has_backward(stage_index):
+        if self.state.zero_stage and not self._has_backward(stage_index):
             zero.end_without_backward(self.stages[stage_index])
         if self._statistics is not None:
             self._statistics.add(stage_index, num_samples)
@@ -693,10 +649,10 @@ class Engine:
         return any(edge.requires_grad for edge in wiring.outgoing) or wiring.has_loss
 
     def _before_backward(self, stage_index: int, is_last: bool) -> None:
-        if self._zero_stage:
+        if self.state.zero_stage:
             zero.before_backward(
                 self.stages[stage_index],
-                self._zero_stage,
+                self.state.zero_stage,
                 is_last=is_last,
                 # (Apart, no backward is known to be the last: each brings its sums to the shards.)
                 is_update=self._accumulation.is_last or self._is_apart,
@@ -705,7 +661,7 @@ class Engine:
     def _after_gradients(self, stage_index: int) -> None:
         # Between batches of one update gradients stay local, so the sum over replicas is sent once.
         if self._accumulation.is_last:
-            self._trained.start_sums(stage_index)
+            self.state.trained.start_sums(stage_index)
 
     def _share_loss(self, losses: list[Tensor], feed: Feed) -> tuple[Tensor, dist.Work | None]:
         """Return the mean loss, and what to wait for until it is that of all ranks."""
@@ -726,7 +682,18 @@ class Engine:
 
         `planner.runtime.step.intermediates` says what names there are; every rank calls this.
         """
-        return intermediates(self, batch, names)
+        with self._watching(names, None) as seen:
+            self.forward(batch)
+        return self._gathered(seen)
+
+    def _watching(
+        self, names: Iterable[str], programs: Programs | None
+    ) -> AbstractContextManager[Seen]:
+        """Inside, named values are noted, of the programs of training where none are given."""
+        return watching(self.state, names, programs or self._programs, lambda: self._executor.job)
+
+    def _gathered(self, seen: Seen) -> dict[str, Tensor]:
+        return gathered(self.state, seen, self._runs_of_fetched)
 
     def shard_tensor(self, tensor: Tensor, **dims: int) -> DTensor:
         """Return a tensor of the script's, equal on all ranks, cut over those of this stage's mesh:
@@ -744,8 +711,8 @@ class Engine:
         if self._checkpoints is not None:
             self._checkpoints.close()
         collectives.record(None)
-        if self._random is not None:
-            self._random.close()
+        if self.state.random is not None:
+            self.state.random.close()
         self.mesh.close()
 
     # -- checkpoints --------------------------------------------------------------------
@@ -848,7 +815,7 @@ class Engine:
         if self._checkpoints is None:
             from planner.runtime.checkpoint.checkpoints import Checkpoints
 
-            self._checkpoints = Checkpoints(self)
+            self._checkpoints = Checkpoints(self.state)
         return self._checkpoints
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
@@ -860,30 +827,6 @@ class Engine:
         """
         self._own_checkpoints().load_weights(Path(path))
 
-    def is_empty(self, fqn: str) -> bool:
-        """Whether a tensor was on the meta device when the plan was applied: without values."""
-        return fqn in self.outside.empty
-
-    def rest(self) -> None:
-        """Hold parameters as they are between steps: as shards, where ZeRO shards them."""
-        if self._zero_stage:
-            for stage in self.stages.values():
-                zero.rest(stage)
-
-    def take_values(self) -> None:
-        """Bring new values of what the optimizer steps on, and of buffers, to all that use them."""
-        self._trained.write_back()
-        # Buffers that the preamble or what is made of whole batches reads are copies of those in
-        # the state dict.
-        names = {t.fqn: t.name for t in self.graph.tensors if t.kind == "buffer"}
-        outside = self.outside.tensors
-        values = {names[fqn]: t for fqn, t in outside.items() if fqn in names}
-        for preamble in self._feeder.preambles:
-            preamble.take_values(values)
-        for whole in self._wholes:
-            for name, tensor in whole.tensors.items():
-                tensor.copy_(values.get(name, tensor))
-
     # -- what it holds ------------------------------------------------------------------
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -892,18 +835,7 @@ class Engine:
         Every rank calls it. Names are the user's, a tied parameter under each of its names.
         With precision "bf16" the values are the fp32 copies that the optimizer trains.
         """
-        self.rest()
-        wanted = [t for t in self.graph.tensors if t.kind in ("param", "buffer")]
-        held = gather(self.graph, self.plan, self.mesh, wanted, self._piece)
-        # What no stage holds comes from the module; what stages hold is gathered.
-        whole = self.outside.unused | held
-        if not held:
-            return {}
-        # A parameter that never trains may rest in a shorter dtype than the user's.
-        return {
-            name: whole[name].to(torch.promote_types(dtype, whole[name].dtype))
-            for name, dtype in self.outside.dtypes.items()
-        }
+        return self.state.full_state_dict()
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Return the last update's gradients, whole, on rank 0's CPU; {} elsewhere.
@@ -912,35 +844,13 @@ class Engine:
         """
         self._accumulation.refuse_open("engine.full_gradients")
         wanted = [t for t in self.graph.params if t.requires_grad]
-        return gather(
-            self.graph,
-            self.plan,
-            self.mesh,
+        return self.state.gathered(
             wanted,
             lambda meta: (
-                _grad_of(self._trained.by_name()[meta.fqn][0]),
-                self._param_placements[meta.name],
+                _grad_of(self.state.trained.by_name()[meta.fqn][0]),
+                self.state.placements[meta.name],
             ),
         )
-
-    def held_states(self) -> dict[str, dict[str, Any]]:
-        """Return the optimizer's state of this rank's pieces, by the parameters' names."""
-        self.rest()
-        state = {} if self.optimizer is None else self.optimizer.state
-        named = self._trained.optimized_by_name()
-        return {fqn: state[copies[0]] for fqn, copies in named.items() if copies[0] in state}
-
-    def gathered(
-        self,
-        wanted: Iterable[TensorMeta],
-        piece: Callable[[TensorMeta], tuple[Tensor, Placements]],
-    ) -> dict[str, Tensor]:
-        """Return whole tensors from pieces (`planner.runtime.state.gather`)."""
-        return gather(self.graph, self.plan, self.mesh, wanted, piece)
-
-    def piece_of(self, meta: TensorMeta) -> tuple[Tensor, Placements]:
-        """Return this rank's piece of what the optimizer steps on, and where it lies."""
-        return self._piece(meta)
 
     @property
     def has_mean_loss(self) -> bool:
@@ -950,48 +860,11 @@ class Engine:
     @property
     def is_random(self) -> bool:
         """Whether the model draws random numbers."""
-        return self._random is not None
+        return self.state.random is not None
 
     def samples_of(self, batch: Any) -> int:
         """How many samples a whole batch has."""
         return self._feeder.samples_of(batch)
-
-    def _piece(self, meta: TensorMeta) -> tuple[Tensor, Placements]:
-        placement = self._param_placements[meta.name]
-        if meta.kind == "param":
-            return self._param(meta), placement
-        return next(s.passed[meta.name] for s in self.stages.values() if meta.name in s.passed), (
-            placement
-        )
-
-    def _param(self, meta: TensorMeta) -> nn.Parameter:
-        return self._trained.stepped_by_name()[meta.fqn][0]
-
-
-def _refuse_tables(graph: ModelGraph, plan: Plan) -> None:
-    tables = [meta.fqn for meta in graph.params if meta.table == "device"]
-    if tables and plan.optimizer_on_host:
-        raise PlanError(
-            f"{tables[0]} has a sparse gradient, and the plan has the optimizer on the host and "
-            "not this table; search again, or name it in tables_on_host of the plan"
-        )
-
-
-def _shared_seed(mesh: Mesh) -> int:
-    """Rank 0's seed, or for a second engine beside others another that follows from it; the same
-    on every rank.
-    """
-    seed = [unused_seed(torch.initial_seed())]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(seed, src=0, group=mesh.control)
-    return seed[0]
-
-
-def _on_host(model: nn.Module, meta: TensorMeta) -> Tensor:
-    """Return memory for what a rank reads of a model on the host, or the values the graph has."""
-    if meta.data is not None:
-        return constant(meta)
-    return materialized(shape_of(model, meta), torch.device("cpu"))
 
 
 def _grad_of(param: nn.Parameter) -> Tensor:

@@ -8,9 +8,9 @@ them by their own samples: then those of the first replica, which `full_state_di
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,9 +19,7 @@ from planner.language.across.cut.batch_statistics import BatchNorm, batch_norms
 from planner.language.graph import ModelGraph, written_buffers
 from planner.language.graph.evaluation import evaluation_graph
 from planner.runtime.stage.programs import Programs
-
-if TYPE_CHECKING:
-    from planner.runtime.step.engine import Engine
+from planner.runtime.state.rank_state import RankState
 
 
 class Evaluation:
@@ -32,21 +30,30 @@ class Evaluation:
     """
 
     def __init__(
-        self, engine: Engine, capture: Callable[[], tuple[ModelGraph, ...]] | None
+        self,
+        state: RankState,
+        training: Programs,
+        programs_of: Callable[[Sequence[ModelGraph]], Programs],
+        capture: Callable[[], tuple[ModelGraph, ...]] | None,
+        *,
+        has_deferred_statistics: bool,
     ) -> None:
-        self._engine, self._capture = engine, capture
+        """`training` are the programs that blocks train by, `programs_of` lowers others for them;
+        running statistics that are deferred are alike on all replicas.
+        """
+        self._state, self._training, self._programs_of = state, training, programs_of
+        self._capture, self._are_alike = capture, has_deferred_statistics
         self._programs: Programs | None = None
 
     @property
     def programs(self) -> Programs:
         """The programs of the blocks. Raises PlanError for a model that has others in training."""
-        engine = self._engine
         if self._programs is None:
             self._programs = (
-                engine.programs
+                self._training
                 if self._capture is None
-                else engine.programs_of(
-                    tuple(map(evaluation_graph, engine.captured, self._capture()))
+                else self._programs_of(
+                    tuple(map(evaluation_graph, self._state.captured, self._capture()))
                 )
             )
         return self._programs
@@ -54,19 +61,19 @@ class Evaluation:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Inside, blocks run in evaluation mode."""
-        engine, programs = self._engine, self.programs
-        if programs is engine.programs:
+        state, programs = self._state, self.programs
+        if programs is self._training:
             yield
             return
         changed: list[tuple[Any, Any]] = []
         moved: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
         try:
-            for index, stage in engine.stages.items():
-                first = engine.plan.stages[index].first_block
+            for index, stage in state.stages.items():
+                first = state.plan.stages[index].first_block
                 blocks: list[Any] = list(stage.blocks)
                 for position, block in enumerate(blocks):
                     changed.append((block, block._program))
-                    class_index = engine.graph.blocks[first + position].class_index
+                    class_index = state.graph.blocks[first + position].class_index
                     # The block stays: its parameters, FSDP2's hooks and shards are those of
                     # training.
                     block._program = programs.of_class(class_index)
@@ -81,13 +88,13 @@ class Evaluation:
 
     def _of_first_replica(self, index: int) -> dict[str, Tensor]:
         """Return a stage's buffers that replicas move, as the first replica has them."""
-        engine = self._engine
-        group = engine.mesh.group("data")
-        if group is None or engine.has_deferred_statistics:
+        state = self._state
+        group = state.mesh.group("data")
+        if group is None or self._are_alike:
             return {}
-        graph, passed = engine.captured[0], engine.stages[index].passed
+        graph, passed = state.captured[0], state.stages[index].passed
         names = {name for norm in batch_norms(graph) for name in _running(norm)}
-        for number in engine.plan.stages[index].blocks:
+        for number in state.plan.stages[index].blocks:
             block = graph.blocks[number]
             program = graph.classes[block.class_index]
             known = dict(zip(program.params, block.params, strict=True))

@@ -25,14 +25,14 @@ from planner.language.layout.placement import Partial, Placement, Shard
 from planner.language.layout.placements import Placements
 from planner.language.lowering.lowering import made_as
 from planner.language.lowering.wiring import stage_of
-from planner.language.schedule.jobs import JobKind
+from planner.language.schedule.jobs import Job, JobKind
 from planner.runtime.process.collectives import run_step
 from planner.runtime.stage.programs import Programs, Run
+from planner.runtime.state.rank_state import RankState
 from planner.runtime.step.returned import returned
 
 if TYPE_CHECKING:
     from planner.runtime.stage.stage import BlockModule
-    from planner.runtime.step.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +55,6 @@ def intermediate_names(graph: ModelGraph) -> tuple[str, ...]:
     )
 
 
-def intermediates(engine: Engine, batch: Any, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return named values of one forward pass over a global batch, as `gathered` does.
-
-    Raises PlanError for a name that `intermediate_names` does not list.
-    """
-    with watching(engine, names) as seen:
-        engine.forward(batch)
-    return gathered(engine, seen)
-
-
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What this rank's blocks made of `wanted`: by name and microbatch, pieces on its device."""
@@ -75,29 +65,28 @@ class Seen:
 
 @contextmanager
 def watching(
-    engine: Engine, names: Iterable[str], programs: Programs | None = None
+    state: RankState, names: Iterable[str], programs: Programs, job: Callable[[], Job | None]
 ) -> Iterator[Seen]:
     """Inside, blocks with these tensors run by programs that hand those out too, detached.
 
-    `programs` are those that blocks run by; None: those of training. Raises PlanError for a name
-    that `intermediate_names` does not list, and that is of no module that returns one tensor.
+    `programs` are those that blocks run by, and `job` gives the job that runs now. Raises PlanError
+    for a name that `intermediate_names` does not list, and that is of no module that returns one
+    tensor.
     """
-    seen = Seen(
-        tuple(_find(engine.graph, name, engine.modules) for name in dict.fromkeys(names)), {}
-    )
+    seen = Seen(tuple(_find(state.graph, name, state.modules) for name in dict.fromkeys(names)), {})
     by_block: dict[int, list[Watched]] = {}
     for watched in seen.wanted:
         by_block.setdefault(watched.block, []).append(watched)
     changed: list[tuple[BlockModule, Callable[..., Any]]] = []
     try:
         for index, here in by_block.items():
-            stage = stage_of(engine.plan, index)
-            if stage in engine.stages:
-                position = index - engine.plan.stages[stage].first_block
-                block: Any = engine.stages[stage].blocks[position]
+            stage = stage_of(state.plan, index)
+            if stage in state.stages:
+                position = index - state.plan.stages[stage].first_block
+                block: Any = state.stages[stage].blocks[position]
                 changed.append((block, block._program))
                 block._program = _handing_out(
-                    engine, programs or engine.programs, index, here, seen.pieces
+                    state.graph.blocks[index].class_index, programs, job, here, seen.pieces
                 )
         yield seen
     finally:
@@ -105,26 +94,27 @@ def watching(
             block._program = program
 
 
-def gathered(engine: Engine, seen: Seen) -> dict[str, Tensor]:
+def gathered(state: RankState, seen: Seen, known: dict[tuple[int, str], int]) -> dict[str, Tensor]:
     """Return what was seen of a global batch, whole, on rank 0's CPU.
 
     Other ranks get {}; all of them call it. A value without a dim that counts samples comes
-    stacked, one for each microbatch and replica.
+    stacked, one for each microbatch and replica. `known` keeps what `runs_of_samples` found, by
+    block and name: steps fetch the same again.
     """
-    mesh = engine.mesh
+    mesh = state.mesh
     mine: list[tuple[str, int, int, Tensor]] = []
     for watched in seen.wanted:
-        placed = _made_as(engine, watched)
-        for microbatch in range(engine.plan.num_microbatches):
+        placed = _made_as(state, watched)
+        for microbatch in range(state.plan.num_microbatches):
             value = seen.pieces.pop((watched.name, microbatch), None)
             if value is None:
                 continue
             for axis, placement in reversed(placed.pairs):  # fine cuts first
                 value = _whole(value, placement, mesh.group_name(axis))
-            is_first = mesh.rank("batch") == 0 or not _is_of_all(engine, watched)
+            is_first = mesh.rank("batch") == 0 or not _is_of_all(state, watched)
             if mesh.is_first_of_samples and is_first:
                 mine.append((watched.name, microbatch, mesh.rank("batch"), value.cpu()))
-    runs = {} if mesh.global_rank else _runs(engine, seen.wanted)
+    runs = {} if mesh.global_rank else _runs(state.graph, seen.wanted, known)
     return _on_rank_0(mine, seen.wanted, mesh.control, runs)
 
 
@@ -141,34 +131,33 @@ def _find(graph: ModelGraph, name: str, modules: Mapping[str, type[nn.Module]]) 
 
 
 def _handing_out(
-    engine: Engine,
+    class_index: int,
     programs: Programs,
-    block_index: int,
+    job: Callable[[], Job | None],
     watched: list[Watched],
     pieces: dict[tuple[str, int], Tensor],
 ) -> Callable[[int], Run]:
     """Return what gives, by number of samples, a program that notes the watched tensors."""
-    class_index = engine.graph.blocks[block_index].class_index
     program = programs.handing_out(class_index, tuple(each.tensor for each in watched))
 
     def noted(run: Run, *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs = run(*tensors)
         count = len(outputs) - len(watched)
-        job = engine.job
+        now = job()
         # A recomputation in the backward makes them once more.
-        if job is not None and job.kind is JobKind.FORWARD:
+        if now is not None and now.kind is JobKind.FORWARD:
             for each, value in zip(watched, outputs[count:], strict=True):
-                pieces[each.name, job.microbatch_index] = value.detach()
+                pieces[each.name, now.microbatch_index] = value.detach()
         return outputs[:count]
 
     return lambda num_samples: partial(noted, program(num_samples))
 
 
-def _made_as(engine: Engine, watched: Watched) -> Placements:
-    plan = engine.plan
+def _made_as(state: RankState, watched: Watched) -> Placements:
+    plan = state.plan
     degrees = plan.stage_degrees(stage_of(plan, watched.block))
-    class_index = engine.graph.blocks[watched.block].class_index
-    program = _run(engine).classes[class_index]
+    class_index = state.graph.blocks[watched.block].class_index
+    program = _run(state).classes[class_index]
     layouts = {
         axis.name: plan.layout(class_index, axis=axis.name, degrees=degrees)
         for axis in lowered_axes()
@@ -178,15 +167,15 @@ def _made_as(engine: Engine, watched: Watched) -> Placements:
     )
 
 
-def _run(engine: Engine) -> ModelGraph:
-    return graph_under(engine.graph, engine.plan)
+def _run(state: RankState) -> ModelGraph:
+    return graph_under(state.graph, state.plan)
 
 
-def _is_of_all(engine: Engine, watched: Watched) -> bool:
+def _is_of_all(state: RankState, watched: Watched) -> bool:
     """Whether every replica has a value of the whole batch."""
-    index = engine.graph.blocks[watched.block].class_index
-    made = _run(engine).classes[index].tensor[watched.tensor]
-    return made.shape != engine.graph.classes[index].tensor[watched.tensor].shape
+    index = state.graph.blocks[watched.block].class_index
+    made = _run(state).classes[index].tensor[watched.tensor]
+    return made.shape != state.graph.classes[index].tensor[watched.tensor].shape
 
 
 def _whole(value: Tensor, placement: Placement, group: str) -> Tensor:
@@ -219,12 +208,13 @@ def _on_rank_0(
     return {w.name: _joined(w.meta, parts[w.name], runs[w.name]) for w in wanted}
 
 
-def _runs(engine: Engine, wanted: Iterable[Watched]) -> dict[str, int]:
-    """In how many runs tensors have their samples; found once, as steps fetch the same again."""
+def _runs(
+    graph: ModelGraph, wanted: Iterable[Watched], known: dict[tuple[int, str], int]
+) -> dict[str, int]:
+    """In how many runs tensors have their samples."""
     places = {each.name: (each.block, each.tensor) for each in wanted}
-    known = engine.runs_of_fetched
     if new := [place for place in places.values() if place not in known]:
-        known |= runs_of_samples(engine.graph, new)
+        known |= runs_of_samples(graph, new)
     return {name: known[place] for name, place in places.items()}
 
 

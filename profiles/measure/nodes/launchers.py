@@ -19,10 +19,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Protocol
 
 from planner.errors import ProfileError
+from planner.files import ROOT
 from planner.nodes.launchers import started
 from planner.nodes.meeting import (
     host_and_port,
@@ -275,8 +275,7 @@ def _key(generation: int) -> str:
 def _spawn(
     place: ClusterRank, call: Mapping[str, object], log: IO[bytes] | None
 ) -> subprocess.Popen[bytes]:
-    root = str(Path(__file__).resolve().parents[3])
-    paths = [root, os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
         # What training ranks get, allocator settings among it: memory and its fragmentation are

@@ -13,9 +13,9 @@ from planner.runtime.state.out_of_memory import describe, is_out_of_memory, watc
 
 
 @pytest.fixture(autouse=True)
-def _no_engines(monkeypatch):
+def _no_states(monkeypatch):
     """Engines of other tests may be alive."""
-    monkeypatch.setattr(out_of_memory, "_engines", type(out_of_memory._engines)())
+    monkeypatch.setattr(out_of_memory, "_states", type(out_of_memory._states)())
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_errors_that_say_there_was_no_memory(error, is_found):
     assert is_out_of_memory(error) == is_found
 
 
-class Engine:
+class State:
     """Two parameters of 4 KiB that share a storage, a buffer, a gradient, two states."""
 
     def __init__(self, memory: list[dict[str, float]]) -> None:
@@ -46,7 +46,7 @@ class Engine:
         self.optimizer = SimpleNamespace(
             state={self.params[0]: {"step": 3, "exp_avg": torch.zeros(256), "kept": [grad[:1]]}}
         )
-        self._trained = SimpleNamespace(gradients=lambda: [grad, grad.view(2, 512)])
+        self.trained = SimpleNamespace(gradients=lambda: [grad, grad.view(2, 512)])
         self.plan = SimpleNamespace(estimate={"memory": memory} if memory else {})
         self.mesh = SimpleNamespace(device=torch.device("cpu"), rank=lambda axis: 1)
 
@@ -58,8 +58,8 @@ def rows(text: str) -> dict[str, list[str]]:
 
 def test_what_is_held_stands_beside_the_prediction_of_the_own_pipeline_rank():
     predicted = {"parameter_bytes": 8192, "gradient_bytes": 4096, "total_bytes": 2**14}
-    engine = Engine([{"parameter_bytes": 1}, predicted])
-    watch(engine)
+    state = State([{"parameter_bytes": 1}, predicted])
+    watch(state)
     text, peak = describe(torch.OutOfMemoryError("CUDA out of memory.\nTried"), 3)
     assert text.splitlines()[0] == "planner: rank 3 ran out of memory: CUDA out of memory."
     found = rows(text)
@@ -73,8 +73,8 @@ def test_what_is_held_stands_beside_the_prediction_of_the_own_pipeline_rank():
 
 @pytest.mark.parametrize("memory", [[], [{"parameter_bytes": 1}]])
 def test_a_plan_without_a_prediction_tells_what_was_held(memory):
-    engine = Engine(memory)
-    watch(engine)
+    state = State(memory)
+    watch(state)
     found = rows(describe(torch.OutOfMemoryError("no"), 0)[0])
     assert {predicted for predicted, _ in found.values()} == {"-"}
     assert found["parameters"][1] == "10.00 KiB"

@@ -11,7 +11,8 @@ from torch import nn
 
 import planner
 from planner.language.lowering.defaults import default_plan
-from planner.runtime.step.values import ValuesError, can_pass_over, passing_over
+from planner.runtime.state.optimizers.passing_over import can_pass_over, passing_over
+from planner.runtime.step.values import ValuesError
 from tests.captures import capture_module
 from tests.spawn import run_ranks
 
@@ -72,7 +73,7 @@ def stopped(
         engine.step(bad)
     after = engine.full_state_dict()
     same = all(torch.equal(before[name], after[name]) for name in before)
-    assert engine._trained.can_pass_over(engine.optimizer) == fused
+    assert engine.state.trained.can_pass_over(engine.optimizer) == fused
     state = _state(engine.optimizer)
     same = same and all(map(torch.equal, state_before, state))
     return str(raised.value), same and engine.steps == 2

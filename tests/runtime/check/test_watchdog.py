@@ -154,7 +154,7 @@ def test_every_part_of_a_step_has_words(monkeypatch):
 
     watched(engine._feeder, "feed")
     for name in ("finish_sums", "gradients", "step"):
-        watched(engine._trained, name)
+        watched(engine.state.trained, name)
     assert not engine._executor.status().is_busy
     engine.step(mlp_batch(4))
     assert not engine._executor.status().is_busy

@@ -72,7 +72,7 @@ def _cast(tensor: Tensor) -> Tensor:
 
 def moment(engine: Engine, loss: float) -> Moment:
     """Bring all of it to rank 0, by another way than checkpoints go."""
-    params = engine._trained.stepped_by_name()
+    params = engine.state.trained.stepped_by_name()
     names = {
         name
         for copies in params.values()
@@ -95,8 +95,8 @@ def _of_all_ranks(names: set[str]) -> set[str]:
 
 
 def _state(engine: Engine, meta: Any, name: str) -> tuple[Tensor, Any]:
-    param = engine._trained.stepped_by_name()[meta.fqn][0]
-    placements = engine._param_placements[meta.name]
+    param = engine.state.trained.stepped_by_name()[meta.fqn][0]
+    placements = engine.state.placements[meta.name]
     value = engine.optimizer.state[param][name]
     if not isinstance(value, Tensor) or value.dim() == 0:
         # A number: the same for every element.

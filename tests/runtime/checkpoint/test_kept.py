@@ -16,18 +16,18 @@ class Engine:
     """Notes what is saved and loaded."""
 
     def __init__(self, loads_step: int = 0) -> None:
-        self.steps, self.is_accumulating = 0, False
-        self.mesh = SimpleNamespace(control=None)
+        self.is_accumulating = False
+        self.state = SimpleNamespace(steps=0, mesh=SimpleNamespace(control=None))
         self.saved: list[tuple[int, object]] = []
         self.loaded: list[object] = []
         self._loads_step = loads_step
 
     def save(self, folder, *, extra):
-        self.saved.append((self.steps, extra))
+        self.saved.append((self.state.steps, extra))
 
     def load(self, folder, *, extra):
         self.loaded.append((folder, extra))
-        self.steps = self._loads_step
+        self.state.steps = self._loads_step
         return SimpleNamespace(step=self._loads_step)
 
 
@@ -53,7 +53,7 @@ def test_each_second_step_is_saved_once_and_none_between_the_batches_of_a_step(k
     engine, extra = Engine(), {"scheduler": object()}
     run = Kept(engine)
     assert run.resume(extra) is None  # there is no folder yet
-    for engine.steps in range(1, 6):
+    for engine.state.steps in range(1, 6):
         for engine.is_accumulating in (True, False, False):
             run.keep(now=False)
     assert engine.saved == [(2, extra), (4, extra)]
@@ -70,7 +70,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint_and_does_not_save_it_again(kep
     assert not (kept_run / ".saving-000003").exists()
     run.keep(now=False)
     assert engine.saved == []
-    engine.steps = 6
+    engine.state.steps = 6
     run.keep(now=False)
     assert engine.saved == [(6, {})]
 

@@ -125,8 +125,7 @@ def run(
             side_inputs={},
             loss_weights=weights,
         )
-        engine: Any = SimpleNamespace(plan=plan, mesh=mesh, _feeder=feeder, reads=feeder.reads)
-        loader = Loader(engine, data, **options)
+        loader = Loader(plan, mesh, feeder, data, **options)
         if state is not None:
             loader.load_state_dict(state)
         batches = []

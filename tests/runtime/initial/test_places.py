@@ -27,7 +27,7 @@ def test_each_tensor_of_the_state_dict_is_given_its_value_once():
     model = tiny_models()["batchnorm-mlp"].build()
     engine = planner.apply(default_plan(capture_tiny("batchnorm-mlp"), num_microbatches=1), model)
     values = Filled()
-    take_first_values(engine, values, [])
+    take_first_values(engine.state, values)
     assert len(values.names) == len(set(values.names))
     state = engine.full_state_dict()
     assert state.keys() <= set(values.names)

@@ -11,8 +11,8 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from planner.errors import PlannerError
+from planner.runtime.process.environment import PLAN
 from planner.runtime.start.agent import Agent, chosen_for_all
-from planner.runtime.start.course import PLAN
 
 
 class Course:

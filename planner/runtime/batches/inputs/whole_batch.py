@@ -93,6 +93,12 @@ class WholeBatchValues:
             count != SAMPLES for _, count in self._shares
         )
 
+    def take_values(self, values: Mapping[str, Tensor]) -> None:
+        """Take other values for its tensors, by their names in the graph."""
+        for name, tensor in self.tensors.items():
+            if name in values:
+                tensor.copy_(values[name])
+
     @property
     def names(self) -> frozenset[str]:
         """Names in the graph of what blocks take of the whole batch."""

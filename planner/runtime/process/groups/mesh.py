@@ -42,7 +42,7 @@ from planner.runtime.process.groups.gloo_threads import put_socket_threads_last
 from planner.runtime.process.groups.process_group import group_timeout, start_process_group
 from planner.runtime.process.groups.splitting import can_split, split
 from planner.runtime.process.groups.together import together
-from planner.runtime.start.launched import where_ranks_come_from
+from planner.runtime.process.launched import where_ranks_come_from
 
 SHARING = ("copies", "shards")
 """The two sides of the ranks "data" under ZeRO, outermost first."""

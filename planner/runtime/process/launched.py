@@ -20,7 +20,7 @@ from pathlib import Path
 
 from planner.errors import PlanError
 from planner.language.plan import Plan, load_plan
-from planner.runtime.start.course import LAUNCHED, PLAN
+from planner.runtime.process.environment import LAUNCHED, PLAN
 
 _stands_for: dict[str, str] = {}
 """By launched file, the file of the script whose place it has."""
