@@ -46,7 +46,7 @@ from planner.language.plan import Plan
 from planner.language.templates import build_transformer
 from planner.units import GB
 from profiles import Profile
-from profiles.groups import DeviceGroup, GroupedProfile
+from profiles.profile import DeviceGroup, GroupedProfile
 from profiles.records import TierRecord
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "shared/data/published"

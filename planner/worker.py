@@ -90,7 +90,7 @@ def _settle_on_cpu() -> None:
 
 def _run_script(script: str, args: list[str]) -> None:
     if os.environ.get(UNMODIFIED):
-        from planner.integrations.script.running import run_unmodified
+        from planner.integrations.script.run import run_unmodified
         from planner.runtime.process.launched import launched_plan
 
         run_unmodified(script, args, launched_plan())

@@ -41,8 +41,7 @@ from pydantic import Field, ValidationError
 from planner.errors import ProfileError
 from planner.units import GB, GIB
 from profiles.catalog import load_profile
-from profiles.groups import DeviceGroup, GroupedProfile
-from profiles.profile import Profile
+from profiles.profile import DeviceGroup, GroupedProfile, Profile
 from profiles.records import Figure, LinkRecord, Record, TierRecord
 
 

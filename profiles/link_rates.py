@@ -10,9 +10,8 @@ with `num_steps` dependent messages of `alpha_s` each:
 from __future__ import annotations
 
 from planner.errors import ProfileError
-from profiles.groups import DeviceGroup, GroupedProfile
 from profiles.lookup.wire import num_steps
-from profiles.profile import Profile
+from profiles.profile import DeviceGroup, GroupedProfile, Profile
 from profiles.records import (
     ClusterRecord,
     CollectiveFit,

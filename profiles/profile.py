@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -28,9 +28,6 @@ from profiles.records import (
     ProfileFile,
     StepWork,
 )
-
-if TYPE_CHECKING:
-    from profiles.groups import DeviceGroup
 
 Amount = Any
 """A float or an array of floats."""
@@ -57,7 +54,7 @@ class Profile:
     """What a machine can do, measured or described. Loaded by `profiles.load_profile`."""
 
     groups: tuple[DeviceGroup, ...] = ()
-    """The groups of devices of a cluster that has several (`profiles.groups`)."""
+    """The groups of devices of a cluster that has several (`GroupedProfile`)."""
 
     def __init__(
         self,
@@ -276,3 +273,30 @@ class Profile:
         """Return by how much a part slows while both run together; 1 if not measured."""
         figure = self.file.overlap_slowdown.get(part)
         return 1.0 if figure is None else figure.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceGroup:
+    """Devices of one kind, in nodes of equal size.
+
+    `profile` is that of the group's devices and links, up to what leaves the group.
+    """
+
+    name: str
+    profile: Profile
+    num_devices: int
+
+
+class GroupedProfile(Profile):
+    """A cluster of several groups; asked as one machine, it answers as its first group."""
+
+    def __init__(self, name: str, groups: Sequence[DeviceGroup]) -> None:
+        first = groups[0].profile
+        super().__init__(first.file, first.ops, first.collectives)
+        self.groups = tuple(groups)
+        self._name = name
+
+    @property
+    def name(self) -> str:
+        """Name of the cluster."""
+        return self._name

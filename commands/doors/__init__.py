@@ -10,6 +10,7 @@ work out is taken over with ``--keep-layout`` alone, as that is what is searched
 Read `opening` first (which reader a file goes to); each reader is a module of its own.
 """
 
-from commands.doors.opening import Asked, Opened, open_model
+from commands.doors.opened import Asked, Opened
+from commands.doors.opening import open_model
 
 __all__ = ["Asked", "Opened", "open_model"]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from commands.doors.opening import parsed
+from commands.doors.opened import parsed
 from planner.errors import PlannerError
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from pprint import pformat
 from typing import Any
 
-from commands.doors.opening import Asked, Opened, name_of, parsed
+from commands.doors.opened import Asked, Opened, name_of, parsed
 from planner.errors import ModelError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from commands.doors.decoder_file import decoder_file
-from commands.doors.opening import (
+from commands.doors.opened import (
     Asked,
     Opened,
     name_of,

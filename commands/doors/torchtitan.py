@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from commands.doors.decoder_file import decoder_file
-from commands.doors.opening import Asked, Opened, name_of, parsed, refuse_other_length, refuse_task
+from commands.doors.opened import Asked, Opened, name_of, parsed, refuse_other_length, refuse_task
 from commands.doors.torchtitan_flavors import FLAVORS, sizes_of
 from planner.errors import ModelError
 

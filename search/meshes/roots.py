@@ -1,7 +1,7 @@
 """Roots of plans whose stages have meshes of their own, or lie on groups of devices of their own.
 
     MeshesNode          ``meshes="own"``: all mixes of the request's shapes
-    DeviceGroupsNode    several groups of devices (`profiles.groups`): all orders of the groups
+    DeviceGroupsNode    several groups of devices (`profiles.profile`): all orders of the groups
       MixesNode         one choice of meshes, under all schedules and ZeRO stages
         MixNode             the same under one of each: a set of partitions
         InterleavedMixNode  the same with several stages a rank
@@ -24,7 +24,7 @@ from itertools import permutations, product
 
 from planner.language.layout import axes
 from planner.language.layout.axes import Degrees, OwnSizes
-from profiles.groups import DeviceGroup
+from profiles.profile import DeviceGroup
 from search.branch_and_bound import BEATEN, Node, Wave
 from search.meshes.interleaved_mixes import InterleavedMixNode, even_mixes
 from search.meshes.mix import Member, Mix

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, product, repeat
 
 from planner.errors import LayoutError
-from profiles.groups import DeviceGroup
+from profiles.profile import DeviceGroup
 from search.branch_and_bound import Node
 from search.nodes.pipelines_on_groups import APART, pipelines_node
 from search.search_state import PLACEMENTS, Outcomes, SearchState

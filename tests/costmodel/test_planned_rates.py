@@ -12,7 +12,7 @@ from planner.errors import PlanError
 from planner.language.lowering.defaults import default_plan
 from planner.units import MIB
 from profiles import Group
-from profiles.groups import DeviceGroup
+from profiles.profile import DeviceGroup
 from tests.search.machine import Machine
 from tests.search.test_referee import graph_of
 

@@ -18,7 +18,7 @@ import planner
 from planner.capture.module import capture_source
 from planner.capture.source.model_file import load_model_file
 from planner.errors import PlanError
-from planner.integrations.script.running import run_unmodified
+from planner.integrations.script.run import run_unmodified
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
 from tests.integrations.ordinary_loops import (

@@ -9,7 +9,8 @@ import torch
 
 from costmodel.memory.saved import saved_tensors, scratch_bytes, unreduced_bytes
 from planner.language.graph import Op
-from planner.language.ops.flops import NO_WORK, backward_work, op_work
+from planner.language.ops.call import NO_WORK
+from planner.language.ops.flops import backward_work, op_work
 from planner.language.ops.recompute_choice import is_cheap
 from planner.language.ops.weight_products import deferrable_products
 from tests.sharding.programs import frozen, one_op

@@ -11,9 +11,9 @@ from typing import Any
 from planner.cluster import ClusterSpec, Link, Tier
 from planner.units import GIB
 from profiles import Group, Lookup, OpQuery
-from profiles.groups import DeviceGroup
 from profiles.hosts import HostSpec
 from profiles.lookup.tiers import two_levels
+from profiles.profile import DeviceGroup
 
 
 @dataclass(frozen=True)

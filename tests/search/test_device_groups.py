@@ -14,7 +14,7 @@ from planner.errors import LayoutError, PlanError
 from planner.language.graph import ModelGraph
 from planner.language.plan import Plan
 from planner.language.plan.node_runs import node_runs
-from profiles.groups import DeviceGroup
+from profiles.profile import DeviceGroup
 from search import SearchRequest, SearchResult, find_plan
 from search.candidates import Candidates
 from tests.referees.groups import (

@@ -24,11 +24,11 @@ from planner.language.graph import Op, Program
 from planner.language.layout.placement import Replicate, parse_placement
 from planner.language.layout.redistribution.redistribute import REDISTRIBUTE, collectives
 from planner.language.lowering.lowering import ONCE
+from planner.language.ops.call import ProductArgs
 from planner.language.ops.families.lowered import is_view_slice
 from planner.language.ops.kernel import Saved
 from planner.language.ops.record import family_of, packet_of
 from planner.language.ops.strides import Strides, contiguous_strides, has_rows
-from planner.language.ops.weight_products import ProductArgs
 
 
 class InputGradient(NamedTuple):

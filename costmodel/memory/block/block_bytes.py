@@ -30,7 +30,8 @@ from costmodel.memory.saved import (
 from costmodel.time.stage_costs.load import StageLoad
 from planner.language.graph import Program, TensorMeta
 from planner.language.lowering.experts import spread_params
-from planner.language.ops.weight_products import ProductArgs, deferrable_products
+from planner.language.ops.call import ProductArgs
+from planner.language.ops.weight_products import deferrable_products
 from planner.language.plan import Recompute
 
 _COPIED = frozenset({"buffer", "constant"})

@@ -15,7 +15,8 @@ from planner.language.layout.redistribution.redistribute import (
     op_collectives,
     replicas_of,
 )
-from planner.language.ops.flops import Work, backward_work, op_work
+from planner.language.ops.call import Work
+from planner.language.ops.flops import backward_work, op_work
 from profiles import Group, OpQuery, Profile
 from profiles.records import Direction
 

@@ -22,7 +22,8 @@ from costmodel.time.block.compute import (
 from costmodel.topology import Axis
 from planner.language.graph import Program
 from planner.language.layout.redistribution.redistribute import goes_back
-from planner.language.ops.flops import Work, op_kernels
+from planner.language.ops.call import Work
+from planner.language.ops.flops import op_kernels
 from planner.language.ops.weight_products import deferrable_products
 from profiles import Profile
 from profiles.records import Direction

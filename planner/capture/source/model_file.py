@@ -8,7 +8,9 @@ import hashlib
 import importlib.util
 import inspect
 import os
+import site
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace

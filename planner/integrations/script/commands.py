@@ -6,7 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,6 @@ from planner.runtime.checkpoint.optimizer_state import whole_states
 from planner.runtime.initial.places import take_first_values
 from planner.runtime.initial.values import ModuleValues
 from planner.runtime.step.engine import Engine
-
-if TYPE_CHECKING:
-    from planner.integrations.script.taken import Loop
 
 _OWN = frozenset({"foreach", "fused", "capturable", "differentiable", "param_names"})
 """Options of param groups that say how an update is computed: the engine's own stay."""
@@ -155,13 +152,19 @@ class _Filled:
             owner.register_buffer(last, tensor)
 
 
-def begin(loop: Loop, trained: nn.Module, plan: Plan, variables: Variables) -> Ranks:
-    """Make the engine of a script's model, on all ranks; rank 0 alone returns from it.
+def begin(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    trained: nn.Module,
+    plan: Plan,
+    variables: Variables,
+) -> Ranks:
+    """Make the engine of a script's model, on all ranks; rank 0 alone returns from it. `trained` is
+    the model with its loss.
 
     The script's optimizer stays the script's: it has the model's parameters, without values, and
     its options are the engine's at each update.
     """
-    model, optimizer = loop.model, loop.optimizer
     names = {id(param): name for name, param in model.named_parameters()}
     held = [[names[id(param)] for param in g["params"] if id(param) in names]
             for g in optimizer.param_groups]  # fmt: skip

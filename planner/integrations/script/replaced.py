@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from planner.errors import PlanError
+from planner.integrations.script.running import Running
 from planner.integrations.script.snapshots import Snapshot
 from planner.runtime.state.away import is_gradient_away
-
-if TYPE_CHECKING:
-    from planner.integrations.script.running import Running
-
 
 _OF_AUTOGRAD = (
     "torch.autograd.grad of what the model returned, or for its parameters: gradients lie in the "

@@ -166,7 +166,7 @@ class Loop:
             trained = loss.trained(
                 self.model, {path: leaves[path] for path, *_ in self._plan.model.inputs}
             )
-            self._ranks = begin(self, trained, self._plan, self._variables)
+            self._ranks = begin(self.model, self.optimizer, trained, self._plan, self._variables)
             tell_gradients(self.model, self._has_gradients)
             self._groups = groups_of(self.optimizer)
         assert self._loss is not None, "set where the engine begins"

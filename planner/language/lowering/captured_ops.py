@@ -18,7 +18,8 @@ from itertools import chain
 from typing import NamedTuple
 
 from planner.language.graph import ModelGraph, Program
-from planner.language.ops.weight_products import ProductArgs, deferrable_products
+from planner.language.ops.call import ProductArgs
+from planner.language.ops.weight_products import deferrable_products
 from planner.language.plan import Plan
 from planner.language.plan.replication import Replication
 from planner.language.schedule.jobs import JobKind, Schedule

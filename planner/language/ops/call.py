@@ -144,3 +144,24 @@ def normal_dims(dims: Any, rank: int) -> tuple[int, ...]:
     if dims is None or dims == ():
         return tuple(range(rank))
     return tuple(normal_dim(d, rank) for d in ((dims,) if isinstance(dims, int) else dims))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Flop done and bytes moved by one execution."""
+
+    flop: float
+    read_bytes: float
+    write_bytes: float
+
+    @property
+    def num_bytes(self) -> float:
+        """Bytes read and written."""
+        return self.read_bytes + self.write_bytes
+
+
+NO_WORK = Work(flop=0.0, read_bytes=0.0, write_bytes=0.0)
+
+
+ProductArgs = tuple[Ref, Ref, Ref | None, bool]
+"""What a product multiplies: x, weight and bias, and whether the weight is transposed."""

@@ -9,30 +9,12 @@ its record (`planner.language.ops.record`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 
 from planner.language.graph import ModelGraph, Op, TensorMeta
-from planner.language.ops.call import Call
+from planner.language.ops.call import NO_WORK, Call, Work
 from planner.language.ops.record import OpFamily, family_of
 from planner.units import DTYPE_BYTES
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """Flop done and bytes moved by one execution."""
-
-    flop: float
-    read_bytes: float
-    write_bytes: float
-
-    @property
-    def num_bytes(self) -> float:
-        """Bytes read and written."""
-        return self.read_bytes + self.write_bytes
-
-
-NO_WORK = Work(flop=0.0, read_bytes=0.0, write_bytes=0.0)
 
 
 def op_work(op: Op, tensor: Mapping[str, TensorMeta]) -> Work:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from planner.language.graph import Op
 from planner.language.layout.placement import OpSharding
-from planner.language.ops.call import Call, LocalForm, Placed
+from planner.language.ops.call import Call, LocalForm, Placed, ProductArgs, Work
 from planner.language.ops.kernel import (
     KernelCall,
     ResultRule,
@@ -25,10 +25,6 @@ from planner.language.ops.kernel import (
     same_memory,
     saves_differentiable_inputs,
 )
-
-if TYPE_CHECKING:
-    from planner.language.ops.flops import Work
-    from planner.language.ops.weight_products import ProductArgs
 
 Rule = Callable[[Call], Iterable[OpSharding]]
 LocalRule = Callable[[Placed], LocalForm]

@@ -6,15 +6,13 @@ and the cost model prices what is deferred, so both read this list.
 
 from __future__ import annotations
 
-from planner.language.graph import Program, Ref
+from planner.language.graph import Program
+from planner.language.ops.call import ProductArgs
 from planner.language.ops.record import family_of
 
 LARGE_BYTES = 2**20
 """From this size on, a weight's gradient is added to the sum inside its product, unless ZeRO
 takes gradients elsewhere (`planner.runtime.stage.weight_grads`)."""
-
-ProductArgs = tuple[Ref, Ref, Ref | None, bool]
-"""What a product multiplies: x, weight and bias, and whether the weight is transposed."""
 
 
 def deferrable_products(program: Program) -> dict[str, ProductArgs]:

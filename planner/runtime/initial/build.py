@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from planner.capture.diagnose import first_line
 from planner.errors import ModelError
-from planner.runtime.initial.record import NotReplayableError, Recording, record
+from planner.runtime.initial.record import record
+from planner.runtime.initial.recording import NotReplayableError, Recording
 from planner.units import format_bytes
 
 

@@ -14,11 +14,9 @@ where the function seeds, forks or restores the generator in between.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,9 +26,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from planner.capture.diagnose import calling_line
-
-START = -1
-"""The place in the draws where the function begins."""
+from planner.runtime.initial.recording import (
+    START,
+    Note,
+    NotReplayableError,
+    Recording,
+    Ref,
+    digest_of,
+)
+from planner.runtime.initial.replay import Replay
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
@@ -52,137 +56,6 @@ _ALLOCATES = frozenset(["empty", "empty_strided", "empty_like", "new_empty", "ne
 _NOT_KEPT = ("device", "pin_memory", "generator")
 _BY_VALUE = ("_no_grad_trunc_normal_",)
 """Functions of `torch.nn.init` that draw again until all values are right: noted as one op."""
-
-
-class NotReplayableError(Exception):
-    """A function does what can't be done again piece by piece; the message says what and where."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """Where a tensor lies: its storage by number, and how it is in it (in elements)."""
-
-    storage: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @property
-    def num_elements(self) -> int:
-        """The number of elements."""
-        return torch.Size(self.shape).numel()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the elements."""
-        return self.num_elements * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
-    """An op that makes values.
-
-    Attributes:
-        name: the op's, without its overload.
-        call: what runs it.
-        args: its arguments, a `Ref` for each tensor.
-        kwargs: the same by name, without device and generator.
-        made: where its new outputs lie, in order; None for others.
-        reads: numbers of the storages it reads.
-        writes: numbers of the storages it changes or makes.
-        covers: those of `writes` of which nothing is left as it was.
-        draws: whether it draws random numbers.
-        is_pointwise: whether an element of the result depends on the same element of arguments.
-        after: the place in the draws: a random op draws on from the note of this number (or START),
-            or from a state of the generator.
-        dtype: the default of the moment, which ops that make floats take.
-    """
-
-    name: str
-    call: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    made: tuple[Ref | None, ...]
-    reads: frozenset[int]
-    writes: frozenset[int]
-    covers: frozenset[int]
-    draws: bool = False
-    is_pointwise: bool = False
-    after: int | Tensor = START
-    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
-
-    def __str__(self) -> str:
-        """Return it as a reader would write it: ``normal_(0.0, 0.02)``."""
-        plain = [str(a) for a in self.args if not isinstance(a, Ref)]
-        plain += [f"{k}={v}" for k, v in self.kwargs.items() if not isinstance(v, Ref)]
-        return f"{self.name}({', '.join(plain)})"
-
-
-@dataclass(slots=True)
-class Recording:
-    """What a function did to values. Mutable while it runs.
-
-    Attributes:
-        module: what it returned, on the meta device.
-        notes: ops in order.
-        sizes: bytes of each storage.
-        given: values of storages that had some before any op.
-        last: where the draws stand when it has ended, as `Note.after`.
-        others: the function's own generators that it drew from, each with the same.
-    """
-
-    module: Any = None
-    notes: list[Note] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    given: dict[int, Tensor] = field(default_factory=dict)
-    last: int | Tensor = START
-    others: list[tuple[torch.Generator, int | Tensor]] = field(default_factory=list)
-    _numbers: dict[int, tuple[int, torch.UntypedStorage]] = field(default_factory=dict)
-
-    def ref(self, tensor: Tensor) -> Ref:
-        """Return where a tensor lies."""
-        storage = tensor.untyped_storage()
-        # (The storage is kept, so that no other gets its address.)
-        number, _ = self._numbers.setdefault(storage._cdata, (len(self.sizes), storage))
-        if number == len(self.sizes):
-            self.sizes.append(storage.nbytes())
-        elif storage.nbytes() > self.sizes[number]:
-            self.sizes[number] = storage.nbytes()
-        return Ref(
-            number,
-            tensor.dtype,
-            tuple(tensor.shape),
-            tuple(tensor.stride()),
-            int(tensor.storage_offset()),
-        )
-
-    def give(self, tensor: Tensor) -> Ref:
-        """Return where a tensor lies whose values no op made: they are kept as they are now."""
-        ref = Ref(len(self.sizes), tensor.dtype, tuple(tensor.shape), (), 0)
-        values = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self.given[ref.storage] = values.reshape(-1).view(torch.uint8)
-        self.sizes.append(values.nbytes)
-        return replace(ref, stride=tuple(values.stride()))
-
-    def is_whole(self, ref: Ref) -> bool:
-        """Whether a tensor is all of its storage, in the order of its elements."""
-        return ref.num_bytes == self.sizes[ref.storage] and _is_dense(ref)
-
-    def digest(self, known: Mapping[str, Tensor]) -> str:
-        """Return what two recordings have in common if and only if they make the same values.
-
-        `known` are those of the module's tensors that have values, which no op made.
-        """
-        found = hashlib.sha256()
-        for note in self.notes:
-            after = note.after if isinstance(note.after, int) else _digest(note.after)
-            found.update(
-                f"{note.name} {note.args} {note.kwargs} {note.made} {after} {note.dtype}\n".encode()
-            )
-        for name, tensor in (*self.given.items(), *known.items()):
-            found.update(f"{name} {_digest(tensor.cpu())}\n".encode())
-        return found.hexdigest()
 
 
 def record(build: Callable[[], Any]) -> Recording:
@@ -349,7 +222,7 @@ class _Recorder(TorchDispatchMode):
         """Return after which note a generator stands, or the state that it was given."""
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             state = generator.get_state()
-            return self._marks.get(_digest(state), state)
+            return self._marks.get(digest_of(state), state)
 
     def _note_draws(self, note: Note, generator: torch.Generator | None) -> None:
         self._mark(generator or torch.default_generator, len(self._to.notes))
@@ -360,7 +233,7 @@ class _Recorder(TorchDispatchMode):
             # The generator's state is the mark: it survives what the function does with states,
             # such as saving and restoring them around a fork.
             mark = torch.Generator().manual_seed(_FIRST_MARK + place + 1).get_state()
-            self._marks[_digest(mark)] = place
+            self._marks[digest_of(mark)] = place
             if not any(generator is known for known, _ in self.drawn_from):
                 self.drawn_from.append((generator, generator.get_state()))
             generator.set_state(mark)
@@ -379,8 +252,6 @@ class _Recorder(TorchDispatchMode):
 
     def _value(self, tensor: Tensor) -> Any:
         """Return the number that a tensor of one element holds, where no draw decides it."""
-        from planner.runtime.initial.replay import Replay
-
         ref = self._to.ref(tensor)
         replay = Replay(self._to, {"": ref})
         if any(self._to.notes[at].draws for at in replay.slices[""]):
@@ -404,17 +275,3 @@ def _devices(tensors: list[Tensor], kwargs: dict[str, Any]) -> Iterator[torch.de
 
 def _on_meta(tree: Any) -> Any:
     return tree_map(lambda leaf: leaf.to(_META) if isinstance(leaf, Tensor) else leaf, tree)
-
-
-def _is_dense(ref: Ref) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(ref.shape), reversed(ref.stride), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return ref.offset == 0
-
-
-def _digest(tensor: Tensor) -> str:
-    flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()

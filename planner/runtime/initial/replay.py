@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from planner.runtime.initial.record import START, Note, Recording, Ref
+from planner.runtime.initial.recording import START, Note, Recording, Ref
 
 PIECE_BYTES = 8 * 2**20
 """Of a tensor that is made in pieces, made at once."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from planner.errors import ModelError
 from planner.language.lowering.pieces import Piece
-from planner.runtime.initial.record import Recording
+from planner.runtime.initial.recording import Recording
 from planner.runtime.initial.replay import Replay
 from planner.runtime.process.groups.mesh import Mesh
 from planner.runtime.process.groups.together import together

@@ -18,7 +18,7 @@ from planner.cluster import Link, Tier
 from planner.errors import PlanError
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
-from profiles.groups import DeviceGroup
+from profiles.profile import DeviceGroup
 from tests.search.machine import Machine
 from tests.search.test_referee import graph_of
 

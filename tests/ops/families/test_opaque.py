@@ -7,9 +7,8 @@ import pytest
 from planner.language.graph import Op, Ref, TensorMeta
 from planner.language.graph.module_keys import OPAQUE_MODULE
 from planner.language.layout.placement import OpSharding
-from planner.language.ops.call import Call
+from planner.language.ops.call import Call, Work
 from planner.language.ops.families.opaque import samples_apart
-from planner.language.ops.flops import Work
 from planner.language.ops.kernel import KernelCall
 from planner.language.ops.record import family_of
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from planner.runtime.initial import replay
-from planner.runtime.initial.record import NotReplayableError, record
+from planner.runtime.initial.record import record
+from planner.runtime.initial.recording import NotReplayableError
 from planner.runtime.initial.replay import Replay
 from tests.builders import build_hf
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 from planner.language.graph.module_keys import OPAQUE_MODULE
 from planner.language.layout.placement import OpSharding, Replicate, Shard
-from planner.language.ops.call import Call
-from planner.language.ops.flops import Work
+from planner.language.ops.call import Call, Work
 from planner.language.ops.kernel import KernelCall, Saved
 from planner.language.ops.record import Across, OpFamily, register
 

@@ -24,7 +24,8 @@ from planner.language.graph import Block, ModelGraph, Program, TensorMeta
 from planner.language.layout.axes import lowered_axes
 from planner.language.lowering.pieces import Piece
 from planner.runtime.batches.inputs.feed import Preamble
-from planner.runtime.initial.record import NotReplayableError, record
+from planner.runtime.initial.record import record
+from planner.runtime.initial.recording import NotReplayableError
 from planner.runtime.initial.replay import Replay
 from planner.runtime.initial.values import Place, find
 from planner.runtime.proofs.by_block.cut import Cut, batch_of

@@ -9,10 +9,10 @@ from math import prod
 from planner.language.graph import Op, Ref
 from planner.language.layout.placement import OpSharding, Shard
 from planner.language.ops.attention_pairs import pairs_met, tile_scratch
-from planner.language.ops.call import Call, LocalForm, Placed, R
+from planner.language.ops.call import Call, LocalForm, Placed, R, Work
 from planner.language.ops.families.entries.creation import own_stream
 from planner.language.ops.families.products.grouped_heads import heads_of_queries, with_own_keys
-from planner.language.ops.flops import Work, arriving_bytes, made_bytes
+from planner.language.ops.flops import arriving_bytes, made_bytes
 from planner.language.ops.kernel import KernelCall, Saved
 from planner.language.ops.letters import Letters, broadcast, by_letters
 from planner.language.ops.plain_attention import (

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from planner.language.graph.tables import TABLE_LOOKUP
 from planner.language.layout.placement import OpSharding, Shard
 from planner.language.layout.redistribution.redistribute import EXCHANGED_EMBEDDING
-from planner.language.ops.call import Call, LocalForm, P, Placed, R
-from planner.language.ops.flops import Work, arriving_bytes, made_bytes
+from planner.language.ops.call import Call, LocalForm, P, Placed, R, Work
+from planner.language.ops.flops import arriving_bytes, made_bytes
 from planner.language.ops.kernel import KernelCall, Saved, saves_inputs
 from planner.language.ops.letters import by_letters
 from planner.language.ops.record import OpFamily, ShardRule, aten, register

@@ -8,7 +8,7 @@ from math import prod
 
 from planner.language.graph import Op, Ref
 from planner.language.layout.placement import OpSharding
-from planner.language.ops.call import Call, Shape
+from planner.language.ops.call import Call, ProductArgs, Shape
 from planner.language.ops.flops import output_numel, product_backward
 from planner.language.ops.kernel import (
     KernelCall,
@@ -19,7 +19,7 @@ from planner.language.ops.kernel import (
 from planner.language.ops.letters import Letters, broadcast, by_letters
 from planner.language.ops.record import Across, OpFamily, ShardRule, aten, register
 from planner.language.ops.strides import has_rows, reshaped_strides
-from planner.language.ops.weight_products import LARGE_BYTES, ProductArgs
+from planner.language.ops.weight_products import LARGE_BYTES
 
 
 def linear(call: Call) -> Iterator[OpSharding]:
