@@ -155,5 +155,6 @@ def _is_dense(ref: Ref) -> bool:
 
 
 def digest_of(tensor: Tensor) -> str:
+    """Return a digest of a tensor's values."""
     flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
