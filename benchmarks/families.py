@@ -68,7 +68,12 @@ IMPORTED = (
         "planner.runtime.checkpoint.parts",
     ),
     *("planner.runtime.start.agent", "planner.runtime.start.launch", "commands.render.checks"),
-    *("commands.render.plans", "search.measured", "search.report.explain", "costmodel.compare"),
+    *(
+        "commands.render.plans",
+        "commands.common.measured",
+        "search.report.explain",
+        "costmodel.compare",
+    ),
 )
 """Imported before processes fork, so that each need not."""
 

@@ -129,6 +129,7 @@ def search(
 
     Example: planner search model.py --gpus 8 --global-batch 64
     """
+    from commands.common.measured import check_measurable
     from commands.render.data import refused_search
     from commands.render.plans.answer import as_data
     from commands.render.plans.search import describe_advice, describe_pareto
@@ -143,7 +144,6 @@ def search(
     from planner.language.plan.short_sums import short_sums_messages
     from planner.language.stacks import stack_of
     from search import KeptCandidates, find_advice, find_pareto, find_plan_once
-    from search.measured import check_measurable
 
     model, question, said = question.with_model(given)
     request = question.request(
@@ -265,9 +265,9 @@ def _measured(
     model: Path, graph: ModelGraph, request: SearchRequest, result: SearchResult, device: str
 ) -> tuple[SearchResult, Table]:
     """Run the best plans on this machine; return the measured best as the answer."""
+    from commands.common.measured import best_plans, choose_measured
     from commands.render.plans.search import describe_trials
     from planner.runtime.proofs.trials import WARM_UP_STEPS, TrialSettings, run_trials
-    from search.measured import best_plans, choose_measured
 
     plans = best_plans(result)
     settings = TrialSettings(clips_gradients=request.clip_gradients)

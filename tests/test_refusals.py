@@ -18,6 +18,7 @@ from commands.common.inputs import (
     profile_named,
 )
 from commands.common.long_run import LongRun
+from commands.common.measured import check_measurable
 from commands.common.question import parse_counts
 from commands.emit import emit
 from commands.estimate import estimate as estimate_command
@@ -31,9 +32,9 @@ from planner.cluster import Tier
 from planner.emit.megatron_options import parse_flags
 from planner.errors import PlannerError
 from planner.language.layout.axes import Axis, register_axis
-from planner.language.layout.layout import Layout, ProcessMesh
 from planner.language.layout.pins import class_pins, parse_pin
-from planner.language.layout.placement import OpSharding, Shard
+from planner.language.layout.placement import OpSharding
+from planner.language.layout.process_mesh import ProcessMesh
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import save_plan
 from planner.language.schedule import StageTimes, build_schedule
@@ -46,7 +47,6 @@ from planner.runtime.start.launch import _check_script, check_listed
 from planner.runtime.step_log import _sink
 from profiles import load_cluster, load_profile, measure_profile
 from search import SearchRequest
-from search.measured import check_measurable
 from tests.captures import capture_tiny
 
 GPT = "gpt"
@@ -166,12 +166,6 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "rank 7 is not in the mesh of ranks [0, 1]": lambda: ProcessMesh(
         axes=("dp",), shape=(2,), ranks=(0, 1)
     ).coordinate(7),
-    "0 placements given for the mesh axes ('dp',); give one for each axis": lambda: Layout(
-        mesh=ProcessMesh(axes=("dp",), shape=(2,), ranks=(0, 1)), placements=()
-    ),
-    "S(3) needs a tensor of more than 2 dims": lambda: Layout(
-        mesh=ProcessMesh(axes=("dp",), shape=(2,), ranks=(0, 1)), placements=(Shard(3),)
-    ).local_shape((4, 4)),
     "op sharding 'R' has no '->'; write it like R,S(0)->S(2)": lambda: OpSharding.parse("R"),
     "a parameter can't rest as a partial sum; use R or S(dim)": lambda: parse_pin("a: P@tp"),
     "disagree about": lambda: class_pins(

@@ -19,7 +19,7 @@ def decoder_file(title: str, sizes: Transformer) -> str:
             "import torch",
             "",
             f"from planner.language.templates import {imports}",
-            "from planner.language.templates.decoder import Decoder",
+            "from planner.capture.source.decoder import Decoder",
             "",
             f"SIZES = {_written(sizes)}",
             "",

@@ -20,7 +20,7 @@ from costmodel.execution.executed import ExecutedProfile, KernelSeconds
 from costmodel.time.block.compute import bytes_of, inner_seconds, redistribute_seconds
 from costmodel.topology import Axis
 from planner.language.graph import Op, Program
-from planner.language.layout.redistribution.redistribute import (
+from planner.language.layout.redistribute import (
     EXCHANGE_ROWS,
     GATHER_SAMPLES,
     REDISTRIBUTE,

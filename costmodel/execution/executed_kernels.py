@@ -21,7 +21,7 @@ from costmodel.memory.saved import SavedTensors
 from costmodel.table.fusion import fused_groups, module_groups
 from costmodel.time.block.compute import bytes_of, op_works
 from planner.language.graph import Op, Program
-from planner.language.layout.redistribution.redistribute import EXCHANGE_ROWS, REDISTRIBUTE
+from planner.language.layout.redistribute import EXCHANGE_ROWS, REDISTRIBUTE
 from planner.language.ops.flops import needing_gradient
 from planner.language.ops.record import family_of, packet_of
 from profiles.lookup.families import ATTENTION, MATMUL, matmul_sizes

@@ -31,7 +31,7 @@ from costmodel.time.block.program import accumulate_seconds, profiled_times
 from costmodel.time.stage_costs.times import RunTimes
 from costmodel.topology import Axis
 from planner.language.graph import Program
-from planner.language.layout.redistribution.redistribute import REDISTRIBUTE
+from planner.language.layout.redistribute import REDISTRIBUTE
 from planner.language.lowering.experts import grouped_products
 from planner.language.ops.flops import needing_gradient
 from planner.language.ops.record import family_of, packet_of

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from costmodel.execution.execution import Execution
 from planner.language.graph import Op, Program
-from planner.language.layout.redistribution.redistribute import REDISTRIBUTE
+from planner.language.layout.redistribute import REDISTRIBUTE
 from planner.language.ops.flops import op_work
 from planner.language.ops.record import family_of, packet_of
 from profiles.lookup.families import ATTENTION, MATMUL

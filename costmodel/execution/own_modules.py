@@ -24,7 +24,7 @@ from costmodel.execution.executed_kernels import LOSSES
 from costmodel.execution.rings import GATHERED
 from planner.language.graph import Arg, Op, Program, Ref, TensorMeta
 from planner.language.layout.placement import Shard, parse_placement
-from planner.language.layout.redistribution.redistribute import REDISTRIBUTE
+from planner.language.layout.redistribute import REDISTRIBUTE
 from planner.language.ops.families.products.masked_attention import (
     GROUPED_ARGUMENT,
     MASKED,

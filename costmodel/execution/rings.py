@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import replace
 
 from planner.language.graph import Op, Program, Ref
-from planner.language.layout.redistribution.redistribute import REDISTRIBUTE
+from planner.language.layout.redistribute import REDISTRIBUTE
 from planner.language.ops.families.products.attention import RING
 
 GATHERED = "planner.causal_attention"

@@ -27,7 +27,7 @@ from costmodel.execution.execution import Execution
 from costmodel.memory.saved import SavedInstead
 from planner.language.graph import Op, Program, Ref, TensorMeta, map_refs
 from planner.language.layout.placement import Replicate, Shard, parse_placement
-from planner.language.layout.redistribution.redistribute import REDISTRIBUTE
+from planner.language.layout.redistribute import REDISTRIBUTE
 from planner.language.ops.families.losses.cross_entropy import (
     SIZED_CROSS_ENTROPY,
     VOCAB_CROSS_ENTROPY,

@@ -20,7 +20,7 @@ from costmodel.time.block.compute import gather_seconds, op_seconds
 from planner.deadline import check_time
 from planner.language.graph import Op, Program, TensorMeta
 from planner.language.layout.placement import Placement, Shard
-from planner.language.layout.redistribution.redistribute import (
+from planner.language.layout.redistribute import (
     GATHER_SAMPLES,
     goes_back,
     inner_collectives,

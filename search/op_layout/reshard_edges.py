@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.language.layout.placement import OpSharding, Partial, Placement, Replicate, Shard
-from planner.language.layout.redistribution.redistribute import collectives
+from planner.language.layout.redistribute import collectives
 
 Dims = tuple[int | None, ...]
 """The dim along which each tensor of an op is cut; None: whole."""

@@ -8,7 +8,7 @@ import torch
 from planner.errors import LayoutError, PlanError
 from planner.language.graph import Program
 from planner.language.layout.axes import Degrees
-from planner.language.layout.redistribution.redistribute import EXCHANGE_ROWS
+from planner.language.layout.redistribute import EXCHANGE_ROWS
 from planner.language.lowering.defaults import default_plan
 from planner.language.lowering.experts import check_experts, spread_experts, spread_params
 from planner.language.lowering.lowering import lower

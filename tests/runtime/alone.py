@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from planner.language.layout.layout import ProcessMesh
+from planner.language.layout.process_mesh import ProcessMesh
 from planner.language.plan import Plan
 from planner.runtime.process.groups.mesh import Mesh
 

@@ -10,14 +10,15 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from planner.language.layout.layout import Layout, ProcessMesh
-from planner.language.layout.placement import parse_placement
-from planner.language.layout.redistribution.reshard import plan_reshard
+from planner.language.layout.pieces import piece_of
+from planner.language.layout.placement import Shard, parse_placement
+from planner.language.layout.placements import Placements
+from planner.language.layout.process_mesh import ProcessMesh
 from planner.language.ops.call import local_shape
 from planner.runtime.process.collectives import redistribute, run_step
 from planner.runtime.process.groups.mesh import default_group
 from planner.runtime.stage.calls import local_ops
-from planner.runtime.stage.resharding import open_groups, reshard
+from planner.runtime.state.weights import read
 from tests.spawn import run_ranks
 
 SHAPE = (4, 6, 8)
@@ -92,12 +93,15 @@ def test_a_table_divided_by_rows():
 def gather_from_odd_mesh() -> Any:
     """Hold one piece on the mesh of the example, and put the whole together again."""
     mesh = ProcessMesh(axes=("x", "y"), shape=(2, 3), ranks=(2, 4, 5, 0, 1, 3))
-    cut = Layout(mesh=mesh, placements=(parse_placement("S(0)"), parse_placement("S(1)")))
-    whole = Layout(mesh=mesh, placements=(parse_placement("R"), parse_placement("R")))
+    cuts = Placements((("x", Shard(0)), ("y", Shard(1))))
     tensor = torch.arange(12.0).view(4, 3)
-    piece = tensor[tuple(slice(*span) for span in cut.box((4, 3), dist.get_rank()))]
-    groups = open_groups(mesh)
-    joined = reshard(piece, plan_reshard((4, 3), 4, cut, whole), groups)
+    piece = read(piece_of(tensor.shape, cuts, mesh, dist.get_rank()), tensor)
+    joined = piece
+    for axis, cut in reversed(cuts.pairs):  # fine cuts first
+        for ranks in mesh.groups(axis):
+            group = dist.new_group(list(ranks), sort_ranks=False)
+            if dist.get_rank() in ranks:
+                joined = run_step(joined, group.group_name, ("all_gather", cut.dim, 0))
     return tuple(piece.shape), joined.numpy()
 
 

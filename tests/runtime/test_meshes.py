@@ -19,13 +19,13 @@ from planner.language.layout.placement import Replicate, Shard
 from planner.language.lowering.defaults import default_plan
 from planner.language.lowering.lowering import local_program, lower
 from planner.language.lowering.propagate import propagate_graph, propagate_on
+from planner.language.lowering.routes import Routes
 from planner.language.lowering.wiring import build_edges, sends_pieces
 from planner.language.plan import ClassLayout, Plan
 from planner.runtime.process.groups.mesh import build_mesh, coordinate_of
 from planner.runtime.proofs import verify
 from planner.runtime.stage.randomness import RandomStream
 from planner.runtime.step.engine import Engine
-from planner.runtime.step.messages.routes import Routes
 from tests.captures import capture_module
 from tests.runtime.scenarios import Outcome, build, capture, clip_many, train_many
 from tests.sharding.models import captured

@@ -16,7 +16,7 @@ import planner
 from planner.capture.source.model_file import ModelSource
 from planner.language.across.cut.moved_once import moved_once
 from planner.language.lowering.defaults import default_plan
-from planner.language.lowering.pieces import Holdings
+from planner.language.lowering.holdings import Holdings
 from planner.language.plan import Plan
 from planner.runtime.proofs.verify import VerifyReport, compare_with_one_process
 from tests.captures import capture_module

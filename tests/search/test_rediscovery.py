@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from planner.language.graph import ModelGraph
-from planner.language.layout.redistribution.redistribute import REDISTRIBUTE, op_collectives
+from planner.language.layout.redistribute import REDISTRIBUTE, op_collectives
 from planner.language.lowering.lowering import lower
 from planner.language.plan import ClassLayout
 from profiles import Group, Lookup

@@ -5,7 +5,7 @@ from itertools import product
 from ortools.sat.python import cp_model
 
 from planner.language.layout.placement import Partial, Replicate, Shard
-from planner.language.layout.redistribution.redistribute import collectives
+from planner.language.layout.redistribute import collectives
 from search.ilp.joint import solve_model
 from search.op_layout.block_prices import BoundClass
 from search.op_layout.reshard_edges import MOVES, moves_between, produced, requirements

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from planner.errors import LayoutError
 from planner.language.layout.placement import OpSharding
-from planner.language.layout.redistribution.redistribute import REDISTRIBUTE
+from planner.language.layout.redistribute import REDISTRIBUTE
 from planner.language.lowering.lowering import lower
 from planner.language.lowering.propagate import propagate_graph
 from planner.language.ops.registry import local_ops

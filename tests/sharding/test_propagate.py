@@ -10,7 +10,7 @@ from planner.errors import LayoutError
 from planner.language.graph import Op, Program, Ref, TensorMeta
 from planner.language.layout.pins import parse_pin
 from planner.language.layout.placement import OpSharding, Placement, Replicate, Shard
-from planner.language.layout.redistribution.redistribute import REDISTRIBUTE, op_collectives
+from planner.language.layout.redistribute import REDISTRIBUTE, op_collectives
 from planner.language.lowering.beam import BeamSearch, State
 from planner.language.lowering.lowering import lower
 from planner.language.lowering.propagate import propagate_graph, propagate_layout

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from planner.language.layout.axes import find_axis
-from planner.language.layout.layout import ProcessMesh
 from planner.language.layout.placement import Partial, Replicate, Shard, parse_placement
-from planner.language.layout.redistribution.redistribute import REDISTRIBUTE, op_collectives
+from planner.language.layout.process_mesh import ProcessMesh
+from planner.language.layout.redistribute import REDISTRIBUTE, op_collectives
 from planner.language.lowering.defaults import default_plan
 from planner.language.lowering.lowering import local_program, lower
 from planner.language.lowering.propagate import propagate_graph, propagate_layout, propagate_on

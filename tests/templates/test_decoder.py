@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from costmodel.estimate import estimate
+from planner.capture.source.decoder import Decoder
 from planner.errors import PlannerError
 from planner.language.lowering.defaults import default_plan
 from planner.language.templates import Adapters, Transformer, build_transformer
-from planner.language.templates.decoder import Decoder
 from profiles import load_profile
 from tests.captures import capture_module
 from tests.templates.written import EXPERTS, GPT, LATENT, LLAMA

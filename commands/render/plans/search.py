@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from commands.common.measured import turns_spread
 from commands.render.flags import with_flags
 from commands.render.plans.parts import memory_range
 from commands.render.tables import light_table
@@ -22,7 +23,6 @@ from planner.language.plan.spelled import spell_choices
 from planner.runtime.proofs.trials import Trial
 from planner.units import format_bytes, format_seconds
 from profiles import Profile
-from search.measured import turns_spread
 from search.report.explain import Comparison, differences, explain_saving, explain_shortfall
 from search.report.pareto import Point
 from search.report.remedies import Advice

@@ -22,7 +22,7 @@ from costmodel.memory.saved import (
 from planner.deadline import check_time
 from planner.language.graph import Op, Program
 from planner.language.layout.placement import Replicate, parse_placement
-from planner.language.layout.redistribution.redistribute import REDISTRIBUTE, collectives
+from planner.language.layout.redistribute import REDISTRIBUTE, collectives
 from planner.language.lowering.lowering import ONCE
 from planner.language.ops.call import ProductArgs
 from planner.language.ops.families.lowered import is_view_slice

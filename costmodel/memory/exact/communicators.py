@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 from costmodel.memory.exact.resident import RankState
 from planner.language.layout.axes import lowered_axes
+from planner.language.lowering.routes import directions
 from planner.language.lowering.wiring import Edge
-from planner.runtime.process.groups.nccl import CONNECTION_BYTES, LINE_CHANNELS, MESSAGE_BLOCKS
-from planner.runtime.step.messages.routes import directions
+from planner.nodes.nccl import CONNECTION_BYTES, LINE_CHANNELS, MESSAGE_BLOCKS
 
 
 def has_communicators(rank: RankState) -> bool:

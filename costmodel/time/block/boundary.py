@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from planner.language.graph import ModelGraph
 from planner.language.layout.placement import Placement, Replicate, Shard, parse_placement
-from planner.language.layout.redistribution.redistribute import collectives
+from planner.language.layout.redistribute import collectives
 from planner.language.plan import ClassLayout
 from planner.units import DTYPE_BYTES
 from profiles import Group, Profile

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from costmodel.topology import Axis, axis_group
 from planner.deadline import check_time
 from planner.language.graph import Op, Program, TensorMeta
-from planner.language.layout.redistribution.redistribute import (
+from planner.language.layout.redistribute import (
     GATHER_SAMPLES,
     inner_collectives,
     op_collectives,

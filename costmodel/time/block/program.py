@@ -21,7 +21,7 @@ from costmodel.time.block.compute import (
 )
 from costmodel.topology import Axis
 from planner.language.graph import Program
-from planner.language.layout.redistribution.redistribute import goes_back
+from planner.language.layout.redistribute import goes_back
 from planner.language.ops.call import Work
 from planner.language.ops.flops import op_kernels
 from planner.language.ops.weight_products import deferrable_products

@@ -2,5 +2,5 @@
 
 In: the path of a ``model.py``. Out: the model and its batch (`model_file`), and its graph from the
 disk where the file has not changed (`capture_cache`). `users_modules` parts the modules of users
-from ours where both have a name.
+from ours where both have a name. `decoder` is what model files made of sizes alone build.
 """

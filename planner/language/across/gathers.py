@@ -24,7 +24,7 @@ from planner.language.across.walk import PREAMBLE, follow_model, states_of_block
 from planner.language.graph import Affine, ModelGraph, Op, Program, Ref, Size, TensorMeta, map_refs
 from planner.language.graph.module_keys import OPAQUE_MODULE
 from planner.language.layout.placement import Shard
-from planner.language.layout.redistribution.redistribute import GATHER_SAMPLES, OWN_SAMPLES
+from planner.language.layout.redistribute import GATHER_SAMPLES, OWN_SAMPLES
 from planner.language.ops.record import is_random, mutates
 from planner.language.plan.accepted import Kind
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from planner.errors import LayoutError
 from planner.language.graph import Op, Program, TensorMeta
 from planner.language.layout.placement import OpSharding, Partial, Placement, Replicate
-from planner.language.layout.redistribution.redistribute import collectives, payload_bytes
+from planner.language.layout.redistribute import collectives, payload_bytes
 from planner.language.ops.call import local_shape
 from planner.language.ops.flops import backward_work, op_work
 from planner.language.ops.record import family_of

@@ -20,7 +20,7 @@ from math import ceil
 from planner.errors import LayoutError
 from planner.language.graph import ModelGraph, Op, Program, Ref, TensorMeta, map_refs
 from planner.language.layout.axes import Degrees
-from planner.language.layout.redistribution.redistribute import EXCHANGE_ROWS, REDISTRIBUTE
+from planner.language.layout.redistribute import EXCHANGE_ROWS, REDISTRIBUTE
 from planner.language.ops.record import family_of
 
 

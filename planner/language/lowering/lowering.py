@@ -22,7 +22,7 @@ from planner.language.layout.placement import (
     Shard,
     parse_placement,
 )
-from planner.language.layout.redistribution.redistribute import REDISTRIBUTE, redistribute_op
+from planner.language.layout.redistribute import REDISTRIBUTE, redistribute_op
 from planner.language.ops.call import local_shape
 from planner.language.ops.registry import (
     grad_is_partial,

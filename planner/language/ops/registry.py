@@ -13,7 +13,7 @@ from functools import lru_cache
 from planner.errors import LayoutError
 from planner.language.graph import Op, Program, Ref, TensorMeta, map_refs
 from planner.language.layout.placement import OpSharding, Partial, Placement, Replicate, Shard
-from planner.language.layout.redistribution.redistribute import REDISTRIBUTE
+from planner.language.layout.redistribute import REDISTRIBUTE
 from planner.language.ops.call import Call, LocalForm, Placed, divides, fits
 from planner.language.ops.record import family_of, forgets
 

@@ -22,7 +22,7 @@ from planner.language.graph.unit import Unit
 from planner.language.layout import axes
 from planner.language.layout.axes import Degrees, degree_names
 from planner.language.layout.class_layout import MOST, ClassLayout, DegreesField, Record, gathered
-from planner.language.layout.layout import ProcessMesh
+from planner.language.layout.process_mesh import ProcessMesh
 from planner.language.plan.accepted import check_accept
 from planner.language.plan.parts import (
     ClassRecompute,

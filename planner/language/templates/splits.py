@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from planner.language.graph import Affine, TensorMeta
 from planner.language.layout.class_layout import ClassLayout
-from planner.language.layout.redistribution.redistribute import REDISTRIBUTE
+from planner.language.layout.redistribute import REDISTRIBUTE
 from planner.language.lowering.lowering import lower
 from planner.language.ops.families.entries.routing import SORT_ROWS
 from planner.language.ops.record import op_inside

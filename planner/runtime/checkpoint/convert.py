@@ -24,8 +24,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from planner.errors import PlanError
 from planner.files import replacing
 from planner.language.graph import ModelGraph
-from planner.language.layout.layout import Box, Shape
-from planner.language.lowering.pieces import Holdings, Piece, model_key
+from planner.language.layout.boxes import Box, Shape
+from planner.language.layout.pieces import Piece
+from planner.language.lowering.holdings import Holdings, model_key
 from planner.language.plan import Plan
 from planner.runtime.checkpoint import folder as folders
 from planner.runtime.checkpoint.folder import Manifest

@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from planner.errors import PlanError
-from planner.language.lowering.pieces import Piece, model_key
+from planner.language.layout.pieces import Piece
+from planner.language.lowering.holdings import model_key
 from planner.runtime.checkpoint.parts import Part, local
 from planner.runtime.state.rank_state import RankState
 

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from planner.language.graph import TensorMeta
-from planner.language.lowering.pieces import Chunk, Holding, Holdings, Piece, model_key
+from planner.language.layout.pieces import Chunk, Piece
+from planner.language.lowering.holdings import Holding, Holdings, model_key
 from planner.runtime.state.rank_state import RankState
 from planner.runtime.state.weights import local
 

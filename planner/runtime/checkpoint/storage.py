@@ -49,7 +49,7 @@ from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from planner.errors import PlanError
-from planner.language.layout.layout import Box, Shape, box_numel, sizes, slices
+from planner.language.layout.boxes import Box, Shape, box_numel, sizes, slices
 from planner.runtime.checkpoint.parts import Part
 
 NOTES = "planner.notes"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from planner.language.lowering.pieces import Piece
+from planner.language.layout.pieces import Piece
 from planner.runtime.checkpoint.parts import model_parts
 from planner.runtime.initial.values import FirstValues, Place
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from planner.errors import ModelError
-from planner.language.lowering.pieces import Piece
+from planner.language.layout.pieces import Piece
 from planner.runtime.initial.recording import Recording
 from planner.runtime.initial.replay import Replay
 from planner.runtime.process.groups.mesh import Mesh

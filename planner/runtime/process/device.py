@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from planner.errors import PlanError
+from planner.nodes.nccl import MESSAGE_BLOCKS
 from planner.runtime.process.environment import BACKEND, DEVICE, DEVICES, LAUNCHER
 from planner.runtime.process.groups import staged
-from planner.runtime.process.groups.nccl import MESSAGE_BLOCKS
 from planner.runtime.process.host.cores import available_cores, near_cores, stay_on
 
 

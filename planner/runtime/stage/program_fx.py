@@ -25,7 +25,7 @@ from planner.language.graph import Affine, Op, Program, Ref, Symbol
 from planner.language.graph.function_keys import AUTOGRAD_FUNCTION
 from planner.language.graph.module_keys import OPAQUE_MODULE
 from planner.language.graph.tables import TABLE_LOOKUP
-from planner.language.layout.redistribution.redistribute import GATHER_SAMPLES, OWN_SAMPLES
+from planner.language.layout.redistribute import GATHER_SAMPLES, OWN_SAMPLES
 from planner.language.ops.record import is_random
 from planner.language.ops.weight_products import deferrable_products
 from planner.runtime.process import collectives

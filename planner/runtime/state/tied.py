@@ -18,10 +18,11 @@ from torch import Tensor
 from planner.errors import LayoutError
 from planner.language.graph import ModelGraph, TensorMeta
 from planner.language.layout.axes import members
-from planner.language.layout.layout import Box, ProcessMesh, sizes, slices
+from planner.language.layout.boxes import Box, box_transfers, sizes, slices
+from planner.language.layout.pieces import piece_of
 from planner.language.layout.placement import Shard
 from planner.language.layout.placements import Placements
-from planner.language.layout.redistribution.reshard import box_transfers
+from planner.language.lowering.holdings import is_sharded
 from planner.language.lowering.wiring import param_placements, stage_params
 from planner.language.plan import Plan
 from planner.runtime.process.groups.exchange import exchange
@@ -84,8 +85,8 @@ def _exchange(
     ways = []
     for meta in metas:
         boxes = [
-            {rank: _box(graph, plan, meta, at[meta.name], m, rank) for rank in m.ranks}
-            for at, m in zip(placements, meshes, strict=True)
+            _boxes(graph, plan, meta, at[meta.name], pp_rank)
+            for at, pp_rank in zip(placements, holders, strict=True)
         ]
         ways.append(boxes)
     return partial(_add_across, ways=ways)
@@ -100,39 +101,27 @@ def _all_reduce(totals: list[Tensor], group: dist.ProcessGroup | None) -> list[T
     return totals
 
 
-def _box(
-    graph: ModelGraph,
-    plan: Plan,
-    meta: TensorMeta,
-    placements: Placements,
-    mesh: ProcessMesh,
-    rank: int,
-) -> Box:
-    """Return the part of a parameter's gradient that a rank holds."""
-    box = [(0, size) for size in meta.shape_at(1)]
-    for axis, placement in placements.pairs:  # coarse cuts first
-        if not isinstance(placement, Shard):
-            continue
-        if placement.segments > 1:
+def _boxes(
+    graph: ModelGraph, plan: Plan, meta: TensorMeta, placements: Placements, pp_rank: int
+) -> dict[int, Box]:
+    """Return the part of a parameter's gradient that each rank of a pp rank holds."""
+    for axis, placement in placements.pairs:
+        if isinstance(placement, Shard) and placement.segments > 1:
             users = [block.name for block in graph.blocks if meta.name in block.params]
             raise LayoutError(
                 f"blocks {users[0]} and {users[-1]} share {meta.fqn}, which lies as {placement} on "
                 f"{axis}, and their stages have different {axis}; give both stages the same "
                 f"{axis}, or pin it to R"
             )
-        start, stop = box[placement.dim]
-        length = (stop - start) // mesh.size(axis)
-        first = start + mesh.number(rank, axis) * length
-        box[placement.dim] = (first, first + length)
-    shards = members("shards")
-    parts = mesh.size(*shards)
-    if plan.zero_stage and parts > 1 and box:
-        # As torch.chunk cuts: the last may be short or empty.
-        start, stop = box[0]
-        length = -(-(stop - start) // parts)
-        first = min(stop, start + mesh.number(rank, *shards) * length)
-        box[0] = (first, min(stop, first + length))
-    return tuple(box)
+    mesh = plan.mesh(pp_rank)
+    stage = next(number for number, each in enumerate(plan.stages) if each.pp_rank == pp_rank)
+    shards = members("shards") if is_sharded(meta, plan, stage) else ()
+    return {
+        rank: piece_of(
+            meta.shape_at(1), placements, mesh, rank, chunked_over=shards, name=meta.fqn
+        ).span
+        for rank in mesh.ranks
+    }
 
 
 def _add_across(totals: list[Tensor], ways: list[list[dict[int, Box]]]) -> list[Tensor]:

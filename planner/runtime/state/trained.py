@@ -23,7 +23,7 @@ from planner.language.graph import ModelGraph
 from planner.language.layout.axes import split_axes
 from planner.language.layout.placement import Shard
 from planner.language.layout.placements import Placements
-from planner.language.lowering.pieces import Holdings
+from planner.language.lowering.holdings import Holdings
 from planner.language.lowering.wiring import stage_params
 from planner.language.plan import Plan
 from planner.runtime.process.groups.mesh import Mesh

@@ -8,39 +8,30 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from planner.errors import LayoutError, ModelError
+from planner.errors import ModelError
 from planner.language.graph import TensorMeta
-from planner.language.layout.placement import Shard
+from planner.language.layout.pieces import Piece, piece_of
 from planner.language.layout.placements import Placements
 from planner.runtime.process.groups.mesh import Mesh
 
 
 def own_piece(whole: Tensor, placements: Placements, mesh: Mesh, fqn: str) -> Tensor:
     """Return a copy of this rank's piece of a parameter. Raises LayoutError if uneven."""
-    piece = whole
-    for axis, placement in placements.pairs:  # coarse cuts first
-        if isinstance(placement, Shard):
-            piece = local_piece(piece, placement, axis, mesh.size(axis), mesh.rank(axis), fqn)
-    if piece is whole:
+    piece = piece_of(whole.shape, placements, mesh.own, mesh.global_rank, name=fqn)
+    found = read(piece, whole)
+    if found is whole:
         return whole.clone()
-    return piece.clone(memory_format=torch.contiguous_format)
+    return found.clone(memory_format=torch.contiguous_format)
 
 
-def local_piece(
-    whole: Tensor, placement: Shard, axis: str, parts: int, rank: int, fqn: str
-) -> Tensor:
-    """Return what one rank of an axis has of a parameter. Raises LayoutError if uneven."""
-    length = whole.shape[placement.dim]
-    if length % (parts * placement.segments):
-        raise LayoutError(
-            f"{axis}={parts} does not divide dim {placement.dim} of {fqn} (size {length}); "
-            f"search again with another {axis}"
-        )
-    # [..., segments, length, ...]: the rank's chunk of each segment, side by side again.
-    by_segment = whole.unflatten(placement.dim, (placement.segments, -1))
-    return by_segment.chunk(parts, placement.dim + 1)[rank].flatten(
-        placement.dim, placement.dim + 1
-    )
+def read(piece: Piece, whole: Tensor) -> Tensor:
+    """Return what a piece has of a tensor: a view of it, where no dim has several runs."""
+    for dim, runs in enumerate(piece.runs):
+        if runs == ((0, piece.shape[dim]),):
+            continue
+        parts = [whole.narrow(dim, start, length) for start, length in runs or ((0, 0),)]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return whole
 
 
 def shape_of(module: nn.Module, meta: TensorMeta) -> Tensor:

@@ -14,7 +14,7 @@ from costmodel.table.kernels import load_rates
 from costmodel.table.rows.rows import price_row
 from planner.language.graph import Op, Program, Ref
 from planner.language.layout.axes import Degrees
-from planner.language.layout.redistribution.redistribute import REDISTRIBUTE
+from planner.language.layout.redistribute import REDISTRIBUTE
 from planner.language.ops.families.losses.cross_entropy import (
     SIZED_CROSS_ENTROPY,
     VOCAB_CROSS_ENTROPY,

@@ -9,7 +9,7 @@ from costmodel.execution.executed_kernels import is_product, products_of_head
 from costmodel.execution.execution import find_execution
 from costmodel.execution.saves import NARROW, as_saved
 from costmodel.table.kernels import load_rates
-from planner.language.layout.redistribution.redistribute import REDISTRIBUTE
+from planner.language.layout.redistribute import REDISTRIBUTE
 from planner.language.templates.splits import tp_layouts
 from profiles import load_profile
 from tests.costmodel.execution.test_executed import GRAPH, LLAMA, plan_of

@@ -16,7 +16,7 @@ from planner.language.plan import OURS, Plan
 from planner.language.plan.schedule_of import schedule_of
 from planner.language.schedule import SteadySchedule
 from planner.language.templates import Transformer, build_transformer
-from planner.runtime.process.groups.nccl import CONNECTION_BYTES, LINE_CHANNELS
+from planner.nodes.nccl import CONNECTION_BYTES, LINE_CHANNELS
 from profiles import Profile, load_profile
 
 H100 = load_profile("h100-sxm5-80gb")

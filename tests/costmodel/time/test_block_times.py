@@ -10,7 +10,7 @@ from costmodel.time.block.program import profiled_times
 from costmodel.topology import lowered_groups
 from planner.language.layout.axes import Degrees
 from planner.language.layout.placement import Partial, Replicate
-from planner.language.layout.redistribution.redistribute import redistribute_op
+from planner.language.layout.redistribute import redistribute_op
 from tests.costmodel.programs import CHAIN, program_of
 from tests.search.machine import Machine
 

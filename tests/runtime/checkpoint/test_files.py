@@ -265,7 +265,7 @@ def test_dropout_goes_on_to_the_last_bit(tmp_path):
     other = make_dropping(1)
     other.load(tmp_path)
     assert [other.step(mlp_batch(2)).item() for _ in range(3)] == losses
-    stream = other._random
+    stream = other.state.random
     drawn = []
     for step in (2, 2, 3):
         stream.restore(7, {0: stream.state(), 1: stream.state()}, step)

@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from planner.errors import PlanError
 from planner.language.graph import TensorMeta
+from planner.language.layout.pieces import Piece
 from planner.language.layout.placement import Shard
-from planner.language.lowering.pieces import Holding, Piece
+from planner.language.lowering.holdings import Holding
 from planner.runtime.checkpoint.optimizer_state import Assembly, OptimizerNotes, take_apart
 from planner.runtime.checkpoint.parts import Part
 

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from planner.language.layout.pieces import Piece
 from planner.language.layout.placement import Shard
-from planner.language.lowering.pieces import Piece
 from planner.runtime.checkpoint.parts import dtype_name, local, whole_part
 from planner.runtime.checkpoint.together import told_plainly
 

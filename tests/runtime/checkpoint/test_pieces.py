@@ -8,10 +8,11 @@ from math import prod
 import pytest
 import torch
 
+from planner.language.layout.pieces import Piece
 from planner.language.layout.placement import Shard
 from planner.language.lowering.defaults import default_plan
-from planner.language.lowering.pieces import Holdings, Piece
-from planner.runtime.state.weights import local_piece
+from planner.language.lowering.holdings import Holdings
+from planner.runtime.state.weights import read
 from tests.runtime.scenarios import capture
 
 
@@ -36,7 +37,9 @@ def test_pieces_are_what_the_runtime_cuts(seed):
         dim = draw.randrange(len(shape))
         fitting = [s for s in (1, 2, 3) if local.shape[dim] % (2 * s) == 0]
         placement, number = Shard(dim, draw.choice(fitting)), draw.randrange(2)
-        local = local_piece(local, placement, "tp", 2, number, "w")
+        # [..., segments, length, ...]: the rank's chunk of each segment, side by side again.
+        by_segment = local.unflatten(dim, (placement.segments, -1))
+        local = by_segment.chunk(2, dim + 1)[number].flatten(dim, dim + 1)
         piece = piece.cut(placement, 2, number)
     if draw.random() < 0.5:
         parts, number = draw.choice([2, 5, 7]), draw.randrange(2)
@@ -45,6 +48,7 @@ def test_pieces_are_what_the_runtime_cuts(seed):
         piece = piece.chunk(parts, number)
     assert piece.local_shape == tuple(local.shape)
     assert torch.equal(put_together(piece, whole, draw.choice([8, 100, 10**6])), local)
+    assert torch.equal(read(piece, whole), local)
 
 
 def test_a_number_is_one_chunk():

@@ -69,7 +69,7 @@ def drawn() -> tuple[float, float, float]:
 
 
 def engine(**given) -> SimpleNamespace:
-    return SimpleNamespace(mesh=SimpleNamespace(device=CPU), _random=None, **given)
+    return SimpleNamespace(mesh=SimpleNamespace(device=CPU), random=None, **given)
 
 
 def test_notes_of_ranks_are_stored_once():
@@ -95,11 +95,11 @@ def test_a_rank_goes_on_with_its_own_generators_or_of_other_numbers_with_the_fir
 @pytest.mark.usefixtures("_rank_of_two")
 def test_streams_go_on_where_the_plan_draws():
     here = engine()
-    here._random = Streams()
+    here.random = Streams()
     restore(here, notes(seed=9, streams={0: ["a"]}), {})
-    assert here._random.given == (9, {0: ["a"]}, 3)
+    assert here.random.given == (9, {0: ["a"]}, 3)
     fresh = Streams()
-    here._random = fresh
+    here.random = fresh
     restore(here, notes(), {})  # saved where no op drew: begins as it is
     assert not hasattr(fresh, "given")
 

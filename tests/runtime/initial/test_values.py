@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.errors import ModelError
+from planner.language.layout.pieces import Piece
 from planner.language.layout.placement import Shard
-from planner.language.lowering.pieces import Piece
 from planner.runtime.initial import values
 from planner.runtime.initial.record import record
 from planner.runtime.initial.values import ModuleValues, NoValues, Place, RecordedValues, find

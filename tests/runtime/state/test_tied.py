@@ -10,9 +10,9 @@ from torch import nn
 
 from planner.errors import LayoutError
 from planner.language.graph import TensorMeta
-from planner.language.layout.layout import ProcessMesh
 from planner.language.layout.placement import Replicate, Shard
 from planner.language.layout.placements import WHOLE as WHOLE_MODEL
+from planner.language.layout.process_mesh import ProcessMesh
 from planner.language.lowering.defaults import default_plan
 from planner.runtime.state.tied import _box, tied_copies
 from tests.runtime.alone import mesh_of

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -10,28 +12,32 @@ from planner.errors import LayoutError, ModelError
 from planner.language.graph import TensorMeta
 from planner.language.layout.placement import Replicate, Shard
 from planner.language.layout.placements import WHOLE as WHOLE_MODEL
-from planner.runtime.state.weights import constant, local_piece, own_piece, shape_of
-from tests.runtime.alone import Parts
+from planner.language.layout.process_mesh import ProcessMesh
+from planner.runtime.state.weights import constant, own_piece, shape_of
 
 WHOLE = torch.arange(24.0).view(8, 3)
 
 
+def mesh(tp: int, rank: int) -> SimpleNamespace:
+    own = ProcessMesh(axes=("tp",), shape=(tp,), ranks=tuple(range(tp)))
+    return SimpleNamespace(own=own, global_rank=rank)
+
+
 def test_a_rank_has_its_piece_of_each_segment():
     """Query, key and value in one weight: a rank has some heads of each."""
-    plain = local_piece(WHOLE, Shard(0), "tp", 2, 1, "w")
+    plain = own_piece(WHOLE, WHOLE_MODEL.on("tp", Shard(0)), mesh(2, 1), "w")
     assert torch.equal(plain, WHOLE[4:])
-    segments = local_piece(WHOLE, Shard(0, 2), "tp", 2, 1, "w")
+    segments = own_piece(WHOLE, WHOLE_MODEL.on("tp", Shard(0, 2)), mesh(2, 1), "w")
     assert torch.equal(segments, torch.cat([WHOLE[2:4], WHOLE[6:8]]))
     with pytest.raises(LayoutError, match="tp=3 does not divide dim 0 of w"):
-        local_piece(WHOLE, Shard(0), "tp", 3, 0, "w")
+        own_piece(WHOLE, WHOLE_MODEL.on("tp", Shard(0)), mesh(3, 0), "w")
 
 
 def test_a_piece_is_a_copy_of_its_own():
-    mesh = Parts({"tp": 2}, {"tp": 1})
-    piece = own_piece(WHOLE, WHOLE_MODEL.on("tp", Shard(0)), mesh, "w")
+    piece = own_piece(WHOLE, WHOLE_MODEL.on("tp", Shard(0)), mesh(2, 1), "w")
     assert torch.equal(piece, WHOLE[4:])
     assert piece.untyped_storage().nbytes() == piece.nbytes  # not the memory of the whole
-    whole = own_piece(WHOLE, WHOLE_MODEL.on("tp", Replicate()), mesh, "w")
+    whole = own_piece(WHOLE, WHOLE_MODEL.on("tp", Replicate()), mesh(2, 1), "w")
     assert whole.data_ptr() != WHOLE.data_ptr()
 
 

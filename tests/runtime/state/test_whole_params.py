@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.language.graph import TensorMeta
+from planner.language.layout.pieces import Piece
 from planner.language.layout.placement import Shard
 from planner.language.layout.placements import WHOLE
-from planner.language.lowering.pieces import Holding, Piece
+from planner.language.lowering.holdings import Holding
 from planner.runtime.state.optimizers import whole_params
 from planner.runtime.state.optimizers.whole_params import WholeParams, cutting_axes, stepped_on
 from tests.runtime.alone import Parts

@@ -18,7 +18,7 @@ from planner.language.layout.placement import (
     Shard,
     parse_placement,
 )
-from planner.language.layout.redistribution.redistribute import (
+from planner.language.layout.redistribute import (
     EXCHANGE_ROWS,
     GATHER_SAMPLES,
     OWN_SAMPLES,

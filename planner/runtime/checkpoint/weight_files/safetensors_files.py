@@ -20,7 +20,7 @@ from torch import Tensor
 
 from planner.errors import PlanError
 from planner.files import replacing, write_atomically
-from planner.language.layout.layout import Shape
+from planner.language.layout.boxes import Shape
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from planner.errors import PlanError
-from planner.language.layout.layout import Box, Shape, sizes
-from planner.language.lowering.pieces import model_key
+from planner.language.layout.boxes import Box, Shape, sizes
+from planner.language.lowering.holdings import model_key
 from planner.runtime.checkpoint import folder as folders
 from planner.runtime.checkpoint.parts import Part
 from planner.runtime.checkpoint.storage import Stored, Target, file_checksum

@@ -34,7 +34,7 @@ from planner.language.layout.axes import (
     members,
     split_axes,
 )
-from planner.language.layout.layout import ProcessMesh
+from planner.language.layout.process_mesh import ProcessMesh
 from planner.language.plan import Plan
 from planner.runtime.process import device as devices
 from planner.runtime.process.groups.alike import differences, told_of_run

@@ -18,8 +18,8 @@ from planner.errors import PlannerError
 from planner.language.across.gathers import BATCH
 from planner.language.graph import Program
 from planner.language.layout.axes import Degrees, lowered_axes
-from planner.language.layout.layout import ProcessMesh
 from planner.language.layout.placements import Placements
+from planner.language.layout.process_mesh import ProcessMesh
 from planner.language.lowering.wiring import BlockPlacements
 from planner.runtime.proofs.by_block.facts import CPU, Fact
 from planner.runtime.proofs.by_block.simulate.block_run import BlockRun, ParamGradient
@@ -29,8 +29,8 @@ from planner.runtime.proofs.by_block.simulate.pieces_of import (
     largest_entry,
     of_gradient,
     of_param_gradient,
-    piece_of,
     sums_over,
+    value_of,
 )
 from planner.runtime.stage.program_fx import to_graph_module
 
@@ -119,7 +119,7 @@ def check_class(
 
     def body(rank: int) -> Any:
         values = {
-            name: piece_of(fact.run.values[name], placed, mesh, rank, name)
+            name: value_of(fact.run.values[name], placed, mesh, rank, name)
             for name, placed in places.items()
         }
         buffers = {n for n in program.params if program.tensor[n].kind == "buffer"}
@@ -132,7 +132,7 @@ def check_class(
             # Collectives so far are the forward's; those behind them the backward's.
             ahead = world.calls(rank)
             given = [
-                None if g is None else piece_of(g, of_gradient(placed), mesh, rank)
+                None if g is None else value_of(g, of_gradient(placed), mesh, rank)
                 for g, placed in zip(fact.run.cotangents, out_places, strict=True)
             ]
             inputs, params = run.backward(given)
@@ -175,7 +175,7 @@ def _compare(
                 f"takes by one unit in the last place changes it by {rounding:.2e}"
             )
         for ranks, found in _sums(placed, mesh, {r: each[0][at] for r, each in made.items()}):
-            expected = piece_of(run.outputs[at], of_gradient(placed), mesh, ranks[0])
+            expected = value_of(run.outputs[at], of_gradient(placed), mesh, ranks[0])
             worst.add(f"output {name}", found, expected, rounding, ranks)
     for name in program.inputs:
         whole = run.input_grads[name]
@@ -187,13 +187,13 @@ def _compare(
         rounding = 0.0 if other is None else _apart(other, whole)
         placed = of_gradient(places[name])
         for rank, each in made.items():
-            expected = piece_of(whole, placed, mesh, rank)
+            expected = value_of(whole, placed, mesh, rank)
             found = each[1][name]
             found = torch.zeros_like(expected) if found is None else found
             worst.add(f"gradient of input {name}", found, expected, rounding, (rank,))
     for name in run.held:
         for rank, each in made.items():
-            expected = piece_of(run.held[name], places[name], mesh, rank)
+            expected = value_of(run.held[name], places[name], mesh, rank)
             rounding = _apart(moved.held[name], run.held[name])
             worst.add(f"buffer {name}", each[3][name], expected, rounding, (rank,))
     for name in run.param_grads:
@@ -225,7 +225,7 @@ def _compare_param(
             term = terms[rank].make()
             found = term if found is None else found.add_(term)
         assert found is not None
-        piece = piece_of(expected, of_gradient(placed), mesh, ranks[0])
+        piece = value_of(expected, of_gradient(placed), mesh, ranks[0])
         worst.add(f"gradient of {name}", found, piece, rounding, ranks)
 
 

@@ -1,8 +1,8 @@
 """Whether ranks hold every parameter as planned, each element exactly once among its copies.
 
-What a rank holds is said twice in the runtime: by `local_piece` and FSDP2, which cut it, and by the
-pieces that checkpoints are made of. Both are compared here, for every rank of the plan, in numbers
-of elements and not in values.
+Weights are cut, and checkpoints are made, by one rule (`planner.language.layout.pieces`). It is
+held here, for every rank of the plan, to the cuts that DTensor and FSDP2 make, done on the numbers
+of elements and not on values.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import torch
 
 from planner.language.graph import ModelGraph, TensorMeta
 from planner.language.layout.axes import members
-from planner.language.layout.layout import ProcessMesh
+from planner.language.layout.pieces import Piece, Runs
 from planner.language.layout.placement import Shard
 from planner.language.layout.placements import Placements
-from planner.language.lowering.pieces import Holding, Piece, Runs
+from planner.language.layout.process_mesh import ProcessMesh
+from planner.language.lowering.holdings import Holding
 from planner.language.lowering.wiring import param_placements, stage_params
 from planner.language.plan import Plan
 from planner.language.plan.replication import Replication
-from planner.runtime.state.weights import local_piece
 
 Held = Callable[[int], Mapping[str, Holding]]
 """From a rank to what it holds, by names in the graph."""
 
 
 def check_coverage(graph: ModelGraph, plan: Plan, held: Held) -> Iterator[str]:
-    """Yield what is wrong with what ranks hold (`planner.language.lowering.pieces.Holdings`)."""
+    """Yield what is wrong with what ranks hold (`planner.language.lowering.holdings.Holdings`)."""
     used = stage_params(graph, plan)
     kinds = ("param", "buffer")
     wanted: dict[int, dict[str, None]] = defaultdict(dict)
@@ -155,9 +155,9 @@ def _planned_piece(
         indices = torch.arange(size)
         for axis, placement in placements.pairs:
             if isinstance(placement, Shard) and placement.dim == dim:
-                along = Shard(0, placement.segments)
                 parts, number = mesh.size(axis), mesh.number(rank, axis)
-                indices = local_piece(indices, along, axis, parts, number, "")
+                by_segment = indices.unflatten(0, (placement.segments, -1))
+                indices = by_segment.chunk(parts, 1)[number].flatten()
         if dim == 0 and shards > 1:
             chunks = indices.chunk(shards)
             number = mesh.number(rank, *members("shards"))

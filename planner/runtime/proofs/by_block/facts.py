@@ -22,7 +22,7 @@ from planner.capture.source.model_file import ModelSource
 from planner.language.across.gathers import BATCH
 from planner.language.graph import Block, ModelGraph, Program, TensorMeta
 from planner.language.layout.axes import lowered_axes
-from planner.language.lowering.pieces import Piece
+from planner.language.layout.pieces import Piece
 from planner.runtime.batches.inputs.feed import Preamble
 from planner.runtime.initial.record import record
 from planner.runtime.initial.recording import NotReplayableError

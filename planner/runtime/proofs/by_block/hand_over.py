@@ -22,8 +22,10 @@ from torch import Tensor
 from planner.errors import PlannerError
 from planner.language.graph import Affine, ModelGraph
 from planner.language.layout.axes import batch_axes, members
-from planner.language.layout.layout import ProcessMesh, box_numel, sizes, slices
+from planner.language.layout.boxes import box_numel, sizes, slices
 from planner.language.layout.placements import Placements, moves_between
+from planner.language.layout.process_mesh import ProcessMesh
+from planner.language.lowering.routes import Routes
 from planner.language.lowering.wiring import Edge, block_placements
 from planner.language.plan import Plan
 from planner.runtime.process.collectives import redistribute
@@ -31,10 +33,9 @@ from planner.runtime.proofs.by_block.simulate.lockstep import LockStep, OutOfSte
 from planner.runtime.proofs.by_block.simulate.pieces_of import (
     largest_difference,
     of_gradient,
-    piece_of,
     sums_over,
+    value_of,
 )
-from planner.runtime.step.messages.routes import Routes
 
 _SUMMED = 1e-4
 """How far a sum of random terms in fp32 may be from the tensor they were made of."""
@@ -208,11 +209,11 @@ class _Ends:
     cotangent: Tensor
 
     def value(self, mesh: ProcessMesh, placed: Placements, rank: int) -> Tensor:
-        return piece_of(self._samples(self.whole, mesh, rank), placed, mesh, rank).clone()
+        return value_of(self._samples(self.whole, mesh, rank), placed, mesh, rank).clone()
 
     def gradient(self, mesh: ProcessMesh, placed: Placements, rank: int) -> Tensor:
         own = self._samples(self.cotangent, mesh, rank)
-        return piece_of(own, of_gradient(placed), mesh, rank)
+        return value_of(own, of_gradient(placed), mesh, rank)
 
     def _samples(self, tensor: Tensor, mesh: ProcessMesh, rank: int) -> Tensor:
         """Return the samples of a rank's replica."""

@@ -17,7 +17,8 @@ from planner.capture.source.model_file import ModelSource
 from planner.errors import LayoutError, PlannerError
 from planner.language.graph import ModelGraph, Program
 from planner.language.layout.axes import Degrees
-from planner.language.lowering.pieces import Holdings
+from planner.language.lowering.holdings import Holdings
+from planner.language.lowering.routes import Routes
 from planner.language.lowering.wiring import (
     Edge,
     StageWiring,
@@ -52,7 +53,6 @@ from planner.runtime.proofs.by_block.tables import (
 from planner.runtime.proofs.by_block.wires import check_routes, check_wires
 from planner.runtime.proofs.promote import ReferenceMode
 from planner.runtime.stage.calls.opaque_modules import calling_inside, keep_modules, opaque_calls
-from planner.runtime.step.messages.routes import Routes
 
 Progress = Callable[[float, str], None]
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from planner.language.graph import ModelGraph
 from planner.language.layout.axes import Degrees, lowered_axes, members
-from planner.language.layout.layout import ProcessMesh
-from planner.language.lowering.pieces import Holding
+from planner.language.layout.process_mesh import ProcessMesh
+from planner.language.lowering.holdings import Holding
 from planner.language.lowering.wiring import stage_params
 from planner.language.plan import Plan
 from planner.language.schedule import JobKind, Schedule

@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from planner.language.graph import ModelGraph
-from planner.language.layout.layout import Box, box_numel, intersection, sizes
+from planner.language.layout.boxes import Box, box_numel, intersection, sizes
 from planner.language.layout.placement import Shard
+from planner.language.lowering.routes import Part, Routes
 from planner.language.lowering.wiring import Edge, StageWiring
 from planner.language.plan import Plan
-from planner.runtime.step.messages.routes import Part, Routes
 
 
 def check_wires(

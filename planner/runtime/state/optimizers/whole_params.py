@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from planner.language.layout.pieces import Piece
 from planner.language.layout.placement import Shard
 from planner.language.layout.placements import Placements
-from planner.language.lowering.pieces import Holding, Piece
+from planner.language.lowering.holdings import Holding
 from planner.runtime.process.groups.mesh import Mesh
 from planner.runtime.state.gather import whole
 from planner.runtime.state.optimizers.reach import fresh_state

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from planner.language.lowering.routes import Direction, directions, in_rounds, rank_pairs
 from planner.language.lowering.wiring import Edge
 from planner.runtime.process import device as devices
 from planner.runtime.process.groups.exchange import exchange
 from planner.runtime.process.groups.mesh import Mesh, default_group
-from planner.runtime.step.messages.routes import Direction, directions, in_rounds, rank_pairs
 
 
 def open_directions(

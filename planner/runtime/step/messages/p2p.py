@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.language.graph.batch_split import BatchSplit
-from planner.language.layout.layout import sizes, slices
+from planner.language.layout.boxes import sizes, slices
+from planner.language.lowering.routes import Routes
 from planner.language.lowering.wiring import Edge
 from planner.language.plan import Plan
 from planner.language.schedule.jobs import Job, JobKind, Schedule
@@ -29,7 +30,6 @@ from planner.runtime.process.groups.gloo_threads import give_way_to_sockets
 from planner.runtime.process.groups.mesh import Mesh
 from planner.runtime.process.groups.sent_types import view_to_send
 from planner.runtime.step.messages.directions import open_directions
-from planner.runtime.step.messages.routes import Routes
 
 _TAG_RANGE = 2**31 - 1
 

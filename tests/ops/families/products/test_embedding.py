@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from planner.language.graph import Op, TensorMeta
-from planner.language.layout.redistribution.redistribute import (
+from planner.language.layout.redistribute import (
     EXCHANGED_EMBEDDING,
     inner_collectives,
 )

@@ -13,14 +13,14 @@ import torch
 
 from planner.language.graph import Op, Program, Ref
 from planner.language.layout.placement import Replicate, Shard
-from planner.language.layout.redistribution.redistribute import REDISTRIBUTE
+from planner.language.layout.redistribute import REDISTRIBUTE
 from planner.language.lowering.lowering import ONCE, local_program
+from planner.language.lowering.routes import Part, Routes
 from planner.language.schedule.jobs import forward
 from planner.runtime.process import collectives
 from planner.runtime.proofs.by_block.cut import cut_down
 from planner.runtime.proofs.by_block.prove import Derived, derive
 from planner.runtime.stage.calls import local_ops
-from planner.runtime.step.messages.routes import Part, Routes
 from tests.runtime.check.by_block.cases import captured, plan_of, proof_of
 
 BLOCKS, WIRING, MESSAGES, PARTS, TABLE, HELD, VALUES, ORDER = (

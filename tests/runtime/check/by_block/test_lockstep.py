@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from planner.language.layout.layout import ProcessMesh
+from planner.language.layout.process_mesh import ProcessMesh
 from planner.runtime.process import collectives
 from planner.runtime.proofs.by_block.simulate.lockstep import LockStep, OutOfStep
 

@@ -13,6 +13,7 @@ import torch
 from planner.language.layout.axes import Degrees, lowered_axes
 from planner.language.layout.placement import Shard
 from planner.language.lowering.lowering import local_program
+from planner.language.lowering.routes import Routes
 from planner.language.lowering.wiring import block_placements
 from planner.runtime.proofs.by_block.blocks import check_class, simulated_mesh
 from planner.runtime.proofs.by_block.coverage import check_coverage
@@ -26,7 +27,6 @@ from planner.runtime.proofs.by_block.step_order import check_collectives, check_
 from planner.runtime.proofs.by_block.tables import check_messages, check_table, queues_of
 from planner.runtime.proofs.by_block.wires import check_routes, check_wires
 from planner.runtime.stage.program_fx import to_graph_module
-from planner.runtime.step.messages.routes import Routes
 from tests.runtime.check.by_block.cases import captured, plan_of
 
 GRAPH, SOURCE = captured("gpt")

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from planner.language.lowering.defaults import default_plan
+from planner.language.lowering.routes import Routes, directions, in_rounds, rank_pairs
 from planner.language.lowering.wiring import build_edges
 from planner.language.plan.schedule_of import schedule_of
 from planner.language.templates import Transformer, build_transformer
-from planner.runtime.step.messages.routes import Routes, directions, in_rounds, rank_pairs
 from tests.runtime.scenarios import capture
 
 GRAPH = build_transformer(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from planner.language.graph.tables import TABLE_LOOKUP
 from planner.language.layout.placement import OpSharding, Shard
-from planner.language.layout.redistribution.redistribute import EXCHANGED_EMBEDDING
+from planner.language.layout.redistribute import EXCHANGED_EMBEDDING
 from planner.language.ops.call import Call, LocalForm, P, Placed, R, Work
 from planner.language.ops.flops import arriving_bytes, made_bytes
 from planner.language.ops.kernel import KernelCall, Saved, saves_inputs

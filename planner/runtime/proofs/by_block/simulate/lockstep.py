@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d
 from torch.futures import Future
 
-from planner.language.layout.layout import ProcessMesh
+from planner.language.layout.process_mesh import ProcessMesh
 
 T = TypeVar("T")
 

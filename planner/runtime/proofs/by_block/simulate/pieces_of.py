@@ -10,26 +10,28 @@ import torch
 from torch import Tensor
 
 from planner.language.layout.axes import find_axis
-from planner.language.layout.layout import ProcessMesh
+from planner.language.layout.pieces import piece_of
 from planner.language.layout.placement import Partial, Replicate, Shard
 from planner.language.layout.placements import Placements
-from planner.runtime.state.weights import local_piece
+from planner.language.layout.process_mesh import ProcessMesh
+from planner.runtime.state.weights import read
 
 _CHUNK = 2**24
 """Entries compared at once."""
 
 
-def piece_of(
+def value_of(
     whole: Tensor, placements: Placements, mesh: ProcessMesh, rank: int, name: str = ""
 ) -> Tensor:
     """Return what a rank has of a tensor; terms of a sum are random and add up to it."""
     found, seed = whole, name
     for axis, placement in placements.pairs:  # coarse cuts first
-        parts, number = mesh.size(axis), mesh.number(rank, axis)
+        number = mesh.number(rank, axis)
         if isinstance(placement, Shard):
-            found = local_piece(found, placement, axis, parts, number, name)
+            alone = Placements(((axis, placement),))
+            found = read(piece_of(found.shape, alone, mesh, rank, name=name), found)
         elif isinstance(placement, Partial):
-            found = _term(found, parts, number, f"{seed} {axis}")
+            found = _term(found, mesh.size(axis), number, f"{seed} {axis}")
         seed += f" {axis}{number}"
     return found
 

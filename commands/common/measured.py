@@ -14,6 +14,7 @@ from planner.errors import PlannerError
 from planner.language.plan import Plan
 from planner.language.plan.parts import Compared, Measured
 from planner.runtime.proofs.trials import Trial
+from planner.runtime.start.launch import check_ranks
 from profiles import Profile
 from search.request import SearchResult
 
@@ -29,8 +30,6 @@ def check_measurable(profile: Profile, num_devices: int) -> str:
 
     Raises PlannerError where it has not so many devices, or they are not the profile's kind.
     """
-    from planner.runtime.start.launch import check_ranks
-
     here = profile.cluster.devices_per_node
     if num_devices > here:
         raise PlannerError(

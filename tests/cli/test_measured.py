@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from commands.common.measured import best_plans, check_measurable, choose_measured
 from planner.errors import PlannerError
 from planner.runtime.proofs.trials import Trial, TrialSettings
 from profiles import load_profile
 from search import SearchRequest, find_plan
 from search.candidates import Candidates
 from search.find_plan import search_among
-from search.measured import best_plans, check_measurable, choose_measured
 from tests.captures import capture_tiny
 from tests.search.machine import Machine
 

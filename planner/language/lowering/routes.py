@@ -11,13 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from planner.errors import LayoutError
 from planner.language.graph import Affine, size_at
 from planner.language.graph.batch_split import part_bounds
 from planner.language.layout.axes import members
-from planner.language.layout.layout import Box, ProcessMesh
-from planner.language.layout.placement import Shard
-from planner.language.layout.redistribution.reshard import box_transfers
+from planner.language.layout.boxes import Box, box_transfers
+from planner.language.layout.pieces import piece_of
+from planner.language.layout.process_mesh import ProcessMesh
 from planner.language.lowering.wiring import Edge
 from planner.language.plan import Plan
 
@@ -118,30 +117,16 @@ class Routes:
         # Samples of the microbatch on this rank: the axes that cut the batch come before all
         # others.
         first, last = part_bounds(cut, mesh.size(*batch), mesh.number(rank, *batch))
-        box = []
-        for dim, size in enumerate(edge.shape):
-            span = (0, size_at(size, last - first))
-            if dim == edge.batch_dim:
-                assert isinstance(size, Affine)
-                # (Entries that are there for any number of samples go with every part.)
-                span = (size.per_sample * first, size.at(last))
-            for axis, placement in placements.pairs:  # coarse cuts first
-                # Each further axis cuts the span that the axes before it left.
-                if isinstance(placement, Shard) and placement.dim == dim:
-                    span = _cut(span, edge, dim, mesh.size(axis), mesh.number(rank, axis))
-            box.append(span)
+        name = f"{edge.tensor}, from stage {edge.producer} to {edge.consumer},"
+        shape = [size_at(size, last - first) for size in edge.shape]
+        box = list(piece_of(shape, placements, mesh, rank, name=name).span)
+        if edge.batch_dim is not None:
+            size = edge.shape[edge.batch_dim]
+            assert isinstance(size, Affine)
+            # (Entries that are there for any number of samples go with every part.)
+            start, stop = box[edge.batch_dim]
+            box[edge.batch_dim] = (start + size.per_sample * first, stop + size.per_sample * first)
         return tuple(box)
 
     def _mesh(self, stage_index: int) -> ProcessMesh:
         return self.plan.mesh(self.plan.stages[stage_index].pp_rank)
-
-
-def _cut(span: tuple[int, int], edge: Edge, dim: int, parts: int, rank: int) -> tuple[int, int]:
-    start, stop = span
-    length, rest = divmod(stop - start, parts)
-    if rest:
-        raise LayoutError(
-            f"dim {dim} of {edge.tensor} has {stop - start} entries on a replica and can't be "
-            f"cut in {parts} equal pieces to go from stage {edge.producer} to {edge.consumer}"
-        )
-    return start + rank * length, start + (rank + 1) * length
