@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader
 from planner.capture import capture_module, capture_source
 from planner.capture.checks.functions import FunctionCalls
 from planner.capture.opaque.trial import Place, Trial
-from planner.capture.read import Reader
-from planner.capture.record import Recorder
+from planner.capture.reading.read import Reader
+from planner.capture.reading.record import Recorder
+from planner.capture.reading.writes import pure_form
 from planner.capture.source.model_file import load_model_file
-from planner.capture.writes import pure_form
 from planner.emit.emitter import EMITTERS, find_emitter, register_emitter
 from planner.errors import PlannerError
 from planner.integrations.prepare import PreparedOptimizer, prepare

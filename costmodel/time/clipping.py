@@ -1,4 +1,5 @@
-"""Seconds of clipping gradients by one norm over the whole model (`planner.runtime.state.clip`).
+"""Seconds of clipping gradients by one norm over the whole model
+(`planner.runtime.state.gradients.clip`).
 
 Each rank reads its gradients for their norm, all ranks sum one number, and each scales its
 gradients in place. So all ranks wait for the last to have its gradients, and the step ends

@@ -18,7 +18,9 @@ from profiles.profile import Amount
 from profiles.records import ZeroWork
 
 BUCKET_BYTES = 25 * 2**20
-"""Gradients go out in flat messages of about this size (`planner.runtime.state.reduce`)."""
+"""Gradients go out in flat messages of about this size
+(`planner.runtime.state.gradients.reduce`).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Stages that share a parameter: seconds and bytes of summing its gradients, once a step.
 
 A tied embedding of the first and the last stage has a copy on each; after the last backward the
-ranks that hold the same piece add up their sums (`planner.runtime.state.tied`).
+ranks that hold the same piece add up their sums (`planner.runtime.state.gradients.tied`).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from planner.capture.blocks import RawGraph, RawOp
-from planner.capture.record import Exported
+from planner.capture.reading.record import Exported
 from planner.errors import CaptureError
 from planner.language.graph import Affine, Op, Size, TensorMeta
 

@@ -22,14 +22,14 @@ from torch.fx.proxy import TracerBase
 from planner.capture.checks.conversions import same_parts
 from planner.capture.checks.functions import FunctionCalls, is_seen_through
 from planner.capture.checks.hooks import saved_tensors_untouched
-from planner.capture.checks.on_meta import OnMeta
-from planner.capture.checks.rehearsal import Rehearsal, rehearse
+from planner.capture.checks.on_meta.rehearsal import Rehearsal, rehearse
+from planner.capture.checks.stays_on_meta import OnMeta
 from planner.capture.diagnose import explain
 from planner.capture.flex import flex_written_out
 from planner.capture.modes.precision import MixedDtypes
 from planner.capture.opaque import OpaqueModules
-from planner.capture.read import Reader
-from planner.capture.record import Exported
+from planner.capture.reading.read import Reader
+from planner.capture.reading.record import Exported
 from planner.capture.repeats.trace import Trace, noted_forward, trace_forward
 from planner.collector import no_gc
 from planner.errors import CaptureError, ModelError

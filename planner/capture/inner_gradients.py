@@ -37,7 +37,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.utils._pytree import tree_map
 
 from planner.capture.checks.functions import draws
-from planner.capture.checks.outside_modes import outside_modes
+from planner.capture.checks.on_meta.outside_modes import outside_modes
 from planner.capture.diagnose import calling_line, node_line
 from planner.errors import CaptureError
 

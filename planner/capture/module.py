@@ -10,10 +10,10 @@ import torch
 
 from planner.capture.align import BATCH_SIZES, align
 from planner.capture.blocks import RawGraph, build_graph
-from planner.capture.checks.any_size import refuse_other_sizes, shapes_of
 from planner.capture.checks.hooks import refuse_lost
 from planner.capture.checks.kept_calls import KeptCalls
-from planner.capture.checks.on_meta import StaysOnMeta
+from planner.capture.checks.on_meta.any_size import refuse_other_sizes, shapes_of
+from planner.capture.checks.stays_on_meta import StaysOnMeta
 from planner.capture.diagnose import first_line, user_line
 from planner.capture.export import export_batch, meta_copy, rehearse_batch, run_on_meta, trace_batch
 from planner.capture.masks import with_told_masks

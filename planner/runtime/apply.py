@@ -31,7 +31,7 @@ from planner.runtime.process.groups.process_group import take_place
 from planner.runtime.process.groups.together import together
 from planner.runtime.process.launched import followed_plan
 from planner.runtime.state import out_of_memory
-from planner.runtime.state.away import plain, refuse_away, take_away
+from planner.runtime.state.users_module.away import plain, refuse_away, take_away
 from planner.runtime.step.engine import Engine
 from planner.runtime.step.evaluation import reads_mode
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from planner.language.across.buffers import written
 from planner.language.across.by_rules import by_rules
 from planner.language.across.follow import follow_program
-from planner.language.across.losses import _class_loss
-from planner.language.across.order import _sort
-from planner.language.across.rows import _repeat
+from planner.language.across.handlers.buffers import written
+from planner.language.across.handlers.losses import _class_loss
+from planner.language.across.handlers.order import _sort
+from planner.language.across.handlers.rows import _repeat
+from planner.language.across.handlers.take_and_put import _index_select
 from planner.language.across.state import (
     ADDED,
     ANY_ORDER,
@@ -19,7 +20,6 @@ from planner.language.across.state import (
     State,
 )
 from planner.language.across.step import Edit, Step, Walk, handlers_of
-from planner.language.across.take_and_put import _index_select
 from planner.language.graph import Affine, Op, Program, Ref, TensorMeta
 from planner.language.layout.placement import Shard
 from planner.language.plan.accepted import Kind

@@ -8,7 +8,7 @@ import pytest
 
 from planner.capture.align import align
 from planner.capture.blocks import RawOp
-from planner.capture.record import Exported
+from planner.capture.reading.record import Exported
 from planner.errors import CaptureError
 from planner.language.graph import Affine, Op, Ref, TensorMeta
 

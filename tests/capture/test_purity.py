@@ -276,8 +276,8 @@ DEEP = """
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from planner.capture.checks.on_meta import OnMeta
-from planner.capture.checks.rehearsal import rehearse
+from planner.capture.checks.stays_on_meta import OnMeta
+from planner.capture.checks.on_meta.rehearsal import rehearse
 
 config = GPT2Config(vocab_size=16, n_embd=8, n_layer=1000, n_head=2, n_positions=8)
 with torch.device("meta"):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from planner.capture.checks.on_meta import OnMeta
+from planner.capture.checks.stays_on_meta import OnMeta
 from planner.capture.opaque import OpaqueModules
-from planner.capture.read import Reader, portable_histc
-from planner.capture.record import Recorder
+from planner.capture.reading.read import Reader, portable_histc
+from planner.capture.reading.record import Recorder
 from planner.errors import CaptureError
 from planner.language.graph import Ref
 

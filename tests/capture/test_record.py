@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from planner.capture.record import Recorder, is_view
+from planner.capture.reading.record import Recorder, is_view
 from planner.errors import CaptureError
 from planner.language.graph import Ref
 

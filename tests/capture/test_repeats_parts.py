@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from planner.capture.blocks import RawGraph, RawOp
-from planner.capture.checks.on_meta import OnMeta
+from planner.capture.checks.stays_on_meta import OnMeta
 from planner.capture.repeats.expand import NotRepeated, expand
 from planner.capture.repeats.find import PERIODS, Repeat, does_the_same, find_repeat
 from planner.capture.repeats.in_part import capture_in_part, long_lists

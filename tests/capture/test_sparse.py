@@ -1,7 +1,7 @@
 """M25: a table's gradient stays rows only where lookups of sparse=True are all that reads it."""
 
 from planner.capture.blocks import RawOp
-from planner.capture.sparse import dense_where_mixed
+from planner.capture.reading.sparse import dense_where_mixed
 from planner.language.graph import Op, Ref, TensorMeta
 
 

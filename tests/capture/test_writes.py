@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from planner.capture.record import Recorder
-from planner.capture.writes import pure_form, rebind, root_of, substitute, without_out
+from planner.capture.reading.record import Recorder
+from planner.capture.reading.writes import pure_form, rebind, root_of, substitute, without_out
 from planner.errors import CaptureError
 from planner.language.graph import Ref
 

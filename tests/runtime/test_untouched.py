@@ -14,7 +14,7 @@ import planner
 from planner.errors import CaptureError, ModelError, PlanError
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
-from planner.runtime.state.untouched import Untouched
+from planner.runtime.state.users_module.untouched import Untouched
 from tests.builders import MlpWithTarget, mlp_batch
 from tests.captures import capture_module, capture_tiny
 from tests.spawn import run_ranks

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from planner.capture.checks.on_meta import OnMeta
+from planner.capture.checks.stays_on_meta import OnMeta
 from planner.capture.diagnose import calling_line, first_line
 from planner.errors import CaptureError
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from planner.capture.checks.functions import as_written
-from planner.capture.checks.outside_modes import outside_modes
-from planner.capture.checks.rehearsal import state_of
+from planner.capture.checks.on_meta.outside_modes import outside_modes
+from planner.capture.checks.on_meta.rehearsal import state_of
 from planner.capture.diagnose import first_line
 from planner.capture.modes.precision import MixedDtypes
 from planner.capture.opaque.calls import SEED, advice_on_shapes, called, tensors_of

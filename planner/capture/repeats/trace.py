@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from planner.capture.checks.meta_results import MetaResults
-from planner.capture.checks.on_meta import OnMeta
-from planner.capture.checks.rehearsal import flattened, release_in_order
+from planner.capture.checks.on_meta.meta_results import MetaResults
+from planner.capture.checks.on_meta.rehearsal import flattened, release_in_order
+from planner.capture.checks.stays_on_meta import OnMeta
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from planner.integrations.script.outputs import Outputs
-from planner.integrations.script.pending import Applied, Node, Output, computed, nodes_in
+from planner.integrations.script.values.outputs import Outputs
+from planner.integrations.script.values.pending import Applied, Node, Output, computed, nodes_in
 
 
 class Loss:

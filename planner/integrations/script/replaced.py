@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from planner.errors import PlanError
 from planner.integrations.script.running import Running
-from planner.integrations.script.snapshots import Snapshot
-from planner.runtime.state.away import is_gradient_away
+from planner.integrations.script.values.snapshots import Snapshot
+from planner.runtime.state.users_module.away import is_gradient_away
 
 _OF_AUTOGRAD = (
     "torch.autograd.grad of what the model returned, or for its parameters: gradients lie in the "

@@ -11,13 +11,13 @@ from torch.utils._pytree import tree_leaves
 
 from planner.errors import PlanError
 from planner.integrations.script.finding import Finding, Found
-from planner.integrations.script.pending import Pending
 from planner.integrations.script.ranks import Variables
-from planner.integrations.script.snapshots import Snapshot
 from planner.integrations.script.stand_in import refuse_step, stand_in
 from planner.integrations.script.taken import Loop
+from planner.integrations.script.values.pending import Pending
+from planner.integrations.script.values.snapshots import Snapshot
 from planner.language.plan import Plan
-from planner.runtime.state.away import given_values
+from planner.runtime.state.users_module.away import given_values
 
 
 class Running:

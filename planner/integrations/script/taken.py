@@ -21,12 +21,12 @@ from planner.integrations.script.commands import begin
 from planner.integrations.script.finding import Found
 from planner.integrations.script.loss import Loss, loss_of
 from planner.integrations.script.optimizer import groups_of, refuse_changes
-from planner.integrations.script.outputs import Outputs, made_of, modules_in, outputs_of
-from planner.integrations.script.pending import Output, Pending, pending, value_of
 from planner.integrations.script.ranks import Ranks, Variables
+from planner.integrations.script.values.outputs import Outputs, made_of, modules_in, outputs_of
+from planner.integrations.script.values.pending import Output, Pending, pending, value_of
 from planner.language.graph.batch import flatten_batch, plain_values
 from planner.language.plan import Plan
-from planner.runtime.state.away import tell_gradients
+from planner.runtime.state.users_module.away import tell_gradients
 
 
 class Loop:

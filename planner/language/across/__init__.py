@@ -15,7 +15,7 @@ through a program with these, `walk` through a model; `whole` makes the graph an
 count; `gathers` runs ops that compute across samples on the whole batch of all replicas.
 """
 
-from planner.language.across import gathers  # noqa: F401 - its ops have handlers
+from planner.language.across import handlers  # noqa: F401 - handlers register themselves
 from planner.language.across.walk import (
     Finding,
     across_samples,

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.language.across.state import ADDED, ANY_ORDER, IN_ORDER, SAMPLES, WHOLE, State, summed
-from planner.language.across.step import AXIS, MEAN, Step
-from planner.language.across.sums import (
+from planner.language.across.handlers.sums import (
     is_linear_in_sums,
     levelled,
     number_at,
     of_numbers,
     sum_and_constant,
 )
+from planner.language.across.state import ADDED, ANY_ORDER, IN_ORDER, SAMPLES, WHOLE, State, summed
+from planner.language.across.step import AXIS, MEAN, Step
 from planner.language.layout.placement import OpSharding, Partial, Placement, Replicate, Shard
 from planner.language.ops.call import Call, fits
 from planner.language.ops.record import is_random

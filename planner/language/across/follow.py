@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.language.across import losses, order, rows, take_and_put  # noqa: F401 - importing a module registers its handlers
-from planner.language.across.buffers import written
 from planner.language.across.by_rules import by_rules
+from planner.language.across.handlers.buffers import written
 from planner.language.across.state import ANY_ORDER, IN_ORDER, State, growing_dims, lies
 from planner.language.across.step import Fault, Step, Walk, handlers_of
 from planner.language.graph import Affine

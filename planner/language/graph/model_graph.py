@@ -311,7 +311,7 @@ class ModelGraph:
     `whole` is what parts of a batch take of the whole one (`planner.language.across.whole`); None:
     nothing. Where samples belong together (`unit`), what sizes count as a sample is a unit of them.
     `outside_bytes` are those of the state dict that no block uses, or that are read apart from
-    blocks, too: each rank keeps them in host memory (`planner.runtime.state.outside`).
+    blocks, too: each rank keeps them in host memory (`planner.runtime.state.users_module.outside`).
     """
 
     name: str
@@ -421,7 +421,9 @@ def from_json(value: Any) -> Any:
 
 
 def written_buffers(program: Program) -> tuple[str, ...]:
-    """Return the params of a program that it reads and puts back (see `planner.capture.writes`)."""
+    """Return the params of a program that it reads and puts back (see
+    `planner.capture.reading.writes`).
+    """
     return tuple(
         dict.fromkeys(
             op.inputs[0]

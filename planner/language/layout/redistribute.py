@@ -39,8 +39,9 @@ EXCHANGED_EMBEDDING = "planner.exchanged_embedding"
 the table, Ref of indices, padding, axis, ranks)."""
 
 GATHER_SAMPLES = "planner.gather_samples.default"
-"""Target of the op that puts the rows of all replicas together (`planner.language.across.gathers`);
-args (Ref, the axes, dim, segments, samples of each replica: none where all have equally many)."""
+"""Target of the op that puts the rows of all replicas together
+(`planner.language.across.handlers.gathers`); args (Ref, the axes, dim, segments, samples of each
+replica: none where all have equally many)."""
 
 OWN_SAMPLES = "planner.own_samples.default"
 """Target of the op that takes a replica's own rows of all; args (Ref, the axes, dim, samples of

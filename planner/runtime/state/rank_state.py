@@ -21,8 +21,8 @@ from planner.runtime.stage.randomness import RandomStream
 from planner.runtime.stage.stage import StageModule
 from planner.runtime.state import zero
 from planner.runtime.state.gather import gather
-from planner.runtime.state.outside import OutsideTensors
 from planner.runtime.state.trained import TrainedParams
+from planner.runtime.state.users_module.outside import OutsideTensors
 
 
 class Reader(Protocol):

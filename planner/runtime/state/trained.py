@@ -30,7 +30,10 @@ from planner.runtime.process.groups.mesh import Mesh
 from planner.runtime.stage.host import Host
 from planner.runtime.stage.stage import StageModule
 from planner.runtime.state import zero
-from planner.runtime.state.clip import Clipping
+from planner.runtime.state.gradients.clip import Clipping
+from planner.runtime.state.gradients.reached import without_gradients
+from planner.runtime.state.gradients.reduce import GradBuckets
+from planner.runtime.state.gradients.tied import tied_copies
 from planner.runtime.state.masters import MasterParams
 from planner.runtime.state.optimizers.host_optimizer import HostMasters, HostUpdates
 from planner.runtime.state.optimizers.optimizer import (
@@ -42,10 +45,7 @@ from planner.runtime.state.optimizers.owned import Owned
 from planner.runtime.state.optimizers.passing_over import can_pass_over, passing_over
 from planner.runtime.state.optimizers.shards import stepping_shards
 from planner.runtime.state.optimizers.whole_params import WholeParams, stepped_on
-from planner.runtime.state.reached import without_gradients
-from planner.runtime.state.reduce import GradBuckets
 from planner.runtime.state.tables import build_tables, check_takes_rows
-from planner.runtime.state.tied import tied_copies
 
 Owner = StageModule | MasterParams | HostMasters
 

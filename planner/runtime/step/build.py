@@ -31,9 +31,9 @@ from planner.runtime.stage.randomness import RandomStream, unused_seed
 from planner.runtime.stage.recompute import Keeper
 from planner.runtime.stage.stage import StageModule
 from planner.runtime.stage.weight_grads import WeightQueue
-from planner.runtime.state.outside import OutsideTensors
 from planner.runtime.state.rank_state import RankState, Reader
 from planner.runtime.state.trained import TrainedParams
+from planner.runtime.state.users_module.outside import OutsideTensors
 from planner.runtime.state.weights import constant, materialized, shape_of
 from planner.runtime.step.stages import build_stages
 

@@ -52,11 +52,11 @@ from planner.runtime.stage.programs import Programs
 from planner.runtime.stage.stage import StageModule
 from planner.runtime.state import zero
 from planner.runtime.state.average import WeightAverage
+from planner.runtime.state.gradients.reached import Reached
 from planner.runtime.state.optimizers.optimizer import OWN_SCHEDULER, check_schedulers
-from planner.runtime.state.outside import OutsideTensors
-from planner.runtime.state.reached import Reached
 from planner.runtime.state.tables import table_of
-from planner.runtime.state.untouched import Untouched
+from planner.runtime.state.users_module.outside import OutsideTensors
+from planner.runtime.state.users_module.untouched import Untouched
 from planner.runtime.step.accumulation import Accumulation
 from planner.runtime.step.batch_norm import DeferredStatistics
 from planner.runtime.step.build import (
@@ -697,9 +697,9 @@ class Engine:
 
     def shard_tensor(self, tensor: Tensor, **dims: int) -> DTensor:
         """Return a tensor of the script's, equal on all ranks, cut over those of this stage's mesh:
-        ``engine.shard_tensor(table, tp=0)``. See `planner.runtime.state.user_tensors`.
+        ``engine.shard_tensor(table, tp=0)``. See `planner.runtime.state.users_module.user_tensors`.
         """
-        from planner.runtime.state.user_tensors import shard_tensor
+        from planner.runtime.state.users_module.user_tensors import shard_tensor
 
         return shard_tensor(tensor, self.mesh, dims)
 

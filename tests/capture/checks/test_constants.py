@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from planner.capture.checks.constants import MOST
-from planner.capture.checks.on_meta import OnMeta
+from planner.capture.checks.stays_on_meta import OnMeta
 
 BATCH = torch.empty(2, 3, device="meta")
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from planner.capture.checks.meta_results import MetaResults
+from planner.capture.checks.on_meta.meta_results import MetaResults
 
 
 class _Noted(TorchDispatchMode):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from planner.capture import capture_module
-from planner.capture.checks.python_draws import decide_nothing
+from planner.capture.checks.draws.python_draws import decide_nothing
 from planner.errors import CaptureError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from planner.capture.checks.seeds import Seeds
+from planner.capture.checks.draws.seeds import Seeds
 
 
 def forks() -> None:

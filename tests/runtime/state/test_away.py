@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from planner.errors import PlanError
-from planner.runtime.state.away import plain, take_away
+from planner.runtime.state.users_module.away import plain, take_away
 
 
 def test_values_that_are_away_are_refused_by_name():

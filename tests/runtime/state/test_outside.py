@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import planner
 from planner.language.lowering.defaults import default_plan
-from planner.runtime.state.outside import OutsideTensors
+from planner.runtime.state.users_module.outside import OutsideTensors
 from tests.captures import capture_module
 
 

@@ -12,9 +12,8 @@ from planner.errors import LayoutError
 from planner.language.graph import TensorMeta
 from planner.language.layout.placement import Replicate, Shard
 from planner.language.layout.placements import WHOLE as WHOLE_MODEL
-from planner.language.layout.process_mesh import ProcessMesh
 from planner.language.lowering.defaults import default_plan
-from planner.runtime.state.tied import _box, tied_copies
+from planner.runtime.state.gradients.tied import boxes_of, tied_copies
 from tests.runtime.alone import mesh_of
 from tests.runtime.scenarios import capture
 
@@ -28,10 +27,10 @@ def graph():
 
 def boxes(graph, placement, *, zero_stage: int, dp: int = 2, tp: int = 2) -> list:
     weight = replace(WEIGHT, name=next(m.name for m in graph.params if m.fqn == "token.weight"))
-    plan = default_plan(graph).model_copy(update={"zero_stage": zero_stage})
-    mesh = ProcessMesh(axes=("dp", "cp", "tp"), shape=(dp, 1, tp), ranks=tuple(range(dp * tp)))
-    placements = WHOLE_MODEL.on("tp", placement)
-    return [_box(graph, plan, weight, placements, mesh, rank) for rank in mesh.ranks]
+    plan = default_plan(graph, dp=dp, num_microbatches=1)
+    plan = plan.model_copy(update={"zero_stage": zero_stage, "tp": tp})
+    found = boxes_of(graph, plan, weight, WHOLE_MODEL.on("tp", placement), 0)
+    return [found[rank] for rank in plan.mesh(0).ranks]
 
 
 def test_tp_cuts_coarse_and_zero_cuts_each_piece_as_chunk_does(graph):

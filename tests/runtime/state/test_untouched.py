@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from planner.errors import PlanError
-from planner.runtime.state.untouched import Untouched
+from planner.runtime.state.users_module.untouched import Untouched
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import planner
 from planner.errors import LayoutError
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
-from planner.runtime.state.user_tensors import shard_tensor
+from planner.runtime.state.users_module.user_tensors import shard_tensor
 from tests.runtime.alone import mesh_of
 from tests.runtime.scenarios import build, capture
 from tests.spawn import run_ranks

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.runtime.state.clip import Clipping
+from planner.runtime.state.gradients.clip import Clipping
 
 
 @pytest.fixture

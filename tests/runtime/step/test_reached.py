@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.runtime.state.reached import Reached, without_gradients
+from planner.runtime.state.gradients.reached import Reached, without_gradients
 from tests.spawn import run_ranks
 
 

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.runtime.state import reduce
-from planner.runtime.state.reduce import GradBuckets, TiedCopies
+from planner.runtime.state.gradients import reduce
+from planner.runtime.state.gradients.reduce import GradBuckets, TiedCopies
 
 
 def test_gradients_accumulate_in_buckets_of_one_dtype(monkeypatch):

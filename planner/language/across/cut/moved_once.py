@@ -10,8 +10,8 @@ when the batch came and makes the same of them, and the last one's are kept
 from __future__ import annotations
 
 from planner.language.across import across_samples
-from planner.language.across.buffers import is_drawn
 from planner.language.across.cut.batch_statistics import batch_norms
+from planner.language.across.handlers.buffers import is_drawn
 from planner.language.graph import ModelGraph
 from planner.language.ops.record import mutates
 

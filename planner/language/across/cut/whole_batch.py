@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from planner.errors import PlanError
 from planner.language.across import Finding, across_samples
-from planner.language.across.gathers import WholeOps, whole_ops, with_gathers
+from planner.language.across.handlers.gathers import WholeOps, whole_ops, with_gathers
 from planner.language.across.step import BOUND
 from planner.language.graph import ModelGraph
 from planner.language.layout.axes import Degrees, batch_axes

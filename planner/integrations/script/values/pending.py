@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from planner.capture.checks.on_meta import StaysOnMeta
+from planner.capture.checks.stays_on_meta import StaysOnMeta
 from planner.errors import PlanError
 
 

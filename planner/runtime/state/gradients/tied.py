@@ -28,9 +28,9 @@ from planner.language.plan import Plan
 from planner.runtime.process.groups.exchange import exchange
 from planner.runtime.process.groups.mesh import Mesh
 from planner.runtime.stage.stage import StageModule
+from planner.runtime.state.gradients.reduce import TiedCopies
 from planner.runtime.state.masters import MasterParams
 from planner.runtime.state.optimizers.host_optimizer import HostMasters
-from planner.runtime.state.reduce import TiedCopies
 
 Exchange = Callable[[list[Tensor]], list[Tensor]]
 
@@ -85,7 +85,7 @@ def _exchange(
     ways = []
     for meta in metas:
         boxes = [
-            _boxes(graph, plan, meta, at[meta.name], pp_rank)
+            boxes_of(graph, plan, meta, at[meta.name], pp_rank)
             for at, pp_rank in zip(placements, holders, strict=True)
         ]
         ways.append(boxes)
@@ -101,7 +101,7 @@ def _all_reduce(totals: list[Tensor], group: dist.ProcessGroup | None) -> list[T
     return totals
 
 
-def _boxes(
+def boxes_of(
     graph: ModelGraph, plan: Plan, meta: TensorMeta, placements: Placements, pp_rank: int
 ) -> dict[int, Box]:
     """Return the part of a parameter's gradient that each rank of a pp rank holds."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from planner.capture.diagnose import node_line
-from planner.capture.record import Recorder, is_view
+from planner.capture.reading.record import Recorder, is_view
 from planner.errors import CaptureError
 from planner.language.graph import Op, Ref, TensorMeta
 

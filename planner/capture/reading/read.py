@@ -11,12 +11,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from planner.capture.checks.functions import FunctionCall
-from planner.capture.checks.on_meta import OnMeta
+from planner.capture.checks.stays_on_meta import OnMeta
 from planner.capture.diagnose import node_line
 from planner.capture.opaque import ModuleCall, OpaqueModules, Place
-from planner.capture.record import Exported, Recorder, is_composite, is_view
-from planner.capture.sparse import dense_where_mixed
-from planner.capture.writes import (
+from planner.capture.reading.record import Exported, Recorder, is_composite, is_view
+from planner.capture.reading.sparse import dense_where_mixed
+from planner.capture.reading.writes import (
     Env,
     is_only_counted,
     pure_form,

@@ -30,12 +30,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from planner.capture.checks.backward import refuse_failing_backward
+from planner.capture.checks.draws.python_draws import decide_nothing, draws_so_far
+from planner.capture.checks.draws.seeds import Seeds
 from planner.capture.checks.functions import AutogradFunction, checkpoints_inside
 from planner.capture.checks.kernels import Kernels
-from planner.capture.checks.meta_results import MetaResults
-from planner.capture.checks.on_meta import OnMeta
-from planner.capture.checks.python_draws import decide_nothing, draws_so_far
-from planner.capture.checks.seeds import Seeds
+from planner.capture.checks.on_meta.meta_results import MetaResults
+from planner.capture.checks.stays_on_meta import OnMeta
 from planner.capture.diagnose import calling_line
 from planner.errors import CaptureError
 

@@ -1,0 +1,6 @@
+"""Gradients between the backwards and the update.
+
+In: what backwards left on this rank's parameters. Out: the same sums on all replicas. Read `reduce`
+(buckets over replicas) first, then `tied` (copies of a parameter on several stages), `clip` (the
+norm of the whole model) and `reached` (parameters that no sample reached).
+"""
