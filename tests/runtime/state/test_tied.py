@@ -27,8 +27,8 @@ def graph():
 
 def boxes(graph, placement, *, zero_stage: int, dp: int = 2, tp: int = 2) -> list:
     weight = replace(WEIGHT, name=next(m.name for m in graph.params if m.fqn == "token.weight"))
-    plan = default_plan(graph, dp=dp, num_microbatches=1)
-    plan = plan.model_copy(update={"zero_stage": zero_stage, "tp": tp})
+    plan = default_plan(graph, dp=dp, tp=tp, num_microbatches=1)
+    plan = plan.model_copy(update={"zero_stage": zero_stage})
     found = boxes_of(graph, plan, weight, WHOLE_MODEL.on("tp", placement), 0)
     return [found[rank] for rank in plan.mesh(0).ranks]
 
