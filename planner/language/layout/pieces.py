@@ -158,15 +158,15 @@ def piece_of(
     placements: Placements,
     mesh: ProcessMesh,
     rank: int,
+    chunked: Sequence[str] = (),
     *,
-    chunked_over: Sequence[str] = (),
     name: str = "",
 ) -> Piece:
     """Return what a rank of a mesh holds of a tensor; terms of a sum are whole.
 
     Coarse cuts come first, and each further axis cuts what those before it left. Then FSDP2 cuts
-    dim 0 in chunks over the ranks of the axes `chunked_over`. Raises LayoutError, which gives the
-    tensor's `name`, where a size does not divide.
+    dim 0 in chunks over the ranks of the axes `chunked` (`Sharing`). Raises LayoutError, which
+    gives the tensor's `name`, where a size does not divide.
     """
     piece = Piece.whole(shape)
     for axis, placement in placements.pairs:
@@ -179,6 +179,6 @@ def piece_of(
                 f"{piece.local_shape[placement.dim]}); search again with another {axis}"
             )
         piece = piece.cut(placement, parts, mesh.number(rank, axis))
-    if chunked_over:
-        piece = piece.chunk(mesh.size(*chunked_over), mesh.number(rank, *chunked_over))
+    if chunked:
+        piece = piece.chunk(mesh.size(*chunked), mesh.number(rank, *chunked))
     return piece

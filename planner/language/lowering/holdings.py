@@ -12,11 +12,11 @@ from zlib import crc32
 from planner.language.across.cut.moved_once import moved_once
 from planner.language.graph import ModelGraph, TensorMeta, written_buffers
 from planner.language.graph.tables import with_table_lookups
-from planner.language.layout.axes import data_axes, lowered_axes, members
+from planner.language.layout.axes import members
 from planner.language.layout.pieces import Piece, piece_of
-from planner.language.layout.placement import Shard
 from planner.language.layout.placements import Placements
 from planner.language.layout.process_mesh import ProcessMesh
+from planner.language.layout.sharing import sharing
 from planner.language.lowering.wiring import param_placements, stage_params
 from planner.language.ops.record import mutates
 from planner.language.plan import Plan
@@ -99,25 +99,21 @@ def _holding(
 ) -> Holding:
     data = members("data")
     stage = next(s for s, each in enumerate(plan.stages) if each.pp_rank == pp_rank)
-    # FSDP2 cuts what is left after the other axes (`planner.runtime.state.zero`).
-    shards = members("shards") if is_sharded(meta, plan, stage) else ()
-    piece = piece_of(meta.shape_at(1), placements, mesh, rank, chunked_over=shards, name=meta.fqn)
-    cut = {axis for axis, placement in placements.pairs if isinstance(placement, Shard)}
-    cut |= set(shards)
+    shared = sharing(placements, is_sharded=is_sharded(meta, plan, stage))
+    piece = piece_of(meta.shape_at(1), placements, mesh, rank, shared.chunked, name=meta.fqn)
+    alike = shared.alike
     replica = None
     if is_written and mesh.size(*data) > 1:
         # Each replica moves such a buffer by its own samples: they differ.
         replica = mesh.number(rank, *data), mesh.size(*data)
-        cut |= set(data)
-    # Ranks that differ along axes that do not cut the tensor hold copies of one piece.
-    others = [a.name for a in (*lowered_axes(), *data_axes()) if a.name not in cut]
+        alike = tuple(axis for axis in alike if axis not in data)
     # A tied parameter lies on several pp ranks; the first of them writes it.
     is_home = pp_rank == home
     return Holding(
         meta=meta,
         piece=piece,
-        copies=mesh.size(*others),
-        copy=mesh.number(rank, *others) if is_home else None,
+        copies=mesh.size(*alike),
+        copy=mesh.number(rank, *alike) if is_home else None,
         replica=replica,
     )
 

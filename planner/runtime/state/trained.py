@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from planner.errors import ModelError
 from planner.language.graph import ModelGraph
 from planner.language.layout.axes import split_axes
-from planner.language.layout.placement import Shard
 from planner.language.layout.placements import Placements
+from planner.language.layout.sharing import sharing
 from planner.language.lowering.holdings import Holdings
 from planner.language.lowering.wiring import stage_params
 from planner.language.plan import Plan
@@ -256,12 +256,9 @@ class TrainedParams:
                 # A tied parameter counts on the first stage that uses it, after its copies were
                 # summed.
                 is_first_copy = not any(name in names for names in users[:index])
-                # Ranks with this very piece: all of "data" without shards, else the groups of HSDP.
-                copies = self._mesh.size("copies" if self._is_shard(param) else "data")
-                for axis in split_axes():
-                    is_piece = isinstance(self._placements[name][axis.name], Shard)
-                    # Whole on the axis: each of its ranks has the same gradient.
-                    copies *= 1 if is_piece else self._mesh.size(axis.name)
+                # Each of the ranks with this very piece has the same gradient.
+                shared = sharing(self._placements[name], is_sharded=self._is_shard(param))
+                copies = self._mesh.own.size(*shared.alike)
                 if fqn in self._tables:
                     of_tables[fqn] += is_first_copy / copies
                     continue

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from planner.errors import LayoutError
 from planner.language.graph import ModelGraph, TensorMeta
-from planner.language.layout.axes import members
 from planner.language.layout.boxes import Box, box_transfers, sizes, slices
 from planner.language.layout.pieces import piece_of
 from planner.language.layout.placement import Shard
 from planner.language.layout.placements import Placements
+from planner.language.layout.sharing import sharing
 from planner.language.lowering.holdings import is_sharded
 from planner.language.lowering.wiring import param_placements, stage_params
 from planner.language.plan import Plan
@@ -115,11 +115,10 @@ def boxes_of(
             )
     mesh = plan.mesh(pp_rank)
     stage = next(number for number, each in enumerate(plan.stages) if each.pp_rank == pp_rank)
-    shards = members("shards") if is_sharded(meta, plan, stage) else ()
+    shared = sharing(placements, is_sharded=is_sharded(meta, plan, stage))
+    shape, name = meta.shape_at(1), meta.fqn
     return {
-        rank: piece_of(
-            meta.shape_at(1), placements, mesh, rank, chunked_over=shards, name=meta.fqn
-        ).span
+        rank: piece_of(shape, placements, mesh, rank, shared.chunked, name=name).span
         for rank in mesh.ranks
     }
 

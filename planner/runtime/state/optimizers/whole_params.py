@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from planner.language.layout.pieces import Piece
-from planner.language.layout.placement import Shard
 from planner.language.layout.placements import Placements
+from planner.language.layout.sharing import sharing
 from planner.language.lowering.holdings import Holding
 from planner.runtime.process.groups.mesh import Mesh
 from planner.runtime.state.gather import whole
@@ -173,8 +173,9 @@ class WholeParams:
 
 def cutting_axes(placements: Placements, mesh: Mesh, *, sharded: bool) -> tuple[str, ...]:
     """Return the axes over which ranks hold different pieces of a parameter."""
-    lowered = (a for a, p in placements.pairs if isinstance(p, Shard) and mesh.size(a) > 1)
-    return (*lowered, "shards") if sharded else tuple(lowered)
+    shared = sharing(placements, is_sharded=sharded)
+    lowered = tuple(axis for axis in shared.cut if mesh.size(axis) > 1)
+    return (*lowered, "shards") if shared.chunked else lowered
 
 
 def stepped_on(
