@@ -25,12 +25,12 @@ from planner.graph import SAMPLE, ModelGraph, from_json, to_json
 from planner.graph.batch import flatten_batch
 from tests.builders import build_hf, tiny_models
 
-FOLDER = "PLANNER_TEST_CAPTURES"  # set by tests/conftest.py; workers and ranks inherit it
+_FOLDER = "PLANNER_TEST_CAPTURES"  # set by tests/conftest.py; workers and ranks inherit it
 _capture_module = capture.capture_module
 
-if FOLDER not in os.environ:  # imported by a script, not by pytest
-    os.environ[FOLDER] = tempfile.mkdtemp(prefix="planner-captures-")
-    atexit.register(shutil.rmtree, os.environ[FOLDER], ignore_errors=True)
+if _FOLDER not in os.environ:  # imported by a script, not by pytest
+    os.environ[_FOLDER] = tempfile.mkdtemp(prefix="planner-captures-")
+    atexit.register(shutil.rmtree, os.environ[_FOLDER], ignore_errors=True)
 
 
 def capture_module(module: torch.nn.Module, *batches: Any, **options: Any) -> ModelGraph:
@@ -47,7 +47,7 @@ def capture_module(module: torch.nn.Module, *batches: Any, **options: Any) -> Mo
     except _Indescribable:
         return captured()
     key = hashlib.sha256(repr((asked, torch.get_default_dtype())).encode()).hexdigest()
-    entry = Path(os.environ[FOLDER]) / f"{key}.json"
+    entry = Path(os.environ[_FOLDER]) / f"{key}.json"
     if entry.exists():
         return from_json(json.loads(entry.read_text()))
     graph = captured()

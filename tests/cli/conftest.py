@@ -1,6 +1,4 @@
-"""Running `planner` commands in this process, in an empty folder with a cache of its own; captures
-and answers of searches are those of the session.
-"""
+"""Running `planner` commands in this process, in an empty folder with a cache of its own."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +8,6 @@ import pytest
 
 import cli
 from tests import captures
-from tests.answers import share_answers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +29,7 @@ class Finished:
 
 
 @pytest.fixture
-def shared_answers(monkeypatch) -> None:
-    """An equal question is searched once a session. Tests of kept answers override this."""
-    share_answers(monkeypatch)
-
-
-@pytest.fixture
-def planner(tmp_path, monkeypatch, capfd, shared_answers) -> Callable[..., Finished]:
+def planner(tmp_path, monkeypatch, capfd) -> Callable[..., Finished]:
     """Run `planner ARGUMENTS…` in an empty folder; an equal model is exported once a session."""
     monkeypatch.setattr("planner.capture.module.capture_module", captures.capture_module)
     monkeypatch.chdir(tmp_path)

@@ -26,11 +26,6 @@ H100 = ("--profile", "h100-sxm5-80gb")
 
 
 @pytest.fixture
-def shared_answers() -> None:
-    """Answers are kept in this test's folder."""
-
-
-@pytest.fixture
 def here(planner, tmp_path):
     """All of the files, in this folder."""
     shutil.copytree(FORMATS, tmp_path, dirs_exist_ok=True)
