@@ -119,10 +119,10 @@ def whole_states(engine: Engine) -> dict[str, dict[str, Any]]:
     differs from piece to piece.
     """
     metas = {meta.fqn: meta for meta in engine.graph.params if meta.requires_grad}
-    held = engine.held_states()
+    held, piece_of = engine.held_states(), engine.pieces()
     kinds: dict[str, dict[str, Any]] = {}
     for fqn, state in held.items():
-        shape = local(engine.piece_of(metas[fqn])[0]).shape
+        shape = local(piece_of(metas[fqn])[0]).shape
         for name, value in state.items():
             is_shaped = isinstance(value, Tensor) and value.dim() and local(value).shape == shape
             if not is_shaped and isinstance(value, Tensor) and value.dim():
@@ -144,7 +144,7 @@ def whole_states(engine: Engine) -> dict[str, dict[str, Any]]:
             if value is None:
 
                 def piece(meta: TensorMeta, name: str = name) -> tuple[Tensor, Placements]:
-                    return held[meta.fqn][name], engine.piece_of(meta)[1]
+                    return held[meta.fqn][name], piece_of(meta)[1]
 
                 value = engine.gathered([metas[fqn]], piece).get(fqn)
             found.setdefault(fqn, {})[name] = value

@@ -893,7 +893,7 @@ class Engine:
         """
         self.rest()
         wanted = [t for t in self.graph.tensors if t.kind in ("param", "buffer")]
-        held = gather(self.graph, self.plan, self.mesh, wanted, self._piece)
+        held = self.gathered(wanted, self.pieces())
         # What no stage holds comes from the module; what stages hold is gathered.
         whole = self.outside.unused | held
         if not held:
@@ -911,15 +911,10 @@ class Engine:
         """
         self._accumulation.refuse_open("engine.full_gradients")
         wanted = [t for t in self.graph.params if t.requires_grad]
-        return gather(
-            self.graph,
-            self.plan,
-            self.mesh,
+        held = self._trained.by_name()
+        return self.gathered(
             wanted,
-            lambda meta: (
-                _grad_of(self._trained.by_name()[meta.fqn][0]),
-                self._param_placements[meta.name],
-            ),
+            lambda meta: (_grad_of(held[meta.fqn][0]), self._param_placements[meta.name]),
         )
 
     def held_states(self) -> dict[str, dict[str, Any]]:
@@ -937,9 +932,21 @@ class Engine:
         """Return whole tensors from pieces (`planner.runtime.state.gather`)."""
         return gather(self.graph, self.plan, self.mesh, wanted, piece)
 
-    def piece_of(self, meta: TensorMeta) -> tuple[Tensor, Placements]:
-        """Return this rank's piece of what the optimizer steps on, and where it lies."""
-        return self._piece(meta)
+    def pieces(self) -> Callable[[TensorMeta], tuple[Tensor, Placements]]:
+        """Return what gives this rank's piece of a tensor, of a parameter what the optimizer steps
+        on, and where it lies.
+        """
+        # (Looked up once: for each parameter anew it would take as long as their number squared.)
+        stepped = self._trained.stepped_by_name()
+
+        def piece(meta: TensorMeta) -> tuple[Tensor, Placements]:
+            placements = self._param_placements[meta.name]
+            if meta.kind == "param":
+                return stepped[meta.fqn][0], placements
+            passed = (stage.passed for stage in self.stages.values())
+            return next(held[meta.name] for held in passed if meta.name in held), placements
+
+        return piece
 
     @property
     def has_mean_loss(self) -> bool:
@@ -954,17 +961,6 @@ class Engine:
     def samples_of(self, batch: Any) -> int:
         """How many samples a whole batch has."""
         return self._feeder.samples_of(batch)
-
-    def _piece(self, meta: TensorMeta) -> tuple[Tensor, Placements]:
-        placement = self._param_placements[meta.name]
-        if meta.kind == "param":
-            return self._param(meta), placement
-        return next(s.passed[meta.name] for s in self.stages.values() if meta.name in s.passed), (
-            placement
-        )
-
-    def _param(self, meta: TensorMeta) -> nn.Parameter:
-        return self._trained.stepped_by_name()[meta.fqn][0]
 
 
 def _refuse_tables(graph: ModelGraph, plan: Plan) -> None:
