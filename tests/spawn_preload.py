@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import importlib
+import random
 
 import torch
 
@@ -36,6 +37,8 @@ for _name in _WHERE_INSTALLED:
         importlib.import_module(_name)
 
 torch.set_num_threads(1)
+random.seed(0)
+torch.manual_seed(0)  # so that ranks draw the same in each session, and alike
 planner.capture.capture_module = captures.capture_module  # as `planner.apply` finds it
 planner.capture.module.capture_module = captures.capture_module  # as model files find it
 reaches.measure_usual()
