@@ -32,7 +32,7 @@ from search.partition.balance import balanced_cut
 from search.partition.interleaved import InterleavedStages
 from search.request import SearchRequest
 from search.space.configuration import Configuration, Shape
-from search.space.shapes import list_shapes
+from search.space.shapes import Space, list_shapes, space_of
 from search.stages.layout_candidates import LayoutCandidates
 from search.stages.stage_table import StageTable, TableKey
 
@@ -158,23 +158,25 @@ class Candidates:
 
     def shapes(self, request: SearchRequest) -> list[Shape]:
         """Return every shape that divides; raise LayoutError when there is none."""
-        can_split = self.layouts.solver.can_split
-        return list_shapes(
+        return list_shapes(self._space(request), self._space)
+
+    def has_shapes(self, request: SearchRequest) -> bool:
+        """Whether any shape divides: without the advice of a refusal, which tries requests."""
+        try:
+            return self._space(request).has_shapes()
+        except LayoutError:
+            return False
+
+    def _space(self, request: SearchRequest) -> Space:
+        return space_of(
             request,
             self.graph,
             self.smallest_nodes,
-            can_split=can_split,
+            can_split=self.layouts.solver.can_split,
             across=self.across_samples,
             expressed=self.expressed,
             on_host=("optimizer-on-host",) if self.layouts.on_host.optimizer else (),
         )
-
-    def has_shapes(self, request: SearchRequest) -> bool:
-        """Whether any shape divides."""
-        try:
-            return bool(self.shapes(request))
-        except LayoutError:
-            return False
 
     @cached_property
     def across_samples(self) -> Across:

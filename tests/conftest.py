@@ -1,7 +1,9 @@
 """What all tests share: the folder of `tests.captures`, and a thread for each test process."""
 
 import atexit
+import gc
 import os
+import random
 import shutil
 import sys
 import tempfile
@@ -9,6 +11,27 @@ import tempfile
 import pytest
 
 pytest_plugins = ["tests.ledger"]
+
+# Modules stay: while they are imported nothing is garbage, and afterwards nobody need look at them.
+gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a test draws follows from the test, not from chance or from those before it."""
+    random.seed(0)
+    if numpy := sys.modules.get("numpy.random"):
+        numpy.seed(0)
+    if torch := sys.modules.get("torch.random"):
+        torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Leave what tests are made of out of all collections."""
+    gc.freeze()
+    gc.enable()
+
 
 # Workers and the ranks they start inherit the environment of the first process, which imports
 # this file before it starts them.

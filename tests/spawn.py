@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,7 +21,10 @@ import tests.captures  # noqa: F401  # ranks share this process's captures
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["tests.spawn_preload"])
 
-TIMEOUT_S = 120
+PATIENCE_S = 240
+"""Seconds after which something hangs: below the limit of a test, and far above what any takes."""
+PORTS = range(20_000, 30_000)
+"""Linux gives those from 32,768 on to connections, other systems from 49,152 on."""
 
 
 def run_ranks(
@@ -64,8 +69,8 @@ def run_ranks(
 
 
 def _next(queue: Any, ranks: list[Any]) -> Any:
-    if not queue._reader.poll(TIMEOUT_S):
-        raise AssertionError(f"no rank of {len(ranks)} answered within {TIMEOUT_S} s")
+    if not queue._reader.poll(PATIENCE_S):
+        raise AssertionError(f"no rank of {len(ranks)} answered within {PATIENCE_S} s")
     return queue.get()
 
 
@@ -117,7 +122,33 @@ def is_running(pid: int) -> bool:
 
 
 def free_port() -> int:
-    """Return a TCP port nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port nobody listens on, and which is this process's until it ends.
+
+    It is below those that a system gives to connections, one of which could take it before it is
+    used. UDP's port of the same number is held meanwhile: other processes of tests see so that it
+    is taken.
+    """
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with (
+            socket.socket(type=socket.SOCK_DGRAM) as held,
+            socket.socket() as probe,
+            suppress(OSError),
+        ):
+            for each in (held, probe):
+                each.bind(("127.0.0.1", port))
+            held.detach()
+            return port
+    raise AssertionError(f"no port of {PORTS} is free")
+
+
+def until(
+    happens: Callable[[], object], told: Callable[[], str] = str, *, each_s: float = 0.02
+) -> None:
+    """Wait until something happens; fail with what is `told` where it never does.
+
+    The limit is there for what hangs, so it is one that a busy machine keeps.
+    """
+    ends = time.monotonic() + PATIENCE_S
+    while not happens():
+        assert time.monotonic() < ends, f"it did not happen within {PATIENCE_S} s: {told()}"
+        time.sleep(each_s)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from planner.deadline import OutOfTime, check_time
-from planner.errors import LayoutError
 from planner.language.graph import ModelGraph
 from planner.language.plan import Plan, Precision
 from planner.units import GIB
@@ -196,11 +195,9 @@ class _Trials:
         return Candidates.of(graph, self.profile, request, on_host)
 
     def _may_fit(self, candidates: Candidates, changed: SearchRequest) -> bool:
-        try:
-            shapes = candidates.shapes(changed)
-        except LayoutError:
+        if not candidates.has_shapes(changed):
             return False
-        return find_fitting(candidates, shapes, self.limit_bytes) is not None
+        return find_fitting(candidates, candidates.shapes(changed), self.limit_bytes) is not None
 
     def _plan(self, candidates: Candidates, changed: SearchRequest) -> Plan | None:
         if not self._may_fit(candidates, changed):

@@ -141,6 +141,10 @@ class Space:
             self.reasons.setdefault(f"{name} of the stack", f"{name}={size}: {why}")
         return not why
 
+    def has_shapes(self) -> bool:
+        """Whether any shape divides."""
+        return next(self.shapes(), None) is not None
+
     def shapes(self) -> Iterator[Shape]:
         """Yield every shape that divides."""
         request, graph, reasons = self.request, self.graph, self.reasons
@@ -316,7 +320,7 @@ class Space:
                     self.reasons.setdefault("schedule takes the sizes", reason)
 
 
-def list_shapes(
+def space_of(
     request: SearchRequest,
     graph: ModelGraph,
     cluster: ClusterSpec,
@@ -325,11 +329,9 @@ def list_shapes(
     across: Across = NOTHING_ACROSS,
     expressed: Expressed | None = None,
     on_host: tuple[str, ...] = (),
-) -> list[Shape]:
-    """Return every shape that divides; raise LayoutError when there is none.
-
-    `can_split` says whether any op of the model has a sharded strategy at that size, `across` what
-    keeps the batch whole, `expressed` what the stack expresses that plans are for, with `on_host`.
+) -> Space:
+    """Return the space of a request, with fields as `Space` has them; raise LayoutError for choices
+    that cannot go together.
     """
     validate_request(request, graph, cluster, across=across, expressed=expressed)
     for axis in split_axes():
@@ -340,27 +342,30 @@ def list_shapes(
                 f"{axis.name}={size} divides no tensor dimension of model {graph.name!r} that an "
                 f"op can be split along; use {axis.name} in {listed(tried)}"
             )
+    return Space(
+        request=request, graph=graph, cluster=cluster, can_split=can_split, across=across,
+        expressed=expressed, on_host=on_host,
+    )  # fmt: skip
 
-    def space_of(request: SearchRequest) -> Space:
-        return Space(
-            request=request, graph=graph, cluster=cluster, can_split=can_split, across=across,
-            expressed=expressed, on_host=on_host,
-        )  # fmt: skip
 
-    space = space_of(request)
-    found = list(space.shapes())
-    if not found:
+def list_shapes(space: Space, space_of_changed: Callable[[SearchRequest], Space]) -> list[Shape]:
+    """Return every shape that divides; raise LayoutError, with what to try, when there is none.
 
-        def has_shapes(changed: SearchRequest) -> bool:
-            validate_request(changed, graph, cluster, across=across, expressed=expressed)
-            return next(space_of(changed).shapes(), None) is not None
+    `space_of_changed` returns the space of another request, or raises what is wrong with it.
+    """
+    if found := list(space.shapes()):
+        return found
 
-        why = "; ".join(space.reasons.values()) or "the fixed choices exclude each other"
+    def has_shapes(changed: SearchRequest) -> bool:
+        return space_of_changed(changed).has_shapes()
+
+    request = space.request
+    why = "; ".join(space.reasons.values()) or "the fixed choices exclude each other"
+    if STAYS_WHOLE in space.reasons:
+        remedy = "or use fewer devices (`num_devices`)"
+    else:
         remedy = advised(tried_changes(request, has_shapes))
-        if STAYS_WHOLE in space.reasons:
-            remedy = "or use fewer devices (`num_devices`)"
-        raise LayoutError(
-            f"{request.num_devices} devices with a global batch of {request.global_batch} cannot "
-            f"be used: {why}; {remedy}"
-        )
-    return found
+    raise LayoutError(
+        f"{request.num_devices} devices with a global batch of {request.global_batch} cannot "
+        f"be used: {why}; {remedy}"
+    )

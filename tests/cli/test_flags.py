@@ -3,6 +3,7 @@
 import ast
 import re
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,15 +18,16 @@ ROOMS = ("planner", "profiles", "costmodel", "search")
 TREE = Path(model_file.__file__).parents[2]
 
 
-def flags() -> set[str]:
+@cache
+def flags() -> frozenset[str]:
     group = typer.main.get_command(cli.app)
-    return {
+    return frozenset(
         name
         for command in (group, *group.commands.values())  # type: ignore[attr-defined]
         for parameter in command.params
         for name in (*parameter.opts, *parameter.secondary_opts)
         if name.startswith("--")
-    }
+    )
 
 
 @pytest.mark.parametrize(

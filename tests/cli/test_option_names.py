@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import cache
 from typing import Any, get_args, get_type_hints
 
 import typer
@@ -29,27 +30,35 @@ BY_COMMAND = {
 """Options that say something else on some commands, and why they may."""
 
 
+COMMANDS = typer.main.get_command(cli.app).commands
+
+
 def _options() -> dict[str, dict[str, Any]]:
     """Return each option's declaration by its name and command."""
     found: dict[str, dict[str, Any]] = defaultdict(dict)
-    for name, command in typer.main.get_command(cli.app).commands.items():
+    for name, command in COMMANDS.items():
         for parameter in command.params:
             if parameter.param_type_name == "option" and parameter.name != "help":
                 found[parameter.name][name] = parameter
     return found
 
 
+@cache
+def _hints(command: str) -> dict[str, Any]:
+    """Return the types of a command's options, those of groups as well, see `spread`."""
+    from commands.common.long_run import LongRun
+    from commands.common.models import GivenModel
+    from commands.common.question import Question
+
+    callback = COMMANDS[command].callback
+    own = getattr(callback, "__wrapped__", callback)
+    every = (Question, LongRun, GivenModel, own)
+    return {name: hint for each in every for name, hint in get_type_hints(each).items()}
+
+
 def _value_of(command: str, name: str) -> str:
     """Return the kind of value: str, int, float, Path, bool, or a list of one."""
-    callback = typer.main.get_command(cli.app).commands[command].callback
-    hint = get_type_hints(getattr(callback, "__wrapped__", callback)).get(name)
-    if hint is None:  # an option of a group, see `spread`
-        from commands.common.long_run import LongRun
-        from commands.common.models import GivenModel
-        from commands.common.question import Question
-
-        groups = (Question, LongRun, GivenModel)
-        hint = {name: hint for each in groups for name, hint in get_type_hints(each).items()}[name]
+    hint = _hints(command)[name]
     kinds = [each for each in get_args(hint) if each is not type(None)] or [hint]
     return str(kinds[0])
 

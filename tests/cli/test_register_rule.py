@@ -28,7 +28,7 @@ def searched(planner, path, pin: str):
     return plan
 
 
-def test_an_op_of_the_model_file_is_cut_and_trains_as_one_process(planner, tmp_path):
+def test_an_op_of_the_model_file_is_cut_and_trains_as_one_process(planner, tmp_path, forked_ranks):
     path = tmp_path / "model.py"
     path.write_text(model_file("mine_cut", PROJECT, ATTEND))
     plan = searched(planner, path, "layers.*.into.0: S(1)@tp")
@@ -49,7 +49,7 @@ def test_an_op_of_the_model_file_is_cut_and_trains_as_one_process(planner, tmp_p
     ],
     ids=["bias", "heads"],
 )
-def test_a_wrong_rule_is_found(planner, tmp_path, wrong, pin):
+def test_a_wrong_rule_is_found(planner, tmp_path, forked_ranks, wrong, pin):
     path = tmp_path / "model.py"
     path.write_text(model_file("mine_cut", *wrong))
     plan = searched(planner, path, pin)

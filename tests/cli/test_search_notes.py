@@ -123,7 +123,7 @@ def centred(write_model):
 STAYS_WHOLE = "the batch stays whole: values are computed across samples (sort in block"
 
 
-def test_a_batch_that_the_model_computes_across_stays_whole(planner, centred):
+def test_a_batch_that_the_model_computes_across_stays_whole(planner, centred, forked_ranks):
     """N1: the op, its block and the user's line; the same from a kept capture."""
     for _ in range(2):
         found = planner("search", centred, *SEARCH)
@@ -157,7 +157,7 @@ def test_choices_that_cut_a_whole_batch_are_refused_at_once(planner, centred):
     assert (refused.code, STAYS_WHOLE in refused.stderr) == (2, True)
 
 
-def test_a_cut_that_is_accepted_is_noted_and_recorded(planner, centred):
+def test_a_cut_that_is_accepted_is_noted_and_recorded(planner, centred, forked_ranks):
     given = ["--dp", 2, "--accept", "local-samples"]
     cut = planner("search", centred, *SEARCH, *given)
     assert cut.code == 0, cut.stderr

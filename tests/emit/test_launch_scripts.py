@@ -8,7 +8,6 @@ import ast
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import textwrap
@@ -29,6 +28,7 @@ from planner.language.lowering.defaults import default_plan
 from planner.language.plan import ClusterRef, save_plan
 from tests.cli.conftest import MODEL_FILE
 from tests.emit.views import assert_golden, changed, view_of
+from tests.spawn import free_port
 
 TRAIN = """
 import json, os, sys
@@ -137,17 +137,9 @@ def assert_trained(folder: Path, *, nodes: tuple[int, int]) -> None:
         assert found["loss"] == pytest.approx(found["expected"], rel=1e-5)
 
 
-def free_port(first: int) -> int:
-    for port in range(first, first + 2000):
-        with socket.socket() as candidate:
-            if candidate.connect_ex(("localhost", port)):
-                return port
-    raise AssertionError("no free port")
-
-
 def test_torchrun_script_trains_on_two_ranks(folder):
     emit_into(folder, "torchrun", devices_per_node=2)
-    script = (folder / "torchrun.sh").read_text().replace("29500", str(free_port(29600)))
+    script = (folder / "torchrun.sh").read_text().replace("29500", str(free_port()))
     (folder / "torchrun.sh").write_text(script)
     run(folder, "bash", "torchrun.sh", "--lr", "1 2")
     assert_trained(folder, nodes=(0, 0))
@@ -170,7 +162,7 @@ def test_slurm_script_trains_on_two_nodes(folder):
             """
         ),
     )
-    port = free_port(21000)
+    port = free_port()
     stub(
         tools / "sbatch",
         textwrap.dedent(
@@ -474,7 +466,7 @@ def test_nodes_start_as_many_ranks_as_their_kind_has(tmp_path, real):
     launch = Launch(plan_file="plan.json", script="train.py", device="cpu")
     view = PlanView(plan=view.plan, graph=view.graph, launch=launch)
     (tmp_path / "torchrun.sh").write_text(emit(view, TORCHRUN).files["torchrun.sh"])
-    environment = {**os.environ, "MASTER_PORT": str(free_port(29700))}
+    environment = {**os.environ, "MASTER_PORT": str(free_port())}
     bin_ = tmp_path / "bin"
     bin_.mkdir()
     program = "-m torch.distributed.run" if real else str(tmp_path / "quick.py")

@@ -138,13 +138,19 @@ def test_a_script_whose_loss_is_its_own_trains_as_in_one_process(tmp_path):
     check(tmp_path, {name: LOSS_OF_THE_SCRIPT[name]}, LAYOUTS[2:3])
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Plan:
+    """A plan of one rank for the model that all these scripts train."""
+    path = script(tmp_path_factory.mktemp("plain"), LOSS_OF_THE_MODEL["plain"])
+    return plan_for(path, microbatch_size=8)
+
+
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_can_t_be_taken_over_is_refused_by_its_line(tmp_path, name):
+def test_what_can_t_be_taken_over_is_refused_by_its_line(tmp_path, plain, name):
     body, says = REFUSED[name]
-    plan = plan_for(script(tmp_path, LOSS_OF_THE_MODEL["plain"]), microbatch_size=8)
     path = script(tmp_path, body)
     with kept_as_they_are(), pytest.raises(PlanError, match=says):
-        run_unmodified(str(path), [str(tmp_path / "out")], plan)
+        run_unmodified(str(path), [str(tmp_path / "out")], plain)
 
 
 def test_the_plan_of_another_model_is_refused(tmp_path):

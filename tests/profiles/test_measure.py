@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from profiles.lookup.op_model import record_key
 from profiles.measure import measure as measuring
 from profiles.measure import rounds
 from profiles.measure.grid import base_probes, standard_grid
-from profiles.measure.nodes.launchers import LocalLauncher, free_port
+from profiles.measure.nodes.launchers import LocalLauncher
 from profiles.measure.rounds import _spanning_first
 from profiles.measure.signatures import blocks, signatures
 from profiles.measure.timing import surroundings
@@ -24,7 +23,7 @@ from profiles.measure.workers import ProbeFailed, WorkerGroup
 from tests.builders import tiny_models
 from tests.captures import capture_module
 from tests.profiles.probes import a_few_probes, few_collectives
-from tests.spawn import is_running
+from tests.spawn import free_port, is_running, until
 
 
 @pytest.fixture(scope="module")
@@ -184,10 +183,7 @@ def test_workers_end_when_the_measuring_process_is_killed(tmp_path):
     assert is_running(pid)
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 20
-    while is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not is_running(pid)
+    until(lambda: not is_running(pid))
 
 
 def test_a_short_budget_spans_every_target_first():

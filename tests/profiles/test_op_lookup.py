@@ -54,7 +54,7 @@ def test_two_records_that_differ_in_a_flag_are_told_apart_by_their_work():
     assert profile([causal, full]).op_seconds(query).seconds == 2.0
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(m=st.integers(32, 512), n=st.integers(64, 1024), k=st.integers(64, 1024))
 def test_between_measured_sizes_the_rate_carries_over(m, n, k):
     """M16: every record ran at 1e11 flop/s, so everything between them does, within 3%."""
@@ -63,7 +63,7 @@ def test_between_measured_sizes_the_rate_carries_over(m, n, k):
     assert answer.source in ("measured", "interpolated")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     m=st.integers(1, 4096), n=st.integers(1, 4096), k=st.integers(1, 4096), seed=st.integers(0, 9)
 )

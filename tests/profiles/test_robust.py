@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import random
 import signal
-import time
 
 import pytest
 
@@ -15,6 +14,7 @@ from profiles import load_profile, measure_profile, store
 from profiles.measure import measure as measuring
 from profiles.measure import rounds
 from profiles.measure.grid import collective_probes, standard_grid
+from tests.profiles import fake_workers
 from tests.profiles.fake_workers import FakeWorkers
 
 KILLS = 20
@@ -199,28 +199,49 @@ def test_progress_never_goes_back_and_says_what_is_left(tmp_path):
     assert any("visits left" in doing for _, doing in seen)
 
 
-def test_a_budget_counts_from_where_the_work_before_began(tmp_path, fake):
+class Clock:
+    """Time passes where workers take it."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    made = Clock()
+    for module in (measuring, rounds, fake_workers):
+        monkeypatch.setattr(module, "time", made)
+    return made
+
+
+def test_a_budget_counts_from_where_the_work_before_began(tmp_path, fake, clock):
     """Models are captured before: of 60 s there are 0.5 left, and few visits."""
-    began = time.monotonic()
+    fake.pause_s = 0.005
+    began = clock.now_s
     measure_profile(tmp_path, nproc=2, budget_s=60, began=began - 59.5)
-    assert time.monotonic() - began < 0.5 + 0.2 * 60
+    assert clock.now_s - began < 0.5 + 0.2 * 60
 
 
-def test_what_drifts_is_visited_again_where_there_is_time(tmp_path, fake, monkeypatch):
+def test_what_drifts_is_visited_again_where_there_is_time(tmp_path, fake, clock, monkeypatch):
     again = []
     monkeypatch.setattr(measuring, "measure_again", lambda first, *_: again.append(0) or first)
-    began = time.monotonic()
-    measure_profile(tmp_path / "a", nproc=2, budget_s=60, began=began - 70)
+    measure_profile(tmp_path / "a", nproc=2, budget_s=60, began=clock.now_s - 70)
     assert not again
     measure_profile(tmp_path / "b", nproc=2, budget_s=2)
     assert again
 
 
-def test_a_budget_is_kept(tmp_path, fake):
+def test_a_budget_is_kept(tmp_path, fake, clock):
     """Half a second is not enough for four visits of each; all the same every op has one."""
     fake.pause_s = 0.005
-    began = time.monotonic()
+    began = clock.now_s
     measured = measure_profile(tmp_path, nproc=2, budget_s=0.5)
-    assert time.monotonic() - began < 2.0
+    assert clock.now_s - began < 2.0
     targets = {probe.forward.target for probe in standard_grid("cpu")[::5]}
     assert targets <= {record.target for record in measured.ops}

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
 import planner
 from planner.language.graph import ModelGraph
 from planner.language.graph.batch import call_with_batch, loss_of
+from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
 from planner.runtime.step.engine import Engine
 from tests.builders import PlainGPT, TinyModel, gpt_batch, tiny_models
 from tests.captures import capture_module
 from tests.empty import EmptyGPT
 from tests.frozen import TiedGPT, frozen_models
+from tests.runtime.beside import Gaps, OneProcess, adamw, gap_by_tensor, train_beside
+from tests.spawn import run_ranks
 
 STEPS = 2
+RTOL = 1e-10
 
 
 def models() -> dict[str, TinyModel]:
@@ -38,16 +43,13 @@ def models() -> dict[str, TinyModel]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank saw. Gaps are relative to one process, which rank 0 is beside; those of
-    gradients and parameters are known there only.
+    """What one rank saw: how far from one process it trained, and names of the parameters that it
+    has, and of those that trained in one process, which rank 0 is beside.
     """
 
-    losses: tuple[float, ...]
-    loss_gap: float
-    gradient_gap: float
-    param_gap: float
+    gaps: Gaps
     params_held: frozenset[str]
-    all_params: frozenset[str]
+    params_trained: frozenset[str]
 
 
 @cache
@@ -78,42 +80,17 @@ def train_beside_one_process(name: str, plan: Plan) -> Outcome:
     """Train a few steps in fp64 under a plan, and in one process on the whole batch."""
     torch.set_default_dtype(torch.float64)
     tiny, module = build(name)
-    alone = copy.deepcopy(module)
-    # A large epsilon: Adam would turn rounding where a gradient is zero into full steps.
-    settings = {"lr": 1e-2, "eps": 1e-3}
-    engine = planner.apply(
-        plan, module, optimizer=torch.optim.AdamW(module.parameters(), **settings)
-    )
-    optimizer = torch.optim.AdamW(alone.parameters(), **settings)
-    losses, loss_gap, gradient_gap = [], 0.0, 0.0
-    for step in range(STEPS):
-        batch = tiny.batch(plan.global_batch * (step + 1))
-        batch = {k: v[: plan.global_batch] for k, v in batch.items()}
-        losses.append(engine.step(batch).item())
-        expected = torch.zeros((), dtype=torch.float64)
-        if dist.get_rank() == 0:  # one process, not as many as there are ranks
-            optimizer.zero_grad()
-            expected = loss_of(call_with_batch(alone, batch), batch, tiny.loss)
-            expected.backward()
-        grads = engine.full_gradients()
-        if dist.get_rank() == 0:
-            named = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
-            gradient_gap = max(gradient_gap, _gap(grads, named))
-            optimizer.step()
-        expected = expected.detach().double().cpu()
-        dist.broadcast(expected, group=engine.mesh.control, group_src=0)
-        loss_gap = max(loss_gap, abs(losses[-1] - expected.item()) / abs(expected.item()))
+    alone = OneProcess(module, adamw, loss=tiny.loss)
+    engine = planner.apply(plan, module, optimizer=adamw(module))
+    batches = [
+        {k: v[: plan.global_batch] for k, v in tiny.batch(plan.global_batch * (step + 1)).items()}
+        for step in range(STEPS)
+    ]
+    gaps = train_beside(engine, alone, batches)
     state = engine.full_state_dict()
     if state:
-        assert set(state) == set(alone.state_dict())
-    return Outcome(
-        losses=tuple(losses),
-        loss_gap=loss_gap,
-        gradient_gap=gradient_gap,
-        param_gap=_gap(state, dict(alone.named_parameters())),
-        params_held=held_params(engine),
-        all_params=frozenset(n for n, _ in alone.named_parameters()),
-    )
+        assert set(state) == set(alone.module.state_dict())
+    return Outcome(gaps, held_params(engine), frozenset(alone.gradients()))
 
 
 def train_many(cases: list[tuple[str, Plan]]) -> list[Outcome]:
@@ -121,30 +98,40 @@ def train_many(cases: list[tuple[str, Plan]]) -> list[Outcome]:
     return [train_beside_one_process(name, plan) for name, plan in cases]
 
 
+def assert_alike(outcomes: Sequence[Outcome], case: str) -> None:
+    """All ranks trained as one process, with equal losses; what trains is on one of them."""
+    told = f"{case}: {outcomes[0].gaps}"
+    assert max(outcome.gaps.largest for outcome in outcomes) < RTOL, told
+    assert len({outcome.gaps.losses for outcome in outcomes}) == 1, f"ranks differ: {told}"
+    held = frozenset().union(*(outcome.params_held for outcome in outcomes))
+    assert outcomes[0].params_trained <= held, told
+
+
+def check_plans(
+    world_size: int, cases: Sequence[tuple[str, Plan]], **how: Any
+) -> list[tuple[Outcome, ...]]:
+    """Train each (model, plan) on ranks, of which `how` is told to `run_ranks`, and hold them to
+    one process. Return outcomes as [case][rank].
+    """
+    by_case = list(zip(*run_ranks(train_many, world_size, cases, **how), strict=True))
+    for (name, plan), outcomes in zip(cases, by_case, strict=True):
+        assert_alike(outcomes, f"{name} {plan.model_dump(exclude={'layouts', 'model'})}")
+    return by_case
+
+
+def check(
+    world_size: int, cases: Sequence[tuple[str, Mapping[str, Any]]], **how: Any
+) -> list[tuple[Outcome, ...]]:
+    """`check_plans` of default plans of each (model, choices)."""
+    plans = [
+        (name, default_plan(capture(name, torch.float64), **choices)) for name, choices in cases
+    ]
+    return check_plans(world_size, plans, **how)
+
+
 def held_params(engine: Engine) -> frozenset[str]:
     """The user's names of the parameters this rank holds a piece of."""
     return frozenset(fqn for stage in engine.stages.values() for fqn in stage.named_params())
-
-
-def _gap(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    if not found:
-        return 0.0
-    largest = max(t.abs().max().item() for t in expected.values() if t.numel())
-    assert all(found[n].shape == t.shape for n, t in expected.items())
-    return max(
-        (found[n] - t).abs().max().item() / max(t.abs().max().item(), 1e-6 * largest)
-        for n, t in expected.items()
-        if t.numel()
-    )
-
-
-def gap_to_largest(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The largest difference, relative to the largest of all values; 0 on ranks with nothing."""
-    if not found:
-        return 0.0
-    largest = max(t.abs().max().item() for t in expected.values() if t.numel())
-    named = ((found[n], t) for n, t in expected.items() if t.numel())
-    return max((value - t).abs().max().item() for value, t in named) / largest
 
 
 def clip_many(cases: list[tuple[str, Plan]], max_norm: float) -> list[tuple[float, float, float]]:
@@ -160,6 +147,6 @@ def clip_many(cases: list[tuple[str, Plan]], max_norm: float) -> list[tuple[floa
         loss_of(call_with_batch(alone, batch), batch, tiny.loss).backward()
         expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), max_norm)
         named = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
-        gap = _gap(engine.full_gradients(), named)
+        gap = gap_by_tensor(engine.full_gradients(), named)
         result.append((engine.grad_norm.item(), expected.item(), gap))
     return result

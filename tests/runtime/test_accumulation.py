@@ -15,10 +15,9 @@ from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
 from tests.builders import MlpWithTarget, mlp_batch
 from tests.captures import capture_tiny
-from tests.runtime.scenarios import _gap, build, capture
+from tests.runtime.beside import adamw, gap_by_tensor
+from tests.runtime.scenarios import build, capture
 from tests.spawn import run_ranks
-
-SETTINGS = {"lr": 1e-2, "eps": 1e-3}
 
 
 def train(cases: list[tuple[str, Plan, bool]]) -> list[tuple[float, float, float]]:
@@ -28,7 +27,7 @@ def train(cases: list[tuple[str, Plan, bool]]) -> list[tuple[float, float, float
     for model, plan, weighted in cases:
         tiny, module = build(model)
         alone = copy.deepcopy(module)
-        optimizer = torch.optim.AdamW(alone.parameters(), **SETTINGS)
+        optimizer = adamw(alone)
         # By the first number of a sample, between 1 and 3: parts count unequally.
         count: Any = (
             (lambda part: float(len(part["ids"]) + part["ids"][:, 0].sum() % 7 + 1))
@@ -38,7 +37,7 @@ def train(cases: list[tuple[str, Plan, bool]]) -> list[tuple[float, float, float
         engine = planner.apply(
             plan,
             module,
-            optimizer=torch.optim.AdamW(module.parameters(), **SETTINGS),
+            optimizer=adamw(module),
             max_grad_norm=0.05,
             loss_weight=count,
             accept=["local-samples"] if weighted else [],
@@ -74,13 +73,13 @@ def train(cases: list[tuple[str, Plan, bool]]) -> list[tuple[float, float, float
             norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.05)
             norm_gap = max(norm_gap, abs(engine.grad_norm - norm).item() / norm.item())
             named = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
-            gradient_gap = max(gradient_gap, _gap(engine.full_gradients(), named))
+            gradient_gap = max(gradient_gap, gap_by_tensor(engine.full_gradients(), named))
             optimizer.step()
         assert engine.steps == 2
         assert engine.samples == 2 * sum(sizes)
         state = engine.full_state_dict()
         engine.close()
-        found.append((norm_gap, gradient_gap, _gap(state, dict(alone.named_parameters()))))
+        found.append((norm_gap, gradient_gap, gap_by_tensor(state, dict(alone.named_parameters()))))
     return found
 
 

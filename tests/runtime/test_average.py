@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -17,7 +15,8 @@ from planner.runtime.state.average import WeightAverage
 from planner.runtime.step.engine import Engine
 from tests.builders import MlpWithTarget, mlp_batch
 from tests.captures import capture_tiny
-from tests.runtime.scenarios import _gap, build, capture
+from tests.runtime.beside import OneProcess, gap_by_tensor, sgd
+from tests.runtime.scenarios import build, capture
 from tests.spawn import run_ranks
 
 
@@ -27,26 +26,21 @@ def train(plans: list[tuple[Plan, Plan]], folder: str) -> list[tuple[float, floa
     found = []
     for number, (plan, later) in enumerate(plans):
         tiny, module = build("gpt")
-        alone = copy.deepcopy(module)
-        optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-        expected = AveragedModel(alone, multi_avg_fn=get_ema_multi_avg_fn(0.6))
-        engine = planner.apply(plan, module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+        alone = OneProcess(module, sgd, loss=tiny.loss)
+        expected = AveragedModel(alone.module, multi_avg_fn=get_ema_multi_avg_fn(0.6))
+        engine = planner.apply(plan, module, optimizer=sgd(module))
         average = engine.average_weights(decay=0.6)
         for step in range(3):
             batch = tiny.batch(4 * (step + 1))
             batch = {k: v[4 * step :] for k, v in batch.items()}
             engine.step(batch)
-            optimizer.zero_grad()
-            loss_of(call_with_batch(alone, batch), batch, tiny.loss).backward()
-            optimizer.step()
-            expected.update_parameters(alone)
+            alone.step(batch)
+            expected.update_parameters(alone.module)
             if step == 1:
                 engine.save(f"{folder}/{number}")
                 engine.close()
                 _, module = build("gpt")
-                engine = planner.apply(
-                    later, module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1)
-                )
+                engine = planner.apply(later, module, optimizer=sgd(module))
                 average = engine.average_weights(decay=0.6)
                 engine.load(f"{folder}/{number}")
         before = engine.full_state_dict()
@@ -55,7 +49,7 @@ def train(plans: list[tuple[Plan, Plan]], folder: str) -> list[tuple[float, floa
         after = engine.full_state_dict()
         assert all(torch.equal(before[name], after[name]) for name in before)
         wanted = loss_of(call_with_batch(expected.module, batch), batch, tiny.loss).item()
-        gap = _gap(average.full_state_dict(), dict(expected.module.named_parameters()))
+        gap = gap_by_tensor(average.full_state_dict(), dict(expected.module.named_parameters()))
         found.append((gap, abs(loss - wanted) / wanted, average.count))
         engine.close()
     return found

@@ -18,7 +18,7 @@ from planner.language.plan import Plan, load_plan, save_plan
 from planner.language.plan.buckets import check_bucket, with_buckets
 from tests.builders import SEQUENCE, PlainGPT, build_hf, gpt_batch
 from tests.captures import capture_module
-from tests.runtime.scenarios import gap_to_largest
+from tests.runtime.beside import OneProcess, gap_to_largest, sgd, train_beside
 from tests.spawn import run_ranks
 
 RTOL = {"gpt": 1e-10, "llama": 3e-6}
@@ -82,31 +82,29 @@ def gaps_of_lengths(cases: list[Case]) -> list[float]:
 
 def _gap_of(case: Case) -> float:
     module = build(case.model)
-    alone = copy.deepcopy(module)
-    skip = case.model == "llama"
+    alone = OneProcess(module, sgd)
     engine = planner.apply(
         case.plan,
         module,
-        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
-        loss_weight=planner.count_tokens("labels", skip_first=skip),
+        optimizer=sgd(module),
+        loss_weight=planner.count_tokens("labels", skip_first=case.model == "llama"),
         pad=PAD[case.model],
     )
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-    worst, samples = 0.0, case.plan.global_batch // engine.num_replicas
+    samples, worst = case.plan.global_batch // engine.num_replicas, 0.0
     for lengths in case.lengths:
         parts = [batch_of(case.model, samples, length) for length in lengths]
         whole = _together(parts, PAD[case.model])
-        given = parts[0] if len(parts) == 1 else planner.OwnPart(parts[engine.replica])
-        optimizer.zero_grad()
-        expected = alone(**whole)
-        expected = getattr(expected, "loss", expected)
-        expected.backward()
-        assert engine.evaluate(given).item() == pytest.approx(expected.item(), rel=RTOL[case.model])
-        worst = max(worst, abs(engine.step(given).item() / expected.item() - 1))
-        grads = {n: p.grad for n, p in alone.named_parameters()}
-        worst = max(worst, gap_to_largest(engine.full_gradients(), grads))
-        optimizer.step()
-    return max(worst, gap_to_largest(engine.full_state_dict(), dict(alone.named_parameters())))
+        own = parts[0] if len(parts) == 1 else planner.OwnPart(parts[engine.replica])
+        gaps = train_beside(
+            engine,
+            alone,
+            [whole],
+            given=lambda _, whole, own=own: own,
+            evaluates=True,
+            gap=gap_to_largest,
+        )
+        worst = max(worst, gaps.largest)
+    return worst
 
 
 def _together(parts: list[dict[str, torch.Tensor]], pad: dict[str, int]) -> dict[str, torch.Tensor]:

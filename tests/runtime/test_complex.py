@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
 from planner.language.plan.replication import why_no_zero
 from tests.captures import capture_module
+from tests.runtime.beside import OneProcess, train_beside
 from tests.spawn import run_ranks
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -64,24 +64,19 @@ def plans() -> list[Plan]:
     return [*made, made[0].model_copy(update={"optimizer_on_host": True})]
 
 
+def adam(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(module.parameters(), eps=1e-3)
+
+
 def train(plan: Plan) -> float:
-    """How far parameters are from those of one process; 0 but on rank 0."""
+    """How far training is from one process."""
     torch.manual_seed(0)
     module = Waves()
-    alone = copy.deepcopy(module)
-    engine = planner.apply(
-        plan, module, optimizer=torch.optim.Adam(module.parameters(), eps=1e-3), max_grad_norm=0.1
+    alone = OneProcess(
+        module, adam, clip=lambda alone: nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
     )
-    optimizer = torch.optim.Adam(alone.parameters(), eps=1e-3)
-    for _ in range(2):
-        engine.step(batch(plan.global_batch))
-        optimizer.zero_grad()
-        alone(*batch(plan.global_batch)).backward()
-        nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
-        optimizer.step()
-    state = engine.full_state_dict()
-    named = alone.named_parameters() if state else ()
-    return max(((state[n] - p).abs().max().item() for n, p in named), default=0.0)
+    engine = planner.apply(plan, module, optimizer=adam(module), max_grad_norm=0.1)
+    return train_beside(engine, alone, [batch(plan.global_batch)] * 2).largest
 
 
 def train_each(every: list[Plan]) -> tuple[list[float], str]:

@@ -7,36 +7,16 @@ D3 (params gathered back from their shards).
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from planner.errors import LayoutError
 from planner.language.lowering.defaults import default_plan
-from tests.runtime.scenarios import Outcome, capture, clip_many, train_many
+from tests.runtime.scenarios import RTOL, capture, check, clip_many
 from tests.spawn import run_ranks
 
-RTOL = 1e-10
 BY_BLOCK = ("full", "full", "selective", "selective", "full", "none")
 """Recomputation of the GPT's blocks: no stage of two or three recomputes all alike."""
-
-
-def _run(world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> list[list[Outcome]]:
-    """Outcomes as [case][rank], each checked to equal one process on every rank."""
-    plans = [
-        (name, default_plan(capture(name, torch.float64), **choices)) for name, choices in cases
-    ]
-    by_rank = run_ranks(train_many, world_size, plans)
-    by_case = [list(outcomes) for outcomes in zip(*by_rank, strict=True)]
-    for (name, choices), outcomes in zip(cases, by_case, strict=True):
-        case = f"{name} {choices}"
-        assert outcomes[0].loss_gap < RTOL, case
-        assert outcomes[0].gradient_gap < RTOL, case
-        assert outcomes[0].param_gap < RTOL, case
-        assert {o.losses for o in outcomes} == {outcomes[0].losses}, f"ranks differ: {case}"
-        assert frozenset().union(*(o.params_held for o in outcomes)) == outcomes[0].all_params, case
-    return by_case
 
 
 def test_one_rank_takes_the_same_path():
@@ -46,13 +26,13 @@ def test_one_rank_takes_the_same_path():
         for m, r in [(1, "none"), (2, "full"), (4, "none"), (8, "none")]
     ]
     cases += [("unet", {"recompute": "full"}), ("encoder-decoder", {}), ("resnet", {})]
-    outcomes = _run(1, cases)
-    assert len({round(o[0].losses[0], 12) for o in outcomes[:4]}) == 1
+    outcomes = check(1, cases)
+    assert len({round(o[0].gaps.losses[0], 12) for o in outcomes[:4]}) == 1
 
 
 def test_data_parallel():
     """P1: two replicas on halves of the batch, and the same with ZeRO 1, 2 and 3."""
-    _run(
+    check(
         2,
         [
             ("small-gpt", {"dp": 2}),
@@ -66,7 +46,7 @@ def test_data_parallel():
 
 def test_tensor_parallel():
     """P2: one layer's weights on two ranks, attention and MLP."""
-    for outcomes in _run(
+    for outcomes in check(
         2, [("small-gpt", {"tp": 2}), ("small-gpt", {"tp": 2, "recompute": "full"})]
     ):
         # Both ranks hold a piece of every parameter.
@@ -83,13 +63,13 @@ def test_pipeline():
         ("gpt", {"pp": 2, "schedule": "zb_h1", "recompute": BY_BLOCK[::-1]}),
         ("gpt", {"pp": 2, "vpp": 2, "schedule": "interleaved_1f1b", "recompute": BY_BLOCK}),
     ]
-    for outcomes in _run(2, cases):
+    for outcomes in check(2, cases):
         assert not outcomes[0].params_held & outcomes[1].params_held
 
 
 def test_stages_of_given_numbers_of_blocks():
     """G1: the first stage has the token embedding alone, or half of the blocks."""
-    by_rank = _run(
+    by_rank = check(
         2, [("gpt", {"pp": 2, "balance": (1, 5)}), ("gpt", {"pp": 2, "balance": (3, 3)})]
     )
     assert "token.weight" in by_rank[0][0].params_held
@@ -113,7 +93,7 @@ def test_a_balance_must_deal_every_block(balance, says):
 
 def test_skips_go_straight_to_their_consumers():
     """G8: a U-Net on three stages, and an encoder output every decoder layer reads."""
-    _run(
+    check(
         3,
         [
             ("unet", {"pp": 3, "num_microbatches": 3}),
@@ -124,7 +104,7 @@ def test_skips_go_straight_to_their_consumers():
 
 def test_pairs_of_axes_on_four_ranks():
     """P5: dp, tp and pp two at a time, with ZeRO, and four stages."""
-    _run(
+    check(
         4,
         [
             ("small-gpt", {"tp": 2, "pp": 2}),
@@ -140,7 +120,7 @@ def test_pairs_of_axes_on_four_ranks():
 
 def test_all_three_axes_on_eight_ranks():
     """P5: 2 x 2 x 2."""
-    _run(8, [("small-gpt", {"dp": 2, "tp": 2, "pp": 2})])
+    check(8, [("small-gpt", {"dp": 2, "tp": 2, "pp": 2})])
 
 
 def test_virtual_stages_and_split_backwards():
@@ -148,7 +128,7 @@ def test_virtual_stages_and_split_backwards():
     two = {"pp": 4, "vpp": 2, "num_microbatches": 8}
     cases = [("deep-gpt", {**two, "schedule": name}) for name in ("interleaved_1f1b", "dualpipe_v")]
     cases.append(("deep-gpt", {"pp": 4, "schedule": "zb_h1"}))
-    _run(4, cases)
+    check(4, cases)
 
 
 def test_gradients_are_clipped_by_the_norm_over_all_ranks():

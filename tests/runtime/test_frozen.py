@@ -19,10 +19,8 @@ from planner.runtime.proofs.verify import compare_with_one_process
 from planner.runtime.step.engine import Engine
 from tests.captures import capture_module
 from tests.frozen import frozen_models
-from tests.runtime.scenarios import capture, clip_many, train_many
+from tests.runtime.scenarios import RTOL, capture, check, clip_many
 from tests.spawn import run_ranks
-
-RTOL = 1e-10
 
 ONE = {
     "one": {"num_microbatches": 2},
@@ -51,14 +49,6 @@ FOUR = {
 }
 LORA = [name for name in frozen_models() if name.startswith("lora")]
 GPTS = [name for name in frozen_models() if name.startswith("gpt")]
-
-
-def check(num_ranks, cases):
-    plans = [(name, default_plan(capture(name, torch.float64), **how)) for name, how in cases]
-    by_rank = run_ranks(train_many, num_ranks, plans)
-    for (name, how), outcome in zip(cases, by_rank[0], strict=True):
-        gaps = outcome.loss_gap, outcome.gradient_gap, outcome.param_gap
-        assert max(gaps) < RTOL, (name, how, gaps)
 
 
 def test_stages_without_a_trained_parameter():

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from planner.runtime.process.groups.gloo_threads import (
     SOCKET_THREAD,
     put_socket_threads_last,
 )
+from tests.spawn import until
 
 
 def names_of_threads() -> dict[int, str]:
@@ -30,11 +30,8 @@ def socket_threads() -> set[int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux only")
 def test_socket_threads_come_last_and_all_others_stay():
-    before = len(socket_threads())
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
-    until = time.monotonic() + 10
-    while len(socket_threads()) == before and time.monotonic() < until:
-        time.sleep(0.01)  # a thread names itself, once it runs
+    until(socket_threads)  # a thread names itself, once it runs
     threads = names_of_threads()
     put_socket_threads_last()
     # Not those that have named themselves, or ended, meanwhile.

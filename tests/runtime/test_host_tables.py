@@ -10,8 +10,8 @@ from planner.errors import ModelError, PlanError
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
 from tests.captures import capture_module
-from tests.runtime.scenarios import gap_to_largest
-from tests.runtime.test_sparse_tables import Towers, batch, optimizers
+from tests.runtime.beside import OneProcess, gap_to_largest, train_beside
+from tests.runtime.test_sparse_tables import Towers, batch, optimizers, seeded_batch
 from tests.spawn import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
@@ -44,31 +44,19 @@ def train(cases: list[tuple[bool, Plan]], folder: str) -> list[float]:
 
 
 def _train(sparse: bool, plan: Plan, folder: str) -> float:
-    alone = built(sparse)
-    reference, gap = stepping(alone, sparse), 0.0
+    def make(module: Towers) -> list[torch.optim.Optimizer]:
+        return stepping(module, sparse)
+
+    alone, gap = OneProcess(built(sparse), make), 0.0
     for part in range(2):
         module = built(sparse)
-        engine = planner.apply(plan, module, optimizer=stepping(module, sparse), max_grad_norm=9)
+        engine = planner.apply(plan, module, optimizer=make(module), max_grad_norm=9)
         if part:
             engine.load(folder)
-        for step in range(2):
-            torch.manual_seed(10 * part + step)
-            data = batch(plan.global_batch)
-            found = engine.step(data)
-            for each in reference:
-                each.zero_grad()
-            expected = alone(**data)
-            expected.backward()
-            for each in reference:
-                each.step()
-            gap = max(gap, abs(found.item() - expected.item()))
-        engine.evaluate(data)
-        gradients = engine.full_gradients()
-        if gradients:
-            wanted = {n: p.grad.to_dense() for n, p in alone.named_parameters()}
-            gap = max(gap, gap_to_largest(gradients, wanted))
-        state = engine.full_state_dict()
-        gap = max(gap, gap_to_largest(state, dict(alone.named_parameters())))
+        batches = [seeded_batch(plan, 10 * part + step) for step in range(2)]
+        gap = max(gap, train_beside(engine, alone, batches, gap=gap_to_largest).largest)
+        engine.evaluate(batches[-1])
+        gap = max(gap, gap_to_largest(engine.full_state_dict(), alone.parameters()))
         engine.save(folder)
         engine.close()
     return gap

@@ -9,23 +9,8 @@ import torch
 
 from planner.language.lowering.defaults import default_plan
 from planner.runtime.process.groups.mesh import build_mesh
-from tests.runtime.scenarios import capture, clip_many, train_many
+from tests.runtime.scenarios import RTOL, capture, check, clip_many
 from tests.spawn import run_ranks
-
-RTOL = 1e-10
-
-
-def check(world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> None:
-    plans = [
-        (name, default_plan(capture(name, torch.float64), **choices)) for name, choices in cases
-    ]
-    by_rank = run_ranks(train_many, world_size, plans)
-    for (name, choices), outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
-        case = f"{name} {choices}"
-        assert outcomes[0].loss_gap < RTOL, case
-        assert outcomes[0].gradient_gap < RTOL, case
-        assert outcomes[0].param_gap < RTOL, case
-        assert {o.losses for o in outcomes} == {outcomes[0].losses}, case
 
 
 def test_two_by_two_equals_one_process():

@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from planner.language.plan import save_plan
 from planner.runtime.process.environment import LAUNCHER
 from planner.runtime.start.launch import launch
 from tests.runtime.scenarios import capture
+from tests.spawn import PATIENCE_S, until
 
 ROOT = Path(__file__).parents[2]
 
@@ -144,15 +144,6 @@ def _ranks_left(tmp_path: Path) -> list[int]:
     return found
 
 
-def _gone_within(seconds: float, tmp_path: Path) -> bool:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if not _ranks_left(tmp_path):
-            return True
-        time.sleep(0.1)
-    return False
-
-
 def test_a_stall_and_an_exception_are_told_once(
     plan_path, tmp_path, monkeypatch, capfd, forked_ranks
 ):
@@ -210,7 +201,7 @@ def test_a_backend_that_one_rank_lacks_is_told_by_all(start, tmp_path):
     told = [(tmp_path / f"told-{rank}").read_text() for rank in range(2)]
     assert told[0] == told[1]
     assert line == f"planner: {told[0]}".replace("`device`", "--device")
-    assert _gone_within(10, tmp_path)
+    until(lambda: not _ranks_left(tmp_path), each_s=0.1)
 
 
 @pytest.mark.slow
@@ -221,14 +212,14 @@ def test_a_backend_that_does_not_start_on_a_rank_is_a_line(start, tmp_path):
     assert process.returncode == 2
     (line,) = err.strip().splitlines()
     assert re.search(r"rank 1 on cpu can't start toy, .* \(the toy's driver is too old\)", line)
-    assert _gone_within(10, tmp_path)
+    until(lambda: not _ranks_left(tmp_path), each_s=0.1)
 
 
 def test_a_rank_that_vanishes_ends_the_run(start, tmp_path):
     process = start("vanish")
     process.communicate(timeout=120)
     assert process.returncode == 1
-    assert _gone_within(10, tmp_path)
+    until(lambda: not _ranks_left(tmp_path), each_s=0.1)
 
 
 @pytest.mark.parametrize(
@@ -244,9 +235,9 @@ def test_no_process_survives_the_launcher(start, tmp_path, sent, mode):
     process = start(mode)
     assert "step 0" in process.stdout.readline()
     process.send_signal(sent)
-    process.wait(timeout=10)
+    process.wait(timeout=PATIENCE_S)
     assert process.returncode == (-9 if sent == signal.SIGKILL else 128 + sent)
-    assert _gone_within(10, tmp_path)
+    until(lambda: not _ranks_left(tmp_path), each_s=0.1)
     assert process.communicate()[1] == ""
 
 

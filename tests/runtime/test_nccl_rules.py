@@ -6,7 +6,6 @@ parameters, clipping, types that NCCL lacks.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -17,10 +16,11 @@ import planner
 from planner.language.lowering.defaults import default_plan
 from planner.language.schedule import SCHEDULES
 from tests.captures import capture_module
-from tests.runtime.scenarios import capture, clip_many, train_many
+from tests.runtime import scenarios
+from tests.runtime.beside import OneProcess, sgd, train_beside
+from tests.runtime.scenarios import RTOL, capture, clip_many
 from tests.spawn import run_ranks
 
-RTOL = 1e-10
 Case = tuple[str, dict[str, Any]]
 
 FOLDED = {"pp": 2, "vpp": 2, "schedule": "zb_v"}
@@ -40,11 +40,7 @@ def schedules() -> list[Case]:
 
 def check(world_size: int, cases: list[Case], backend: str = "staged") -> None:
     """Train each as one process does."""
-    plans = [(name, default_plan(capture(name, torch.float64), **way)) for name, way in cases]
-    by_rank = run_ranks(train_many, world_size, plans, backend=backend, timeout_s=60)
-    for case, outcome in zip(cases, by_rank[0], strict=True):
-        gaps = (outcome.loss_gap, outcome.gradient_gap, outcome.param_gap)
-        assert max(gaps) < RTOL, (case, gaps)
+    scenarios.check(world_size, cases, backend=backend, timeout_s=60)
 
 
 def test_pipelines_run_in_the_order_of_their_messages():
@@ -129,25 +125,17 @@ def batch(size: int) -> tuple[Tensor]:
 
 
 def train_rotated() -> tuple[list[str], float]:
-    """The types of what is sent, and how far parameters are from those of one process."""
+    """The types of what is sent, and how far training is from one process."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     module = Rotated()
-    alone = copy.deepcopy(module)
+    alone = OneProcess(module, sgd)
     graph = capture_module(Rotated(), batch(2), batch(3), name="rotated")
     # The first stage hands the conjugate on.
     plan = default_plan(graph, pp=2, balance=(1, 3), num_microbatches=2, microbatch_size=2)
-    engine = planner.apply(plan, module, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-    for _ in range(2):
-        engine.step(batch(plan.global_batch))
-        optimizer.zero_grad()
-        alone(*batch(plan.global_batch)).backward()
-        optimizer.step()
-    state = engine.full_state_dict()
-    named = alone.named_parameters() if state else ()
-    gap = max(((state[n] - p).abs().max().item() for n, p in named), default=0.0)
-    return sorted({edge.dtype for edge in engine._executor._edges}), gap
+    engine = planner.apply(plan, module, optimizer=sgd(module))
+    gaps = train_beside(engine, alone, [batch(plan.global_batch)] * 2)
+    return sorted({edge.dtype for edge in engine._executor._edges}), gaps.largest
 
 
 @pytest.mark.parametrize("backend", ["gloo", "staged"])

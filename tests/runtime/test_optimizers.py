@@ -5,17 +5,16 @@ The plan cuts their parameters: over tp, over replicas (ZeRO), over both, and in
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 
 import planner
-from planner.language.graph.batch import call_with_batch, loss_of
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
-from tests.runtime.scenarios import _gap, build, capture
+from tests.runtime.beside import OneProcess, train_beside
+from tests.runtime.scenarios import build, capture
 from tests.spawn import run_ranks
 
 STEPS = 2
@@ -66,7 +65,7 @@ def make(name: str, module: torch.nn.Module) -> Any:
 
 
 def train(cases: list[tuple[str, str, Plan]], folder: str) -> list[tuple[float, float, int]]:
-    """Return for each case the gaps of loss and parameters to one process, and held numbers.
+    """Return gaps of losses and gradients, gaps of parameters, and held numbers, by case.
 
     Some are saved half-way, and gone on with by another engine of the same plan.
     """
@@ -74,33 +73,28 @@ def train(cases: list[tuple[str, str, Plan]], folder: str) -> list[tuple[float, 
     found = []
     for number, (model, name, plan) in enumerate(cases):
         tiny, module = build(model)
-        alone = copy.deepcopy(module)
-        optimizers = make(name, alone)
-        optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
-        engine = planner.apply(plan, module, optimizer=make(name, module))
+
+        def made(module: torch.nn.Module, name: str = name) -> Any:
+            return make(name, module)
+
+        alone = OneProcess(module, made, loss=tiny.loss)
+        engine = planner.apply(plan, module, optimizer=made(module))
         loss_gap = 0.0
         for step in range(STEPS):
             batch = tiny.batch(plan.global_batch * (step + 1))
             batch = {k: v[plan.global_batch * step :] for k, v in batch.items()}
-            loss = engine.step(batch).item()
-            for each in optimizers:
-                each.zero_grad()
-            expected = loss_of(call_with_batch(alone, batch), batch, tiny.loss)
-            expected.backward()
-            loss_gap = max(loss_gap, abs(loss - expected.item()) / abs(expected.item()))
-            for each in optimizers:
-                each.step()
+            gaps = train_beside(engine, alone, [batch])
+            loss_gap = max(loss_gap, gaps.loss, gaps.gradient)
             if step == 0 and plan.pp == 1 and (plan.tp > 1 or plan.zero_stage == 3):
                 engine.save(f"{folder}/{number}")
                 engine.close()
                 _, again = build(model)
-                engine = planner.apply(plan, again, optimizer=make(name, again))
+                engine = planner.apply(plan, again, optimizer=made(again))
                 engine.load(f"{folder}/{number}")
-        state = engine.full_state_dict()
         held = engine.optimizer.state if engine.optimizer else {}
         numbers = sum(t.numel() for s in held.values() for t in s.values() if t.dim() > 1)
         engine.close()
-        found.append((loss_gap, _gap(state, dict(alone.named_parameters())), numbers))
+        found.append((loss_gap, gaps.parameter, numbers))
     return found
 
 

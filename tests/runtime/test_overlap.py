@@ -32,6 +32,8 @@ from tests.runtime.scenarios import build, capture
 from tests.spawn import run_ranks
 
 JOB_S, TRANSFER_S = 0.03, 0.03
+LONG_TRANSFER_S = 0.3
+"""Longer than a busy machine takes for a recomputation."""
 SCHEDULES = ["1f1b", BLOCKING, "eager_1f1b", "zb_h1"]
 AHEAD_MICROBATCHES = 4
 
@@ -64,7 +66,7 @@ def _run(cases: list[Case], plans: list[Plan], folder: Path) -> tuple[list[Row],
             patch.setenv("PLANNER_TIMELINE", str(folder / plan.schedule))
             tiny, module = build("gpt")
             engine = planner.apply(plan, module)
-        slow_down_links(engine, TRANSFER_S)
+        slow_down_links(engine, LONG_TRANSFER_S)
         engine.step(tiny.batch(plan.global_batch))
     return rows, {ahead: _step_when_posted(ahead) for ahead in (0, 2)}
 
@@ -153,6 +155,6 @@ def test_recomputation_does_not_wait_for_its_gradient(ran, schedule, backward):
     assert [s.name for s in spans if s.kind == "R"] == [f"R0.{m}" for m in range(4)]
     recomputed, waited = spans[0], spans[1]
     assert recomputed.end_s <= waited.start_s
-    assert waited.end_s - waited.start_s > TRANSFER_S / 2
+    assert waited.end_s > waited.start_s + LONG_TRANSFER_S / 10
     # The rank of the loss has no gradient to wait for.
     assert not [s for s in last.spans if s.kind == "R"]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 
 import planner
@@ -14,8 +12,10 @@ from planner.errors import PlannerError
 from planner.language.graph.batch_split import BatchSplit
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
+from planner.runtime.step.engine import Engine
 from tests.builders import PlainGPT, gpt_batch
-from tests.runtime.scenarios import capture, gap_to_largest, models
+from tests.runtime.beside import OneProcess, gap_to_largest, sgd, train_beside
+from tests.runtime.scenarios import capture, models
 from tests.spawn import run_ranks
 
 RTOL = 1e-10
@@ -54,36 +54,27 @@ def gaps_of_parts(cases: list[Case]) -> list[tuple[float, int]]:
 def _gap_of(case: Case) -> tuple[float, int]:
     torch.manual_seed(0)
     module = models()["gpt"].build()
-    alone = copy.deepcopy(module)
-    engine = planner.apply(
-        case.plan,
-        module,
-        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
-        loss_weight=planner.count_tokens("labels") if case.is_told else None,
-    )
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-    worst = 0.0
-    for samples in case.steps:
-        batch = _batch(sum(samples), case.counts_tokens)
+    alone = OneProcess(module, sgd)
+    weight = planner.count_tokens("labels") if case.is_told else None
+    engine = planner.apply(case.plan, module, optimizer=sgd(module), loss_weight=weight)
+    steps = iter(case.steps)
+
+    def own_part(engine: Engine, batch: dict[str, torch.Tensor]) -> planner.OwnPart:
+        samples = next(steps)
         assert engine.num_replicas == len(samples)
         first = sum(samples[: engine.replica])
         own = {k: v[first : first + samples[engine.replica]] for k, v in batch.items()}
-        optimizer.zero_grad()
-        expected = alone(**batch)
-        expected.backward()
-        part = planner.OwnPart(_what_is_read(engine, own))
-        assert engine.evaluate(part).item() == pytest.approx(expected.item(), rel=RTOL)
-        worst = max(worst, abs(engine.step(part).item() / expected.item() - 1))
-        worst = max(
-            worst,
-            gap_to_largest(
-                engine.full_gradients(), {n: p.grad for n, p in alone.named_parameters()}
-            ),
-        )
-        optimizer.step()
-    return max(
-        worst, gap_to_largest(engine.full_state_dict(), dict(alone.named_parameters()))
-    ), engine.samples
+        return planner.OwnPart(_what_is_read(engine, own))
+
+    gaps = train_beside(
+        engine,
+        alone,
+        [_batch(sum(samples), case.counts_tokens) for samples in case.steps],
+        given=own_part,
+        evaluates=True,
+        gap=gap_to_largest,
+    )
+    return gaps.largest, engine.samples
 
 
 def _what_is_read(engine: Any, own: dict[str, torch.Tensor]) -> dict[str, Any] | None:

@@ -7,7 +7,6 @@ each microbatch's gradient added to an fp32 sum, torch's AdamW on the copies, an
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -25,11 +24,14 @@ from planner.runtime.proofs.verify import VerifyReport, compare_with_one_process
 from planner.runtime.step.engine import Engine
 from tests.builders import VOCABULARY, PlainGPT, gpt_batch, telling_first, tiny_models
 from tests.captures import capture_module
-from tests.runtime.scenarios import gap_to_largest
+from tests.runtime.beside import Gaps, OneProcess, gap_to_largest, train_beside
 from tests.spawn import run_ranks
 
-ADAMW = {"lr": 1e-3, "eps": 1e-6}
 STEPS = 3
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-6)
 
 
 class GPT(PlainGPT):
@@ -65,75 +67,52 @@ def plan_for(precision="bf16", kind: type[GPT] = GPT, **choices) -> Plan:
     return plan.model_copy(update={"precision": precision})
 
 
-class OneProcess:
-    """The same arithmetic, by hand."""
+class InBf16(OneProcess):
+    """The same arithmetic, by hand: the module has the masters."""
 
     def __init__(self, kind: type[GPT], replicas: int, num_microbatches: int) -> None:
-        self.masters = seeded(kind)
-        self.module = copy.deepcopy(self.masters).bfloat16()
-        self.optimizer = torch.optim.AdamW(self.masters.parameters(), **ADAMW)
+        super().__init__(seeded(kind), adamw)
+        self.cast = copy.deepcopy(self.module).bfloat16()
         self.replicas, self.num_microbatches = replicas, num_microbatches
 
     def step(self, batch) -> float:
         pieces = {k: v.chunk(self.replicas * self.num_microbatches) for k, v in batch.items()}
         sums, total = [], 0.0
         for replica in range(self.replicas):
-            own = [torch.zeros_like(p) for p in self.masters.parameters()]
+            own = [torch.zeros_like(p) for p in self.module.parameters()]
             for m in range(self.num_microbatches):
                 piece = m * self.replicas + replica
-                loss = self.module(**{k: v[piece] for k, v in pieces.items()})
+                loss = self.cast(**{k: v[piece] for k, v in pieces.items()})
                 scale = 1 / (self.replicas * self.num_microbatches)
-                self.module.zero_grad()
+                self.cast.zero_grad()
                 loss.backward(torch.tensor(scale))
-                for grad_sum, param in zip(own, self.module.parameters(), strict=True):
+                for grad_sum, param in zip(own, self.cast.parameters(), strict=True):
                     grad_sum += param.grad.float()
                 total += loss.item() * scale
             sums.append(own)
-        for param, *terms in zip(self.masters.parameters(), *sums, strict=True):
+        for param, *terms in zip(self.module.parameters(), *sums, strict=True):
             param.grad = sum(terms[1:], terms[0])
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         with torch.no_grad():
-            for param, master in zip(
-                self.module.parameters(), self.masters.parameters(), strict=True
-            ):
+            for param, master in zip(self.cast.parameters(), self.module.parameters(), strict=True):
                 param.copy_(master)
         return total
 
 
-@dataclass(frozen=True)
-class Gap:
-    """Largest differences from one process, over the largest entry of all tensors; rank 0's."""
-
-    loss: float
-    gradient: float
-    master: float
-    dtypes: frozenset[torch.dtype]
+def train(cases: list[tuple[type[GPT], Plan]]) -> list[tuple[Gaps, set[torch.dtype]]]:
+    """How far from one process each is, and the types of its whole parameters."""
+    return [_train(kind, plan) for kind, plan in cases]
 
 
-def train_beside(cases: list[tuple[type[GPT], Plan]]) -> list[Gap]:
-    return [_train_beside(kind, plan) for kind, plan in cases]
-
-
-def _train_beside(kind: type[GPT], plan: Plan) -> Gap:
+def _train(kind: type[GPT], plan: Plan) -> tuple[Gaps, set[torch.dtype]]:
     module = seeded(kind)
-    optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)
-    engine = planner.apply(plan, module, optimizer=optimizer)
-    alone = OneProcess(kind, plan.dp, plan.num_microbatches)
-    loss = gradient = 0.0
-    for step in range(STEPS):
-        batch = {k: v[-plan.global_batch :] for k, v in gpt_batch(plan.global_batch + step).items()}
-        expected = alone.step(batch)
-        loss = max(loss, abs(engine.step(batch).item() / expected - 1))
-        grads = {n: p.grad for n, p in alone.masters.named_parameters()}
-        gradient = max(gradient, gap_to_largest(engine.full_gradients(), grads))
-    state = engine.full_state_dict()
-    dtypes = {t.dtype for t in state.values()}
-    return Gap(
-        loss,
-        gradient,
-        gap_to_largest(state, dict(alone.masters.named_parameters())),
-        frozenset(dtypes),
-    )
+    alone = InBf16(kind, plan.dp, plan.num_microbatches)
+    engine = planner.apply(plan, module, optimizer=adamw(module))
+    size = plan.global_batch
+    batches = [{k: v[-size:] for k, v in gpt_batch(size + step).items()} for step in range(STEPS)]
+    gaps = train_beside(engine, alone, batches, gap=gap_to_largest)
+    return gaps, {t.dtype for t in engine.full_state_dict().values()}
 
 
 def test_bf16_plans_compute_what_one_process_computes():
@@ -154,15 +133,15 @@ def test_bf16_plans_compute_what_one_process_computes():
     }
     cases = exact | close
     plans = [(c.get("kind", GPT), plan_for(**c)) for c in cases.values()]
-    answers = run_ranks(train_beside, 2, plans)[0]
-    for name, gap in zip(cases, answers, strict=True):
-        assert gap.dtypes == {torch.float32}, name
+    answers = run_ranks(train, 2, plans)[0]
+    for name, (gap, dtypes) in zip(cases, answers, strict=True):
+        assert dtypes == {torch.float32}, name
         if name in exact:
-            assert gap.gradient == gap.master == 0, f"{name}: {gap}"
+            assert gap.gradient == gap.parameter == 0, f"{name}: {gap}"
             assert gap.loss < 1e-6, f"{name}: {gap}"
         elif "ZeRO" in name:
             assert gap.gradient < 1e-5, f"{name}: {gap}"
-            assert gap.master < 1e-5, f"{name}: {gap}"
+            assert gap.parameter < 1e-5, f"{name}: {gap}"
         else:
             assert gap.gradient < 5e-2, f"{name}: {gap}"
             assert gap.loss < 1e-3, f"{name}: {gap}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch.utils._pytree import tree_map
 
 import planner
 from planner.errors import PlanError
-from planner.language.graph.batch import call_with_batch, loss_of
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
 from planner.runtime.stage.randomness import unused_seed
@@ -23,7 +21,8 @@ from planner.runtime.start import course
 from planner.runtime.state import out_of_memory
 from planner.runtime.step.engine import Engine
 from planner.timeline import load_timeline
-from tests.runtime.scenarios import capture, gap_to_largest, models
+from tests.runtime.beside import OneProcess, Optimizers, adamw, gap_to_largest
+from tests.runtime.scenarios import capture, models
 from tests.spawn import run_ranks
 
 ACTOR, CRITIC = "small-gpt", "mlp"
@@ -32,37 +31,35 @@ ACTOR, CRITIC = "small-gpt", "mlp"
 class Side:
     """One of the two: an engine, and the same model beside it in one process."""
 
-    def __init__(self, name: str, plan: Plan, make: Callable[..., torch.optim.Optimizer]) -> None:
+    def __init__(self, name: str, plan: Plan, make: Optimizers) -> None:
         self.tiny, self.size = models()[name], plan.global_batch
         torch.manual_seed(0)
         module = self.tiny.build()
-        self.alone = copy.deepcopy(module)
-        self.optimizer = make(self.alone.parameters())
+        self.alone = OneProcess(module, make, loss=self.tiny.loss)
         self.engine: Engine = planner.apply(
-            plan, module, optimizer=make(module.parameters()), loss=self.tiny.loss
+            plan, module, optimizer=make(module), loss=self.tiny.loss
         )
 
     def step(self, number: int) -> float:
         """Train both on a batch; return how far the losses are apart."""
         batch: Any = self.tiny.batch(self.size * (number + 1))
         batch = tree_map(lambda t: t[-self.size :], batch)
-        loss = self.engine.step(batch)
-        expected = loss_of(call_with_batch(self.alone, batch), batch, self.tiny.loss)
-        self.optimizer.zero_grad()
-        expected.backward()
-        self.optimizer.step()
-        return abs(loss.item() - expected.item())
+        return abs(self.engine.step(batch).item() - self.alone.step(batch))
 
     def gap(self) -> float:
         """How far the parameters are apart; 0 but on rank 0."""
-        return gap_to_largest(self.engine.full_state_dict(), dict(self.alone.named_parameters()))
+        return gap_to_largest(self.engine.full_state_dict(), self.alone.parameters())
+
+
+def with_momentum(module: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=1e-2, momentum=0.9)
 
 
 def sides(plans: tuple[Plan, Plan]) -> tuple[Side, Side]:
     torch.set_default_dtype(torch.float64)
     return (
-        Side(ACTOR, plans[0], lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-3)),
-        Side(CRITIC, plans[1], lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9)),
+        Side(ACTOR, plans[0], adamw),
+        Side(CRITIC, plans[1], with_momentum),
     )
 
 
@@ -81,16 +78,13 @@ def train_in_turns(plans: tuple[Plan, Plan], folder: str) -> list[float]:
 
     train(range(2))
     actor.engine.save(f"{folder}/run", extra={"critic": critic.engine})
-    before = [copy.deepcopy(each.alone.state_dict()) for each in (actor, critic)]
-    states = [copy.deepcopy(each.optimizer.state_dict()) for each in (actor, critic)]
+    before = [copy.deepcopy(each.alone) for each in (actor, critic)]
     train(range(2, 3))
     with pytest.raises(PlanError, match="another engine of this script saves there"):
         critic.engine.save(f"{folder}/run")
     # Both go on from the moment of the save.
     actor.engine.load(f"{folder}/run", extra={"critic": critic.engine})
-    for each, weights, state in zip((actor, critic), before, states, strict=True):
-        each.alone.load_state_dict(weights)
-        each.optimizer.load_state_dict(state)
+    actor.alone, critic.alone = before
     assert (actor.engine.steps, critic.engine.steps) == (2, 4)
     train(range(2, 3))
     told, _ = out_of_memory.describe(torch.OutOfMemoryError("no"), 0)

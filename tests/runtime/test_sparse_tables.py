@@ -14,7 +14,7 @@ from planner.errors import ModelError, PlanError
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
 from tests.captures import capture_module
-from tests.runtime.scenarios import gap_to_largest
+from tests.runtime.beside import OneProcess, gap_to_largest, train_beside
 from tests.runtime.test_verify_faults import verify_here
 from tests.spawn import run_ranks
 
@@ -65,53 +65,47 @@ def plan_of(**options: Any) -> Plan:
     return default_plan(graph, num_microbatches=2, microbatch_size=size, **options)
 
 
-def train(plans: list[Plan], clip: float | None) -> list[tuple[float, float, bool]]:
-    """How far losses and parameters are from one process, and whether other rows are as before."""
+def train(plans: list[Plan], clip: float | None) -> list[tuple[float, bool]]:
+    """How far each is from one process, and whether rows that nothing looks up are as before."""
     return [_train(plan, clip) for plan in plans]
 
 
-def _train(plan: Plan, clip: float | None) -> tuple[float, float, bool]:
-    module, alone = built(), built()
+def _train(plan: Plan, clip: float | None) -> tuple[float, bool]:
+    module = built()
+    alone = OneProcess(module, optimizers, clip=lambda alone: clipped(alone, clip))
     engine = planner.apply(plan, module, optimizer=optimizers(module), max_grad_norm=clip)
-    reference = optimizers(alone)
-    loss_gap = 0.0
-    for step in range(STEPS):
-        torch.manual_seed(step)
-        data = batch(plan.global_batch)
-        found = engine.step({key: value.clone() for key, value in data.items()})
-        for each in reference:
-            each.zero_grad()
-        expected = alone(**data)
-        expected.backward()
-        if clip is not None:
-            # (torch's own takes no sparse gradients.)
-            grads = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad
-                     for p in alone.parameters()]  # fmt: skip
-            norm = torch.stack([grad.norm() for grad in grads]).norm()
-            for param in alone.parameters():
-                param.grad = (
-                    param.grad.coalesce() * min(1.0, clip / (norm + 1e-6))
-                    if (param.grad.is_sparse)
-                    else param.grad * min(1.0, clip / (norm + 1e-6))
-                )
-        for each in reference:
-            each.step()
-        loss_gap = max(loss_gap, abs(found.item() - expected.item()))
-    state = engine.full_state_dict()
-    first = built().state_dict()
+    gaps = train_beside(
+        engine, alone, [seeded_batch(plan, step) for step in range(STEPS)], gap=gap_to_largest
+    )
+    state, first = engine.full_state_dict(), built().state_dict()
     untouched = all(
         torch.equal(state[name][ROWS // 2 :], first[name][ROWS // 2 :])
         for name in (("users.weight", "items.weight") if state else ())
     )
-    return loss_gap, gap_to_largest(state, dict(alone.named_parameters())), untouched
+    return gaps.largest, untouched
+
+
+def seeded_batch(plan: Plan, seed: int) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    return batch(plan.global_batch)
+
+
+def clipped(module: nn.Module, most: float | None) -> None:
+    """As `clip_grad_norm_`, which takes no sparse gradients."""
+    if most is None:
+        return
+    grads = [(p.grad.coalesce() if p.grad.is_sparse else p.grad) for p in module.parameters()]
+    norm = torch.stack([(g.values() if g.is_sparse else g).norm() for g in grads]).norm()
+    for param, grad in zip(module.parameters(), grads, strict=True):
+        param.grad = grad * min(1.0, most / (norm + 1e-6))
 
 
 @pytest.mark.parametrize("clip", [None, 0.01])
 def test_they_equal_one_process_on_two_ranks(clip):
     plans = [plan_of(dp=2), plan_of(tp=2), plan_of(pp=2), plan_of(dp=2, zero_stage=3)]
     for found in run_ranks(train, 2, plans, clip):
-        for plan, (loss_gap, gap, is_untouched) in zip(plans, found, strict=True):
-            assert max(loss_gap, gap) < 1e-12, (plan.degrees, plan.pp)
+        for plan, (gap, is_untouched) in zip(plans, found, strict=True):
+            assert gap < 1e-12, (plan.degrees, plan.pp)
             assert is_untouched
 
 
@@ -121,8 +115,8 @@ def test_they_equal_one_process_on_four_ranks():
         plan_of(dp=2, pp=2, vpp=2, schedule="interleaved_1f1b", recompute="full"),
     ]
     for found in run_ranks(train, 4, plans, None):
-        for plan, (loss_gap, gap, is_untouched) in zip(plans, found, strict=True):
-            assert max(loss_gap, gap) < 1e-12, (plan.degrees, plan.pp)
+        for plan, (gap, is_untouched) in zip(plans, found, strict=True):
+            assert gap < 1e-12, (plan.degrees, plan.pp)
             assert is_untouched
 
 
@@ -205,19 +199,15 @@ def test_a_table_that_is_read_otherwise_has_a_dense_gradient_as_in_one_process()
 
 def test_tables_that_are_tied_are_one_table():
     torch.manual_seed(0)
-    module, alone = tied(built()), tied(built())
+    module = tied(built())
 
     def two(module: nn.Module) -> list[torch.optim.Optimizer]:
         others = [p for n, p in module.named_parameters() if n != "users.weight"]
         return [torch.optim.SparseAdam([module.users.weight], lr=0.1), torch.optim.SGD(others)]
 
-    engine, reference, data = one_rank(module, two(module)), two(alone), batch(4)
-    engine.step(data)
-    alone(**data).backward()
-    for each in reference:
-        each.step()
-    found = engine.full_state_dict()
-    assert gap_to_largest(found, dict(alone.named_parameters())) < 1e-12
+    alone = OneProcess(module, two)
+    engine = one_rank(module, two(module))
+    assert train_beside(engine, alone, [batch(4)], gap=gap_to_largest).largest < 1e-12
 
 
 def test_what_can_t_be_is_refused_in_a_line():
@@ -234,15 +224,8 @@ def test_what_can_t_be_is_refused_in_a_line():
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad])
 def test_optimizers_that_take_both_do(optimizer):
-    module, alone = built(), built()
-    engine, reference = one_rank(module, optimizer(module.parameters(), lr=0.1)), optimizer(
-        alone.parameters(), lr=0.1
-    )  # fmt: skip
-    for step in range(2):
-        torch.manual_seed(step)
-        data = batch(4)
-        engine.step(data)
-        reference.zero_grad()
-        alone(**data).backward()
-        reference.step()
-    assert gap_to_largest(engine.full_state_dict(), dict(alone.named_parameters())) < 1e-12
+    module = built()
+    alone = OneProcess(module, lambda module: optimizer(module.parameters(), lr=0.1))
+    engine = one_rank(module, optimizer(module.parameters(), lr=0.1))
+    batches = [seeded_batch(engine.plan, step) for step in range(2)]
+    assert train_beside(engine, alone, batches, gap=gap_to_largest).largest < 1e-12

@@ -14,6 +14,7 @@ from planner.errors import PlanError
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
 from tests.captures import capture_module
+from tests.runtime.beside import OneProcess, train_beside
 from tests.spawn import run_ranks
 
 RTOL = 1e-10
@@ -45,27 +46,19 @@ def batch(size):
     return (torch.randn(size, WIDTH, dtype=torch.float64),)
 
 
+def slow(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.01)
+
+
 def gap_to_one_process(plan: Plan, sizes: tuple[int, ...]) -> float:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     module = Summed()
-    alone = copy.deepcopy(module)
-    by_rank = torch.optim.SGD(module.parameters(), lr=0.01)
+    alone = OneProcess(module, slow)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # summing is what one device does
-        engine = planner.apply(plan, module, optimizer=by_rank, loss_weight="sum")
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.01)
-    gaps = []
-    for size in sizes:
-        inputs = batch(size)
-        optimizer.zero_grad()
-        expected = alone(*inputs)
-        expected.backward()
-        gaps.append(abs(engine.step(inputs).item() / expected.item() - 1))
-        optimizer.step()
-    found = engine.full_state_dict()
-    gaps += [(found[n] - t).abs().max().item() for n, t in alone.named_parameters() if found]
-    return max(gaps)
+        engine = planner.apply(plan, module, optimizer=slow(module), loss_weight="sum")
+    return train_beside(engine, alone, [batch(size) for size in sizes]).largest
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 
@@ -26,7 +26,8 @@ from planner.language.plan import Plan
 from planner.runtime.batches.count_tokens import count_tokens
 from tests.builders import VOCABULARY, PlainGPT, gpt_batch
 from tests.captures import capture_module
-from tests.runtime.scenarios import capture, gap_to_largest, models
+from tests.runtime.beside import OneProcess, gap_to_largest, sgd, train_beside
+from tests.runtime.scenarios import capture, models
 from tests.spawn import run_ranks
 
 RTOL = 1e-10
@@ -65,26 +66,11 @@ def gaps_to_one_process(cases: list[Case]) -> list[float]:
 def _gap_of(case: Case) -> float:
     torch.manual_seed(0)
     module = models()[case.model].build()
-    alone = copy.deepcopy(module)
-    engine = planner.apply(
-        case.plan,
-        module,
-        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
-        loss_weight=planner.count_tokens("labels") if case.is_told else None,
-    )
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-    worst = 0.0
-    for size in case.sizes:
-        batch = batch_of(case, size)
-        optimizer.zero_grad()
-        expected = alone(**batch)
-        expected.backward()
-        assert engine.evaluate(batch).item() == pytest.approx(expected.item(), rel=RTOL)
-        worst = max(worst, abs(engine.step(batch).item() / expected.item() - 1))
-        grads = {n: p.grad for n, p in alone.named_parameters()}
-        worst = max(worst, gap_to_largest(engine.full_gradients(), grads))
-        optimizer.step()
-    return max(worst, gap_to_largest(engine.full_state_dict(), dict(alone.named_parameters())))
+    alone = OneProcess(module, sgd)
+    weight = planner.count_tokens("labels") if case.is_told else None
+    engine = planner.apply(case.plan, module, optimizer=sgd(module), loss_weight=weight)
+    batches = [batch_of(case, size) for size in case.sizes]
+    return train_beside(engine, alone, batches, evaluates=True, gap=gap_to_largest).largest
 
 
 def _plan(model: str, **choices: Any) -> Plan:
@@ -175,26 +161,19 @@ def _weighted_gap(plans: list[Plan], folder: str) -> float:
     for plan in plans:
         torch.manual_seed(0)
         module = Weighted()
-        alone = copy.deepcopy(module)
-        sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+        alone = OneProcess(module, sgd)
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # it is what one process does
-            engine = planner.apply(plan, module, optimizer=sgd)
+            engine = planner.apply(plan, module, optimizer=sgd(module))
         if dist.get_rank() == 0:
-            save_file(
-                {**alone.state_dict(), "rarity": alone.rarity.flip(0)}, f"{folder}/m.safetensors"
-            )
+            state = alone.module.state_dict()
+            save_file({**state, "rarity": state["rarity"].flip(0)}, f"{folder}/m.safetensors")
         dist.barrier(group=engine.mesh.control)
         for _ in range(2):
             batch = batch_of(Case("gpt", plan, (), counts_tokens=True), plan.global_batch)
-            alone.zero_grad()
-            expected = alone(**batch)
-            expected.backward()
-            worst = max(worst, abs(engine.step(batch).item() / expected.item() - 1))
-            grads = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
-            worst = max(worst, gap_to_largest(engine.full_gradients(), grads))
+            worst = max(worst, train_beside(engine, alone, [batch], gap=gap_to_largest).largest)
             # Other weights of classes come with other values of the model.
-            alone.rarity.copy_(alone.rarity.flip(0))
+            alone.module.load_state_dict(load_file(f"{folder}/m.safetensors"))
             engine.load_weights(f"{folder}/m.safetensors")
         engine.close()
     return worst

@@ -16,7 +16,7 @@ from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
 from tests import units
 from tests.captures import capture_module
-from tests.runtime.scenarios import gap_to_largest
+from tests.runtime.beside import OneProcess, gap_to_largest, sgd, train_beside
 from tests.spawn import run_ranks
 from tests.units import UNITS, Body, batch, build
 
@@ -147,17 +147,12 @@ def gap_of_stacked_pairs(plan: Plan) -> float:
     """The largest gap of a step on pairs that a script counts as samples, halves stacked."""
     torch.set_default_dtype(torch.float64)
     module = build(units.chunked)
-    alone = copy.deepcopy(module)
-    engine = planner.apply(plan, module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
-    for size in (8, 5):
-        whole = batch(2 * size, torch.float64)
-        alone.zero_grad()
-        expected = alone(**whole)
-        expected.backward()
-        torch.optim.SGD(alone.parameters(), lr=0.1).step()
-        assert engine.step(whole).item() == pytest.approx(expected.item(), rel=RTOL)
+    alone = OneProcess(module, sgd)
+    engine = planner.apply(plan, module, optimizer=sgd(module))
+    batches = [batch(2 * size, torch.float64) for size in (8, 5)]
+    gaps = train_beside(engine, alone, batches, gap=gap_to_largest)
     assert engine.samples == 13
-    return gap_to_largest(engine.full_state_dict(), dict(alone.named_parameters()))
+    return gaps.largest
 
 
 def test_pairs_that_are_samples_equal_one_process():

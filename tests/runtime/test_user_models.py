@@ -16,7 +16,7 @@ from planner.language.graph.batch import call_with_batch, loss_of
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
 from tests.captures import capture_module
-from tests.runtime.scenarios import gap_to_largest
+from tests.runtime.beside import gap_to_largest
 from tests.spawn import run_ranks
 from tests.user_models import USER_MODELS, Stack, batch
 

@@ -20,6 +20,7 @@ from planner.language.plan import Plan
 from planner.runtime.proofs.verify import VerifyReport, compare_with_one_process
 from planner.runtime.step.intermediates import intermediate_names
 from tests.captures import capture_module
+from tests.runtime.beside import OneProcess, gap_to_largest, train_beside
 from tests.runtime.whole_batch_models import MODELS, batch
 from tests.spawn import run_ranks
 
@@ -40,30 +41,16 @@ def gap_to_one_process(name: str, plan: Plan, sizes: tuple[int, ...]) -> float:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     module: nn.Module = MODELS[name]()
-    alone = copy.deepcopy(module)
-    engine = planner.apply(
-        plan, module, optimizer=torch.optim.AdamW(module.parameters(), lr=0.01, eps=1e-4)
-    )
-    optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01, eps=1e-4)
-    gaps = []
-    for step, size in enumerate(sizes):
-        inputs = batch(size, step)
-        gaps.append(abs(engine.evaluate(inputs).item() / alone(*inputs).item() - 1))
-        optimizer.zero_grad()
-        expected = alone(*inputs)
-        expected.backward()
-        gaps.append(abs(engine.step(inputs).item() / expected.item() - 1))
-        found = engine.full_gradients()
-        gaps += [(found[n] - p.grad).abs().max().item() for n, p in _trained(alone) if found]
-        optimizer.step()
-    state = engine.full_state_dict()
-    gaps += [(state[n] - p).abs().max().item() for n, p in _trained(alone) if state]
+    alone = OneProcess(module, small_steps)
+    engine = planner.apply(plan, module, optimizer=small_steps(module))
+    batches = [batch(size, step) for step, size in enumerate(sizes)]
+    gaps = train_beside(engine, alone, batches, evaluates=True, gap=gap_to_largest)
     engine.close()
-    return max(gaps)
+    return gaps.largest
 
 
-def _trained(module: nn.Module) -> Any:
-    return ((name, p) for name, p in module.named_parameters() if p.grad is not None)
+def small_steps(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=0.01, eps=1e-4)
 
 
 def gaps(cases: list[tuple[str, Plan, tuple[int, ...]]]) -> dict[str, float]:

@@ -120,10 +120,10 @@ def whole_states(rank: RankState) -> dict[str, dict[str, Any]]:
     differs from piece to piece.
     """
     metas = {meta.fqn: meta for meta in rank.graph.params if meta.requires_grad}
-    held = rank.held_states()
+    held, piece_of = rank.held_states(), rank.pieces()
     kinds: dict[str, dict[str, Any]] = {}
     for fqn, state in held.items():
-        shape = local(rank.piece_of(metas[fqn])[0]).shape
+        shape = local(piece_of(metas[fqn])[0]).shape
         for name, value in state.items():
             is_shaped = isinstance(value, Tensor) and value.dim() and local(value).shape == shape
             if not is_shaped and isinstance(value, Tensor) and value.dim():
@@ -145,7 +145,7 @@ def whole_states(rank: RankState) -> dict[str, dict[str, Any]]:
             if value is None:
 
                 def piece(meta: TensorMeta, name: str = name) -> tuple[Tensor, Placements]:
-                    return held[meta.fqn][name], rank.piece_of(meta)[1]
+                    return held[meta.fqn][name], piece_of(meta)[1]
 
                 value = rank.gathered([metas[fqn]], piece).get(fqn)
             found.setdefault(fqn, {})[name] = value

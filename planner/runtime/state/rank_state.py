@@ -113,15 +113,21 @@ class RankState:
         """Whether a tensor was on the meta device when the plan was applied: without values."""
         return fqn in self.outside.empty
 
-    def piece_of(self, meta: TensorMeta) -> tuple[Tensor, Placements]:
-        """Return this rank's piece of what the optimizer steps on, or of a buffer, and where it
-        lies.
+    def pieces(self) -> Callable[[TensorMeta], tuple[Tensor, Placements]]:
+        """Return what gives this rank's piece of a tensor, of a parameter what the optimizer steps
+        on, and where it lies.
         """
-        placements = self.placements[meta.name]
-        if meta.kind == "param":
-            return self.trained.stepped_by_name()[meta.fqn][0], placements
-        passed = (stage.passed for stage in self.stages.values())
-        return next(held[meta.name] for held in passed if meta.name in held), placements
+        # (Looked up once: for each parameter anew it would take as long as their number squared.)
+        stepped = self.trained.stepped_by_name()
+
+        def piece(meta: TensorMeta) -> tuple[Tensor, Placements]:
+            placements = self.placements[meta.name]
+            if meta.kind == "param":
+                return stepped[meta.fqn][0], placements
+            passed = (stage.passed for stage in self.stages.values())
+            return next(held[meta.name] for held in passed if meta.name in held), placements
+
+        return piece
 
     def gathered(
         self,
@@ -139,7 +145,7 @@ class RankState:
         """
         self.rest()
         wanted = [t for t in self.graph.tensors if t.kind in ("param", "buffer")]
-        held = self.gathered(wanted, self.piece_of)
+        held = self.gathered(wanted, self.pieces())
         # What no stage holds comes from the module; what stages hold is gathered.
         whole = self.outside.unused | held
         if not held:

@@ -844,12 +844,9 @@ class Engine:
         """
         self._accumulation.refuse_open("engine.full_gradients")
         wanted = [t for t in self.graph.params if t.requires_grad]
+        held, placements = self.state.trained.by_name(), self.state.placements
         return self.state.gathered(
-            wanted,
-            lambda meta: (
-                _grad_of(self.state.trained.by_name()[meta.fqn][0]),
-                self.state.placements[meta.name],
-            ),
+            wanted, lambda meta: (_grad_of(held[meta.fqn][0]), placements[meta.name])
         )
 
     @property

@@ -12,6 +12,18 @@ from planner.language.lowering.defaults import default_plan
 from planner.runtime.process.watchdog import ENDS_S, STALL_S, Status, Watchdog
 from tests.builders import MlpWithTarget, mlp_batch
 from tests.captures import capture_tiny
+from tests.spawn import until
+
+
+class Printed:
+    """All that goes to stderr from now on."""
+
+    def __init__(self, capfd) -> None:
+        self._capfd, self._text = capfd, ""
+
+    def text(self) -> str:
+        self._text += self._capfd.readouterr().err
+        return self._text
 
 
 class Executor:
@@ -47,10 +59,7 @@ def test_a_job_that_moves_is_no_stall_and_one_that_does_not_is(capfd, monkeypatc
     executor = Executor(Status(1, True, "job 0F0"))
     dog = Watchdog(executor.status, dist.HashStore(), rank=0, world_size=2)
     dog.start()
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and "job 0F0" not in capfd.readouterr().err:
-        time.sleep(0.02)
-    assert time.monotonic() < deadline
+    until(lambda: "job 0F0" in capfd.readouterr().err)
     dog.stop()
     assert not dog.is_alive()
 
@@ -68,9 +77,7 @@ def test_every_rank_prints_its_stacks_once_and_a_kept_run_ends(capfd, monkeypatc
     ]
     for dog in dogs:
         dog.start()
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and len({end.split(" has")[0] for end in ends}) < 2:
-        time.sleep(0.02)
+    until(lambda: len({end.split(" has")[0] for end in ends}) == 2)
     for dog in dogs:
         dog.stop()
     printed = capfd.readouterr().err
@@ -83,7 +90,7 @@ def test_every_rank_prints_its_stacks_once_and_a_kept_run_ends(capfd, monkeypatc
 
 def test_a_rank_that_waits_while_another_moves_is_no_stall(capfd, monkeypatch):
     """It waits in its sums of gradients for as long as the other's jobs take."""
-    monkeypatch.setenv(STALL_S, "0.2")
+    monkeypatch.setenv(STALL_S, "1")  # far more than a busy machine takes between two moves
     store = dist.HashStore()
     waiting = Executor(Status(7, True, "sums of gradients", waits=True))
     moving = Executor(Status(0, True, "job 1B0"))
@@ -94,18 +101,15 @@ def test_a_rank_that_waits_while_another_moves_is_no_stall(capfd, monkeypatch):
     for dog in dogs:
         dog.start()
     for progress in range(1, 40):
-        time.sleep(0.02)
+        time.sleep(0.05)
         moving.now = Status(progress, True, "job 1B0")
     moved = capfd.readouterr().err
-    deadline = time.monotonic() + 20
-    stopped = ""
-    while time.monotonic() < deadline and "nothing has moved" not in stopped:
-        time.sleep(0.02)
-        stopped += capfd.readouterr().err
+    stopped = Printed(capfd)
+    until(lambda: "nothing has moved" in stopped.text())
     for dog in dogs:
         dog.stop()
     assert moved == ""
-    assert "all others wait, in the end, for rank 1 (job 1B0)" in stopped
+    assert "all others wait, in the end, for rank 1 (job 1B0)" in stopped.text()
 
 
 def test_a_rank_in_the_users_own_code_does_not_end_the_run(capfd, monkeypatch):
@@ -121,16 +125,13 @@ def test_a_rank_in_the_users_own_code_does_not_end_the_run(capfd, monkeypatch):
     ]
     for dog in dogs:
         dog.start()
-    told, deadline = "", time.monotonic() + 20
-    while time.monotonic() < deadline and "stacks of rank 1" not in told:
-        time.sleep(0.02)
-        told += capfd.readouterr().err
+    told = Printed(capfd)
+    until(lambda: "stacks of rank 1" in told.text())
     time.sleep(0.5)
-    assert "all others wait, in the end, for rank 0 (between two steps)" in told
+    assert "all others wait, in the end, for rank 0 (between two steps)" in told.text()
     assert not ends
     evaluating.now = Status(7, True, "job 0F0")
-    while time.monotonic() < deadline and not ends:
-        time.sleep(0.02)
+    until(lambda: ends)
     for dog in dogs:
         dog.stop()
     assert ends

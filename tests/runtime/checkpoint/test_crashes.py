@@ -51,11 +51,12 @@ def kill_while_saving(plan, folder: Path, wait_s: float) -> None:
         for rank in ranks:
             rank.start()
         try:
-            until = time.monotonic() + spawn.TIMEOUT_S
-            while {path.name for path in folder.glob("0*")} <= known:
-                assert time.monotonic() < until, "no checkpoint came"
+
+            def has_more() -> bool:
                 assert all(rank.is_alive() for rank in ranks), "a rank ended by itself"
-                time.sleep(0.001)
+                return not {path.name for path in folder.glob("0*")} <= known
+
+            spawn.until(has_more, lambda: "no checkpoint came", each_s=0.001)
             time.sleep(wait_s)
         finally:
             for rank in ranks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,12 +16,13 @@ from planner.errors import PlanError
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import save_plan
 from planner.language.templates import Transformer, build_transformer
+from planner.runtime.preflight import facts
 from planner.runtime.preflight.exchanges import Exchange
 from planner.runtime.preflight.facts import facts_of_this_node
 from planner.runtime.preflight.preflight import preflight
 from planner.runtime.preflight.rank import Finding
 from planner.units import GIB, MIB
-from tests.spawn import free_port
+from tests.spawn import PATIENCE_S, free_port
 
 module = sys.modules[preflight.__module__]  # its package calls the function the same
 
@@ -73,27 +75,24 @@ class Nodes:
             }  # fmt: skip
             return found, {}
 
+        # A digest of all source, which someone may edit while this runs.
+        monkeypatch.setattr(facts, "_own_version", lambda: "1.0")
         monkeypatch.setattr(module, "facts_of_this_node", facts_here)
         monkeypatch.setattr(module, "children", children)
         monkeypatch.setattr(module, "await_findings", await_findings)
 
     def reports(self, run, **options):
         """The report of each launcher."""
-        found, rendezvous = {}, f"127.0.0.1:{free_port()}"
-        count = len(self.names)
+        count, rendezvous = len(self.names), f"127.0.0.1:{free_port()}"
 
-        def launch(number: int) -> None:
+        def launch(number: int):
             self._number.value = number
-            found[number] = preflight(
-                *run, "cpu", num_nodes=count, rendezvous=rendezvous, meet_s=20.0, **options
+            return preflight(
+                *run, "cpu", num_nodes=count, rendezvous=rendezvous, meet_s=PATIENCE_S, **options
             )
 
-        threads = [threading.Thread(target=launch, args=(number,)) for number in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        return [found[number] for number in range(count)]
+        with ThreadPoolExecutor(count) as threads:
+            return list(threads.map(launch, range(count)))
 
 
 def test_each_node_starts_the_ranks_that_it_has_in_the_run_and_tells_the_same(monkeypatch, run):

@@ -19,7 +19,7 @@ from planner.language.lowering.defaults import default_plan
 from planner.language.plan import load_plan, save_plan
 from tests.runtime.scenarios import capture
 from tests.runtime.start.test_course import ROOT, TRAIN, curve, losses_alone
-from tests.spawn import free_port
+from tests.spawn import free_port, until
 
 RUN = """
 import sys
@@ -72,13 +72,16 @@ class Node:
 def wait_until(folder: Path, nodes: list[Node], ranks: int, lines: int) -> None:
     """Wait until so many further steps ran on so many ranks."""
     log = folder / "log-0"
-    until = time.monotonic() + 240
     known = log.read_text().count(f" {ranks}]\n") if log.exists() else 0
-    while not log.exists() or log.read_text().count(f" {ranks}]\n") < known + lines:
-        told = "".join(node.log.read_text() for node in nodes)
-        assert time.monotonic() < until, told
-        assert any(node.process.poll() is None for node in nodes), told
-        time.sleep(0.1)
+
+    def told() -> str:
+        return "".join(node.log.read_text() for node in nodes)
+
+    def ran() -> bool:
+        assert any(node.process.poll() is None for node in nodes), told()
+        return log.exists() and log.read_text().count(f" {ranks}]\n") >= known + lines
+
+    until(ran, told, each_s=0.1)
 
 
 @pytest.mark.slow

@@ -9,13 +9,7 @@ import time
 import torch.distributed as dist
 
 from planner.runtime.start.node_watch import LOST_S, NodeWatch, end_dead_connections
-
-
-def until(said, seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while not said() and time.monotonic() < end:
-        time.sleep(0.05)
-    return bool(said())
+from tests.spawn import until
 
 
 def test_a_node_that_stops_is_lost_to_the_others(monkeypatch):
@@ -27,7 +21,7 @@ def test_a_node_that_stops_is_lost_to_the_others(monkeypatch):
         watch.start()
     time.sleep(1)
     # Node 2 has never come, and node 1 stops.
-    assert until(lambda: watches[0].lost)
+    until(lambda: watches[0].lost)
     assert watches[0].lost == "node 2 gave no sign for 3 s"
     for watch in watches:
         watch.stop()
@@ -38,7 +32,7 @@ def test_a_node_that_stops_is_lost_to_the_others(monkeypatch):
     other.start()
     time.sleep(1)
     other.stop()
-    assert until(lambda: alone.lost)
+    until(lambda: alone.lost)
     assert alone.lost == f"{socket.gethostname()} gave no sign for 3 s"
     alone.stop()
 
@@ -51,7 +45,7 @@ def test_a_store_that_ends_is_the_node_that_all_meet_at(monkeypatch):
     watch.start()
     time.sleep(0.5)
     del store
-    assert until(lambda: watch.lost)
+    until(lambda: watch.lost)
     assert watch.lost == f"the node that all meet at, {meeting}, does not answer"
     watch.stop()
 

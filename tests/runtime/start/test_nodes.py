@@ -18,6 +18,7 @@ from search import SearchRequest, find_plan_once
 from tests.nodes import Nodes, why_no_delay, why_not
 from tests.runtime.scenarios import capture
 from tests.runtime.start.test_started import TRAIN, losses_alone
+from tests.spawn import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 NEEDS_DELAY = pytest.mark.skipif(bool(why_no_delay()), reason=why_no_delay())
@@ -260,10 +261,7 @@ def test_a_node_cut_off_in_a_step_ends_the_run_by_name(tmp_path):
     (tmp_path / "train.py").write_text(ENDLESS)
     with Nodes(2) as nodes:
         started = launch(nodes, tmp_path)
-        until = time.monotonic() + 120
-        while len(list(tmp_path.glob("trains-*"))) < 4:
-            assert time.monotonic() < until, "the run did not begin"
-            time.sleep(0.2)
+        until(lambda: len(list(tmp_path.glob("trains-*"))) == 4, each_s=0.2)
         nodes.cut("node-b")
         cut = time.monotonic()
         told = {name: process.communicate(timeout=60)[1] for name, process in started.items()}
@@ -350,7 +348,7 @@ def test_a_node_cut_off_while_it_is_measured_ends_the_profile_by_name(tmp_path):
     with Nodes(2) as nodes:
         started = {name: nodes.start(name, command, folder=tmp_path) for name in nodes.names}
         # All ranks have come and said what they are; the first measurements run.
-        await_that((tmp_path / "profile" / OPS_FILE).exists, "the measurement did not begin")
+        until((tmp_path / "profile" / OPS_FILE).exists, each_s=0.2)
         time.sleep(3)
         nodes.cut("node-b")
         cut = time.monotonic()
@@ -374,7 +372,7 @@ def test_a_node_cut_off_in_preflight_is_named(tmp_path):
         # 128 MiB take a quarter of an hour there and back: the checks last.
         nodes.limit_rate("node-b", "2mbit")
         started = {name: nodes.start(name, command, folder=tmp_path) for name in nodes.names}
-        await_that(lambda: len(list(tmp_path.glob("waits-*"))) == 2, "no node waits for its ranks")
+        until(lambda: len(list(tmp_path.glob("waits-*"))) == 2, each_s=0.2)
         nodes.cut("node-b")
         cut = time.monotonic()
         told = {name: process.communicate(timeout=90)[0] for name, process in started.items()}
@@ -402,10 +400,3 @@ def await_findings(*args):
 
 module.await_findings = await_findings
 """
-
-
-def await_that(happens, otherwise):
-    until = time.monotonic() + 300
-    while not happens():
-        assert time.monotonic() < until, otherwise
-        time.sleep(0.2)

@@ -20,7 +20,7 @@ import torch
 from planner.language.plan import load_plan
 from tests.builders import PlainGPT, gpt_batch
 from tests.runtime.start.test_course import ROOT, curve
-from tests.spawn import free_port
+from tests.spawn import free_port, until
 
 MODEL = """
 from tests.builders import PlainGPT, gpt_batch
@@ -123,10 +123,11 @@ def test_a_plan_for_the_node_that_is_left_is_searched(folder):
     try:
         time.sleep(3)  # the first has the store of the rendezvous
         nodes.append(begin(folder, *command.split(), log="node-1"))
-        until = time.monotonic() + 200
-        while not log.exists() or log.read_text().count("\n") < 3:
-            assert time.monotonic() < until, (folder / "node-0").read_text()
-            time.sleep(0.1)
+        until(
+            lambda: log.exists() and log.read_text().count("\n") >= 3,
+            (folder / "node-0").read_text,
+            each_s=0.1,
+        )
         os.kill(nodes[1].pid, signal.SIGKILL)  # the kernel ends its rank
         code = nodes[0].wait(timeout=300)
     finally:

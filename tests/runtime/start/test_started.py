@@ -18,9 +18,9 @@ import torch
 import planner
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import save_plan
-from profiles.measure.nodes.launchers import free_port
 from tests.builders import gpt_batch
 from tests.runtime.scenarios import build, capture
+from tests.spawn import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,146 @@
+"""A plan trains beside one process: how far losses, gradients and parameters are apart.
+
+    alone = OneProcess(module, optimizer)               # before the engine takes the module
+    engine = planner.apply(plan, module, optimizer=optimizer(module))
+    gaps = train_beside(engine, alone, batches)
+
+The one process is on rank 0, which the others hear its losses from.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from planner.language.graph.batch import call_with_batch, loss_of
+from planner.runtime.step.engine import Engine
+
+Optimizers = Callable[[nn.Module], Any]
+"""Makes an optimizer for a model, or a list of some."""
+Gap = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], float]
+"""How far tensors are from expected ones, by name; 0 where there are none, on other ranks."""
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    """A large epsilon: Adam would turn rounding where a gradient is zero into full steps."""
+    return torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-3)
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+class OneProcess:
+    """A copy of a model that takes steps on whole batches. Mutable: it trains."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizers,
+        *,
+        loss: Any = None,
+        clip: Callable[[nn.Module], Any] = lambda module: None,
+    ) -> None:
+        self.module = copy.deepcopy(module)
+        made = optimizer(self.module)
+        self.optimizers = made if isinstance(made, list) else [made]
+        self.loss, self.clip = loss, clip
+
+    def step(self, batch: Any) -> float:
+        """Train on a batch; return its loss before that."""
+        for each in self.optimizers:
+            each.zero_grad()
+        loss = loss_of(call_with_batch(self.module, batch), batch, self.loss)
+        loss.backward()
+        self.clip(self.module)
+        for each in self.optimizers:
+            each.step()
+        return float(loss.item())
+
+    def parameters(self) -> dict[str, Tensor]:
+        return dict(self.module.named_parameters())
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Gradients of the last step, by parameter."""
+        return {n: p.grad.to_dense() for n, p in self.parameters().items() if p.grad is not None}
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """The largest relative differences from one process; gradients and parameters are gathered on
+    rank 0 alone, and 0.0 elsewhere. `losses` are the plan's own.
+    """
+
+    losses: tuple[float, ...]
+    loss: float
+    gradient: float
+    parameter: float
+
+    @property
+    def largest(self) -> float:
+        return max(self.loss, self.gradient, self.parameter)
+
+
+def gap_by_tensor(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """The largest difference, relative to the largest value of each tensor; tensors that are zero
+    but for rounding count as if they had a millionth of the largest of all.
+    """
+    if not found:
+        return 0.0
+    largest = max(t.abs().max().item() for t in expected.values() if t.numel())
+    assert all(found[n].shape == t.shape for n, t in expected.items())
+    return max(
+        (found[n] - t).abs().max().item() / max(t.abs().max().item(), 1e-6 * largest)
+        for n, t in expected.items()
+        if t.numel()
+    )
+
+
+def gap_to_largest(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """The largest difference, relative to the largest of all values; 0 on ranks with nothing."""
+    if not found:
+        return 0.0
+    largest = max(t.abs().max().item() for t in expected.values() if t.numel())
+    named = ((found[n], t) for n, t in expected.items() if t.numel())
+    return max((value - t).abs().max().item() for value, t in named) / largest
+
+
+def train_beside(
+    engine: Engine,
+    alone: OneProcess,
+    batches: Iterable[Any],
+    *,
+    given: Callable[[Engine, Any], Any] = lambda _, batch: batch,
+    evaluates: bool = False,
+    gap: Gap = gap_by_tensor,
+) -> Gaps:
+    """Take a step on each batch under the plan and in one process.
+
+    `given` is what this rank gives its engine of a batch; with `evaluates` the engine evaluates it
+    before it trains on it, to the same loss.
+    """
+    is_first = dist.get_rank() == 0
+    losses, loss_gap, gradient_gap = [], 0.0, 0.0
+    for batch in batches:
+        part = given(engine, batch)
+        found = [engine.evaluate(part).item()] if evaluates else []
+        losses.append(engine.step(part).item())
+        told = torch.tensor(alone.step(batch) if is_first else 0.0, dtype=torch.float64)
+        dist.broadcast(told, group=engine.mesh.control, group_src=0)
+        expected = told.item()
+        loss_gap = max(
+            [loss_gap, *(abs(loss - expected) / abs(expected) for loss in (*found, losses[-1]))]
+        )
+        gradients = engine.full_gradients()
+        if is_first:
+            wanted = alone.gradients()
+            assert wanted.keys() <= gradients.keys()
+            gradient_gap = max(gradient_gap, gap(gradients, wanted))
+    state = engine.full_state_dict()
+    return Gaps(tuple(losses), loss_gap, gradient_gap, gap(state, alone.parameters()))
