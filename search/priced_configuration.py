@@ -134,25 +134,25 @@ class PricedConfiguration:
         Its value is a bound of the step time of this very cut, the first found at the ceiling or
         above.
         """
-        configuration, stages = self.configuration, self.interleaved
-        levels = stages.least_levels(configuration, memory_limit_bytes, infeasible)
+        stages = self.interleaved
+        levels = stages.least_levels(memory_limit_bytes, infeasible)
         if levels is None:
             return None
-        choices, until = stages.levels(configuration).of_stages(levels)
-        cut = Cut(cuts=stages.cuts, choices=choices, until=until, value=0.0)
+        choices, until = stages.levels.of_stages(levels)
+        cut = Cut(cuts=stages.cut.cuts, choices=choices, until=until, value=0.0)
         recomputed = self.recompute_by_block(cut)
         # Cheap bounds first, each higher than the one before; the first at the ceiling prunes.
-        bound = stages.least_step_s(configuration, recomputed)
+        bound = stages.least_step_s(recomputed)
         if bound < ceiling:
-            bound = stages.step_bound(configuration, recomputed)
+            bound = stages.step_bound(recomputed)
         if bound < ceiling and self._copied:
-            bound = stages.step_bound(configuration, recomputed, self._copied)
+            bound = stages.step_bound(recomputed, self._copied)
         return replace(cut, value=bound)
 
     def infeasible_ranks(self, cut: Cut, memory_limit_bytes: float) -> tuple[InfeasibleStage, ...]:
         """Return stages of an even cut whose ranks cannot hold what their job table has alive."""
-        levels = self.interleaved.levels(self.configuration).of_cut(cut.choices, cut.until)
-        return self.interleaved.levels_too_low(self.configuration, levels, memory_limit_bytes)
+        levels = self.interleaved.levels.of_cut(cut.choices, cut.until)
+        return self.interleaved.levels_too_low(levels, memory_limit_bytes)
 
     def quick_step_s(self, cut: Cut) -> float:
         """Return the simulated step time without making a plan."""

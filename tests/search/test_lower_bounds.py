@@ -217,9 +217,9 @@ def _parts_of_estimate(candidates, configuration, table, rng):
     kinds = recompute_choices(configuration.recompute)
     if configuration.vpp > 1:
         stages = candidates.interleaved(configuration, table)
-        levels = stages.levels(configuration)
+        levels = stages.levels
         choices, until = levels.of_stages(rng.integers(levels.most + 1))
-        cut = Cut(cuts=stages.cuts, choices=choices, until=until, value=0)
+        cut = Cut(cuts=stages.cut.cuts, choices=choices, until=until, value=0)
         yield from _parts_of_even(candidates, configuration, table, cut)
         return
     inner = np.sort(rng.choice(np.arange(1, table.num_blocks), configuration.pp - 1, replace=False))
@@ -255,10 +255,10 @@ def _parts_of_even(candidates, configuration, table, cut):
     for rank, parts in enumerate(memory):
         total = float(parts.total)
         # At a limit just above the estimate the rank's own level may fit.
-        level = stages.levels(configuration).of_cut(cut.choices, cut.until)[rank]
+        level = stages.levels.of_cut(cut.choices, cut.until)[rank]
         limit = total * (1 + 1e-9)
-        assert stages.least_levels(configuration, max(limit, highest))[rank] <= level
-        whole = stages.least_bytes(configuration)[-1, rank]
+        assert stages.least_levels(max(limit, highest))[rank] <= level
+        whole = stages.least_bytes[-1, rank]
         yield float(whole) / total
 
 

@@ -165,13 +165,13 @@ def test_no_virtual_stages_are_faster_than_their_bound_with_copies(schedule, zer
     )
     kinds = recompute_choices(configuration.recompute)
     for by_rank in product(range(len(kinds)), repeat=configuration.pp):
-        choices = tuple(by_rank[home] for home in stages.homes)
-        cut = Cut(cuts=stages.cuts, choices=choices, value=0.0)
+        choices = tuple(by_rank[home] for home in stages.cut.homes)
+        cut = Cut(cuts=stages.cut.cuts, choices=choices, value=0.0)
         priced = PricedConfiguration(candidates, configuration, table)
         recomputed = priced.recompute_by_block(cut)
-        bound = stages.step_bound(configuration, recomputed, copied)
+        bound = stages.step_bound(recomputed, copied)
         step_s = priced.quick_step_s(cut)
-        assert stages.step_bound(configuration, recomputed) < bound <= step_s * (1 + 1e-9)
+        assert stages.step_bound(recomputed) < bound <= step_s * (1 + 1e-9)
 
 
 def test_a_cpu_has_no_other_memory_to_move_to():
