@@ -23,7 +23,7 @@ from costmodel.memory.block.placed_block import BlockBytes
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.stage_costs.times import RunTimes
 from costmodel.time.tables import table_seconds
-from costmodel.topology import lowered_groups
+from costmodel.topology import lowered_groups, ranks_of_stage
 from planner.deadline import check_time
 from planner.errors import PlanError
 from planner.graph import ModelGraph, Program
@@ -174,7 +174,7 @@ class CostCache:
         """
         if not self.execution.polled_late_s:
             return False
-        return self.profile.cluster.spans_nodes(pp, stride=degrees.num_ranks)
+        return self.cluster.spans_nodes(pp, stride=ranks_of_stage(self.cluster, degrees))
 
     def bound(self, class_index: int, microbatch_size: int) -> Program:
         """Return a class's program at a microbatch size."""

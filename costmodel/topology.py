@@ -14,10 +14,10 @@ of 16 devices the dp group above stays in one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
-from planner.cluster import ClusterSpec, Tier
+from planner.cluster import ClusterSpec
 from planner.layout.axes import (
     Degrees,
     axis_names,
@@ -50,34 +50,25 @@ def _group_of(cluster: ClusterSpec, runs: Sequence[Run]) -> Group:
     """Return the group of all ranks that runs reach together."""
     size = prod(size for size, _ in runs)
 
-    def parts(devices: int) -> int:
-        """Return over how many neighbourhoods of so many devices the ranks spread."""
-        return -(-size // _together(runs, devices))
+    def together(devices: int) -> int:
+        """Return how many of the ranks lie among so many neighbouring devices."""
+        # Where a stage's ranks on these devices end, those on another group of devices begin.
+        return _together(runs, min(devices, cluster.stage_ranks or devices))
 
-    per_node = _together(runs, cluster.devices_per_node)
+    per_node = together(cluster.devices_per_node)
     num_nodes = -(-size // per_node)
     # Inside nodes there is something to tell only of groups that stay there.
     domains = tuple(
-        parts(tier.devices) if num_nodes == 1 or tier.devices >= cluster.devices_per_node else 1
-        for tier in _tiers_of_stage(cluster)
+        -(-size // together(tier.devices))
+        if num_nodes == 1 or tier.devices >= cluster.devices_per_node
+        else 1
+        for tier in cluster.tiers
     )
     return Group(
         ranks_per_node=per_node,
         num_nodes=num_nodes,
         domains=domains if max(domains, default=1) > 1 else (),
     )
-
-
-def _tiers_of_stage(cluster: ClusterSpec) -> tuple[Tier, ...]:
-    """Return the tiers as a stage sees them: what goes to its ranks on other groups of devices
-    leaves the outermost.
-    """
-    if not cluster.stage_ranks:
-        return cluster.tiers
-    # The outermost tier ends where the ranks on this group end: beyond lies another group.
-    *inside, outermost = cluster.tiers
-    inside = [tier for tier in inside if tier.devices < cluster.stage_ranks]
-    return (*inside, replace(outermost, devices=cluster.stage_ranks))
 
 
 def _together(runs: Sequence[Run], devices: int) -> int:
@@ -167,4 +158,11 @@ def pipeline_group(cluster: ClusterSpec, degrees: Degrees, *, pp: int) -> Group:
     its slowest link, so a transfer is between nodes as soon as the pipeline spans nodes.
     """
     # If any two neighbouring stages lie on different nodes, the first and the last do.
-    return pair_group(cluster, apart=(pp - 1) * (cluster.stage_ranks or degrees.num_ranks))
+    return pair_group(cluster, apart=(pp - 1) * ranks_of_stage(cluster, degrees))
+
+
+def ranks_of_stage(cluster: ClusterSpec, degrees: Degrees) -> int:
+    """Return how many ranks of a stage lie on these devices: so far apart are those of one place in
+    neighbouring stages.
+    """
+    return cluster.stage_ranks or degrees.num_ranks
