@@ -98,7 +98,7 @@ class PricedConfiguration:
         """Each rank's jobs beside copies of activations; none where none are made."""
         if not self.table.on_host.activations:
             return ()
-        return copied_rows(*self.configuration.pipeline)
+        return copied_rows(self.configuration.pipeline)
 
     @cached_property
     def interleaved(self) -> InterleavedStages:

@@ -248,7 +248,7 @@ class InterleavedStages:
             # Microbatches alive in the job table may be on
             # the host: they prove nothing of the device.
             return ()
-        of_ranks, live = self.levels, live_microbatches(*self.configuration.pipeline)
+        of_ranks, live = self.levels, live_microbatches(self.configuration.pipeline)
         needed = self._bare_ranks.with_saved(live.most_kept(of_ranks.kept))
         least = of_ranks.lowest(needed <= memory_limit_bytes, levels)
         return tuple(
@@ -270,7 +270,7 @@ class InterleavedStages:
         # Neighbours may share outputs.
         kept = np.stack([np.diff(along[list(cut.cuts)]) for along in sums])
         if not self.table.on_host.activations:
-            most = live_microbatches(*self.configuration.pipeline).most_kept(kept)
+            most = live_microbatches(self.configuration.pipeline).most_kept(kept)
             return self._bare_ranks.with_saved(most)
         least = np.stack([kept[:, cut.homes == r].min(axis=1) for r in range(cut.pp)], axis=1)
         return self._bare_ranks.with_saved(self._live * least)

@@ -160,9 +160,7 @@ def test_no_virtual_stages_are_faster_than_their_bound_with_copies(schedule, zer
     configuration = next(candidates.shapes(request)[0].configurations())
     table = candidates.tables(configuration.tp, configuration.microbatch_size)[0]
     stages = candidates.interleaved(configuration, table)
-    copied = copied_rows(
-        configuration.schedule, configuration.pp, configuration.vpp, configuration.num_microbatches
-    )
+    copied = copied_rows(configuration.pipeline)
     kinds = recompute_choices(configuration.recompute)
     for by_rank in product(range(len(kinds)), repeat=configuration.pp):
         choices = tuple(by_rank[home] for home in stages.cut.homes)
