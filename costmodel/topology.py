@@ -56,17 +56,17 @@ def _group_of(cluster: ClusterSpec, runs: Sequence[Run]) -> Group:
         return _together(runs, min(devices, cluster.stage_ranks or devices))
 
     per_node = together(cluster.devices_per_node)
-    num_nodes = -(-size // per_node)
-    # Inside nodes there is something to tell only of groups that stay there.
+    # Inside nodes there is something to tell only of ranks that stay in one, all that are here.
+    stay = per_node == (together(cluster.stage_ranks) if cluster.stage_ranks else size)
     domains = tuple(
         -(-size // together(tier.devices))
-        if num_nodes == 1 or tier.devices >= cluster.devices_per_node
+        if stay or tier.devices >= cluster.devices_per_node
         else 1
         for tier in cluster.tiers
     )
     return Group(
         ranks_per_node=per_node,
-        num_nodes=num_nodes,
+        num_nodes=-(-size // per_node),
         domains=domains if max(domains, default=1) > 1 else (),
     )
 
