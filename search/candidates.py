@@ -226,7 +226,7 @@ class Candidates:
             found = {
                 table.layouts: table
                 for layouts in self.group_layouts.values()
-                for table in layouts.tables(tp, microbatch_size, cp)
+                for table in layouts.at(tp, microbatch_size, cp).tables
             }
             self._group_tables[key] = tuple(
                 # A layout of one group is tried on all: stages of equal degrees have equal layouts.
@@ -247,7 +247,7 @@ class Candidates:
 
     def tables(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[StageTable, ...]:
         """Return one table per layout worth trying at these degrees and microbatch size."""
-        return self.layouts.tables(tp, microbatch_size, cp)
+        return self.layouts.at(tp, microbatch_size, cp).tables
 
     def interleaved(self, configuration: Configuration, table: StageTable) -> InterleavedStages:
         """Return a configuration's interleaved stages, as even as blocks allow."""

@@ -271,15 +271,15 @@ def test_no_layout_is_faster_than_its_draft_says(name):
     )
     candidates = Candidates.of(graph, MACHINE, SearchRequest(num_devices=4, global_batch=8))
     degrees = [(tp, size) for tp in (2, 4) for size in (1, 2, 4)]
-    layouts = [layout for pair in degrees for layout in candidates.layouts.every(*pair)]
+    layouts = [layout for pair in degrees for layout in candidates.layouts.at(*pair).every]
     assert any(layout.least_s > 0 for layout in layouts)
     for layout in layouts:
         priced = float((layout.table.forward_s + layout.table.backward_s).sum())
         assert layout.least_s + layout.accumulate_s <= priced * (1 + 1e-9)
     for pair in degrees:
-        fastest = candidates.layouts.fastest(*pair)[0].least_s
-        assert fastest == min(layout.least_s for layout in candidates.layouts.every(*pair))
-        assert 0 < candidates.layouts.optimistic(*pair).least_s <= fastest * (1 + 1e-12)
+        fastest = candidates.layouts.at(*pair).fastest[0].least_s
+        assert fastest == min(layout.least_s for layout in candidates.layouts.at(*pair).every)
+        assert 0 < candidates.layouts.at(*pair).optimistic.least_s <= fastest * (1 + 1e-12)
 
 
 @pytest.fixture
