@@ -133,7 +133,7 @@ class InterleavedStages:
     @cached_property
     def _ahead_s(self) -> Floats:
         """Most seconds of each stage's backward that may come after its gradient is sent on."""
-        return np.add.reduceat(self.ranks.least_block_s[2], self.cut.first)
+        return np.add.reduceat(self.ranks.ahead_s, self.cut.first)
 
     def least_step_s(self, recomputed: Sequence[Recompute] = ()) -> float:
         """Return a step time that the stages cannot beat, whatever they exchange; when the blocks
