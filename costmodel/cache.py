@@ -7,6 +7,7 @@ blocks are lowered on with the sizes of these, never on where in the model it st
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -22,7 +23,7 @@ from costmodel.memory.block.placed_block import BlockBytes
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.stage_costs.times import RunTimes
 from costmodel.time.tables import table_seconds
-from costmodel.topology import lowered_groups
+from costmodel.topology import lowered_groups, ranks_of_stage
 from planner.deadline import check_time
 from planner.errors import PlanError
 from planner.language.graph import ModelGraph, Program
@@ -57,7 +58,8 @@ class CostCache:
     Says also what kind of step is priced: the runtime's whose `execution` it is (if not given,
     ours), and whether it `clips_gradients`. In a cluster of several groups of devices, `groups` has
     the prices on each of them, of as many devices as `group_sizes` says, and this one those on the
-    first.
+    first. Where ranks lie on these devices, and which of them exchange over which links, is asked
+    of `cluster`: it differs from the profile's where stages have a part of their ranks here.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class CostCache:
         self.groups: Mapping[str, CostCache] = {}
         self.group_sizes: Mapping[str, int] = {}
         self.graph, self.profile = graph, profile
+        self.cluster = profile.cluster
         self.execution = execution or find_execution(OURS)
         self.clips_gradients = clips_gradients
         self._batch_inputs: dict[int, frozenset[str]] = {}
@@ -125,6 +128,33 @@ class CostCache:
             )
         return self
 
+    def with_stage_ranks(self, on_groups: Mapping[str, int]) -> CostCache:
+        """Return the prices for a plan that has so many ranks of a stage on each of these groups of
+        devices, and others elsewhere.
+        """
+        if not on_groups:
+            return self
+        seen = copy(self)
+        seen.groups = {
+            name: each.part(on_groups[name]) if name in on_groups else each
+            for name, each in self.groups.items()
+        }
+        return seen
+
+    def part(self, stage_ranks: int) -> CostCache:
+        """Return the prices on these devices for stages of which so many ranks, not all, lie here.
+
+        Blocks lie inside of a replica, which is not divided, so both share what blocks take.
+        """
+
+        def part() -> CostCache:
+            of_part = copy(self)
+            of_part.cluster = replace(self.cluster, stage_ranks=stage_ranks)
+            of_part._made = {}
+            return of_part
+
+        return self.once(("part", stage_ranks), part)
+
     @property
     def adds_ops(self) -> bool:
         """Whether a block takes the sum of its ops, each priced alone, and its corrections: as
@@ -144,7 +174,7 @@ class CostCache:
         """
         if not self.execution.polled_late_s:
             return False
-        return self.profile.cluster.spans_nodes(pp, stride=degrees.num_ranks)
+        return self.cluster.spans_nodes(pp, stride=ranks_of_stage(self.cluster, degrees))
 
     def bound(self, class_index: int, microbatch_size: int) -> Program:
         """Return a class's program at a microbatch size."""

@@ -14,7 +14,7 @@ of 16 devices the dp group above stays in one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 from planner.cluster import ClusterSpec
@@ -50,20 +50,23 @@ def _group_of(cluster: ClusterSpec, runs: Sequence[Run]) -> Group:
     """Return the group of all ranks that runs reach together."""
     size = prod(size for size, _ in runs)
 
-    def parts(devices: int) -> int:
-        """Return over how many neighbourhoods of so many devices the ranks spread."""
-        return -(-size // _together(runs, devices))
+    def together(devices: int) -> int:
+        """Return how many of the ranks lie among so many neighbouring devices."""
+        # Where a stage's ranks on these devices end, those on another group of devices begin.
+        return _together(runs, min(devices, cluster.stage_ranks or devices))
 
-    per_node = _together(runs, cluster.devices_per_node)
-    num_nodes = -(-size // per_node)
-    # Inside nodes there is something to tell only of groups that stay there.
+    per_node = together(cluster.devices_per_node)
+    # Inside nodes there is something to tell only of ranks that stay in one, all that are here.
+    stay = per_node == (together(cluster.stage_ranks) if cluster.stage_ranks else size)
     domains = tuple(
-        parts(tier.devices) if num_nodes == 1 or tier.devices >= cluster.devices_per_node else 1
+        -(-size // together(tier.devices))
+        if stay or tier.devices >= cluster.devices_per_node
+        else 1
         for tier in cluster.tiers
     )
     return Group(
         ranks_per_node=per_node,
-        num_nodes=num_nodes,
+        num_nodes=-(-size // per_node),
         domains=domains if max(domains, default=1) > 1 else (),
     )
 
@@ -86,18 +89,6 @@ def pair_group(cluster: ClusterSpec, *, apart: int) -> Group:
         num_nodes=2 if crosses else 1,
         domains=domains if max(domains, default=1) > 1 else (),
     )
-
-
-def with_neighbours(cluster: ClusterSpec, ranks: int) -> ClusterSpec:
-    """Return a group of devices as replicas see it of which so many ranks lie on it: what goes to
-    the other ranks leaves it. 0: all lie on it.
-    """
-    if not ranks:
-        return cluster
-    # The outermost tier ends where the ranks on this group end: beyond lies another group.
-    *inside, outermost = cluster.tiers
-    inside = [tier for tier in inside if tier.devices < ranks]
-    return replace(cluster, tiers=(*inside, replace(outermost, devices=ranks)))
 
 
 def way_out(cluster: ClusterSpec) -> Group:
@@ -160,15 +151,18 @@ def copies_group(cluster: ClusterSpec, replica: Degrees, *, shards: int, copies:
     return axis_group(cluster, size=copies, stride=stride)
 
 
-def pipeline_group(
-    cluster: ClusterSpec, degrees: Degrees, *, pp: int, neighbours: int = 0
-) -> Group:
+def pipeline_group(cluster: ClusterSpec, degrees: Degrees, *, pp: int) -> Group:
     """Return the pair of ranks of neighbouring stages; the slowest pair stands for all.
-
-    Of each stage `neighbours` ranks lie on this cluster, 0: all.
 
     With several stages in a node most transfers stay inside, but a pipeline moves at the pace of
     its slowest link, so a transfer is between nodes as soon as the pipeline spans nodes.
     """
     # If any two neighbouring stages lie on different nodes, the first and the last do.
-    return pair_group(cluster, apart=(pp - 1) * (neighbours or degrees.num_ranks))
+    return pair_group(cluster, apart=(pp - 1) * ranks_of_stage(cluster, degrees))
+
+
+def ranks_of_stage(cluster: ClusterSpec, degrees: Degrees) -> int:
+    """Return how many ranks of a stage lie on these devices: so far apart are those of one place in
+    neighbouring stages.
+    """
+    return cluster.stage_ranks or degrees.num_ranks

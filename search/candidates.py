@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -29,11 +29,12 @@ from search.ilp import check_ortools
 from search.on_host import offload_fallbacks, tables_to_host
 from search.op_layout.layouts import LayoutSolver
 from search.partition.balance import balanced_cut
-from search.partition.interleaved import InterleavedStages
+from search.partition.interleaved import EvenCut, InterleavedStages
 from search.request import SearchRequest
 from search.space.configuration import Configuration, Shape
 from search.space.shapes import Space, list_shapes, space_of
 from search.stages.layout_candidates import LayoutCandidates
+from search.stages.rank_stages import RankStages
 from search.stages.stage_table import StageTable, TableKey
 
 
@@ -77,10 +78,8 @@ class Candidates:
     """Tables of each layout on each group of devices, by tp, microbatch size and cp."""
     _even_cuts: dict[tuple[TableKey, int], tuple[int, ...]] = field(default_factory=dict)
     """The most even stage boundaries, by table and number of stages."""
-    _interleaved: dict[tuple[TableKey, str, int, int], InterleavedStages] = field(
-        default_factory=dict
-    )
-    """Interleaved stages, by table, schedule, pp and vpp."""
+    _even_stages: dict[tuple[TableKey, str, int, int, bool], EvenCut] = field(default_factory=dict)
+    """Interleaved stages, by table, schedule, pp, vpp and whether hosts poll for messages."""
 
     @classmethod
     def of(
@@ -229,7 +228,7 @@ class Candidates:
             found = {
                 table.layouts: table
                 for layouts in self.group_layouts.values()
-                for table in layouts.tables(tp, microbatch_size, cp)
+                for table in layouts.at(tp, microbatch_size, cp).tables
             }
             self._group_tables[key] = tuple(
                 # A layout of one group is tried on all: stages of equal degrees have equal layouts.
@@ -238,24 +237,34 @@ class Candidates:
             )
         return self._group_tables[key]
 
+    def tables_of_parts(
+        self, tp: int, microbatch_size: int, cp: int = 1, *, pp: int
+    ) -> Iterator[Mapping[str, StageTable]]:
+        """Yield the same for pipelines that have a part of each of `pp` stages on every group."""
+        for tables in self.tables_of_groups(tp, microbatch_size, cp):
+            yield {
+                name: replace(table, costs=table.costs.part(self.costs.group_sizes[name] // pp))
+                for name, table in tables.items()
+            }
+
     def tables(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[StageTable, ...]:
         """Return one table per layout worth trying at these degrees and microbatch size."""
-        return self.layouts.tables(tp, microbatch_size, cp)
+        return self.layouts.at(tp, microbatch_size, cp).tables
 
     def interleaved(self, configuration: Configuration, table: StageTable) -> InterleavedStages:
         """Return a configuration's interleaved stages, as even as blocks allow."""
-        key = (table.key, configuration.schedule, configuration.pp, configuration.vpp)
-        if key not in self._interleaved:
+        ranks = RankStages(table=table, configuration=configuration)
+        pipeline = configuration.schedule, configuration.pp, configuration.vpp
+        key = (table.key, *pipeline, ranks.polls)
+        if key not in self._even_stages:
             stages = configuration.pp * configuration.vpp
             if (table.key, stages) not in self._even_cuts:
                 seconds = table.forward_s + table.backward_s
                 cuts = self.cuts_of(stages) or self._even_cut(seconds.tolist(), stages)
                 self._even_cuts[table.key, stages] = cuts
             cuts = self._even_cuts[table.key, stages]
-            self._interleaved[key] = InterleavedStages(
-                configuration=configuration, table=table, cuts=cuts
-            )
-        return self._interleaved[key]
+            self._even_stages[key] = InterleavedStages.between(ranks, cuts).cut
+        return InterleavedStages(ranks=ranks, cut=self._even_stages[key])
 
     def cuts_of(self, num_stages: int) -> tuple[int, ...]:
         """Return the boundaries of so many stages where the request or the stack fixes them."""

@@ -36,8 +36,6 @@ class PricedConfiguration:
     candidates: Candidates
     configuration: Configuration
     table: StageTable
-    neighbours: int = 0
-    """Ranks of each stage on the table's group of devices, where its replicas lie on several."""
 
     def problem(
         self,
@@ -53,12 +51,7 @@ class PricedConfiguration:
         where neighbours may have other meshes (`is_mixed`), they are on the way alone.
         """
         configuration, table = self.configuration, self.table
-        stages = RankStages(
-            table=table,
-            configuration=configuration,
-            is_mixed=is_mixed,
-            neighbours=self.neighbours,
-        )
+        stages = RankStages(table=table, configuration=configuration, is_mixed=is_mixed)
         forward_s, backward_s, weight_s = stages.least_block_s
         transfer_s, back_transfer_s = table.transfers_s(configuration)
         # Where jobs wait for transfers, these are in the jobs; between stages the cheapest bounds.
@@ -105,7 +98,7 @@ class PricedConfiguration:
         """Each rank's jobs beside copies of activations; none where none are made."""
         if not self.table.on_host.activations:
             return ()
-        return copied_rows(*self.configuration.pipeline)
+        return copied_rows(self.configuration.pipeline)
 
     @cached_property
     def interleaved(self) -> InterleavedStages:
@@ -141,25 +134,25 @@ class PricedConfiguration:
         Its value is a bound of the step time of this very cut, the first found at the ceiling or
         above.
         """
-        configuration, stages = self.configuration, self.interleaved
-        levels = stages.least_levels(configuration, memory_limit_bytes, infeasible)
+        stages = self.interleaved
+        levels = stages.least_levels(memory_limit_bytes, infeasible)
         if levels is None:
             return None
-        choices, until = stages.levels(configuration).of_stages(levels)
-        cut = Cut(cuts=stages.cuts, choices=choices, until=until, value=0.0)
+        choices, until = stages.levels.of_stages(levels)
+        cut = Cut(cuts=stages.cut.cuts, choices=choices, until=until, value=0.0)
         recomputed = self.recompute_by_block(cut)
         # Cheap bounds first, each higher than the one before; the first at the ceiling prunes.
-        bound = stages.least_step_s(configuration, recomputed)
+        bound = stages.least_step_s(recomputed)
         if bound < ceiling:
-            bound = stages.step_bound(configuration, recomputed)
+            bound = stages.step_bound(recomputed)
         if bound < ceiling and self._copied:
-            bound = stages.step_bound(configuration, recomputed, self._copied)
+            bound = stages.step_bound(recomputed, self._copied)
         return replace(cut, value=bound)
 
     def infeasible_ranks(self, cut: Cut, memory_limit_bytes: float) -> tuple[InfeasibleStage, ...]:
         """Return stages of an even cut whose ranks cannot hold what their job table has alive."""
-        levels = self.interleaved.levels(self.configuration).of_cut(cut.choices, cut.until)
-        return self.interleaved.levels_too_low(self.configuration, levels, memory_limit_bytes)
+        levels = self.interleaved.levels.of_cut(cut.choices, cut.until)
+        return self.interleaved.levels_too_low(levels, memory_limit_bytes)
 
     def quick_step_s(self, cut: Cut) -> float:
         """Return the simulated step time without making a plan."""

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 
 from costmodel.cache import CostCache
-from costmodel.topology import pair_group, way_out
+from costmodel.topology import pair_group, ranks_of_stage, way_out
 from planner.language.graph import ModelGraph
 from planner.language.layout.placements import Placements
 from planner.language.lowering.wiring import block_placements, param_placements
@@ -26,15 +26,14 @@ others in one message, and written back."""
 def tied_seconds(plan: Plan, costs: CostCache) -> tuple[float, ...]:
     """Return what each pp rank spends on it."""
     spent, groups = [0.0] * plan.pp, plan.device_groups
-    ranks_of_one = plan.world_size // plan.pp
     for first, second, num_bytes in _shared(plan, costs.graph):
         is_apart = groups[first] != groups[second]
         # Both ranks wait for the exchange.
         for rank in (first, second):
+            of_rank = costs.of_group(groups[rank])
+            apart = abs(second - first) * ranks_of_stage(of_rank.cluster, plan.degrees)
             spent[rank] += tied_pair_seconds(
-                costs.of_group(groups[rank]).profile,
-                num_bytes=num_bytes,
-                ranks_apart=None if is_apart else abs(second - first) * ranks_of_one,
+                of_rank.profile, num_bytes=num_bytes, ranks_apart=None if is_apart else apart
             )
     return tuple(spent)
 

@@ -32,7 +32,7 @@ from search.nodes.partitions import APART, JOBS_PER_ESTIMATE, infeasible_stages
 from search.partition.chain_problem import Cut, InfeasibleStage
 from search.partition.interleaved import InterleavedStages, StageSeconds, least_end_s
 from search.search_state import Outcomes, SearchState
-from search.space.configuration import recompute_choices
+from search.stages.rank_stages import RankStages
 
 EVEN_BEATEN = "own meshes: the even cut cannot beat the best"
 EVEN_TOO_LARGE = "own meshes, memory: the even cut does not fit"
@@ -65,8 +65,9 @@ class EvenMix:
     def _stages(self) -> tuple[InterleavedStages, ...]:
         """The stages under each member's mesh."""
         return tuple(
-            InterleavedStages(
-                configuration=member.configuration, table=member.table, cuts=self.cuts
+            InterleavedStages.between(
+                RankStages(table=member.table, configuration=member.as_held, is_mixed=True),
+                self.cuts,
             )
             for member in self.mix.members
         )
@@ -74,19 +75,18 @@ class EvenMix:
     @property
     def homes(self) -> NDArray[np.intp]:
         """The pp rank of each stage."""
-        return self._stages[0].homes
+        return self._stages[0].cut.homes
 
     @cached_property
     def seconds(self) -> StageSeconds:
         """What stages (ranks, of the tail) take, by choice."""
         every: list[StageSeconds] = []
         for member, stages in zip(self.mix.members, self._stages, strict=True):
-            configuration = member.as_held
             # A gradient goes back to a stage of another mesh perhaps: the cheapest is a bound.
             back_transfer_s = self.mix.least_transfers_s(member)[1]
             every += [
-                stages.seconds(configuration, [name] * self.cuts[-1], back_transfer_s)
-                for name in recompute_choices(configuration.recompute)
+                stages.seconds([name] * self.cuts[-1], back_transfer_s)
+                for name in stages.ranks.choices
             ]
         return StageSeconds(
             **{name: np.stack([getattr(seconds, name) for seconds in every]) for name in _COLUMNS}
@@ -108,12 +108,7 @@ class EvenMix:
     @cached_property
     def fits(self) -> NDArray[np.bool_]:
         """Whether each rank may hold its stages (choice, rank), as far as its least bytes say."""
-        found = np.concatenate(
-            [
-                stages.least_bytes(member.as_held) <= self.limit_bytes
-                for member, stages in zip(self.mix.members, self._stages, strict=True)
-            ]
-        )
+        found = np.concatenate([stages.least_bytes <= self.limit_bytes for stages in self._stages])
         for stage in self.infeasible:
             # All stages of a rank share its choice, so any of them stands for the rank.
             found[stage.choice, self.homes[stage.stage]] = False
@@ -134,7 +129,7 @@ def even_mixes(candidates: Candidates, mix: Mix, limit_bytes: float) -> Iterator
     even_of: dict[tuple[int, ...], list[int]] = {}
     for index, member in enumerate(mix.members):
         # Each cut that is the even one under some mesh is tried once, with all meshes.
-        cuts = candidates.interleaved(member.configuration, member.table).cuts
+        cuts = candidates.interleaved(member.configuration, member.table).cut.cuts
         even_of.setdefault(cuts, []).append(index)
     for cuts, indices in even_of.items():
         yield EvenMix(mix=mix, cuts=cuts, even_of=tuple(indices), limit_bytes=limit_bytes)

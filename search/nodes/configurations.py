@@ -100,7 +100,7 @@ class ConfigurationNode(PartitionableNode):
         priced, ceiling = self.priced(search), search.to_beat_s
         if self.configuration.vpp > 1:
             # Without recomputation and exchange: quick, and enough to rule most of them out.
-            least = priced.interleaved.least_step_s(self.configuration)
+            least = priced.interleaved.least_step_s()
             if least >= ceiling:
                 # Pushed with a bound over the best, the node
                 # is pruned, and may still be a runner-up.

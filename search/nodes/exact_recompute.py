@@ -46,7 +46,7 @@ class ExactRecompute:
         given that they do not at that of a cut.
         """
         stages = self.priced.interleaved
-        of_ranks = stages.levels(self.priced.configuration)
+        of_ranks = stages.levels
         # Invariant, by rank: `low` does not fit, `high` does (or is beyond the highest level).
         low = of_ranks.of_cut(cut.choices, cut.until)
         high, reach = of_ranks.most + 1, 1

@@ -155,7 +155,7 @@ def _layouts(search: SearchState, shapes: Sequence[Shape]) -> tuple[LayoutCandid
     """
     cp, tp, size = _degrees_and_size(shapes[0])
     layouts: tuple[LayoutCandidate, ...] = ()
-    for layouts in search.candidates.layouts.kinds(tp, size, cp):
+    for layouts in search.candidates.layouts.at(tp, size, cp).kinds():
         if layouts and _is_enough(search, shapes, layouts[0]):
             break
     return layouts
@@ -205,7 +205,7 @@ def _larger_may_fit(search: SearchState, shapes: Sequence[Shape]) -> bool:
     if search.every_size:
         tables, enough = search.candidates.tables(*degrees), 2 * search.memory_limit_bytes
     else:
-        tables = search.candidates.layouts.leanest(*degrees) if first.tp > 1 else ()
+        tables = search.candidates.layouts.at(*degrees).leanest if first.tp > 1 else ()
         enough = search.memory_limit_bytes
     return any(
         search.bounds(table).least_peak_bytes(configuration) <= enough

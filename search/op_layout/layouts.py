@@ -74,14 +74,10 @@ class LayoutSolver:
     pins: Mapping[tuple[int, str], Placement] = field(default_factory=dict)
     usual: UsualTp | None = None
     prefers_ilp: bool = False
-    _memo: dict[tuple[int, int], tuple[Layouts, ...]] = field(default_factory=dict)
-    """Layouts worth pricing, by (tp, microbatch size)."""
-    _fastest: dict[tuple[int, int], Layouts] = field(default_factory=dict)
-    """The fastest layouts, by the same."""
-    _leanest: dict[tuple[int, int], tuple[Layouts, ...]] = field(default_factory=dict)
-    """Layouts of fewest bytes, by the same."""
-    _solved: dict[tuple[int, int], tuple[LayoutPoint, ...]] = field(default_factory=dict)
-    """The fastest points of each kind of block boundaries, of the last (tp, microbatch size)."""
+    _sized: dict[tuple[int, int], SizedLayouts] = field(default_factory=dict)
+    """Layouts by (tp, microbatch size)."""
+    solved: dict[SizedLayouts, tuple[LayoutPoint, ...]] = field(default_factory=dict)
+    """The fastest points of each kind of block boundaries, of the last size."""
     _prices: dict[int, Prices] = field(default_factory=dict)
     """Prices of ops and redistributions, by tp."""
     _segments_of: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -96,6 +92,13 @@ class LayoutSolver:
     _solvers: set[str] = field(default_factory=set)
     """Names of the solvers that found a layout."""
 
+    def at(self, tp: int, microbatch_size: int) -> SizedLayouts:
+        """Return the layouts on so many ranks of tp, of a microbatch size."""
+        key = tp, microbatch_size
+        if key not in self._sized:
+            self._sized[key] = SizedLayouts(solver=self, tp=tp, microbatch_size=microbatch_size)
+        return self._sized[key]
+
     @cached_property
     def shared(self) -> tuple[tuple[tuple[int, str], ...], ...]:
         """Groups of class parameters that are one parameter of the model."""
@@ -103,9 +106,10 @@ class LayoutSolver:
 
     def program(self, class_index: int, microbatch_size: int) -> Program:
         """Return a class's program with every size a number."""
-        return self._class(class_index, microbatch_size).program
+        return self.bound_class(class_index, microbatch_size).program
 
-    def _class(self, class_index: int, microbatch_size: int) -> BoundClass:
+    def bound_class(self, class_index: int, microbatch_size: int) -> BoundClass:
+        """Return a class with every size a number."""
         key = (class_index, microbatch_size)
         if key not in self._bound:
             program = self.graph.classes[class_index].bind(microbatch_size)
@@ -121,7 +125,7 @@ class LayoutSolver:
         left = f", up to {self.gap:.2g} of a block's seconds unproved" if self.gap else ""
         return f"{names}, whole or split block boundaries{left}"
 
-    def _boundaries(self, tp: int) -> list[dict[tuple[int, str], Placement]]:
+    def boundaries(self, tp: int) -> list[dict[tuple[int, str], Placement]]:
         """Return the placements to try of what blocks hand to each other."""
         options = boundary_options(self.graph, tp)
         if self.usual is None:
@@ -130,7 +134,7 @@ class LayoutSolver:
 
     def can_split(self, tp: int) -> bool:
         """Whether any op has a sharded strategy at this degree."""
-        if tp > 1 and not self._boundaries(tp):
+        if tp > 1 and not self.boundaries(tp):
             return False
         for index in range(len(self.graph.classes)):
             program = self.program(index, 1)
@@ -141,21 +145,12 @@ class LayoutSolver:
                     return True
         return False
 
-    def least_seconds(self, tp: int, microbatch_size: int) -> float:
-        """Return what ops of all blocks take at least, wherever their tensors lie."""
-        prices, segments = self._prices_on(tp), self._segments(microbatch_size)
-        # No redistribution counts, and strategies need not go together: no layout takes less.
-        return sum(
-            count * float(prices.of_op(signature, segments)[1].min())
-            for signature, count in self._ops_that_take_time(microbatch_size).items()
-        )
-
-    def _ops_that_take_time(self, microbatch_size: int) -> Mapping[OpSignature, int]:
+    def ops_that_take_time(self, microbatch_size: int) -> Mapping[OpSignature, int]:
         """Return how often the model has each op, but for those that only make views."""
         if microbatch_size not in self._counts:
             counts: Counter[OpSignature] = Counter()
-            for index, count in self._uses.items():
-                for signature in self._class(index, microbatch_size).signatures:
+            for index, count in self.uses.items():
+                for signature in self.bound_class(index, microbatch_size).signatures:
                     counts[signature] += count
             seconds = self._op_seconds
             self._counts[microbatch_size] = {
@@ -166,91 +161,14 @@ class LayoutSolver:
             }
         return self._counts[microbatch_size]
 
-    def fastest(self, tp: int, microbatch_size: int) -> Layouts:
-        """Return the fastest layouts between any kind of block boundaries."""
-        key = (tp, microbatch_size)
-        if key not in self._fastest:
-            solved = self._solve_fast(tp, microbatch_size)
-            # Only the last solution is kept: leaner layouts of the same key are sought next.
-            self._solved = {key: solved}
-            self._fastest[key] = min(solved, key=lambda point: point.seconds).layouts()
-        return self._fastest[key]
-
-    def layouts(self, tp: int, microbatch_size: int) -> tuple[Layouts, ...]:
-        """Return the layouts worth pricing, fastest first, each with fewer bytes than the last."""
-        key = (tp, microbatch_size)
-        if key not in self._memo:
-            solved = self._solved.get(key) or self._solve_fast(tp, microbatch_size)
-            found = [point for fast in solved for point in self._front(fast)]
-            kept: list[LayoutPoint] = []
-            # Fastest first: a slower point has to save clearly against each that is kept.
-            for point in sorted(found, key=lambda point: point.seconds):
-                if all(point.num_bytes < (1 - _LEAST_SAVING) * other.num_bytes for other in kept):
-                    kept.append(point)
-            self._memo[key] = tuple(point.layouts() for point in kept)
-        return self._memo[key]
-
-    def leanest(self, tp: int, microbatch_size: int) -> tuple[Layouts, ...]:
-        """Return the layouts of fewest bytes between each kind of boundaries, however slow."""
-        key = (tp, microbatch_size)
-        if key not in self._leanest:
-            self._leanest[key] = tuple(
-                self._at_price(fast, _ANY_PRICE * fast.fair_price).layouts()
-                for fast in self._solved.get(key) or self._solve_fast(tp, microbatch_size)
-            )
-        return self._leanest[key]
-
-    def _front(self, fast: LayoutPoint) -> Sequence[LayoutPoint]:
-        """Return the front between the same block boundaries, from their fastest point on."""
-        return find_front(
-            fast,
-            lambda price: self._at_price(fast, price),
-            fast.fair_price,
-            # Corners between points that are closer than this would mostly be dropped beside them.
-            least_saving=5 * _LEAST_SAVING,
-        )
-
-    def _at_price(self, fast: LayoutPoint, price: float) -> LayoutPoint:
-        """Return the best point of a price between the same block boundaries."""
-        return replace(fast, choices=self._choose(fast.problems, price))
-
-    def problem(
-        self,
-        tp: int,
-        microbatch_size: int,
-        classes: tuple[int, ...],
-        boundary: Boundary | None = None,
-    ) -> BlockProblem:
-        """Return the choice problem of some classes between given block boundaries."""
-        return self._problems(tp, microbatch_size, classes, (boundary or {},))[0]
-
-    def _problems(
-        self,
-        tp: int,
-        microbatch_size: int,
-        classes: tuple[int, ...],
-        boundaries: Sequence[Boundary],
-    ) -> tuple[BlockProblem, ...]:
-        # Blocks of a class count as often as the model has them, in parts of the most of any class.
-        most = max(self._uses[index] for index in classes)
-        return build_block_problems(
-            [self._class(index, microbatch_size) for index in classes],
-            boundaries=boundaries,
-            prices=self._prices_on(tp),
-            segments=self._segments(microbatch_size),
-            pins=self.pins,
-            dims={} if self.usual is None else self.usual.dims,
-            shared=[members for members in self.shared if members[0][0] in classes],
-            weights={index: self._uses[index] / most for index in classes},
-        )
-
-    def _prices_on(self, tp: int) -> Prices:
+    def prices_on(self, tp: int) -> Prices:
+        """Return what ops and redistributions take on so many ranks of tp."""
         if tp not in self._prices:
             group = group_along(self.profile.cluster, Degrees(tp=tp), "tp")
             self._prices[tp] = Prices(ops=self._op_seconds, group=group, axis_size=tp)
         return self._prices[tp]
 
-    def _segments(self, microbatch_size: int) -> tuple[int, ...]:
+    def segments(self, microbatch_size: int) -> tuple[int, ...]:
         """Return the counts of segments worth trying anywhere in the model (fused q, k, v)."""
         if microbatch_size not in self._segments_of:
             programs = [self.program(i, microbatch_size) for i in range(len(self.graph.classes))]
@@ -258,20 +176,7 @@ class LayoutSolver:
             self._segments_of[microbatch_size] = tuple(sorted(counts))
         return self._segments_of[microbatch_size]
 
-    def _solve_fast(self, tp: int, microbatch_size: int) -> tuple[LayoutPoint, ...]:
-        """Solve the block problems for the least seconds, between each kind of boundaries."""
-        boundaries = self._boundaries(tp)
-        # (group of classes, boundary) Boundaries share variables: a group is built for all of them.
-        groups = [
-            self._problems(tp, microbatch_size, classes, boundaries)
-            for classes in class_groups(self.graph, self.shared)
-        ]
-        return tuple(
-            LayoutPoint(uses=self._uses, problems=problems, choices=self._choose(problems))
-            for problems in zip(*groups, strict=True)
-        )
-
-    def _choose(
+    def choose(
         self, problems: Sequence[BlockProblem], price: float = _FAST_PRICE
     ) -> tuple[Choice, ...]:
         """Solve each problem at a price of a byte."""
@@ -298,9 +203,110 @@ class LayoutSolver:
         return OpSeconds(profile=self.profile)
 
     @cached_property
-    def _uses(self) -> Mapping[int, int]:
+    def uses(self) -> Mapping[int, int]:
         """How many blocks each class has."""
         return Counter(block.class_index for block in self.graph.blocks)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SizedLayouts:
+    """Layouts on so many ranks of tp, of a microbatch size; remembers answers."""
+
+    solver: LayoutSolver
+    tp: int
+    microbatch_size: int
+
+    @cached_property
+    def least_seconds(self) -> float:
+        """What ops of all blocks take at least, wherever their tensors lie."""
+        solver, size = self.solver, self.microbatch_size
+        prices, segments = solver.prices_on(self.tp), solver.segments(size)
+        # No redistribution counts, and strategies need not go together: no layout takes less.
+        return sum(
+            count * float(prices.of_op(signature, segments)[1].min())
+            for signature, count in solver.ops_that_take_time(size).items()
+        )
+
+    @cached_property
+    def fastest(self) -> Layouts:
+        """The fastest layouts between any kind of block boundaries."""
+        solved = self._solve()
+        # Only the last solution is kept: leaner layouts of the same size are sought next.
+        self.solver.solved = {self: solved}
+        return min(solved, key=lambda point: point.seconds).layouts()
+
+    @cached_property
+    def worth_pricing(self) -> tuple[Layouts, ...]:
+        """The layouts worth pricing, fastest first, each with fewer bytes than the last."""
+        found = [point for fast in self._fast_points for point in self._front(fast)]
+        kept: list[LayoutPoint] = []
+        # Fastest first: a slower point has to save clearly against each that is kept.
+        for point in sorted(found, key=lambda point: point.seconds):
+            if all(point.num_bytes < (1 - _LEAST_SAVING) * other.num_bytes for other in kept):
+                kept.append(point)
+        return tuple(point.layouts() for point in kept)
+
+    @cached_property
+    def leanest(self) -> tuple[Layouts, ...]:
+        """The layouts of fewest bytes between each kind of boundaries, however slow."""
+        return tuple(
+            self._at_price(fast, _ANY_PRICE * fast.fair_price).layouts()
+            for fast in self._fast_points
+        )
+
+    @property
+    def _fast_points(self) -> tuple[LayoutPoint, ...]:
+        """The fastest points between each kind of boundaries."""
+        return self.solver.solved.get(self) or self._solve()
+
+    def _front(self, fast: LayoutPoint) -> Sequence[LayoutPoint]:
+        """Return the front between the same block boundaries, from their fastest point on."""
+        return find_front(
+            fast,
+            lambda price: self._at_price(fast, price),
+            fast.fair_price,
+            # Corners between points that are closer than this would mostly be dropped beside them.
+            least_saving=5 * _LEAST_SAVING,
+        )
+
+    def _at_price(self, fast: LayoutPoint, price: float) -> LayoutPoint:
+        """Return the best point of a price between the same block boundaries."""
+        return replace(fast, choices=self.solver.choose(fast.problems, price))
+
+    def problem(self, classes: tuple[int, ...], boundary: Boundary | None = None) -> BlockProblem:
+        """Return the choice problem of some classes between given block boundaries."""
+        return self._problems(classes, (boundary or {},))[0]
+
+    def _problems(
+        self, classes: tuple[int, ...], boundaries: Sequence[Boundary]
+    ) -> tuple[BlockProblem, ...]:
+        solver, size = self.solver, self.microbatch_size
+        # Blocks of a class count as often as the model has them, in parts of the most of any class.
+        most = max(solver.uses[index] for index in classes)
+        return build_block_problems(
+            [solver.bound_class(index, size) for index in classes],
+            boundaries=boundaries,
+            prices=solver.prices_on(self.tp),
+            segments=solver.segments(size),
+            pins=solver.pins,
+            dims={} if solver.usual is None else solver.usual.dims,
+            shared=[members for members in solver.shared if members[0][0] in classes],
+            weights={index: solver.uses[index] / most for index in classes},
+        )
+
+    def _solve(self) -> tuple[LayoutPoint, ...]:
+        """Solve the block problems for the least seconds, between each kind of boundaries."""
+        solver = self.solver
+        boundaries = solver.boundaries(self.tp)
+        # (group of classes, boundary) Boundaries share variables: a group is built for all of them.
+        groups = [
+            self._problems(classes, boundaries)
+            for classes in class_groups(solver.graph, solver.shared)
+        ]
+        return tuple(
+            LayoutPoint(uses=solver.uses, problems=problems, choices=solver.choose(problems))
+            for problems in zip(*groups, strict=True)
+        )
 
 
 def solve_block(

@@ -2,7 +2,7 @@
 
 The chain is cut as evenly as blocks allow (`balance`); a rank that activations do not fit
 recomputes as many of its blocks as it must (`interleaved_levels`). What does not depend on replicas
-is computed once for all configurations of a table with so many stages.
+(`EvenCut`) is computed once for all configurations of a table with so many stages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from planner.language.schedule import stage_to_pp_rank
 from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind
 from search.partition.chain_problem import Floats, InfeasibleStage
 from search.partition.interleaved_levels import RecomputeLevels
-from search.space.configuration import Configuration, recompute_choices
+from search.space.configuration import Configuration
 from search.space.job_tables import live_microbatches, whole_stages_of
 from search.stages.rank_stages import RankStages, rank_bound
 from search.stages.stage_table import StageTable
@@ -50,154 +50,50 @@ class StageSeconds:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class InterleavedStages:
-    """The stages between `cuts`, for all configurations of a schedule, pp and vpp; remembers
-    answers.
+class EvenCut:
+    """The stages between `cuts` on the ranks of a schedule, before anything is said about replicas;
+    remembers answers.
     """
 
-    configuration: Configuration
-    """Any of them."""
     table: StageTable
     cuts: tuple[int, ...]
+    homes: NDArray[np.intp]
+    """The pp rank of each stage."""
+    polls: bool
+    """Whether hosts poll for messages between stages."""
     _levels: dict[tuple[Recompute, ...], RecomputeLevels] = field(default_factory=dict)
-
-    @cached_property
-    def homes(self) -> NDArray[np.intp]:
-        """The pp rank of each stage."""
-        mine = self.configuration
-        return np.asarray(stage_to_pp_rank(mine.schedule, mine.pp, mine.vpp))
-
-    @cached_property
-    def polls(self) -> bool:
-        """Whether hosts poll for messages between stages."""
-        mine = self.configuration
-        return self.table.costs.polls(mine.degrees, pp=mine.pp)
 
     @property
     def pp(self) -> int:
         """Number of ranks."""
         return int(self.homes.max()) + 1
 
+    @cached_property
+    def first(self) -> NDArray[np.intp]:
+        """The first block of each stage."""
+        return np.asarray(self.cuts[:-1])
+
+    @cached_property
+    def runs(self) -> BlockRuns:
+        """What the stages cost, nothing exchanged with replicas."""
+        return cut_runs(self.table.chain_where(polls=self.polls), self.cuts)
+
     def by_rank(self, of_stages: Floats) -> Floats:
         """Return each rank's sum over its stages."""
         return np.bincount(self.homes, weights=of_stages).astype(np.float64)
 
     @cached_property
-    def _first(self) -> NDArray[np.intp]:
-        return np.asarray(self.cuts[:-1])
+    def rank_param_bytes(self) -> Floats:
+        """Bytes of each rank's parameters."""
+        sizes = self.by_rank(np.add.reduceat(self.table.blocks.param_bytes, self.first))
+        for i, j, size in self.table.ties:
+            # A parameter that stages of one rank share is resident once on it.
+            first, second = self.homes[np.searchsorted(self.cuts, (i, j), side="right") - 1]
+            sizes[first] -= size * (first == second)
+        return sizes
 
-    @cached_property
-    def _runs(self) -> BlockRuns:
-        """What the stages cost, nothing exchanged with replicas."""
-        return cut_runs(self.table.chain_where(polls=self.polls), self.cuts)
-
-    @cached_property
-    def _bare_s(self) -> tuple[Floats, Floats]:
-        """Forward and backward seconds, nothing exchanged with replicas nor recomputed."""
-        return self._runs.times.whole_forward_s, self._runs.times.whole_backward_s
-
-    def ahead_s(self, configuration: Configuration) -> Floats:
-        """Most seconds of each stage's backward that may come after its gradient is sent on."""
-        choices = recompute_choices(configuration.recompute)
-        return np.add.reduceat(
-            self.table.ahead_s(is_sharded=configuration.replication.is_sharded, choices=choices),
-            self._first,
-        )
-
-    def least_step_s(
-        self, configuration: Configuration, recomputed: Sequence[Recompute] = ()
-    ) -> float:
-        """Return a step time that the stages cannot beat, whatever they exchange; when the blocks
-        recompute this, if it is given.
-        """
-        nothing = np.zeros(1)
-        forward_s, backward_s = self._bare_s
-        again: Floats | float = 0.0
-        if recomputed:
-            again = self._runs.recomputation(recomputed).whole_s
-        seconds = StageSeconds(
-            forward_s=forward_s, backward_s=backward_s + again,
-            ahead_s=self.ahead_s(configuration),
-            transfer_s=nothing, back_transfer_s=nothing, tail_s=nothing,
-        )  # fmt: skip
-        return self._start_s(configuration) + least_end_s(configuration, self.homes, seconds)
-
-    def step_bound(
-        self,
-        configuration: Configuration,
-        recomputed: Sequence[Recompute],
-        copied: Sequence[CopiedRow] = (),
-    ) -> float:
-        """Return a step time that the stages cannot beat when the blocks recompute this, with these
-        jobs of each rank beside copies.
-        """
-        seconds = self.seconds(configuration, recomputed)
-        copies_s = self._copies_s(configuration, recomputed, seconds, copied) if copied else 0.0
-        end_s = least_end_s(configuration, self.homes, seconds, copies_s)
-        return self._start_s(configuration) + end_s
-
-    def _copies_s(
-        self,
-        configuration: Configuration,
-        recomputed: Sequence[Recompute],
-        seconds: StageSeconds,
-        copied: Sequence[CopiedRow],
-    ) -> Floats:
-        """Return by how much copies lengthen each rank's jobs."""
-        # What the blocks keep is moved, side inputs apart: they come with the batch.
-        kept = self.table.runs.kept(self._first, np.asarray(self.cuts[1:]), recomputed)
-        down_s, up_s = self.table.copies_s(kept)
-        weight_s = self._runs.times.weight_s
-        job_s = seconds_by_kind(
-            seconds.forward_s,
-            seconds.backward_s,
-            weight_s * (not configuration.replication.is_sharded),
-        )
-        return np.array([extra_s(row.whole, job_s, down_s, up_s) for row in copied])
-
-    def _start_s(self, configuration: Configuration) -> float:
-        return self.table.least_inputs_s(configuration)
-
-    def seconds(
-        self,
-        configuration: Configuration,
-        recomputed: Sequence[Recompute],
-        back_transfer_s: Floats | None = None,
-    ) -> StageSeconds:
-        """Return what the stages take when the blocks recompute this: with what replicas exchange,
-        transfers between stages and the optimizer. `back_transfer_s` (n + 1) are, if not the
-        table's own, those of gradients from a stage starting at each block.
-        """
-        ranks = RankStages(table=self.table, configuration=configuration)
-        costs = StageCosts(runs=self._runs, replication=ranks.replication)
-        forward_s, backward_s = costs.forward_s, costs.backward_s(recomputed)
-        param_bytes, num_params = self._runs.params
-        transfer_s, own_back_s = self.table.transfers_s(configuration)
-        if back_transfer_s is None:
-            back_transfer_s = own_back_s
-            if (pp_group := self.table.waited_transfer(configuration)) is not None:
-                # On the way, transfers that do not overlap are part of the jobs that wait for them.
-                execution, receive_s = self.table.costs.execution, self._runs.receive_s(pp_group)
-                there_s, back_s = transfers(execution, receive_s)[1]
-                forward_s, backward_s = forward_s + there_s, backward_s + back_s
-                transfer_s, back_transfer_s = 0 * transfer_s, 0 * back_transfer_s
-        # A stage on the rank of the one before receives nothing.
-        moves = np.append(True, self.homes[1:] != self.homes[:-1])
-        # Gradients are exchanged stage by stage; the optimizer updates a rank's weights at once.
-        sizes, counts = self.by_rank(param_bytes), self.by_rank(num_params)
-        update = [ranks.prices.update_s(*rank) for rank in zip(sizes, counts, strict=True)]
-        return StageSeconds(
-            forward_s=forward_s,
-            backward_s=backward_s,
-            ahead_s=self.ahead_s(configuration),
-            transfer_s=transfer_s[self._first] * moves,
-            back_transfer_s=back_transfer_s[self._first] * moves,
-            tail_s=self.by_rank(costs.after_s) + update,
-        )
-
-    def levels(self, configuration: Configuration) -> RecomputeLevels:
-        """Return how much the ranks may recompute."""
-        choices = recompute_choices(configuration.recompute)
+    def levels(self, choices: tuple[Recompute, ...]) -> RecomputeLevels:
+        """Return how much the ranks may recompute, of these choices."""
         if choices not in self._levels:
             self._levels[choices] = RecomputeLevels(
                 table=self.table,
@@ -208,11 +104,121 @@ class InterleavedStages:
             )
         return self._levels[choices]
 
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class InterleavedStages:
+    """An even cut as ranks of a configuration hold it."""
+
+    ranks: RankStages
+    cut: EvenCut
+
+    @classmethod
+    def between(cls, ranks: RankStages, cuts: tuple[int, ...]) -> InterleavedStages:
+        """Return the stages between these cuts."""
+        of = ranks.configuration
+        homes = np.asarray(stage_to_pp_rank(of.schedule, of.pp, of.vpp))
+        cut = EvenCut(table=ranks.table, cuts=cuts, homes=homes, polls=ranks.polls)
+        return cls(ranks=ranks, cut=cut)
+
+    @property
+    def configuration(self) -> Configuration:
+        """Degrees, schedule, microbatches."""
+        return self.ranks.configuration
+
+    @property
+    def table(self) -> StageTable:
+        """The layout's table."""
+        return self.ranks.table
+
+    @cached_property
+    def _ahead_s(self) -> Floats:
+        """Most seconds of each stage's backward that may come after its gradient is sent on."""
+        return np.add.reduceat(self.ranks.ahead_s, self.cut.first)
+
+    def least_step_s(self, recomputed: Sequence[Recompute] = ()) -> float:
+        """Return a step time that the stages cannot beat, whatever they exchange; when the blocks
+        recompute this, if it is given.
+        """
+        nothing, runs = np.zeros(1), self.cut.runs
+        again: Floats | float = 0.0
+        if recomputed:
+            again = runs.recomputation(recomputed).whole_s
+        seconds = StageSeconds(
+            forward_s=runs.times.whole_forward_s,
+            backward_s=runs.times.whole_backward_s + again,
+            ahead_s=self._ahead_s,
+            transfer_s=nothing, back_transfer_s=nothing, tail_s=nothing,
+        )  # fmt: skip
+        return self._start_s + least_end_s(self.configuration, self.cut.homes, seconds)
+
+    def step_bound(
+        self, recomputed: Sequence[Recompute], copied: Sequence[CopiedRow] = ()
+    ) -> float:
+        """Return a step time that the stages cannot beat when the blocks recompute this, with these
+        jobs of each rank beside copies.
+        """
+        seconds = self.seconds(recomputed)
+        copies_s = self._copies_s(recomputed, seconds, copied) if copied else 0.0
+        end_s = least_end_s(self.configuration, self.cut.homes, seconds, copies_s)
+        return self._start_s + end_s
+
+    def _copies_s(
+        self, recomputed: Sequence[Recompute], seconds: StageSeconds, copied: Sequence[CopiedRow]
+    ) -> Floats:
+        """Return by how much copies lengthen each rank's jobs."""
+        # What the blocks keep is moved, side inputs apart: they come with the batch.
+        runs = self.cut.runs
+        down_s, up_s = self.table.copies_s(self.table.runs.kept(runs.start, runs.end, recomputed))
+        job_s = seconds_by_kind(seconds.forward_s, seconds.backward_s, self._costs.weight_s)
+        return np.array([extra_s(row.whole, job_s, down_s, up_s) for row in copied])
+
+    @property
+    def _start_s(self) -> float:
+        return self.table.least_inputs_s(self.configuration)
+
+    @cached_property
+    def _costs(self) -> StageCosts:
+        """What the stages cost, with what replicas exchange."""
+        return StageCosts(runs=self.cut.runs, replication=self.ranks.replication)
+
+    def seconds(
+        self, recomputed: Sequence[Recompute], back_transfer_s: Floats | None = None
+    ) -> StageSeconds:
+        """Return what the stages take when the blocks recompute this: with what replicas exchange,
+        transfers between stages and the optimizer. `back_transfer_s` (n + 1) are, if not the
+        table's own, those of gradients from a stage starting at each block.
+        """
+        cut, costs = self.cut, self._costs
+        forward_s, backward_s = costs.forward_s, costs.backward_s(recomputed)
+        transfer_s, own_back_s = self.table.transfers_s(self.configuration)
+        if back_transfer_s is None:
+            back_transfer_s = own_back_s
+        if (pp_group := self.ranks.pp_group) is not None:
+            # On the way, transfers that do not overlap are part of the jobs that wait for them.
+            execution, receive_s = self.table.costs.execution, cut.runs.receive_s(pp_group)
+            there_s, back_s = transfers(execution, receive_s)[1]
+            forward_s, backward_s = forward_s + there_s, backward_s + back_s
+            transfer_s, back_transfer_s = 0 * transfer_s, 0 * back_transfer_s
+        # A stage on the rank of the one before receives nothing.
+        moves = np.append(True, cut.homes[1:] != cut.homes[:-1])
+        # Gradients are exchanged stage by stage; the optimizer updates a rank's weights at once.
+        held = zip(*map(cut.by_rank, cut.runs.params), strict=True)
+        return StageSeconds(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            ahead_s=self._ahead_s,
+            transfer_s=transfer_s[cut.first] * moves,
+            back_transfer_s=back_transfer_s[cut.first] * moves,
+            tail_s=cut.by_rank(costs.after_s) + [costs.prices.update_s(*rank) for rank in held],
+        )
+
+    @property
+    def levels(self) -> RecomputeLevels:
+        """How much the ranks may recompute."""
+        return self.cut.levels(self.ranks.choices)
+
     def least_levels(
-        self,
-        configuration: Configuration,
-        memory_limit_bytes: float,
-        infeasible: Sequence[InfeasibleStage] = (),
+        self, memory_limit_bytes: float, infeasible: Sequence[InfeasibleStage] = ()
     ) -> NDArray[np.intp] | None:
         """Return each rank's level of recomputation, or None when a rank cannot hold its stages.
 
@@ -220,24 +226,20 @@ class InterleavedStages:
         microbatch-stages in flight times what its smallest stage saves. `infeasible` are levels
         that were found too large all the same, on the rank of their stage.
         """
-        levels = self.levels(configuration)
-        lowest = np.zeros(self.pp, dtype=np.intp)
+        levels = self.levels
+        lowest = np.zeros(self.cut.pp, dtype=np.intp)
         # Of ranks with several stages `choice` is a level: that one and all below do not fit.
         for too_large in infeasible:
-            rank = self.homes[too_large.stage]
+            rank = self.cut.homes[too_large.stage]
             lowest[rank] = max(lowest[rank], too_large.choice + 1)
         # (level, rank) As many microbatch-stages as are in
         # flight, each at the rank's smallest stage.
-        held = self._live(configuration) * levels.least_kept
-        needed = self._rank(configuration).with_saved(held)
+        needed = self._bare_ranks.with_saved(self._live * levels.least_kept)
         found = levels.lowest(needed <= memory_limit_bytes, lowest)
         return None if (found > levels.most).any() else found
 
     def levels_too_low(
-        self,
-        configuration: Configuration,
-        levels: NDArray[np.intp],
-        memory_limit_bytes: float,
+        self, levels: NDArray[np.intp], memory_limit_bytes: float
     ) -> tuple[InfeasibleStage, ...]:
         """Return, for each rank that is over the limit with what its job table has in flight, the
         highest level at which it is.
@@ -246,8 +248,8 @@ class InterleavedStages:
             # Microbatches alive in the job table may be on
             # the host: they prove nothing of the device.
             return ()
-        of_ranks, live = self.levels(configuration), live_microbatches(*configuration.pipeline)
-        needed = self._rank(configuration).with_saved(live.most_kept(of_ranks.kept))
+        of_ranks, live = self.levels, live_microbatches(self.configuration.pipeline)
+        needed = self._bare_ranks.with_saved(live.most_kept(of_ranks.kept))
         least = of_ranks.lowest(needed <= memory_limit_bytes, levels)
         return tuple(
             self.too_low(int(rank), int(least[rank]) - 1) for rank in np.flatnonzero(least > levels)
@@ -255,40 +257,35 @@ class InterleavedStages:
 
     def too_low(self, rank: int, level: int) -> InfeasibleStage:
         """Return that a rank does not fit at a level, nor below."""
-        stage = int(np.flatnonzero(self.homes == rank)[0])
-        first, end = self.cuts[stage], self.cuts[stage + 1]
+        stage = int(np.flatnonzero(self.cut.homes == rank)[0])
+        first, end = self.cut.cuts[stage], self.cut.cuts[stage + 1]
         return InfeasibleStage(stage=stage, first=first, end=end, choice=level)
 
-    def least_bytes(self, configuration: Configuration) -> Floats:
-        """Return what each rank needs at least, by (recompute choice, rank): its parameters, and
-        what each stage keeps while its microbatches are under way.
+    @cached_property
+    def least_bytes(self) -> Floats:
+        """What each rank needs at least, by (recompute choice, rank): its parameters, and what each
+        stage keeps while its microbatches are under way.
         """
-        sums = map(self.table.runs.kept_sums, recompute_choices(configuration.recompute))
+        cut, sums = self.cut, map(self.table.runs.kept_sums, self.ranks.choices)
         # Neighbours may share outputs.
-        kept = np.stack([np.diff(along[list(self.cuts)]) for along in sums])
-        rank = self._rank(configuration)
+        kept = np.stack([np.diff(along[list(cut.cuts)]) for along in sums])
         if not self.table.on_host.activations:
-            return rank.with_saved(live_microbatches(*configuration.pipeline).most_kept(kept))
-        least = np.stack([kept[:, self.homes == r].min(axis=1) for r in range(self.pp)], axis=1)
-        return rank.with_saved(self._live(configuration) * least)
+            most = live_microbatches(self.configuration.pipeline).most_kept(kept)
+            return self._bare_ranks.with_saved(most)
+        least = np.stack([kept[:, cut.homes == r].min(axis=1) for r in range(cut.pp)], axis=1)
+        return self._bare_ranks.with_saved(self._live * least)
 
-    def _live(self, configuration: Configuration) -> Floats:
-        """Return how many microbatch-stages each rank has on the device at once, at least."""
-        in_flight = np.asarray(whole_stages_of(configuration), dtype=float)
+    @property
+    def _live(self) -> Floats:
+        """How many microbatch-stages each rank has on the device at once, at least."""
+        in_flight = np.asarray(whole_stages_of(self.configuration), dtype=float)
         return live_on_device(in_flight, on_host=self.table.on_host.activations)
 
-    def _rank(self, configuration: Configuration) -> RankBound:
+    @property
+    def _bare_ranks(self) -> RankBound:
         """The ranks with nothing but their parameters."""
-        return rank_bound(self.table, configuration, StageLoad(param_bytes=self._param_bytes))
-
-    @cached_property
-    def _param_bytes(self) -> Floats:
-        sizes = self.by_rank(np.add.reduceat(self.table.blocks.param_bytes, self._first))
-        for i, j, size in self.table.ties:
-            # A parameter that stages of one rank share is resident once on it.
-            first, second = self.homes[np.searchsorted(self.cuts, (i, j), side="right") - 1]
-            sizes[first] -= size * (first == second)
-        return sizes
+        load = StageLoad(param_bytes=self.cut.rank_param_bytes)
+        return rank_bound(self.table, self.configuration, load)
 
 
 def least_end_s(

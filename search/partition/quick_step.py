@@ -109,7 +109,7 @@ def _copies_beside_jobs(
     kept = runs.chain.kept(runs.start, runs.end, recomputed)
     moved = dict(enumerate(kept.tolist()))
     rows = job_table(*config.pipeline).schedule.jobs
-    found = copies_of(*config.pipeline)
+    found = copies_of(config.pipeline)
     return tuple(
         least_job_seconds(table.profile, len(row), made, moved)
         for row, made in zip(rows, found, strict=True)

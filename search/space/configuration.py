@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 from planner.language.layout.axes import Degrees
 from planner.language.plan import Recompute
@@ -39,6 +39,19 @@ class _OnMesh:
     def tp(self) -> int:
         """Parts of parameters and heads."""
         return self.degrees["tp"]
+
+
+class Pipeline(NamedTuple):
+    """What the job table of a configuration follows from."""
+
+    schedule: str
+    """Its name."""
+    pp: int
+    """Pipeline ranks."""
+    vpp: int
+    """Stages of each."""
+    num_microbatches: int
+    """Microbatches of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +88,9 @@ class Configuration(_OnMesh):
     unit: int = 1
 
     @property
-    def pipeline(self) -> tuple[str, int, int, int]:
-        """What its job table follows from: schedule, pp, vpp and number of microbatches."""
-        return self.schedule, self.pp, self.vpp, self.num_microbatches
+    def pipeline(self) -> Pipeline:
+        """What its job table follows from."""
+        return Pipeline(self.schedule, self.pp, self.vpp, self.num_microbatches)
 
     @property
     def replication(self) -> Replication:

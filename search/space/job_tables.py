@@ -1,6 +1,6 @@
 """What follows from job tables of configurations; the last answers are kept.
 
-A table depends on (schedule, pp, vpp, microbatches) alone: `Configuration.pipeline`.
+A table depends on the `Pipeline` alone: schedule, pp, vpp and microbatches.
 """
 
 from __future__ import annotations
@@ -17,23 +17,21 @@ from planner.language.schedule import find_schedule, in_flight, in_flight_per_st
 from planner.language.schedule.jobs import JobKind
 from planner.language.schedule.timing.offloads import Offload, offloads_of
 from search.bounds.copied_jobs import CopiedRow
-from search.space.configuration import Configuration
+from search.space.configuration import Configuration, Pipeline
 
 
 @lru_cache(maxsize=32)
-def copies_of(
-    schedule: str, pp: int, vpp: int, num_microbatches: int
-) -> tuple[tuple[Offload, ...], ...]:
+def copies_of(pipeline: Pipeline) -> tuple[tuple[Offload, ...], ...]:
     """Return the copies of all stages' activations to the host and back, by row of a schedule."""
-    rows = job_table(schedule, pp, vpp, num_microbatches).schedule.jobs
-    return tuple(offloads_of(row, range(pp * vpp)) for row in rows)
+    rows = job_table(*pipeline).schedule.jobs
+    return tuple(offloads_of(row, range(pipeline.pp * pipeline.vpp)) for row in rows)
 
 
 @lru_cache(maxsize=1024)
-def copied_rows(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[CopiedRow, ...]:
+def copied_rows(pipeline: Pipeline) -> tuple[CopiedRow, ...]:
     """Return each rank's jobs beside which activations are copied, where all stages' are."""
-    rows = job_table(schedule, pp, vpp, num_microbatches).schedule.jobs
-    found = copies_of(schedule, pp, vpp, num_microbatches)
+    rows = job_table(*pipeline).schedule.jobs
+    found = copies_of(pipeline)
     return tuple(CopiedRow.of(row, made) for row, made in zip(rows, found, strict=True))
 
 
@@ -55,10 +53,10 @@ class LiveMicrobatches:
 
 
 @lru_cache(maxsize=128)
-def live_microbatches(schedule: str, pp: int, vpp: int, num_microbatches: int) -> LiveMicrobatches:
+def live_microbatches(pipeline: Pipeline) -> LiveMicrobatches:
     """Return what is in flight at once on each rank of a schedule."""
     by_rank = []
-    for row in job_table(schedule, pp, vpp, num_microbatches).schedule.jobs:
+    for row in job_table(*pipeline).schedule.jobs:
         check_time()
         live = dict.fromkeys(sorted({job.stage_index for job in row}), 0)
         states = set()
@@ -87,7 +85,7 @@ def whole_in_flight_of(configuration: Configuration) -> tuple[int, ...]:
         # The forwards ahead of the rank's first backward.
         return order.warmup
     most: dict[int, int] = {}
-    for stages, live in live_microbatches(*configuration.pipeline).by_rank:
+    for stages, live in live_microbatches(configuration.pipeline).by_rank:
         most.update(zip(stages.tolist(), live.max(axis=0).astype(int).tolist(), strict=True))
     return tuple(most[stage] for stage in sorted(most))
 
@@ -99,7 +97,7 @@ def whole_stages_of(configuration: Configuration) -> tuple[int, ...]:
         return live_stages_of(configuration)
     if order.warmup:
         return order.warmup
-    by_rank = live_microbatches(*configuration.pipeline).by_rank
+    by_rank = live_microbatches(configuration.pipeline).by_rank
     return tuple(int(live.sum(axis=1).max()) for _, live in by_rank)
 
 
@@ -110,23 +108,23 @@ def in_flight_of(configuration: Configuration) -> tuple[int, ...]:
     limit = find_schedule(configuration.schedule).in_flight_limit
     # What the schedule promises spares building its table, and validation holds tables to it.
     if configuration.vpp == 1 and limit is not None:
-        return tuple(limit(configuration.pp, configuration.vpp, configuration.num_microbatches))
-    return _in_flight_of_table(*configuration.pipeline)
+        return tuple(limit(*configuration.pipeline[1:]))
+    return _in_flight_of_table(configuration.pipeline)
 
 
 def live_stages_of(configuration: Configuration) -> tuple[int, ...]:
     """Return the most microbatch-stages of which each pp rank holds anything."""
     limit = find_schedule(configuration.schedule).in_flight_limit
     if limit is not None:
-        return tuple(limit(configuration.pp, configuration.vpp, configuration.num_microbatches))
-    return _live_of_table(*configuration.pipeline)
+        return tuple(limit(*configuration.pipeline[1:]))
+    return _live_of_table(configuration.pipeline)
 
 
 @lru_cache(maxsize=1024)
-def _live_of_table(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
-    return in_flight(job_table(schedule, pp, vpp, num_microbatches).schedule)
+def _live_of_table(pipeline: Pipeline) -> tuple[int, ...]:
+    return in_flight(job_table(*pipeline).schedule)
 
 
 @lru_cache(maxsize=1024)
-def _in_flight_of_table(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
-    return in_flight_per_stage(job_table(schedule, pp, vpp, num_microbatches).schedule)
+def _in_flight_of_table(pipeline: Pipeline) -> tuple[int, ...]:
+    return in_flight_per_stage(job_table(*pipeline).schedule)

@@ -30,15 +30,12 @@ from planner.language.lowering.propagate import propagate_on
 from planner.language.plan import ClassLayout, Precision
 from planner.language.stacks import Expressed
 from search.op_layout.front import Layouts
-from search.op_layout.layouts import LayoutSolver
+from search.op_layout.layouts import LayoutSolver, SizedLayouts
 from search.space.configuration import Shape
 from search.stages.stage_table import StageTable
 
-Solve = Callable[[int, int], Sequence[Layouts]]
-"""Returns layouts on so many ranks of tp, of a microbatch size."""
-
-Key = tuple[int, int, int]
-"""tp, microbatch size and cp."""
+Solve = Callable[[], Sequence[Layouts]]
+"""Returns layouts on tp."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,98 +85,23 @@ class LayoutCandidates:
     given: Degrees = field(default_factory=Degrees)
     expressed: Expressed | None = None
     why_no_cp: LayoutError | None = None
-    _tables: dict[Key, tuple[StageTable, ...]] = field(default_factory=dict)
-    """Tables worth trying, by tp, microbatch size and cp."""
-    _table_of: dict[tuple, StageTable] = field(default_factory=dict)
-    """Every table, by layouts on tp, mesh and microbatch size."""
+    _sized: dict[tuple[int, int, int], SizedCandidates] = field(default_factory=dict)
+    """Candidates by tp, microbatch size and cp."""
     _accumulate_s: dict[bool, float] = field(default_factory=dict)
     """Seconds of adding up gradients, by whether an axis cuts parameters."""
 
-    def optimistic(self, tp: int, microbatch_size: int) -> LayoutCandidate:
-        """Return the fastest layout with an optimistic bound: each op's least seconds, no moves.
-
-        The layout itself is found when its table is needed.
-        """
-        seconds = self.solver.least_seconds(tp, microbatch_size)
-        degrees = self._degrees(tp, 1)
-        return self._candidate(lambda: self.fastest(tp, microbatch_size)[0].table, degrees, seconds)
-
-    def fastest(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[LayoutCandidate, ...]:
-        """Return the fastest layout; none where cp cannot divide its blocks."""
-        return self._of(lambda *of: (self.solver.fastest(*of),), tp, microbatch_size, cp)
-
-    def every(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[LayoutCandidate, ...]:
-        """Return each layout of the front; none where cp cannot divide the blocks of any."""
-        return self._of(self.solver.layouts, tp, microbatch_size, cp)
-
-    def kinds(
-        self, tp: int, microbatch_size: int, cp: int = 1
-    ) -> Iterator[tuple[LayoutCandidate, ...]]:
-        """Yield candidates kind by kind, each more costly to find than the kind before; none where
-        cp cannot divide their blocks.
-        """
-        if self.costs.adds_ops:
-            if cp == 1 < tp:
-                # Sums of ops alone bound a layout only where the runtime runs ops one by one.
-                yield (self.optimistic(tp, microbatch_size),)
-            yield self.fastest(tp, microbatch_size, cp)
-        yield self.every(tp, microbatch_size, cp)
-
-    def tables(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[StageTable, ...]:
-        """Return one table per layout worth trying."""
+    def at(self, tp: int, microbatch_size: int, cp: int = 1) -> SizedCandidates:
+        """Return those of a tp, a cp and a microbatch size."""
         key = tp, microbatch_size, cp
-        if key not in self._tables:
-            self._tables[key] = worth_trying(layout.table for layout in self.every(*key))
-        return self._tables[key]
+        if key not in self._sized:
+            self._sized[key] = SizedCandidates(
+                candidates=self,
+                degrees=replica_mesh(self.given.with_sizes(tp=tp, cp=cp)),
+                microbatch_size=microbatch_size,
+            )
+        return self._sized[key]
 
-    def leanest(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[StageTable, ...]:
-        """Return tables of the layouts of fewest bytes, which no plan need have."""
-        found = self._solved(self.solver.leanest, tp, microbatch_size)
-        degrees = self._degrees(tp, cp)
-        tables = (self._table(by_class, degrees, microbatch_size) for by_class in found)
-        return tuple(table for table in tables if table is not None)
-
-    def _degrees(self, tp: int, cp: int) -> Degrees:
-        """Return the mesh of a replica."""
-        return replica_mesh(self.given.with_sizes(tp=tp, cp=cp))
-
-    def _solved(
-        self, solve: Solve, tp: int, microbatch_size: int
-    ) -> dict[tuple[ClassLayout, ...], float]:
-        """Return layouts on tp with the least seconds of each; none where a stack has none."""
-        if tp == 1:
-            # There is one layout, of nothing divided, and nothing to bound it by.
-            return {(): 0.0}
-        try:
-            return {found.by_class: found.seconds for found in solve(tp, microbatch_size)}
-        except LayoutError as error:
-            if self.expressed is None:
-                raise
-            # No rule of some op splits it as the stack does.
-            self.why_no_cp = error
-            return {}
-
-    def _of(
-        self, solve: Solve, tp: int, microbatch_size: int, cp: int
-    ) -> tuple[LayoutCandidate, ...]:
-        degrees = self._degrees(tp, cp)
-        candidates = []
-        for by_class, seconds in self._solved(solve, tp, microbatch_size).items():
-            table = self._table(by_class, degrees, microbatch_size)
-            if table is None:
-                continue
-            if self.costs.adds_ops:
-                candidates.append(self._candidate(_always(table), degrees, seconds))
-            else:
-                # Where ops are fused or collectives overlap, the table's own price is the bound;
-                # gradient sums are in it.
-                whole_s = float((table.forward_s + table.backward_s).sum())
-                candidates.append(
-                    LayoutCandidate(find_table=_always(table), least_s=whole_s, accumulate_s=0.0)
-                )
-        return tuple(candidates)
-
-    def _candidate(
+    def candidate(
         self, find_table: Callable[[], StageTable], degrees: Degrees, seconds: float
     ) -> LayoutCandidate:
         """Return the candidate of a table whose ops and moves take so many seconds on tp alone."""
@@ -211,48 +133,109 @@ class LayoutCandidates:
             )
         return self._accumulate_s[cuts_params]
 
-    def _table(
-        self, by_class: tuple[ClassLayout, ...], degrees: Degrees, microbatch_size: int
-    ) -> StageTable | None:
+    @cached_property
+    def _least_correction(self) -> float:
+        """Return what part of the sum of its ops a block takes at least."""
+        correction = self.costs.profile.block_correction
+        return min(1.0, correction("forward"), correction("backward"))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SizedCandidates:
+    """Layout candidates of one mesh of a replica and one microbatch size."""
+
+    candidates: LayoutCandidates
+    degrees: Degrees
+    """Sizes on the axes that blocks are lowered on."""
+    microbatch_size: int
+    _table_of: dict[tuple[ClassLayout, ...], StageTable] = field(default_factory=dict)
+    """Every table, by layouts on tp."""
+
+    @property
+    def optimistic(self) -> LayoutCandidate:
+        """The fastest layout with an optimistic bound: each op's least seconds, no moves.
+
+        The layout itself is found when its table is needed.
+        """
+        return self.candidates.candidate(
+            lambda: self.fastest[0].table, self.degrees, self._layouts.least_seconds
+        )
+
+    @property
+    def fastest(self) -> tuple[LayoutCandidate, ...]:
+        """The fastest layout; none where cp cannot divide its blocks."""
+        return self._priced(lambda: (self._layouts.fastest,))
+
+    @property
+    def every(self) -> tuple[LayoutCandidate, ...]:
+        """Each layout of the front; none where cp cannot divide the blocks of any."""
+        return self._priced(lambda: self._layouts.worth_pricing)
+
+    def kinds(self) -> Iterator[tuple[LayoutCandidate, ...]]:
+        """Yield candidates kind by kind, each more costly to find than the kind before; none where
+        cp cannot divide their blocks.
+        """
+        if self.candidates.costs.adds_ops:
+            if self.degrees["cp"] == 1 < self.degrees["tp"]:
+                # Sums of ops alone bound a layout only where the runtime runs ops one by one.
+                yield (self.optimistic,)
+            yield self.fastest
+        yield self.every
+
+    @cached_property
+    def tables(self) -> tuple[StageTable, ...]:
+        """One table per layout worth trying."""
+        return worth_trying(layout.table for layout in self.every)
+
+    @property
+    def leanest(self) -> tuple[StageTable, ...]:
+        """Tables of the layouts of fewest bytes, which no plan need have."""
+        tables = map(self._table, self._solved(lambda: self._layouts.leanest))
+        return tuple(table for table in tables if table is not None)
+
+    @property
+    def _layouts(self) -> SizedLayouts:
+        return self.candidates.solver.at(self.degrees["tp"], self.microbatch_size)
+
+    def _table(self, by_class: tuple[ClassLayout, ...]) -> StageTable | None:
         """Return the table of layouts on tp, with layouts on outer axes of what they make."""
-        key = by_class, degrees, microbatch_size
-        if key not in self._table_of:
+        if by_class not in self._table_of:
+            of = self.candidates
             try:
-                layouts = self._with_outer(by_class, degrees, microbatch_size)
-                self._check_expressed(layouts, degrees)
+                layouts = self._with_outer(by_class)
+                self._check_expressed(layouts)
             except LayoutError as error:
-                self.why_no_cp = error
+                of.why_no_cp = error
                 return None
-            self._table_of[key] = StageTable(
-                costs=self.costs,
+            self._table_of[by_class] = StageTable(
+                costs=of.costs,
                 layouts=layouts,
-                degrees=degrees,
-                microbatch_size=microbatch_size,
-                precision=self.precision,
-                on_host=self.on_host,
+                degrees=self.degrees,
+                microbatch_size=self.microbatch_size,
+                precision=of.precision,
+                on_host=of.on_host,
             )
-        return self._table_of[key]
+        return self._table_of[by_class]
 
-    def _check_expressed(self, layouts: tuple[ClassLayout, ...], degrees: Degrees) -> None:
-        """Raise LayoutError where the stack has other layouts on a mesh."""
-        if self.expressed is not None:
-            why = self.expressed.why_not_laid_out(layouts, degrees)
+    def _check_expressed(self, layouts: tuple[ClassLayout, ...]) -> None:
+        """Raise LayoutError where the stack has other layouts on the mesh."""
+        if self.candidates.expressed is not None:
+            why = self.candidates.expressed.why_not_laid_out(layouts, self.degrees)
             if why:
-                raise LayoutError(f"{degrees}: {why}")
+                raise LayoutError(f"{self.degrees}: {why}")
 
-    def _with_outer(
-        self, layouts: tuple[ClassLayout, ...], degrees: Degrees, microbatch_size: int
-    ) -> tuple[ClassLayout, ...]:
+    def _with_outer(self, layouts: tuple[ClassLayout, ...]) -> tuple[ClassLayout, ...]:
         """Return the layouts with those on each axis outside, of what is lowered inside it."""
-        graph, inside = self.costs.graph, Degrees(tp=degrees["tp"])
+        costs, degrees = self.candidates.costs, self.degrees
+        graph, inside = costs.graph, Degrees(tp=degrees["tp"])
         # From the inside out: each axis divides the programs that the axes inside it leave a rank.
         for axis in lowered_axes()[1:]:
             if degrees[axis.name] == 1:
                 continue
             programs = [
-                self.costs.local(
+                costs.local(
                     index,
-                    microbatch_size,
+                    self.microbatch_size,
                     inside,
                     tuple(layout for layout in layouts if layout.class_index == index),
                 )
@@ -262,17 +245,42 @@ class LayoutCandidates:
                 graph,
                 axis,
                 size=degrees[axis.name],
-                microbatch_size=microbatch_size,
+                microbatch_size=self.microbatch_size,
                 programs=programs,
             )
             inside = inside.with_sizes(**{axis.name: degrees[axis.name]})
         return layouts
 
-    @cached_property
-    def _least_correction(self) -> float:
-        """Return what part of the sum of its ops a block takes at least."""
-        correction = self.costs.profile.block_correction
-        return min(1.0, correction("forward"), correction("backward"))
+    def _solved(self, solve: Solve) -> dict[tuple[ClassLayout, ...], float]:
+        """Return layouts on tp with the least seconds of each; none where a stack has none."""
+        if self.degrees["tp"] == 1:
+            # There is one layout, of nothing divided, and nothing to bound it by.
+            return {(): 0.0}
+        try:
+            return {found.by_class: found.seconds for found in solve()}
+        except LayoutError as error:
+            if self.candidates.expressed is None:
+                raise
+            # No rule of some op splits it as the stack does.
+            self.candidates.why_no_cp = error
+            return {}
+
+    def _priced(self, solve: Solve) -> tuple[LayoutCandidate, ...]:
+        candidates = []
+        for by_class, seconds in self._solved(solve).items():
+            table = self._table(by_class)
+            if table is None:
+                continue
+            if self.candidates.costs.adds_ops:
+                candidates.append(self.candidates.candidate(_always(table), self.degrees, seconds))
+            else:
+                # Where ops are fused or collectives overlap, the table's own price is the bound;
+                # gradient sums are in it.
+                whole_s = float((table.forward_s + table.backward_s).sum())
+                candidates.append(
+                    LayoutCandidate(find_table=_always(table), least_s=whole_s, accumulate_s=0.0)
+                )
+        return tuple(candidates)
 
 
 def _always(table: StageTable) -> Callable[[], StageTable]:

@@ -180,8 +180,6 @@ class RankStages:
     table: StageTable
     configuration: Configuration
     is_mixed: bool = False
-    neighbours: int = 0
-    """As in `Replication`: ranks of a stage on this group of devices, 0: all."""
 
     @cached_property
     def choices(self) -> tuple[Recompute, ...]:
@@ -214,8 +212,7 @@ class RankStages:
     @cached_property
     def replication(self) -> Replication:
         """How ranks of a stage share its weights."""
-        shared = _replication(self.table, self.configuration)
-        return replace(shared, neighbours=self.neighbours)
+        return _replication(self.table, self.configuration)
 
     @property
     def prices(self) -> ReplicaPrices:
@@ -235,16 +232,19 @@ class RankStages:
         samples = parts * configuration.microbatch_size
         return sum(graph.tensor[name].bytes_at(samples) for name in graph.batch_inputs)
 
+    @property
+    def ahead_s(self) -> Floats:
+        """The most of each block's whole backward that may come after its gradient is sent on."""
+        is_sharded = self.replication.is_sharded
+        return self.table.ahead_s(is_sharded=is_sharded, choices=self.choices)
+
     @cached_property
     def least_block_s(self) -> tuple[Floats, Floats, Floats]:
         """The least seconds of each block's forward and backward, and the most of the backward that
         may come after its gradient is sent on (`ChainProblem`).
         """
-        table, is_sharded = self.table, self.replication.is_sharded
-        if self.configuration.splits_backward:
-            weight_s = table.weight_s
-        else:
-            weight_s = table.ahead_s(is_sharded=is_sharded, choices=self.choices)
+        table = self.table
+        weight_s = table.weight_s if self.configuration.splits_backward else self.ahead_s
         again_s = table.least_recompute_s(self.choices)
         return table.forward_s, table.backward_s + again_s, weight_s
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
 from costmodel.topology import axis_group, group_along, lowered_groups, pipeline_group
+from planner.cluster import Link, Tier
 from planner.language.layout.axes import Degrees
 from profiles import Group
+from profiles.lookup.tiers import two_levels
 from tests.search.machine import Machine
 
 
@@ -35,6 +38,22 @@ def test_a_pipeline_that_spans_nodes_sends_between_them():
     degrees = Degrees(dp=2, tp=2)
     assert pipeline_group(cluster_of(8), degrees, pp=2) == Group(ranks_per_node=2)
     assert pipeline_group(cluster_of(4), degrees, pp=2) == Group(ranks_per_node=1, num_nodes=2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_what_leaves_a_part_of_a_group_takes_the_link_between_groups(ranks):
+    """Nodes of 4 in domains of 8, and stages with as many ranks on another group as here: what is
+    inside takes the links that it takes alone.
+    """
+    spine, between = (
+        Link(name=name, alpha_s=0, beta_s_per_byte=1) for name in ("spine", "between")
+    )
+    tiers = Tier(devices=8, link=spine), Tier(devices=16, link=between)
+    cluster = Machine(devices_per_node=4, tiers=tiers).cluster
+    group = axis_group(replace(cluster, stage_ranks=ranks), size=2 * ranks, stride=1)
+    levels = two_levels("all_reduce", group, tiers)
+    assert levels.link == between
+    assert levels.inside == axis_group(cluster, size=ranks, stride=1)
 
 
 @pytest.mark.parametrize("name", ["dp", "cp", "tp", "data", "batch"])

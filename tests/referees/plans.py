@@ -63,7 +63,7 @@ def num_answers(graph: ModelGraph, machine, request: SearchRequest) -> int:
         tables = candidates.tables(shape.tp, shape.microbatch_size, shape.cp)
         for configuration, table in product(shape.configurations(), tables):
             if configuration.vpp > 1:
-                most = candidates.interleaved(configuration, table).levels(configuration).most
+                most = candidates.interleaved(configuration, table).levels.most
                 total += prod(int(level) + 1 for level in most)
                 continue
             for cuts in stage_boundaries(n, configuration.pp):
@@ -113,12 +113,10 @@ def every_answer(graph: ModelGraph, machine, request: SearchRequest) -> Iterator
                         tries += [(cuts, stages) for stages in product(*of_stages)]
                 else:
                     interleaved = candidates.interleaved(configuration, table)
-                    levels = interleaved.levels(configuration)
+                    levels, even = interleaved.levels, interleaved.cut.cuts
                     of_ranks = [range(int(most) + 1) for most in levels.most]
                     of_stages = [levels.of_stages(np.array(of)) for of in product(*of_ranks)]
-                    tries = [
-                        (interleaved.cuts, tuple(zip(*found, strict=True))) for found in of_stages
-                    ]
+                    tries = [(even, tuple(zip(*found, strict=True))) for found in of_stages]
                 for cuts, stages in tries:
                     chosen, until = zip(*stages, strict=True)
                     cut = Cut(cuts=cuts, choices=chosen, until=until, value=0.0)

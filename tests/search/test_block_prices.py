@@ -55,7 +55,7 @@ def test_a_choice_costs_what_its_lowered_blocks_cost(name):
     compared = 0
     for boundary in boundary_options(graph, TP):
         for classes in class_groups(graph, solver.shared):
-            problem = solver.problem(TP, SIZE, classes, boundary)
+            problem = solver.at(TP, SIZE).problem(classes, boundary)
             best = solve_by_elimination(problem).values
             for choice in [list(best), *(random_choice(problem, best, rng) for _ in range(8))]:
                 value = problem.value(choice)

@@ -114,7 +114,7 @@ def test_the_integer_program_equals_elimination_on_blocks_of_models(price):
         boundaries = boundary_options(graph, tp)
         for classes in class_groups(graph, solver.shared):
             for boundary in boundaries:
-                problem = solver.problem(tp, 2, classes, boundary)
+                problem = solver.at(tp, 2).problem(classes, boundary)
                 exact = solve_by_elimination(problem, bytes_price=price)
                 found, name = solve_block(problem, price, prefers_ilp=True)
                 assert (name, found.gap) == ("integer programs", 0.0)
@@ -277,7 +277,7 @@ def test_problems_too_wide_share_a_budget(monkeypatch):
     monkeypatch.setattr(layouts, "_WIDE_S", 0.04)
     graph = capture_tiny("gpt")
     solver = layouts.LayoutSolver(graph=graph, profile=load_profile("h100-sxm5-80gb"))
-    solver.layouts(2, 1)
+    _ = solver.at(2, 1).worth_pricing
     assert limits[0] == pytest.approx(0.005)
     assert limits == sorted(limits, reverse=True)
     assert limits[-1] == 0.0

@@ -17,7 +17,7 @@ from search.bounds.catalogue import one_microbatch, share_of_work
 from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind
 from search.bounds.exchange import LeastExchange
 from search.candidates import Candidates
-from search.space.configuration import Configuration
+from search.space.configuration import Configuration, Pipeline
 from search.space.job_tables import copied_rows
 from search.stages.rank_stages import RankStages, rank_bound
 from tests.search.machine import Machine
@@ -35,7 +35,7 @@ def test_copies_lengthen_the_jobs_that_are_shorter():
     assert extra_s(copied.whole, job_s, [2.0], [2.0]) == 0.0
     # Between the first forward and the first backward are F1, F2 and F3.
     assert extra_s(copied.filling, job_s, [5.0], [5.0]) == 3 * 2.0
-    assert copied_rows("fthenb", 2, 1, 4)[0] == copied
+    assert copied_rows(Pipeline("fthenb", 2, 1, 4))[0] == copied
 
 
 def test_some_rank_does_its_share():

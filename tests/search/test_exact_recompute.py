@@ -119,11 +119,11 @@ def test_of_ranks_with_several_stages_the_highest_level_that_does_not_fit_is_tol
     candidates = candidates_of(6, **INTERLEAVED)
     configuration, table = only_configuration(candidates, **INTERLEAVED)
     stages = candidates.interleaved(configuration, table)
-    levels = stages.levels(configuration)
+    levels = stages.levels
 
     def cut_at(level: int) -> Cut:
         choices, until = levels.of_stages(np.minimum(level, levels.most))
-        return Cut(cuts=stages.cuts, choices=choices, until=until, value=0.0)
+        return Cut(cuts=stages.cut.cuts, choices=choices, until=until, value=0.0)
 
     priced = PricedConfiguration(candidates, configuration, table)
     walked = np.array(
@@ -142,7 +142,7 @@ def test_of_ranks_with_several_stages_the_highest_level_that_does_not_fit_is_tol
         highest = int(np.flatnonzero(own > limit).max())
         exact = ExactRecompute(priced=priced, limit_bytes=limit)
         (found,) = exact.too_low(cut_at(0), [rank])
-        assert (found.choice, stages.homes[found.stage]) == (highest, rank)
+        assert (found.choice, stages.cut.homes[found.stage]) == (highest, rank)
         # From a level in between the same is found.
         (again,) = exact.too_low(cut_at(highest // 2), [rank])
         assert again == found

@@ -71,7 +71,7 @@ def corners(llama, h100):
     """The corners of a Llama layer on tp 8, as (problem, choice, seconds, bytes)."""
     solver = LayoutSolver(graph=llama, profile=h100)
     block = next(b for b in llama.blocks if b.name.endswith("layers.1"))
-    problem = solver.problem(8, 4, (block.class_index,))
+    problem = solver.at(8, 4).problem((block.class_index,))
 
     def solve(price):
         values = solve_by_elimination(problem, bytes_price=price).values
@@ -94,9 +94,9 @@ def test_a_corner_is_the_fastest_within_its_bytes(corners, which):
 
 def test_layouts_are_corners_of_the_whole_model(llama, h100, monkeypatch):
     """Each saves bytes against those that are faster; however little, where that is asked."""
-    few = LayoutSolver(graph=llama, profile=h100).layouts(8, 32)
+    few = LayoutSolver(graph=llama, profile=h100).at(8, 32).worth_pricing
     monkeypatch.setattr("search.op_layout.layouts._LEAST_SAVING", 0.0)
-    many = LayoutSolver(graph=llama, profile=h100).layouts(8, 32)
+    many = LayoutSolver(graph=llama, profile=h100).at(8, 32).worth_pricing
     assert 1 < len(few) < len(many)
     for found, saving in ((few, 0.02), (many, 0.0)):
         for fast, lean in pairwise(found):
@@ -107,10 +107,10 @@ def test_layouts_are_corners_of_the_whole_model(llama, h100, monkeypatch):
 def test_nothing_has_fewer_bytes_than_the_leanest(llama, h100):
     """The integer program finds nothing in a percent less."""
     solver = LayoutSolver(graph=llama, profile=h100)
-    whole = solver.leanest(8, 4)[0]
-    assert whole.num_bytes < min(layout.num_bytes for layout in solver.layouts(8, 4))
+    whole = solver.at(8, 4).leanest[0]
+    assert whole.num_bytes < min(layout.num_bytes for layout in solver.at(8, 4).worth_pricing)
     for group in class_groups(llama, solver.shared):
-        problem = solver.problem(8, 4, group)
+        problem = solver.at(8, 4).problem(group)
         price = 1e4 * problem.value([0] * len(problem.variables)) / 1e9
         lean = solve_by_elimination(problem, bytes_price=price).values
         assert solve_by_cpsat(problem, memory_limit_bytes=0.99 * problem.num_bytes(lean)) is None

@@ -26,9 +26,9 @@ def block_seconds(table) -> float:
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_closer_look_only_raises_the_bound(candidates, tp):
-    optimistic = candidates.layouts.optimistic(tp, 1)
-    (fastest,) = candidates.layouts.fastest(tp, 1)
-    every = candidates.layouts.every(tp, 1)
+    optimistic = candidates.layouts.at(tp, 1).optimistic
+    (fastest,) = candidates.layouts.at(tp, 1).fastest
+    every = candidates.layouts.at(tp, 1).every
     assert 0 < optimistic.least_s <= fastest.least_s * (1 + 1e-9)
     for layout in every:
         assert fastest.least_s <= layout.least_s * (1 + 1e-9)
@@ -37,15 +37,18 @@ def test_a_closer_look_only_raises_the_bound(candidates, tp):
 
 
 def test_tables_are_named_by_what_they_are_of(candidates):
-    tables = [layout.table for tp in (1, 2, 4) for layout in candidates.layouts.every(tp, 1)]
-    tables += [layout.table for layout in candidates.layouts.every(2, 2)]
+    tables = [layout.table for tp in (1, 2, 4) for layout in candidates.layouts.at(tp, 1).every]
+    tables += [layout.table for layout in candidates.layouts.at(2, 2).every]
     assert len({table.key for table in tables}) == len(tables)
     again = Candidates.of(candidates.graph, MACHINE, SearchRequest(num_devices=8, global_batch=8))
-    assert again.layouts.fastest(2, 1)[0].table.key == candidates.layouts.fastest(2, 1)[0].table.key
+    assert (
+        again.layouts.at(2, 1).fastest[0].table.key
+        == candidates.layouts.at(2, 1).fastest[0].table.key
+    )
 
 
 def test_a_table_that_is_slower_must_hold_clearly_less(candidates):
-    tables = [layout.table for layout in candidates.layouts.every(4, 1)]
+    tables = [layout.table for layout in candidates.layouts.at(4, 1).every]
     kept = worth_trying([*tables, *tables])
     assert [block_seconds(table) for table in kept] == sorted(map(block_seconds, kept))
     assert len({table.key for table in kept}) == len(kept)
@@ -90,8 +93,8 @@ def test_kinds_that_share_a_weight_each_count_as_often_as_they_are_there():
     request = SearchRequest(num_devices=2, global_batch=8)
     layouts = Candidates.of(graph, MACHINE, request).layouts
     assert len({block.class_index for block in graph.blocks}) < len(graph.blocks)
-    (fastest,) = layouts.fastest(2, 4)
-    assert layouts.optimistic(2, 4).least_s <= fastest.least_s * (1 + 1e-9)
+    (fastest,) = layouts.at(2, 4).fastest
+    assert layouts.at(2, 4).optimistic.least_s <= fastest.least_s * (1 + 1e-9)
     assert fastest.least_s + fastest.accumulate_s <= block_seconds(fastest.table) * (1 + 1e-9)
     # It is close to it as well: nothing is left out.
     assert fastest.least_s > 0.8 * block_seconds(fastest.table)

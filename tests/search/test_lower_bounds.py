@@ -217,9 +217,9 @@ def _parts_of_estimate(candidates, configuration, table, rng):
     kinds = recompute_choices(configuration.recompute)
     if configuration.vpp > 1:
         stages = candidates.interleaved(configuration, table)
-        levels = stages.levels(configuration)
+        levels = stages.levels
         choices, until = levels.of_stages(rng.integers(levels.most + 1))
-        cut = Cut(cuts=stages.cuts, choices=choices, until=until, value=0)
+        cut = Cut(cuts=stages.cut.cuts, choices=choices, until=until, value=0)
         yield from _parts_of_even(candidates, configuration, table, cut)
         return
     inner = np.sort(rng.choice(np.arange(1, table.num_blocks), configuration.pp - 1, replace=False))
@@ -255,10 +255,10 @@ def _parts_of_even(candidates, configuration, table, cut):
     for rank, parts in enumerate(memory):
         total = float(parts.total)
         # At a limit just above the estimate the rank's own level may fit.
-        level = stages.levels(configuration).of_cut(cut.choices, cut.until)[rank]
+        level = stages.levels.of_cut(cut.choices, cut.until)[rank]
         limit = total * (1 + 1e-9)
-        assert stages.least_levels(configuration, max(limit, highest))[rank] <= level
-        whole = stages.least_bytes(configuration)[-1, rank]
+        assert stages.least_levels(max(limit, highest))[rank] <= level
+        whole = stages.least_bytes[-1, rank]
         yield float(whole) / total
 
 
@@ -271,15 +271,15 @@ def test_no_layout_is_faster_than_its_draft_says(name):
     )
     candidates = Candidates.of(graph, MACHINE, SearchRequest(num_devices=4, global_batch=8))
     degrees = [(tp, size) for tp in (2, 4) for size in (1, 2, 4)]
-    layouts = [layout for pair in degrees for layout in candidates.layouts.every(*pair)]
+    layouts = [layout for pair in degrees for layout in candidates.layouts.at(*pair).every]
     assert any(layout.least_s > 0 for layout in layouts)
     for layout in layouts:
         priced = float((layout.table.forward_s + layout.table.backward_s).sum())
         assert layout.least_s + layout.accumulate_s <= priced * (1 + 1e-9)
     for pair in degrees:
-        fastest = candidates.layouts.fastest(*pair)[0].least_s
-        assert fastest == min(layout.least_s for layout in candidates.layouts.every(*pair))
-        assert 0 < candidates.layouts.optimistic(*pair).least_s <= fastest * (1 + 1e-12)
+        fastest = candidates.layouts.at(*pair).fastest[0].least_s
+        assert fastest == min(layout.least_s for layout in candidates.layouts.at(*pair).every)
+        assert 0 < candidates.layouts.at(*pair).optimistic.least_s <= fastest * (1 + 1e-12)
 
 
 @pytest.fixture

@@ -160,18 +160,16 @@ def test_no_virtual_stages_are_faster_than_their_bound_with_copies(schedule, zer
     configuration = next(candidates.shapes(request)[0].configurations())
     table = candidates.tables(configuration.tp, configuration.microbatch_size)[0]
     stages = candidates.interleaved(configuration, table)
-    copied = copied_rows(
-        configuration.schedule, configuration.pp, configuration.vpp, configuration.num_microbatches
-    )
+    copied = copied_rows(configuration.pipeline)
     kinds = recompute_choices(configuration.recompute)
     for by_rank in product(range(len(kinds)), repeat=configuration.pp):
-        choices = tuple(by_rank[home] for home in stages.homes)
-        cut = Cut(cuts=stages.cuts, choices=choices, value=0.0)
+        choices = tuple(by_rank[home] for home in stages.cut.homes)
+        cut = Cut(cuts=stages.cut.cuts, choices=choices, value=0.0)
         priced = PricedConfiguration(candidates, configuration, table)
         recomputed = priced.recompute_by_block(cut)
-        bound = stages.step_bound(configuration, recomputed, copied)
+        bound = stages.step_bound(recomputed, copied)
         step_s = priced.quick_step_s(cut)
-        assert stages.step_bound(configuration, recomputed) < bound <= step_s * (1 + 1e-9)
+        assert stages.step_bound(recomputed) < bound <= step_s * (1 + 1e-9)
 
 
 def test_a_cpu_has_no_other_memory_to_move_to():

@@ -128,7 +128,7 @@ def every_cut(candidates: Candidates, mix: Mix) -> Iterator[Cut]:
         return
     kinds = range(len(members) * len(recompute_choices(configuration.recompute)))
     homes = stage_to_pp_rank(configuration.schedule, configuration.pp, configuration.vpp)
-    for cuts in {candidates.interleaved(m.configuration, m.table).cuts for m in members}:
+    for cuts in {candidates.interleaved(m.configuration, m.table).cut.cuts for m in members}:
         for by_rank in product(kinds, repeat=configuration.pp):
             yield Cut(cuts=cuts, choices=tuple(by_rank[home] for home in homes), value=0.0)
 

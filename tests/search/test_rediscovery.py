@@ -87,7 +87,7 @@ def test_few_keys_travel_where_they_are_smaller_than_the_stream():
 def test_where_sums_are_cheap_and_norms_free_sequences_stay_whole(llama):
     """The same weights, but two all-reduces each way: nothing is built in."""
     machine = SummingSwitch(context_bytes=0.0, devices_per_node=TP, bytes_per_s=1e18)
-    fastest = LayoutSolver(graph=llama, profile=machine).fastest(TP, 1)
+    fastest = LayoutSolver(graph=llama, profile=machine).at(TP, 1).fastest
     layout, placements = layer_of(llama, fastest.by_class)
     assert (placements["q_proj"], placements["o_proj"]) == ("S(0)", "S(1)")
     assert (layout.inputs[0], layout.outputs) == ("R", ("R",))

@@ -38,7 +38,7 @@ def test_the_best_choice_needs_no_segments_that_lead_nowhere(name, monkeypatch):
         """Return how many strategies there were, and the costs of the best choices."""
         solver = LayoutSolver(graph=graph, profile=machine)
         problems = [
-            solver.problem(tp, size, classes, boundary)
+            solver.at(tp, size).problem(classes, boundary)
             for boundary in boundary_options(graph, tp)
             for classes in class_groups(graph, solver.shared)
         ]

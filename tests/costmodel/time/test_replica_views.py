@@ -14,6 +14,7 @@ from costmodel.estimate import (
     step_seconds,
 )
 from costmodel.time.replica_views import replica_views
+from costmodel.time.tied import tied_seconds
 from planner.cluster import Link, Tier
 from planner.errors import PlanError
 from planner.language.lowering.defaults import default_plan
@@ -41,9 +42,9 @@ def cluster(*speeds: float, devices: int = 2) -> Machine:
     return replace(groups[0].profile, name="several", groups=tuple(groups))
 
 
-def on(groups: list[str], *, shares: tuple[int, ...] = (), **choices) -> Plan:
+def on(groups: list[str], *, shares: tuple[int, ...] = (), model="equal", **choices) -> Plan:
     """A plan whose stages lie on these groups."""
-    plan = default_plan(graph_of("equal"), **choices)
+    plan = default_plan(graph_of(model), **choices)
     data = plan.model_dump(mode="json")
     for stage, group in zip(data["stages"], groups, strict=True):
         stage["device_group"] = group
@@ -107,7 +108,9 @@ def test_a_replica_stays_on_its_groups_from_stage_to_stage():
     costs = cost_cache(graph_of("equal"), two, 4)
     views = replica_views(on(["a+b", "a+b"], **choices), costs)
     assert [view.plan.device_groups for view in views] == [("a", "a"), ("b", "b")]
-    assert [view.neighbours for view in views] == [(1, 1), (1, 1)]
+    # A device of each group has a rank of both stages.
+    parts = (view.costs.of_group(group) for view, group in zip(views, "ab", strict=True))
+    assert [part.cluster.stage_ranks for part in parts] == [1, 1]
     along, across, by_stage = (
         estimate(graph_of("equal"), two, on(groups, **choices), costs=costs).path.parts
         for groups in (["a+b", "a+b"], ["a+b", "b+a"], ["a", "b"])
@@ -116,6 +119,17 @@ def test_a_replica_stays_on_its_groups_from_stage_to_stage():
     # With a group for each stage transfers cross, and gradients stay inside.
     assert by_stage["messages_s"] > along["messages_s"]
     assert by_stage["dp_comm_s"] < along["dp_comm_s"]
+
+
+def test_stages_of_a_replica_share_weights_inside_its_group():
+    """Two stages with a replica on each group: the ranks with a weight are neighbours there, as
+    those of a pipeline alone on a group are.
+    """
+    costs = cost_cache(graph_of("tied"), cluster(1.0, 1.0), 4)
+    views = replica_views(on(["a+b", "a+b"], model="tied", dp=2, pp=2), costs)
+    alone = tied_seconds(on(["a", "a"], model="tied", pp=2), costs)
+    assert min(alone) > 0
+    assert {tied_seconds(view.plan, view.costs) for view in views} == {alone}
 
 
 def test_memory_is_told_by_group():
