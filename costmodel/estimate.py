@@ -30,20 +30,23 @@ from costmodel.time.inputs import input_seconds
 from costmodel.time.offload import least_job_seconds
 from costmodel.time.plan_price import PlanPrice, price_plan, stages_of_rank
 from costmodel.time.replica_views import ReplicaView, replica_views
-from costmodel.time.simulate import (
-    JobSeconds,
-    JobTable,
-    Timeline,
-    build_job_table,
-    job_table,
-    simulate,
-)
 from costmodel.time.step_path import StepPath
 from planner.graph import ModelGraph
 from planner.graph.tables import with_table_lookups
 from planner.plan import OURS, Plan
 from planner.plan.whole_batch import graph_under
-from planner.schedule import SteadySchedule, StepJobKind, schedule_of, step_jobs
+from planner.schedule import (
+    JobSeconds,
+    JobTable,
+    SteadySchedule,
+    StepJobKind,
+    Timeline,
+    build_job_table,
+    job_table,
+    schedule_of,
+    simulate,
+    step_jobs,
+)
 from planner.schedule.timing.offloads import offloads_of
 from profiles import Profile
 

@@ -41,8 +41,7 @@ from planner.plan.defaults import default_plan
 from planner.plugins import load_plugins, name_files
 from planner.runtime.start.course import Keeping
 from planner.runtime.start.launch import _check_script, check_listed
-from planner.schedule import StageTimes, build_schedule
-from planner.schedule.timing.timetable import time_schedule
+from planner.schedule import JobSeconds, build_schedule, simulate
 from planner.step_log import _sink
 from profiles import load_cluster, load_profile, measure_profile
 from search import SearchRequest
@@ -88,7 +87,7 @@ profile = "a100-sxm4-80gb"
 nodes = 1
 {more}
 """
-TIMES = StageTimes(forward_s=(1.0,), backward_input_s=(1.0,), backward_weight_s=(1.0,))
+TIMES = JobSeconds.of_stages(forward_s=(1.0,), backward_input_s=(1.0,), backward_weight_s=(1.0,))
 
 REFUSED: dict[str, Callable[..., Any]] = {
     # The search's request
@@ -183,7 +182,7 @@ REFUSED: dict[str, Callable[..., Any]] = {
         pp=2, tp=4, by_stage={"tp": (3, 1)}
     ),
     "finds no such tensor in the batch, which has": lambda: count_tokens("y")({"x": torch.ones(1)}),
-    "times of 1 stages given for schedule '1f1b' of 2 stages; give one": lambda: time_schedule(
+    "times of 1 stages given for schedule '1f1b' of 2 stages; give one": lambda: simulate(
         build_schedule("1f1b", pp=2, vpp=1, num_microbatches=2), TIMES
     ),
     "stage times need one entry for each stage in all three lists": lambda: replace(

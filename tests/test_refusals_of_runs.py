@@ -45,7 +45,7 @@ from planner.runtime.start.groups.mesh import build_mesh
 from planner.runtime.state.weights import shape_of
 from planner.runtime.step.engine import Engine
 from planner.runtime.step.inputs.feed import cut_batch
-from planner.schedule import StageTimes
+from planner.schedule import JobSeconds
 from planner.schedule.registry import register_schedule
 from planner.step_log import StepLog
 from planner.templates import Transformer, build_transformer
@@ -200,7 +200,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "schedule '1f1b' is registered already; give yours another name": lambda: register_schedule(
         "1f1b"
     ),
-    "transfer_s has 2 entries; 2 stages have 1 boundaries": lambda: StageTimes(
+    "transfer_s has 2 entries; 2 stages have 1 boundaries": lambda: JobSeconds.of_stages(
         forward_s=(1.0, 1.0),
         backward_input_s=(1.0, 1.0),
         backward_weight_s=(1.0, 1.0),

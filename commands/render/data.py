@@ -17,11 +17,11 @@ from commands.render.flags import with_flags
 if TYPE_CHECKING:
     from costmodel.compare import RunComparison
     from costmodel.failures import Goodput
-    from costmodel.time.simulate import Timeline
     from planner.plan import Plan
     from planner.runtime.check.by_block.report import Proof
     from planner.runtime.check.dryrun import DryRun
     from planner.runtime.check.verify import VerifyReport
+    from planner.schedule import Timeline
     from planner.timeline import RankTimeline
     from profiles import Profile
     from search.report.explain import Comparison

@@ -14,7 +14,6 @@ import numpy as np
 
 from costmodel.cache import CostCache
 from costmodel.time.communication import DataParallelSeconds
-from costmodel.time.simulate import JobSeconds
 from costmodel.time.stage_costs.chain import Split, chain_costs
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.stage_costs.runs import Floats
@@ -26,6 +25,7 @@ from costmodel.topology import pipeline_group, replica_mesh, way_out
 from planner.layout.experts import check_experts
 from planner.plan import Plan
 from planner.plan.replication import Replication
+from planner.schedule import JobSeconds
 from profiles import Group
 
 _UPDATED = ("param_bytes", "num_params", "spread_bytes", "num_spread")

@@ -1,7 +1,7 @@
 """Pipeline schedules as data.
 
 A schedule is a table of jobs, one row for each pipeline rank. The same table is checked
-(`validate_schedule`), drawn (`draw_schedule`), priced (`costmodel.time.simulate`) and run
+(`validate_schedule`), drawn (`draw_schedule`), timed (`simulate`) and run
 (`planner.runtime`), so none of them names a schedule. What a search may rely on before there is a
 table (memory, waits, where weight gradients go) stands on the schedule's `ScheduleSpec`, so a
 schedule is one file. Torch-free.
@@ -63,8 +63,10 @@ from planner.schedule.timing.in_flight import (
     in_flight_per_stage,
     most_kept,
 )
+from planner.schedule.timing.job_seconds import JobSeconds
+from planner.schedule.timing.job_table import JobTable, build_job_table, job_table
+from planner.schedule.timing.simulate import Timeline, simulate
 from planner.schedule.timing.steady import SteadySchedule, steady_schedule
-from planner.schedule.timing.timetable import StageTimes, Timetable, time_schedule
 from planner.schedule.validate import validate_schedule
 
 __all__ = [
@@ -73,20 +75,22 @@ __all__ = [
     "Job",
     "JobKind",
     "JobOrder",
+    "JobSeconds",
+    "JobTable",
     "Pipeline",
     "Role",
     "RoundTrips",
     "Schedule",
     "ScheduleSpec",
-    "StageTimes",
     "SteadySchedule",
     "StepJob",
     "StepJobKind",
     "Synthesis",
-    "Timetable",
+    "Timeline",
     "Transfer",
     "backward_input",
     "backward_weight",
+    "build_job_table",
     "build_schedule",
     "chain_edges",
     "communication_order",
@@ -100,6 +104,7 @@ __all__ = [
     "in_flight",
     "in_flight_at_rank_peak",
     "in_flight_per_stage",
+    "job_table",
     "jobs_of_role",
     "loop_placement",
     "lower_bound_s",
@@ -107,11 +112,11 @@ __all__ = [
     "register_schedule",
     "schedule_of",
     "searched_schedules",
+    "simulate",
     "stage_to_pp_rank",
     "steady_schedule",
     "step_jobs",
     "synthesize_schedule",
-    "time_schedule",
     "validate_communication",
     "validate_schedule",
 ]

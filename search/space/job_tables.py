@@ -11,9 +11,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodel.time.simulate import job_table
 from planner.deadline import check_time
-from planner.schedule import find_schedule, in_flight, in_flight_per_stage
+from planner.schedule import find_schedule, in_flight, in_flight_per_stage, job_table
 from planner.schedule.jobs import JobKind
 from planner.schedule.timing.offloads import Offload, offloads_of
 from search.bounds.copied_jobs import CopiedRow

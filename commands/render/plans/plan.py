@@ -28,7 +28,7 @@ from planner.ops.held_pairs import held_pairs_messages
 from planner.ops.registry import ops_without_rule
 from planner.plan import OURS, ClassLayout, Plan, StagePlan, validate_model
 from planner.plan.buckets import shapes_of
-from planner.schedule import Schedule, StageTimes, draw_schedule, schedule_of, step_jobs
+from planner.schedule import JobSeconds, Schedule, draw_schedule, schedule_of, step_jobs
 from planner.schedule.captured_ops import WorkOfJobs, work_of_jobs
 from planner.schedule.draw import Behind
 from planner.schedule.step_jobs import ROLES, jobs_of_step
@@ -219,7 +219,7 @@ _PARTS = {
 
 def draw_timetable(
     schedule: Schedule,
-    times: StageTimes | None = None,
+    times: JobSeconds | None = None,
     behind: Sequence[Behind] | None = None,
     *,
     width: int = LINE_WIDTH,
@@ -250,7 +250,7 @@ class Timetable:
     def __init__(
         self,
         schedule: Schedule,
-        times: StageTimes | None = None,
+        times: JobSeconds | None = None,
         behind: Sequence[Behind] | None = None,
     ) -> None:
         self._drawn = schedule, times, behind

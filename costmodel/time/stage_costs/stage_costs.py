@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 
 from costmodel.execution import Execution
 from costmodel.time.communication import DataParallelSeconds, message_pieces
-from costmodel.time.simulate import JobSeconds
 from costmodel.time.stage_costs.chain import ChainCosts
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.stage_costs.replicas import ReplicaPrices, replica_prices
@@ -33,6 +32,7 @@ from costmodel.time.stage_costs.runs import Flags, Floats, Indices
 from costmodel.time.stage_costs.times import RecomputeTimes, RunTimes
 from planner.plan import Recompute
 from planner.plan.replication import Replication
+from planner.schedule import JobSeconds
 from profiles import Group
 
 

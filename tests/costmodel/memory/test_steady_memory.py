@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from costmodel import estimate
-from costmodel.time.simulate import JobTable
 from planner.plan.defaults import default_plan
-from planner.schedule import SteadySchedule
+from planner.schedule import JobTable, SteadySchedule
 from tests.builders import tiny_models
 from tests.captures import capture_module
 from tests.search.machine import Machine
