@@ -7,6 +7,7 @@ blocks are lowered on with the sizes of these, never on where in the model it st
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -57,7 +58,8 @@ class CostCache:
     Says also what kind of step is priced: the runtime's whose `execution` it is (if not given,
     ours), and whether it `clips_gradients`. In a cluster of several groups of devices, `groups` has
     the prices on each of them, of as many devices as `group_sizes` says, and this one those on the
-    first.
+    first. Where ranks lie on these devices, and which of them exchange over which links, is asked
+    of `cluster`: it differs from the profile's where stages have a part of their ranks here.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class CostCache:
         self.groups: Mapping[str, CostCache] = {}
         self.group_sizes: Mapping[str, int] = {}
         self.graph, self.profile = graph, profile
+        self.cluster = profile.cluster
         self.execution = execution or find_execution(OURS)
         self.clips_gradients = clips_gradients
         self._batch_inputs: dict[int, frozenset[str]] = {}
@@ -124,6 +127,33 @@ class CostCache:
                 "give the `cluster` file that the plan was searched for"
             )
         return self
+
+    def with_stage_ranks(self, on_groups: Mapping[str, int]) -> CostCache:
+        """Return the prices for a plan that has so many ranks of a stage on each of these groups of
+        devices, and others elsewhere.
+        """
+        if not on_groups:
+            return self
+        seen = copy(self)
+        seen.groups = {
+            name: each.part(on_groups[name]) if name in on_groups else each
+            for name, each in self.groups.items()
+        }
+        return seen
+
+    def part(self, stage_ranks: int) -> CostCache:
+        """Return the prices on these devices for stages of which so many ranks, not all, lie here.
+
+        Blocks lie inside of a replica, which is not divided, so both share what blocks take.
+        """
+
+        def part() -> CostCache:
+            of_part = copy(self)
+            of_part.cluster = replace(self.cluster, stage_ranks=stage_ranks)
+            of_part._made = {}
+            return of_part
+
+        return self.once(("part", stage_ranks), part)
 
     @property
     def adds_ops(self) -> bool:

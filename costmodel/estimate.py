@@ -118,7 +118,7 @@ def estimate(
     costs = costs_under(plan, costs)
     views = replica_views(plan, costs)
     num_replicas = sum(view.replicas for view in views)
-    found = [_simulated(view, costs) for view in views]
+    found = [_simulated(view) for view in views]
     flop, memory = 0.0, []
     for view, step in zip(views, found, strict=True):
         price = step.price
@@ -132,12 +132,12 @@ def estimate(
     slowest = max(found, key=lambda each: each.last.step_s)
     return Estimate(
         step_s=slowest.last.step_s,
-        path=_step_path(slowest, costs),
+        path=_step_path(slowest),
         # Each pp rank's fullest among all views.
         memory=tuple(
             max(of_rank, key=lambda parts: parts.total) for of_rank in zip(*memory, strict=True)
         ),
-        timeline=replace(slowest.timeline, step_jobs_s=_step_jobs_s(slowest, costs)),
+        timeline=replace(slowest.timeline, step_jobs_s=_step_jobs_s(slowest)),
         flop=flop * plan.num_microbatches,
         samples=plan.global_batch,
         source=costs.profile.source,
@@ -146,7 +146,7 @@ def estimate(
 
 def step_seconds(plan: Plan, costs: CostCache) -> float:
     """Return the seconds of a step alone: no memory is walked, nothing split by cause."""
-    return max(_simulated(view, costs).last.step_s for view in replica_views(plan, costs))
+    return max(_simulated(view).last.step_s for view in replica_views(plan, costs))
 
 
 def rank_bytes(plan: Plan, costs: CostCache, pp_ranks: Sequence[int]) -> tuple[int, ...]:
@@ -165,7 +165,7 @@ def rank_bytes_by_group(
     steady = _walked_jobs(_table_of(plan), plan, costs)
     found: tuple[dict[str, int], ...] = tuple({} for _ in pp_ranks)
     for view in replica_views(plan, costs):
-        weights = price_plan(view.plan, costs, view.neighbours).weights(pp_ranks)
+        weights = price_plan(view.plan, view.costs).weights(pp_ranks)
         memory = plan_memory(view.plan, costs, steady, weights)
         for rank, parts, most in zip(pp_ranks, memory, found, strict=True):
             group = view.plan.device_groups[rank]
@@ -189,18 +189,18 @@ class _SimulatedStep:
     """The rank that ends the step."""
 
 
-def _simulated(view: ReplicaView, costs: CostCache) -> _SimulatedStep:
+def _simulated(view: ReplicaView) -> _SimulatedStep:
     """Return the prices of some replicas, and when their jobs run."""
-    price = price_plan(view.plan, costs, view.neighbours)
+    price = price_plan(view.plan, view.costs)
     table = _table_of(view.plan)
-    copies_s = _copies_beside_jobs(price, costs, table)
+    copies_s = _copies_beside_jobs(price, table)
     timeline = simulate(table, price.job_seconds, at_least=copies_s)
     return _SimulatedStep(
         price=price,
         table=table,
         copies_s=copies_s,
         timeline=timeline,
-        last=_last_rank(price, costs, timeline),
+        last=_last_rank(price, timeline),
     )
 
 
@@ -288,8 +288,8 @@ def slowest_price(plan: Plan, costs: CostCache) -> PlanPrice:
     """Return the prices of the replicas whose step is longest; its plan has their devices."""
     views = replica_views(plan, costs)
     if len(views) == 1:
-        return price_plan(views[0].plan, costs, views[0].neighbours)
-    steps = (_simulated(view, costs) for view in views)
+        return price_plan(views[0].plan, views[0].costs)
+    steps = (_simulated(view) for view in views)
     return max(steps, key=lambda each: each.last.step_s).price
 
 
@@ -303,9 +303,7 @@ def _saved_bytes(price: PlanPrice) -> tuple[float, ...]:
     return tuple(kept)
 
 
-def _copies_beside_jobs(
-    price: PlanPrice, costs: CostCache, table: JobTable
-) -> tuple[np.ndarray, ...] | None:
+def _copies_beside_jobs(price: PlanPrice, table: JobTable) -> tuple[np.ndarray, ...] | None:
     """Return what the copies of activations take beside each job of each rank, if there are any."""
     on_host = [s for s, stage in enumerate(price.plan.stages) if stage.activations_on_host]
     if not on_host:
@@ -315,7 +313,9 @@ def _copies_beside_jobs(
     moved = {s: saved[s] for s in on_host}
     rows = table.schedule.jobs
     return tuple(
-        least_job_seconds(costs.of_group(group).profile, len(row), offloads_of(row, moved), moved)
+        least_job_seconds(
+            price.costs.of_group(group).profile, len(row), offloads_of(row, moved), moved
+        )
         for group, row in zip(price.plan.device_groups, rows, strict=True)
     )
 
@@ -354,14 +354,12 @@ def _exchange_s(price: PlanPrice) -> list[float]:
     ]
 
 
-def _clips(price: PlanPrice, costs: CostCache) -> list[ClipSeconds]:
+def _clips(price: PlanPrice) -> list[ClipSeconds]:
     """Clipping of each pp rank; none where gradients are not clipped."""
-    return [update.clip for update in price.updates] if costs.clips_gradients else []
+    return [update.clip for update in price.updates] if price.costs.clips_gradients else []
 
 
-def _step_jobs_s(
-    step: _SimulatedStep, costs: CostCache
-) -> tuple[tuple[tuple[float, float], ...], ...]:
+def _step_jobs_s(step: _SimulatedStep) -> tuple[tuple[tuple[float, float], ...], ...]:
     """Start and end of each rank's optimizer and learning-rate job.
 
     A scheduler sets a few numbers on the host, which takes microseconds: no time is counted.
@@ -369,8 +367,8 @@ def _step_jobs_s(
     price, timeline = step.price, step.timeline
     starts = update_starts(
         [end + s for end, s in zip(timeline.rank_end_s, _exchange_s(price), strict=True)],
-        _clips(price, costs),
-        norm_sum_s=norm_sum_seconds(costs.profile, price.plan.world_size),
+        _clips(price),
+        norm_sum_s=norm_sum_seconds(price.costs.profile, price.plan.world_size),
     )
     jobs = []
     for rank, start_s in enumerate(starts):
@@ -383,13 +381,13 @@ def _step_jobs_s(
     return tuple(jobs)
 
 
-def _last_rank(price: PlanPrice, costs: CostCache, timeline: Timeline) -> _LastRank:
+def _last_rank(price: PlanPrice, timeline: Timeline) -> _LastRank:
     plan, after = price.plan, _exchange_s(price)
     rank, clipping_s = last_rank(
         [end + sync for end, sync in zip(timeline.rank_end_s, after, strict=True)],
         [update.optimizer_s for update in price.updates],
-        _clips(price, costs),
-        norm_sum_s=norm_sum_seconds(costs.profile, plan.world_size),
+        _clips(price),
+        norm_sum_s=norm_sum_seconds(price.costs.profile, plan.world_size),
     )
     # The rank of the first stage copies the batch for all its stages before its first job.
     first_stages = stages_of_rank(plan, plan.stages[0].pp_rank)
@@ -399,7 +397,7 @@ def _last_rank(price: PlanPrice, costs: CostCache, timeline: Timeline) -> _LastR
         clipping_s=clipping_s,
         optimizer_s=price.updates[rank].optimizer_s,
         inputs_s=input_seconds(
-            costs.of_group(plan.stages[0].device_group),
+            price.costs.of_group(plan.stages[0].device_group),
             [block for s in first_stages for block in plan.stages[s].blocks],
             microbatch_size=plan.stage_microbatch_size(0),
             num_microbatches=plan.num_microbatches,
@@ -407,14 +405,14 @@ def _last_rank(price: PlanPrice, costs: CostCache, timeline: Timeline) -> _LastR
     )
 
 
-def _step_path(step: _SimulatedStep, costs: CostCache) -> StepPath:
+def _step_path(step: _SimulatedStep) -> StepPath:
     """Split a step by cause (`costmodel.time.step_path`)."""
     price, last = step.price, step.last
     work = price.rank_work()
     busy_s, after_s = np.array(step.timeline.busy_s), np.array(_exchange_s(price))
     # With clipping all updates wait for each other, and their differences are counted there.
     update_s = np.array(
-        [last.optimizer_s if costs.clips_gradients else u.optimizer_s for u in price.updates]
+        [last.optimizer_s if price.costs.clips_gradients else u.optimizer_s for u in price.updates]
     )
     whole_s = busy_s + after_s + update_s
     # Copies that outlast the jobs beside them lengthen these.
@@ -429,7 +427,7 @@ def _step_path(step: _SimulatedStep, costs: CostCache) -> StepPath:
     most_s = float(whole_s.max())
     # Simulated again with instant transfers: what the step gains is theirs. What it is beyond the
     # bottleneck's work is that rank's waiting for jobs: fill and drain.
-    instant_s = _without_transfers(step, costs).before_clipping_s
+    instant_s = _without_transfers(step).before_clipping_s
     fill_drain_s = max(0.0, instant_s - most_s)
     messages_s = max(0.0, last.before_clipping_s - instant_s)
     # What clipping makes ranks wait for each other: the rest.
@@ -442,7 +440,7 @@ def _step_path(step: _SimulatedStep, costs: CostCache) -> StepPath:
         # is the message all the same.
         messages_s=messages_s + float(work["waited_s"].mean()),
         inputs_s=last.inputs_s,
-        clipping_s=clipping_s if costs.clips_gradients else 0.0,
+        clipping_s=clipping_s if price.costs.clips_gradients else 0.0,
         by_rank_s={
             name: tuple(seconds.tolist())
             for name, seconds in {**kinds, "waited_s": work["waited_s"]}.items()
@@ -450,11 +448,11 @@ def _step_path(step: _SimulatedStep, costs: CostCache) -> StepPath:
     )
 
 
-def _without_transfers(step: _SimulatedStep, costs: CostCache) -> _LastRank:
+def _without_transfers(step: _SimulatedStep) -> _LastRank:
     """Return the rank that would end the step if transfers between stages took no time."""
     if step.price.plan.pp == 1:
         return step.last
     none = (0.0,) * len(step.price.plan.stages)
     instant = replace(step.price.job_seconds, receive_forward_s=none, receive_backward_s=none)
     timeline = simulate(step.table, instant, at_least=step.copies_s)
-    return _last_rank(step.price, costs, timeline)
+    return _last_rank(step.price, timeline)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from planner.cluster import ClusterSpec
+from planner.cluster import ClusterSpec, Tier
 from planner.layout.axes import (
     Degrees,
     axis_names,
@@ -59,13 +59,25 @@ def _group_of(cluster: ClusterSpec, runs: Sequence[Run]) -> Group:
     # Inside nodes there is something to tell only of groups that stay there.
     domains = tuple(
         parts(tier.devices) if num_nodes == 1 or tier.devices >= cluster.devices_per_node else 1
-        for tier in cluster.tiers
+        for tier in _tiers_of_stage(cluster)
     )
     return Group(
         ranks_per_node=per_node,
         num_nodes=num_nodes,
         domains=domains if max(domains, default=1) > 1 else (),
     )
+
+
+def _tiers_of_stage(cluster: ClusterSpec) -> tuple[Tier, ...]:
+    """Return the tiers as a stage sees them: what goes to its ranks on other groups of devices
+    leaves the outermost.
+    """
+    if not cluster.stage_ranks:
+        return cluster.tiers
+    # The outermost tier ends where the ranks on this group end: beyond lies another group.
+    *inside, outermost = cluster.tiers
+    inside = [tier for tier in inside if tier.devices < cluster.stage_ranks]
+    return (*inside, replace(outermost, devices=cluster.stage_ranks))
 
 
 def _together(runs: Sequence[Run], devices: int) -> int:
@@ -86,18 +98,6 @@ def pair_group(cluster: ClusterSpec, *, apart: int) -> Group:
         num_nodes=2 if crosses else 1,
         domains=domains if max(domains, default=1) > 1 else (),
     )
-
-
-def with_neighbours(cluster: ClusterSpec, ranks: int) -> ClusterSpec:
-    """Return a group of devices as replicas see it of which so many ranks lie on it: what goes to
-    the other ranks leaves it. 0: all lie on it.
-    """
-    if not ranks:
-        return cluster
-    # The outermost tier ends where the ranks on this group end: beyond lies another group.
-    *inside, outermost = cluster.tiers
-    inside = [tier for tier in inside if tier.devices < ranks]
-    return replace(cluster, tiers=(*inside, replace(outermost, devices=ranks)))
 
 
 def way_out(cluster: ClusterSpec) -> Group:
@@ -160,15 +160,11 @@ def copies_group(cluster: ClusterSpec, replica: Degrees, *, shards: int, copies:
     return axis_group(cluster, size=copies, stride=stride)
 
 
-def pipeline_group(
-    cluster: ClusterSpec, degrees: Degrees, *, pp: int, neighbours: int = 0
-) -> Group:
+def pipeline_group(cluster: ClusterSpec, degrees: Degrees, *, pp: int) -> Group:
     """Return the pair of ranks of neighbouring stages; the slowest pair stands for all.
-
-    Of each stage `neighbours` ranks lie on this cluster, 0: all.
 
     With several stages in a node most transfers stay inside, but a pipeline moves at the pace of
     its slowest link, so a transfer is between nodes as soon as the pipeline spans nodes.
     """
     # If any two neighbouring stages lie on different nodes, the first and the last do.
-    return pair_group(cluster, apart=(pp - 1) * (neighbours or degrees.num_ranks))
+    return pair_group(cluster, apart=(pp - 1) * (cluster.stage_ranks or degrees.num_ranks))

@@ -36,6 +36,8 @@ class ClusterSpec:
     device has in all; `max_devices` bounds what the description speaks for (None: any). `tiers`
     come beside the two links of nodes, the smallest domains first; one of fewer
     than `devices_per_node` devices is inside nodes, one of as many is instead of `inter_node`.
+    `stage_ranks` is set where a plan has a part of every stage here: so many of its ranks lie on
+    these devices, the others on other groups (0: all lie here).
     """
 
     name: str
@@ -49,6 +51,7 @@ class ClusterSpec:
     intra_node: Link
     inter_node: Link
     tiers: tuple[Tier, ...] = ()
+    stage_ranks: int = 0
 
     def __post_init__(self) -> None:
         """Raise ProfileError when a figure is not positive."""

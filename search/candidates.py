@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -235,6 +235,16 @@ class Candidates:
                 for table in found.values()
             )
         return self._group_tables[key]
+
+    def tables_of_parts(
+        self, tp: int, microbatch_size: int, cp: int = 1, *, pp: int
+    ) -> Iterator[Mapping[str, StageTable]]:
+        """Yield the same for pipelines that have a part of each of `pp` stages on every group."""
+        for tables in self.tables_of_groups(tp, microbatch_size, cp):
+            yield {
+                name: replace(table, costs=table.costs.part(self.costs.group_sizes[name] // pp))
+                for name, table in tables.items()
+            }
 
     def tables(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[StageTable, ...]:
         """Return one table per layout worth trying at these degrees and microbatch size."""

@@ -36,8 +36,6 @@ class PricedConfiguration:
     candidates: Candidates
     configuration: Configuration
     table: StageTable
-    neighbours: int = 0
-    """Ranks of each stage on the table's group of devices, where its replicas lie on several."""
 
     def problem(
         self,
@@ -53,12 +51,7 @@ class PricedConfiguration:
         where neighbours may have other meshes (`is_mixed`), they are on the way alone.
         """
         configuration, table = self.configuration, self.table
-        stages = RankStages(
-            table=table,
-            configuration=configuration,
-            is_mixed=is_mixed,
-            neighbours=self.neighbours,
-        )
+        stages = RankStages(table=table, configuration=configuration, is_mixed=is_mixed)
         forward_s, backward_s, weight_s = stages.least_block_s
         transfer_s, back_transfer_s = table.transfers_s(configuration)
         # Where jobs wait for transfers, these are in the jobs; between stages the cheapest bounds.

@@ -8,7 +8,7 @@ The whole cut is priced under each mesh, and each stage takes its own mesh's ent
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -37,6 +37,8 @@ class PlanPrice:
 
     plan: Plan
     """The plan."""
+    costs: CostCache
+    """What its blocks cost on its devices."""
     times: RunTimes
     """Seconds of one microbatch on each stage."""
     again: RecomputeTimes
@@ -102,14 +104,14 @@ class PlanPrice:
         }
 
 
-def price_plan(plan: Plan, costs: CostCache, neighbours: Sequence[int] | None = None) -> PlanPrice:
-    """Return the prices of a plan's stages, each on one group of devices; `neighbours` are those
-    of a `ReplicaView`. Raises LayoutError where experts do not divide.
+def price_plan(plan: Plan, costs: CostCache) -> PlanPrice:
+    """Return the prices of a plan's stages, each on one group of devices. Raises LayoutError where
+    experts do not divide.
     """
     check_experts(costs.graph, plan.degrees)
-    stages = range(len(plan.stages))
-    here = neighbours or [0] * len(plan.stages)
-    meshes = [(*_placed(plan, s), here[s]) for s in stages]
+    meshes = [
+        (stage.device_group, plan.stage_degrees(s)["tp"]) for s, stage in enumerate(plan.stages)
+    ]
     by_mesh = _costs_by_mesh(plan, costs, meshes)
     own = [by_mesh[mesh] for mesh in meshes]
     receive_s = _receive_seconds(plan, meshes, by_mesh)
@@ -129,6 +131,7 @@ def price_plan(plan: Plan, costs: CostCache, neighbours: Sequence[int] | None = 
     is_spread = plan.degrees["ep"] > 1
     return PlanPrice(
         plan=plan,
+        costs=costs,
         times=pick([stage.times for stage in own]),
         again=pick([again[mesh] for mesh in meshes]),
         load=load,
@@ -148,14 +151,8 @@ def price_plan(plan: Plan, costs: CostCache, neighbours: Sequence[int] | None = 
     )
 
 
-Mesh = tuple[str, int, int]
-"""What stages of a plan may differ in: the group of devices, the tp degree, and how many of their
-ranks lie on that group (0: all).
-"""
-
-
-def _placed(plan: Plan, stage: int) -> tuple[str, int]:
-    return plan.stages[stage].device_group, plan.stage_degrees(stage)["tp"]
+Mesh = tuple[str, int]
+"""What stages of a plan may differ in: the group of devices and the tp degree."""
 
 
 def _costs_by_mesh(plan: Plan, costs: CostCache, meshes: Sequence[Mesh]) -> dict[Mesh, StageCosts]:
@@ -163,7 +160,7 @@ def _costs_by_mesh(plan: Plan, costs: CostCache, meshes: Sequence[Mesh]) -> dict
     by_mesh: dict[Mesh, StageCosts] = {}
     cuts = [*(stage.first_block for stage in plan.stages), plan.stages[-1].last_block + 1]
     for s, mesh in enumerate(meshes):
-        group, tp, neighbours = mesh
+        group, tp = mesh
         if mesh not in by_mesh:
             of_group = costs.of_group(group)
             degrees = replica_mesh(plan.stage_degrees(s))
@@ -183,7 +180,7 @@ def _costs_by_mesh(plan: Plan, costs: CostCache, meshes: Sequence[Mesh]) -> dict
             )
             by_mesh[mesh] = StageCosts(
                 runs=cut_runs(chain_costs(of_group, split), cuts),
-                replication=replace(Replication.of(plan, s), neighbours=neighbours),
+                replication=Replication.of(plan, s),
             )
     return by_mesh
 
@@ -199,10 +196,8 @@ def _receive_seconds(
     groups = plan.device_groups
     inside, outside = {}, {}
     for mesh, costs_of_mesh in by_mesh.items():
-        cluster = costs_of_mesh.runs.chain.costs.profile.cluster
-        inside[mesh] = pipeline_group(
-            cluster, plan.degrees, pp=groups.count(mesh[0]), neighbours=mesh[2]
-        )
+        cluster = costs_of_mesh.runs.chain.costs.cluster
+        inside[mesh] = pipeline_group(cluster, plan.degrees, pp=groups.count(mesh[0]))
         outside[mesh] = way_out(cluster)
     found: dict[tuple[Mesh, Group, int], tuple[Floats, Floats]] = {}
     there, back = [], []

@@ -28,8 +28,8 @@ class ReplicaView:
 
     plan: Plan
     """Stages on these replicas' groups; `microbatch_size` is their share."""
-    neighbours: tuple[int, ...]
-    """For each stage its ranks on that group, 0 where all are on one."""
+    costs: CostCache
+    """Prices on these groups, of which stages may have a part of their ranks."""
     replicas: int
     """How many replicas see it so."""
 
@@ -41,7 +41,7 @@ def replica_views(plan: Plan, costs: CostCache) -> tuple[ReplicaView, ...]:
     """
     spans = any(len(stage.device_groups) > 1 for stage in plan.stages)
     if not spans and not plan.shares:
-        return (ReplicaView(plan=plan, neighbours=(0,) * len(plan.stages), replicas=1),)
+        return (ReplicaView(plan=plan, costs=costs, replicas=1),)
     # With as many replicas in all stages, replica k of a stage hands on to replica k of the next.
     parts = {plan.stage_degrees(index).along("batch") for index in range(len(plan.stages))}
     if len(parts) > 1:
@@ -61,7 +61,7 @@ def replica_views(plan: Plan, costs: CostCache) -> tuple[ReplicaView, ...]:
     return tuple(
         ReplicaView(
             plan=_seen(plan, share, [name for name, _ in places]),
-            neighbours=tuple(ranks for _, ranks in places),
+            costs=costs.with_stage_ranks({name: ranks for name, ranks in places if ranks}),
             replicas=count,
         )
         for (share, places), count in found.items()

@@ -73,9 +73,6 @@ class Replication:
     it divides them."""
     precision: Precision = "model"
     """Dtype of parameters and of gradient sums."""
-    neighbours: int = 0
-    """Ranks of the stage on one group of devices, where its replicas lie on several groups: what
-    the others exchange leaves the group. 0: all are on one."""
     expert_replicas: int | None = None
     """Ranks with the same experts, where these lie on a mesh of their own."""
     optimizer_on_host: bool = False

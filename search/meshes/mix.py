@@ -173,7 +173,7 @@ class Mix:
     def _transfers_s(self, member: Member, *, is_inside: bool) -> tuple[Floats, Floats]:
         """Return the same from a stage on the same group of devices (`is_inside`), or another."""
         messages, configuration = member.table.chain.messages, member.configuration
-        cluster, pp = member.table.profile.cluster, configuration.pp
+        cluster, pp = member.table.costs.cluster, configuration.pp
         if self.device_groups:
             pp = self.device_groups.count(member.device_group)
         pp_group = pipeline_group(cluster, configuration.degrees, pp=pp)

@@ -20,7 +20,6 @@ from functools import cached_property
 from math import inf
 
 from costmodel.estimate import rank_bytes_by_group
-from costmodel.topology import pipeline_group
 from planner.errors import LayoutError
 from search.branch_and_bound import EvaluatedPlan
 from search.nodes.partitions import (
@@ -48,25 +47,14 @@ class View:
     configuration: Configuration
     """With the share of a replica as its microbatch."""
     table: StageTable
-    """Of the group, at this share."""
+    """Of the group, at this share: of each stage so many ranks lie there as there are devices."""
 
     def problem(self, search: SearchState) -> ChainProblem:
         """Return the chain problem of these replicas."""
-        configuration, table = self.configuration, self.table
-        group = next(g for g in search.candidates.profile.groups if g.name == self.device_group)
-        # Ranks of a stage on this group: messages between its stages stay among them.
-        here = group.num_devices // configuration.pp
         # `is_mixed`: choices of whole stages alone, which `fitting` raises step by step, and no
-        # waits for transfers in jobs: those between a group's own stages are set below.
-        alone = PricedConfiguration(
-            search.candidates, configuration, table, neighbours=here
-        ).problem(search.limits[self.device_group], is_mixed=True)
-        between = pipeline_group(
-            table.profile.cluster, configuration.degrees, pp=configuration.pp, neighbours=here
-        )
-        # A replica stays on its group, so its stages send over this group's own links.
-        transfer_s, back_transfer_s = table.chain.messages.transfer_s(between)
-        return replace(alone, transfer_s=transfer_s, back_transfer_s=back_transfer_s)
+        # waits for transfers in jobs.
+        alone = PricedConfiguration(search.candidates, self.configuration, self.table)
+        return alone.problem(search.limits[self.device_group], is_mixed=True)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

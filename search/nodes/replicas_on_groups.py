@@ -61,7 +61,7 @@ class ReplicasOnGroupsNode(Node[SearchState]):
         for shape in self.shapes:
             replicas = _replicas(shape, self.groups)
             size = shape.tp, shape.microbatch_size, shape.cp
-            for tables in search.candidates.tables_of_groups(*size):
+            for tables in search.candidates.tables_of_parts(*size, pp=shape.pp):
                 node = ReplicasNode(
                     bound=0.0, wave=self.wave, shape=shape, tables=tables, replicas=replicas
                 )

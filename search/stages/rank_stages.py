@@ -180,8 +180,6 @@ class RankStages:
     table: StageTable
     configuration: Configuration
     is_mixed: bool = False
-    neighbours: int = 0
-    """As in `Replication`: ranks of a stage on this group of devices, 0: all."""
 
     @cached_property
     def choices(self) -> tuple[Recompute, ...]:
@@ -214,8 +212,7 @@ class RankStages:
     @cached_property
     def replication(self) -> Replication:
         """How ranks of a stage share its weights."""
-        shared = _replication(self.table, self.configuration)
-        return replace(shared, neighbours=self.neighbours)
+        return _replication(self.table, self.configuration)
 
     @property
     def prices(self) -> ReplicaPrices:

@@ -285,7 +285,7 @@ class StageTable:
         return self._pp_group(configuration)
 
     def _pp_group(self, configuration: Configuration) -> Group:
-        return pipeline_group(self.profile.cluster, configuration.degrees, pp=configuration.pp)
+        return pipeline_group(self.costs.cluster, configuration.degrees, pp=configuration.pp)
 
     def copies_s(self, saved_bytes: Floats) -> tuple[Floats, Floats]:
         """Return the seconds in which one microbatch's activations, so many bytes of each run, side

@@ -42,7 +42,7 @@ def node(search: SearchState, shares=(8, 2), recompute="none") -> PipelinesNode:
         shares=shares,
     )  # fmt: skip
     of_groups = {
-        name: (share, search.candidates.tables_of_groups(1, share)[0][name])
+        name: (share, next(search.candidates.tables_of_parts(1, share, pp=2))[name])
         for name, share in zip(("fast", "slow"), shares, strict=True)
     }
     return pipelines_node(configuration, of_groups, bound=0.0)

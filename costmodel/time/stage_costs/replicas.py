@@ -21,7 +21,7 @@ from costmodel.execution.executed import ExecutedProfile
 from costmodel.execution.executed_exchange import executed_exchange
 from costmodel.time.communication import BUCKET_BYTES, DataParallelSeconds, data_parallel_seconds
 from costmodel.time.update import RankUpdate, rank_update
-from costmodel.topology import axis_group, copies_group, data_group, with_neighbours
+from costmodel.topology import axis_group, copies_group, data_group
 from planner.layout.axes import Degrees
 from planner.plan.replication import Replication
 from profiles import Group, Lookup, Profile
@@ -49,7 +49,7 @@ class ReplicaPrices:
 
     def __init__(self, costs: CostCache, replication: Replication, replica: Degrees) -> None:
         self._costs, self._replication = costs, replication
-        cluster = with_neighbours(costs.profile.cluster, replication.neighbours)
+        cluster = costs.cluster
         of_experts = replication.of_experts
         # ZeRO exchanges among the ranks that share a state; copies of it sum their shards on top.
         sharing = replication.shards if replication.is_sharded else replication.replicas

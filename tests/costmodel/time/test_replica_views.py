@@ -107,7 +107,9 @@ def test_a_replica_stays_on_its_groups_from_stage_to_stage():
     costs = cost_cache(graph_of("equal"), two, 4)
     views = replica_views(on(["a+b", "a+b"], **choices), costs)
     assert [view.plan.device_groups for view in views] == [("a", "a"), ("b", "b")]
-    assert [view.neighbours for view in views] == [(1, 1), (1, 1)]
+    # A device of each group has a rank of both stages.
+    parts = (view.costs.of_group(group) for view, group in zip(views, "ab", strict=True))
+    assert [part.cluster.stage_ranks for part in parts] == [1, 1]
     along, across, by_stage = (
         estimate(graph_of("equal"), two, on(groups, **choices), costs=costs).path.parts
         for groups in (["a+b", "a+b"], ["a+b", "b+a"], ["a", "b"])
