@@ -14,26 +14,16 @@ from numpy.typing import NDArray
 from planner.deadline import check_time
 from planner.schedule import find_schedule, in_flight, in_flight_per_stage, job_table
 from planner.schedule.jobs import JobKind
-from planner.schedule.timing.offloads import Offload, offloads_of
 from search.bounds.copied_jobs import CopiedRow
 from search.space.configuration import Configuration
-
-
-@lru_cache(maxsize=32)
-def copies_of(
-    schedule: str, pp: int, vpp: int, num_microbatches: int
-) -> tuple[tuple[Offload, ...], ...]:
-    """Return the copies of all stages' activations to the host and back, by row of a schedule."""
-    rows = job_table(schedule, pp, vpp, num_microbatches).schedule.jobs
-    return tuple(offloads_of(row, range(pp * vpp)) for row in rows)
 
 
 @lru_cache(maxsize=1024)
 def copied_rows(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[CopiedRow, ...]:
     """Return each rank's jobs beside which activations are copied, where all stages' are."""
-    rows = job_table(schedule, pp, vpp, num_microbatches).schedule.jobs
-    found = copies_of(schedule, pp, vpp, num_microbatches)
-    return tuple(CopiedRow.of(row, made) for row, made in zip(rows, found, strict=True))
+    table = job_table(schedule, pp, vpp, num_microbatches)
+    found = table.offloads(frozenset(range(pp * vpp)))
+    return tuple(map(CopiedRow.of, table.schedule.jobs, found))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -80,6 +80,12 @@ class BlockRuns:
         """Bytes and number of trainable parameters."""
         return self.chain.loads.params(self.start, self.end)
 
+    def kept(self, by_block: Sequence[Recompute]) -> Floats:
+        """Return what blocks of each run save of a microbatch, shared side inputs apart; a choice
+        for each block of the chain.
+        """
+        return self.chain.kept(self.start, self.end, by_block)
+
     def receive_s(self, pp_group: Group, *, to_tp: int | None = None) -> tuple[Floats, Floats]:
         """Return the transfers into each run, and of its gradient back to a stage of `to_tp`."""
         return self.chain.messages.run_transfer_s(self.start, self.end, pp_group, to_tp=to_tp)
@@ -114,6 +120,16 @@ class StageCosts:
             more["spread"] = runs.chain.loads.spread(runs.start, runs.end)
         param_bytes, num_params = runs.params
         return self.prices.of_stages(param_bytes, runs.num_blocks, num_params, **more)
+
+    @cached_property
+    def updated(self) -> tuple[Floats, ...]:
+        """Bytes and number of trainable parameters; then those of experts, where these lie on a
+        mesh of their own.
+        """
+        runs = self.runs
+        if self.replication.expert_replicas is None:
+            return runs.params
+        return (*runs.params, *runs.chain.loads.spread(runs.start, runs.end))
 
     @property
     def update_s(self) -> Floats:

@@ -18,6 +18,7 @@ import numpy as np
 from planner.deadline import check_time
 from planner.schedule.jobs import Job, JobKind, Schedule
 from planner.schedule.registry import build_schedule
+from planner.schedule.timing.offloads import Offload, offloads_of
 from planner.schedule.timing.steady import SteadySchedule, steady_schedule
 
 NONE = -1
@@ -64,6 +65,8 @@ class JobTable:
     """The jobs of each pp rank."""
     _steady: dict[int, SteadySchedule] = field(default_factory=dict)
     """The schedule without repetitions, by how many jobs receives are posted ahead."""
+    _offloads: dict[frozenset[int], tuple[tuple[Offload, ...], ...]] = field(default_factory=dict)
+    """Activations that wait on the host, by whose do."""
 
     @property
     def num_links(self) -> int:
@@ -94,6 +97,13 @@ class JobTable:
         if ahead not in self._steady:
             self._steady[ahead] = steady_schedule(self.schedule, ahead=ahead)
         return self._steady[ahead]
+
+    def offloads(self, stages: frozenset[int]) -> tuple[tuple[Offload, ...], ...]:
+        """Return by row which activations wait on the host, where these stages' do."""
+        if stages not in self._offloads:
+            found = tuple(offloads_of(row, stages) for row in self.schedule.jobs)
+            self._offloads[stages] = found
+        return self._offloads[stages]
 
 
 @lru_cache(maxsize=128)
