@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from planner.language.schedule import build_schedule, time_schedule
-from planner.language.schedule.timing.timetable import StageTimes
+from planner.language.schedule import JobSeconds, build_schedule, simulate
 
 FOLDER = Path(__file__).parent.parent / "docs" / "concepts"
 INK, FAINT, LINE, GROUND, DEVICE = "#1d2329", "#5c6670", "#c3cad2", "#ffffff", "#eef2f6"
@@ -133,15 +132,15 @@ def _timetable(drawing: Drawing, y: float, schedule: str, vpp: int, *, scale: fl
     """Draw what 4 ranks do in a step of 8 microbatches; return when it ends, in forwards."""
     stages = 4 * vpp
     part = 1 / vpp
-    times = StageTimes(
+    times = JobSeconds.of_stages(
         forward_s=(part,) * stages,
         backward_input_s=(part,) * stages,
         backward_weight_s=(part,) * stages,
     )
-    table = time_schedule(build_schedule(schedule, pp=4, vpp=vpp, num_microbatches=8), times)
+    table = simulate(build_schedule(schedule, pp=4, vpp=vpp, num_microbatches=8), times)
     for rank, jobs in enumerate(table.schedule.jobs):
         drawing.text(20, y + 26 * rank + 16, f"rank {rank}", anchor="start")
-        drawing.box(74, y + 26 * rank, table.step_s * scale, 22, fill="#e4e7eb", line=LINE)
+        drawing.box(74, y + 26 * rank, table.makespan_s * scale, 22, fill="#e4e7eb", line=LINE)
         starts, ends = table.start_s[rank], table.end_s[rank]
         for job, start, end in zip(jobs, starts, ends, strict=True):
             chunk = job.stage_index // 4
@@ -151,7 +150,7 @@ def _timetable(drawing: Drawing, y: float, schedule: str, vpp: int, *, scale: fl
                 f"{job.microbatch_index}" if (end - start) * scale > 9 else "",
                 fill=fill, size=10, line=GROUND,
             )  # fmt: skip
-    return table.step_s
+    return table.makespan_s
 
 
 def _legend(drawing: Drawing, y: float, *, chunks: bool = False, idles: bool = True) -> None:

@@ -33,8 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from costmodel.time.simulate import JobSeconds, simulate
-from planner.language.schedule import Job, JobKind, build_schedule
+from planner.language.schedule import Job, JobKind, JobSeconds, build_schedule, simulate
 from planner.runtime.step.engine import Engine
 from planner.runtime.step.messages.p2p import Crossing, Message, Post
 
@@ -332,7 +331,11 @@ def measure_rows(
         times = found
         if job_s:
             times = JobSeconds.equal(
-                ranks, forward_s=job_s, backward_s=2 * job_s, transfer_s=case.transfer_s
+                ranks,
+                forward_s=job_s,
+                backward_input_s=job_s,
+                backward_weight_s=job_s,
+                transfer_s=case.transfer_s,
             )
         predicted_s, predicted_idle = predict_case(case, times, **size)
         base = next(

@@ -17,13 +17,13 @@ import time
 
 from planner.language.schedule import (
     SCHEDULES,
+    JobSeconds,
     Pipeline,
-    StageTimes,
     build_schedule,
     fold_placement,
     loop_placement,
+    simulate,
     synthesize_schedule,
-    time_schedule,
     validate_schedule,
 )
 from tests.referees.schedules import solve_schedule_exactly
@@ -60,7 +60,7 @@ def random_pipeline(rng: random.Random) -> Pipeline:
     return Pipeline(
         stage_to_pp_rank=placed,
         num_microbatches=m,
-        times=StageTimes(
+        times=JobSeconds.of_stages(
             forward_s=tuple(forward_s),
             backward_input_s=tuple(f * rng.uniform(0.8, 1.3) for f in forward_s),
             backward_weight_s=tuple(f * rng.uniform(0.6, 1.1) for f in forward_s),
@@ -80,7 +80,7 @@ def best_fixed_s(pipeline: Pipeline) -> float:
         if spec.why_not(**sizes) is None and spec.placement(pp, sizes["vpp"]) == placed:
             schedule = build_schedule(name, **sizes)
             if pipeline.fits(schedule):
-                best = min(best, time_schedule(schedule, pipeline.times).step_s)
+                best = min(best, simulate(schedule, pipeline.times, links="free").makespan_s)
     return best
 
 

@@ -2,25 +2,22 @@
 
 `estimate` is the front door: time and memory in named parts. Below it, each usable alone:
 `execution.executed_program` prices a block on one rank, `StageCosts` any run of blocks,
-`time.simulate` runs a job table, `memory.exact` and `memory.bound` count bytes. None of it loads
-torch. `CostCache` computes each expensive answer once: a search needs them thousands of times a
-second.
+`planner.language.schedule.simulate` runs a job table, `memory.exact` and `memory.bound` count
+bytes. None of it loads torch. `CostCache` computes each expensive answer once: a search needs them
+thousands of times a second.
 """
 
 from costmodel.cache import CostCache
 from costmodel.estimate import Estimate, estimate
 from costmodel.time.plan_price import PlanPrice
-from costmodel.time.simulate import JobSeconds, build_job_table
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.stage_costs.stage_costs import StageCosts
 
 __all__ = [
     "CostCache",
     "Estimate",
-    "JobSeconds",
     "PlanPrice",
     "StageCosts",
     "StageLoad",
-    "build_job_table",
     "estimate",
 ]

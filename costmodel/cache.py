@@ -174,7 +174,7 @@ class CostCache:
         """
         if not self.execution.polled_late_s:
             return False
-        return self.cluster.spans_nodes(pp, stride=ranks_of_stage(self.cluster, degrees))
+        return self.cluster.spans_nodes(pp, stride=ranks_of_stage(self.cluster, degrees.num_ranks))
 
     def bound(self, class_index: int, microbatch_size: int) -> Program:
         """Return a class's program at a microbatch size."""

@@ -115,7 +115,7 @@ def _predict(profile: Profile, graph: ModelGraph, plan: Plan) -> dict[str, float
     for rank in range(plan.pp):
         own = stages_of_rank(plan, rank)
         after_s = price.exposed.after_s[own].sum()
-        seconds[_after(rank)] = float(price.tied_s[rank] + after_s)
+        seconds[_after(rank)] = float(price.once.tied_s[rank] + after_s)
     # A recording begins with the first job, when the batch is on the device.
     seconds[STEP] = answer.step_s - answer.path.inputs_s
     return seconds

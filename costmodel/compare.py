@@ -13,9 +13,8 @@ from math import inf
 from statistics import median
 from typing import NamedTuple
 
-from costmodel.time.simulate import Timeline
 from planner.errors import PlannerError
-from planner.language.schedule import step_jobs
+from planner.language.schedule import Timeline, step_jobs
 from planner.timeline import (
     JOB_KINDS,
     LEARNING_RATE,

@@ -1,15 +1,8 @@
 """estimate: what one training step of a plan takes, in time and in memory, in named parts.
 
-    step_s = inputs_s + max over pp ranks r of  end(r) + after(r) + optimizer(r)
-
-    inputs_s      the batch's way onto the device of the first stage, for which the table waits
-    end(r)        the end of r's last job in the simulated table (`simulate`)
-    after(r)      what r still has to exchange then with its dp replicas, and with stages that share
-                  parameters with its own
-    optimizer(r)  its parameter update
-
-Where gradients are clipped, all ranks wait for each other ahead of the optimizer
-(`costmodel.time.clipping`). `costmodel.time.step_path` splits the step by cause.
+The price of a plan's stages (`costmodel.time.plan_price`), simulated job by job, ends with what is
+done once a step (`costmodel.time.step`, with the formula of a step). `costmodel.time.step_path`
+splits it by cause; memory is walked along the same jobs.
 """
 
 from __future__ import annotations
@@ -25,27 +18,26 @@ from costmodel.execution import Execution, find_execution
 from costmodel.execution.executed import executed
 from costmodel.memory.exact.plan_memory import plan_memory
 from costmodel.memory.parts import MemoryParts
-from costmodel.time.clipping import ClipSeconds, last_rank, norm_sum_seconds, update_starts
-from costmodel.time.inputs import input_seconds
-from costmodel.time.offload import least_job_seconds
-from costmodel.time.plan_price import PlanPrice, price_plan, stages_of_rank
+from costmodel.time.plan_price import PlanPrice, price_plan
 from costmodel.time.replica_views import ReplicaView, replica_views
-from costmodel.time.simulate import (
-    JobSeconds,
-    JobTable,
-    Timeline,
-    build_job_table,
-    job_table,
-    simulate,
-)
+from costmodel.time.step import LastRank, copies_beside_jobs
 from costmodel.time.step_path import StepPath
 from planner.language.across.cut.whole_batch import graph_under
 from planner.language.graph import ModelGraph
 from planner.language.graph.tables import with_table_lookups
 from planner.language.plan import OURS, Plan
 from planner.language.plan.schedule_of import schedule_of
-from planner.language.schedule import SteadySchedule, StepJobKind, step_jobs
-from planner.language.schedule.timing.offloads import offloads_of
+from planner.language.schedule import (
+    JobSeconds,
+    JobTable,
+    SteadySchedule,
+    StepJobKind,
+    Timeline,
+    build_job_table,
+    job_table,
+    simulate,
+    step_jobs,
+)
 from profiles import Profile
 
 
@@ -183,7 +175,7 @@ class _SimulatedStep:
     """What copies of activations take beside each job of each rank, if there are any."""
     timeline: Timeline
     """When their jobs run."""
-    last: _LastRank
+    last: LastRank
     """The rank that ends the step."""
 
 
@@ -191,14 +183,20 @@ def _simulated(view: ReplicaView) -> _SimulatedStep:
     """Return the prices of some replicas, and when their jobs run."""
     price = price_plan(view.plan, view.costs)
     table = _table_of(view.plan)
-    copies_s = _copies_beside_jobs(price, table)
+    on_host = [s for s, stage in enumerate(view.plan.stages) if stage.activations_on_host]
+    saved = _saved_bytes(price) if on_host else ()
+    copies_s = copies_beside_jobs(
+        [view.costs.of_group(group) for group in view.plan.device_groups],
+        table,
+        {s: saved[s] for s in on_host},
+    )
     timeline = simulate(table, price.job_seconds, at_least=copies_s)
     return _SimulatedStep(
         price=price,
         table=table,
         copies_s=copies_s,
         timeline=timeline,
-        last=_last_rank(price, timeline),
+        last=price.once.last_rank(timeline.rank_end_s),
     )
 
 
@@ -294,67 +292,8 @@ def slowest_price(plan: Plan, costs: CostCache) -> PlanPrice:
 def _saved_bytes(price: PlanPrice) -> tuple[float, ...]:
     """Return what blocks of each stage save of one microbatch, shared side inputs apart."""
     by_block = price.plan.recompute_by_block
-    kept = []
-    for s, mesh in enumerate(price.meshes):
-        start, end = mesh.runs.start[s : s + 1], mesh.runs.end[s : s + 1]
-        kept.append(mesh.runs.chain.kept(start, end, by_block).item())
-    return tuple(kept)
-
-
-def _copies_beside_jobs(price: PlanPrice, table: JobTable) -> tuple[np.ndarray, ...] | None:
-    """Return what the copies of activations take beside each job of each rank, if there are any."""
-    on_host = [s for s, stage in enumerate(price.plan.stages) if stage.activations_on_host]
-    if not on_host:
-        return None
-    saved = _saved_bytes(price)
-    # Shared side inputs belong to other stages, too, and stay on the device.
-    moved = {s: saved[s] for s in on_host}
-    rows = table.schedule.jobs
-    return tuple(
-        least_job_seconds(
-            price.costs.of_group(group).profile, len(row), offloads_of(row, moved), moved
-        )
-        for group, row in zip(price.plan.device_groups, rows, strict=True)
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LastRank:
-    """The pp rank that ends the step, and when: seconds that add up to the step."""
-
-    end_s: float
-    """End of its last job."""
-    after_s: float
-    """What it exchanges with replicas and with stages that share parameters, after that."""
-    clipping_s: float
-    """The norm of all gradients, and waiting for other ranks' updates."""
-    optimizer_s: float
-    """Its own update."""
-    inputs_s: float
-    """The batch's way onto the first stage's device, before all jobs."""
-
-    @property
-    def before_clipping_s(self) -> float:
-        """Seconds from the first job to the end of the step, but for clipping."""
-        return self.end_s + self.after_s + self.optimizer_s
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of the step."""
-        return self.inputs_s + self.before_clipping_s + self.clipping_s
-
-
-def _exchange_s(price: PlanPrice) -> list[float]:
-    """What each pp rank exchanges after its last job: with replicas, and for tied parameters."""
-    return [
-        tied + float(price.exposed.once_s[stages_of_rank(price.plan, rank)].sum())
-        for rank, tied in enumerate(price.tied_s)
-    ]
-
-
-def _clips(price: PlanPrice) -> list[ClipSeconds]:
-    """Clipping of each pp rank; none where gradients are not clipped."""
-    return [update.clip for update in price.updates] if price.costs.clips_gradients else []
+    kept = {mesh: mesh.runs.kept(by_block) for mesh in dict.fromkeys(price.meshes)}
+    return tuple(kept[mesh][s].item() for s, mesh in enumerate(price.meshes))
 
 
 def _step_jobs_s(step: _SimulatedStep) -> tuple[tuple[tuple[float, float], ...], ...]:
@@ -362,15 +301,10 @@ def _step_jobs_s(step: _SimulatedStep) -> tuple[tuple[tuple[float, float], ...],
 
     A scheduler sets a few numbers on the host, which takes microseconds: no time is counted.
     """
-    price, timeline = step.price, step.timeline
-    starts = update_starts(
-        [end + s for end, s in zip(timeline.rank_end_s, _exchange_s(price), strict=True)],
-        _clips(price),
-        norm_sum_s=norm_sum_seconds(price.costs.profile, price.plan.world_size),
-    )
+    once = step.price.once
     jobs = []
-    for rank, start_s in enumerate(starts):
-        seconds = {StepJobKind.OPTIMIZER: price.updates[rank].optimizer_s}
+    for rank, start_s in enumerate(once.update_starts(step.timeline.rank_end_s)):
+        seconds = {StepJobKind.OPTIMIZER: once.updates[rank].optimizer_s}
         spans = []
         for job in step_jobs(rank):
             spans.append((start_s, start_s + seconds.get(job.kind, 0.0)))
@@ -379,38 +313,17 @@ def _step_jobs_s(step: _SimulatedStep) -> tuple[tuple[tuple[float, float], ...],
     return tuple(jobs)
 
 
-def _last_rank(price: PlanPrice, timeline: Timeline) -> _LastRank:
-    plan, after = price.plan, _exchange_s(price)
-    rank, clipping_s = last_rank(
-        [end + sync for end, sync in zip(timeline.rank_end_s, after, strict=True)],
-        [update.optimizer_s for update in price.updates],
-        _clips(price),
-        norm_sum_s=norm_sum_seconds(price.costs.profile, plan.world_size),
-    )
-    # The rank of the first stage copies the batch for all its stages before its first job.
-    first_stages = stages_of_rank(plan, plan.stages[0].pp_rank)
-    return _LastRank(
-        end_s=timeline.rank_end_s[rank],
-        after_s=after[rank],
-        clipping_s=clipping_s,
-        optimizer_s=price.updates[rank].optimizer_s,
-        inputs_s=input_seconds(
-            price.costs.of_group(plan.stages[0].device_group),
-            [block for s in first_stages for block in plan.stages[s].blocks],
-            microbatch_size=plan.stage_microbatch_size(0),
-            num_microbatches=plan.num_microbatches,
-        ),
-    )
-
-
 def _step_path(step: _SimulatedStep) -> StepPath:
     """Split a step by cause (`costmodel.time.step_path`)."""
     price, last = step.price, step.last
     work = price.rank_work()
-    busy_s, after_s = np.array(step.timeline.busy_s), np.array(_exchange_s(price))
+    busy_s, after_s = np.array(step.timeline.busy_s), np.array(price.once.after_s)
     # With clipping all updates wait for each other, and their differences are counted there.
     update_s = np.array(
-        [last.optimizer_s if price.costs.clips_gradients else u.optimizer_s for u in price.updates]
+        [
+            last.optimizer_s if price.costs.clips_gradients else update.optimizer_s
+            for update in price.once.updates
+        ]
     )
     whole_s = busy_s + after_s + update_s
     # Copies that outlast the jobs beside them lengthen these.
@@ -446,11 +359,11 @@ def _step_path(step: _SimulatedStep) -> StepPath:
     )
 
 
-def _without_transfers(step: _SimulatedStep) -> _LastRank:
+def _without_transfers(step: _SimulatedStep) -> LastRank:
     """Return the rank that would end the step if transfers between stages took no time."""
     if step.price.plan.pp == 1:
         return step.last
     none = (0.0,) * len(step.price.plan.stages)
     instant = replace(step.price.job_seconds, receive_forward_s=none, receive_backward_s=none)
     timeline = simulate(step.table, instant, at_least=step.copies_s)
-    return _last_rank(step.price, timeline)
+    return step.price.once.last_rank(timeline.rank_end_s)

@@ -158,11 +158,11 @@ def pipeline_group(cluster: ClusterSpec, degrees: Degrees, *, pp: int) -> Group:
     its slowest link, so a transfer is between nodes as soon as the pipeline spans nodes.
     """
     # If any two neighbouring stages lie on different nodes, the first and the last do.
-    return pair_group(cluster, apart=(pp - 1) * ranks_of_stage(cluster, degrees))
+    return pair_group(cluster, apart=(pp - 1) * ranks_of_stage(cluster, degrees.num_ranks))
 
 
-def ranks_of_stage(cluster: ClusterSpec, degrees: Degrees) -> int:
-    """Return how many ranks of a stage lie on these devices: so far apart are those of one place in
-    neighbouring stages.
+def ranks_of_stage(cluster: ClusterSpec, num_ranks: int) -> int:
+    """Return how many of a stage's ranks lie on these devices: so far apart are those of one place
+    in neighbouring stages.
     """
-    return cluster.stage_ranks or degrees.num_ranks
+    return cluster.stage_ranks or num_ranks

@@ -8,11 +8,11 @@ decides, as it does for every plan.
 
 from __future__ import annotations
 
-from costmodel import CostCache, Estimate, JobSeconds, estimate
+from costmodel import CostCache, Estimate, estimate
 from costmodel.estimate import plan_job_seconds, plan_kept_bytes
 from costmodel.memory.parts import MemoryParts
 from planner.language.plan import Plan
-from planner.language.schedule import Pipeline, StageTimes, synthesize_schedule
+from planner.language.schedule import JobSeconds, Pipeline, synthesize_schedule
 from profiles import Profile
 from search.candidates import with_estimate
 
@@ -52,7 +52,7 @@ def with_synthesised_table(
         Pipeline(
             stage_to_pp_rank=plan.stage_to_pp_rank,
             num_microbatches=plan.num_microbatches,
-            times=_stage_times(plan_job_seconds(plan, costs)),
+            times=_alike_both_ways(plan_job_seconds(plan, costs)),
             live_bytes=live_bytes,
             limit_bytes=limit_bytes,
         ),
@@ -77,12 +77,12 @@ def _live_limit(parts: MemoryParts, memory_limit_bytes: float, profile: Profile)
     return float(parts.activation_bytes) + max(0.0, free / overhead)
 
 
-def _stage_times(seconds: JobSeconds) -> StageTimes:
+def _alike_both_ways(seconds: JobSeconds) -> JobSeconds:
     """The cost model's times; a boundary takes the slower of its two directions."""
-    into, back = seconds.receive_forward_s, seconds.receive_backward_s
-    return StageTimes(
+    into_s, back_s = seconds.receive_forward_s, seconds.receive_backward_s
+    return JobSeconds.of_stages(
         forward_s=seconds.forward_s,
         backward_input_s=seconds.backward_input_s,
         backward_weight_s=seconds.backward_weight_s,
-        transfer_s=tuple(max(f, b) for f, b in zip(into[1:], back[:-1], strict=True)),
+        transfer_s=tuple(map(max, into_s[1:], back_s[:-1])),
     )

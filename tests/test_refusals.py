@@ -37,8 +37,7 @@ from planner.language.layout.placement import OpSharding
 from planner.language.layout.process_mesh import ProcessMesh
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import save_plan
-from planner.language.schedule import StageTimes, build_schedule
-from planner.language.schedule.timing.timetable import time_schedule
+from planner.language.schedule import JobSeconds, build_schedule, simulate
 from planner.plugins import load_plugins, name_files
 from planner.runtime.batches.count_tokens import count_tokens
 from planner.runtime.batches.sampler import ShardedSampler
@@ -88,7 +87,7 @@ profile = "a100-sxm4-80gb"
 nodes = 1
 {more}
 """
-TIMES = StageTimes(forward_s=(1.0,), backward_input_s=(1.0,), backward_weight_s=(1.0,))
+TIMES = JobSeconds.of_stages(forward_s=(1.0,), backward_input_s=(1.0,), backward_weight_s=(1.0,))
 
 REFUSED: dict[str, Callable[..., Any]] = {
     # The search's request
@@ -177,7 +176,7 @@ REFUSED: dict[str, Callable[..., Any]] = {
         pp=2, tp=4, by_stage={"tp": (3, 1)}
     ),
     "finds no such tensor in the batch, which has": lambda: count_tokens("y")({"x": torch.ones(1)}),
-    "times of 1 stages given for schedule '1f1b' of 2 stages; give one": lambda: time_schedule(
+    "times of 1 stages given for schedule '1f1b' of 2 stages; give one": lambda: simulate(
         build_schedule("1f1b", pp=2, vpp=1, num_microbatches=2), TIMES
     ),
     "stage times need one entry for each stage in all three lists": lambda: replace(

@@ -39,7 +39,7 @@ from planner.errors import PlannerError
 from planner.language.graph import TensorMeta
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan, save_plan
-from planner.language.schedule import StageTimes
+from planner.language.schedule import JobSeconds
 from planner.language.schedule.registry import register_schedule
 from planner.language.templates import Transformer, build_transformer
 from planner.runtime.batches.inputs.feed import cut_batch
@@ -200,7 +200,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "schedule '1f1b' is registered already; give yours another name": lambda: register_schedule(
         "1f1b"
     ),
-    "transfer_s has 2 entries; 2 stages have 1 boundaries": lambda: StageTimes(
+    "transfer_s has 2 entries; 2 stages have 1 boundaries": lambda: JobSeconds.of_stages(
         forward_s=(1.0, 1.0),
         backward_input_s=(1.0, 1.0),
         backward_weight_s=(1.0, 1.0),

@@ -17,8 +17,8 @@ from commands.render.flags import with_flags
 if TYPE_CHECKING:
     from costmodel.compare import RunComparison
     from costmodel.failures import Goodput
-    from costmodel.time.simulate import Timeline
     from planner.language.plan import Plan
+    from planner.language.schedule import Timeline
     from planner.runtime.proofs.by_block.report import Proof
     from planner.runtime.proofs.dryrun import DryRun
     from planner.runtime.proofs.verify import VerifyReport

@@ -11,14 +11,13 @@ from rich.text import Text
 
 from commands.render.plans.plan import Timetable
 from commands.render.tables import light_table
-from planner.language.schedule import StageTimes, StepJobKind, step_jobs
+from planner.language.schedule import JobSeconds, StepJobKind, Timeline, step_jobs
 from planner.language.schedule.draw import Behind
 from planner.timeline import RankBubble, RankTimeline, bubbles
 from planner.units import format_seconds
 
 if TYPE_CHECKING:
     from costmodel.compare import RunComparison
-    from costmodel.time.simulate import JobSeconds, Timeline
 
 
 def describe_timeline(timeline: Timeline, seconds: JobSeconds) -> list[RenderableType]:
@@ -50,7 +49,7 @@ def describe_timeline(timeline: Timeline, seconds: JobSeconds) -> list[Renderabl
             row += [format_seconds(sum(took_s)), format_seconds(once[rank][-1][1])]
         ranks.add_row(*row)
     # The picture has one transfer time for all boundaries; the figures below it do not.
-    times = StageTimes(
+    times = JobSeconds.of_stages(
         forward_s=seconds.forward_s,
         backward_input_s=seconds.backward_input_s,
         backward_weight_s=seconds.backward_weight_s,

@@ -8,6 +8,7 @@ named parts (`parts.MemoryParts`), or a lower bound of them.
 - `bound` is a closed form that never exceeds it, for stages that have no job table yet: the
   search prunes by it.
 
-Reading order: `bound` (the whole story in one formula), `parts`, then `exact` from the outside
-in, `block` (one program, op by op) and `saved` (what each op saves and allocates).
+Reading order: `bound` (the whole story in one formula), `parts`, `part_table` (what is resident
+between jobs: both fidelities read it), then `exact` from the outside in, `block` (one program, op
+by op) and `saved` (what each op saves and allocates).
 """

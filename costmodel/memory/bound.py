@@ -9,7 +9,7 @@ keeps (which is proportional to the microbatch size b) and in the parameters of 
 
     live_p      microbatches in flight at the phase (`lines`)
     saved(b)    bytes that one microbatch keeps for its backward on this stage (`kept_bytes`)
-    slope_p     resident bytes per byte of trained parameters: the sum over `PARTS`
+    slope_p     resident bytes per byte of trained parameters: the sum over `part_table.PARTS`
     fixed       resident bytes that depend on neither: frozen tensors, the batch
     overhead    part of live bytes that the allocator loses (`Profile`)
     context     bytes of the framework and the driver
@@ -19,8 +19,8 @@ buckets, which exist from the start. All other gradients appear with the first b
 that has every microbatch in flight before its first backward therefore has no gradients at its
 fullest point, and one microbatch less once it has them.
 
-Each `PARTS` entry has a counterpart in the exact fidelity (`exact.resident`, or the walk itself).
-A new part of memory is an entry there and an entry here.
+Resident parts are those of `part_table`, which the exact fidelity reads too; here they are parts of
+a stage's load, nothing padded, without step counts and gradients of rows.
 
 `RankBound.least` is the bound. It leaves out the inside of the highest job, posted receive buffers
 and FSDP messages; where the exact walk rejects a stage that the bound allows, that walk also says
@@ -29,14 +29,14 @@ how much the stage must recompute (`search.nodes.exact_recompute`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cached_property, lru_cache, reduce
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from costmodel.memory.part_table import PARTS, Part, Phase, State
 from costmodel.memory.parts import Ranks
 from costmodel.time.stage_costs.load import SAVED, StageLoad
 from planner.language.plan import Recompute
@@ -74,17 +74,6 @@ def live_on_device(in_flight: Any, *, on_host: bool) -> Any:
     bound: the exact walk also counts microbatches that wait too briefly to be offloaded.
     """
     return np.minimum(in_flight, 2) if on_host else in_flight
-
-
-class Phase(IntEnum):
-    """A part of the step in which the same state is resident."""
-
-    BEFORE_BACKWARD = 0
-    """Before the rank's first backward has ended."""
-    AFTER_BACKWARD = 1
-    """After it, until the last job."""
-    UPDATE = 2
-    """In the optimizer's step: no activations are left."""
 
 
 class Resident(NamedTuple):
@@ -244,88 +233,27 @@ class RankBound:
         ]
 
 
-Part = Callable[[Ranks, Phase], Resident]
-"""What ranks hold of a part in a phase."""
-
-
-def weights(ranks: Ranks, phase: Phase) -> Resident:
-    """Return the weights a rank holds: under ZeRO its shard, if that is here. ZeRO 1 and 2 gather
-    all weights in the first forward and keep them to the last backward; ZeRO 3 frees each block's
-    again.
-    """
-    if not ranks.is_sharded:
-        return Resident(1.0)
-    resting = 0.0 if ranks.rests_elsewhere else 1 / ranks.shards
-    # Gathered weights lie beside the shards. The block or two that ZeRO 3 gathers at a time are
-    # left out: the bound must stay below the walk.
-    return Resident(resting + float(ranks.zero_stage < 3 and phase is not Phase.UPDATE))
-
-
-def gradients(ranks: Ranks, phase: Phase) -> Resident:
-    """Return the sums of gradients: whole without ZeRO 2 or 3, where only shards outlive a block's
-    backward. With the optimizer on the host these shards are there.
-    """
-    factor = ranks.sum_factor
-    if ranks.has_buckets:
-        return Resident(float(factor))
-    if phase is Phase.BEFORE_BACKWARD:
-        return Resident(0.0)
-    # ZeRO 1 sums whole gradients over microbatches; the last backward reduces them to shards.
-    if not ranks.is_sharded or (ranks.zero_stage == 1 and phase is Phase.AFTER_BACKWARD):
-        return Resident(factor)
-    return Resident(0.0 if ranks.optimizer_on_host else factor / ranks.shards)
-
-
-def buckets(ranks: Ranks, phase: Phase) -> Resident:
-    """Return buckets of gradients beside the sums, which replicas without ZeRO send."""
-    return Resident(float(ranks.bucket_factor * ranks.sums_in_buckets))
-
-
-def optimizer(ranks: Ranks, phase: Phase) -> Resident:
-    """Return AdamW's two moments, and in bf16 the fp32 masters; step counts are left out."""
-    # Moments and masters are as wide as what is stepped on: fp32 where parameters are bf16.
-    return Resident(ranks.optimizer_states * ranks.gradient_factor / ranks.shards)
-
-
-def update_scratch(ranks: Ranks, phase: Phase) -> Resident:
-    """Return the copy of what it updates that a fused or foreach step makes on a GPU."""
-    if phase is not Phase.UPDATE or not ranks.copies_update:
-        return Resident()
-    return Resident(ranks.gradient_factor / ranks.shards)
-
-
-def frozen(ranks: Ranks, phase: Phase) -> Resident:
-    """Return buffers, constants and parameters that are not trained. ZeRO 3 shards the parameters,
-    on the host if the optimizer is there.
-    """
-    if not ranks.is_sharded or ranks.zero_stage < 3:
-        return Resident(per_frozen_byte=1.0)
-    resting = 0.0 if ranks.optimizer_on_host else 1 / ranks.shards
-    # `frozen_bytes` has parameters whole: the difference leaves of them what rests here.
-    return Resident(per_frozen_byte=1.0, per_frozen_param_byte=resting - 1.0)
-
-
-def batch(ranks: Ranks, phase: Phase) -> Resident:
-    """Return the batch, which the caller holds to the end of the step."""
-    return Resident(per_batch_byte=1.0)
-
-
-PARTS: Mapping[str, Part] = {
-    "weights": weights,
-    "gradients": gradients,
-    "buckets": buckets,
-    "optimizer": optimizer,
-    "update_scratch": update_scratch,
-    "frozen": frozen,  # with moments of tables whose gradients are rows (`block_bytes.rest_bytes`)
-    "batch": batch,
-}
-"""Every part of memory that is resident between two jobs, activations apart."""
-
-
 @lru_cache(maxsize=4096)
 def _sum_of_parts(parts: tuple[Part, ...], ranks: Ranks) -> Sequence[Resident]:
     """Return the sum of parts, by phase. Kept, as a search has few kinds of ranks and needs their
     sums very often.
     """
-    found = [[part(ranks, phase) for part in parts] for phase in Phase]
-    return tuple(Resident(*map(sum, zip(*of_phase, strict=True))) for of_phase in found)
+    found = []
+    for phase in Phase:
+        # Of each kind of state, how many times all parts take it.
+        times = State(*map(sum, zip(*(part.times(ranks, phase) for part in parts), strict=True)))
+        found.append(Resident(*map(times.of, _states_per_byte(ranks))))
+    return tuple(found)
+
+
+def _states_per_byte(ranks: Ranks) -> tuple[State, ...]:
+    """Return the state that is a byte of each amount of `Resident`."""
+    shard = 1 / ranks.shards
+    return (
+        State(trained=1, own=shard),
+        # With moments of tables whose gradients are rows (`block_bytes.rest_bytes`).
+        State(frozen=1),
+        # `frozen_bytes` has these parameters whole; sharded, they are not among whole tensors.
+        State(frozen=-1, own_frozen=shard) if ranks.shards_frozen else State(),
+        State(batch=1),
+    )

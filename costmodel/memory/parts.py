@@ -66,6 +66,11 @@ class Ranks(Replication):
         return not self.is_sharded and self.replicas > 1
 
     @property
+    def shards_frozen(self) -> bool:
+        """Whether ZeRO shards frozen parameters, too: ZeRO 3 alone does."""
+        return self.is_sharded and self.zero_stage == 3
+
+    @property
     def rests_elsewhere(self) -> bool:
         """Whether no weights are at rest on the device: FSDP2 shards the fp32 masters in bf16,
         which are optimizer state here, and with the optimizer on the host the shards are there.

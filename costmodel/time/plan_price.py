@@ -14,21 +14,19 @@ import numpy as np
 
 from costmodel.cache import CostCache
 from costmodel.time.communication import DataParallelSeconds
-from costmodel.time.simulate import JobSeconds
+from costmodel.time.inputs import input_seconds
 from costmodel.time.stage_costs.chain import Split, chain_costs
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.stage_costs.runs import Floats
 from costmodel.time.stage_costs.stage_costs import StageCosts, cut_runs, pick, transfers
 from costmodel.time.stage_costs.times import RecomputeTimes, RunTimes
-from costmodel.time.tied import tied_seconds
-from costmodel.time.update import RankUpdate
+from costmodel.time.step import OnceAStep, once_a_step
 from costmodel.topology import pipeline_group, replica_mesh, way_out
 from planner.language.lowering.experts import check_experts
 from planner.language.plan import Plan
 from planner.language.plan.replication import Replication
+from planner.language.schedule import JobSeconds
 from profiles import Group
-
-_UPDATED = ("param_bytes", "num_params", "spread_bytes", "num_spread")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +49,10 @@ class PlanPrice:
     """What exchange with replicas adds to each stage's compute."""
     job_seconds: JobSeconds
     """Seconds of jobs and of transfers between stages."""
-    updates: tuple[RankUpdate, ...]
-    """Clipping and optimizer of each pp rank."""
+    once: OnceAStep
+    """What is done once a step, by pp rank."""
     waited_s: Floats
     """Seconds in which a microbatch's jobs of each stage wait for transfers that do not overlap."""
-    tied_s: tuple[float, ...]
-    """Seconds in which each pp rank sums gradients of parameters that it shares with others."""
 
     def side_bytes(self, stage: int) -> int:
         """Return the shared non-differentiable inputs of a stage, for each microbatch."""
@@ -127,27 +123,32 @@ def price_plan(plan: Plan, costs: CostCache) -> PlanPrice:
         mesh: costs_of_mesh.runs.recomputation(plan.recompute_by_block)
         for mesh, costs_of_mesh in by_mesh.items()
     }
-    load = pick([stage.runs.load for stage in own])
-    is_spread = plan.degrees["ep"] > 1
+    # The rank of the first stage copies the batch for all its stages before its first job.
+    first = [plan.stages[s] for s in stages_of_rank(plan, plan.stages[0].pp_rank)]
+    inputs_s = input_seconds(
+        costs.of_group(plan.stages[0].device_group),
+        [block for stage in first for block in stage.blocks],
+        microbatch_size=plan.stage_microbatch_size(0),
+        num_microbatches=plan.num_microbatches,
+    )
     return PlanPrice(
         plan=plan,
         costs=costs,
         times=pick([stage.times for stage in own]),
         again=pick([again[mesh] for mesh in meshes]),
-        load=load,
+        load=pick([stage.runs.load for stage in own]),
         meshes=tuple(own),
         exposed=pick([stage.exposed for stage in own]),
         job_seconds=pick([jobs[mesh] for mesh in meshes]),
-        updates=tuple(
-            own[mine[0]].prices.update(
-                # A rank updates all its stages at once; experts on their own mesh have other
-                # shards.
-                *(float(getattr(load, name)[mine].sum()) for name in _UPDATED[: 2 + 2 * is_spread])
-            )
-            for mine in (stages_of_rank(plan, rank) for rank in range(plan.pp))
+        once=once_a_step(
+            costs,
+            [costs.of_group(group) for group in plan.device_groups],
+            own,
+            plan.stage_to_pp_rank,
+            num_ranks=plan.world_size,
+            inputs_s=inputs_s,
         ),
         waited_s=np.add(*transfers(costs.execution, receive_s)[1]),
-        tied_s=tied_seconds(plan, costs),
     )
 
 

@@ -7,15 +7,15 @@ ranks that hold the same piece add up their sums (`planner.runtime.state.gradien
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from costmodel.cache import CostCache
+from costmodel.time.stage_costs.stage_costs import StageCosts
 from costmodel.topology import pair_group, ranks_of_stage, way_out
 from planner.language.graph import ModelGraph
 from planner.language.layout.placements import Placements
 from planner.language.lowering.wiring import block_placements, param_placements
 from planner.language.plan import Plan
-from planner.language.plan.replication import Replication
 from profiles import Profile
 
 COPIES = 8
@@ -23,18 +23,33 @@ COPIES = 8
 others in one message, and written back."""
 
 
-def tied_seconds(plan: Plan, costs: CostCache) -> tuple[float, ...]:
-    """Return what each pp rank spends on it."""
-    spent, groups = [0.0] * plan.pp, plan.device_groups
-    for first, second, num_bytes in _shared(plan, costs.graph):
-        is_apart = groups[first] != groups[second]
-        # Both ranks wait for the exchange.
-        for rank in (first, second):
-            of_rank = costs.of_group(groups[rank])
-            apart = abs(second - first) * ranks_of_stage(of_rank.cluster, plan.degrees)
-            spent[rank] += tied_pair_seconds(
-                of_rank.profile, num_bytes=num_bytes, ranks_apart=None if is_apart else apart
-            )
+def tied_seconds(
+    of_ranks: Sequence[CostCache],
+    stages: Sequence[StageCosts],
+    homes: Sequence[int],
+    *,
+    num_ranks: int,
+) -> tuple[float, ...]:
+    """Return what each pp rank spends on it: `of_ranks` has the prices on its devices, `stages` for
+    each stage the costs of all stages under its mesh, `homes` its pp rank; a stage has `num_ranks`.
+
+    From user to user along the model: a parameter on k ranks takes a chain of k - 1 exchanges.
+    """
+    spent, firsts = [0.0] * len(of_ranks), stages[0].runs.start.tolist()
+    for stage, costs in enumerate(stages):
+        for before, user, size in costs.runs.chain.ties:
+            first, second = homes[bisect_right(firsts, before) - 1], homes[stage]
+            if bisect_right(firsts, user) - 1 != stage or first == second:
+                continue
+            is_apart = of_ranks[first] is not of_ranks[second]
+            # Both ranks wait for the exchange.
+            for rank in (first, second):
+                apart = abs(second - first) * ranks_of_stage(of_ranks[rank].cluster, num_ranks)
+                spent[rank] += tied_pair_seconds(
+                    of_ranks[rank].profile,
+                    num_bytes=costs.replication.gradient_bytes(size),
+                    ranks_apart=None if is_apart else apart,
+                )
     return tuple(spent)
 
 
@@ -101,32 +116,3 @@ def _trained(graph: ModelGraph) -> list[str]:
     metas = [graph.tensor[name] for name in graph.shared_params]
     trained = (meta for meta in metas if meta.kind == "param" and meta.requires_grad)
     return [meta.name for meta in trained if not meta.table]  # (which exchanges rows)
-
-
-def _shared(plan: Plan, graph: ModelGraph) -> Iterator[tuple[int, int, float]]:
-    """Yield (pp rank, pp rank of the next block with it, local gradient bytes) of what two
-    blocks share; one message has all of it.
-    """
-    uses = sorted(
-        (index, graph.blocks[index].params.index(name), name)
-        for name in _trained(graph)
-        for index in graph.shared_params[name]
-    )
-    firsts = [stage.first_block for stage in plan.stages]
-    last_user: dict[str, tuple[int, int]] = {}
-    shared: dict[tuple[int, int], tuple[int, int, float]] = {}
-    for index, position, name in uses:
-        stage = bisect_right(firsts, index) - 1
-        rank = plan.stages[stage].pp_rank
-        # From user to user along the model: a parameter on k ranks takes a chain of k - 1
-        # exchanges.
-        before, its_rank = last_user.get(name, (index, rank))
-        if its_rank != rank:
-            placed = block_placements(graph, plan, index, stage)[1][position]
-            size = Replication.of(plan, stage).gradient_bytes(
-                graph.tensor[name].bytes_at(1) // placed.parts(plan.stage_degrees(stage))
-            )
-            known = shared.get((before, index), (0, 0, 0.0))[2]
-            shared[before, index] = (its_rank, rank, known + size)
-        last_user[name] = index, rank
-    yield from shared.values()

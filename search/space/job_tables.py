@@ -11,28 +11,19 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodel.time.simulate import job_table
 from planner.deadline import check_time
-from planner.language.schedule import find_schedule, in_flight, in_flight_per_stage
+from planner.language.schedule import find_schedule, in_flight, in_flight_per_stage, job_table
 from planner.language.schedule.jobs import JobKind
-from planner.language.schedule.timing.offloads import Offload, offloads_of
 from search.bounds.copied_jobs import CopiedRow
 from search.space.configuration import Configuration, Pipeline
-
-
-@lru_cache(maxsize=32)
-def copies_of(pipeline: Pipeline) -> tuple[tuple[Offload, ...], ...]:
-    """Return the copies of all stages' activations to the host and back, by row of a schedule."""
-    rows = job_table(*pipeline).schedule.jobs
-    return tuple(offloads_of(row, range(pipeline.pp * pipeline.vpp)) for row in rows)
 
 
 @lru_cache(maxsize=1024)
 def copied_rows(pipeline: Pipeline) -> tuple[CopiedRow, ...]:
     """Return each rank's jobs beside which activations are copied, where all stages' are."""
-    rows = job_table(*pipeline).schedule.jobs
-    found = copies_of(pipeline)
-    return tuple(CopiedRow.of(row, made) for row, made in zip(rows, found, strict=True))
+    table = job_table(*pipeline)
+    found = table.offloads(frozenset(range(pipeline.pp * pipeline.vpp)))
+    return tuple(map(CopiedRow.of, table.schedule.jobs, found))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

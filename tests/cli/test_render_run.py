@@ -6,8 +6,7 @@ from rich.console import Console
 from commands.render.plans.plan import LINE_WIDTH, draw_timetable
 from commands.render.run import describe_run, describe_timeline
 from costmodel.compare import JobComparison, JobsAlike, RunComparison
-from costmodel.time.simulate import JobSeconds, simulate
-from planner.language.schedule import build_schedule
+from planner.language.schedule import JobSeconds, build_schedule, simulate
 
 
 def printed(parts) -> str:
@@ -20,7 +19,7 @@ def printed(parts) -> str:
 def test_a_rank_s_waiting_is_printed_as_its_bubble():
     """1F1B of 2 ranks and 3 microbatches of 1 s + 2 s: each rank works 9 of 12 s."""
     schedule = build_schedule("1f1b", pp=2, vpp=1, num_microbatches=3)
-    seconds = JobSeconds.equal(2, forward_s=1.0, backward_s=2.0)
+    seconds = JobSeconds.equal(2)
     text = printed(describe_timeline(simulate(schedule, seconds), seconds))
     assert text.count("25.0%") == 1 + 2  # of the step, and of each rank
     assert "12" in text

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from costmodel.compare import WARM_UP_STEPS, as_rank_timelines, compare_run
-from costmodel.time.simulate import JobSeconds, simulate
 from planner.errors import PlannerError
-from planner.language.schedule import build_schedule
+from planner.language.schedule import JobSeconds, build_schedule, simulate
 from planner.timeline import RankTimeline, bubbles
 
 STEPS = 6
@@ -17,7 +16,7 @@ STEPS = 6
 def predicted():
     """Rank 0 ends its last job at 15 s, rank 1 at 13 s; an optimizer's job follows."""
     schedule = build_schedule("1f1b", pp=2, vpp=1, num_microbatches=4)
-    played = simulate(schedule, JobSeconds.equal(2, forward_s=1.0, backward_s=2.0))
+    played = simulate(schedule, JobSeconds.equal(2))
     once = (((15.0, 15.5), (15.5, 15.5)), ((13.0, 16.0), (16.0, 16.0)))
     return replace(played, step_jobs_s=once)
 
@@ -92,7 +91,7 @@ def test_learning_rate_jobs_are_not_in_every_run(predicted):
 
 def test_a_run_of_another_plan_is_refused(predicted):
     schedule = build_schedule("zb_h1", pp=2, vpp=1, num_microbatches=4)
-    other = simulate(schedule, JobSeconds.equal(2, forward_s=1.0, backward_s=2.0))
+    other = simulate(schedule, JobSeconds.equal(2))
     with pytest.raises(PlannerError, match="is only in the"):
         compare_run(predicted, 15.0, run_of(other, slower=1.0))
 

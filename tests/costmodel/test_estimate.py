@@ -7,9 +7,10 @@ import pytest
 from costmodel import CostCache, StageLoad, estimate
 from costmodel.estimate import plan_job_seconds
 from costmodel.execution import find_execution
-from costmodel.memory.bound import Phase, RankBound, kept_bytes
+from costmodel.memory.bound import RankBound, kept_bytes
 from costmodel.memory.exact.rank_walk import walk_rank
 from costmodel.memory.exact.stage.jobs import StageJobs
+from costmodel.memory.part_table import Phase
 from costmodel.memory.parts import COUNTER_BYTES, Ranks
 from costmodel.time.communication import data_parallel_seconds
 from planner.language.lowering.propagate import propagate_graph

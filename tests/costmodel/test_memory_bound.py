@@ -1,9 +1,8 @@
-"""Two fidelities of memory: the closed form never exceeds the walk; a part is two entries."""
+"""Two fidelities of memory: the closed form never exceeds the walk; both read one table."""
 
 import random
 from dataclasses import replace
 from itertools import pairwise
-from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -13,10 +12,8 @@ from benchmarks.activation_memory import CpuProfile
 from benchmarks.layers import LayerChain
 from costmodel import CostCache, StageLoad, estimate
 from costmodel.execution import find_execution
-from costmodel.memory import bound
-from costmodel.memory.bound import NOTHING, OnHost, RankBound, Resident, kept_bytes
-from costmodel.memory.exact import resident
-from costmodel.memory.exact.resident import Part
+from costmodel.memory.bound import NOTHING, OnHost, RankBound, kept_bytes
+from costmodel.memory.part_table import PARTS, Part, State
 from costmodel.memory.parts import Ranks
 from costmodel.time.plan_price import price_plan
 from planner.language.lowering.defaults import default_plan
@@ -208,24 +205,15 @@ COMPRESSION_FACTOR = 0.5
 
 
 def add_toy_part(monkeypatch):
-    """Add a part of memory: an entry in `exact.resident.PARTS`, and an entry in `bound.PARTS`."""
+    """Add a part of memory: an entry of `PARTS`."""
 
-    def exact_bytes(rank):
-        return COMPRESSION_FACTOR * rank.weights.param_bytes
+    def times(ranks, phase):
+        return State(trained=COMPRESSION_FACTOR)
 
-    def bound_bytes(rank, phase):
-        return Resident(per_param_byte=COMPRESSION_FACTOR)
-
-    entry = Part("communication_bytes", exact_bytes)
-    monkeypatch.setattr(
-        resident, "PARTS", MappingProxyType({**resident.PARTS, "error_feedback": entry})
-    )
-    monkeypatch.setattr(
-        bound, "PARTS", MappingProxyType({**bound.PARTS, "error_feedback": bound_bytes})
-    )
+    monkeypatch.setitem(PARTS, "error_feedback", Part("communication_bytes", times))
 
 
-def test_a_new_part_of_memory_is_two_entries(monkeypatch):
+def test_a_new_part_of_memory_is_an_entry(monkeypatch):
     """The estimate, the bound and a search all count it, and the bound still is one."""
     graph = tiny("gpt")
     machine = Machine(context_bytes=0.0, devices_per_node=4)

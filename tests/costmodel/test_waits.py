@@ -4,7 +4,8 @@ import pytest
 
 from costmodel import CostCache, estimate
 from costmodel.time.communication import data_parallel_seconds
-from costmodel.time.tied import tied_pair_seconds, tied_seconds
+from costmodel.time.plan_price import price_plan
+from costmodel.time.tied import tied_pair_seconds
 from planner.language.plan.replication import Replication
 from profiles import Group, Profile, load_profile
 from profiles.records import StepFit, WaitFit
@@ -119,14 +120,14 @@ def test_stages_that_share_a_parameter_sum_its_gradient(plain):
     model = tiny_models()["hf-gpt2"]
     graph = capture_module(model.build(), model.batch(2), model.batch(3), name="gpt2")
     costs = CostCache(graph, plain)
-    whole = tied_seconds(make_plan(graph, pp=2), costs)
+    whole = price_plan(make_plan(graph, pp=2), costs).once.tied_s
     assert whole[0] == whole[1] > 0
-    assert tied_seconds(make_plan(graph), costs) == (0.0,)
+    assert price_plan(make_plan(graph), costs).once.tied_s == (0.0,)
     shared = [t for t in graph.params if sum(t.name in block.params for block in graph.blocks) > 1]
     num_bytes = float(sum(t.bytes_at(1) for t in shared))
     # Ranks 0 and 6 of a node of 8 are on that node.
     inside = tied_pair_seconds(plain, num_bytes=1e6, ranks_apart=1)
     assert tied_pair_seconds(plain, num_bytes=1e6, ranks_apart=6) == inside
     assert whole[0] == tied_pair_seconds(plain, num_bytes=num_bytes, ranks_apart=1)
-    sharded = tied_seconds(make_plan(graph, pp=2, dp=2, zero=1), costs)
+    sharded = price_plan(make_plan(graph, pp=2, dp=2, zero=1), costs).once.tied_s
     assert sharded[0] == tied_pair_seconds(plain, num_bytes=num_bytes / 2, ranks_apart=2)

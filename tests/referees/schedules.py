@@ -29,8 +29,8 @@ from planner.language.schedule import (
     JobKind,
     Pipeline,
     Schedule,
+    simulate,
     synthesize_schedule,
-    time_schedule,
 )
 
 _STEPS = 20_000
@@ -72,7 +72,10 @@ def solve_schedule_exactly(
         kinds = (JobKind.FORWARD, JobKind.BACKWARD_INPUT, JobKind.BACKWARD_WEIGHT)
     gradient, last = kinds[1], kinds[-1]
     seconds = pipeline.times.by_kind()
-    delay = [round(d / step_s) for d in pipeline.times.boundary_s(pipeline.stage_to_pp_rank)]
+    into, back = (
+        [round(way_s / step_s) for way_s in of_stages]
+        for of_stages in pipeline.times.between_ranks(pipeline.stage_to_pp_rank)
+    )
     num_stages, num_microbatches = len(pipeline.stage_to_pp_rank), pipeline.num_microbatches
     hint_start = _job_starts(hint.schedule, pipeline, split_backward=split_backward)
 
@@ -105,8 +108,8 @@ def solve_schedule_exactly(
             if last is not gradient:
                 model.add(end[gradient, s, i] <= start[last, s, i])
             if s:
-                model.add(end[kinds[0], s - 1, i] + delay[s] <= start[kinds[0], s, i])
-                model.add(end[gradient, s, i] + delay[s] <= start[gradient, s - 1, i])
+                model.add(end[kinds[0], s - 1, i] + into[s] <= start[kinds[0], s, i])
+                model.add(end[gradient, s, i] + back[s - 1] <= start[gradient, s - 1, i])
     for rank in range(pipeline.pp):
         model.add_no_overlap(busy[rank])
         _limit_memory(model, pipeline, rank, live[rank])
@@ -121,14 +124,14 @@ def solve_schedule_exactly(
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         starts = {key: solver.value(variable) for key, variable in start.items()}
         solved = _table(pipeline, starts, name=hint.schedule.name)
-        if time_schedule(solved, pipeline.times).step_s < hint.step_s:
+        if simulate(solved, pipeline.times, links="free").makespan_s < hint.step_s:
             found = solved
     # Each rounding may shorten a job or a transfer on the longest chain by half a step.
     slack = (3 * num_stages * num_microbatches + 2 * num_stages) / 2
     proved = (solver.best_objective_bound - slack) * step_s
     return ExactSchedule(
         schedule=found,
-        step_s=time_schedule(found, pipeline.times).step_s,
+        step_s=simulate(found, pipeline.times, links="free").makespan_s,
         lower_bound_s=max(proved, hint.lower_bound_s),
         is_optimal=status == cp_model.OPTIMAL,
     )
@@ -150,7 +153,7 @@ def _job_starts(
 ) -> dict[tuple[JobKind, int, int], float]:
     """Return when each job starts; with `split_backward`, a B counts as I and W in a row."""
     starts = {}
-    for _, job, start, _ in time_schedule(schedule, pipeline.times):
+    for _, job, start, _ in simulate(schedule, pipeline.times, links="free"):
         s, i = job.stage_index, job.microbatch_index
         if split_backward and job.kind is JobKind.FULL_BACKWARD:
             starts[JobKind.BACKWARD_INPUT, s, i] = start

@@ -10,16 +10,16 @@ import pytest
 
 from planner.language.schedule import (
     JobKind,
+    JobSeconds,
     Pipeline,
     Schedule,
-    StageTimes,
     fold_placement,
     loop_placement,
+    simulate,
     synthesize_schedule,
-    time_schedule,
     validate_schedule,
 )
-from planner.language.schedule.timing.timetable import Playback
+from planner.language.schedule.timing.simulate import simulate_until_stuck
 from tests.referees.schedules import solve_schedule_exactly
 
 
@@ -30,7 +30,7 @@ def small_pipeline(rng: random.Random) -> Pipeline:
     return Pipeline(
         stage_to_pp_rank=placed,
         num_microbatches=m,
-        times=StageTimes(
+        times=JobSeconds.of_stages(
             forward_s=tuple(forward_s),
             backward_input_s=tuple(f * rng.uniform(0.8, 1.3) for f in forward_s),
             backward_weight_s=tuple(f * rng.uniform(0.6, 1.1) for f in forward_s),
@@ -76,7 +76,7 @@ def all_row_orders(pipeline: Pipeline, rank: int) -> list[tuple[tuple[str, int],
 def test_exact_equals_brute_force(seed: int) -> None:
     """X1: all tables of two ranks and three microbatches, played one by one."""
     rng = random.Random(seed)
-    times = StageTimes(
+    times = JobSeconds.of_stages(
         forward_s=(rng.uniform(0.5, 2), rng.uniform(0.5, 2)),
         backward_input_s=(rng.uniform(0.5, 2), rng.uniform(0.5, 2)),
         backward_weight_s=(rng.uniform(0.5, 2), rng.uniform(0.5, 2)),
@@ -95,8 +95,8 @@ def test_exact_equals_brute_force(seed: int) -> None:
         schedule = Schedule.from_json(
             {"name": "x", "stage_to_pp_rank": (0, 1), "num_microbatches": 3, "jobs": text}
         )
-        if not Playback(schedule, times).stuck:
-            best = min(best, time_schedule(schedule, times).step_s)
+        if not simulate_until_stuck(schedule, times).stuck:
+            best = min(best, simulate(schedule, times, links="free").makespan_s)
     exact = solve_schedule_exactly(pipeline, split_backward=False)
     assert exact.is_optimal
     assert exact.step_s == pytest.approx(best)

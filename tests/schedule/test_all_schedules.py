@@ -10,14 +10,14 @@ import pytest
 from planner.language.schedule import (
     SCHEDULES,
     JobKind,
+    JobSeconds,
     Schedule,
-    StageTimes,
     build_schedule,
     in_flight,
     in_flight_at_rank_peak,
     in_flight_per_stage,
     most_kept,
-    time_schedule,
+    simulate,
 )
 from planner.language.schedule.job_order import JobOrder, RoundTrips
 from planner.language.schedule.timing.communication import (
@@ -131,7 +131,7 @@ def test_bubble_of_equal_stages(name: str) -> None:
         pp, vpp = schedule.pp, schedule.num_stages // schedule.pp
         bubble = bubble_formula(name, pp, vpp, schedule.num_microbatches)
         if bubble is not None:
-            assert time_schedule(schedule).bubble_s == (bubble,) * pp, (pp, vpp)
+            assert simulate(schedule).bubble_s == (bubble,) * pp, (pp, vpp)
             checked += 1
     assert checked > 50
 
@@ -142,8 +142,10 @@ def test_eager_1f1b_hides_transfers() -> None:
     for schedule in all_sizes("eager_1f1b"):
         pp, m = schedule.pp, schedule.num_microbatches
         plain = build_schedule("1f1b", pp=pp, vpp=1, num_microbatches=m)
-        times = StageTimes.equal(pp, transfer_s=0.5)
-        eager_s, plain_s = time_schedule(schedule, times).step_s, time_schedule(plain, times).step_s
+        times = JobSeconds.equal(pp, transfer_s=0.5)
+        eager_s, plain_s = (
+            simulate(each, times, links="free").makespan_s for each in (schedule, plain)
+        )
         assert eager_s <= plain_s
         faster += eager_s < plain_s
         pairs = zip(in_flight(plain), in_flight(schedule), strict=True)
@@ -155,13 +157,13 @@ def test_eager_1f1b_hides_transfers() -> None:
 @pytest.mark.parametrize("pp", [2, 4, 8])
 def test_eager_1f1b_pays_for_transfers_in_fill_and_drain_only(pp: int, transfer_s: float) -> None:
     """P9: 2(pp-1) transfers lengthen the step, however many microbatches; 1F1B pays in each."""
-    times = StageTimes.equal(pp, transfer_s=transfer_s)
+    times = JobSeconds.equal(pp, transfer_s=transfer_s)
     for m in (2 * pp, 4 * pp):
         eager = build_schedule("eager_1f1b", pp=pp, vpp=1, num_microbatches=m)
         plain = build_schedule("1f1b", pp=pp, vpp=1, num_microbatches=m)
         hidden_s = 3 * (m + pp - 1) + 2 * (pp - 1) * transfer_s
-        assert time_schedule(eager, times).step_s == hidden_s
-        assert time_schedule(plain, times).step_s > hidden_s
+        assert simulate(eager, times, links="free").makespan_s == hidden_s
+        assert simulate(plain, times, links="free").makespan_s > hidden_s
 
 
 @pytest.mark.parametrize("name", NAMES)

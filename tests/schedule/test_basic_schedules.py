@@ -11,7 +11,7 @@ from planner.language.schedule import (
     in_flight,
     in_flight_per_stage,
     register_schedule,
-    time_schedule,
+    simulate,
 )
 from planner.language.schedule.draw import draw_schedule
 from planner.language.schedule.registry import SCHEDULES
@@ -126,14 +126,14 @@ def test_bubble_of_equal_stages(name: str) -> None:
     """P4: bubble_fraction = (pp-1)/(m+pp-1)."""
     for pp in range(1, 9):
         for m in range(pp, 17):
-            fraction = time_schedule(build(name, pp, m)).bubble_fraction
+            fraction = simulate(build(name, pp, m)).bubble_fraction
             assert fraction == pytest.approx((pp - 1) / (m + pp - 1))
 
 
 def test_clock_cycles_of_forwards() -> None:
     """G17: at clock t the forwards of microbatch t - rank run, one on each rank."""
     starts: dict[int, list[tuple[int, int]]] = {}
-    for rank, job, start, _ in time_schedule(build("fthenb", 3, 4)):
+    for rank, job, start, _ in simulate(build("fthenb", 3, 4)):
         if str(job.kind) == "F":
             starts.setdefault(round(start), []).append((job.microbatch_index, rank))
     assert starts == {

@@ -14,13 +14,13 @@ from planner.language.schedule import (
     SCHEDULES,
     Job,
     JobKind,
+    JobSeconds,
     Schedule,
-    StageTimes,
     build_schedule,
     forward,
     full_backward,
     register_schedule,
-    time_schedule,
+    simulate,
 )
 from planner.language.schedule.draw import draw_schedule, draw_table
 from planner.language.schedule.placements import fold_placement
@@ -90,27 +90,27 @@ def test_damaged_data_is_refused(data: dict[str, object]) -> None:
 
 def test_stage_times_are_checked() -> None:
     with pytest.raises(ScheduleError, match="2 F, 1 I and 2 W times given"):
-        StageTimes(forward_s=(1, 1), backward_input_s=(1,), backward_weight_s=(1, 1))
+        JobSeconds.of_stages(forward_s=(1, 1), backward_input_s=(1,), backward_weight_s=(1, 1))
     with pytest.raises(ScheduleError, match="must not be negative"):
-        StageTimes.equal(2, transfer_s=-1.0)
+        JobSeconds.equal(2, transfer_s=-1.0)
     with pytest.raises(ScheduleError, match="2 entries; 2 stages have 1 boundaries"):
-        StageTimes.equal(2, transfer_s=(1.0, 1.0))
+        JobSeconds.equal(2, transfer_s=(1.0, 1.0))
     with pytest.raises(ScheduleError, match=r"times of 3 stages given .* of 2 stages"):
-        time_schedule(build_schedule("1f1b", pp=2, vpp=1, num_microbatches=2), StageTimes.equal(3))
+        simulate(build_schedule("1f1b", pp=2, vpp=1, num_microbatches=2), JobSeconds.equal(3))
 
 
 def test_transfer_of_each_boundary_counts() -> None:
     """One microbatch: every F and every B once, and each boundary twice."""
     schedule = build_schedule("naive", pp=3, vpp=1, num_microbatches=1)
-    times = StageTimes.equal(3, transfer_s=(0.25, 2.0))
-    assert time_schedule(schedule, times).step_s == 3 * 3 + 2 * (0.25 + 2.0)
+    times = JobSeconds.equal(3, transfer_s=(0.25, 2.0))
+    assert simulate(schedule, times, links="free").makespan_s == 3 * 3 + 2 * (0.25 + 2.0)
 
 
 def test_a_table_that_never_ends_is_not_timed() -> None:
     text = ["0F0 0B0", "1B0 1F0"]
     data = {"name": "x", "stage_to_pp_rank": [0, 1], "num_microbatches": 1, "jobs": text}
     with pytest.raises(ScheduleError, match="never ends: pp ranks 0, 1 wait for ever"):
-        time_schedule(Schedule.from_json(data))
+        simulate(Schedule.from_json(data))
 
 
 def test_wide_pictures_are_cut() -> None:
@@ -145,7 +145,7 @@ def test_every_schedule_is_documented_and_promises_its_memory() -> None:
 
 def test_pictures_of_very_unequal_jobs_stay_small() -> None:
     """A job a million times shorter than another does not make a million columns."""
-    times = StageTimes(
+    times = JobSeconds.of_stages(
         forward_s=(1.0, 1e-6), backward_input_s=(1.0, 1e-6), backward_weight_s=(1.0, 1e-6)
     )
     schedule = build_schedule("1f1b", pp=2, vpp=1, num_microbatches=2)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from planner.errors import ScheduleError
-from planner.language.schedule import SCHEDULES, JobKind, StageTimes, build_schedule, time_schedule
+from planner.language.schedule import SCHEDULES, JobKind, JobSeconds, build_schedule, simulate
 from planner.language.schedule.placements import fold_placement, loop_placement
 from planner.language.schedule.synthesis.synthesize import (
     Pipeline,
@@ -36,7 +36,7 @@ def random_pipeline(rng: random.Random, *, vpp: int | None = None) -> Pipeline:
     return Pipeline(
         stage_to_pp_rank=placed,
         num_microbatches=m,
-        times=StageTimes(
+        times=JobSeconds.of_stages(
             forward_s=tuple(forward_s),
             backward_input_s=tuple(f * rng.uniform(0.8, 1.3) for f in forward_s),
             backward_weight_s=tuple(f * rng.uniform(0.6, 1.1) for f in forward_s),
@@ -57,7 +57,7 @@ def fixed_step_s(pipeline: Pipeline) -> float:
             continue
         schedule = build_schedule(name, pp=pp, vpp=vpp, num_microbatches=m)
         if pipeline.fits(schedule):
-            best = min(best, time_schedule(schedule, pipeline.times).step_s)
+            best = min(best, simulate(schedule, pipeline.times, links="free").makespan_s)
     return best
 
 
@@ -70,7 +70,7 @@ def test_valid_and_within_memory() -> None:
         made = synthesize_schedule(pipeline, split_backward=split, max_evaluations=30)
         validate_schedule(made.schedule)
         assert pipeline.fits(made.schedule)
-        assert made.step_s == time_schedule(made.schedule, pipeline.times).step_s
+        assert made.step_s == simulate(made.schedule, pipeline.times, links="free").makespan_s
         assert made.step_s >= made.lower_bound_s * (1 - 1e-9)
         if split is False:
             kinds = {job.kind for row in made.schedule.jobs for job in row}
@@ -98,7 +98,7 @@ def test_finds_the_zero_bubble_tables_by_itself() -> None:
     pipeline = Pipeline(
         stage_to_pp_rank=fold_placement(4, 2),
         num_microbatches=12,
-        times=StageTimes.equal(8),
+        times=JobSeconds.equal(8),
         live_bytes=(1.0,) * 8,
         limit_bytes=(8.0,) * 4,
     )
@@ -121,7 +121,7 @@ def test_one_microbatch_at_a_time() -> None:
     pipeline = Pipeline(
         stage_to_pp_rank=loop_placement(3, 2),
         num_microbatches=4,
-        times=StageTimes.equal(6),
+        times=JobSeconds.equal(6),
         live_bytes=(1.0,) * 6,
         limit_bytes=(2.0,) * 3,
     )
@@ -134,7 +134,7 @@ def test_too_little_memory_is_refused() -> None:
         Pipeline(
             stage_to_pp_rank=(0, 1),
             num_microbatches=4,
-            times=StageTimes.equal(2),
+            times=JobSeconds.equal(2),
             live_bytes=(1.0, 3.0),
             limit_bytes=(4.0, 1.0),
         )

@@ -8,7 +8,7 @@ import torch
 
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan, StagePlan
-from planner.language.schedule import Schedule, StageTimes, in_flight
+from planner.language.schedule import JobSeconds, Schedule, in_flight
 from planner.language.schedule.placements import fold_placement
 from planner.language.schedule.synthesis.synthesize import Pipeline, synthesize_schedule
 from tests.runtime.scenarios import capture, check_plans
@@ -42,7 +42,7 @@ def test_random_and_synthesised_tables_equal_one_process() -> None:
     uneven = Pipeline(
         stage_to_pp_rank=fold_placement(2, 2),
         num_microbatches=5,
-        times=StageTimes(
+        times=JobSeconds.of_stages(
             forward_s=(1.0, 2.0, 1.0, 3.0),
             backward_input_s=(1.0, 2.0, 1.0, 3.0),
             backward_weight_s=(1.0, 1.0, 1.0, 2.0),

@@ -9,8 +9,8 @@ from planner.language.schedule import (
     Schedule,
     build_schedule,
     in_flight,
+    simulate,
     stage_to_pp_rank,
-    time_schedule,
 )
 from planner.language.schedule.named.interleaved import group_sizes
 from planner.language.schedule.placements import fold_placement, loop_placement
@@ -55,7 +55,7 @@ def test_golden_interleaved_1f1b_of_a_number_that_pp_does_not_divide() -> None:
         "0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2",
         "1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1B0 1B1 1B2",
     ]
-    assert time_schedule(schedule).step_s == 3 * 2 * 3 + (2 - 1) * 3
+    assert simulate(schedule).makespan_s == 3 * 2 * 3 + (2 - 1) * 3
 
 
 def test_groups_hold_at_least_pp_microbatches() -> None:
@@ -110,8 +110,8 @@ def test_interleaving_divides_the_bubble_and_multiplies_the_sends(pp: int, vpp: 
     m = 2 * pp
     plain = build("1f1b", pp, 1, m)
     looped = build("interleaved_1f1b", pp, vpp, m)
-    plain_bubble = time_schedule(plain).bubble_s
-    looped_bubble = time_schedule(looped).bubble_s
+    plain_bubble = simulate(plain).bubble_s
+    looped_bubble = simulate(looped).bubble_s
     assert [b / vpp for b in looped_bubble] == pytest.approx([b / vpp for b in plain_bubble])
     assert looped_bubble[0] / (looped_bubble[0] + 3 * vpp * m) < plain_bubble[0] / (
         plain_bubble[0] + 3 * m

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.language.schedule import Schedule, StageTimes, build_schedule, in_flight, time_schedule
+from planner.language.schedule import JobSeconds, Schedule, build_schedule, in_flight, simulate
 from planner.language.schedule.draw import draw_schedule
 
 
@@ -51,8 +51,8 @@ def test_zb_h1_bubble(pp: int, times: tuple[int, int, int]) -> None:
     """Step is m(F+I+W) + (pp-1)(F+I-W) while W is no longer than F and I (arXiv 2401.10241)."""
     f, i, w = times
     m = 2 * pp + 1
-    stage_times = StageTimes.equal(pp, forward_s=f, backward_input_s=i, backward_weight_s=w)
-    step = time_schedule(build("zb_h1", pp, 1, m), stage_times).step_s
+    stage_times = JobSeconds.equal(pp, forward_s=f, backward_input_s=i, backward_weight_s=w)
+    step = simulate(build("zb_h1", pp, 1, m), stage_times, links="free").makespan_s
     assert step == m * (f + i + w) + (pp - 1) * (f + i - w)
 
 
@@ -61,9 +61,9 @@ def test_v_bubble_of_equal_times(pp: int) -> None:
     """Both V tables end pp-1 units after their work: only the ranks' staggered start is lost."""
     for m in (2 * pp, 2 * pp + 3, 4 * pp):
         for name in ("zb_v", "dualpipe_v"):
-            timetable = time_schedule(build(name, pp, 2, m))
-            assert timetable.step_s == 6 * m + pp - 1
-    zb_v = time_schedule(build("zb_v", pp, 2, 4 * pp))
+            timeline = simulate(build(name, pp, 2, m))
+            assert timeline.makespan_s == 6 * m + pp - 1
+    zb_v = simulate(build("zb_v", pp, 2, 4 * pp))
     for rank in range(pp):
         spans = zip(zb_v.end_s[rank], zb_v.start_s[rank][1:], strict=False)
         assert all(start == end for end, start in spans), "zb_v must not idle inside a rank"
@@ -81,9 +81,9 @@ def test_memory_of_split_schedules(pp: int) -> None:
 
 def test_split_backward_shortens_the_step() -> None:
     """P17: same work, smaller bubble: 1F1B > ZB-H1 > ZB-V."""
-    plain = time_schedule(build("1f1b", 4, 1, 8)).bubble_fraction
-    h1 = time_schedule(build("zb_h1", 4, 1, 8)).bubble_fraction
-    v = time_schedule(build("zb_v", 4, 2, 8)).bubble_fraction
+    plain = simulate(build("1f1b", 4, 1, 8)).bubble_fraction
+    h1 = simulate(build("zb_h1", 4, 1, 8)).bubble_fraction
+    v = simulate(build("zb_v", 4, 2, 8)).bubble_fraction
     assert plain == pytest.approx(9 / 33)
     assert h1 == pytest.approx(3 / 27)
     assert v == pytest.approx(3 / 51)

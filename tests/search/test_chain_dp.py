@@ -7,8 +7,7 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from costmodel.time.simulate import JobSeconds, simulate
-from planner.language.schedule import build_schedule
+from planner.language.schedule import JobSeconds, build_schedule, simulate
 from search.partition.chain_dp import smallest_peak, solve_chain
 from search.partition.chain_paths import Paths
 from search.partition.solvers import solve

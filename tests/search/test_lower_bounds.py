@@ -8,16 +8,17 @@ from torch import nn
 from costmodel.execution import find_execution
 from costmodel.memory.bound import RankBound
 from costmodel.memory.parts import Ranks
-from costmodel.time.simulate import JobSeconds, simulate
 from costmodel.time.stage_costs.load import StageLoad
 from planner.language.plan.replication import Replication
 from planner.language.schedule import (
     SCHEDULES,
+    JobSeconds,
     build_schedule,
     find_schedule,
     forward,
     full_backward,
     register_schedule,
+    simulate,
 )
 from planner.language.schedule.jobs import Job
 from planner.units import GIB

@@ -31,7 +31,7 @@ from planner.language.ops.registry import ops_without_rule
 from planner.language.plan import OURS, ClassLayout, Plan, StagePlan
 from planner.language.plan.buckets import shapes_of
 from planner.language.plan.schedule_of import schedule_of
-from planner.language.schedule import Schedule, StageTimes, draw_schedule, step_jobs
+from planner.language.schedule import JobSeconds, Schedule, draw_schedule, step_jobs
 from planner.language.schedule.draw import Behind
 from planner.language.schedule.step_jobs import ROLES, jobs_of_step
 from planner.units import format_bytes, format_seconds
@@ -221,7 +221,7 @@ _PARTS = {
 
 def draw_timetable(
     schedule: Schedule,
-    times: StageTimes | None = None,
+    times: JobSeconds | None = None,
     behind: Sequence[Behind] | None = None,
     *,
     width: int = LINE_WIDTH,
@@ -252,7 +252,7 @@ class Timetable:
     def __init__(
         self,
         schedule: Schedule,
-        times: StageTimes | None = None,
+        times: JobSeconds | None = None,
         behind: Sequence[Behind] | None = None,
     ) -> None:
         self._drawn = schedule, times, behind

@@ -13,8 +13,7 @@ from costmodel.cache import CostCache
 from costmodel.memory.exact.plan_memory import walk_plan
 from costmodel.memory.parts import MemoryParts
 from costmodel.time.plan_price import PlanPrice
-from costmodel.time.simulate import Timeline
-from planner.language.schedule import StepJobKind, step_jobs
+from planner.language.schedule import StepJobKind, Timeline, step_jobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

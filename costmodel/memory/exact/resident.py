@@ -1,22 +1,14 @@
 """What a rank holds through the whole step, and in the optimizer's step, whatever its job table.
 
-Each `PARTS` entry has a counterpart in `costmodel.memory.bound`. A new part of memory that does
-not come and go with jobs is an entry here and an entry there.
-
-    stepped = factor * trained parameters / shards     bytes the optimizer steps on
-    summed  = sum_factor * trained parameters / shards bytes of its gradients' sums
-
-    factor      bytes of a master weight per byte of its parameter: 2 in bf16, 1 otherwise
-    sum_factor  bytes of a gradient's sum per byte of its parameter, `Execution.sum_factor`: in
-                bf16 2 in most runtimes, 1 in some, which widen it for the optimizer's step: 18 and
-                20 bytes a parameter with AdamW (Megatron-LM, docs of the distributed optimizer)
-    shards      dp * cp under ZeRO, each block's parameters padded to equal shards; 1 otherwise
+The parts are those of `costmodel.memory.part_table`; here are the amounts that they take of a rank
+of a plan: each block's parameters padded to equal shards where ZeRO has them, and what the host
+holds.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -25,10 +17,12 @@ import numpy as np
 
 from costmodel.cache import CostCache
 from costmodel.memory.exact.stage.jobs import StageJobs
+from costmodel.memory.part_table import PARTS, Phase, State, gradients, update_scratch
 from costmodel.memory.parts import ADAMW_STATES, COUNTER_BYTES, Ranks
 from costmodel.time.offload import HOST_BUCKET_BYTES
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.tied import tied_sum_bytes
+from planner.language.graph import ModelGraph
 from planner.language.graph.tables import tables_of
 from planner.language.layout.placements import Placements
 from planner.language.lowering.wiring import block_placements
@@ -69,10 +63,25 @@ class RankState:
         shards = (stage.sharded for stage in self.stages.values())
         return sum(shard.own_bytes for shard in shards if shard is not None)
 
-    @property
-    def stepped_bytes(self) -> int:
-        """Bytes of what the optimizer steps on."""
-        return self.ranks.gradient_factor * self.own_bytes
+    @cached_property
+    def state(self) -> State:
+        """Bytes of each kind of state."""
+        return State(
+            trained=int(self.weights.param_bytes),
+            own=self.own_bytes,
+            frozen=_frozen_bytes(self),
+            own_frozen=self.frozen_shard_bytes,
+            step_counts=COUNTER_BYTES * int(self.weights.num_params),
+            table_states=sum(_states_bytes(table) for table in self.device_tables),
+            # Before a table's are more than the table has rows, each is added up.
+            table_rows=sum(min(t.rows, t.looked_up) * t.row_bytes for t in self.device_tables),
+            batch=_batch_bytes(self.plan, self.costs.graph),
+        )
+
+    @cached_property
+    def device_tables(self) -> tuple[HeldTable, ...]:
+        """Tables with a gradient of rows that the device has."""
+        return tuple(table for table in held_tables(self) if not table.on_host)
 
     @property
     def summed_bytes(self) -> int:
@@ -89,36 +98,23 @@ class RankState:
     @cached_property
     def update_bytes(self) -> int:
         """The optimizer's step: gradients, and what is allocated beside them."""
-        plan, ranks = self.plan, self.ranks
-        scratch = self.stepped_bytes if ranks.copies_update else 0
+        ranks, state = self.ranks, self.state
         # Before it, ranks that share parameters sum the gradients of these. The two do not overlap
         # in time, so the larger counts.
-        sums = tied_sum_bytes(plan, self.costs.graph, self.tied, self.pp_rank) * ranks.sum_factor
-        sums //= ranks.shards
-        # Shards that are stepped on the host have left the device by then.
-        has_left = ranks.is_sharded and plan.optimizer_on_host
-        rows = sum(
-            _update_rows_bytes(self, table) for table in held_tables(self) if not table.on_host
-        )
-        # The step's gradients of rows are resident already (`table_rows`): only more than these
-        # counts.
-        kept = int(table_rows(self))
-        return max(scratch, sums) + (0 if has_left else self.summed_bytes) + max(0, rows - kept)
+        scratch = int(update_scratch(ranks, Phase.UPDATE).of(state))
+        sums = tied_sum_bytes(self.plan, self.costs.graph, self.tied, self.pp_rank)
+        sums = sums * ranks.sum_factor // ranks.shards
+        rows = sum(_update_rows_bytes(self, table) for table in self.device_tables)
+        # The step's gradients of rows are resident already: only more than these counts.
+        more_rows = max(0, rows - int(state.table_rows))
+        return max(scratch, sums) + int(gradients(ranks, Phase.UPDATE).of(state)) + more_rows
 
 
-def weights(rank: RankState) -> Amount:
-    """Return weights at rest: under ZeRO shards. What jobs gather is `fsdp_walk`'s."""
-    return 0 if rank.ranks.rests_elsewhere else rank.own_bytes
-
-
-def frozen(rank: RankState) -> Amount:
-    """Return frozen parameters, buffers, constants, and values that the preamble makes once.
-
-    ZeRO 3 shards frozen parameters with the others; with the optimizer on the host these shards
-    are there. ZeRO 1 and 2 leave them whole.
+def _frozen_bytes(rank: RankState) -> int:
+    """Return what is whole of frozen parameters, buffers, constants, and values that the preamble
+    makes once.
     """
     plan, costs, first = rank.plan, rank.costs, min(rank.stages)
-    shards_frozen = rank.ranks.is_sharded and plan.zero_stage == 3
     given: set[frozenset[str]] = set()
     placed: dict[str, Placements] = {}
     for s in rank.stages:
@@ -130,7 +126,7 @@ def frozen(rank: RankState) -> Amount:
                 for at in untrained:
                     meta = costs.graph.tensor[names[at]]
                     # (A table with a gradient of rows is trained, and whole on each replica.)
-                    if meta.table or not (shards_frozen and meta.kind == "param"):
+                    if meta.table or not (rank.ranks.shards_frozen and meta.kind == "param"):
                         # By name, so that a tensor of several blocks of the rank counts once.
                         placed.setdefault(names[at], params[at])
     degrees = plan.stage_degrees(first)
@@ -140,31 +136,14 @@ def frozen(rank: RankState) -> Amount:
     )
     # What the preamble makes once for all microbatches; what it makes for each is an activation.
     side_values = costs.side_values(plan.stage_microbatch_size(first))
-    total += 0 if plan.optimizer_on_host else rank.frozen_shard_bytes
     return total + side_values.num_bytes(frozenset().union(*given), fixed=True)
 
 
-def buckets(rank: RankState) -> Amount:
-    """Return buckets of gradients beside the sums: replicas without ZeRO send them."""
-    return rank.ranks.bucket_factor * rank.own_bytes if rank.ranks.sums_in_buckets else 0
+def _batch_bytes(plan: Plan, graph: ModelGraph) -> int:
+    return sum(graph.tensor[name].bytes_at(plan.global_units) for name in graph.batch_inputs)
 
 
-def optimizer(rank: RankState) -> Amount:
-    """Return AdamW's two moments and step counts, and in bf16 the fp32 masters."""
-    if rank.plan.optimizer_on_host:
-        return 0
-    return rank.ranks.optimizer_states * rank.stepped_bytes + COUNTER_BYTES * int(
-        rank.weights.num_params
-    )
-
-
-def batch(rank: RankState) -> Amount:
-    """Return the global batch: the caller holds it to the end of the step."""
-    graph = rank.costs.graph
-    return sum(graph.tensor[name].bytes_at(rank.plan.global_units) for name in graph.batch_inputs)
-
-
-def on_host(rank: RankState) -> Amount:
+def _host_bytes(rank: RankState) -> Amount:
     """Return what a rank keeps on the host: what no stage has, and what an optimizer there has: its
     state, and what it steps on.
 
@@ -253,47 +232,22 @@ def _update_rows_bytes(rank: RankState, table: HeldTable) -> int:
     return _COPIES_OF_ROWS * min(table.rows, replicas * table.looked_up) * table.row_bytes
 
 
-def table_states(rank: RankState) -> Amount:
-    """Return the moments of tables with a gradient of rows on the device, and in bf16 masters."""
-    tables = [table for table in held_tables(rank) if not table.on_host]
+def _states_bytes(table: HeldTable) -> int:
+    """Return a table's two moments and step count, and in bf16 its master."""
     # Where the optimizer steps on something wider than the weights, that is a copy of its own.
-    masters = sum(t.stepped_bytes for t in tables if t.stepped_bytes > t.weight_bytes)
-    return masters + sum(ADAMW_STATES * t.stepped_bytes + COUNTER_BYTES for t in tables)
-
-
-def table_rows(rank: RankState) -> Amount:
-    """Return the gradients of rows of a step: before a table's are more than the table has rows,
-    each is added up.
-    """
-    tables = [table for table in held_tables(rank) if not table.on_host]
-    return sum(min(table.rows, table.looked_up) * table.row_bytes for table in tables)
-
-
-class Part(NamedTuple):
-    """A part of a rank's memory: the field of `MemoryParts` it is reported in, and its bytes."""
-
-    field: str
-    num_bytes: Callable[[RankState], Amount]
-
-
-PARTS: Mapping[str, Part] = {
-    "weights": Part("parameter_bytes", weights),
-    "frozen": Part("parameter_bytes", frozen),
-    "buckets": Part("gradient_bytes", buckets),
-    "optimizer": Part("optimizer_bytes", optimizer),
-    "table_states": Part("optimizer_bytes", table_states),
-    "table_rows": Part("gradient_bytes", table_rows),
-    "batch": Part("batch_bytes", batch),
-    "on_host": Part("host_bytes", on_host),
-}
-"""Every part that is there from the start of a step to its end."""
+    master = table.stepped_bytes if table.stepped_bytes > table.weight_bytes else 0
+    return master + ADAMW_STATES * table.stepped_bytes + COUNTER_BYTES
 
 
 def resident_parts(rank: RankState) -> Counter[str]:
-    """Return the bytes of all `PARTS`, by field of `MemoryParts`."""
+    """Return the bytes of all parts that are the same through the whole step, by field of
+    `MemoryParts`.
+    """
     found: Counter[str] = Counter()
-    for field, num_bytes in PARTS.values():
-        found[field] += num_bytes(rank)
+    for part in PARTS.values():
+        if not part.is_walked:
+            found[part.field] += part.times(rank.ranks, Phase.BEFORE_BACKWARD).of(rank.state)
+    found["host_bytes"] += _host_bytes(rank)
     return found
 
 

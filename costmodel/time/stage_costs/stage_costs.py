@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 
 from costmodel.execution import Execution
 from costmodel.time.communication import DataParallelSeconds, message_pieces
-from costmodel.time.simulate import JobSeconds
 from costmodel.time.stage_costs.chain import ChainCosts
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.stage_costs.replicas import ReplicaPrices, replica_prices
@@ -33,6 +32,7 @@ from costmodel.time.stage_costs.runs import Flags, Floats, Indices
 from costmodel.time.stage_costs.times import RecomputeTimes, RunTimes
 from planner.language.plan import Recompute
 from planner.language.plan.replication import Replication
+from planner.language.schedule import JobSeconds
 from profiles import Group
 
 
@@ -80,6 +80,12 @@ class BlockRuns:
         """Bytes and number of trainable parameters."""
         return self.chain.loads.params(self.start, self.end)
 
+    def kept(self, by_block: Sequence[Recompute]) -> Floats:
+        """Return what blocks of each run save of a microbatch, shared side inputs apart; a choice
+        for each block of the chain.
+        """
+        return self.chain.kept(self.start, self.end, by_block)
+
     def receive_s(self, pp_group: Group, *, to_tp: int | None = None) -> tuple[Floats, Floats]:
         """Return the transfers into each run, and of its gradient back to a stage of `to_tp`."""
         return self.chain.messages.run_transfer_s(self.start, self.end, pp_group, to_tp=to_tp)
@@ -114,6 +120,16 @@ class StageCosts:
             more["spread"] = runs.chain.loads.spread(runs.start, runs.end)
         param_bytes, num_params = runs.params
         return self.prices.of_stages(param_bytes, runs.num_blocks, num_params, **more)
+
+    @cached_property
+    def updated(self) -> tuple[Floats, ...]:
+        """Bytes and number of trainable parameters; then those of experts, where these lie on a
+        mesh of their own.
+        """
+        runs = self.runs
+        if self.replication.expert_replicas is None:
+            return runs.params
+        return (*runs.params, *runs.chain.loads.spread(runs.start, runs.end))
 
     @property
     def update_s(self) -> Floats:

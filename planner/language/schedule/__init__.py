@@ -1,7 +1,7 @@
 """Pipeline schedules as data.
 
 A schedule is a table of jobs, one row for each pipeline rank. The same table is checked
-(`validate_schedule`), drawn (`draw_schedule`), priced (`costmodel.time.simulate`) and run
+(`validate_schedule`), drawn (`draw_schedule`), timed (`simulate`) and run
 (`planner.runtime`), so none of them names a schedule. What a search may rely on before there is a
 table (memory, waits, where weight gradients go) stands on the schedule's `ScheduleSpec`, so a
 schedule is one file. Torch-free.
@@ -62,8 +62,10 @@ from planner.language.schedule.timing.in_flight import (
     in_flight_per_stage,
     most_kept,
 )
+from planner.language.schedule.timing.job_seconds import JobSeconds
+from planner.language.schedule.timing.job_table import JobTable, build_job_table, job_table
+from planner.language.schedule.timing.simulate import Timeline, simulate
 from planner.language.schedule.timing.steady import SteadySchedule, steady_schedule
-from planner.language.schedule.timing.timetable import StageTimes, Timetable, time_schedule
 from planner.language.schedule.validate import validate_schedule
 
 __all__ = [
@@ -72,20 +74,22 @@ __all__ = [
     "Job",
     "JobKind",
     "JobOrder",
+    "JobSeconds",
+    "JobTable",
     "Pipeline",
     "Role",
     "RoundTrips",
     "Schedule",
     "ScheduleSpec",
-    "StageTimes",
     "SteadySchedule",
     "StepJob",
     "StepJobKind",
     "Synthesis",
-    "Timetable",
+    "Timeline",
     "Transfer",
     "backward_input",
     "backward_weight",
+    "build_job_table",
     "build_schedule",
     "chain_edges",
     "communication_order",
@@ -99,17 +103,18 @@ __all__ = [
     "in_flight",
     "in_flight_at_rank_peak",
     "in_flight_per_stage",
+    "job_table",
     "jobs_of_role",
     "loop_placement",
     "lower_bound_s",
     "most_kept",
     "register_schedule",
     "searched_schedules",
+    "simulate",
     "stage_to_pp_rank",
     "steady_schedule",
     "step_jobs",
     "synthesize_schedule",
-    "time_schedule",
     "validate_communication",
     "validate_schedule",
 ]

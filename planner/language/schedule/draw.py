@@ -17,7 +17,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from planner.language.schedule.jobs import Job, Schedule
 from planner.language.schedule.step_jobs import StepJob
-from planner.language.schedule.timing.timetable import StageTimes, Timetable, time_schedule
+from planner.language.schedule.timing.job_seconds import JobSeconds
+from planner.language.schedule.timing.simulate import Timeline, simulate
 
 _CONTEXT_RANKS, _CONTEXT_POSITIONS = 4, 6
 _MOST_COLUMNS_OF_A_JOB = 8
@@ -30,7 +31,7 @@ Behind = Sequence[tuple[StepJob, float, float]]
 def draw_schedule(
     schedule: Schedule,
     *,
-    times: StageTimes | None = None,
+    times: JobSeconds | None = None,
     behind: Sequence[Behind] = (),
     max_columns: int | None = None,
 ) -> str:
@@ -43,22 +44,22 @@ def draw_schedule(
     bubble of the first line are those of the table alone. Raises ScheduleError when the table
     never ends.
     """
-    timetable = time_schedule(schedule, times)
-    lengths = [end - start for _, _, start, end in timetable if end > start] or [1.0]
+    timeline = simulate(schedule, times, links="free")
+    lengths = [end - start for _, _, start, end in timeline if end > start] or [1.0]
     tick = max(min(lengths), max(lengths) / _MOST_COLUMNS_OF_A_JOB)
     label = _labeller(schedule)
     width = max((len(label(job)) for row in schedule.jobs for job in row), default=1) + 1
     rows = [
-        _cells(timetable, rank, behind[rank] if behind else (), tick, width, label)
+        _cells(timeline, rank, behind[rank] if behind else (), tick, width, label)
         for rank in range(schedule.pp)
     ]
-    num_columns = round(timetable.step_s / tick)
+    num_columns = round(timeline.makespan_s / tick)
     most = max(num_columns, *map(len, rows))
     shown = most if max_columns is None else min(most, max_columns)
     lines = [
         f"{schedule.name}: pp={schedule.pp}, {schedule.num_stages} stages, "
         f"{schedule.num_microbatches} microbatches, {num_columns} columns, "
-        f"bubble {timetable.bubble_fraction:.1%}"
+        f"bubble {timeline.bubble_fraction:.1%}"
     ]
     rank_width = len(str(schedule.pp - 1))
     for rank, cells in enumerate(rows):
@@ -82,7 +83,7 @@ def _labeller(schedule: Schedule) -> Callable[[Job], str]:
 
 
 def _cells(
-    timetable: Timetable,
+    timeline: Timeline,
     rank: int,
     behind: Behind,
     tick: float,
@@ -91,9 +92,9 @@ def _cells(
 ) -> list[str]:
     """Return a rank's columns up to its last job; those that a job goes on in are empty."""
     jobs, starts, ends = (
-        timetable.schedule.jobs[rank],
-        timetable.start_s[rank],
-        timetable.end_s[rank],
+        timeline.schedule.jobs[rank],
+        timeline.start_s[rank],
+        timeline.end_s[rank],
     )
     row = [(label(job), start, end) for job, start, end in zip(jobs, starts, ends, strict=True)]
     row_end = ends[-1] if ends else 0.0

@@ -8,7 +8,7 @@ Rules, in the order checked:
 4. the ranks, each running its own row in order, all reach the end.
 
 Rule 4 covers dependencies and deadlock alike: the table is simulated with unit times, and a
-rank stops where the input of its next job never comes. When the play ends, sorting all
+rank stops where the input of its next job never comes. When it ends, sorting all
 transfers by when their producer ended gives one order for every rank's sends and receives
 that can't deadlock either, even where each rank does them one by one and blocks on each
 (`communication_order` derives it and says why).
@@ -24,7 +24,7 @@ from planner.language.schedule.draw import draw_table
 from planner.language.schedule.jobs import JobKind, Schedule
 from planner.language.schedule.registry import SCHEDULES
 from planner.language.schedule.timing.in_flight import in_flight, in_flight_profile
-from planner.language.schedule.timing.timetable import Playback, StageTimes
+from planner.language.schedule.timing.simulate import Timeline, simulate_until_stuck
 
 _GRADIENT_KINDS = (JobKind.FULL_BACKWARD, JobKind.BACKWARD_INPUT)
 
@@ -170,15 +170,15 @@ def _check_complete(
 
 def _check_it_ends(schedule: Schedule) -> None:
     # Whether a table ends depends on the order of jobs alone, not on how long they take.
-    play = Playback(schedule, StageTimes.equal(schedule.num_stages))
-    if not play.stuck:
+    reached = simulate_until_stuck(schedule)
+    if not reached.stuck:
         return
-    marked = [(rank, len(play.start_s[rank])) for rank in sorted(play.stuck)]
-    chain, closed = _waiting_chain(schedule, play, marked[0][0])
+    marked = [(rank, len(reached.start_s[rank])) for rank in reached.stuck]
+    chain, closed = _waiting_chain(schedule, reached, marked[0][0])
     waits = []
     for rank in chain:
-        job = schedule.jobs[rank][len(play.start_s[rank])]
-        result, stage, microbatch = play.stuck[rank]
+        job = schedule.jobs[rank][len(reached.start_s[rank])]
+        result, stage, microbatch = reached.stuck[rank]
         owner = schedule.stage_to_pp_rank[stage]
         need = "forward" if result == "F" else "gradient"
         waits.append(
@@ -190,7 +190,7 @@ def _check_it_ends(schedule: Schedule) -> None:
 
 
 def _waiting_chain(
-    schedule: Schedule, play: Playback, rank: int
+    schedule: Schedule, reached: Timeline, rank: int
 ) -> tuple[list[int], list[tuple[int, int]]]:
     """Follow who waits for whom from a stuck rank; return the ranks of the ring and its cells.
 
@@ -200,9 +200,9 @@ def _waiting_chain(
     seen: list[int] = []
     while rank not in seen:
         seen.append(rank)
-        rank = schedule.stage_to_pp_rank[play.stuck[rank][1]]
+        rank = schedule.stage_to_pp_rank[reached.stuck[rank].stage_index]
     ring = seen[seen.index(rank) :]
-    return ring, [(r, len(play.start_s[r])) for r in ring]
+    return ring, [(r, len(reached.start_s[r])) for r in ring]
 
 
 def _check_in_flight(schedule: Schedule, limit: Sequence[int]) -> None:

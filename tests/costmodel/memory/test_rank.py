@@ -9,11 +9,12 @@ from costmodel.memory.exact.fsdp_walk import ShardedBytes
 from costmodel.memory.exact.messages import Arrival, Receives, Traffic, find_traffic
 from costmodel.memory.exact.microbatch import LinkedStages, MicrobatchBytes
 from costmodel.memory.exact.plan_memory import plan_memory
-from costmodel.memory.exact.resident import PARTS, resident_parts
+from costmodel.memory.exact.resident import resident_parts
 from costmodel.memory.exact.stage.fsdp_units import ShardedStage, Unit
 from costmodel.memory.exact.stage.jobs import JobVariant
 from costmodel.memory.exact.stage.placed_stage import PlacedStages
 from costmodel.memory.exact.stage.stage_walk import BackwardBytes, BlockSample, ForwardBytes
+from costmodel.memory.part_table import PARTS
 from costmodel.memory.parts import MemoryParts, with_overheads
 from costmodel.time.plan_price import price_plan
 from planner.language.layout.placements import WHOLE

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from costmodel import estimate
-from costmodel.time.simulate import JobTable
 from planner.language.lowering.defaults import default_plan
-from planner.language.schedule import SteadySchedule
+from planner.language.schedule import JobTable, SteadySchedule
 from tests.builders import tiny_models
 from tests.captures import capture_module
 from tests.search.machine import Machine

@@ -13,8 +13,8 @@ from costmodel.estimate import (
     rank_bytes_by_group,
     step_seconds,
 )
+from costmodel.time.plan_price import price_plan
 from costmodel.time.replica_views import replica_views
-from costmodel.time.tied import tied_seconds
 from planner.cluster import Link, Tier
 from planner.errors import PlanError
 from planner.language.lowering.defaults import default_plan
@@ -127,9 +127,9 @@ def test_stages_of_a_replica_share_weights_inside_its_group():
     """
     costs = cost_cache(graph_of("tied"), cluster(1.0, 1.0), 4)
     views = replica_views(on(["a+b", "a+b"], model="tied", dp=2, pp=2), costs)
-    alone = tied_seconds(on(["a", "a"], model="tied", pp=2), costs)
+    alone = price_plan(on(["a", "a"], model="tied", pp=2), costs).once.tied_s
     assert min(alone) > 0
-    assert {tied_seconds(view.plan, view.costs) for view in views} == {alone}
+    assert {price_plan(view.plan, view.costs).once.tied_s for view in views} == {alone}
 
 
 def test_memory_is_told_by_group():

@@ -141,7 +141,7 @@ def test_a_cut_costs_the_search_what_it_costs_the_estimate(graph, costs, seed):
             price.job_seconds.forward_s[s], rel=1e-12
         )
         assert band.backward_s[own].item() == pytest.approx(whole, rel=1e-12)
-        update = price.updates[stage.pp_rank].seconds(clips_gradients=True)
+        update = price.once.updates[stage.pp_rank].seconds(clips_gradients=True)
         after = price.exposed.once_s[s] + update
         assert band.tail_s.item() == pytest.approx(after, rel=1e-12)
         assert band.costs.runs.load.param_bytes.item() == price.load.param_bytes[s]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
+from planner.language.schedule import JobSeconds, simulate
 from planner.language.schedule.jobs import Job
 from planner.language.schedule.registry import build_schedule
 from planner.language.schedule.synthesis.improve import (
@@ -13,18 +14,17 @@ from planner.language.schedule.synthesis.improve import (
     _moves,
     improve_schedule,
 )
-from planner.language.schedule.timing.timetable import Playback, StageTimes, time_schedule
 
-TIMES = StageTimes.equal(2)
+TIMES = JobSeconds.equal(2)
 SPLIT = build_schedule("zb_h1", pp=2, vpp=1, num_microbatches=4)
 
 
 def test_each_job_of_the_critical_path_starts_as_the_one_before_ends():
-    play = Playback(SPLIT, TIMES)
-    path = _critical_path(SPLIT, play)
-    times = [(play.start_s[r][p], play.end_s[r][p]) for r, p in path]
+    timeline = simulate(SPLIT, TIMES)
+    path = _critical_path(timeline)
+    times = [(timeline.start_s[r][p], timeline.end_s[r][p]) for r, p in path]
     assert times[0][0] == 0
-    assert times[-1][1] == max(row[-1] for row in play.end_s)
+    assert times[-1][1] == max(row[-1] for row in timeline.end_s)
     assert all(end == start for (_, end), (start, _) in pairwise(times))
 
 
@@ -33,7 +33,7 @@ def test_moves_keep_microbatches_and_their_jobs_in_order():
     assert not _keeps_order(row, 1, 0)  # F1 before F0: microbatches are alike, nothing is gained
     assert not _keeps_order(row, 3, 2)  # W0 before I0
     assert _keeps_order(row, 4, 3)  # I1 before W0
-    path = _critical_path(SPLIT, Playback(SPLIT, TIMES))
+    path = _critical_path(simulate(SPLIT, TIMES))
     assert all(_keeps_order(SPLIT.jobs[r], s, t) for r, s, t in _moves(SPLIT, path))
 
 
@@ -50,9 +50,9 @@ def test_a_weight_gradient_in_the_way_is_moved_into_the_gap():
         ),
         num_microbatches=2,
     )
-    before = time_schedule(slow, TIMES).step_s
+    before = simulate(slow, TIMES, links="free").makespan_s
     found = improve_schedule(slow, TIMES, fits=lambda row: True, max_evaluations=200)
-    assert time_schedule(found, TIMES).step_s < before
+    assert simulate(found, TIMES, links="free").makespan_s < before
     again = improve_schedule(slow, TIMES, fits=lambda row: True, max_evaluations=200)
     assert found == again
     held = improve_schedule(slow, TIMES, fits=lambda row: False, max_evaluations=20)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from planner.language.schedule import JobSeconds
 from planner.language.schedule.jobs import Schedule
 from planner.language.schedule.synthesis.list_scheduler import ListScheduler, Rule
 from planner.language.schedule.timing.in_flight import in_flight
-from planner.language.schedule.timing.timetable import StageTimes
 from planner.language.schedule.validate import validate_schedule
 
 RULE = {"backward_first": True, "oldest_first": False, "patience": 0.5, "split_backward": False}
@@ -17,7 +17,7 @@ def table(placed: tuple[int, ...], num_microbatches: int, limit: float, **change
     scheduler = ListScheduler(
         stage_to_pp_rank=placed,
         num_microbatches=num_microbatches,
-        times=StageTimes.equal(len(placed)),
+        times=JobSeconds.equal(len(placed)),
         live_bytes=(1.0,) * len(placed),
         limit_bytes=(limit,) * (max(placed) + 1),
         rule=Rule(**(RULE | changes)),

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 from planner.language.schedule.jobs import Job, JobKind, Schedule
-from planner.language.schedule.timing.timetable import Playback, StageTimes
+from planner.language.schedule.timing.job_seconds import JobSeconds
+from planner.language.schedule.timing.job_table import JobTable, build_job_table
+from planner.language.schedule.timing.simulate import Timeline, simulate_until_stuck
 
 _NUM_SHAKES = 4
 """Random exchanges tried to leave a local optimum."""
@@ -25,88 +26,90 @@ _TEMPERATURE = 0.05
 
 def improve_schedule(
     schedule: Schedule,
-    times: StageTimes,
+    times: JobSeconds,
     *,
     fits: Callable[[Sequence[Job]], bool],
     max_evaluations: int,
     target_s: float = 0.0,
     seed: int = 0,
 ) -> Schedule:
-    """Return the best table found from `schedule` within so many playings of it.
+    """Return the best table found from `schedule` within so many simulations.
 
     `fits` says whether a rank may run a row (its memory). Stops early at `target_s`, a lower
     bound. Deterministic for a seed.
     """
     rng = random.Random(seed)
-    current = best = schedule
-    play = Playback(current, times)
-    current_cost = best_cost = _cost(play)
+    current = best = build_job_table(schedule)
+    timeline = _simulated(current, times)
+    current_cost = best_cost = _cost(timeline)
     num_left = max_evaluations
     while num_left > 0 and best_cost[0] > target_s * (1 + 1e-9):
-        moves = list(_moves(current, _critical_path(current, play)))
+        moves = list(_moves(current.schedule, _critical_path(timeline)))
         rng.shuffle(moves)
         moved = False
         for rank, source, target in moves:
             if num_left <= 0:
                 break
-            row = list(current.jobs[rank])
+            row = list(current.schedule.jobs[rank])
             row.insert(target, row.pop(source))
             if not fits(row):
                 continue
-            jobs = (*current.jobs[:rank], tuple(row), *current.jobs[rank + 1 :])
-            changed = replace(current, jobs=jobs)
-            changed_play = Playback(changed, times)
+            changed = current.with_row(rank, row)
+            changed_timeline = _simulated(changed, times)
             num_left -= 1
             # The order within a rank is kept, but ranks may now wait for each other.
-            if changed_play.stuck:
+            if changed_timeline.stuck:
                 continue
-            cost = _cost(changed_play)
+            cost = _cost(changed_timeline)
             # Simulated annealing: a worse table is taken within a temperature that falls to 0, so
             # the search crosses ridges early and only descends late.
             worst = _TEMPERATURE * best_cost[0] * (num_left / max_evaluations) * rng.random()
             if cost < current_cost or cost[0] <= current_cost[0] + worst:
-                current, play, current_cost, moved = changed, changed_play, cost, True
+                current, timeline, current_cost, moved = changed, changed_timeline, cost, True
                 if cost < best_cost:
                     best, best_cost = changed, cost
                 break
         if not moved:  # a local optimum: go on from a table some random moves away from the best
-            current, play = _shaken(best, times, fits, rng)
-            current_cost = _cost(play)
+            current, timeline = _shaken(best, times, fits, rng)
+            current_cost = _cost(timeline)
             num_left -= 1
-    return best
+    return best.schedule
+
+
+def _simulated(table: JobTable, times: JobSeconds) -> Timeline:
+    return simulate_until_stuck(table, times, links="free")
 
 
 def _shaken(
-    schedule: Schedule,
-    times: StageTimes,
+    table: JobTable,
+    times: JobSeconds,
     fits: Callable[[Sequence[Job]], bool],
     rng: random.Random,
-) -> tuple[Schedule, Playback]:
+) -> tuple[JobTable, Timeline]:
     """Return a valid table a few exchanges of neighbours away, and its simulation."""
-    play = Playback(schedule, times)
+    timeline = _simulated(table, times)
     for _ in range(_NUM_SHAKES):
-        rank = rng.randrange(schedule.pp)
-        row = list(schedule.jobs[rank])
+        rank = rng.randrange(table.schedule.pp)
+        row = list(table.schedule.jobs[rank])
         position = rng.randrange(1, max(len(row), 2))
         if position >= len(row) or not _keeps_order(row, position, position - 1):
             continue
         row.insert(position - 1, row.pop(position))
-        jobs = (*schedule.jobs[:rank], tuple(row), *schedule.jobs[rank + 1 :])
-        changed = replace(schedule, jobs=jobs)
-        changed_play = Playback(changed, times)
-        if fits(row) and not changed_play.stuck:
-            schedule, play = changed, changed_play
-    return schedule, play
+        changed = table.with_row(rank, row)
+        changed_timeline = _simulated(changed, times)
+        if fits(row) and not changed_timeline.stuck:
+            table, timeline = changed, changed_timeline
+    return table, timeline
 
 
-def _cost(play: Playback) -> tuple[float, float]:
+def _cost(timeline: Timeline) -> tuple[float, float]:
     """Step time, then the sum of the ranks' ends, which tells tables of one step time apart."""
-    ends = [row[-1] for row in play.end_s if row]
-    return max(ends), sum(ends)
+    return timeline.makespan_s, sum(timeline.rank_end_s)
 
 
-def _critical_path(schedule: Schedule, play: Playback) -> list[tuple[int, int]]:
+def _critical_path(timeline: Timeline) -> list[tuple[int, int]]:
     """Return (pp_rank, position) of a longest chain of jobs, first to last."""
+    schedule, starts, ends = timeline.schedule, timeline.start_s, timeline.end_s
     at: dict[tuple[str, int, int], tuple[int, int]] = {}
     for rank, row in enumerate(schedule.jobs):
         for position, job in enumerate(row):
@@ -114,13 +117,12 @@ def _critical_path(schedule: Schedule, play: Playback) -> list[tuple[int, int]]:
                 "G" if job.kind in (JobKind.FULL_BACKWARD, JobKind.BACKWARD_INPUT) else job.kind
             )
             at[str(result), job.stage_index, job.microbatch_index] = (rank, position)
-    ends = play.end_s
-    rank = max(range(schedule.pp), key=lambda r: ends[r][-1])
+    rank = max(range(schedule.pp), key=timeline.rank_end_s.__getitem__)
     position = len(ends[rank]) - 1
     path = [(rank, position)]
-    while play.start_s[rank][position] > 0:
+    while starts[rank][position] > 0:
         # (Equal to the bit: a job's start is the very number that its cause ended at.)
-        if position and ends[rank][position - 1] == play.start_s[rank][position]:
+        if position and ends[rank][position - 1] == starts[rank][position]:
             position -= 1
         else:  # its start was set by what came from another rank
             job = schedule.jobs[rank][position]

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from math import inf
 
 from planner.language.schedule.jobs import Job, JobKind, Schedule
-from planner.language.schedule.timing.timetable import StageTimes
+from planner.language.schedule.timing.job_seconds import JobSeconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class ListScheduler:
         *,
         stage_to_pp_rank: Sequence[int],
         num_microbatches: int,
-        times: StageTimes,
+        times: JobSeconds,
         live_bytes: Sequence[float],
         limit_bytes: Sequence[float],
         rule: Rule,
@@ -65,7 +65,7 @@ class ListScheduler:
         self._rule = rule
         self._live_bytes = live_bytes
         self._limit_bytes = limit_bytes
-        self._delay = times.boundary_s(stage_to_pp_rank)
+        self._into_s, self._back_s = times.between_ranks(stage_to_pp_rank)
         self._forward_s = times.forward_s
         self._gradient_s = times.backward_input_s
         if not rule.split_backward:
@@ -219,9 +219,9 @@ class ListScheduler:
         # The arrival is known from the start on: the
         # receiving rank can wait for it, or fill the gap.
         if kind == "F" and stage + 1 < self._num_stages:
-            self._announce(self._forward_at, stage + 1, end + self._delay[stage + 1])
+            self._announce(self._forward_at, stage + 1, end + self._into_s[stage + 1])
         elif kind == "G" and stage > 0:
-            self._announce(self._gradient_at, stage - 1, end + self._delay[stage])
+            self._announce(self._gradient_at, stage - 1, end + self._back_s[stage - 1])
 
     def _announce(self, arrivals: list[list[float]], stage: int, arrival: float) -> None:
         arrivals[stage].append(arrival)

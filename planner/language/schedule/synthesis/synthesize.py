@@ -19,7 +19,8 @@ from planner.language.schedule.jobs import Job, JobKind, Schedule
 from planner.language.schedule.registry import SCHEDULES, build_schedule
 from planner.language.schedule.synthesis.improve import improve_schedule
 from planner.language.schedule.synthesis.list_scheduler import ListScheduler, Rule
-from planner.language.schedule.timing.timetable import StageTimes, time_schedule
+from planner.language.schedule.timing.job_seconds import JobSeconds
+from planner.language.schedule.timing.simulate import simulate
 
 _NUM_STARTS = 3
 """How many of the best tables are improved."""
@@ -41,7 +42,7 @@ class Pipeline:
 
     stage_to_pp_rank: tuple[int, ...]
     num_microbatches: int
-    times: StageTimes
+    times: JobSeconds
     live_bytes: tuple[float, ...]
     limit_bytes: tuple[float, ...]
 
@@ -126,7 +127,7 @@ def synthesize_schedule(
     found: dict[tuple[tuple[Job, ...], ...], tuple[float, str, Schedule]] = {}
     for origin, schedule in _candidates(pipeline, split_backward):
         if schedule.jobs not in found:
-            step_s = time_schedule(schedule, pipeline.times).step_s
+            step_s = simulate(schedule, pipeline.times, links="free").makespan_s
             found[schedule.jobs] = (step_s, origin, schedule)
             # At the lower bound no other table can be faster.
             if step_s <= bound * (1 + 1e-9):
@@ -144,7 +145,7 @@ def synthesize_schedule(
             target_s=bound,
             seed=seed,
         )
-        step_s = time_schedule(improved, pipeline.times).step_s
+        step_s = simulate(improved, pipeline.times, links="free").makespan_s
         if step_s < best[0]:
             best = (step_s, origin if improved is schedule else f"{origin}, improved", improved)
     step_s, origin, schedule = best
@@ -160,13 +161,13 @@ def lower_bound_s(pipeline: Pipeline, *, split_backward: bool = True) -> float:
     its last gradient that gradient still has to go through the stages before.
     """
     times, placed = pipeline.times, pipeline.stage_to_pp_rank
-    kinds, delay = times.by_kind(), times.boundary_s(placed)
+    kinds, (into_s, back_s) = times.by_kind(), times.between_ranks(placed)
     gradient = kinds[JobKind.BACKWARD_INPUT if split_backward else JobKind.FULL_BACKWARD]
     num_stages, m = len(placed), pipeline.num_microbatches
     fill, drain = [0.0], [0.0]  # time before the first F, and after the last gradient, of a stage
     for stage in range(1, num_stages):
-        fill.append(fill[-1] + times.forward_s[stage - 1] + delay[stage])
-        drain.append(drain[-1] + gradient[stage - 1] + delay[stage])
+        fill.append(fill[-1] + times.forward_s[stage - 1] + into_s[stage])
+        drain.append(drain[-1] + gradient[stage - 1] + back_s[stage - 1])
     # Split, gradients pass the earlier stages without waiting for their W; of W jobs only the last
     # of stage 0 is sure to come after its gradient.
     weight_s = times.backward_weight_s if split_backward else (0.0,) * num_stages
@@ -247,15 +248,16 @@ def _limits(pipeline: Pipeline, *, few: bool) -> list[tuple[float, ...]]:
     # A tighter limit changes the order only where memory would let a rank run far ahead.
     if few or slowest <= 0:
         return limits
-    delay = times.boundary_s(placed)
+    into_s, back_s = times.between_ranks(placed)
     for extra in (0, 1, 2):
         tighter = []
         for rank in range(pp):
             first = placed.index(rank)
-            round_s = sum(
+            jobs_s = sum(
                 times.forward_s[s] + times.backward_input_s[s] + times.backward_weight_s[s]
                 for s in range(first, len(placed))
-            ) + 2 * sum(delay[first + 1 :])
+            )
+            round_s = jobs_s + (sum(into_s[first + 1 :]) + sum(back_s[first:]))
             # A microbatch comes out of the slowest rank every `slowest` seconds: so many are under
             # way during a round trip.
             count = ceil(round_s / slowest - 1e-9) + extra

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from planner.errors import ScheduleError
 from planner.language.schedule.draw import draw_table
 from planner.language.schedule.jobs import Job, JobKind, Schedule
-from planner.language.schedule.timing.timetable import StageTimes, time_schedule
+from planner.language.schedule.timing.job_seconds import JobSeconds
+from planner.language.schedule.timing.simulate import simulate
 
 Edge = tuple[int, int]
 """(source stage, destination stage) of an activation; its gradient goes the other way."""
@@ -56,7 +57,7 @@ def communication_order(
     edges: Collection[Edge] | None = None,
     *,
     gradient_edges: Collection[Edge] | None = None,
-    times: StageTimes | None = None,
+    times: JobSeconds | None = None,
 ) -> tuple[tuple[Transfer, ...], ...]:
     """Return for each pp rank its sends and receives, in an order that can't deadlock.
 
@@ -86,7 +87,7 @@ def communication_order(
     }
     placed = schedule.stage_to_pp_rank
     timed = sorted(
-        ((end, rank, job) for rank, job, _, end in time_schedule(schedule, times)),
+        ((end, rank, job) for rank, job, _, end in simulate(schedule, times, links="free")),
         key=lambda entry: entry[:2],  # a rank's jobs are in order already, and sorting is stable
     )
     # In the order in which producers end: the one order of the claim, of which a rank has a part.
