@@ -202,6 +202,8 @@ def machine() -> dict[str, str]:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return lines of a table whose columns are the keys of the rows."""
+    if not rows:
+        return []
     names = list(dict.fromkeys(name for row in rows for name in row))
     cells = [names, *([_cell(row.get(name)) for name in names] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -30,6 +30,7 @@ def test_a_quick_run_has_rows(name):
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
     assert record["rows"]
+    assert not [row for row in record["rows"] if row.get("failed")]
     assert record["date"]
     assert record["machine"]
 

@@ -407,4 +407,5 @@ def families(
                 }
             )
             note(rows[-1])
-    return Result(rows, [str(dict(Counter(row["outcome"] for row in rows)))])
+    counts = Counter(row["outcome"] for row in rows)
+    return Result(rows, [str(dict(counts))], failed=bool(counts["fails"] + counts["differs"]))

@@ -113,13 +113,16 @@ def measured_seconds(row: dict[str, str], run: RunRow) -> float | None:
     return None
 
 
-def load_cases(path: Path, *, experts: bool = False) -> tuple[list[Case], dict[str, int]]:
-    """Return usable rows, and how many rows of each source were not, by reason.
+def load_cases(
+    path: Path, *, experts: bool = False, every: int = 1
+) -> tuple[list[Case], dict[str, int]]:
+    """Return usable rows, and how many rows of each source were not, by reason; of one row of so
+    many.
 
     Rows of mixtures of experts leave columns to the model's name, and need not be complete.
     """
     cases, refused = [], defaultdict(int)
-    for row in map(as_configured, read_rows(path)):
+    for row in map(as_configured, read_rows(path)[::every]):
         notes = f"{row['notes']} {row['model']}".lower()
         try:
             run, profile, rates = run_of(row)
@@ -187,7 +190,7 @@ def stalls(cases: list[Case], errors: np.ndarray) -> np.ndarray:
     """Return which cases stalled, of those with tp in a node."""
     turns = np.array([case.run.num_microbatches + case.run.pp - 1 for case in cases])
     measured = np.array([case.step_s for case in cases])
-    may = np.array([case.source == STALLING and case.run.tp <= 8 for case in cases])
+    may = np.array([case.source == STALLING and case.run.tp <= 8 for case in cases], dtype=bool)
     return may & (-errors * measured / turns > STALL_S)
 
 
@@ -330,11 +333,11 @@ def accuracy(
 ) -> Result:
     if experts and (fit or held_out):
         raise PlannerError("nothing is fitted to rows with experts; leave --fit or --held-out out")
-    cases, refused = load_cases(rows, experts=experts)
+    cases, refused = load_cases(rows, experts=experts, every=every)
     if fits:
-        found = fit_table(cases[::every])
+        found = fit_table(cases)
         return Result([{"source": source, **counts} for source, counts in found.items()])
-    cases = [case for case in cases if case.ran][::every]
+    cases = [case for case in cases if case.ran]
     if not cases:
         raise PlannerError(f"no usable row in {rows}: {'; '.join(sorted(refused))}")
     # Nothing is fitted to runs that train adapters alone.

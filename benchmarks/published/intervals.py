@@ -106,8 +106,8 @@ def priced_groups(folder: Path, every: int = 1) -> dict[Group, np.ndarray]:
     """Return relative errors of estimates by source, runtime and kind; of one row of so many."""
     found: dict[Group, list[float]] = defaultdict(list)
     for name, experts in FILES:
-        cases, _ = load_cases(folder / name, experts=experts)
-        kept, errors = estimated_errors([case for case in cases if case.ran][::every])
+        cases, _ = load_cases(folder / name, experts=experts, every=every)
+        kept, errors = estimated_errors([case for case in cases if case.ran])
         stalled = stalls(kept, errors)
         for case, error, stops in zip(kept, errors, stalled, strict=True):
             if not stops and case.run.tp <= WIDEST_TP:
@@ -238,7 +238,7 @@ def odds_table(folder: Path, every: int) -> list[dict[str, float]]:
     Crashed runs that need less than `FAR_FROM_FULL` of their device crashed for something else.
     """
     prices, found = RowPrices(), []
-    for case in load_cases(folder / "ultrascale_playbook.csv")[0][::every]:
+    for case in load_cases(folder / "ultrascale_playbook.csv", every=every)[0]:
         try:
             memory = prices.estimate(case.run, case.profile, case.rates).memory
         except PlannerError:
@@ -300,7 +300,7 @@ def write_residuals(groups: dict[Group, np.ndarray], runs: list[MemoryRun]) -> N
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-@benchmark("intervals", quick={"every": 300})
+@benchmark("intervals", quick={"every": 60})
 def intervals(
     *,
     folder: Path = PUBLISHED,

@@ -233,7 +233,6 @@ class Question:
 
 
 QUESTIONS = {
-    TINY: Question(case=TINY),
     "70b@64": Question(case="llama3-70b@64"),
     "70b@64, 24 GiB": Question(case="llama3-70b@64", memory_limit_gib=24),
     "70b@64, own meshes": Question(case="llama3-70b@64", fixed=(("meshes", "own"),)),
@@ -250,6 +249,13 @@ QUESTIONS = {
         case="1000-layer@512", memory_limit_gib=3, fixed=(("pp", 16),)
     ),
 }
+
+
+def question_of(name: str) -> Question:
+    """Return a question by its name, or by that of a case alone."""
+    return QUESTIONS.get(name) or Question(case=name)
+
+
 LIMITS_S = (5, 10, 30, 60)
 
 
@@ -261,7 +267,7 @@ def measure_first(name: str, solver: str) -> dict:
     from search import SearchRequest, find_plan
     from search.find_plan import FirstLook
 
-    question = QUESTIONS[name]
+    question = question_of(name)
     case = CASES[question.case]
     graph = cached_graph(question.case, case)
     limit = question.memory_limit_gib
@@ -310,7 +316,7 @@ def measure_limit(name: str, solver: str, limit_s: float) -> dict:
     from cli import app
     from planner.errors import PlannerError
 
-    question = QUESTIONS[name]
+    question = question_of(name)
     graph = cached_graph(question.case, CASES[question.case])
     commands.search.graph_of = lambda *_: graph
     searched, after, told = Clock(), Clock(), io.StringIO()
@@ -351,6 +357,9 @@ def measure_limit(name: str, solver: str, limit_s: float) -> dict:
 # ---------------------------------------------------------------------------------------
 
 
+SMALLEST = {"blocks": ("chain", 50), "first": (TINY, "dp"), "limit": (TINY, "dp", 5)}
+
+
 def rows_of(what: str) -> Iterator[tuple]:
     """Yield the arguments of each row."""
     if what == "blocks":
@@ -371,22 +380,23 @@ def prepare(what: str, of: tuple) -> dict:
         if what == "blocks":
             kept_graph("-".join(map(str, of)), lambda: captured_block(*of))
         else:
-            case = QUESTIONS[of[0]].case
+            case = question_of(of[0]).case
             cached_graph(case, CASES[case])
     return clock.told("capture") if clock.cpu_s > 1.0 else {}
 
 
-@benchmark("budgets", quick={"only": f"first, {TINY}, dp"})
+@benchmark("budgets", quick={"smallest": True})
 def budgets(
     *,
     what: Annotated[tuple[str, ...], "which of them"] = tuple(MEASURES),
     only: Annotated[str, "rows whose name has this text"] = "",
+    smallest: Annotated[bool, "the smallest row of each, which is none of the others"] = False,
 ) -> Result:
     rows = []
     for kind in what:
-        for of in rows_of(kind):
+        for of in [SMALLEST[kind]] if smallest else rows_of(kind):
             name = ", ".join(map(str, (kind, *of)))
-            if only in name and (only or TINY not in of):
+            if only in name:
                 captured = prepare(kind, of)
                 row = in_own_process(MEASURES[kind], *of)
                 rows.append({"row": name, **captured, **row})
