@@ -18,8 +18,8 @@ import typer
 import cli
 from costmodel import estimate
 from costmodel.compare import as_rank_timelines
-from planner.doctor.finding import judged
 from planner.graph.capture_cache import load_graph
+from planner.nodes.check import judged
 from planner.plan import save_plan
 from planner.plan.defaults import default_plan
 from planner.runtime.check.verify import Difference, VerifyReport

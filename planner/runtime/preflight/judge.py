@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+from planner.nodes.check import Check
 from planner.plan import Plan
 from planner.runtime.preflight.facts import Facts, facts_that_differ
 from planner.runtime.preflight.rank import PHASES, Finding
-from planner.runtime.preflight.report import Check, check_of
+from planner.runtime.preflight.report import check_of
 from planner.runtime.start.groups.alike import names
 from planner.units import format_bytes, format_seconds
 
