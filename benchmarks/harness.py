@@ -80,6 +80,7 @@ class Benchmark:
         parser = argparse.ArgumentParser(
             prog=f"python -m benchmarks {self.name}",
             description=self.doc,
+            epilog="Of every benchmark: --quick, --json, --out FILE.json or FILE.csv.",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             argument_default=argparse.SUPPRESS,
         )
@@ -132,7 +133,7 @@ def all_benchmarks() -> list[Benchmark]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """List the benchmarks, or run one; return the exit code."""
-    first = argparse.ArgumentParser(prog="python -m benchmarks", add_help=False)
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("name", nargs="?")
     first.add_argument("--quick", action="store_true")
     first.add_argument("--json", action="store_true")

@@ -73,6 +73,16 @@ FAR_FROM_FULL = 0.4
 """A run that needs less of its device, as the walk has it, crashed for something else: 2 of the
 1,027 runs of the Ultra-Scale Playbook that ran print more than 2.5 times the walk."""
 
+TABLES = (
+    ("Dense models", "measured.csv", False),
+    ("Mixtures of experts", "measured.csv", True),
+    ("Mixtures of experts, collected by hand", "moe_cp.csv", True),
+    ("Dense models, collected by hand", "moe_cp.csv", False),
+    ("MLPerf", "mlperf.csv", False),
+    ("nanotron's Ultra-Scale Playbook", "ultrascale_playbook.csv", False),
+)
+"""Tables of published runs, and whether their rows with experts are meant."""
+
 FOLDS = 5
 
 

@@ -15,7 +15,6 @@ fitted to whole training runs; the file's own is the median of what products lef
 
 from __future__ import annotations
 
-import csv
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness import Result, benchmark
-from benchmarks.published import PUBLISHED
+from benchmarks.published import PUBLISHED, records_of
 from costmodel.table.rows.rows import machine_of
 
 PARTS = ("product", "collective", "up", "down")
@@ -58,11 +57,10 @@ class Meeting:
 def load_meetings(path: Path) -> list[Meeting]:
     """Return the rows of two parts and more of which each part was measured alone."""
     times: dict[tuple, list[float]] = defaultdict(list)
-    with path.open(encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            where = row["gpu"], row["nodes"], row["intra_group"], row["inter_group"]
-            sizes = tuple(float(row[name]) for name in COLUMNS)
-            times[(*where, sizes)].append(float(row["latency_ms"]) / 1e3)
+    for row in records_of(path):
+        where = row["gpu"], row["nodes"], row["intra_group"], row["inter_group"]
+        sizes = tuple(float(row[name]) for name in COLUMNS)
+        times[(*where, sizes)].append(float(row["latency_ms"]) / 1e3)
     found = []
     for (gpu, nodes, intra, inter, sizes), seconds in times.items():
         present = [index for index, size in enumerate(sizes) if size]

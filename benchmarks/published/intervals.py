@@ -15,7 +15,6 @@ memory, into its record.
 
 from __future__ import annotations
 
-import csv
 import json
 from collections import defaultdict
 from dataclasses import dataclass
@@ -26,9 +25,10 @@ from typing import Annotated, Literal
 import numpy as np
 
 from benchmarks.harness import Result, benchmark
-from benchmarks.published import PUBLISHED
+from benchmarks.published import PUBLISHED, records_of
 from benchmarks.published.accuracy import (
     FAR_FROM_FULL,
+    TABLES,
     Case,
     estimated_errors,
     load_cases,
@@ -48,16 +48,6 @@ from planner.emit.megatron_rules import Run, broken_rules
 from planner.errors import PlannerError
 from planner.units import GIB, MIB
 from profiles.devices import device_file, device_names
-
-FILES = (
-    ("measured.csv", False),
-    ("measured.csv", True),
-    ("mlperf.csv", False),
-    ("moe_cp.csv", False),
-    ("moe_cp.csv", True),
-    ("ultrascale_playbook.csv", False),
-)
-"""Tables, and whether their rows with experts are meant."""
 
 WIDEST_TP = 8
 
@@ -105,7 +95,7 @@ def kind_of(case: Case) -> RunKind:
 def priced_groups(folder: Path, every: int = 1) -> dict[Group, np.ndarray]:
     """Return relative errors of estimates by source, runtime and kind; of one row of so many."""
     found: dict[Group, list[float]] = defaultdict(list)
-    for name, experts in FILES:
+    for _, name, experts in TABLES:
         cases, _ = load_cases(folder / name, experts=experts, every=every)
         kept, errors = estimated_errors([case for case in cases if case.ran])
         stalled = stalls(kept, errors)
@@ -200,9 +190,7 @@ def memory_runs(folder: Path) -> list[MemoryRun]:
 def golden_runs(path: Path) -> list[MemoryRun]:
     """Return Megatron-LM's regression runs whose flags are priced, each beside its estimate."""
     prices, found = RowPrices(), []
-    with path.open(newline="", encoding="utf-8") as file:
-        lines = list(csv.DictReader(file))
-    for line in lines:
+    for line in records_of(path):
         if not line["mem_max_mib"]:
             continue
         gpus = int(float(line["nodes"] or 1)) * int(float(line["gpus_per_node"] or 8))

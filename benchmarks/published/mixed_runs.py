@@ -16,7 +16,6 @@ of the code, so ranks are of more worth than errors.
 
 from __future__ import annotations
 
-import csv
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -27,7 +26,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from benchmarks.harness import Result, benchmark
-from benchmarks.published import PUBLISHED
+from benchmarks.published import PUBLISHED, records_of
 from benchmarks.published.groups import kendall_tau
 from costmodel.cache import BlockPrice, CostCache, costs_of_groups
 from costmodel.estimate import step_seconds as predicted_seconds
@@ -74,11 +73,10 @@ Layers = dict[tuple[str, str, int, int], dict[int, tuple[float, float]]]
 def load_layers(path: Path) -> Layers:
     """Read the file of measured layers."""
     layers: Layers = defaultdict(dict)
-    with path.open(encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            key = row["model"], row["gpu"], int(row["micro_batch"]), int(row["tp"])
-            first = int(row["first_layer_index"])
-            layers[key][first] = float(row["fwd_s"]), float(row["bwd_s"])
+    for row in records_of(path):
+        key = row["model"], row["gpu"], int(row["micro_batch"]), int(row["tp"])
+        first = int(row["first_layer_index"])
+        layers[key][first] = float(row["fwd_s"]), float(row["bwd_s"])
     return layers
 
 
@@ -231,7 +229,7 @@ def _ordered(groups: list[list[tuple[float, float]]]) -> tuple[int, int]:
     return right, sum(a[1] != b[1] for a, b in pairs)
 
 
-@benchmark("mixed_runs", quick={"ways": ("sheet",)})
+@benchmark("mixed_runs", quick={})
 def mixed_runs(
     *,
     rows: Path = PUBLISHED / "hetero_runs.csv",
@@ -240,8 +238,7 @@ def mixed_runs(
 ) -> Result:
     refused: dict[str, int] = defaultdict(int)
     groups: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
-    with rows.open(encoding="utf-8") as file:
-        runs = list(csv.DictReader(file))
+    runs = records_of(rows)
     for way in ways:
         measured_layers = load_layers(layers) if way == "layers" else None
         for row in runs:

@@ -12,7 +12,6 @@ take as long as forwards), and are held against one product.
 
 from __future__ import annotations
 
-import csv
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness import Result, benchmark
-from benchmarks.published import PUBLISHED
+from benchmarks.published import PUBLISHED, records_of
 from costmodel.execution import find_execution
 from costmodel.table.kernels import DeviceRates
 from costmodel.table.rows.rows import machine_of
@@ -149,11 +148,10 @@ def sizes_of(rows: Mapping[str, Mapping[str, str]], samples: int) -> Sizes:
 def errors_of(path: Path) -> dict[tuple[str, str], list[tuple[float, float]]]:
     """Return relative errors of forwards and backwards by device and kind of op."""
     layers: dict[tuple[str, str, int], dict[str, dict[str, str]]] = defaultdict(dict)
-    with path.open(encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            if (row["tp"], row["algo"]) == ("1", "0"):
-                key = row["profile"], row["model"], int(row["micro_batch"])
-                layers[key][row["op"]] = row
+    for row in records_of(path):
+        if (row["tp"], row["algo"]) == ("1", "0"):
+            key = row["profile"], row["model"], int(row["micro_batch"])
+            layers[key][row["op"]] = row
     found: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for (profile, _, samples), rows in layers.items():
         gpu = profile.partition("-")[0]

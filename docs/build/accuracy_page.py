@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.harness import ROOT
 from benchmarks.published import PUBLISHED
 from benchmarks.published.accuracy import (
+    TABLES,
     estimated_errors,
     fit_table,
     held_out_of,
@@ -133,17 +134,6 @@ def page_of(sections: Sequence[Section], *, date: datetime.date, captured: str =
         out = [str(of.get(f"crashed, said: {v}", 0)) for v in VERDICTS]
         text += f"| {source} | {' | '.join(ran + out)} |\n"
     return text
-
-
-TABLES = (
-    ("Dense models", "measured.csv", False),
-    ("Mixtures of experts", "measured.csv", True),
-    ("Mixtures of experts, collected by hand", "moe_cp.csv", True),
-    ("Dense models, collected by hand", "moe_cp.csv", False),
-    ("MLPerf", "mlperf.csv", False),
-    ("nanotron's Ultra-Scale Playbook", "ultrascale_playbook.csv", False),
-)
-"""Tables of published runs, and whether their rows with experts are meant."""
 
 
 def sections_of(folder: Path) -> list[Section]:
