@@ -8,7 +8,7 @@ from commands.common.options import JsonOption
 from commands.render.console import show_json, show_progress, show_results
 
 if TYPE_CHECKING:
-    from planner.doctor import Finding
+    from planner.nodes.check import Check
 
 
 def doctor(
@@ -22,22 +22,23 @@ def doctor(
 
     Example: planner doctor
     """
-    from commands.render.doctor import describe_findings
+    from commands.render.node_checks import describe_findings
     from planner.doctor import diagnose
 
     with show_progress("checking") as progress:
-        findings = [*diagnose(progress), *_profile_here()]
+        checks = [*diagnose(progress), *_profile_here()]
     if as_json:
-        show_json({"findings": [finding.to_dict() for finding in findings]})
+        told = ("name", "found", "state", "advice")
+        show_json({"findings": [{field: getattr(c, field) for field in told} for c in checks]})
     else:
-        show_results(*describe_findings(findings))
-    return 1 if any(finding.state == "problem" for finding in findings) else 0
+        show_results(*describe_findings(checks))
+    return 1 if any(check.problems for check in checks) else 0
 
 
-def _profile_here() -> list[Finding]:
+def _profile_here() -> list[Check]:
     """Whether this machine was measured: plans stand on it."""
-    from planner.doctor.finding import judged
     from planner.errors import PlannerError
+    from planner.nodes.check import judged
     from profiles import default_profile
 
     try:

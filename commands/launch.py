@@ -198,7 +198,7 @@ def _preflight(
     cluster: Path | None,
     as_json: bool,
 ) -> int:
-    from commands.render.preflight import describe_preflight, problem_lines
+    from commands.render.node_checks import describe_preflight, problem_lines
     from planner.runtime.preflight import preflight
 
     planned, note = _planned_rates(plan, profile, cluster)

@@ -11,7 +11,7 @@ r has the common errors of answers in it, so the larger of both counts and not t
 
     shipped      the runs that its rates were fitted to: 1.25 times the root of the mean square of
                  their mean absolute errors by source (1.25: sigma over mean, normal)
-    measured     plans run on the machine that was profiled (`benchmarks/predict_cpu.py`)
+    measured     plans run on the machine that was profiled (`benchmarks/machine/predict_cpu.py`)
     runtime      of an estimate for another runtime: the published runs that were priced for it, of
                  models of its kind (dense, experts, adapters); `residuals` of its record
     calibrated   what the fit leaves of k recorded runs, with the machine's drift between them:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.fit_rates import (
+from benchmarks.published.fit_rates import (
     RANGES,
     MeasuredRun,
     PricedRuns,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import permutations
 from typing import Any
 
-from planner.doctor.finding import Finding, judged
+from planner.nodes.check import Check, judged
 from planner.units import format_bytes
 
 _LEAST_FREE = 0.9
@@ -17,7 +17,7 @@ _LEAST_FREE = 0.9
 _KINDS = ("sm_", "compute_")
 
 
-def check_devices(torch: Any = None) -> Iterator[Finding]:
+def check_devices(torch: Any = None) -> Iterator[Check]:
     """Yield findings on PyTorch's build, its backends and the accelerators that it sees.
 
     `torch` is the library, or what stands for it.
@@ -53,7 +53,7 @@ def _build(torch: Any) -> str:
     return "for CPUs"
 
 
-def _check_backends(torch: Any) -> Finding:
+def _check_backends(torch: Any) -> Check:
     dist = torch.distributed
     if not dist.is_available():
         advice = "install a PyTorch that has it: pip install torch"
@@ -66,7 +66,7 @@ def _check_backends(torch: Any) -> Finding:
     return judged("backends", ", ".join(names) or "none", problem=missing)
 
 
-def _check_none(torch: Any) -> Finding:
+def _check_none(torch: Any) -> Check:
     if not any(map(shutil.which, ("nvidia-smi", "rocm-smi"))):
         return judged("GPUs", "none: planner can plan here for others, and train on CPUs")
     return judged(
@@ -77,7 +77,7 @@ def _check_none(torch: Any) -> Finding:
     )
 
 
-def _check_memory(module: Any, count: int) -> Iterator[Finding]:
+def _check_memory(module: Any, count: int) -> Iterator[Check]:
     if not hasattr(module, "mem_get_info"):
         return
     sizes = [module.mem_get_info(index) for index in range(count)]
@@ -91,7 +91,7 @@ def _check_memory(module: Any, count: int) -> Iterator[Finding]:
         yield judged("GPU memory", f"{format_bytes(least)} each, free")
 
 
-def _check_kernels(torch: Any, count: int) -> Iterator[Finding]:
+def _check_kernels(torch: Any, count: int) -> Iterator[Check]:
     """Whether PyTorch's kernels are for the GPUs' architecture.
 
     A kernel of sm_XY runs on each device of the same X and no smaller Y; one of compute_XY is
@@ -115,7 +115,7 @@ def _version(architecture: str) -> tuple[int, int]:
     return int(digits[:-1]), int(digits[-1])
 
 
-def _check_links(torch: Any, count: int) -> Iterator[Finding]:
+def _check_links(torch: Any, count: int) -> Iterator[Check]:
     """Whether a GPU can read the memory of each other one."""
     if count < 2:
         return

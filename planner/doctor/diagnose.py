@@ -1,23 +1,23 @@
-"""All checks of this node, one after the other; a check that breaks is a finding itself."""
+"""All checks of this node, one after the other; a check that breaks is a problem itself."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from planner.doctor.finding import Finding, judged
+from planner.nodes.check import Check, judged
 
-Check = Callable[[], Iterable[Finding]]
+Checking = Callable[[], Iterable[Check]]
 
 
 def diagnose(
-    progress: Callable[[float, str], None] | None = None, checks: dict[str, Check] | None = None
-) -> list[Finding]:
+    progress: Callable[[float, str], None] | None = None, checks: dict[str, Checking] | None = None
+) -> list[Check]:
     """Return what every check found, in the order in which one depends on another.
 
     `checks` are those of this folder where none are given, by names that `progress` is told.
     """
     checks = _all_checks() if checks is None else checks
-    found: list[Finding] = []
+    found: list[Check] = []
     for done, (name, check) in enumerate(checks.items()):
         if progress:
             progress(done / len(checks), name)
@@ -30,7 +30,7 @@ def diagnose(
     return found
 
 
-def _all_checks() -> dict[str, Check]:
+def _all_checks() -> dict[str, Checking]:
     from planner.doctor import devices, machine, network, pair, software
 
     return {

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from planner.cache_folder import cache_dir
-from planner.doctor.finding import Finding, judged
+from planner.nodes.check import Check, judged
 from planner.units import GIB, KIB, MIB, format_bytes
 
 _LEAST_SHARED = GIB
@@ -30,7 +30,7 @@ _LEAST_FREE_MEMORY = 0.1
 
 def check_machine(
     *, proc: Path = Path("/proc"), shared: Path = Path("/dev/shm")
-) -> Iterator[Finding]:
+) -> Iterator[Check]:
     """Yield findings on this node; `proc` and `shared` are where the kernel shows it."""
     yield from _check_cores()
     yield from _check_memory(proc / "meminfo")
@@ -49,7 +49,7 @@ def check_machine(
     yield from _check_clock()
 
 
-def _check_cores() -> Iterator[Finding]:
+def _check_cores() -> Iterator[Check]:
     here = os.cpu_count() or 1
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else here
     yield judged("cores", f"{mine} of {here} usable" if mine < here else f"{here}")
@@ -62,7 +62,7 @@ def _check_cores() -> Iterator[Finding]:
         )
 
 
-def _check_memory(meminfo: Path) -> Iterator[Finding]:
+def _check_memory(meminfo: Path) -> Iterator[Check]:
     try:
         lines = meminfo.read_text().splitlines()
     except OSError:
@@ -77,7 +77,7 @@ def _check_memory(meminfo: Path) -> Iterator[Finding]:
     )
 
 
-def _check_shared(shared: Path) -> Finding:
+def _check_shared(shared: Path) -> Check:
     total = shutil.disk_usage(shared).total
     small = "give the container more: docker run --shm-size=8g, or --ipc=host"
     return judged(
@@ -87,7 +87,7 @@ def _check_shared(shared: Path) -> Finding:
     )
 
 
-def _check_limits() -> Iterator[Finding]:
+def _check_limits() -> Iterator[Check]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     more = _MANY_FILES if hard == unlimited else min(hard, _MANY_FILES)
@@ -105,7 +105,7 @@ def _check_limits() -> Iterator[Finding]:
         )
 
 
-def _check_folder(name: str, folder: Path, *, needs: int, locked: str) -> Finding:
+def _check_folder(name: str, folder: Path, *, needs: int, locked: str) -> Check:
     """`locked` is what to do where it can't be written."""
     there = next(f for f in (folder, *folder.absolute().parents) if f.exists())
     if not os.access(there, os.W_OK):
@@ -116,7 +116,7 @@ def _check_folder(name: str, folder: Path, *, needs: int, locked: str) -> Findin
     return judged(name, found, warning=full if free < needs else "")
 
 
-def _check_clock() -> Iterator[Finding]:
+def _check_clock() -> Iterator[Check]:
     """Whether a server sets the clock: timelines of several nodes are set side by side."""
     if shutil.which("timedatectl") is None:
         return

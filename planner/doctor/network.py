@@ -6,14 +6,14 @@ import os
 import socket
 from collections.abc import Iterator
 
-from planner.doctor.finding import Finding, judged
+from planner.nodes.check import Check, judged
 
 _ALONE = "ranks of this node alone are fine; for several nodes"
 
 _NAMED = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def check_network() -> Iterator[Finding]:
+def check_network() -> Iterator[Check]:
     """Yield findings on this host's name, and on interfaces that the environment names.
 
     Gloo tells other ranks the address that the host's name stands for; where that is no address of
@@ -33,7 +33,7 @@ def check_network() -> Iterator[Finding]:
             yield judged(variable, given)
 
 
-def _check_name(host: str) -> Finding:
+def _check_name(host: str) -> Check:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:

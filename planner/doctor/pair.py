@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
-from planner.doctor.finding import Finding, judged
+from planner.nodes.check import Check, judged
 
 LIMIT_S = 90.0
 """Seconds in which both must be through: PyTorch loads slowly from a shared file system."""
@@ -21,7 +21,7 @@ LIMIT_S = 90.0
 _ENTRIES = 2**16
 
 
-def check_pair(command: tuple[str, ...] = ("-P", "-m", "planner.doctor.pair")) -> Iterator[Finding]:
+def check_pair(command: tuple[str, ...] = ("-P", "-m", "planner.doctor.pair")) -> Iterator[Check]:
     """Yield a finding on two ranks on the CPU, and on two GPUs where there are as many.
 
     `command` is what Python runs as a rank.
@@ -34,7 +34,7 @@ def check_pair(command: tuple[str, ...] = ("-P", "-m", "planner.doctor.pair")) -
         yield _exchange(found.type, command)
 
 
-def _exchange(device: str, command: tuple[str, ...]) -> Finding:
+def _exchange(device: str, command: tuple[str, ...]) -> Check:
     name = f"two ranks on {'CPU' if device == 'cpu' else 'GPUs'}"
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="planner-") as folder:

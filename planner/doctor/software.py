@@ -10,13 +10,13 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from planner.doctor.finding import Finding, judged
 from planner.files import ROOT
+from planner.nodes.check import Check, judged
 
 _ROOMS = ("planner", "profiles", "costmodel", "search", "commands", "cli")
 
 
-def check_software() -> Iterator[Finding]:
+def check_software() -> Iterator[Check]:
     """Yield findings on Python, on each library that planner declares, and on shadowed names."""
     yield judged("Python", f"{sys.version.split()[0]} at {sys.executable}")
     try:
@@ -33,7 +33,7 @@ def check_software() -> Iterator[Finding]:
     yield from _shadowed_names()
 
 
-def check_requirements(declared: list[str]) -> Iterator[Finding]:
+def check_requirements(declared: list[str]) -> Iterator[Check]:
     """Yield a finding for the declared libraries: one for all that are right, one for each other.
 
     A library of an extra counts where it is installed.
@@ -58,7 +58,7 @@ def check_requirements(declared: list[str]) -> Iterator[Finding]:
     yield judged("libraries", ", ".join(dict.fromkeys(right)) or "none")
 
 
-def _wrong(requirement: Requirement, found: str, *, is_extra: bool = False) -> Finding:
+def _wrong(requirement: Requirement, found: str, *, is_extra: bool = False) -> Check:
     wanted = f"{requirement.name}{requirement.specifier}"
     found, advice = f"{found}; planner was tested with {wanted}", f"pip install '{wanted}'"
     if is_extra:
@@ -66,7 +66,7 @@ def _wrong(requirement: Requirement, found: str, *, is_extra: bool = False) -> F
     return judged(requirement.name, found, problem=advice)
 
 
-def _shadowed_names() -> Iterator[Finding]:
+def _shadowed_names() -> Iterator[Check]:
     """Modules of the working folder that are called like ours: a script there imports them."""
     here = Path.cwd()
     if here.resolve() == ROOT:

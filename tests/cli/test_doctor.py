@@ -8,9 +8,9 @@ import pytest
 
 import planner.doctor as planner_doctor
 from commands.doctor import _profile_here, doctor
-from commands.render.doctor import describe_findings
-from planner.doctor.finding import judged
+from commands.render.node_checks import describe_findings
 from planner.errors import ProfileError
+from planner.nodes.check import judged
 
 
 def test_the_command_ends_with_1_where_something_keeps_it_from_training(planner, monkeypatch):

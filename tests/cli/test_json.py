@@ -19,9 +19,9 @@ import cli
 from costmodel import estimate
 from costmodel.compare import as_rank_timelines
 from planner.capture.source.capture_cache import load_graph
-from planner.doctor.finding import judged
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import save_plan
+from planner.nodes.check import judged
 from planner.runtime.proofs.verify import Difference, VerifyReport
 from planner.timeline import save_timeline
 from profiles import load_profile

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from commands.render.preflight import describe_preflight, problem_lines
+from commands.render.node_checks import describe_preflight, problem_lines
 from planner.runtime.preflight import Report
 from planner.runtime.preflight.report import check_of
 

@@ -1,31 +1,21 @@
 """N16: Predictions against published runs, where the table of them lies beside the project."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-ROWS = ROOT.parent / "shared/data/published/measured.csv"
+from benchmarks.published import PUBLISHED, accuracy
 
+ROWS = PUBLISHED / "measured.csv"
 
-@pytest.fixture(scope="module")
-def accuracy():
-    if not ROWS.exists():
-        pytest.skip("needs ../shared/data/published/measured.csv, which is not part of the project")
-    spec = importlib.util.spec_from_file_location("accuracy", ROOT / "benchmarks/accuracy.py")
-    accuracy = sys.modules["accuracy"] = importlib.util.module_from_spec(spec)
-    sys.path.append(str(ROOT / "benchmarks"))  # as where it is run
-    spec.loader.exec_module(accuracy)
-    return accuracy
+pytestmark = pytest.mark.skipif(
+    not ROWS.exists(), reason=f"needs {ROWS}, which is not part of the project"
+)
 
 
 @pytest.fixture(
     scope="module", params=[3, pytest.param(1, marks=pytest.mark.slow)], ids=["a third", "all"]
 )
-def lines(accuracy, request):
+def lines(request):
     """The errors of each source, of every third run (and the few that are ranked) or of all."""
     cases, _ = accuracy.load_cases(ROWS)
     ran = [case for case in cases if case.ran]
@@ -53,7 +43,7 @@ def test_mean_error_stays_where_it_is(lines, source, mape_pct):
     assert by_source[source]["mape_pct"] < mape_pct
 
 
-def test_runs_of_nanotron_up_to_eight_nodes(accuracy):
+def test_runs_of_nanotron_up_to_eight_nodes():
     """M16: the Ultra-Scale Playbook's runs with tp in a node, an eighth of them."""
     cases, _ = accuracy.load_cases(ROWS.parent / "ultrascale_playbook.csv")
     chosen = [case for case in cases if case.ran and case.nodes <= 8 and case.run.tp <= 8][::8]
@@ -62,7 +52,7 @@ def test_runs_of_nanotron_up_to_eight_nodes(accuracy):
     assert np.median(abs(errors)) < 0.08
 
 
-def test_adapters_of_a_frozen_model(accuracy):
+def test_adapters_of_a_frozen_model():
     """MLPerf's LoRA submissions, to which nothing is fitted."""
     cases, _ = accuracy.load_cases(ROWS.parent / "mlperf.csv")
     tuned = [case for case in cases if case.run.lora_rank]
@@ -71,7 +61,7 @@ def test_adapters_of_a_frozen_model(accuracy):
     assert np.median(abs(errors)) < 0.12
 
 
-def test_mixtures_of_experts(accuracy):
+def test_mixtures_of_experts():
     """Rows with experts, to whose steps no rate is fitted."""
     errors = []
     for file in ("measured.csv", "moe_cp.csv"):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.activation_memory import build_model, grid, model_graph
+from benchmarks.machine.activation_memory import build_model, grid, model_graph
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-from benchmarks.activation_memory import CpuProfile
 from costmodel import CostCache, estimate
 from planner.capture import capture_source
 from planner.capture.modes.ledger import Ledger
@@ -19,6 +18,7 @@ from planner.language.lowering.defaults import default_plan
 from planner.runtime.proofs.dryrun import LazyChunks, dry_run
 from tests.builders import PlainGPT, build_hf, gpt_batch, telling_first, text_batch, tiny_models
 from tests.captures import capture_module
+from tests.cpu_profile import CpuProfile
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])

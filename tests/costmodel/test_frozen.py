@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.activation_memory import CpuProfile
-from benchmarks.memory import LAYOUTS, make_plan
+from benchmarks.machine.memory import LAYOUTS, make_plan
 from costmodel import CostCache, estimate
 from costmodel.time.communication import data_parallel_seconds
 from costmodel.time.stage_costs.chain import Split, chain_costs
@@ -28,6 +27,7 @@ from profiles import Group, load_profile
 from search import SearchRequest, find_plan
 from tests.builders import build_hf
 from tests.captures import capture_module
+from tests.cpu_profile import CpuProfile
 from tests.frozen import build_lora, frozen_models
 from tests.spawn import run_ranks
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.activation_memory import CpuProfile
-from benchmarks.layers import LayerChain
+from benchmarks.machine.layers import LayerChain
 from costmodel import CostCache, StageLoad, estimate
 from costmodel.execution import find_execution
 from costmodel.memory.bound import NOTHING, OnHost, RankBound, kept_bytes
@@ -26,6 +25,7 @@ from search import SearchRequest, find_plan
 from tests.builders import tiny_models
 from tests.captures import capture_module
 from tests.costmodel.loads import stage_loads
+from tests.cpu_profile import CpuProfile
 from tests.frozen import frozen_models
 from tests.search.machine import Machine
 

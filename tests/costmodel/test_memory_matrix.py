@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.memory import rows_of
+from benchmarks.machine.memory import rows_of
 from tests.builders import tiny_models
 
 LAYOUTS = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.activation_memory import CpuProfile
 from costmodel import CostCache, estimate
 from costmodel.time.offload import HOST_BUCKET_BYTES, host_step_seconds, least_job_seconds
 from planner.language.lowering.defaults import default_plan
@@ -17,6 +16,7 @@ from profiles.devices import host_of
 from profiles.hosts import REACHED_FRACTION
 from tests.builders import tiny_models
 from tests.captures import capture_module
+from tests.cpu_profile import CpuProfile
 
 
 def test_buckets_are_the_runtimes():

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.activation_memory import CpuProfile
 from costmodel import CostCache, estimate
 from costmodel.time.tables import table_seconds
 from planner.language.graph import ModelGraph
@@ -19,6 +18,7 @@ from planner.runtime.proofs.dryrun import dry_run
 from profiles import load_profile
 from profiles.hosts import REACHED_FRACTION
 from tests.captures import capture_module
+from tests.cpu_profile import CpuProfile
 from tests.runtime.test_sparse_tables import Towers
 
 ROWS, WIDTH, SEEN = 4000, 16, 8

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.activation_memory import CpuProfile
 from costmodel import CostCache, estimate
 from planner.language.graph import from_json, to_json
 from planner.language.lowering.defaults import default_plan
@@ -17,6 +16,7 @@ from planner.runtime.proofs.dryrun import dry_run
 from search.request import SearchRequest
 from search.result_cache import question_digest
 from tests.captures import capture_module
+from tests.cpu_profile import CpuProfile
 
 WIDTH, UNUSED = 128, 256
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from planner.doctor.devices import check_devices
-from planner.doctor.finding import Finding
+from planner.nodes.check import Check
 from planner.units import GIB
 
 
@@ -50,7 +50,7 @@ def fake_torch(
     )
 
 
-def found(**changes: Any) -> dict[str, Finding]:
+def found(**changes: Any) -> dict[str, Check]:
     return {finding.name: finding for finding in check_devices(fake_torch(**changes))}
 
 

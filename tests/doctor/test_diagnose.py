@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from planner.doctor import Finding, diagnose
-from planner.doctor.finding import judged
+from planner.doctor import diagnose
+from planner.nodes.check import Check, judged
 
 
 def test_a_check_that_breaks_is_a_finding_and_others_go_on():
@@ -21,8 +21,10 @@ def test_a_check_that_breaks_is_a_finding_and_others_go_on():
 
 
 def test_a_state_follows_from_the_advice():
-    assert judged("a", "x") == Finding(name="a", found="x", state="ok", advice="")
-    assert judged("a", "x", warning="do").state == "warning"
-    assert judged("a", "x", problem="do") == Finding(
-        name="a", found="x", state="problem", advice="do"
-    )
+    assert judged("a", "x") == Check(name="a", found="x")
+    assert judged("a", "x", warning="do") == Check(name="a", found="x", warnings=("do",))
+    assert judged("a", "x", problem="do") == Check(name="a", found="x", problems=("do",))
+    states = [judged("a", "x", **given) for given in ({}, {"warning": "w"}, {"problem": "p"})]
+    assert [(check.state, check.advice) for check in states] == [
+        ("ok", ""), ("warning", "w"), ("problem", "p"),
+    ]  # fmt: skip

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from planner.doctor.finding import Finding
 from planner.doctor.machine import check_machine
+from planner.nodes.check import Check
 from planner.units import GIB, MIB
 
 Usage = namedtuple("Usage", "total used free")
@@ -28,7 +28,7 @@ def found(tmp_path, monkeypatch):
     sizes = {"disk": 100 * GIB}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(sizes["disk"], 0, sizes["disk"]))
 
-    def check() -> dict[str, Finding]:
+    def check() -> dict[str, Check]:
         findings = check_machine(proc=tmp_path, shared=tmp_path)
         return {finding.name: finding for finding in findings}
 

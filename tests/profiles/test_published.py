@@ -1,16 +1,13 @@
 """Shipped profiles against published measurements that their fits have not seen (M16)."""
 
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import pytest
 
-from benchmarks.fit_published import fitted_profile, held_out, layers
 from benchmarks.gpu.kept import read_kept
+from benchmarks.published import PUBLISHED
+from benchmarks.published.fit_published import fitted_profile, held_out, layers
 from profiles import Group, load_profile, shipped_names
-
-PUBLISHED = Path(__file__).resolve().parents[3] / "shared" / "data" / "published"
 
 
 @pytest.fixture(scope="module")

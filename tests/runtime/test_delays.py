@@ -18,13 +18,13 @@ import pytest
 import torch
 
 import planner
-from benchmarks.delays import Sent, SlowLink
 from planner.language.graph.batch import call_with_batch
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
 from planner.language.schedule import SCHEDULES
 from planner.runtime.step.engine import Engine
 from tests.runtime.scenarios import build, capture
+from tests.runtime.slow_links import Sent, SlowLink
 from tests.spawn import run_ranks
 
 LONGEST_DELAY_S = 1e-3

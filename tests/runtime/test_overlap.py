@@ -1,7 +1,7 @@
 """N11: Communication goes on while jobs compute: exposed is what the simulator says, no more.
 
 P15, G13, D18, G18 (recomputation), and what ZB-H1 gains where links are slow. Jobs sleep, so
-the machine's own speed does not matter; links hold messages back (`benchmarks/delays.py`).
+the machine's own speed does not matter; links hold messages back (`slow_links`).
 Tests that hold seconds against a prediction are slow tests: they need a machine of their own.
 """
 
@@ -14,21 +14,14 @@ from typing import NamedTuple
 import pytest
 
 import planner
-from benchmarks.delays import (
-    BLOCKING,
-    Case,
-    Row,
-    measure_rows,
-    send_when_posted,
-    sleep_in_jobs,
-    slow_down_links,
-)
+from benchmarks.machine.delays import BLOCKING, Case, Row, measure_rows
 from costmodel import CostCache, estimate
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
 from planner.timeline import load_timeline
 from profiles import load_profile
 from tests.runtime.scenarios import build, capture
+from tests.runtime.slow_links import send_when_posted, sleep_in_jobs, slow_down_links
 from tests.spawn import run_ranks
 
 JOB_S, TRANSFER_S = 0.03, 0.03

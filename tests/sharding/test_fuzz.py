@@ -24,6 +24,6 @@ def fuzz(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(25))
 def test_random_model_under_random_placements(seed):
     """G5, M10, M12, X13: no mismatch, nor where random ops are made again in the backward;
-    `python benchmarks/fuzz.py` runs more.
+    `python -m benchmarks fuzz` runs more.
     """
     fuzz(seed)

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from planner.language.plan import Plan
+from planner.nodes.check import Check
 from planner.runtime.preflight.facts import Facts, facts_that_differ
 from planner.runtime.preflight.rank import PHASES, Finding
-from planner.runtime.preflight.report import Check, check_of
+from planner.runtime.preflight.report import check_of
 from planner.runtime.process.groups.alike import names
 from planner.units import format_bytes, format_seconds
 

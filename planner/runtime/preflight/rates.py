@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from planner.language.plan import Plan
+from planner.nodes.check import Check
 from planner.nodes.node_links import SLOW, slow_nodes
 from planner.runtime.preflight.exchanges import BETWEEN_NODES, PlannedRates, planned_rounds
 from planner.runtime.preflight.rank import Finding
-from planner.runtime.preflight.report import Check, Rate, check_of
+from planner.runtime.preflight.report import Rate, check_of
 from planner.runtime.process.groups.alike import names
 from planner.units import GB
 

@@ -6,17 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """A line of the table: what was checked, planned (if anything) and found, and what is wrong
-    with it, a line for each problem.
-    """
-
-    name: str
-    found: str
-    planned: str = ""
-    problems: tuple[str, ...] = ()
+from planner.nodes.check import Check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +71,8 @@ class Report:
         """Return it as JSON data."""
         data = {"is_good": not self.problems, "problems": list(self.problems), **asdict(self)}
         del data["is_first"]
+        for check in data["checks"]:
+            del check["warnings"]  # it has none: what is wrong between nodes is a problem
         return data
 
 

@@ -40,7 +40,9 @@ def test_a_report_is_good_without_problems_of_any_check():
     good, bad = (json.loads(json.dumps(each.to_dict())) for each in (report(GOOD), report(BAD)))
     assert (good["is_good"], good["problems"]) == (True, [])
     assert (bad["is_good"], bad["problems"]) == (False, ["x", "y"])
-    assert [check["name"] for check in bad["checks"]] == ["versions"]
+    assert bad["checks"] == [
+        {"name": "versions", "found": "2 problems", "planned": "", "problems": ["x", "y"]}
+    ]
     assert bad["rates"][0]["planned_s"] == 0.002
     # All processes write the same.
     assert replace(report(BAD), is_first=True).to_dict() == report(BAD).to_dict()

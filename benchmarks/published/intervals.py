@@ -1,0 +1,320 @@
+"""How often an estimate's interval holds what was measured, a source left out at a time.
+
+Published runs of a source are priced as plans of their runtimes. Their interval is that of an
+estimate for the runtime (`costmodel.uncertainty`) that knows all other sources and not this: its
+width is from their mean errors, of runs of the same kind. Four out of five of the source's runs
+should lie in it. Rates are those shipped, which were fitted to many of the sources (`fitted`), so
+that of these more lie in it than of runs that nobody has seen. Stalled runs and those with tp over
+nodes are left out.
+
+`--of memory` prints the same of memory, by `costmodel.uncertainty.memory_interval` with the errors
+that the records have: too few sources print memory to leave one out. `--of odds` prints how many of
+the runs ran that are said to fit. `--write` writes each runtime's mean errors, of steps and of
+memory, into its record.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from math import exp, log1p
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+
+from benchmarks.harness import Result, benchmark
+from benchmarks.published import PUBLISHED, records_of
+from benchmarks.published.accuracy import (
+    FAR_FROM_FULL,
+    TABLES,
+    Case,
+    estimated_errors,
+    load_cases,
+    stalls,
+)
+from benchmarks.published.configured import as_configured
+from costmodel.execution import execution_names
+from costmodel.execution.execution import DATA, RunKind, residuals_of_runs
+from costmodel.table.rows.row_files import read_rows
+from costmodel.table.rows.row_plan import RowPrices
+from costmodel.table.rows.rows import price_row, run_of
+from costmodel.uncertainty import Z, memory_interval, odds_of_fit, sigma_of
+from planner.emit.megatron_options import parse_flags
+from planner.emit.megatron_refusals import refusals
+from planner.emit.megatron_row import row_of
+from planner.emit.megatron_rules import Run, broken_rules
+from planner.errors import PlannerError
+from planner.units import GIB, MIB
+from profiles.devices import device_file, device_names
+
+WIDEST_TP = 8
+
+LEAST_ROWS = 3
+"""Rows of a source whose mean error says something of the next source's."""
+
+MEMORY_SOURCES = {
+    "zb_t4": "measured.csv",
+    "zb_t6": "measured.csv",
+    "simumax_b200": "measured.csv",
+    "torchtitan_202412": "measured.csv",
+    "moecp_ao": "moe_cp.csv",
+    "ultrascale_playbook": "ultrascale_playbook.csv",
+}
+"""Sources that print memory and all of what a run does, and their tables; rows that leave out the
+microbatch are none of them. Others leave out the sequence's length, recomputation or sharding, or
+print what the whole device holds."""
+
+GOLDENS = "megatron_goldens"
+"""Megatron-LM's own regression runs: lines of flags, with the memory that was allocated at most."""
+
+DEVICES = {"a100": "A100", "h100": "H100", "gb200": "B200"}
+"""Devices of these, by words of their platform; H100 where there is none."""
+
+MOST_MEMORY_ROWS = 60
+"""Rows of a source whose memory is walked, evenly spaced: a walk takes a tenth of a second."""
+
+ODDS = (
+    *((0.5, 1.01), (0.8, 1.01), (0.9, 1.01), (0.95, 1.01)),
+    *((0.0, 0.5), (0.5, 0.7), (0.7, 0.85), (0.85, 0.95), (0.95, 0.99), (0.99, 1.01)),
+)
+"""Ranges of odds that are told: those of so much and more, then parts."""
+
+Group = tuple[str, str, RunKind]
+"""Source, runtime and kind of its runs."""
+
+
+def kind_of(case: Case) -> RunKind:
+    """Return what a run trains."""
+    if case.run.shape.num_experts > 1:
+        return "experts"
+    return "adapters" if case.run.lora_rank else "dense"
+
+
+def priced_groups(folder: Path, every: int = 1) -> dict[Group, np.ndarray]:
+    """Return relative errors of estimates by source, runtime and kind; of one row of so many."""
+    found: dict[Group, list[float]] = defaultdict(list)
+    for _, name, experts in TABLES:
+        cases, _ = load_cases(folder / name, experts=experts, every=every)
+        kept, errors = estimated_errors([case for case in cases if case.ran])
+        stalled = stalls(kept, errors)
+        for case, error, stops in zip(kept, errors, stalled, strict=True):
+            if not stops and case.run.tp <= WIDEST_TP:
+                found[case.source, case.run.stack.name, kind_of(case)].append(float(error))
+    return {group: np.array(errors) for group, errors in found.items()}
+
+
+def fitted_sources() -> set[str]:
+    """Return the sources that some device's rates were fitted to."""
+    shipped = [device_file(name).shipped for name in device_names()]
+    return {
+        source
+        for device in shipped
+        if device is not None and device.training is not None
+        for source in device.training.residuals
+    }
+
+
+def table(groups: dict[Group, np.ndarray]) -> list[dict[str, str | int | float | bool]]:
+    """Return a line for each source, runtime and kind."""
+    fitted = fitted_sources()
+    lines: list[dict[str, str | int | float | bool]] = []
+    for (source, runtime, kind), errors in sorted(groups.items()):
+        sigma = sigma_of(residuals_of_runs(runtime, kind, leave_out={source}))
+        held = [abs(log1p(error)) <= Z * sigma for error in errors]
+        lines.append(
+            {
+                "source": source,
+                "runtime": runtime,
+                "kind": kind,
+                "fitted": source in fitted and kind == "dense",
+                "rows": len(errors),
+                "error_pct": 100 * float(np.abs(errors).mean()),
+                "interval_pct": 100 * (exp(Z * sigma) - 1),
+                "coverage_pct": 100 * float(np.mean(held)),
+            }
+        )
+    return lines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRun:
+    """A run whose memory is published, beside its estimate."""
+
+    source: str
+    """Where it is published."""
+    runtime: str
+    """Name of the record it is priced with."""
+    error: float
+    """Relative: of live tensors where the source prints these, else of what is held."""
+    holds: bool
+    """Whether the measured bytes lie in the interval; of live tensors with the allocator's share
+    as estimated on both sides."""
+
+
+def memory_runs(folder: Path) -> list[MemoryRun]:
+    """Return the runs that print their memory, each beside its estimate."""
+    prices, found = RowPrices(), []
+    for source, name in MEMORY_SOURCES.items():
+        rows = [
+            row
+            for row in map(as_configured, read_rows(folder / name))
+            if row["source_id"] == source and row["peak_mem_gib"] and row["micro_batch"]
+        ]
+        for row in rows[:: -(-len(rows) // MOST_MEMORY_ROWS)]:
+            try:
+                run, profile, rates = run_of(row)
+                memory = prices.estimate(run, profile, rates).memory
+            except PlannerError:
+                continue
+            fullest = max(memory, key=lambda parts: float(parts.total))
+            tensors = float(fullest.tensor_bytes)
+            held = tensors + float(fullest.allocator_bytes)
+            measured = float(row["peak_mem_gib"]) * GIB
+            if "max allocated" in row["notes"].lower():
+                measured *= held / tensors
+            interval = memory_interval(fullest, profile, run.stack)
+            context = float(fullest.context_bytes)
+            found.append(
+                MemoryRun(
+                    source=source,
+                    runtime=run.stack.name,
+                    error=held / measured - 1,
+                    holds=interval.holds(measured + context),
+                )
+            )
+    return found + golden_runs(folder / f"{GOLDENS}.csv")
+
+
+def golden_runs(path: Path) -> list[MemoryRun]:
+    """Return Megatron-LM's regression runs whose flags are priced, each beside its estimate."""
+    prices, found = RowPrices(), []
+    for line in records_of(path):
+        if not line["mem_max_mib"]:
+            continue
+        gpus = int(float(line["nodes"] or 1)) * int(float(line["gpus_per_node"] or 8))
+        run = Run(flags=parse_flags(line["flags"]), num_devices=gpus, model={})
+        platform = line["platform"]
+        gpu = next((name for word, name in DEVICES.items() if word in platform), "H100")
+        try:
+            if broken_rules(run) or refusals(run):
+                continue
+            row = {name: str(value) for name, value in row_of(run, {}, "", gpu).items()}
+            priced = price_row(row, prices)
+        except PlannerError:
+            continue
+        fullest = max(priced.estimate.memory, key=lambda parts: float(parts.total))
+        tensors, measured = float(fullest.tensor_bytes), float(line["mem_max_mib"]) * MIB
+        around = memory_interval(fullest, priced.profile, priced.run.stack)
+        # Of live tensors alone: the allocator and the context are as estimated on both sides.
+        added = float(fullest.allocator_bytes) / tensors * measured + float(fullest.context_bytes)
+        found.append(
+            MemoryRun(
+                source=GOLDENS,
+                runtime=priced.run.stack.name,
+                error=tensors / measured - 1,
+                holds=around.holds(measured + added),
+            )
+        )
+    return found
+
+
+def odds_table(folder: Path, every: int) -> list[dict[str, float]]:
+    """Return, of runs whose end is known, how many ran of those said to fit with some odds.
+
+    Crashed runs that need less than `FAR_FROM_FULL` of their device crashed for something else.
+    """
+    prices, found = RowPrices(), []
+    for case in load_cases(folder / "ultrascale_playbook.csv", every=every)[0]:
+        try:
+            memory = prices.estimate(case.run, case.profile, case.rates).memory
+        except PlannerError:
+            continue
+        fullest = max(memory, key=lambda parts: float(parts.total))
+        if not case.ran and float(fullest.total) < FAR_FROM_FULL * case.room_bytes:
+            continue
+        found.append(
+            (odds_of_fit(fullest, case.profile, case.run.stack, case.room_bytes), case.ran)
+        )
+    odds, ran = (np.array(each) for each in zip(*found, strict=True))
+    parts = {(low, high): (low <= odds) & (odds < high) for low, high in ODDS}
+    return [
+        {"odds_from": low, "odds_to": high, "runs": int(inside.sum()),
+         "ran_pct": 100 * float(ran[inside].mean())}
+        for (low, high), inside in parts.items() if inside.any()
+    ]  # fmt: skip
+
+
+def memory_table(runs: list[MemoryRun]) -> list[dict[str, str | float]]:
+    """Return how far memory is off, and how often its interval holds it, by source and runtime."""
+    groups: dict[tuple[str, str], list[MemoryRun]] = defaultdict(list)
+    for run in runs:
+        groups[run.source, run.runtime].append(run)
+    return [
+        {
+            "source": source,
+            "runtime": runtime,
+            "rows": len(mine),
+            "error_pct": 100 * float(np.mean([abs(run.error) for run in mine])),
+            "held_pct": 100 * float(np.mean([run.holds for run in mine])),
+        }
+        for (source, runtime), mine in groups.items()
+    ]
+
+
+def write_residuals(groups: dict[Group, np.ndarray], runs: list[MemoryRun]) -> None:
+    """Write the mean errors of each runtime, of steps and of memory, into its record.
+
+    Ours has none of memory: dry runs tell it.
+    """
+    for name in execution_names():
+        steps: dict[str, dict[str, float]] = {}
+        for (source, runtime, kind), errors in sorted(groups.items()):
+            if runtime == name and len(errors) >= LEAST_ROWS:
+                steps.setdefault(kind, {})[source] = round(float(np.abs(errors).mean()), 4)
+        memory: dict[str, list[float]] = defaultdict(list)
+        for run in runs:
+            if run.runtime == name:
+                memory[run.source].append(abs(run.error))
+        path = DATA / f"{name}.json"
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if memory:
+            record["memory_residuals"] = {
+                source: round(float(np.mean(errors)), 4)
+                for source, errors in sorted(memory.items())
+            }
+        record["residuals"] = steps
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+@benchmark("intervals", quick={"every": 60})
+def intervals(
+    *,
+    folder: Path = PUBLISHED,
+    of: Annotated[Literal["steps", "memory", "odds"], "what is held"] = "steps",
+    every: Annotated[int, "price one row of so many (steps and odds)"] = 1,
+    write: Annotated[bool, "write mean errors into records"] = False,
+) -> Result:
+    if of == "odds":
+        return Result(odds_table(folder, every))
+    runs = memory_runs(folder) if of == "memory" or write else []
+    if of == "memory":
+        held = 100 * np.mean([run.holds for run in runs])
+        return Result(memory_table(runs), [f"all: {held:.0f}% of {len(runs)} runs"])
+    groups = priced_groups(folder, every)
+    if write:
+        write_residuals(groups, runs)
+    lines = table(groups)
+    notes = []
+    for name, chosen in (
+        ("all", lines),
+        ("fitted", [line for line in lines if line["fitted"]]),
+        ("others", [line for line in lines if not line["fitted"]]),
+    ):
+        held = np.array([float(line["coverage_pct"]) for line in chosen])
+        rows = np.array([int(line["rows"]) for line in chosen])
+        notes.append(
+            f"{name}: {held.mean():.0f}% of a source, {held @ rows / rows.sum():.0f}% of rows"
+        )
+    return Result(lines, notes)

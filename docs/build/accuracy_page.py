@@ -1,0 +1,180 @@
+"""The page of what published runs show of the cost model, docs/accuracy.md.
+
+    python -m docs.build.accuracy_page
+
+Prices all tables of published runs, with fits that have not seen them, and captured models.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import ROOT
+from benchmarks.published import PUBLISHED
+from benchmarks.published.accuracy import (
+    TABLES,
+    estimated_errors,
+    fit_table,
+    held_out_of,
+    load_cases,
+    report,
+    stalls,
+)
+from benchmarks.published.captured_rows import captured_rows
+
+TITLES = {
+    "rows": "rows",
+    "mape_pct": "MAPE",
+    "median_ape_pct": "median",
+    "bias_pct": "bias",
+    "kendall_tau": "tau",
+    "regret_pct": "regret",
+    "median_regret_pct": "median",
+    "memory_mape_pct": "memory",
+    "without_source_mape_pct": "-source",
+    "without_fifth_mape_pct": "-fifth",
+}
+"""Columns; the last two are of rates fitted without the row's source or fifth."""
+
+VERDICTS = ("fits", "nearly full", "does not fit", "far from full")
+
+HEAD = """# Accuracy
+
+Generated on {date} by `python -m docs.build.accuracy_page`; don't edit it.
+How rows are priced, what is fitted and what no column tells: [rows](estimate-rows.md).
+
+| column | meaning |
+|---|---|
+| MAPE, median, bias | of the step time in percent: mean and median absolute error, and mean |
+| tau | Kendall's, of predicted and measured order; mean over groups of a model, machine and batch |
+| regret, median | percent by which the layout predicted to be best is behind the measured best |
+| memory | mean absolute error of max-allocated memory in percent, where a source prints it |
+| -source, -fifth | MAPE under rates fitted again without the source, or a fifth of all rows |
+
+A source that has stalled runs ([why](estimate-rows.md#nanotrons-ultra-scale-playbook)) has a second
+line without them. Nothing is fitted to mixtures of experts and adapters but what their records say
+(`costmodel/execution/data`).
+"""
+
+CAPTURED = """## Captured models under published layouts
+
+`python -m benchmarks captured_rows`: the model as Hugging Face's library writes it, which is its
+capture op for op (`tests/templates/test_published_layouts.py`), on the row's stages and degrees. In
+brackets the error against the measurement.
+
+"""
+
+FITS = """## Whether a run fits
+
+By the exact walk of memory. *Far from full*: crashed, and needs less than 0.4 of the device, so
+for something else; the 0.4 was chosen looking at these runs. *Nearly full*: fits, and the
+allocator reserves more than the device has. Of the runs that crashed for memory, so counted,
+{caught} are said not to fit; with those nearly full, {nearly} of all
+that crashed are not said to fit.
+
+| source | ran: fits | nearly full | not | crashed: fits | nearly full | not | far from full |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """What a table of runs shows."""
+
+    title: str
+    """What its runs are of."""
+    file: str
+    """Its name."""
+    lines: Sequence[Mapping[str, Any]]
+    """Figures by source (`accuracy.report`)."""
+    fits: Mapping[str, Mapping[str, int]]
+    """Counts of verdicts by source (`accuracy.fit_table`)."""
+
+
+def cells_of(line: Mapping[str, Any]) -> list[str]:
+    """Return the texts of a line's figures, in the order of TITLES."""
+    cells = [line.get(key) for key in TITLES]
+    return ["-" if v is None else str(v) if isinstance(v, int) else f"{v:.2f}" for v in cells]
+
+
+def page_of(sections: Sequence[Section], *, date: datetime.date, captured: str = "") -> str:
+    """Return the page's text; `captured` is the table of captured models."""
+    text = HEAD.format(date=date)
+    for section in sections:
+        used = [i for i, key in enumerate(TITLES) if any(key in line for line in section.lines)]
+        titles = [list(TITLES.values())[i] for i in used]
+        text += f"\n## {section.title}\n\n`{section.file}`\n\n"
+        text += f"| source | {' | '.join(titles)} |\n{'|---' * (len(titles) + 1)}|\n"
+        for line in section.lines:
+            cells = cells_of(line)
+            text += f"| {line['source']} | {' | '.join(cells[i] for i in used)} |\n"
+    if captured:
+        text += f"\n{CAPTURED}{captured}\n"
+    counts: dict[str, dict[str, int]] = {}
+    for section in sections:
+        for source, found in section.fits.items():
+            of = counts.setdefault(source, {})
+            for what, count in found.items():
+                of[what] = of.get(what, 0) + count
+    crashed = {v: sum(of.get(f"crashed, said: {v}", 0) for of in counts.values()) for v in VERDICTS}
+    whole = sum(crashed[v] for v in VERDICTS[:3])
+    caught = f"{crashed['does not fit']} of {whole}"
+    if whole:
+        caught += f" ({100 * crashed['does not fit'] / whole:.1f}%; of all that crashed "
+        caught += f"{100 * crashed['does not fit'] / sum(crashed.values()):.1f}%)"
+    told = crashed["does not fit"] + crashed["nearly full"]
+    nearly = f"{told} ({100 * told / max(1, sum(crashed.values())):.1f}%)"
+    text += "\n" + FITS.format(caught=caught, nearly=nearly)
+    for source, of in counts.items():
+        ran = [str(of.get(f"ran, said: {v}", 0)) for v in VERDICTS[:3]]
+        out = [str(of.get(f"crashed, said: {v}", 0)) for v in VERDICTS]
+        text += f"| {source} | {' | '.join(ran + out)} |\n"
+    return text
+
+
+def sections_of(folder: Path) -> list[Section]:
+    """Return what all tables in a folder show; rates are fitted to dense models alone."""
+    sections = []
+    for title, file, experts in TABLES:
+        cases, _ = load_cases(folder / file, experts=experts)
+        fits = fit_table(cases)
+        cases, errors = estimated_errors([case for case in cases if case.ran])
+        stalled = stalls(cases, errors)
+        unseen = None
+        if file == "measured.csv" and not experts:
+            unseen = held_out_of(cases)
+        lines = report(cases, errors, unseen, stalled)
+        sections.append(Section(title=title, file=file, lines=tuple(lines), fits=fits))
+    return sections
+
+
+def captured_table() -> str:
+    """Return the table of captured models under published layouts."""
+    lines = [
+        "| model | source | dp, cp, tp, pp, vpp, ep | measured | row | captured | difference |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in captured_rows().rows:
+        degrees = ", ".join(str(row[axis]) for axis in ("dp", "cp", "tp", "pp", "vpp", "ep"))
+        prices = [f"{row[f'{of}_s']:.3f} s ({row[f'{of}_error_pct']:+.1f}%)"
+                  for of in ("row", "captured")]  # fmt: skip
+        lines.append(
+            f"| {row['model']} | {row['source']} | {degrees} | {row['measured_s']:.3f} s | "
+            f"{prices[0]} | {prices[1]} | {row['difference_pct']:+.1f}% |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Write the page of today."""
+    sections, captured = sections_of(PUBLISHED), captured_table()
+    text = page_of(sections, date=datetime.date.today(), captured=captured)
+    (ROOT / "docs" / "accuracy.md").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
