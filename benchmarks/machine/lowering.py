@@ -26,12 +26,15 @@ from torch.distributed.tensor import DTensor
 from benchmarks.harness import Result, benchmark, in_turns, on_ranks
 from planner.capture import capture_module
 from planner.language.graph import ModelGraph
-from planner.language.layout.placement import Placement, Shard, parse_placement
+from planner.language.layout.pieces import piece_of
+from planner.language.layout.placement import Placement, parse_placement
+from planner.language.layout.placements import Placements
+from planner.language.layout.process_mesh import ProcessMesh
 from planner.language.lowering.lowering import lower
 from planner.language.lowering.propagate import propagate_graph
 from planner.runtime.process.collectives import run_step
 from planner.runtime.stage.program_fx import to_graph_module
-from planner.runtime.state.weights import local_piece
+from planner.runtime.state.weights import read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +97,7 @@ def lowered(
     """The model as a chain of lowered graphs on plain local tensors."""
     tp = 1 if group is None else dist.get_world_size()
     rank = 0 if group is None else dist.get_rank()
+    mesh = ProcessMesh(axes=("tp",), shape=(tp,), ranks=tuple(range(tp)))
     batch = x.shape[0]
     layouts = propagate_graph(graph, microbatch_size=batch, axis_size=tp) if tp > 1 else ()
     own = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -114,8 +118,8 @@ def lowered(
         for name, text in zip(block.params, texts, strict=True):
             placement = parse_placement(text)
             piece = own[fqn[name]].detach()
-            if isinstance(placement, Shard):
-                piece = local_piece(piece, placement, "tp", tp, rank, fqn[name])
+            placed = Placements.of({"tp": placement})
+            piece = read(piece_of(piece.shape, placed, mesh, rank, name=fqn[name]), piece)
             piece = piece.clone(memory_format=torch.contiguous_format)
             rests[name] = placement
             local[name] = piece.requires_grad_(graph.tensor[name].requires_grad)

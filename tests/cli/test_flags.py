@@ -4,18 +4,16 @@ import ast
 import re
 from dataclasses import fields
 from functools import cache
-from pathlib import Path
 
 import pytest
 import typer
 
 import cli
 from commands.render.flags import SPELLINGS, with_flags
-from planner.capture.source import model_file
+from planner.files import ROOT
 from search import SearchRequest
 
 ROOMS = ("planner", "profiles", "costmodel", "search")
-TREE = Path(model_file.__file__).parents[2]
 
 
 @cache
@@ -64,8 +62,8 @@ def test_every_field_of_a_request_has_a_flag():
 def test_no_room_names_a_flag(room):
     ours = flags()
     found = []
-    emit = TREE / "planner" / "emit"  # which writes command lines of other programs
-    for file in set((TREE / room).rglob("*.py")) - set(emit.rglob("*.py")):
+    emit = ROOT / "planner" / "emit"  # which writes command lines of other programs
+    for file in set((ROOT / room).rglob("*.py")) - set(emit.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             text = node.value if isinstance(node, ast.Constant) else None
             if isinstance(text, str):

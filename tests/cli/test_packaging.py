@@ -8,15 +8,15 @@ import tomllib
 from pathlib import Path
 
 from planner.capture.source import model_file
+from planner.files import ROOT
 
-TREE = Path(model_file.__file__).parents[2]
-CONFIG = tomllib.loads((TREE / "pyproject.toml").read_text())
+CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text())
 ONLY_HERE = {"tests"}
 """Packages of the source tree that are not installed."""
 
 
 def packages() -> set[str]:
-    return {file.parent.name for file in TREE.glob("*/__init__.py")} - ONLY_HERE
+    return {file.parent.name for file in ROOT.glob("*/__init__.py")} - ONLY_HERE
 
 
 def test_every_package_is_installed():
@@ -62,7 +62,7 @@ def test_the_command_is_ours_whatever_is_on_pythonpath(tmp_path):
     """`planner` itself is the one name that a folder there must not have."""
     for name in ("cli", "commands", "costmodel", "profiles", "search"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('not ours')\n")
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{TREE}"}
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     for command in (
         ("-m", "planner", "search", "--help"),
         ("-c", "from planner.__main__ import main; main()"),

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from planner.capture.source import model_file
+from planner.files import ROOT
 from tests.cli.conftest import MODEL_FILE
 
-TREE = Path(model_file.__file__).parents[2]
 LEFT_OUT = shutil.ignore_patterns(
     ".venv", ".git", "tests", "*.egg-info", "build", "__pycache__", ".*_cache"
 )
@@ -23,7 +22,7 @@ LEFT_OUT = shutil.ignore_patterns(
 def installed(tmp_path_factory) -> Path:
     """A folder with what the wheel installs, built from a copy of the tree."""
     folder = tmp_path_factory.mktemp("wheel")
-    shutil.copytree(TREE, folder / "tree", ignore=LEFT_OUT)
+    shutil.copytree(ROOT, folder / "tree", ignore=LEFT_OUT)
     run = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     wheel = [*run, "wheel", "--no-deps", "-w", folder, folder / "tree"]
     subprocess.run(wheel, check=True, capture_output=True, text=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from planner.errors import LayoutError
 from planner.language.layout.boxes import box_transfers
-from planner.language.layout.pieces import Piece, piece_of
+from planner.language.layout.pieces import piece_of
 from planner.language.layout.placement import Partial, Replicate, Shard, parse_placement
 from planner.language.layout.placements import Placements
 from planner.language.layout.process_mesh import ProcessMesh
@@ -59,8 +59,8 @@ def test_unwhole_splits_are_refused():
     """M8: dim 6 on 4 ranks."""
     with pytest.raises(LayoutError, match=r"x=4 does not divide dim 0 of w \(size 6\)"):
         piece_of((6,), Placements((("x", Shard(0)),)), mesh(4), 0, name="w")
-    with pytest.raises(LayoutError, match="dim 0 has 6 entries"):
-        Piece.whole((6,)).cut(Shard(0, 2), 2, 0)
+    with pytest.raises(LayoutError, match=r"x=2 does not divide dim 0 of w \(size 6\)"):
+        piece_of((6,), Placements((("x", Shard(0, 2)),)), mesh(2), 0, name="w")
 
 
 @settings(max_examples=60, deadline=None)

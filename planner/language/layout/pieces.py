@@ -60,14 +60,8 @@ class Piece:
         return tuple(sum(length for _, length in runs) for runs in self.runs)
 
     def cut(self, placement: Shard, parts: int, number: int) -> Piece:
-        """Return part `number` of each of its segments of a dim. Raises LayoutError if uneven."""
-        size = self.local_shape[placement.dim]
-        if size % (parts * placement.segments):
-            raise LayoutError(
-                f"dim {placement.dim} has {size} entries, which {placement} can't cut in {parts} "
-                "equal pieces"
-            )
-        length = size // placement.segments
+        """Return part `number` of each of its segments of a dim, which `parts` divides."""
+        length = self.local_shape[placement.dim] // placement.segments
         each = length // parts
         # The rank's stretch of every segment, in the coordinates of what is left so far.
         spans = [(s * length + number * each, each) for s in range(placement.segments)]
