@@ -27,7 +27,7 @@ from benchmarks.harness import Result, benchmark, in_turns, on_ranks
 from planner.capture import capture_module
 from planner.language.graph import ModelGraph
 from planner.language.layout.pieces import piece_of
-from planner.language.layout.placement import Placement, parse_placement
+from planner.language.layout.placement import Placement, Shard, parse_placement
 from planner.language.layout.placements import Placements
 from planner.language.layout.process_mesh import ProcessMesh
 from planner.language.lowering.lowering import lower
