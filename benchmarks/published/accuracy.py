@@ -34,6 +34,7 @@ from benchmarks.published.fit_rates import (
     held_out_errors,
 )
 from benchmarks.published.groups import Ranking, rankings, write_plot
+from costmodel.table.rows.model_counts import ModelCounts
 from costmodel.table.rows.named_models import named_model
 from costmodel.table.rows.row_files import read_rows
 from costmodel.table.rows.row_plan import RowPrices, is_nearly_full, needed_bytes
@@ -112,13 +113,13 @@ def measured_seconds(row: dict[str, str], run: RunRow) -> float | None:
     if step := value("step_time_s"):
         return step
     if tokens := value("tokens_per_s_per_gpu"):
-        return run.global_batch * run.shape.seq_len / (tokens * run.gpus)
+        return run.global_batch * run.sizes.seq_len / (tokens * run.gpus)
     if samples := value("samples_per_s"):
         return run.global_batch / samples
     if tflops := value("tflops_per_gpu"):
-        flop = run.shape.model_flop(causal=row["source_id"] in COUNT_CAUSAL)
+        flop = ModelCounts(run.sizes).model_flop(causal=row["source_id"] in COUNT_CAUSAL)
         if "hardware" in row["notes"].lower():  # full recompute counted: one more forward
-            flop += run.shape.layers * run.shape.layer_flop() / 3
+            flop += run.sizes.layers * ModelCounts(run.sizes).layer_flop() / 3
         return flop * run.global_batch / (tflops * 1e12 * run.gpus)
     return None
 
@@ -138,7 +139,7 @@ def load_cases(
             run, profile, rates = run_of(row)
             if not run.lora_rank and any(word in notes for word in NOT_PRETRAINING):
                 raise PlannerError("not pre-training")
-            if (run.shape.num_experts > 1) != experts:
+            if (run.sizes.experts is not None) != experts:
                 raise PlannerError("a dense model" if experts else "a mixture of experts")
             known = MODEL_SIZES if named_model(row["model"]) else ()
             if not experts and not all(row[name] or name in known for name in FULL_LAYOUT):
@@ -156,7 +157,7 @@ def load_cases(
         cases.append(
             Case(
                 source=row["source_id"],
-                group=(row["source_id"], row["model"], row["gpu"], row["gpu_mem_gb"], run.shape,
+                group=(row["source_id"], row["model"], row["gpu"], row["gpu_mem_gb"], run.sizes,
                        run.gpus, run.global_batch, row["dtype"]),
                 nodes=-(-run.gpus // 8),
                 run=run,
@@ -369,7 +370,7 @@ def told_of(case: Case) -> str:
     """Return a stalled run's line."""
     run = case.run
     return (
-        f"stalled: {case.nodes} nodes, {run.shape.layers} layers, dp {run.dp} tp {run.tp} "
+        f"stalled: {case.nodes} nodes, {run.sizes.layers} layers, dp {run.dp} tp {run.tp} "
         f"pp {run.pp} of {run.micro_batch} samples, ZeRO {run.zero_stage}: {case.step_s:.1f} s"
     )
 

@@ -64,7 +64,7 @@ class Priced:
 def captured_model(run: RunRow) -> Transformer:
     """Return a row's model as Hugging Face's library writes it."""
     model = replace(transformer_of(run), code="huggingface")
-    return model if run.shape.gated else replace(model, max_positions=run.shape.seq_len)
+    return model if run.sizes.gated else replace(model, max_positions=run.sizes.seq_len)
 
 
 def _placed(run: RunRow, model: Transformer, plan: Plan, profile: Profile) -> Plan:

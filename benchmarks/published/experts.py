@@ -20,6 +20,7 @@ from typing import Annotated
 from benchmarks.harness import Result, benchmark, note
 from benchmarks.published import PUBLISHED
 from benchmarks.searches.cases import Case, cached_graph, label
+from costmodel.table.rows.model_counts import ModelCounts
 from costmodel.table.rows.row_files import read_rows
 from planner.units import TFLOP
 
@@ -141,7 +142,7 @@ def utilisation(row: dict[str, str], step_s: float) -> float:
     from costmodel.table.rows.run_row import parse_row
 
     peak = machine_of(row)[1].peak_flop_per_s["bfloat16"]
-    flop = _number(row, "global_batch") * parse_row(row).shape.model_flop()
+    flop = _number(row, "global_batch") * ModelCounts(parse_row(row).sizes).model_flop()
     return flop / (step_s * _number(row, "gpus") * peak)
 
 

@@ -87,7 +87,7 @@ Group = tuple[str, str, RunKind]
 
 def kind_of(case: Case) -> RunKind:
     """Return what a run trains."""
-    if case.run.shape.num_experts > 1:
+    if case.run.sizes.experts is not None:
         return "experts"
     return "adapters" if case.run.lora_rank else "dense"
 

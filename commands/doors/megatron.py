@@ -40,8 +40,8 @@ def read(path: Path, asked: Asked) -> Opened:
 
 
 def _read(path: Path, asked: Asked) -> Opened:
-    from costmodel.table.rows.row_plan import padded_vocab, transformer_of_shape
-    from costmodel.table.rows.row_shape import shape_of_row
+    from costmodel.table.rows.row_plan import padded_vocab
+    from costmodel.table.rows.row_sizes import sizes_of_row
     from costmodel.table.rows.row_stack import stack_of_row
     from costmodel.table.rows.row_words import Cells
     from planner.emit.megatron_options import parse_flags
@@ -60,11 +60,12 @@ def _read(path: Path, asked: Asked) -> Opened:
     row = row_of(run, {}, "", "H100")
     cells = Cells({name: str(value) for name, value in row.items()})
     stack = stack_of_row(cells)
-    shape = shape_of_row(cells, stack)
-    refuse_other_length(path, asked, shape.seq_len)
-    sizes = transformer_of_shape(
-        shape, dropout=bool(row.get("dropout")), fused_attention=stack.flash_attention
+    sizes = replace(
+        sizes_of_row(cells, stack),
+        dropout=bool(row.get("dropout")),
+        fused_attention=stack.flash_attention,
     )
+    refuse_other_length(path, asked, sizes.seq_len)
     if "kv-channels" not in flags.values and sizes.hidden % sizes.heads:
         raise ModelError(
             f"--hidden-size {sizes.hidden} is no multiple of --num-attention-heads {sizes.heads}; "

@@ -26,7 +26,6 @@ from commands.render.plans.answer import Answer, bottleneck_in_words, proof_in_w
 from commands.render.plans.words import labelled
 from costmodel import CostCache
 from costmodel.memory.bound import NOTHING
-from costmodel.table.rows.row_plan import transformer_of_shape
 from planner.errors import LayoutError
 from planner.language.graph import ModelGraph
 from planner.language.plan import Plan
@@ -105,9 +104,9 @@ class Answerer:
             (asked.profile, asked.link_rate),
             lambda: with_link_rate(machine, asked.link_rate),
         )
-        if (shape := asked.shape) is not None:
+        if (sizes := asked.sizes) is not None:
             return (
-                _kept(self._graphs, shape, lambda: build_transformer(transformer_of_shape(shape))),
+                _kept(self._graphs, sizes, lambda: build_transformer(sizes)),
                 profile,
             )
         assert asked.model is not None, "what has no sizes has a file"

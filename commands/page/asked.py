@@ -16,7 +16,7 @@ from planner.errors import PlannerError
 from profiles import shipped_names
 
 if TYPE_CHECKING:
-    from costmodel.table.rows.row_shape import TransformerShape
+    from planner.language.templates import Transformer
     from search import SearchRequest
 
 
@@ -28,7 +28,7 @@ class Asked:
     """The model file; None: a decoder of the sizes given."""
     model_given: str
     """Its name, as it was given."""
-    shape: TransformerShape | None
+    sizes: Transformer | None
     """Sizes of the decoder; None: of a model file."""
     profile: str
     """The kind of machine."""
@@ -90,7 +90,7 @@ def parse_form(
     return Asked(
         model=model,
         model_given=name,
-        shape=None if model else _shape(given),
+        sizes=None if model else _sizes(given),
         profile=profile,
         link_rate=1.0 if link_rate is None else link_rate,
         length=length,
@@ -98,14 +98,14 @@ def parse_form(
     )
 
 
-def _shape(given: Mapping[str, str]) -> TransformerShape:
+def _sizes(given: Mapping[str, str]) -> Transformer:
     from costmodel.execution import find_execution
-    from costmodel.table.rows.row_shape import shape_of_row
+    from costmodel.table.rows.row_sizes import sizes_of_row
     from costmodel.table.rows.row_words import Cells
 
     row = {field.name: given[field.name] for field in SIZES if _read(field, given) is not None}
     cells = Cells({**row, "seq_len": given.get("length", "")})
-    return shape_of_row(cells, find_execution("ours-eager"))
+    return sizes_of_row(cells, find_execution("ours-eager"))
 
 
 def _read(field: Field, given: Mapping[str, str]) -> Any:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 class NamedModel:
     """Columns of a model. Experts' `ffn_hidden` is one expert's, and `experts_per_token` those
     the router picks; `shared_experts` see every token. `query_rank`, `key_rank` and `rope_dim` are
-    latent attention's (`costmodel.table.rows.row_shape.TransformerShape`).
+    latent attention's (`planner.language.templates.Latent`).
     """
 
     layers: int

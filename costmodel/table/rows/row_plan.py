@@ -15,7 +15,6 @@ from costmodel.estimate import Estimate, estimate, step_seconds
 from costmodel.execution.executed import ExecutedProfile
 from costmodel.execution.executed_kernels import is_attention, is_product
 from costmodel.table.kernels import DeviceRates
-from costmodel.table.rows.row_shape import TransformerShape
 from costmodel.table.rows.row_words import modules_recomputed
 from costmodel.table.rows.run_row import RowError, RunRow
 from planner.language.graph import Op
@@ -31,7 +30,7 @@ from planner.language.plan import (
     batch_spec,
 )
 from planner.language.schedule import stage_to_pp_rank
-from planner.language.templates import Adapters, Experts, Latent, Transformer, build_transformer
+from planner.language.templates import Adapters, Transformer, build_transformer
 from planner.language.templates.splits import cp_layouts, tp_layouts
 from profiles import Profile
 
@@ -54,76 +53,27 @@ KEPT_MODELS = 64
 
 def transformer_of(run: RunRow) -> Transformer:
     """Return the model of a row, as the trainers of large models write it."""
-    vocab = run.shape.vocab
     # A vocabulary that tp splits is padded, as Megatron-LM does (make-vocab-size-divisible-by).
     multiple = run.vocab_multiple or (128 if run.tp > 1 else 1)
-    vocab = padded_vocab(vocab, multiple * run.tp)
+    vocab = padded_vocab(run.sizes.vocab, multiple * run.tp)
     # Where tp has more ranks than there are heads of keys, each rank has one, whole.
-    kv_heads = run.shape.kv_heads
+    kv_heads = run.sizes.kv_heads
     if run.tp > kv_heads and not run.tp % kv_heads:
         kv_heads = run.tp
-    return transformer_of_shape(
-        replace(run.shape, vocab=vocab, kv_heads=kv_heads),
+    return replace(
+        run.sizes,
+        vocab=vocab,
+        kv_heads=kv_heads,
         dropout=run.stack.dropout,
         fused_attention=run.stack.flash_attention,
-        lora_rank=run.lora_rank,
+        # Adapters alone are trained, where there are any.
+        adapters=Adapters(rank=run.lora_rank) if run.lora_rank else None,
     )
 
 
 def padded_vocab(vocab: int, multiple: int) -> int:
     """Return the rows of a vocabulary's matrix that are a multiple of a number."""
     return -(-vocab // multiple) * multiple
-
-
-def transformer_of_shape(
-    shape: TransformerShape,
-    *,
-    dropout: bool = False,
-    fused_attention: bool = True,
-    lora_rank: int = 0,
-) -> Transformer:
-    """Return a model of these sizes, as the trainers of large models write it.
-
-    `lora_rank`: of adapters, which alone are trained; 0: all weights are.
-    """
-    latent = None
-    if shape.key_rank:
-        latent = Latent(
-            query_rank=shape.query_rank, key_rank=shape.key_rank, rope_dim=shape.rope_dim
-        )
-    experts = None
-    if shape.num_experts > 1:
-        experts = Experts(
-            number=shape.num_experts,
-            per_token=shape.experts_per_token,
-            width=shape.ffn_hidden,
-            shared=shape.shared_experts,
-            shared_width=shape.shared_width,
-            dense_layers=shape.dense_layers,
-        )
-    return Transformer(
-        layers=shape.layers,
-        hidden=shape.hidden,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        ffn_hidden=shape.dense_ffn or shape.ffn_hidden,
-        vocab=shape.vocab,
-        seq_len=shape.seq_len,
-        head_dim=shape.head_width,
-        gated=shape.gated,
-        norm=shape.norm,
-        positions=shape.positions,
-        max_positions=shape.max_positions,
-        bias=shape.bias,
-        query_key_norm=shape.query_key_norm,
-        tied=shape.tied,
-        dropout=dropout,
-        fused_attention=fused_attention,
-        latent=latent,
-        experts=experts,
-        ahead=shape.ahead,
-        adapters=Adapters(rank=lora_rank) if lora_rank else None,
-    )
 
 
 def plan_of(run: RunRow, model: Transformer, *, devices_per_node: int) -> Plan:

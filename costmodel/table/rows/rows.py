@@ -12,6 +12,7 @@ from typing import Any
 from costmodel.estimate import Estimate
 from costmodel.table.kernels import DeviceRates, load_rates
 from costmodel.table.rows.devices import device_of, is_scaled, scaled_rates
+from costmodel.table.rows.model_counts import ModelCounts
 from costmodel.table.rows.row_files import read_rows, write_rows
 from costmodel.table.rows.row_plan import RowPrices, is_nearly_full, needed_bytes, retry_seconds
 from costmodel.table.rows.row_words import RowError, real
@@ -108,8 +109,8 @@ def price_row(row: Mapping[str, Any], prices: RowPrices | None = None) -> Priced
     samples_per_gpu_s = run.global_batch / step_s / run.gpus
     predicted = {
         "predicted_step_time_s": step_s,
-        "predicted_tflops_per_gpu": samples_per_gpu_s * run.shape.model_flop() / TFLOP,
-        "predicted_tokens_per_s_per_gpu": samples_per_gpu_s * run.shape.seq_len,
+        "predicted_tflops_per_gpu": samples_per_gpu_s * ModelCounts(run.sizes).model_flop() / TFLOP,
+        "predicted_tokens_per_s_per_gpu": samples_per_gpu_s * run.sizes.seq_len,
         "predicted_peak_mem_gib": max(float(parts.tensor_bytes) for parts in found.memory) / GIB,
         "predicted_fits": fits,
         "assumed": "; ".join(run.assumed),

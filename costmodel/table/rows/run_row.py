@@ -9,7 +9,8 @@ from math import ceil, log2
 from typing import Any
 
 from costmodel.execution import Execution
-from costmodel.table.rows.row_shape import TransformerShape, check_divides, shape_of_row
+from costmodel.table.rows.model_counts import ModelCounts
+from costmodel.table.rows.row_sizes import check_divides, sizes_of_row
 from costmodel.table.rows.row_stack import stack_of_row
 from costmodel.table.rows.row_words import (
     Cells,
@@ -20,6 +21,7 @@ from costmodel.table.rows.row_words import (
     schedule_of,
     zero_of,
 )
+from planner.language.templates import Transformer
 
 MODEL_BYTES_PER_DEVICE = 40e9
 """What weights and optimizer state may take of a device where a row leaves its layout open."""
@@ -45,7 +47,7 @@ USUAL_LORA_RANK = 16
 class RunRow:
     """A run with every blank filled; `assumed` says with what."""
 
-    shape: TransformerShape
+    sizes: Transformer
     """Sizes of its model."""
     stack: Execution
     """The runtime that it is priced for."""
@@ -121,23 +123,24 @@ def parse_row(row: Mapping[str, Any]) -> RunRow:
     """
     cells = Cells(row)
     stack = stack_of_row(cells)
-    shape = shape_of_row(cells, stack)
-    tp, cp, pp, dp = _layout(cells, shape, stack)
-    check_divides("tp", tp, "heads", shape.heads)
-    if shape.ffn_hidden < tp:
-        raise RowError(f"tp={tp} is more than ffn_hidden={shape.ffn_hidden}")
+    sizes = sizes_of_row(cells, stack)
+    tp, cp, pp, dp = _layout(cells, sizes, stack)
+    check_divides("tp", tp, "heads", sizes.heads)
+    width = sizes.ffn_hidden if sizes.experts is None else sizes.experts.width
+    if width < tp:
+        raise RowError(f"tp={tp} is more than ffn_hidden={width}")
     ep = cells.given("ep", least=0) or 1
     if ep > dp * cp * tp:
         ep = cells.assume("ep", dp * cp * tp)
-    if shape.num_experts > 1:
-        check_divides("ep", ep, "num_experts", shape.num_experts)
+    if sizes.experts is not None:
+        check_divides("ep", ep, "num_experts", sizes.experts.number)
     # Where dp and cp ranks are too few, whole experts lie on tp ranks, too.
     etp = 1 if ep > dp * cp else _said_etp(cells) or tp
-    batch, micro_batch = _batch(cells, shape, stack, pp=pp, dp=dp)
+    batch, micro_batch = _batch(cells, sizes, stack, pp=pp, dp=dp)
     interleaves = stack.interleaves and batch % (dp * micro_batch * pp) == 0
-    schedule, vpp = _schedule(cells, layers=shape.layers, pp=pp, interleaves=interleaves)
+    schedule, vpp = _schedule(cells, layers=sizes.layers, pp=pp, interleaves=interleaves)
     return RunRow(
-        shape=shape,
+        sizes=sizes,
         stack=stack,
         dtype=_dtype(cells),
         global_batch=batch,
@@ -159,7 +162,7 @@ def parse_row(row: Mapping[str, Any]) -> RunRow:
         recompute_layers=cells.given("recompute_layers", least=0) or 0,
         vocab_multiple=cells.given("vocab_multiple", least=0) or 0,
         microbatch_group=cells.given("microbatch_group", least=0) or 0,
-        stage_blocks=_stage_blocks(cells, shape.layers + shape.ahead + 2, pp * vpp),
+        stage_blocks=_stage_blocks(cells, sizes.layers + sizes.ahead + 2, pp * vpp),
         assumed=tuple(cells.assumed),
     )
 
@@ -171,13 +174,13 @@ def _said_etp(cells: Cells) -> int | None:
 
 
 def _batch(
-    cells: Cells, shape: TransformerShape, stack: Execution, *, pp: int, dp: int
+    cells: Cells, sizes: Transformer, stack: Execution, *, pp: int, dp: int
 ) -> tuple[int, int]:
     """Return samples of a step and of a microbatch (see `_usual_micro_batch`)."""
     micro_batch = cells.given("micro_batch")
     number, tokens, _ = cells.text("global_batch").lower().partition("tok")
     if tokens and (count := real(number)):
-        batch = cells.assume("global_batch", max(1, round(count / shape.seq_len)))
+        batch = cells.assume("global_batch", max(1, round(count / sizes.seq_len)))
     else:
         batch = cells.given("global_batch")
     if batch is None:
@@ -185,14 +188,14 @@ def _batch(
         cells.assume("global_batch", batch)
     most = max(1, ceil(batch / dp))
     if micro_batch is None:
-        usual = _usual_micro_batch(shape, stack, samples=most, pp=pp)
+        usual = _usual_micro_batch(sizes, stack, samples=most, pp=pp)
         micro_batch = cells.assume("micro_batch", usual)
     elif micro_batch > most:
         micro_batch = cells.assume("micro_batch", most)
     return batch, micro_batch
 
 
-def _usual_micro_batch(shape: TransformerShape, stack: Execution, *, samples: int, pp: int) -> int:
+def _usual_micro_batch(sizes: Transformer, stack: Execution, *, samples: int, pp: int) -> int:
     """Return how many of a rank's samples usually go at once.
 
     Of FSDP without a pipeline all, as nothing is split. Else a power of two that divides them, of
@@ -201,9 +204,9 @@ def _usual_micro_batch(shape: TransformerShape, stack: Execution, *, samples: in
     """
     if stack.zero_stage == 3 and stack.flash_attention and pp == 1:
         return samples
-    tokens = USUAL_TOKENS * min(1.0, USUAL_TOKENS / shape.hidden)
+    tokens = USUAL_TOKENS * min(1.0, USUAL_TOKENS / sizes.hidden)
     size = 1
-    while 2 * size * shape.seq_len <= tokens and samples % (2 * size) == 0:
+    while 2 * size * sizes.seq_len <= tokens and samples % (2 * size) == 0:
         if pp > 1 and samples // (2 * size) < 2 * pp:
             break
         size *= 2
@@ -215,13 +218,13 @@ def _zero_stage(cells: Cells, stack: Execution) -> int:
     return cells.assume("zero_stage", stack.zero_stage) if stage is None else stage
 
 
-def _layout(cells: Cells, shape: TransformerShape, stack: Execution) -> tuple[int, int, int, int]:
+def _layout(cells: Cells, sizes: Transformer, stack: Execution) -> tuple[int, int, int, int]:
     """Return tp, cp, pp, dp; what is blank follows from the number of devices."""
     tp, pp, dp = (cells.given(name) for name in ("tp", "pp", "dp"))
     cp = cells.given("cp", least=0) or 1
     gpus = cells.given("gpus")
     # Devices that weights and state fill, the least that the model may be cut over.
-    needed = shape.num_params * TRAINED_BYTES / MODEL_BYTES_PER_DEVICE
+    needed = ModelCounts(sizes).num_params * TRAINED_BYTES / MODEL_BYTES_PER_DEVICE
     if gpus is None and dp is None:
         if nodes := cells.given("nodes"):
             gpus = cells.assume("gpus", DEVICES_PER_NODE * nodes)
@@ -232,7 +235,7 @@ def _layout(cells: Cells, shape: TransformerShape, stack: Execution) -> tuple[in
     if gpus is not None and tp is None and pp is None and stack.zero_stage < 3:
         # Model parallel ranks: those dp leaves, else as few as hold the weights.
         ranks = gpus // (dp * cp) if dp else min(gpus // cp, ceil(needed))
-        tp = _largest_divisor(gpus // cp, shape.heads, at_most=min(8, ranks))
+        tp = _largest_divisor(gpus // cp, sizes.heads, at_most=min(8, ranks))
         pp = ranks // tp if dp else _least_divisor(gpus // (cp * tp), at_least=ranks / tp)
         cells.assume("tp", tp)
         cells.assume("pp", pp)

@@ -134,8 +134,8 @@ def test_experts_cost_what_their_tokens_do():
     spread, alone = (prices.estimate(replace(run, ep=ep), profile, rates) for ep in (8, 1))
     assert alone.path.parts["tp_comm_s"] == 0 < spread.path.parts["tp_comm_s"]
     assert spread.peak_bytes < alone.peak_bytes
-    dense = replace(run.shape, num_experts=1, experts_per_token=1)
-    assert step_of(replace(run, shape=dense, ep=1), profile, rates) < alone.step_s
+    dense = replace(run.sizes, experts=None)
+    assert step_of(replace(run, sizes=dense, ep=1), profile, rates) < alone.step_s
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -1,8 +1,11 @@
 """A row is read: words of frameworks, blanks filled and said, refusals in one line."""
 
+from operator import attrgetter
+
 import pytest
 
 from costmodel.execution import find_execution
+from costmodel.table.rows.model_counts import ModelCounts
 from costmodel.table.rows.row_stack import (
     EAGER_FLASH,
     FSDP_FLASH,
@@ -144,19 +147,21 @@ def test_an_open_layout_is_filled_so_that_the_weights_fit():
            "stack": "megatron-te", "gpu": "H100"}  # fmt: skip
     run = parse_row(row)
     assert run.gpus == 1024
-    assert run.shape.num_params * 18 / (run.tp * run.pp) <= 40e9
+    assert ModelCounts(run.sizes).num_params * 18 / (run.tp * run.pp) <= 40e9
     assert {f"tp={run.tp}", f"pp={run.pp}", f"dp={run.dp}"} <= set(run.assumed)
 
 
 def test_named_models_fill_blank_sizes():
     sizes = ("layers", "hidden", "heads", "ffn_hidden", "gated_ffn", "vocab")
     blank = {**ROW, **dict.fromkeys(sizes, ""), "model": "Llama 3.1 70B"}
-    shape = parse_row(blank).shape
-    assert (shape.layers, shape.hidden, shape.kv_heads, shape.vocab) == (80, 8192, 8, 128256)
-    assert shape.num_params == pytest.approx(69.5e9, rel=0.01)  # one of its two embeddings
-    by_size = parse_row({**blank, "model": "ours", "params_b": "7"}).shape
-    assert by_size.num_params == pytest.approx(7e9, rel=0.1)
-    assert parse_row({**blank, "model": "Ours-7B"}).shape == by_size
+    sizes = parse_row(blank).sizes
+    assert (sizes.layers, sizes.hidden, sizes.kv_heads, sizes.vocab) == (80, 8192, 8, 128256)
+    assert ModelCounts(sizes).num_params == pytest.approx(
+        69.5e9, rel=0.01
+    )  # one of its two embeddings
+    by_size = parse_row({**blank, "model": "ours", "params_b": "7"}).sizes
+    assert ModelCounts(by_size).num_params == pytest.approx(7e9, rel=0.1)
+    assert parse_row({**blank, "model": "Ours-7B"}).sizes == by_size
     layout = ("gpus", "tp", "pp", "dp", "vpp", "global_batch", "micro_batch", "schedule")
     (line,) = estimate_rows([{"model": "Llama-3-70B", "gpu": "H100", **dict.fromkeys(layout, "")}])
     assert line["reason"] == ""
@@ -200,14 +205,14 @@ def test_a_row_says_parts_of_its_stack(cells, field, meant):
         ({"positions": "none"}, "positions", "none"),
         ({"bias": "0"}, "bias", False),
         ({"qk_norm": "1"}, "query_key_norm", True),
-        ({"query_rank": "96", "key_rank": "64", "rope_dim": "32"}, "query_rank", 96),
-        ({"num_experts": "8", "dense_layers": "3", "dense_ffn": "512"}, "dense_layers", 3),
-        ({"num_experts": "8", "shared_width": "512"}, "shared_width", 512),
+        ({"query_rank": "96", "key_rank": "64", "rope_dim": "32"}, "latent.query_rank", 96),
+        ({"num_experts": "8", "dense_layers": "3", "dense_ffn": "512"}, "experts.dense_layers", 3),
+        ({"num_experts": "8", "shared_width": "512"}, "experts.shared_width", 512),
         ({"max_positions": "9000"}, "max_positions", 9000),
     ],
 )  # fmt: skip
 def test_a_row_says_parts_of_its_model(cells, field, meant):
-    assert getattr(parse_row({**ROW, **cells}).shape, field) == meant
+    assert attrgetter(field)(parse_row({**ROW, **cells}).sizes) == meant
 
 
 @pytest.mark.parametrize(
@@ -226,5 +231,5 @@ def test_parts_that_are_not_priced_are_refused(cells, told):
 
 
 def test_shared_experts_count_by_their_width():
-    shape = parse_row({**ROW, "num_experts": "8", "shared_width": "512"}).shape
-    assert shape.shared_parts == 512 / shape.ffn_hidden
+    sizes = parse_row({**ROW, "num_experts": "8", "shared_width": "512"}).sizes
+    assert ModelCounts(sizes).shared_parts == 512 / sizes.experts.width

@@ -10,7 +10,7 @@ from costmodel.table.rows.named_models import (
     named_model,
     params_in_name,
 )
-from costmodel.table.rows.row_shape import check_divides, shape_of_row
+from costmodel.table.rows.row_sizes import check_divides, sizes_of_row
 from costmodel.table.rows.row_words import (
     Cells,
     RowError,
@@ -150,7 +150,7 @@ def test_a_usual_model_has_the_parameters_of_its_name(params):
 
 def shape(**row: str):
     cells = Cells({"seq_len": "2048", **row})
-    return shape_of_row(cells, CORE), cells.assumed
+    return sizes_of_row(cells, CORE), cells.assumed
 
 
 def test_columns_count_before_a_known_model_s_sizes():
@@ -171,7 +171,10 @@ def test_heads_divide_over_tp():
 
 def test_a_shortened_model_keeps_as_large_a_part_of_dense_layers():
     """DeepSeek-V3 has 3 of 61: of 20 layers 1, of 40 2; more layers are as many dense ones."""
-    dense = {n: shape(model="DeepSeek-V3", layers=str(n))[0].dense_layers for n in (2, 20, 40, 80)}
+    dense = {
+        n: shape(model="DeepSeek-V3", layers=str(n))[0].experts.dense_layers
+        for n in (2, 20, 40, 80)
+    }
     assert dense == {2: 1, 20: 1, 40: 2, 80: 3}
 
 
