@@ -14,7 +14,8 @@ from statistics import median
 from typing import NamedTuple
 
 from planner.errors import PlannerError
-from planner.language.schedule import Timeline, step_jobs
+from planner.language.schedule.step_jobs import step_jobs
+from planner.language.schedule.timing.simulate import Timeline
 from planner.timeline import (
     JOB_KINDS,
     LEARNING_RATE,

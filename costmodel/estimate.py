@@ -27,17 +27,11 @@ from planner.language.graph import ModelGraph
 from planner.language.graph.tables import with_table_lookups
 from planner.language.plan import OURS, Plan
 from planner.language.plan.schedule_of import schedule_of
-from planner.language.schedule import (
-    JobSeconds,
-    JobTable,
-    SteadySchedule,
-    StepJobKind,
-    Timeline,
-    build_job_table,
-    job_table,
-    simulate,
-    step_jobs,
-)
+from planner.language.schedule.step_jobs import StepJobKind, step_jobs
+from planner.language.schedule.timing.job_seconds import JobSeconds
+from planner.language.schedule.timing.job_table import JobTable, build_job_table, job_table
+from planner.language.schedule.timing.simulate import Timeline, simulate
+from planner.language.schedule.timing.steady import SteadySchedule
 from profiles import Profile
 
 

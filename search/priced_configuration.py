@@ -16,7 +16,7 @@ import numpy as np
 
 from planner.language.graph.encoder_decoder import first_decoder_block
 from planner.language.plan import Plan, Recompute, StagePlan, recompute_fields
-from planner.language.schedule import stage_to_pp_rank
+from planner.language.schedule.registry import stage_to_pp_rank
 from search.bounds.copied_jobs import CopiedRow
 from search.candidates import Candidates
 from search.partition.chain_problem import ChainProblem, Cut, Floats, InfeasibleStage

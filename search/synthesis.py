@@ -12,7 +12,8 @@ from costmodel import CostCache, Estimate, estimate
 from costmodel.estimate import plan_job_seconds, plan_kept_bytes
 from costmodel.memory.parts import MemoryParts
 from planner.language.plan import Plan
-from planner.language.schedule import JobSeconds, Pipeline, synthesize_schedule
+from planner.language.schedule.synthesis.synthesize import Pipeline, synthesize_schedule
+from planner.language.schedule.timing.job_seconds import JobSeconds
 from profiles import Profile
 from search.candidates import with_estimate
 

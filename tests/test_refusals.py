@@ -37,7 +37,9 @@ from planner.language.layout.placement import OpSharding
 from planner.language.layout.process_mesh import ProcessMesh
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import save_plan
-from planner.language.schedule import JobSeconds, build_schedule, simulate
+from planner.language.schedule import build_schedule
+from planner.language.schedule.timing.job_seconds import JobSeconds
+from planner.language.schedule.timing.simulate import simulate
 from planner.plugins import load_plugins, name_files
 from planner.runtime.batches.count_tokens import count_tokens
 from planner.runtime.batches.sampler import ShardedSampler

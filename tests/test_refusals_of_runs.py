@@ -39,8 +39,8 @@ from planner.errors import PlannerError
 from planner.language.graph import TensorMeta
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan, save_plan
-from planner.language.schedule import JobSeconds
 from planner.language.schedule.registry import register_schedule
+from planner.language.schedule.timing.job_seconds import JobSeconds
 from planner.language.templates import Transformer, build_transformer
 from planner.runtime.batches.inputs.feed import cut_batch
 from planner.runtime.initial.build import without_values

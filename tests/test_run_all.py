@@ -15,7 +15,7 @@ from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.parts.ranks import cases
 from benchmarks.gpu.report import differences, mfu, write_report
 from benchmarks.gpu.results import WHOLE, Result, append, read
-from planner.language.schedule import SCHEDULES
+from planner.language.schedule.registry import SCHEDULES
 
 TRAINING = (
     *("planner.runtime.apply", "planner.runtime.step.engine", "planner.worker"),

@@ -23,7 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.harness import Result, benchmark, on_ranks
-from planner.language.schedule import JobKind, JobSeconds, build_schedule, simulate
+from planner.language.schedule import JobKind, build_schedule
+from planner.language.schedule.timing.job_seconds import JobSeconds
+from planner.language.schedule.timing.simulate import simulate
 from tests.runtime.slow_links import sleep_in_jobs, slow_down_links
 
 BLOCKING = "blocking"

@@ -13,17 +13,13 @@ import time
 from typing import Annotated
 
 from benchmarks.harness import Result, benchmark
-from planner.language.schedule import (
-    SCHEDULES,
-    JobSeconds,
-    Pipeline,
-    build_schedule,
-    fold_placement,
-    loop_placement,
-    simulate,
-    synthesize_schedule,
-    validate_schedule,
-)
+from planner.language.schedule import build_schedule
+from planner.language.schedule.placements import fold_placement, loop_placement
+from planner.language.schedule.registry import SCHEDULES
+from planner.language.schedule.synthesis.synthesize import Pipeline, synthesize_schedule
+from planner.language.schedule.timing.job_seconds import JobSeconds
+from planner.language.schedule.timing.simulate import simulate
+from planner.language.schedule.validate import validate_schedule
 from tests.referees.schedules import solve_schedule_exactly
 
 

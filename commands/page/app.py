@@ -185,7 +185,7 @@ def _own(name: str) -> str:
 def _form(folder: Path, token: str, start: Mapping[str, str]) -> str:
     from costmodel.execution import execution_names
     from costmodel.table.rows.named_models import named_model
-    from planner.language.schedule import searched_schedules
+    from planner.language.schedule.registry import searched_schedules
     from planner.units import GIB
     from profiles import load_profile
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from costmodel.compare import RunComparison
     from costmodel.failures import Goodput
     from planner.language.plan import Plan
-    from planner.language.schedule import Timeline
+    from planner.language.schedule.timing.simulate import Timeline
     from planner.runtime.proofs.by_block.report import Proof
     from planner.runtime.proofs.dryrun import DryRun
     from planner.runtime.proofs.verify import VerifyReport
@@ -165,7 +165,7 @@ def dry_run_data(run: DryRun) -> dict[str, Any]:
 
 def timeline_data(timeline: Timeline, step_s: float) -> dict[str, Any]:
     """Return when each job of a simulated step runs."""
-    from planner.language.schedule import step_jobs
+    from planner.language.schedule.step_jobs import step_jobs
 
     ranks = []
     for rank, jobs in enumerate(timeline.schedule.jobs):

@@ -11,8 +11,10 @@ from rich.text import Text
 
 from commands.render.plans.plan import Timetable
 from commands.render.tables import light_table
-from planner.language.schedule import JobSeconds, StepJobKind, Timeline, step_jobs
 from planner.language.schedule.draw import Behind
+from planner.language.schedule.step_jobs import StepJobKind, step_jobs
+from planner.language.schedule.timing.job_seconds import JobSeconds
+from planner.language.schedule.timing.simulate import Timeline
 from planner.timeline import RankBubble, RankTimeline, bubbles
 from planner.units import format_seconds
 

@@ -25,7 +25,7 @@ from costmodel.topology import pipeline_group, replica_mesh, way_out
 from planner.language.lowering.experts import check_experts
 from planner.language.plan import Plan
 from planner.language.plan.replication import Replication
-from planner.language.schedule import JobSeconds
+from planner.language.schedule.timing.job_seconds import JobSeconds
 from profiles import Group
 
 

@@ -27,7 +27,7 @@ from costmodel.time.offload import least_job_seconds
 from costmodel.time.stage_costs.stage_costs import StageCosts, pick
 from costmodel.time.tied import tied_seconds
 from costmodel.time.update import RankUpdate
-from planner.language.schedule import JobTable
+from planner.language.schedule.timing.job_table import JobTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

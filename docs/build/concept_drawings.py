@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from planner.language.schedule import JobSeconds, build_schedule, simulate
+from planner.language.schedule import build_schedule
+from planner.language.schedule.timing.job_seconds import JobSeconds
+from planner.language.schedule.timing.simulate import simulate
 
 FOLDER = Path(__file__).parents[1] / "concepts"
 INK, FAINT, LINE, GROUND, DEVICE = "#1d2329", "#5c6670", "#c3cad2", "#ffffff", "#eef2f6"

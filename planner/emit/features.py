@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from planner.language.layout.axes import degree_names
 from planner.language.plan import Plan
-from planner.language.schedule import loop_placement
+from planner.language.schedule.placements import loop_placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from costmodel.time.stage_costs.load import StageLoad
-from planner.language.schedule import RoundTrips
+from planner.language.schedule.job_order import RoundTrips
 from search.bounds.least_costs import LeastCosts
 from search.bounds.round_trips import pipeline_line
 from search.space.configuration import Configuration, Shape, recompute_choices

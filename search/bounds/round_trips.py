@@ -40,7 +40,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from planner.language.schedule import JobOrder, RoundTrips
+from planner.language.schedule.job_order import JobOrder, RoundTrips
 from search.partition.chain_problem import Floats
 
 

@@ -46,7 +46,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.deadline import check_time
-from planner.language.schedule import RoundTrips
+from planner.language.schedule.job_order import RoundTrips
 from search.bounds.copied_jobs import extra_s, seconds_by_kind
 from search.partition.chain_problem import ChainProblem, Flags, Floats, RankLimit
 from search.partition.chain_windows import Window

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.language.schedule import JobOrder
+from planner.language.schedule.job_order import JobOrder
 from search.bounds.copied_jobs import CopiedRow
 from search.partition.chain_windows import Indices, Part, Window
 from search.stages.partial_recompute import PartialRecompute

@@ -18,7 +18,7 @@ from costmodel import StageCosts, StageLoad
 from costmodel.memory.bound import RankBound, live_on_device
 from costmodel.time.stage_costs.stage_costs import BlockRuns, cut_runs, transfers
 from planner.language.plan import Recompute
-from planner.language.schedule import stage_to_pp_rank
+from planner.language.schedule.registry import stage_to_pp_rank
 from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind
 from search.partition.chain_problem import Floats, InfeasibleStage
 from search.partition.interleaved_levels import RecomputeLevels

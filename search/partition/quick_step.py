@@ -15,7 +15,9 @@ from costmodel import StageCosts
 from costmodel.time.step import copies_beside_jobs, once_a_step
 from costmodel.topology import pipeline_group
 from planner.language.plan import Recompute
-from planner.language.schedule import job_table, simulate, stage_to_pp_rank
+from planner.language.schedule.registry import stage_to_pp_rank
+from planner.language.schedule.timing.job_table import job_table
+from planner.language.schedule.timing.simulate import simulate
 from search.partition.chain_problem import Cut
 from search.space.configuration import Configuration
 from search.stages.rank_stages import RankStages

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from costmodel import Estimate
 from planner.deadline import OutOfTime, is_late
-from planner.language.schedule import DEFAULT_SCHEDULE
+from planner.language.schedule.registry import DEFAULT_SCHEDULE
 from planner.units import format_bytes, format_seconds
 from search.branch_and_bound import EvaluatedPlan, Node, Wave
 from search.nodes.configurations import ConfigurationNode, ShapeNode

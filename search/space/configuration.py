@@ -14,7 +14,8 @@ from planner.language.layout.axes import Degrees
 from planner.language.plan import Recompute
 from planner.language.plan.replication import Replication
 from planner.language.plan.spelled import spell_choices
-from planner.language.schedule import JobOrder, find_schedule
+from planner.language.schedule import find_schedule
+from planner.language.schedule.job_order import JobOrder
 
 RECOMPUTE_CHOICES: tuple[Recompute, ...] = ("none", "selective", "full")
 

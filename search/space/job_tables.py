@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.deadline import check_time
-from planner.language.schedule import find_schedule, in_flight, in_flight_per_stage, job_table
+from planner.language.schedule import find_schedule
 from planner.language.schedule.jobs import JobKind
+from planner.language.schedule.timing.in_flight import in_flight, in_flight_per_stage
+from planner.language.schedule.timing.job_table import job_table
 from search.bounds.copied_jobs import CopiedRow
 from search.space.configuration import Configuration, Pipeline
 

@@ -37,7 +37,8 @@ from planner.language.layout.axes import (
 )
 from planner.language.layout.class_layout import MOST
 from planner.language.plan.replication import why_no_zero
-from planner.language.schedule import DEFAULT_SCHEDULE, find_schedule, searched_schedules
+from planner.language.schedule import find_schedule
+from planner.language.schedule.registry import DEFAULT_SCHEDULE, searched_schedules
 from planner.language.stacks import Expressed
 from search.request import SearchRequest
 from search.space.advice import advised, tried_changes

@@ -21,7 +21,8 @@ from costmodel.time.stage_costs.runs import Flags, Floats, Indices
 from costmodel.time.stage_costs.stage_costs import BlockRuns, StageCosts, cut_runs
 from planner.language.plan import Recompute
 from planner.language.plan.replication import Replication
-from planner.language.schedule import RoundTrips, find_schedule
+from planner.language.schedule import find_schedule
+from planner.language.schedule.job_order import RoundTrips
 from profiles import Group
 from search.partition.chain_problem import LeastNeeds, Line, RankLimit
 from search.partition.chain_windows import Part, RunKinds, Window

@@ -13,11 +13,11 @@ from planner.capture.source.capture_cache import load_graph
 from planner.errors import PlannerError
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import load_plan, save_plan
-from planner.language.schedule import SCHEDULES
+from planner.language.schedule.registry import SCHEDULES
 from planner.plugins import GROUP, PLUGIN_FILES, load_plugins, name_files, plugin_digests
 
 LAST_FIRST = """
-from planner.language.schedule import forward, full_backward, register_schedule
+from planner.language.schedule import (forward, full_backward, register_schedule)
 
 @register_schedule("last_first", summary="every forward, then backward from the newest")
 def last_first(pp, vpp, num_microbatches):
@@ -29,7 +29,7 @@ def last_first(pp, vpp, num_microbatches):
 """
 
 SCRIPT = """
-from planner.language.schedule import SCHEDULES
+from planner.language.schedule.registry import SCHEDULES
 assert "last_first" in SCHEDULES
 """
 

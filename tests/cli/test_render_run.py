@@ -6,7 +6,9 @@ from rich.console import Console
 from commands.render.plans.plan import LINE_WIDTH, draw_timetable
 from commands.render.run import describe_run, describe_timeline
 from costmodel.compare import JobComparison, JobsAlike, RunComparison
-from planner.language.schedule import JobSeconds, build_schedule, simulate
+from planner.language.schedule import build_schedule
+from planner.language.schedule.timing.job_seconds import JobSeconds
+from planner.language.schedule.timing.simulate import simulate
 
 
 def printed(parts) -> str:

@@ -6,7 +6,9 @@ import pytest
 
 from costmodel.compare import WARM_UP_STEPS, as_rank_timelines, compare_run
 from planner.errors import PlannerError
-from planner.language.schedule import JobSeconds, build_schedule, simulate
+from planner.language.schedule import build_schedule
+from planner.language.schedule.timing.job_seconds import JobSeconds
+from planner.language.schedule.timing.simulate import simulate
 from planner.timeline import RankTimeline, bubbles
 
 STEPS = 6

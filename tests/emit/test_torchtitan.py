@@ -5,7 +5,8 @@ import tomllib
 import pytest
 
 from planner.emit import emit, find_emitter, refusals
-from planner.language.schedule import SCHEDULES, build_schedule
+from planner.language.schedule import build_schedule
+from planner.language.schedule.registry import SCHEDULES
 from tests.emit.readers import (
     CURRENT,
     TRAINING,

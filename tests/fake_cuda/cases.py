@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from planner.language.schedule import SCHEDULES
+from planner.language.schedule.registry import SCHEDULES
 
 
 @dataclass(frozen=True, kw_only=True)

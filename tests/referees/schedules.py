@@ -24,14 +24,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from planner.language.schedule import (
-    Job,
-    JobKind,
-    Pipeline,
-    Schedule,
-    simulate,
-    synthesize_schedule,
-)
+from planner.language.schedule import Job, JobKind, Schedule
+from planner.language.schedule.synthesis.synthesize import Pipeline, synthesize_schedule
+from planner.language.schedule.timing.simulate import simulate
 
 _STEPS = 20_000
 

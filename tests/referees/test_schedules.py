@@ -8,18 +8,12 @@ import random
 
 import pytest
 
-from planner.language.schedule import (
-    JobKind,
-    JobSeconds,
-    Pipeline,
-    Schedule,
-    fold_placement,
-    loop_placement,
-    simulate,
-    synthesize_schedule,
-    validate_schedule,
-)
-from planner.language.schedule.timing.simulate import simulate_until_stuck
+from planner.language.schedule import JobKind, Schedule
+from planner.language.schedule.placements import fold_placement, loop_placement
+from planner.language.schedule.synthesis.synthesize import Pipeline, synthesize_schedule
+from planner.language.schedule.timing.job_seconds import JobSeconds
+from planner.language.schedule.timing.simulate import simulate, simulate_until_stuck
+from planner.language.schedule.validate import validate_schedule
 from tests.referees.schedules import solve_schedule_exactly
 
 

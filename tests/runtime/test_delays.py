@@ -21,7 +21,7 @@ import planner
 from planner.language.graph.batch import call_with_batch
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
-from planner.language.schedule import SCHEDULES
+from planner.language.schedule.registry import SCHEDULES
 from planner.runtime.step.engine import Engine
 from tests.runtime.scenarios import build, capture
 from tests.runtime.slow_links import Sent, SlowLink

@@ -23,16 +23,16 @@ from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
 from planner.language.plan.schedule_of import schedule_of
 from planner.language.schedule import (
-    SCHEDULES,
     Job,
     JobKind,
     backward_input,
     backward_weight,
     forward,
     full_backward,
-    in_flight,
     register_schedule,
 )
+from planner.language.schedule.registry import SCHEDULES
+from planner.language.schedule.timing.in_flight import in_flight
 from planner.runtime.step.engine import Engine
 from tests.runtime.scenarios import build, capture
 from tests.spawn import run_ranks

@@ -19,7 +19,7 @@ import torch
 
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
-from planner.language.schedule import SCHEDULES
+from planner.language.schedule.registry import SCHEDULES
 from planner.runtime.process import recorder as recorders
 from planner.runtime.process.recorder import Recorder
 from planner.runtime.step.engine import Engine

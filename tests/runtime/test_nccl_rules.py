@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import planner
 from planner.language.lowering.defaults import default_plan
-from planner.language.schedule import SCHEDULES
+from planner.language.schedule.registry import SCHEDULES
 from tests.captures import capture_module
 from tests.runtime import scenarios
 from tests.runtime.beside import OneProcess, sgd, train_beside

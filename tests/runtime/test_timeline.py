@@ -19,7 +19,8 @@ import planner
 from planner.errors import PlannerError
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
-from planner.language.schedule import JobKind, StepJobKind, step_jobs
+from planner.language.schedule import JobKind
+from planner.language.schedule.step_jobs import StepJobKind, step_jobs
 from planner.runtime.process import collectives
 from planner.timeline import (
     JOB_KINDS,

@@ -7,23 +7,21 @@ from collections.abc import Iterator
 
 import pytest
 
-from planner.language.schedule import (
-    SCHEDULES,
-    JobKind,
-    JobSeconds,
-    Schedule,
-    build_schedule,
-    in_flight,
-    in_flight_at_rank_peak,
-    in_flight_per_stage,
-    most_kept,
-    simulate,
-)
+from planner.language.schedule import JobKind, Schedule, build_schedule
 from planner.language.schedule.job_order import JobOrder, RoundTrips
+from planner.language.schedule.registry import SCHEDULES
 from planner.language.schedule.timing.communication import (
     communication_order,
     validate_communication,
 )
+from planner.language.schedule.timing.in_flight import (
+    in_flight,
+    in_flight_at_rank_peak,
+    in_flight_per_stage,
+    most_kept,
+)
+from planner.language.schedule.timing.job_seconds import JobSeconds
+from planner.language.schedule.timing.simulate import simulate
 from planner.language.schedule.validate import validate_schedule
 
 NAMES = sorted(SCHEDULES)

@@ -5,20 +5,15 @@ from __future__ import annotations
 import pytest
 
 from planner.errors import ScheduleError
-from planner.language.schedule import (
-    Schedule,
-    build_schedule,
-    in_flight,
-    in_flight_per_stage,
-    register_schedule,
-    simulate,
-)
+from planner.language.schedule import Schedule, build_schedule, register_schedule
 from planner.language.schedule.draw import draw_schedule
 from planner.language.schedule.registry import SCHEDULES
 from planner.language.schedule.timing.communication import (
     communication_order,
     validate_communication,
 )
+from planner.language.schedule.timing.in_flight import in_flight, in_flight_per_stage
+from planner.language.schedule.timing.simulate import simulate
 from planner.language.schedule.validate import validate_schedule
 
 

@@ -11,23 +11,23 @@ import pytest
 
 from planner.errors import ScheduleError
 from planner.language.schedule import (
-    SCHEDULES,
     Job,
     JobKind,
-    JobSeconds,
     Schedule,
     build_schedule,
     forward,
     full_backward,
     register_schedule,
-    simulate,
 )
 from planner.language.schedule.draw import draw_schedule, draw_table
 from planner.language.schedule.placements import fold_placement
+from planner.language.schedule.registry import SCHEDULES
 from planner.language.schedule.timing.communication import (
     communication_order,
     validate_communication,
 )
+from planner.language.schedule.timing.job_seconds import JobSeconds
+from planner.language.schedule.timing.simulate import simulate
 from planner.language.schedule.validate import validate_schedule
 
 

@@ -7,16 +7,11 @@ from fractions import Fraction
 import pytest
 
 from planner.errors import ScheduleError
-from planner.language.schedule import (
-    SCHEDULES,
-    Job,
-    JobSeconds,
-    Schedule,
-    build_job_table,
-    build_schedule,
-    simulate,
-)
-from planner.language.schedule.timing.simulate import simulate_until_stuck
+from planner.language.schedule import Job, Schedule, build_schedule
+from planner.language.schedule.registry import SCHEDULES
+from planner.language.schedule.timing.job_seconds import JobSeconds
+from planner.language.schedule.timing.job_table import build_job_table
+from planner.language.schedule.timing.simulate import simulate, simulate_until_stuck
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "fthenb"])

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from planner.language.schedule import build_schedule, validate_schedule
+from planner.language.schedule import build_schedule
 from planner.language.schedule.jobs import JobKind
 from planner.language.schedule.timing.steady import steady_schedule
+from planner.language.schedule.validate import validate_schedule
 
 SCHEDULES = [
     ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 3), ("zb_h1", 1), ("zb_v", 2),

@@ -14,19 +14,17 @@ from planner.errors import ScheduleError
 from planner.language.lowering.captured_ops import PREAMBLE, work_of_jobs
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan.schedule_of import schedule_of
-from planner.language.schedule import (
-    Job,
-    JobKind,
+from planner.language.schedule import Job, JobKind, Schedule, build_schedule
+from planner.language.schedule.draw import draw_schedule
+from planner.language.schedule.step_jobs import (
+    ROLES,
     Role,
-    Schedule,
     StepJobKind,
-    build_schedule,
-    draw_schedule,
     find_role,
     jobs_of_role,
+    jobs_of_step,
     step_jobs,
 )
-from planner.language.schedule.step_jobs import ROLES, jobs_of_step
 from tests.captures import capture_tiny
 
 

@@ -9,13 +9,16 @@ from dataclasses import replace
 import pytest
 
 from planner.errors import ScheduleError
-from planner.language.schedule import SCHEDULES, JobKind, JobSeconds, build_schedule, simulate
+from planner.language.schedule import JobKind, build_schedule
 from planner.language.schedule.placements import fold_placement, loop_placement
+from planner.language.schedule.registry import SCHEDULES
 from planner.language.schedule.synthesis.synthesize import (
     Pipeline,
     lower_bound_s,
     synthesize_schedule,
 )
+from planner.language.schedule.timing.job_seconds import JobSeconds
+from planner.language.schedule.timing.simulate import simulate
 from planner.language.schedule.validate import validate_schedule
 
 

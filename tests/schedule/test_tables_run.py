@@ -8,9 +8,11 @@ import torch
 
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan, StagePlan
-from planner.language.schedule import JobSeconds, Schedule, in_flight
+from planner.language.schedule import Schedule
 from planner.language.schedule.placements import fold_placement
 from planner.language.schedule.synthesis.synthesize import Pipeline, synthesize_schedule
+from planner.language.schedule.timing.in_flight import in_flight
+from planner.language.schedule.timing.job_seconds import JobSeconds
 from tests.runtime.scenarios import capture, check_plans
 from tests.schedule.tables import random_table
 

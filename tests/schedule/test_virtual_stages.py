@@ -5,16 +5,13 @@ from __future__ import annotations
 import pytest
 
 from planner.errors import ScheduleError
-from planner.language.schedule import (
-    Schedule,
-    build_schedule,
-    in_flight,
-    simulate,
-    stage_to_pp_rank,
-)
+from planner.language.schedule import Schedule, build_schedule
 from planner.language.schedule.named.interleaved import group_sizes
 from planner.language.schedule.placements import fold_placement, loop_placement
+from planner.language.schedule.registry import stage_to_pp_rank
 from planner.language.schedule.timing.communication import communication_order
+from planner.language.schedule.timing.in_flight import in_flight
+from planner.language.schedule.timing.simulate import simulate
 from planner.language.schedule.validate import validate_schedule
 
 

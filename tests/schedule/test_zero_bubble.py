@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from planner.language.schedule import JobSeconds, Schedule, build_schedule, in_flight, simulate
+from planner.language.schedule import Schedule, build_schedule
 from planner.language.schedule.draw import draw_schedule
+from planner.language.schedule.timing.in_flight import in_flight
+from planner.language.schedule.timing.job_seconds import JobSeconds
+from planner.language.schedule.timing.simulate import simulate
 
 
 def build(name: str, pp: int, vpp: int, num_microbatches: int) -> Schedule:

@@ -7,7 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
-from planner.language.schedule import JobOrder, find_schedule
+from planner.language.schedule import find_schedule
+from planner.language.schedule.job_order import JobOrder
 from search.partition.chain_problem import ChainProblem, LeastNeeds
 from search.partition.chain_windows import Window
 

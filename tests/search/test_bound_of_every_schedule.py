@@ -8,14 +8,9 @@ from torch import nn
 
 from costmodel import CostCache
 from planner.errors import ScheduleError
-from planner.language.schedule import (
-    SCHEDULES,
-    Job,
-    RoundTrips,
-    forward,
-    full_backward,
-    register_schedule,
-)
+from planner.language.schedule import Job, forward, full_backward, register_schedule
+from planner.language.schedule.job_order import RoundTrips
+from planner.language.schedule.registry import SCHEDULES
 from search import find_plan
 from search.bounds.catalogue import TableBounds
 from search.candidates import Candidates

@@ -7,7 +7,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from planner.language.schedule import RoundTrips, find_schedule
+from planner.language.schedule import find_schedule
+from planner.language.schedule.job_order import RoundTrips
 from search import SearchRequest, find_plan
 from search.bounds.catalogue import (
     MEMORY_BOUNDS,

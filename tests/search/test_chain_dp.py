@@ -7,7 +7,9 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from planner.language.schedule import JobSeconds, build_schedule, simulate
+from planner.language.schedule import build_schedule
+from planner.language.schedule.timing.job_seconds import JobSeconds
+from planner.language.schedule.timing.simulate import simulate
 from search.partition.chain_dp import smallest_peak, solve_chain
 from search.partition.chain_paths import Paths
 from search.partition.solvers import solve

@@ -11,16 +11,16 @@ from costmodel.memory.parts import Ranks
 from costmodel.time.stage_costs.load import StageLoad
 from planner.language.plan.replication import Replication
 from planner.language.schedule import (
-    SCHEDULES,
-    JobSeconds,
     build_schedule,
     find_schedule,
     forward,
     full_backward,
     register_schedule,
-    simulate,
 )
 from planner.language.schedule.jobs import Job
+from planner.language.schedule.registry import SCHEDULES
+from planner.language.schedule.timing.job_seconds import JobSeconds
+from planner.language.schedule.timing.simulate import simulate
 from planner.units import GIB
 from search import SearchRequest
 from search.bounds.round_trips import ZeroBubbleBound

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from planner.errors import LayoutError
 from planner.language.graph import ModelGraph
-from planner.language.schedule import stage_to_pp_rank
+from planner.language.schedule.registry import stage_to_pp_rank
 from search import SearchRequest, find_plan
 from search.candidates import Candidates
 from search.meshes.mix import Member, Mix

@@ -43,7 +43,7 @@ Case = dict[str, Any]
 
 def cases(*, tiny: bool) -> list[Case]:
     """Return what is trained, by number of ranks, as ranks of a number run one after another."""
-    from planner.language.schedule import SCHEDULES
+    from planner.language.schedule.registry import SCHEDULES
 
     def case(name: str, ranks: int, model: str = "small-gpt", **choices: Any) -> Case:
         return {"name": name, "ranks": ranks, "model": model, "choices": choices}

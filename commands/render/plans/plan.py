@@ -31,9 +31,10 @@ from planner.language.ops.registry import ops_without_rule
 from planner.language.plan import OURS, ClassLayout, Plan, StagePlan
 from planner.language.plan.buckets import shapes_of
 from planner.language.plan.schedule_of import schedule_of
-from planner.language.schedule import JobSeconds, Schedule, draw_schedule, step_jobs
-from planner.language.schedule.draw import Behind
-from planner.language.schedule.step_jobs import ROLES, jobs_of_step
+from planner.language.schedule import Schedule
+from planner.language.schedule.draw import Behind, draw_schedule
+from planner.language.schedule.step_jobs import ROLES, jobs_of_step, step_jobs
+from planner.language.schedule.timing.job_seconds import JobSeconds
 from planner.units import format_bytes, format_seconds
 
 LINE_WIDTH = 120

@@ -13,7 +13,8 @@ from costmodel.cache import CostCache
 from costmodel.memory.exact.plan_memory import walk_plan
 from costmodel.memory.parts import MemoryParts
 from costmodel.time.plan_price import PlanPrice
-from planner.language.schedule import StepJobKind, Timeline, step_jobs
+from planner.language.schedule.step_jobs import StepJobKind, step_jobs
+from planner.language.schedule.timing.simulate import Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,8 @@ from costmodel.time.tied import check_copies, tied_stages
 from planner.deadline import check_time
 from planner.language.lowering.wiring import Edge, build_edges
 from planner.language.plan import Plan
-from planner.language.schedule import SteadySchedule
 from planner.language.schedule.jobs import Schedule
+from planner.language.schedule.timing.steady import SteadySchedule
 
 
 def plan_memory(

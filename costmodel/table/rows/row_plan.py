@@ -29,7 +29,7 @@ from planner.language.plan import (
     StagePlan,
     batch_spec,
 )
-from planner.language.schedule import stage_to_pp_rank
+from planner.language.schedule.registry import stage_to_pp_rank
 from planner.language.templates import Adapters, Transformer, build_transformer
 from planner.language.templates.splits import cp_layouts, tp_layouts
 from profiles import Profile

@@ -32,7 +32,7 @@ from costmodel.time.stage_costs.runs import Flags, Floats, Indices
 from costmodel.time.stage_costs.times import RecomputeTimes, RunTimes
 from planner.language.plan import Recompute
 from planner.language.plan.replication import Replication
-from planner.language.schedule import JobSeconds
+from planner.language.schedule.timing.job_seconds import JobSeconds
 from profiles import Group
 
 

@@ -19,7 +19,8 @@ from planner.emit.declared import expresses
 from planner.emit.emitter import Emitted, Emitter, register_emitter
 from planner.emit.start import NODE_SETTINGS, headline, torchrun_lines
 from planner.emit.view import PlanView
-from planner.language.schedule import Schedule, loop_placement
+from planner.language.schedule import Schedule
+from planner.language.schedule.placements import loop_placement
 from planner.language.stacks.known import TORCHTITAN, TORCHTITAN_TOML
 
 CSV_FILE = "schedule.csv"

@@ -25,7 +25,7 @@ from planner.language.plan import (
     batch_spec,
     recompute_fields,
 )
-from planner.language.schedule import DEFAULT_SCHEDULE, stage_to_pp_rank
+from planner.language.schedule.registry import DEFAULT_SCHEDULE, stage_to_pp_rank
 
 
 def default_plan(

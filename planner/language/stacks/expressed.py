@@ -12,7 +12,7 @@ from planner.language.graph import ModelGraph
 from planner.language.layout.axes import Degrees
 from planner.language.layout.class_layout import ClassLayout
 from planner.language.plan.parts import Precision, Recompute
-from planner.language.schedule import stage_to_pp_rank
+from planner.language.schedule.registry import stage_to_pp_rank
 from planner.language.stacks import rules
 from planner.language.stacks.layered import LayeredModel
 from planner.language.stacks.stack import Stack, execution_of, stack_of

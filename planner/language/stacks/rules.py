@@ -9,13 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from planner.language.plan.parts import Precision
-from planner.language.schedule import (
-    Job,
-    build_schedule,
-    find_schedule,
-    fold_placement,
-    loop_placement,
-)
+from planner.language.schedule import Job, build_schedule, find_schedule
+from planner.language.schedule.placements import fold_placement, loop_placement
 from planner.language.stacks.stack import CpKind, Recomputed, Stack
 from planner.language.stacks.tensor_parallel import LaidOut, UsualTp
 

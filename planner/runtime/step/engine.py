@@ -32,7 +32,8 @@ from planner.language.lowering.wiring import (
 from planner.language.plan import Plan
 from planner.language.plan.accepted import LOCAL_SAMPLES
 from planner.language.plan.schedule_of import schedule_of
-from planner.language.schedule import Job, StepJobKind, step_jobs
+from planner.language.schedule import Job
+from planner.language.schedule.step_jobs import StepJobKind, step_jobs
 from planner.runtime.batches.inputs.feed import Feed
 from planner.runtime.batches.inputs.feeder import Feeder, Shaped
 from planner.runtime.batches.inputs.loss_weights import LossWeight, LossWeights

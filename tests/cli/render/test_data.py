@@ -12,7 +12,8 @@ import pytest
 from commands.render import data
 from costmodel.compare import JobComparison, JobsAlike, RunComparison
 from costmodel.failures import Goodput
-from planner.language.schedule import Timeline, build_schedule
+from planner.language.schedule import build_schedule
+from planner.language.schedule.timing.simulate import Timeline
 from planner.timeline import RankTimeline, Span
 from search import SearchResult
 from search.report.explain import Comparison

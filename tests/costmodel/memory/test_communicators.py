@@ -14,7 +14,7 @@ from costmodel.time.plan_price import price_plan
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import OURS, Plan
 from planner.language.plan.schedule_of import schedule_of
-from planner.language.schedule import SteadySchedule
+from planner.language.schedule.timing.steady import SteadySchedule
 from planner.language.templates import Transformer, build_transformer
 from planner.nodes.nccl import CONNECTION_BYTES, LINE_CHANNELS
 from profiles import Profile, load_profile

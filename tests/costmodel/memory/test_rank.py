@@ -20,8 +20,8 @@ from costmodel.time.plan_price import price_plan
 from planner.language.layout.placements import WHOLE
 from planner.language.lowering.wiring import Edge, build_edges
 from planner.language.plan.schedule_of import schedule_of
-from planner.language.schedule import SteadySchedule
 from planner.language.schedule.jobs import Job, JobKind
+from planner.language.schedule.timing.steady import SteadySchedule
 from profiles import load_profile
 from tests.costmodel.loads import stage_loads
 from tests.costmodel.memory.plans import gpt_graph, plan_of

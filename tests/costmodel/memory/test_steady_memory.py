@@ -7,7 +7,8 @@ import pytest
 
 from costmodel import estimate
 from planner.language.lowering.defaults import default_plan
-from planner.language.schedule import JobTable, SteadySchedule
+from planner.language.schedule.timing.job_table import JobTable
+from planner.language.schedule.timing.steady import SteadySchedule
 from tests.builders import tiny_models
 from tests.captures import capture_module
 from tests.search.machine import Machine

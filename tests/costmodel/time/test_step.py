@@ -11,7 +11,7 @@ from costmodel.time.clipping import ClipSeconds
 from costmodel.time.offload import copy_seconds
 from costmodel.time.step import OnceAStep, copies_beside_jobs
 from costmodel.time.update import RankUpdate
-from planner.language.schedule import job_table
+from planner.language.schedule.timing.job_table import job_table
 from tests.costmodel.memory.plans import gpt_graph
 from tests.search.machine import Machine
 

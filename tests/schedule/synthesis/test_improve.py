@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from planner.language.schedule import JobSeconds, simulate
 from planner.language.schedule.jobs import Job
 from planner.language.schedule.registry import build_schedule
 from planner.language.schedule.synthesis.improve import (
@@ -14,6 +13,8 @@ from planner.language.schedule.synthesis.improve import (
     _moves,
     improve_schedule,
 )
+from planner.language.schedule.timing.job_seconds import JobSeconds
+from planner.language.schedule.timing.simulate import simulate
 
 TIMES = JobSeconds.equal(2)
 SPLIT = build_schedule("zb_h1", pp=2, vpp=1, num_microbatches=4)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from planner.language.schedule import JobSeconds
 from planner.language.schedule.jobs import Schedule
 from planner.language.schedule.synthesis.list_scheduler import ListScheduler, Rule
 from planner.language.schedule.timing.in_flight import in_flight
+from planner.language.schedule.timing.job_seconds import JobSeconds
 from planner.language.schedule.validate import validate_schedule
 
 RULE = {"backward_first": True, "oldest_first": False, "patience": 0.5, "split_backward": False}

@@ -15,7 +15,7 @@ from planner.language.graph import ModelGraph
 from planner.language.lowering.defaults import default_plan
 from planner.language.lowering.wiring import build_edges
 from planner.language.plan import Plan
-from planner.language.schedule import SCHEDULES
+from planner.language.schedule.registry import SCHEDULES
 from planner.language.templates import Transformer, build_transformer
 from tests.runtime.scenarios import capture
 from tests.runtime.step.messages.played import (
