@@ -19,6 +19,7 @@ class Parts:
     sizes: dict[str, int]
     ranks: dict[str, int]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    own: ProcessMesh | None = None
 
     def size(self, name: str) -> int:
         return self.sizes.get(name, 1)

@@ -155,7 +155,7 @@ def test_a_bucket_is_run_at_its_own_size():
         feed = engine._feed(batch_of("gpt", 2, length))
         (ids, *_) = feed.side_inputs(0, 0)
         assert ran in ids.shape
-        assert engine.programs.bucket == feed.bucket
+        assert engine._programs.bucket == feed.bucket
 
 
 def refusals(plan: Plan) -> list[str]:

@@ -47,19 +47,19 @@ LEFT_OUT = {
 """What no case sees, and why."""
 
 
-LOOK = "runtime/check/values.py:Look.is_wrong: Event.synchronize"
+LOOK = "runtime/step/values.py:Look.is_wrong: Event.synchronize"
 """The only wait of a usual step: for the flag that says whether it is finite."""
 
 _OF_HOST_OPTIMIZER = (
-    "runtime/state/host.py:_OnStream.wait: Event.synchronize",
-    "runtime/step/clip.py:Clipping.clip: pageable copy from cuda",
+    "runtime/stage/host.py:_OnStream.wait: Event.synchronize",
+    "runtime/state/gradients/clip.py:Clipping.clip: pageable copy from cuda",
     # FSDP2's, on autograd's thread: for the shards of each block, and to add to them on the host.
     "outside: Event.synchronize",
     "outside: pageable copy from cuda",
 )
 _OF_ROWS = ("runtime/state/tables.py:_gathered: pageable copy from cpu",)
 _OF_ROWS_ON_HOST = (
-    "runtime/state/host.py:_OnStream.wait: Event.synchronize",
+    "runtime/stage/host.py:_OnStream.wait: Event.synchronize",
     "runtime/state/tables.py:RowTable.lookup: pageable copy from cuda",
     "runtime/state/tables.py:_all_gather: pageable copy from cpu",
     "runtime/state/tables.py:_gathered.<locals>.<genexpr>: pageable copy from cuda",

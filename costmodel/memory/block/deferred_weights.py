@@ -57,8 +57,8 @@ def weight_job(
             # Autograd copies a gradient that it is given: the giver still refers to it.
             temporary = 0 if adds else made
         else:
-            # Where sums are fp32 and products bf16, a gradient is made, cast, added and freed.
-            temporary = product.bias_bytes if adds else made * (2 if gradient_factor > 1 else 1)
+            # Where sums are wider than products, a gradient is made, added and freed.
+            temporary = product.bias_bytes if adds else made
             temporary += 0 if product.adds else weight
         peak = max(peak, live + stays + temporary)
         left += stays

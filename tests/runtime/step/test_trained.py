@@ -9,6 +9,7 @@ from torch import nn
 from planner.language.layout.axes import split_axes
 from planner.language.layout.placement import Replicate, Shard
 from planner.language.layout.placements import WHOLE as WHOLE_MODEL
+from planner.language.layout.process_mesh import ProcessMesh
 from planner.language.lowering.defaults import default_plan
 from planner.runtime.stage.host import Host
 from planner.runtime.state import trained
@@ -30,7 +31,8 @@ def build(monkeypatch, placement, *, sharded: bool = False) -> TrainedParams:
     monkeypatch.setattr(trained, "tied_copies", lambda *_, **__: [])
     if sharded:  # what FSDP2 shards are DTensors, which need ranks
         monkeypatch.setattr(trained, "DTensor", nn.Parameter)
-    mesh = Parts({"data": 4, "tp": 2}, {})
+    own = ProcessMesh(axes=("dp", "tp"), shape=(4, 2), ranks=tuple(range(8)))
+    mesh = Parts({"data": 4, "tp": 2}, {}, own=own)
     placements = {m.name: WHOLE_MODEL.on("tp", placement) for m in graph.params}
     owners = {0: Owner(graph)}
     host = Host(torch.device("cpu"))
