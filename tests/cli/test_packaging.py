@@ -11,7 +11,7 @@ from planner.capture.source import model_file
 from planner.files import ROOT
 
 CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text())
-ONLY_HERE = {"tests"}
+ONLY_HERE = {"benchmarks", "tests"}
 """Packages of the source tree that are not installed."""
 
 
