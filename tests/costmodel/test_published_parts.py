@@ -1,17 +1,8 @@
 """Benchmarks of published parts of steps: what they read of a row, what they hold it against."""
 
-import importlib
-from pathlib import Path
-
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-
+from benchmarks.published import interference, mixed_runs, op_profiles
 
 HEADER = (
     "gpu,nodes,gpus_per_node,intra_group,inter_group,world,gemm_n,gemm_m,gemm_k,nccl_mb,h2d_mb,"
@@ -21,7 +12,6 @@ HEADER = (
 
 def test_parts_that_met_are_held_against_each_alone(tmp_path):
     """A product of 20 ms and a message of 10: of the message 0.66 shows on an A100."""
-    interference = importlib.import_module("interference")
     rows = [(512, 64, 0, 25.0), (512, 0, 0, 20.0), (0, 64, 0, 9.0), (0, 64, 0, 11.0),
             (512, 0, 8, 21.0)]  # fmt: skip
     path = tmp_path / "rows.csv"
@@ -37,7 +27,6 @@ def test_parts_that_met_are_held_against_each_alone(tmp_path):
 
 
 def test_copies_hide_behind_what_is_longer():
-    interference = importlib.import_module("interference")
     meeting = interference.Meeting(
         gpu="a100-sxm4-40gb", between_nodes=False, alone_s=(0.02, 0.03, 0.01, 0.05), measured_s=1
     )
@@ -48,14 +37,13 @@ def test_copies_hide_behind_what_is_longer():
 
 def test_sizes_follow_from_megabytes():
     """A layer of a 13B model on one sample of 4096 tokens."""
-    profiles = importlib.import_module("op_profiles")
     rows = {
         "enc-attention-qkv": {"weights_mb": "150.0"},
         "enc-1st-layernorm": {"input_mb": "40.0"},
         "enc-attention-softmax": {"activations_mb": "1280.0"},
     }
-    sizes = profiles.sizes_of(rows, 1)
-    assert sizes == profiles.Sizes(samples=1, hidden=5120, heads=40, length=4096)
+    sizes = op_profiles.sizes_of(rows, 1)
+    assert sizes == op_profiles.Sizes(samples=1, hidden=5120, heads=40, length=4096)
     assert sizes.stream == 40 * 2**20
     assert sizes.scores == 1280 * 2**20
 
@@ -79,12 +67,12 @@ RUN = {
     ids=str,
 )
 def test_runs_that_an_estimate_cannot_say_are_left_out(changed, why):
-    found = importlib.import_module("mixed_runs").refusal({**RUN, **changed}, None)
+    found = mixed_runs.refusal({**RUN, **changed}, None)
     assert found is None if why is None else found.startswith(why)
 
 
 def test_a_run_has_the_stages_it_names():
     """The slower of two stages sets the step: with the head, 14 blocks take longer than 12."""
-    step_seconds = importlib.import_module("mixed_runs").step_seconds
+    step_seconds = mixed_runs.step_seconds
     even, uneven = step_seconds(RUN, None), step_seconds({**RUN, "layers_per_stage": "4|22"}, None)
     assert uneven > 1.3 * even

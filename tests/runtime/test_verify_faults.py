@@ -132,7 +132,7 @@ class WrongScale(Engine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        finish = self._trained.finish_sums
+        finish = self.state.trained.finish_sums
 
         def finish_and_scale() -> None:
             finish()
@@ -140,7 +140,7 @@ class WrongScale(Engine):
                 assert param.grad is not None
                 param.grad.mul_(1 + 1e-4)
 
-        self._trained.finish_sums = finish_and_scale  # type: ignore[method-assign]
+        self.state.trained.finish_sums = finish_and_scale  # type: ignore[method-assign]
 
 
 class MissingReduction(Engine):
@@ -148,7 +148,7 @@ class MissingReduction(Engine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        (buckets,) = self._trained._buckets.values()
+        (buckets,) = self.state.trained._buckets.values()
         start, finish = buckets.start, buckets.finish
         own: dict[nn.Parameter, torch.Tensor] = {}
 
@@ -189,7 +189,7 @@ class OneEntryOff(Engine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        finish = self._trained.finish_sums
+        finish = self.state.trained.finish_sums
 
         def finish_and_change() -> None:
             finish()
@@ -197,7 +197,7 @@ class OneEntryOff(Engine):
                 assert param.grad is not None
                 param.grad[0, 0] *= 1.001
 
-        self._trained.finish_sums = finish_and_change  # type: ignore[method-assign]
+        self.state.trained.finish_sums = finish_and_change  # type: ignore[method-assign]
 
 
 class NoDecay(Engine):
