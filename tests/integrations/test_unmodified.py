@@ -87,9 +87,9 @@ def ran(jobs: list[tuple[Plan, str, str]]) -> None:
     """Run scripts on the ranks of this test, one after the other."""
     import torch.distributed as dist
 
-    from planner import worker
+    from planner.runtime.process import ended
 
-    worker.end_rank = _end  # type: ignore[assignment]
+    ended.end_rank = _end  # type: ignore[assignment]
     os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     for plan, path, out in jobs:
         with kept_as_they_are():
