@@ -1,15 +1,9 @@
 """What configuration files say beyond rows of published tables."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
-import pytest
-
+from benchmarks.published import configured
 from costmodel.table.rows.devices import device_of
 from costmodel.table.rows.run_row import parse_row
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 BRIDGE = {
     "source_id": "mbridge_26.02", "stack": "megatron-te", "gpu": "B300", "gpus": "256",
     "model": "DeepSeekV3", "seq_len": "4096", "global_batch": "4096", "micro_batch": "1",
@@ -18,19 +12,10 @@ BRIDGE = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def configured():
-    name = "accuracy_configured"
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_recipe_fills_what_its_row_leaves_open(configured):
+def test_a_recipe_fills_what_its_row_leaves_open():
     run = parse_row(configured.as_configured(BRIDGE))
     assert run.stack.sends_tokens
-    assert (run.recompute, run.vpp, run.shape.ahead) == ("selective: mla_up_proj", 1, 1)
+    assert (run.recompute, run.vpp, run.sizes.ahead) == ("selective: mla_up_proj", 1, 1)
     assert run.stage_blocks == (5, *[4] * 14, 3)
     assert run.stack.fullest_experts == 1
     other = {**BRIDGE, "source_id": "dgxc_2411"}
@@ -41,7 +26,7 @@ def test_a_recipe_fills_what_its_row_leaves_open(configured):
     assert without["mtp_layers"] == "0"
 
 
-def test_what_earlier_rows_added_holds_for_later_ones(configured):
+def test_what_earlier_rows_added_holds_for_later_ones():
     def said(step: str, dispatcher: str):
         row = {**BRIDGE, "source_id": "moecp_Megatron-LM", "gpu": "GB200", "pp": "8", "vpp": "4",
                "dp": "32", "ep": "32",
@@ -58,7 +43,7 @@ def test_what_earlier_rows_added_holds_for_later_ones(configured):
     assert said("CUDA graph captures shared expert", "DeepEP").stack.expert_kernels > 0
 
 
-def test_torchtitans_files_say_lengths_and_torchaos_gpus_are_its(configured):
+def test_torchtitans_files_say_lengths_and_torchaos_gpus_are_its():
     titan = {**BRIDGE, "source_id": "torchtitan_202412", "seq_len": "", "gpu": "H100-SXM"}
     assert configured.as_configured(titan)["seq_len"] == "8192"
     assert configured.as_configured({**titan, "seq_len": "32768"})["seq_len"] == "32768"

@@ -182,7 +182,7 @@ def test_engines_that_draw_at_once_draw_from_other_seeds():
 def files(tmp_path, monkeypatch) -> Path:
     """Plans of one rank of two models, of which `actor.json` is launched."""
     from planner.language.plan import save_plan
-    from planner.runtime.start import launched
+    from planner.runtime.process import launched
 
     monkeypatch.setattr(launched, "_stands_for", {})
     for name in ("actor", "fast", "critic"):
