@@ -16,8 +16,8 @@ import planner
 from planner.errors import PlanError
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
+from planner.runtime.process import environment
 from planner.runtime.stage.randomness import unused_seed
-from planner.runtime.start import course
 from planner.runtime.state import out_of_memory
 from planner.runtime.step.engine import Engine
 from planner.timeline import load_timeline
@@ -189,7 +189,7 @@ def files(tmp_path, monkeypatch) -> Path:
         graph = capture(CRITIC if name == "critic" else ACTOR)
         size = 2 if name == "fast" else 1
         save_plan(default_plan(graph, num_microbatches=size), tmp_path / f"{name}.json")
-    monkeypatch.setenv(course.LAUNCHED, str(tmp_path / "actor.json"))
+    monkeypatch.setenv(environment.LAUNCHED, str(tmp_path / "actor.json"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -230,7 +230,7 @@ def test_an_elastic_run_puts_its_plan_in_the_place_of_the_launched_one_alone(fil
     from planner.language.plan import load_plan
     from planner.runtime.process.launched import followed_plan
 
-    monkeypatch.setenv(course.PLAN, str(files / "fast.json"))
+    monkeypatch.setenv(environment.PLAN, str(files / "fast.json"))
     assert followed("actor.json", "critic.json") == [(ACTOR, 2), (CRITIC, 1)]
     actor, critic = load_plan("actor.json"), load_plan("critic.json")
     assert followed_plan(actor).num_microbatches == 2
