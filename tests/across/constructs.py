@@ -695,7 +695,6 @@ ACROSS: dict[Body, tuple[str, ...]] = {
     reduced_by_number: ("mixed",),
     taken_by_number: ("mixed",),
     taken_along_batch: ("mixed",),
-    member_of_batch: ("mixed",),
     sorted_and_not_undone: ("mixed",),
     convolved_over_batch: ("mixed",),
     attention_over_batch: ("mixed",),
@@ -706,6 +705,7 @@ ACROSS: dict[Body, tuple[str, ...]] = {
 """Bodies that cutting the batch changes, and the kind of what is named."""
 
 MADE_WHOLE: tuple[Body, ...] = (
+    member_of_batch,
     masked_mean,
     masked_mean_kept_from_zero,
     masked_mean_with_epsilon,
