@@ -16,7 +16,7 @@ from planner.language.layout.axes import members
 from planner.language.layout.pieces import Piece, piece_of
 from planner.language.layout.placements import Placements
 from planner.language.layout.process_mesh import ProcessMesh
-from planner.language.layout.sharing import sharing
+from planner.language.layout.sharing import Sharing, sharing
 from planner.language.lowering.wiring import param_placements, stage_params
 from planner.language.ops.record import mutates
 from planner.language.plan import Plan
@@ -98,8 +98,7 @@ def _holding(
     is_written: bool,
 ) -> Holding:
     data = members("data")
-    stage = next(s for s, each in enumerate(plan.stages) if each.pp_rank == pp_rank)
-    shared = sharing(placements, is_sharded=is_sharded(meta, plan, stage))
+    shared = sharing_of(meta, placements, plan, pp_rank)
     piece = piece_of(meta.shape_at(1), placements, mesh, rank, shared.chunked, name=meta.fqn)
     alike = shared.alike
     replica = None
@@ -118,8 +117,13 @@ def _holding(
     )
 
 
-def is_sharded(meta: TensorMeta, plan: Plan, stage: int) -> bool:
-    """Whether FSDP2 cuts a parameter of a stage, or a buffer."""
+def sharing_of(meta: TensorMeta, placements: Placements, plan: Plan, pp_rank: int) -> Sharing:
+    """Return which ranks of a pp rank share a parameter or a buffer."""
+    stage = next(s for s, each in enumerate(plan.stages) if each.pp_rank == pp_rank)
+    return sharing(placements, is_sharded=_is_sharded(meta, plan, stage))
+
+
+def _is_sharded(meta: TensorMeta, plan: Plan, stage: int) -> bool:
     if meta.table:  # with a gradient of rows: each replica has it whole
         return False
     if meta.kind != "param" or not has_shards(meta.shape, meta.dtype):

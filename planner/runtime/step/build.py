@@ -113,6 +113,7 @@ def build_rank_state(
     edges: tuple[Edge, ...],
     programs: Programs,
     lowered: BlockPrograms,
+    zero_stage: int,
     host: Host,
     away: ActivationsOnHost | None,
     pad: Mapping[str, float],
@@ -121,7 +122,8 @@ def build_rank_state(
 ) -> Held:
     """Return what this rank holds of a model, in memory without values yet; all ranks call it.
 
-    `graphs` are what stages run of `captured`, which has the largest shape of batches first. A
+    `graphs` are what stages run of `captured`, which has the largest shape of batches first, and
+    `zero_stage` is that of this rank (`zero_stage_of`). A
     model that `may_be_empty` has tensors on the meta device; where the start `makes_buffers`, those
     on the meta device get values, too. `pad` fills batches up to the next shape.
     """
@@ -148,7 +150,6 @@ def build_rank_state(
             may_be_empty=may_be_empty,
             makes_buffers=makes_buffers,
         )
-    zero_stage = zero_stage_of(plan, schedule, mesh)
     placements = param_placements(graph, plan, mesh.rank("pp"))
     stages, owners = build_stages(
         schedule.stages_of(mesh.rank("pp")),

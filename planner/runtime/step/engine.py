@@ -164,9 +164,8 @@ class Engine:
         self.average: WeightAverage | None = None
         self._host = host or Host(mesh.device)
         self.schedule = schedule_of(plan)
-        self._lowered = BlockPrograms(
-            plan, mesh, zero_stage=zero_stage_of(plan, self.schedule, mesh)
-        )
+        zero_stage = zero_stage_of(plan, self.schedule, mesh)
+        self._lowered = BlockPrograms(plan, mesh, zero_stage=zero_stage)
         self._away = self._activations_on_host(plan, mesh)
         # Edges are numbered alike on all ranks, as they follow from graph and plan: messages need
         # no header.
@@ -182,6 +181,7 @@ class Engine:
             edges=edges,
             programs=self._programs,
             lowered=self._lowered,
+            zero_stage=zero_stage,
             host=self._host,
             away=self._away,
             pad=pad or {},

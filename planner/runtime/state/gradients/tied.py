@@ -21,8 +21,7 @@ from planner.language.layout.boxes import Box, box_transfers, sizes, slices
 from planner.language.layout.pieces import piece_of
 from planner.language.layout.placement import Shard
 from planner.language.layout.placements import Placements
-from planner.language.layout.sharing import sharing
-from planner.language.lowering.holdings import is_sharded
+from planner.language.lowering.holdings import sharing_of
 from planner.language.lowering.wiring import param_placements, stage_params
 from planner.language.plan import Plan
 from planner.runtime.process.groups.exchange import exchange
@@ -114,8 +113,7 @@ def boxes_of(
                 f"{axis}, or pin it to R"
             )
     mesh = plan.mesh(pp_rank)
-    stage = next(number for number, each in enumerate(plan.stages) if each.pp_rank == pp_rank)
-    shared = sharing(placements, is_sharded=is_sharded(meta, plan, stage))
+    shared = sharing_of(meta, placements, plan, pp_rank)
     shape, name = meta.shape_at(1), meta.fqn
     return {
         rank: piece_of(shape, placements, mesh, rank, shared.chunked, name=name).span
