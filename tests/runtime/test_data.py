@@ -14,6 +14,7 @@ import planner
 from planner.errors import ModelError
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
+from planner.runtime.batches.inputs.feed import Preamble
 from planner.runtime.batches.sampler import ShardedSampler
 from tests.builders import PlainGPT, gpt_batch
 from tests.runtime.scenarios import capture
@@ -77,7 +78,8 @@ def load_and_step(plans: list[Plan]) -> list[tuple[list[int], list[str], float]]
         for batch in loader:
             given += batch["ids"].flatten().tolist()
             losses.append(engine.step(batch).item())
-        inputs = [n for preamble in engine._feeder.preambles for n in preamble.inputs]
+        readers = [reader for _, reader in engine.state.readers]
+        inputs = [n for each in readers if isinstance(each, Preamble) for n in each.inputs]
         paths = [engine.graph.tensor[n].fqn for n in inputs]
         answers.append((given, paths, sum(losses)))
     return answers

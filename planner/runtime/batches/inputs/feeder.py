@@ -88,11 +88,6 @@ class Feeder:
             self._graph.tensor[name].fqn for name in used
         )
 
-    @property
-    def preambles(self) -> tuple[Preamble, ...]:
-        """Those of all stages and shapes."""
-        return tuple(made for shaped in self._shapes for made in shaped.preambles.values())
-
     def _varying(self, path: str) -> frozenset[int]:
         """The dims of a tensor of which a batch may have less."""
         own = self._metas[0][path].shape
