@@ -23,7 +23,7 @@ class ModelCounts:
         return 0 if self.sizes.latent is None else self.sizes.latent.rope_dim
 
     @property
-    def _ffn_width(self) -> int:
+    def ffn_width(self) -> int:
         """Width of a feed-forward; with experts, of a single expert."""
         return self.sizes.ffn_hidden if self.sizes.experts is None else self.sizes.experts.width
 
@@ -62,7 +62,7 @@ class ModelCounts:
     @property
     def expert_params(self) -> int:
         """Matrix parameters of one feed-forward."""
-        return (3 if self.sizes.gated else 2) * self.sizes.hidden * self._ffn_width
+        return (3 if self.sizes.gated else 2) * self.sizes.hidden * self.ffn_width
 
     @property
     def used_params(self) -> float:

@@ -126,7 +126,7 @@ def parse_row(row: Mapping[str, Any]) -> RunRow:
     sizes = sizes_of_row(cells, stack)
     tp, cp, pp, dp = _layout(cells, sizes, stack)
     check_divides("tp", tp, "heads", sizes.heads)
-    width = sizes.ffn_hidden if sizes.experts is None else sizes.experts.width
+    width = ModelCounts(sizes).ffn_width
     if width < tp:
         raise RowError(f"tp={tp} is more than ffn_hidden={width}")
     ep = cells.given("ep", least=0) or 1
