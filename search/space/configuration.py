@@ -96,11 +96,7 @@ class Configuration(_OnMesh):
     @property
     def replication(self) -> Replication:
         """How ranks that hold the same parameters share them."""
-        return Replication(
-            replicas=self.degrees.along("data"),
-            copies=self.degrees.along("copies"),
-            zero_stage=self.zero,
-        )
+        return Replication.on(self.degrees, zero_stage=self.zero)
 
     @property
     def splits_backward(self) -> bool:

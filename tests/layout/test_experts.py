@@ -13,9 +13,11 @@ from planner.language.lowering.defaults import default_plan
 from planner.language.lowering.experts import check_experts, spread_experts, spread_params
 from planner.language.lowering.lowering import lower
 from planner.language.plan import load_plan, save_plan
+from planner.language.plan.replication import Replication
 from planner.language.templates import Experts, Transformer, build_transformer
 from planner.language.templates.splits import tp_layouts
 from planner.runtime.process.groups.mesh import build_mesh
+from search.space.configuration import Configuration
 
 MODEL = Transformer(
     layers=2, hidden=64, heads=4, kv_heads=4, ffn_hidden=128, vocab=128, seq_len=16,
@@ -117,3 +119,13 @@ def test_a_plan_with_it_is_not_run_yet() -> None:
         PlanError, match="ep=2, which is priced and not run yet; make one with ep=1"
     ):
         build_mesh(plan, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 4}, {"dp": 4, "ep": 2}, {"rp": 2, "dp": 4, "ep": 4}])
+def test_a_searched_configuration_shares_experts_as_its_plan_does(sizes: dict[str, int]) -> None:
+    plan = default_plan(build_transformer(MODEL), zero_stage=1, microbatch_size=8, **sizes)
+    searched = Configuration(
+        degrees=plan.degrees, pp=1, vpp=1, microbatch_size=1, num_microbatches=1, schedule="1f1b",
+        zero=1, recompute="none",
+    )  # fmt: skip
+    assert searched.replication == Replication.of(plan, 0)

@@ -15,6 +15,7 @@ from planner.language.plan.parts import Precision
 
 if TYPE_CHECKING:
     from planner.language.graph import ModelGraph
+    from planner.language.layout.axes import Degrees
     from planner.language.plan.plan import Plan
 
 MASTER_FACTOR = 2
@@ -79,13 +80,29 @@ class Replication:
     """Whether optimizer state (with ZeRO the shards, too) lies in the host's memory."""
 
     @classmethod
-    def of(cls, plan: Plan, stage: int) -> Replication:
-        """Return the replication of a plan's stage, which may have sizes of its own."""
-        degrees = plan.stage_degrees(stage)
+    def on(
+        cls,
+        degrees: Degrees,
+        *,
+        zero_stage: int,
+        precision: Precision = "model",
+        optimizer_on_host: bool = False,
+    ) -> Replication:
+        """Return the replication on a stage's mesh."""
         return cls(
             replicas=degrees.along("data"),
             copies=degrees.along("copies"),
             expert_replicas=degrees.expert_replicas if degrees["ep"] > 1 else None,
+            zero_stage=zero_stage,
+            precision=precision,
+            optimizer_on_host=optimizer_on_host,
+        )
+
+    @classmethod
+    def of(cls, plan: Plan, stage: int) -> Replication:
+        """Return the replication of a plan's stage, which may have sizes of its own."""
+        return cls.on(
+            plan.stage_degrees(stage),
             zero_stage=plan.zero_stage,
             precision=plan.precision,
             optimizer_on_host=plan.optimizer_on_host,
