@@ -1,9 +1,11 @@
 """Experts on ranks of their own: what a rank runs, what does not divide, what is not run yet."""
 
 import json
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from planner.errors import LayoutError, PlanError
 from planner.language.graph import Program
@@ -18,6 +20,8 @@ from planner.language.templates import Experts, Transformer, build_transformer
 from planner.language.templates.splits import tp_layouts
 from planner.runtime.process.groups.mesh import build_mesh
 from search.space.configuration import Configuration
+from tests.captures import capture_module
+from tests.opaque_models import WIDTH, Chain, LoopedExperts, batch
 
 MODEL = Transformer(
     layers=2, hidden=64, heads=4, kv_heads=4, ffn_hidden=128, vocab=128, seq_len=16,
@@ -84,7 +88,7 @@ def test_tp_ranks_send_rows_of_their_own(cuts_experts: bool) -> None:
 @pytest.mark.parametrize(
     ("model", "degrees", "says"),
     [
-        (DENSE, Degrees(dp=4, ep=2), "the model has no experts; use ep=1"),
+        (DENSE, Degrees(dp=4, ep=2), "of which the model has none; use ep=1 and etp=1, or "),
         (MODEL, Degrees(dp=4, ep=8), r"ep=8 \* etp=1 does not divide the 4 ranks of a stage"),
         (MODEL, Degrees(dp=4, tp=4, ep=2, etp=2), "etp=2 was given and tp=4; use etp=1 or etp=tp"),
     ],
@@ -94,6 +98,36 @@ def test_sizes_that_do_not_go_together_are_refused(
 ) -> None:
     with pytest.raises(LayoutError, match=says):
         check_experts(build_transformer(model), degrees)
+
+
+class AllExperts(nn.Module):
+    """Every expert on every row, weighted by its score: one product of stacked matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4)
+        self.up = nn.Parameter(torch.randn(4, WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(1, -1, WIDTH).expand(4, -1, -1)
+        shares = self.router(x).softmax(-1).reshape(-1, 4).t().unsqueeze(-1)
+        made = torch.bmm(rows, self.up.transpose(1, 2).contiguous())
+        return (made * shares).sum(0).view_as(x)
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        (LoopedExperts, r"none \(LoopedExperts at .* depends on values, and so is called whole\)"),
+        (AllExperts, r"none \(all rows meet all matrices of part\.up, which tp divides\)"),
+    ],
+)
+def test_experts_that_are_not_recognised_are_told_apart_from_none(
+    part: Callable[[], nn.Module], says: str
+) -> None:
+    graph = capture_module(Chain(part), batch(2), batch(3))
+    with pytest.raises(LayoutError, match=says):
+        check_experts(graph, Degrees(dp=4, ep=2))
 
 
 def test_experts_that_do_not_divide_are_refused() -> None:

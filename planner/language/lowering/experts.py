@@ -19,6 +19,7 @@ from math import ceil
 
 from planner.errors import LayoutError
 from planner.language.graph import ModelGraph, Op, Program, Ref, TensorMeta, map_refs
+from planner.language.graph.called_modules import called_whole
 from planner.language.layout.axes import Degrees
 from planner.language.layout.redistribute import EXCHANGE_ROWS, REDISTRIBUTE
 from planner.language.ops.record import family_of
@@ -30,7 +31,11 @@ def check_experts(graph: ModelGraph, degrees: Degrees) -> None:
     if ep * etp == 1:
         return
     if not any(grouped_products(program) for program in graph.classes):
-        raise LayoutError(f"ep={ep} was given and the model has no experts; use ep=1")
+        raise LayoutError(
+            f"ep={ep} etp={etp} was given, and experts are recognised by products of runs of rows "
+            f"(grouped_mm), of which the model has none{_not_recognised(graph)}; use ep=1 and "
+            "etp=1, or multiply experts by torch.nn.functional.grouped_mm"
+        )
     if etp not in (1, degrees["tp"]):
         raise LayoutError(f"etp={etp} was given and tp={degrees['tp']}; use etp=1 or etp=tp")
     if degrees.num_ranks % degrees.expert_parts:
@@ -43,6 +48,26 @@ def check_experts(graph: ModelGraph, degrees: Degrees) -> None:
 def grouped_products(program: Program) -> list[Op]:
     """Return the products of runs of rows of a program."""
     return [op for op in program.ops if family_of(op.target).deals_rows]
+
+
+def _not_recognised(graph: ModelGraph) -> str:
+    """Return what of a model without grouped products may be experts; "" where nothing is."""
+    found = dict.fromkeys(name for program in graph.classes for name in _stacked(program))
+    met = f" (all rows meet all matrices of {', '.join(found)}, which tp divides)" if found else ""
+    return called_whole(graph) or met
+
+
+def _stacked(program: Program) -> Iterator[str]:
+    """Yield the names of parameters of several matrices that a product takes."""
+    source = {name: name for name in program.params}
+    for op in program.ops:
+        family = family_of(op.target)
+        if family.across.algebra == "rearrangement" and source.keys() >= {*op.inputs}:
+            source |= {made: source[name] for made in op.outputs for name in op.inputs}
+        for name in op.inputs if family.arithmetic == "matmul" else ():
+            meta = program.tensor[source.get(name, name)]
+            if name in source and len(meta.shape) > 2:
+                yield meta.fqn or meta.name
 
 
 def expert_params(program: Program) -> frozenset[str]:
