@@ -21,6 +21,7 @@ from costmodel.time.block.compute import bytes_of, inner_seconds, redistribute_s
 from costmodel.topology import Axis
 from planner.language.graph import Op, Program
 from planner.language.layout.redistribute import (
+    DEAL_RUNS,
     EXCHANGE_ROWS,
     GATHER_SAMPLES,
     REDISTRIBUTE,
@@ -81,6 +82,8 @@ def exposed_comm(
             # The backward sees the keys and values of all ranks again, and sends gradients.
             back = profile.collective_seconds("reduce_scatter", num_bytes, group).seconds
             ring_back_s += round_s + back
+            continue
+        if op.target == DEAL_RUNS:  # a part of the exchange's own cost
             continue
         if op.target == EXCHANGE_ROWS:
             rows_s += _rows_seconds(op, local, profile, axes["ep"])

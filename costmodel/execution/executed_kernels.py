@@ -279,7 +279,7 @@ def _arrival_seconds(op: Op, local: Program, profile: ExecutedProfile) -> Kernel
     # Rows of a single expert are in its order as they come.
     passes = int(experts > 1 or profile.execution.sends_tokens)
     passes += profile.execution.pads_rows and profile.multiplies_narrow
-    num_bytes = bytes_of(local, (*op.inputs, *op.outputs))
+    num_bytes = bytes_of(local, (op.inputs[0], *op.outputs))
     seconds = profile.pass_seconds(passes * num_bytes, passes)
     is_trained = local.tensor[op.outputs[0]].requires_grad
     return KernelSeconds(forward_s=seconds, backward_s=seconds * is_trained, kernels=passes)

@@ -1,4 +1,4 @@
-"""Experts on ranks of their own: what a rank runs, what does not divide, what is not run yet."""
+"""Experts on ranks of their own: what a rank runs, what does not divide."""
 
 import json
 from collections.abc import Callable
@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.errors import LayoutError, PlanError
+from planner.errors import LayoutError
 from planner.language.graph import Program
 from planner.language.layout.axes import Degrees
-from planner.language.layout.redistribute import EXCHANGE_ROWS
+from planner.language.layout.redistribute import DEAL_RUNS, EXCHANGE_ROWS
 from planner.language.lowering.defaults import default_plan
 from planner.language.lowering.experts import check_experts, spread_experts, spread_params
 from planner.language.lowering.lowering import lower
@@ -18,7 +18,6 @@ from planner.language.plan import load_plan, save_plan
 from planner.language.plan.replication import Replication
 from planner.language.templates import Experts, Transformer, build_transformer
 from planner.language.templates.splits import tp_layouts
-from planner.runtime.process.groups.mesh import build_mesh
 from search.space.configuration import Configuration
 from tests.captures import capture_module
 from tests.opaque_models import WIDTH, Chain, LoopedExperts, batch
@@ -53,10 +52,11 @@ def test_rows_go_to_the_ranks_of_their_experts_and_come_back() -> None:
     whole = layer()
     local = spread_experts(whole, 4, fullest=1.5)
     assert shapes(whole, EXCHANGE_ROWS) == []
-    fullest = COPIES * 3 // 2
+    fullest, dealt = COPIES * 3 // 2, (2, 4, 2)
+    assert shapes(local, DEAL_RUNS) == [((8,), dealt, (2,))]
     assert shapes(local, EXCHANGE_ROWS) == [
-        ((COPIES, 64), (fullest, 64)),
-        ((fullest, 64), (COPIES, 64)),
+        ((COPIES, 64), dealt, (fullest, 64)),
+        ((fullest, 64), dealt, (COPIES, 64)),
     ]
     first, second = shapes(local, "moe.grouped_mm.default")
     assert first[:2] == ((fullest, 64), (2, 64, 64))
@@ -79,7 +79,7 @@ def test_tp_ranks_send_rows_of_their_own(cuts_experts: bool) -> None:
     """A part of every expert: rows are gathered over tp after they came. Whole ones: never."""
     local = spread_experts(layer(tp=2, cuts_experts=cuts_experts), 4)
     rows = COPIES // 2
-    assert shapes(local, EXCHANGE_ROWS) == [((rows, 64), (rows, 64))] * 2
+    assert shapes(local, EXCHANGE_ROWS) == [((rows, 64), (2, 4, 2), (rows, 64))] * 2
     first, _ = shapes(local, "moe.grouped_mm.default")
     matrices = (2, 64, 32) if cuts_experts else (2, 64, 64)
     assert first[:2] == ((COPIES if cuts_experts else rows, 64), matrices)
@@ -145,14 +145,6 @@ def test_its_size_is_in_the_plan_and_adds_no_ranks(tmp_path) -> None:
     assert json.loads((tmp_path / "plan.json").read_text())["ep"] == 2
     assert load_plan(tmp_path / "plan.json") == plan
     assert plan != default_plan(graph, dp=4)
-
-
-def test_a_plan_with_it_is_not_run_yet() -> None:
-    plan = default_plan(build_transformer(MODEL), dp=4, ep=2)
-    with pytest.raises(
-        PlanError, match="ep=2, which is priced and not run yet; make one with ep=1"
-    ):
-        build_mesh(plan, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 4}, {"dp": 4, "ep": 2}, {"rp": 2, "dp": 4, "ep": 4}])

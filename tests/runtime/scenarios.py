@@ -20,6 +20,7 @@ from planner.runtime.step.engine import Engine
 from tests.builders import PlainGPT, TinyModel, gpt_batch, tiny_models
 from tests.captures import capture_module
 from tests.empty import EmptyGPT
+from tests.experts import RoutedGPT
 from tests.frozen import TiedGPT, frozen_models
 from tests.runtime.beside import Gaps, OneProcess, adamw, gap_by_tensor, train_beside
 from tests.spawn import run_ranks
@@ -36,6 +37,8 @@ def models() -> dict[str, TinyModel]:
         "tied-gpt": TiedGPT,
         "small-tied-gpt": lambda: TiedGPT(layers=2),
         "empty-gpt": EmptyGPT,
+        "routed-gpt": RoutedGPT,
+        "biased-routed-gpt": lambda: RoutedGPT(bias=True),
     }
     gpts = {name: TinyModel(name, build, gpt_batch) for name, build in more.items()}
     return tiny_models() | frozen_models() | gpts

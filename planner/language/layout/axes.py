@@ -35,6 +35,8 @@ Experts lie on a second mesh of the same ranks (`FOLDED`; parallel folding, Liu 
     ep    the experts            rows that a router sends to them        inside blocks
 
 With tp 2, cp 1, dp 4 (8 ranks) and ep 4, etp 1, ranks 0 to 3 share the experts, and 4 to 7 again.
+What is left of the ranks, "expert data", has the same experts: gradients are summed over these once
+a step, and ZeRO shards over "expert shards", its inner side, with "expert copies" as above.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import prod
+from math import gcd, prod
 
 from planner.errors import LayoutError
 from planner.language.graph import ModelGraph
@@ -183,6 +185,14 @@ FOLDED: tuple[FoldedAxis, ...] = (
 """The axes of the experts' mesh, outermost first."""
 
 
+EXPERT_COPIES, EXPERT_SHARDS = "expert copies", "expert shards"
+"""The two sides of the ranks with the same experts, outermost first: those with the same shards of
+them under ZeRO, and those that it shards over."""
+
+EXPERTS_MESH = (EXPERT_COPIES, EXPERT_SHARDS, *(axis.name for axis in FOLDED))
+"""The sides of the experts' mesh, outermost first."""
+
+
 def degree_names() -> tuple[str, ...]:
     """Return the names of all sizes that `Degrees` have: of the mesh, and of the experts' mesh."""
     return (*axis_names(), *(axis.name for axis in FOLDED))
@@ -257,8 +267,14 @@ the same parameters (gradients are summed over these), "shards" those of them th
 and "copies" those with the same shards."""
 
 
+EXPERT_DATA = "expert data"
+"""The name of the ranks with the same experts, as "data" is of those with the same parameters."""
+
+
 def members(name: str) -> tuple[str, ...]:
     """Return the names of the axes that a joint name stands for, or the name itself."""
+    if name == EXPERT_DATA:
+        return EXPERT_COPIES, EXPERT_SHARDS
     return tuple(axis.name for axis in JOINT[name]()) if name in JOINT else (name,)
 
 
@@ -329,6 +345,16 @@ class Degrees(Mapping[str, int]):
     def expert_replicas(self) -> int:
         """Ranks with the same experts."""
         return self.num_ranks // self.expert_parts
+
+    @property
+    def experts_mesh(self) -> dict[str, int]:
+        """The sides of the experts' mesh by name, outermost first (`EXPERTS_MESH`)."""
+        copies = gcd(self.along("copies"), self.expert_replicas)
+        return {
+            EXPERT_COPIES: copies,
+            EXPERT_SHARDS: self.expert_replicas // copies,
+            **self._folded,
+        }
 
     @property
     def num_ranks(self) -> int:

@@ -12,17 +12,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from planner.language.layout.axes import lowered_axes
+from planner.language.layout.axes import FOLDED, lowered_axes
 from planner.language.layout.placement import Placement, Replicate, Shard
 
 _WHOLE = Replicate()
+_FOLDED = tuple(axis.name for axis in reversed(FOLDED))
 
 
 @dataclass(frozen=True, slots=True)
 class Placements:
     """A placement for each lowered axis; an axis that is not in `pairs` has whole tensors.
 
-    Prints as ``S(1)@tp R@cp``.
+    A tensor that lies on the experts' mesh has placements on its axes (`axes.FOLDED`) and on no
+    other. Prints as ``S(1)@tp R@cp``.
     """
 
     pairs: tuple[tuple[str, Placement], ...] = ()
@@ -30,7 +32,7 @@ class Placements:
     @classmethod
     def of(cls, by_axis: Mapping[str, Placement]) -> Placements:
         """Return the placements by axis name."""
-        order = (axis.name for axis in lowered_axes())
+        order = (*(axis.name for axis in lowered_axes()), *_FOLDED)
         return cls(tuple((a, by_axis[a]) for a in order if by_axis.get(a, _WHOLE) != _WHOLE))
 
     def __getitem__(self, axis: str) -> Placement:
@@ -39,7 +41,14 @@ class Placements:
                 return placement
         return _WHOLE
 
+    @property
+    def are_of_experts(self) -> bool:
+        """Whether they are on the experts' mesh."""
+        return any(axis in _FOLDED for axis, _ in self.pairs)
+
     def __str__(self) -> str:
+        if self.are_of_experts:
+            return " ".join(f"{placement}@{axis}" for axis, placement in self.pairs)
         return " ".join(f"{self[axis.name]}@{axis.name}" for axis in lowered_axes())
 
     def on(self, axis: str, placement: Placement) -> Placements:

@@ -12,11 +12,16 @@ from planner.errors import LayoutError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessMesh:
-    """Ranks in a box with named axes, in any order: `ranks` lists them row by row."""
+    """Ranks in a box with named axes, in any order: `ranks` lists them row by row.
+
+    `folded` is a second box of the same ranks, with axes of other names (the experts'): questions
+    about these are answered by it.
+    """
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
+    folded: ProcessMesh | None = None
 
     def __post_init__(self) -> None:
         """Raise LayoutError when axes, sizes and ranks do not go together."""
@@ -52,6 +57,9 @@ class ProcessMesh:
 
     def groups(self, *axes: str) -> Iterator[tuple[int, ...]]:
         """Yield the ranks of each group along one axis or several, row by row."""
+        if self.folded is not None and set(axes) <= set(self.folded.axes):
+            yield from self.folded.groups(*axes)
+            return
         by_coordinate = dict(zip(product(*map(range, self.shape)), self.ranks, strict=True))
         sides = list(zip(self.axes, self.shape, strict=True))
         # A coordinate is the sum of a place along the other axes and a place inside the group.
@@ -65,10 +73,14 @@ class ProcessMesh:
 
     def size(self, *axes: str) -> int:
         """Return the number of ranks along one axis or several."""
+        if self.folded is not None and set(axes) <= set(self.folded.axes):
+            return self.folded.size(*axes)
         return prod(size for axis, size in zip(self.axes, self.shape, strict=True) if axis in axes)
 
     def number(self, rank: int, *axes: str) -> int:
         """Return a rank's number among those along one axis or several, counted row by row."""
+        if self.folded is not None and set(axes) <= set(self.folded.axes):
+            return self.folded.number(rank, *axes)
         number = 0
         sides = zip(self.axes, self.shape, self.coordinate(rank), strict=True)
         for axis, size, position in sides:

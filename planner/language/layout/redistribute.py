@@ -30,9 +30,14 @@ CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_a
 REDISTRIBUTE = "planner.redistribute"
 """Target of the op; args (Ref, axis name, source, destination, grad_partial)."""
 
+DEAL_RUNS = "planner.deal_runs"
+"""Target of the op that tells ranks how many rows they will be sent; args (Ref of where each
+expert's run of rows ends, axis, ranks). It gives the rows that go to and come from each expert's
+rank [2, ranks, experts / ranks], on the host, and where runs of this rank's own experts end."""
+
 EXCHANGE_ROWS = "planner.exchange_rows"
-"""Target of the op that sends rows to the ranks of their experts, or back; args (Ref, axis). Only
-priced: no plan of ours runs it yet."""
+"""Target of the op that sends rows to the ranks of their experts, or back; args (Ref of rows, Ref
+of what `DEAL_RUNS` gives, axis, back)."""
 
 EXCHANGED_EMBEDDING = "planner.exchanged_embedding"
 """Target of the lookup in a table that is cut by rows, each rank for its own samples; args (Ref of
@@ -132,9 +137,11 @@ def inner_collectives(
         samples = logits.numel_at(1) // shape[min(1, len(shape) - 1)]
         size = samples * max(DTYPE_BYTES[logits.dtype], DTYPE_BYTES["float32"])
         return (("all_reduce", size), ("all_reduce", 3 * size))
+    if op.target == DEAL_RUNS:
+        return (("all_to_all", tensor[op.inputs[0]].bytes_at(1)),)
     if op.target == EXCHANGE_ROWS:
         # What a rank gets is never less than what it sends where it waits for the fullest.
-        return (("all_to_all", max(tensor[n].bytes_at(1) for n in (*op.inputs, *op.outputs))),)
+        return (("all_to_all", max(tensor[n].bytes_at(1) for n in (op.inputs[0], *op.outputs))),)
     if op.target == GATHER_SAMPLES:
         whole = tensor[op.outputs[0]].bytes_at(1)
         return (("all_gather", whole),) if replicas_of(op, tensor) > 1 else ()

@@ -13,6 +13,7 @@ from planner.language.across.cut.whole_batch import run_whole
 from planner.language.graph import ModelGraph
 from planner.language.layout.axes import Degrees, OwnSizes, find_axis, lowered_axes
 from planner.language.layout.class_layout import ClassLayout
+from planner.language.lowering.experts import cuts_rows, grouped_products
 from planner.language.lowering.lowering import lower
 from planner.language.lowering.propagate import propagate_on
 from planner.language.plan import (
@@ -47,7 +48,8 @@ def default_plan(
     """Return a plan with these degrees; num_microbatches defaults to twice pp, microbatch_size to
     one sample, or as many as belong together.
 
-    `sizes` are those of the mesh axes by name (``dp=2, tp=4``), one where not given. `balance`
+    `sizes` are those of the mesh axes by name (``dp=2, tp=4``), one where not given; etp follows
+    from tp's layouts. `balance`
     gives the number of blocks of each stage, else they are as equal as can be. `by_stage` gives
     each stage a size of its own on an axis (``{"tp": (4, 1)}``). `recompute` is of all blocks, or
     one for each; `accept` is as in `Plan`. Raises LayoutError when
@@ -116,6 +118,8 @@ def default_plan(
             for layout in found
             if layout.class_index in used
         ]
+    if degrees["ep"] > 1 and "etp" not in sizes:
+        degrees = degrees.with_sizes(etp=etp_of(graph, layouts, degrees))
     return Plan(
         model=model_ref(graph, file=file),
         cluster=ClusterRef(name="none", device="cpu", devices_per_node=degrees.num_ranks * pp),
@@ -130,6 +134,19 @@ def default_plan(
         layouts=tuple(layouts),
         accept=accept,
     )
+
+
+def etp_of(graph: ModelGraph, layouts: Sequence[ClassLayout], degrees: Degrees) -> int:
+    """Return the ranks that share an expert's matrices: as tp's layouts cut these, or 1 where they
+    give each rank rows of its own.
+    """
+    on_tp = {layout.class_index: layout for layout in layouts if layout.axis == "tp"}
+    own = (
+        cuts_rows(program, on_tp.get(index))
+        for index, program in enumerate(graph.classes)
+        if grouped_products(program)
+    )
+    return 1 if all(own) else degrees["tp"]
 
 
 def default_layouts(

@@ -13,15 +13,18 @@ experts are picked most, `fullest` times as many. All wait for that one, so it i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import ceil
 
 from planner.errors import LayoutError
 from planner.language.graph import ModelGraph, Op, Program, Ref, TensorMeta, map_refs
 from planner.language.graph.called_modules import called_whole
-from planner.language.layout.axes import Degrees
-from planner.language.layout.redistribute import EXCHANGE_ROWS, REDISTRIBUTE
+from planner.language.layout.axes import Degrees, lowered_axes
+from planner.language.layout.class_layout import ClassLayout
+from planner.language.layout.placement import Shard
+from planner.language.layout.placements import Placements
+from planner.language.layout.redistribute import DEAL_RUNS, EXCHANGE_ROWS, REDISTRIBUTE
 from planner.language.ops.record import family_of
 
 
@@ -82,6 +85,57 @@ def expert_params(program: Program) -> frozenset[str]:
     return frozenset(found)
 
 
+def on_experts_mesh(
+    program: Program, params: tuple[Placements, ...], *, etp: int
+) -> tuple[Placements, ...]:
+    """Return the placements of a block's parameters where ep is above 1: those of experts lie on
+    the experts' mesh, cut there by tp's layout where `etp` is above 1.
+    """
+    experts = expert_params(program)
+    return tuple(
+        Placements.of({"ep": Shard(0)} | ({"etp": placed["tp"]} if etp > 1 else {}))
+        if name in experts
+        else placed
+        for name, placed in zip(program.params, params, strict=True)
+    )
+
+
+def cuts_rows(program: Program, layout: ClassLayout | None) -> bool:
+    """Whether each rank of a layout's axis has experts' rows of its own; `program` is the block's,
+    unlowered.
+    """
+    placed = {} if layout is None else layout.op_shardings
+    shardings = [placed.get(op.name) for op in grouped_products(program)]
+    taken = [sharding.inputs[0] for sharding in shardings if sharding is not None]
+    return len(taken) == len(shardings) and all(
+        isinstance(rows, Shard) and rows.dim == 0 for rows in taken
+    )
+
+
+def check_rows(program: Program, layouts: Mapping[str, ClassLayout], degrees: Degrees) -> None:
+    """Raise LayoutError where ranks of one experts' group would send the same rows twice.
+
+    `program` is a block's, unlowered, and `layouts` are its own by axis. On an axis whose ranks are
+    in one group of ep each has rows of its own. On tp with etp ranks send the same rows, each to
+    the ranks with its part of the matrices.
+    """
+    if degrees["ep"] == 1 or not grouped_products(program):
+        return
+    for axis in lowered_axes():
+        size, etp = degrees[axis.name], degrees["etp"]
+        if size == 1:
+            continue
+        own = cuts_rows(program, layouts.get(axis.name))
+        given = f"ep={degrees['ep']} etp={etp} with {axis.name}={size}"
+        if axis.whole_params and not own:
+            raise LayoutError(
+                f"{given}: all ranks of {axis.name} would send the same rows; use {axis.name}=1"
+            )
+        if not axis.whole_params and own != (etp == 1):
+            are = "each have rows of their own" if own else "have the same rows of experts"
+            raise LayoutError(f"{given}: ranks of {axis.name} {are}; use etp={1 if own else size}")
+
+
 def spread_params(program: Program) -> frozenset[str]:
     """Return the parameters of a rank's program that lie on the experts' mesh."""
     is_spread = any(op.target == EXCHANGE_ROWS for op in program.ops)
@@ -89,44 +143,138 @@ def spread_params(program: Program) -> frozenset[str]:
 
 
 def spread_experts(program: Program, ep: int, *, fullest: float = 1.0) -> Program:
-    """Return what the fullest of `ep` ranks runs for a bound program; without experts the program.
+    """Return what a rank of `ep` runs for a bound program; without experts the program.
 
-    Shapes, not values: the ends of runs are those of the rank's own experts. Raises LayoutError
-    where experts do not divide.
+    Its rows, inside, are as many as the rank has that gets `fullest` times the mean: how many a
+    step brings is known by the step alone. Raises LayoutError where experts do not divide, or rows
+    meet others inside that are not exchanged with them.
     """
     products = grouped_products(program)
     if ep == 1 or not products:
         return program
-    tensors = dict(program.tensor)
-    for name in _matrices(program, expert_params(program)):
-        meta = tensors[name]
+    return _Spreading(program, ep, fullest).run(products)
+
+
+class _Spreading:
+    """Rewrites a program op by op. Mutable: ops and tensors are added.
+
+    Attributes:
+        tensors: of the rewritten program, by name.
+        ops: of the rewritten program, in order.
+        runs: by rows that experts take or make, the tensor that says where their runs end.
+    """
+
+    def __init__(self, program: Program, ep: int, fullest: float) -> None:
+        self._program, self._ep, self._fullest = program, ep, fullest
+        self._maker = {name: op for op in program.ops for name in op.outputs}
+        self.tensors = dict(program.tensor)
+        self.ops: list[Op] = []
+        self.runs: dict[str, str] = {}
+
+    def run(self, products: list[Op]) -> Program:
+        program = self._program
+        matrices = set(_matrices(program, expert_params(program)))
+        for name in matrices:
+            self.tensors[name] = self._own_experts(self.tensors[name])
+        going, inside = _rows_of_experts(program, products)
+        for name in inside:
+            self.tensors[name] = _with_rows(self.tensors[name], self._fullest)
+        self._follow_runs(going | inside)
+        for op in program.ops:
+            if op.target == REDISTRIBUTE and matrices.issuperset(op.inputs):
+                # The gradient of a rank's own experts is of all rows that came to them: on axes
+                # whose ranks have rows of their own there is nothing left to sum.
+                *args, _ = op.args
+                op = replace(op, args=(*args, False))
+            self._add(op, going, inside, matrices)
+        return replace(program, ops=tuple(self.ops), tensors=tuple(self.tensors.values()))
+
+    def _own_experts(self, meta: TensorMeta) -> TensorMeta:
         number, *rest = meta.shape_at(1)
-        if number % ep:
+        if number % self._ep:
             raise LayoutError(
-                f"ep={ep} does not divide the {number} experts of {meta.fqn or meta.name}; use a "
-                "divisor"
+                f"ep={self._ep} does not divide the {number} experts of {meta.fqn or meta.name}; "
+                "use a divisor"
             )
-        tensors[name] = replace(meta, shape=(number // ep, *rest))
-    going, inside = _rows_of_experts(program, products)
-    for name in inside:
-        tensors[name] = _with_rows(tensors[name], fullest)
-    ops: list[Op] = []
-    for op in program.ops:
+        return replace(meta, shape=(number // self._ep, *rest))
+
+    def _follow_runs(self, rows: set[str]) -> None:
+        """Find where the runs of each of these rows end: as products take them, and hand on."""
+        for op in self._program.ops:
+            of = [self.runs[name] for name in op.inputs if name in self.runs]
+            ends = (
+                self._root(op.inputs[2]) if family_of(op.target).deals_rows else next(iter(of), "")
+            )
+            for name in (
+                (op.inputs[0], *op.outputs) if family_of(op.target).deals_rows else op.outputs
+            ):
+                if name in rows and ends:
+                    self.runs.setdefault(name, ends)
+        for op in reversed(self._program.ops):  # what leads to a product
+            ends = next((self.runs[name] for name in op.outputs if name in self.runs), "")
+            for name in op.inputs:
+                if name in rows and ends:
+                    self.runs.setdefault(name, ends)
+
+    def _root(self, name: str) -> str:
+        while (maker := self._maker.get(name)) is not None and maker.target == REDISTRIBUTE:
+            name = maker.inputs[0]
+        return name
+
+    def _add(self, op: Op, going: set[str], inside: set[str], matrices: set[str]) -> None:
         # A value that crosses the border between own rows and experts' rows is exchanged once.
         is_inside = bool(inside.intersection(op.outputs))
-        takes = {name: f"{name}_sent" if is_inside else f"{name}_back"
-                 for name in op.inputs if name in (going if is_inside else inside)}  # fmt: skip
-        for name, moved in takes.items():
-            if moved not in tensors:
-                rows = program.tensor[name]
-                meta = _with_rows(rows, fullest) if is_inside else rows
-                tensors[moved] = replace(meta, name=moved, kind="activation")
-                sent = Op(
-                    name=moved, target=EXCHANGE_ROWS, args=(Ref(name), "ep"), outputs=(moved,)
+        moved = {
+            name: self._exchanged(name, back=not is_inside)
+            for name in op.inputs
+            if name in (going if is_inside else inside)
+        }
+        if family_of(op.target).deals_rows:
+            moved[op.inputs[2]] = self._dealt(self._root(op.inputs[2]))[1]
+        elif is_inside:
+            self._check_alone(op, going | inside | matrices)
+        self.ops.append(_renamed(op, moved) if moved else op)
+
+    def _check_alone(self, op: Op, inside: set[str]) -> None:
+        """Raise LayoutError where rows meet rows that stay where they are."""
+        rows = self._program.tensor[next(n for n in op.outputs if n in inside)].shape_at(1)[0]
+        for name in op.inputs:
+            meta = self._program.tensor[name]
+            shape = meta.shape_at(1)
+            if name not in inside and len(shape) > 1 and shape[0] == rows:
+                raise LayoutError(
+                    f"op {op.name} of the experts adds rows that are not sent with theirs; write "
+                    "biases as the libraries do, or use ep=1"
                 )
-                ops.append(sent)
-        ops.append(_renamed(op, takes) if takes else op)
-    return replace(program, ops=tuple(ops), tensors=tuple(tensors.values()))
+
+    def _dealt(self, ends: str) -> tuple[str, str]:
+        """Return the names of the numbers of rows that ranks send each other, and of where runs of
+        own experts end; they are made where they are first needed.
+        """
+        dealt, own = f"{ends}_dealt", f"{ends}_own"
+        if dealt not in self.tensors:
+            meta = self._program.tensor[ends]
+            each = self._own_experts(meta).shape_at(1)[0]
+            for name, shape, dtype in (
+                (dealt, (2, self._ep, each), "int64"),
+                (own, (each,), meta.dtype),
+            ):
+                made = replace(meta, name=name, shape=shape, dtype=dtype, kind="activation", fqn="")
+                self.tensors[name] = made
+            args = (Ref(ends), "ep", self._ep)
+            self.ops.append(Op(name=dealt, target=DEAL_RUNS, args=args, outputs=(dealt, own)))
+        return dealt, own
+
+    def _exchanged(self, name: str, *, back: bool) -> str:
+        moved = f"{name}_back" if back else f"{name}_sent"
+        if moved not in self.tensors:
+            dealt, _ = self._dealt(self.runs[name])
+            rows = self._program.tensor[name]
+            meta = rows if back else _with_rows(rows, self._fullest)
+            self.tensors[moved] = replace(meta, name=moved, kind="activation")
+            args = (Ref(name), Ref(dealt), "ep", back)
+            self.ops.append(Op(name=moved, target=EXCHANGE_ROWS, args=args, outputs=(moved,)))
+        return moved
 
 
 def _matrices(program: Program, params: frozenset[str]) -> Iterator[str]:

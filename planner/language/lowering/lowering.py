@@ -23,6 +23,7 @@ from planner.language.layout.placement import (
     parse_placement,
 )
 from planner.language.layout.redistribute import REDISTRIBUTE, redistribute_op
+from planner.language.lowering.experts import check_rows, spread_experts
 from planner.language.ops.call import local_shape
 from planner.language.ops.registry import (
     grad_is_partial,
@@ -63,8 +64,10 @@ def local_program(
     if planned is not None or microbatch_size != full_size:
         programs.append((planned or graph).classes[class_index].bind(full_size))
     programs = [replace(bound, outputs=(*bound.outputs, *watched)) for bound in programs]
+    placed_on: dict[str, ClassLayout] = {}
     for axis in lowered_axes():
         layout = plan.layout(class_index, axis=axis.name, degrees=degrees)
+        placed_on |= {} if layout is None else {axis.name: layout}
         if layout is not None and watched:
             made = (str(made_as(whole, layout, name)) for name in watched)
             layout = layout.model_copy(update={"outputs": (*layout.outputs, *made)})
@@ -85,7 +88,10 @@ def local_program(
             )
             for bound, placed in zip(programs, layouts, strict=True)
         ]
-    return programs[0]
+    if degrees["ep"] == 1:
+        return programs[0]
+    check_rows(whole, placed_on, degrees)
+    return spread_experts(programs[0], degrees["ep"])
 
 
 def _resized(

@@ -15,6 +15,7 @@ from planner.language.graph import Affine, ModelGraph, Size, TensorMeta
 from planner.language.layout.axes import lowered_axes, own_axes, rest_axis
 from planner.language.layout.placement import Partial, Placement, Replicate, Shard, parse_placement
 from planner.language.layout.placements import Placements
+from planner.language.lowering.experts import on_experts_mesh
 from planner.language.plan import Plan
 
 
@@ -89,9 +90,13 @@ def block_placements(
         for axis in lowered_axes()
     ]
     layouts = [(axis, layout) for axis, layout in found if layout is not None]
+    params = _joined(len(block.params), tuple((axis, layout.params) for axis, layout in layouts))
+    if degrees["ep"] > 1:
+        program = graph.classes[block.class_index]
+        params = on_experts_mesh(program, params, etp=degrees["etp"])
     return (
         _joined(len(block.inputs), tuple((axis, layout.inputs) for axis, layout in layouts)),
-        _joined(len(block.params), tuple((axis, layout.params) for axis, layout in layouts)),
+        params,
         _joined(len(block.outputs), tuple((axis, layout.outputs) for axis, layout in layouts)),
     )
 
@@ -134,7 +139,8 @@ def param_placements(graph: ModelGraph, plan: Plan, pp_rank: int) -> dict[str, P
             for name, placed in zip(block.params, params, strict=True):
                 before, owner = found.setdefault(name, (placed, block.name))
                 if before != placed:
-                    axis = next(a.name for a in lowered_axes() if before[a.name] != placed[a.name])
+                    pairs = (*before.pairs, *placed.pairs)
+                    axis = next(axis for axis, _ in pairs if before[axis] != placed[axis])
                     raise LayoutError(
                         f"{graph.tensor[name].fqn or name} is {before[axis]} on {axis} in block "
                         f"{owner} and {placed[axis]} in block {block.name}; blocks that share a "

@@ -236,10 +236,13 @@ class Plan(Record):
         own = next((s.own_sizes for s in self.stages if s.pp_rank == pp_rank and s.own_sizes), ())
         degrees = self.degrees.with_own(own)
         count = degrees.num_ranks
+        ranks = tuple(range(pp_rank * count, (pp_rank + 1) * count))
+        folded = None
+        if degrees.expert_parts > 1:
+            sides = degrees.experts_mesh
+            folded = ProcessMesh(axes=tuple(sides), shape=tuple(sides.values()), ranks=ranks)
         return ProcessMesh(
-            axes=tuple(degrees),
-            shape=tuple(degrees.values()),
-            ranks=tuple(range(pp_rank * count, (pp_rank + 1) * count)),
+            axes=tuple(degrees), shape=tuple(degrees.values()), ranks=ranks, folded=folded
         )
 
     def layout(self, class_index: int, *, axis: str, degrees: Degrees) -> ClassLayout | None:

@@ -239,6 +239,16 @@ def all_to_all_parts(x: Tensor, group: str, parts: int) -> Tensor:
     return received.flatten(0, 1)
 
 
+def all_to_all_rows(x: Tensor, group: str, sent: list[int], got: list[int]) -> Tensor:
+    """Give each rank its stretch of the rows; return the stretches that ranks gave this one.
+
+    `sent` and `got` are how many rows go to, and come from, each rank of the group, in order.
+    """
+    if not group:
+        return x
+    return run("all_to_all", lambda: _funcol.all_to_all_single(x, got, sent, group))
+
+
 def all_reduce_max(x: Tensor, group: str) -> Tensor:
     """Return the largest of the ranks' numbers, element by element; at least one dim."""
     return run("all_reduce", lambda: _funcol.all_reduce(torch.atleast_1d(x), "max", group))

@@ -33,8 +33,9 @@ from planner.runtime.stage.bindings import BINDINGS
 from planner.runtime.stage.calls import local_ops
 from planner.runtime.stage.calls.autograd_functions import autograd_function
 from planner.runtime.stage.calls.complex_writes import COMPLEX_WRITES
-from planner.runtime.stage.calls.exchanged_rows import exchanged_embedding
-from planner.runtime.stage.calls.gathered_samples import gather_samples, own_samples
+from planner.runtime.stage.calls.exchanges.experts import deal_runs, exchange_rows
+from planner.runtime.stage.calls.exchanges.samples import gather_samples, own_samples
+from planner.runtime.stage.calls.exchanges.table_rows import exchanged_embedding
 from planner.runtime.stage.calls.opaque_modules import find_module, opaque_module, own_params
 from planner.runtime.stage.calls.part_of import part_of
 from planner.runtime.stage.calls.pure import PURE
@@ -211,6 +212,8 @@ def _emit_own(
 
 _OWN: dict[str, Callable[..., Any]] = {
     "exchanged_embedding": exchanged_embedding,
+    "deal_runs": deal_runs,
+    "exchange_rows": exchange_rows,
     "part_of": part_of,
     "redistribute": collectives.redistribute,
     "table_lookup": table_lookup,

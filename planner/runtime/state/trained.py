@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from planner.errors import ModelError
 from planner.language.graph import ModelGraph
-from planner.language.layout.axes import split_axes
+from planner.language.layout.axes import EXPERT_DATA, split_axes
 from planner.language.layout.placements import Placements
 from planner.language.layout.sharing import sharing
 from planner.language.lowering.holdings import Holdings
@@ -74,8 +75,7 @@ class TrainedParams:
         """
         self._graph, self._plan, self._mesh = graph, plan, mesh
         self._owners, self._placements, self._sharded = owners, placements, sharded
-        self._buckets: dict[int, GradBuckets] = {}
-        group = mesh.group("data")
+        self._buckets: dict[int, list[GradBuckets]] = {}
         self._unbucketed: list[nn.Parameter] = []
         self._tables = build_tables(
             graph,
@@ -85,16 +85,24 @@ class TrainedParams:
             stepped={index: _stepped(owner) for index, owner in owners.items()},
             host=host,
         )
+        names = {meta.fqn: meta.name for meta in graph.params}
         # FSDP2 reduces what it shards; tables exchange rows. Buckets sum what is left, over
         # replicas.
         for index, owner in owners.items():
             named = owner.named_params()
-            params = [param for fqn, param in named.items() if fqn not in self._tables]
-            summed = [p for p in params if not self._is_shard(p)] if group is not None else []
-            if group is not None and summed:
-                self._buckets[index] = GradBuckets(summed, group)
-            # Alone or sharded: autograd or FSDP2 makes the gradient anew each step.
-            self._unbucketed += params if group is None else filter(self._is_shard, params)
+            by_ranks: dict[str, list[nn.Parameter]] = {"data": [], EXPERT_DATA: []}
+            for fqn, param in named.items():
+                if fqn not in self._tables:
+                    of_experts = placements[names[fqn]].are_of_experts
+                    by_ranks[EXPERT_DATA if of_experts else "data"].append(param)
+            self._buckets[index] = []
+            for ranks, params in by_ranks.items():
+                group = mesh.group(ranks)
+                summed = [p for p in params if not self._is_shard(p)] if group is not None else []
+                if group is not None and summed:
+                    self._buckets[index].append(GradBuckets(summed, group))
+                # Alone or sharded: autograd or FSDP2 makes the gradient anew each step.
+                self._unbucketed += params if group is None else filter(self._is_shard, params)
         self._tied = tied_copies(graph, plan, mesh, owners, without=self._tables)
         self._host = host if plan.optimizer_on_host else None
         self._updates: HostUpdates | None = None
@@ -200,7 +208,7 @@ class TrainedParams:
         """Forget the gradients of the step before."""
         # Buckets are zeroed, as their views stay; other gradients are freed until the next
         # backward.
-        for buckets in self._buckets.values():
+        for buckets in self._all_buckets():
             buckets.zero()
         for param in self._unbucketed:
             param.grad = None
@@ -213,13 +221,16 @@ class TrainedParams:
 
     def start_sums(self, stage_index: int) -> None:
         """Begin summing a stage's gradients over the replicas; they must be complete."""
-        if stage_index in self._buckets:
-            self._buckets[stage_index].start()
+        for buckets in self._buckets[stage_index]:
+            buckets.start()
+
+    def _all_buckets(self) -> Iterator[GradBuckets]:
+        return chain.from_iterable(self._buckets.values())
 
     def finish_sums(self) -> None:
         """Wait for those sums, and add up those of tied copies."""
         # Replicas first: a tied copy then sums finished gradients across stages, each once.
-        for buckets in self._buckets.values():
+        for buckets in self._all_buckets():
             buckets.finish()
         for tied in self._tied:
             tied.sum()

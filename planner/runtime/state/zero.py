@@ -75,6 +75,8 @@ def shard_stage(
     DTensors of one axis.
     """
     device_mesh = mesh.device_mesh()
+    if mesh.degrees["ep"] > 1:
+        raise LayoutError("ZeRO does not go with experts on ranks of their own; use ep=1 or zero 0")
     cut = [axis.name for axis in split_axes() if mesh.size(axis.name) > 1]
     if len(cut) > 1:
         raise LayoutError(f"ZeRO goes with one axis that cuts parameters, not {' and '.join(cut)}")

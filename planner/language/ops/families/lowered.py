@@ -19,6 +19,7 @@ from planner.language.layout.placement import (
     parse_placement,
 )
 from planner.language.layout.redistribute import (
+    DEAL_RUNS,
     EXCHANGE_ROWS,
     GATHER_SAMPLES,
     OWN_SAMPLES,
@@ -208,6 +209,15 @@ register(
         moves_nothing=True,
         view=same_memory,
         saved=saves_nothing,
+    )
+)
+register(
+    OpFamily(
+        name="numbers of rows that experts' ranks send each other",
+        targets=(DEAL_RUNS,),
+        moves_nothing=True,  # its collective is priced apart
+        saved=saves_nothing,
+        recomputed=False,  # other ranks would have to take part
     )
 )
 register(

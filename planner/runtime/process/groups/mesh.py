@@ -26,6 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from planner.errors import PlanError
 from planner.language.layout.axes import (
+    EXPERT_COPIES,
+    EXPERT_DATA,
+    EXPERT_SHARDS,
     FOLDED,
     Degrees,
     batch_axes,
@@ -86,7 +89,8 @@ class Mesh:
     @property
     def degrees(self) -> Degrees:
         """The sizes of this rank's mesh."""
-        return Degrees(**dict(zip(self.own.axes, self.own.shape, strict=True)))
+        folded = {axis.name: self.own.size(axis.name) for axis in FOLDED}
+        return Degrees(**dict(zip(self.own.axes, self.own.shape, strict=True)), **folded)
 
     @property
     def is_first_of_samples(self) -> bool:
@@ -118,7 +122,8 @@ class Mesh:
 
     def lowered_groups(self) -> dict[str, dist.ProcessGroup | None]:
         """Return the groups that the collectives inside blocks name, by axis."""
-        return {axis.name: self.group(axis.name) for axis in lowered_axes()}
+        names = [*(axis.name for axis in lowered_axes()), *(axis.name for axis in FOLDED)]
+        return {name: self.group(name) for name in names}
 
     def group_name(self, axis: str) -> str:
         """Return the name of that group, empty when alone."""
@@ -184,6 +189,23 @@ class Mesh:
         self._lines.clear()
 
 
+def _open_experts_groups(mesh: Mesh) -> None:
+    """Make the groups of the experts' mesh; every rank calls it."""
+    sides = mesh.own.folded
+    assert sides is not None, "experts lie on a mesh of their own"
+    names = ["ep", EXPERT_DATA, *(EXPERT_COPIES, EXPERT_SHARDS) * (sides.size(EXPERT_COPIES) > 1)]
+    for name in names:
+        lines = [line for m in mesh.meshes for line in m.groups(*members(name)) if len(line) > 1]
+        group = mesh.open_group(lines)
+        if group is not None:
+            mesh._lines[name] = group
+    if EXPERT_COPIES not in names and EXPERT_DATA in mesh._lines:
+        mesh._lines[EXPERT_SHARDS] = mesh._lines[EXPERT_DATA]
+    # The ranks that share an expert's matrices are those of tp.
+    if sides.size("etp") > 1:
+        mesh._lines["etp"] = mesh._lines["tp"]
+
+
 def _first_of_samples(mesh: ProcessMesh, rank: int) -> int:
     cuts = {axis.name for axis in batch_axes()}
     place = zip(mesh.axes, mesh.coordinate(rank), strict=True)
@@ -203,17 +225,6 @@ def default_group() -> dist.ProcessGroup:
     return group
 
 
-def check_runs(plan: Plan) -> None:
-    """Raise PlanError for a plan whose experts lie on a mesh of their own."""
-    folded = [axis.name for axis in FOLDED if plan.degrees[axis.name] > 1]
-    if folded:
-        given = " ".join(f"{name}={plan.degrees[name]}" for name in folded)
-        raise PlanError(
-            f"the plan has {given}, which is priced and not run yet; make one with "
-            f"{' '.join(f'{name}=1' for name in folded)}"
-        )
-
-
 def _refuse_other_plans(plan: Plan, control: dist.ProcessGroup) -> None:
     """Raise PlanError on every rank where ranks make a later engine by unlike plans: they would
     wait for each other in groups that not all of them make.
@@ -228,10 +239,8 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
 
     Uses the default process group when there is one, else starts it from RANK and
     WORLD_SIZE as torchrun, Ray Train and `planner launch` set them, or `take_place` (a plan for
-    one rank needs neither). Raises PlanError when the number of processes is not the plan's, or its
-    experts lie on a mesh of their own.
+    one rank needs neither). Raises PlanError when the number of processes is not the plan's.
     """
-    check_runs(plan)
     devices.refuse_blocking_launches(plan.pp, device.type)
     devices.prepare(device)
     # (At the start of the run ranks tell each other their plan before there is a group.)
@@ -268,6 +277,8 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
         group = mesh.open_group(lines)
         if group is not None:
             mesh._lines[name] = group
+    if plan.degrees.expert_parts > 1:
+        _open_experts_groups(mesh)
     # Without copies ZeRO shards over all of "data": the same group serves both.
     if not has_copies and "data" in mesh._lines:
         mesh._lines["shards"] = mesh._lines["data"]

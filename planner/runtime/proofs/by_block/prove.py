@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from planner.capture import build_without_values
 from planner.capture.source.model_file import ModelSource
-from planner.errors import LayoutError, PlannerError
+from planner.errors import LayoutError, PlanError, PlannerError
 from planner.language.graph import ModelGraph, Program
 from planner.language.layout.axes import Degrees
 from planner.language.lowering.holdings import Holdings
@@ -29,7 +29,6 @@ from planner.language.lowering.wiring import (
 from planner.language.plan import Plan
 from planner.language.plan.schedule_of import schedule_of
 from planner.language.schedule import Schedule
-from planner.runtime.process.groups.mesh import check_runs
 from planner.runtime.proofs.by_block.blocks import Checked, check_class, simulated_mesh
 from planner.runtime.proofs.by_block.coverage import Held, check_coverage
 from planner.runtime.proofs.by_block.cut import (
@@ -94,7 +93,11 @@ class Derived:
 
 def derive(graph: ModelGraph, plan: Plan) -> Derived:
     """Return what the runtime derives. Raises PlannerError for a plan that can't be run."""
-    check_runs(plan)
+    if plan.degrees.expert_parts > 1:
+        raise PlanError(
+            f"the plan has ep={plan.degrees['ep']}: how many rows its ranks exchange follows from "
+            "values, which a proof by blocks does not have; verify without `--by-block`"
+        )
     edges = build_edges(graph, plan)
     return Derived(
         schedule=schedule_of(plan),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.runtime.stage.calls.exchanged_rows import exchanged_embedding
+from planner.runtime.stage.calls.exchanges.table_rows import exchanged_embedding
 from tests.spawn import run_ranks
 
 ROWS, WIDTH, PADDING = 16, 3, 5

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from planner.language.graph import Program
 from planner.runtime.process import collectives
 from planner.runtime.stage.calls import local_ops
-from planner.runtime.stage.calls.exchanged_rows import exchanged_embedding
+from planner.runtime.stage.calls.exchanges.table_rows import exchanged_embedding
 
 _TALKS_IN_BACKWARD: frozenset[Callable[..., Any]] = frozenset(
     [collectives.redistribute, exchanged_embedding, local_ops.vocab_log_softmax]
