@@ -28,7 +28,7 @@ from planner.deadline import check_time
 from planner.errors import PlanError
 from planner.language.graph import ModelGraph, Program
 from planner.language.layout.axes import FOLDED, Degrees, lowered_axes
-from planner.language.lowering.experts import spread_experts
+from planner.language.lowering.experts import grouped_products, spread_experts
 from planner.language.lowering.lowering import lower
 from planner.language.ops.recompute_choice import ops_made_again
 from planner.language.plan import OURS, ClassLayout, Recompute
@@ -196,7 +196,7 @@ class CostCache:
         axis: where an axis has none, blocks are replicated.
         """
         degrees = degrees or Degrees()
-        key = _key(class_index, microbatch_size, degrees, layouts)
+        key = self._key(class_index, microbatch_size, degrees, layouts)
         if key not in self._local:
             check_time()
             placed = {layout.axis: layout for layout in layouts}
@@ -219,8 +219,7 @@ class CostCache:
                 program = with_rings(program, degrees["cp"])
             if executes.prices == "rates":
                 program = with_sized_losses(program, executes.loss_bytes)
-            program = spread_experts(program, degrees["ep"], fullest=fullest)
-            self._local[key] = program
+            self._local[key] = spread_experts(program, degrees["ep"], fullest=fullest)
         return self._local[key]
 
     def block(
@@ -239,7 +238,7 @@ class CostCache:
         default choice); `polls` is as in `Split`.
         """
         degrees = degrees or Degrees()
-        key = *_key(class_index, microbatch_size, degrees, layouts), recomputed, polls
+        key = *self._key(class_index, microbatch_size, degrees, layouts), recomputed, polls
         if key not in self._blocks:
             local = self.local(class_index, microbatch_size, degrees, layouts)
             # Each of these steps may take long for a large block, so the time is checked between.
@@ -300,7 +299,7 @@ class CostCache:
         """
         degrees = degrees or Degrees()
         # Which ops are named matters to selective recomputation alone.
-        key = *_key(class_index, microbatch_size, degrees, layouts), recompute
+        key = *self._key(class_index, microbatch_size, degrees, layouts), recompute
         if recompute == "selective":
             key = *key, recomputed
         if key not in self._bytes:
@@ -317,6 +316,28 @@ class CostCache:
                 instead=saved_instead(held, self.execution),
             )
         return self._bytes[key]
+
+    @cached_property
+    def _of_experts(self) -> frozenset[int]:
+        """Classes with experts."""
+        classes = enumerate(self.graph.classes)
+        return frozenset(index for index, program in classes if grouped_products(program))
+
+    def _key(
+        self,
+        class_index: int,
+        microbatch_size: int,
+        degrees: Degrees,
+        layouts: tuple[ClassLayout, ...],
+    ) -> tuple:
+        """Return all that the program of a rank depends on."""
+        sizes = tuple([degrees[axis.name] for axis in lowered_axes()])
+        # (A block without experts is the same on any mesh of theirs.)
+        if class_index in self._of_experts:
+            sizes += tuple([degrees[axis.name] for axis in FOLDED])
+        # On an axis of one rank a layout changes nothing, so it must not tell two prices apart.
+        used = tuple([layout for layout in layouts if degrees[layout.axis] > 1])
+        return class_index, microbatch_size, sizes, used
 
     def batch_inputs(self, block_index: int) -> frozenset[str]:
         """Return the batch's tensors that a block takes, itself or through preamble values."""
@@ -357,14 +378,3 @@ def _with_tables(times: RunTimes, local: Program, profile: Profile) -> RunTimes:
         backward_s=times.backward_s + backward_s,
         rerun_s=times.rerun_s + forward_s,
     )
-
-
-def _key(
-    class_index: int, microbatch_size: int, degrees: Degrees, layouts: tuple[ClassLayout, ...]
-) -> tuple:
-    """Return all that the program of a rank depends on."""
-    sizes = tuple([degrees[axis.name] for axis in lowered_axes()])
-    sizes += tuple([degrees[axis.name] for axis in FOLDED])
-    # On an axis of one rank a layout changes nothing, so it must not tell two prices apart.
-    used = tuple([layout for layout in layouts if degrees[layout.axis] > 1])
-    return class_index, microbatch_size, sizes, used

@@ -31,7 +31,7 @@ from search.op_layout.layouts import LayoutSolver
 from search.partition.balance import balanced_cut
 from search.partition.interleaved import EvenCut, InterleavedStages
 from search.request import SearchRequest
-from search.space.configuration import Configuration, Shape
+from search.space.configuration import BlockSizes, Configuration, Shape
 from search.space.shapes import Space, list_shapes, space_of
 from search.stages.layout_candidates import LayoutCandidates
 from search.stages.rank_stages import RankStages
@@ -217,18 +217,18 @@ class Candidates:
         return [layouts.solver for layouts in every]
 
     def tables_of_groups(
-        self, tp: int, microbatch_size: int, cp: int = 1
+        self, tp: int, microbatch_size: int, cp: int = 1, ep: int = 1, etp: int = 1
     ) -> tuple[Mapping[str, StageTable], ...]:
         """Return, for each layout worth trying on any group of devices, its table on every group.
 
         Stages of equal degrees have one layout, wherever they lie.
         """
-        key = tp, microbatch_size, cp
+        key = BlockSizes(tp, microbatch_size, cp, ep, etp)
         if key not in self._group_tables:
             found = {
                 table.layouts: table
                 for layouts in self.group_layouts.values()
-                for table in layouts.at(tp, microbatch_size, cp).tables
+                for table in layouts.at(*key).tables
             }
             self._group_tables[key] = tuple(
                 # A layout of one group is tried on all: stages of equal degrees have equal layouts.
@@ -238,18 +238,20 @@ class Candidates:
         return self._group_tables[key]
 
     def tables_of_parts(
-        self, tp: int, microbatch_size: int, cp: int = 1, *, pp: int
+        self, tp: int, microbatch_size: int, cp: int = 1, ep: int = 1, etp: int = 1, *, pp: int
     ) -> Iterator[Mapping[str, StageTable]]:
         """Yield the same for pipelines that have a part of each of `pp` stages on every group."""
-        for tables in self.tables_of_groups(tp, microbatch_size, cp):
+        for tables in self.tables_of_groups(tp, microbatch_size, cp, ep, etp):
             yield {
                 name: replace(table, costs=table.costs.part(self.costs.group_sizes[name] // pp))
                 for name, table in tables.items()
             }
 
-    def tables(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[StageTable, ...]:
+    def tables(
+        self, tp: int, microbatch_size: int, cp: int = 1, ep: int = 1, etp: int = 1
+    ) -> tuple[StageTable, ...]:
         """Return one table per layout worth trying at these degrees and microbatch size."""
-        return self.layouts.at(tp, microbatch_size, cp).tables
+        return self.layouts.at(tp, microbatch_size, cp, ep, etp).tables
 
     def interleaved(self, configuration: Configuration, table: StageTable) -> InterleavedStages:
         """Return a configuration's interleaved stages, as even as blocks allow."""

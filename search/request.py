@@ -20,7 +20,7 @@ SOLVERS = ("dp", "recursive", "ilp")
 INEXACT_SOLVER = "recursive"
 """The value of its stage boundaries proves nothing."""
 _NAMED = ("schedule", "recompute")
-CHOICES = ("dp", "tp", "pp", "vpp", "cp", "rp", "microbatch_size", "zero", *_NAMED)
+CHOICES = ("dp", "tp", "pp", "vpp", "cp", "rp", "ep", "microbatch_size", "zero", *_NAMED)
 """What can be fixed, allowed or forbidden by value."""
 
 Meshes = Literal["same", "own"]
@@ -61,6 +61,8 @@ class SearchRequest:
     """Context-parallel degree."""
     rp: int | None = None
     """Copies of ZeRO's shards: dp replicas shard, and so many times they are copied (HSDP)."""
+    ep: int | None = None
+    """Ranks that share the experts of a block; those of dp, cp and tp, so it adds none."""
     microbatch_size: int | None = None
     """Samples per microbatch of a replica."""
     schedule: str | None = None
@@ -140,7 +142,7 @@ class SearchRequest:
                 f"`global_batch` {self.global_batch} was given; a step needs at least one sample, "
                 "so use `global_batch` 1 or more"
             )
-        for name in ("dp", "tp", "pp", "vpp", "cp", "rp", "microbatch_size"):
+        for name in ("dp", "tp", "pp", "vpp", "cp", "rp", "ep", "microbatch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise LayoutError(

@@ -12,7 +12,7 @@ from search.branch_and_bound import BranchAndBound, EvaluatedPlan, Node, Wave
 from search.candidates import Candidates
 from search.partition.chain_problem import InfeasibleStage
 from search.request import Certificate, SearchRequest
-from search.space.configuration import Configuration
+from search.space.configuration import BlockSizes, Configuration
 from search.stages.stage_table import StageTable, TableKey
 
 _BOUNDARIES_PROOF = {
@@ -67,6 +67,10 @@ class WarmStart:
         self.bounds[key] = max(bound, self.bounds.get(key, 0.0))
 
 
+OfBlocks = tuple[int, int, int, int]
+"""Degrees that blocks' programs depend on (`BlockSizes.degrees`)."""
+
+
 @dataclass(kw_only=True)
 class SearchState(BranchAndBound):
     """A branch and bound over the plans of one request.
@@ -79,9 +83,9 @@ class SearchState(BranchAndBound):
         every_size: whether larger microbatches are tried even where they are no faster.
         warm_start: bounds and plans of earlier searches under more memory.
         num_other_partitions: plans evaluated beside the best partition of a configuration.
-        per_sample_s: least seconds of one sample through all blocks, by (cp, tp).
+        per_sample_s: least seconds of one sample through all blocks, by the sizes of blocks.
         least_per_sample_s: the same, with layouts that were pruned before they were priced.
-        skipped_sizes: (cp, tp, microbatch size) that a rule left out.
+        skipped_sizes: sizes of blocks that a rule left out.
         num_too_large: partitions that did not fit, and configurations without any that does.
     """
 
@@ -92,9 +96,9 @@ class SearchState(BranchAndBound):
     every_size: bool = False
     warm_start: WarmStart = field(default_factory=WarmStart)
     num_other_partitions: int = 0
-    per_sample_s: dict[tuple[int, int], float] = field(default_factory=dict)
-    least_per_sample_s: dict[tuple[int, int], float] = field(default_factory=dict)
-    skipped_sizes: set[tuple[int, int, int]] = field(default_factory=set)
+    per_sample_s: dict[OfBlocks, float] = field(default_factory=dict)
+    least_per_sample_s: dict[OfBlocks, float] = field(default_factory=dict)
+    skipped_sizes: set[BlockSizes] = field(default_factory=set)
     num_too_large: int = 0
     _bounds: dict[TableKey, TableBounds] = field(default_factory=dict)
     """Bounds of each table's configurations."""
@@ -142,8 +146,8 @@ class SearchState(BranchAndBound):
 Outcomes = Iterator[Node[SearchState] | EvaluatedPlan]
 """What a node is refined to."""
 
-# Waves, in the order of the search. Plans without cp come before those with it, and plans without
-# a pipeline before those with one: they are the quicker to evaluate. What closes the gap of
+# Waves, in the order of the search. Plans without cp and ep come before those with them, and plans
+# without a pipeline before those with one: they are the quicker to evaluate. What closes the gap of
 # evaluated configurations, and what mixes the meshes of stages, needs a good plan to prune with.
 PLACEMENTS: Wave = (0,)
 PARTITIONS: Wave = (2,)
@@ -151,16 +155,21 @@ MIXES: Wave = (3,)
 MIXED_PARTITIONS: Wave = (4,)
 
 
-def degrees_wave(cp: int) -> Wave:
-    """Return the wave of all shapes with or without cp."""
-    return (int(cp > 1),)
+def _is_late(sizes: BlockSizes) -> int:
+    return int(sizes.cp > 1 or sizes.ep > 1)
 
 
-def sizes_wave(cp: int, tp: int) -> Wave:
+def degrees_wave(sizes: BlockSizes) -> Wave:
+    """Return the wave of all shapes with or without cp and ep."""
+    return (_is_late(sizes),)
+
+
+def sizes_wave(sizes: BlockSizes) -> Wave:
     """Return the wave in which the microbatch sizes of these degrees are priced."""
-    return (int(cp > 1), 0, cp, tp, 0)
+    return (_is_late(sizes), 0, *sizes.degrees, 0)
 
 
-def shapes_wave(cp: int, tp: int, pp: int) -> Wave:
+def shapes_wave(sizes: BlockSizes, pp: int) -> Wave:
     """Return the wave of these degrees' configurations."""
-    return (int(cp > 1), 0, cp, tp, 1) if pp == 1 else (int(cp > 1), 1)
+    late = _is_late(sizes)
+    return (late, 0, *sizes.degrees, 1) if pp == 1 else (late, 1)

@@ -77,6 +77,13 @@ class Question:
             rich_help_panel=CHOICES,
         ),
     ] = None
+    ep: Annotated[
+        int | None,
+        typer.Option(
+            help="Fix the expert-parallel degree: ranks of a stage that share its experts.",
+            rich_help_panel=CHOICES,
+        ),
+    ] = None
     microbatch_size: Annotated[
         int | None, typer.Option(help="Fix samples per microbatch.", rich_help_panel=CHOICES)
     ] = None
@@ -208,6 +215,7 @@ class Question:
             vpp=self.vpp,
             cp=self.cp,
             rp=self.rp,
+            ep=self.ep,
             microbatch_size=self.microbatch_size,
             schedule=self.schedule,
             zero=self.zero,

@@ -139,6 +139,11 @@ CHOICES = (
         meaning="GPUs that share one long sequence, each some of its tokens.",
     ),
     Field(
+        name="ep", label="Expert parallel", flag="--ep", values=_DEGREES,
+        meaning="GPUs of a stage that share its experts: rows go to the experts that a router "
+        "picks, and back. It adds no GPUs to those of the other degrees.",
+    ),
+    Field(
         name="microbatch_size", label="Samples of a microbatch", flag="--microbatch-size",
         values=("", "1", "2", "4", "8", "16"),
         meaning="A replica's samples are computed so many at a time. Larger ones are faster on the "

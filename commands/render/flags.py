@@ -20,6 +20,7 @@ SPELLINGS = {
     "vpp": "--vpp",
     "cp": "--cp",
     "rp": "--rp",
+    "ep": "--ep",
     "microbatch_size": "--microbatch-size",
     "schedule": "--schedule",
     "zero": "--zero",

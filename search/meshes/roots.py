@@ -30,7 +30,7 @@ from search.meshes.interleaved_mixes import InterleavedMixNode, even_mixes
 from search.meshes.mix import Member, Mix
 from search.meshes.mix_node import MixNode
 from search.search_state import MIXES, PLACEMENTS, Outcomes, SearchState
-from search.space.configuration import Configuration, Shape
+from search.space.configuration import BlockSizes, Configuration, Shape
 from search.stages.stage_table import StageTable
 
 
@@ -182,12 +182,12 @@ def _mixes_node(
 
 
 def _mixable(
-    shapes: Sequence[Shape], skipped_sizes: Set[tuple[int, int, int]] = frozenset()
+    shapes: Sequence[Shape], skipped_sizes: Set[BlockSizes] = frozenset()
 ) -> Iterator[list[Shape]]:
     """Yield shapes that stages of one plan may have, together."""
     groups: dict[tuple[OwnSizes, int, int], list[Shape]] = {}
     for shape in shapes:
-        size = shape.cp, shape.tp, shape.microbatch_size
+        size = shape.block_sizes
         if shape.pp > 1 and size not in skipped_sizes:
             key = _common_sizes(shape.degrees), shape.pp, shape.num_microbatches
             groups.setdefault(key, []).append(shape)
@@ -218,7 +218,7 @@ def _members_on_groups(
     """Yield every choice of a layout for each shape that has any: a member on each group."""
     by_shape: list[list[tuple[Shape, Mapping[str, StageTable]]]] = []
     for shape in shapes:
-        found = search.candidates.tables_of_groups(shape.tp, shape.microbatch_size, shape.cp)
+        found = search.candidates.tables_of_groups(*shape.block_sizes)
         # A shape that no layout divides takes no part; the others may still be mixed.
         by_shape += [[(shape, tables) for tables in found]] if found else []
     for chosen in product(*by_shape) if by_shape else ():
@@ -234,7 +234,7 @@ def _members(search: SearchState, group: Sequence[Shape]) -> Iterator[tuple[Memb
     by_shape = [
         [
             Member(configuration=_any_configuration(shape), table=table)
-            for table in search.candidates.tables(shape.tp, shape.microbatch_size, shape.cp)
+            for table in search.candidates.tables(*shape.block_sizes)
         ]
         for shape in group
     ]

@@ -10,7 +10,7 @@ from search.branch_and_bound import EvaluatedPlan, evaluated_plan
 from search.candidates import Candidates
 from search.partition.chain_dp import smallest_peak
 from search.priced_configuration import PricedConfiguration
-from search.search_state import SearchState
+from search.search_state import OfBlocks, SearchState
 from search.space.configuration import Configuration, Shape
 from search.stages.stage_table import StageTable, TableKey
 
@@ -97,12 +97,12 @@ def _by_least_bytes(
 
     Raises LayoutError where no layout does what is asked.
     """
-    least: dict[tuple[int, int], int] = {}
+    least: dict[OfBlocks, int] = {}
     for shape in shapes:
-        key = (shape.tp, shape.cp)
+        key = shape.block_sizes.degrees
         least[key] = min(shape.microbatch_size, least.get(key, shape.microbatch_size))
     # Activations grow with the microbatch, all else stays.
-    small = [shape for shape in shapes if shape.microbatch_size == least[shape.tp, shape.cp]]
+    small = [shape for shape in shapes if shape.microbatch_size == least[shape.block_sizes.degrees]]
     every = [configuration for shape in small for configuration in shape.configurations()]
     # Interleaved stages never need less than the same pipeline without: they are the last resort.
     plain = [configuration for configuration in every if configuration.vpp == 1] or every
@@ -115,11 +115,9 @@ def _by_least_bytes(
             table,
         )
         for order, configuration in enumerate(plain)
-        for table in candidates.tables(
-            configuration.tp, configuration.microbatch_size, configuration.cp
-        )
+        for table in candidates.tables(*configuration.block_sizes)
     ]
     if not tries:
-        assert candidates.layouts.why_no_cp is not None, "only cp can leave no layout"
-        raise candidates.layouts.why_no_cp
+        assert candidates.layouts.why_none is not None, "only cp and ep can leave no layout"
+        raise candidates.layouts.why_none
     return sorted(tries, key=lambda entry: entry[:2])

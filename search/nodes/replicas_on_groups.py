@@ -59,8 +59,10 @@ class ReplicasOnGroupsNode(Node[SearchState]):
     def refine(self, search: SearchState) -> Outcomes:
         """Yield the shares of each shape under each layout."""
         for shape in self.shapes:
+            if shape.ep > 1:  # ranks of one exchange would differ in speed
+                continue
             replicas = _replicas(shape, self.groups)
-            size = shape.tp, shape.microbatch_size, shape.cp
+            size = shape.block_sizes
             for tables in search.candidates.tables_of_parts(*size, pp=shape.pp):
                 node = ReplicasNode(
                     bound=0.0, wave=self.wave, shape=shape, tables=tables, replicas=replicas

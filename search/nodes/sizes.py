@@ -1,7 +1,7 @@
 """Nodes of the bound phase: degrees, their microbatch sizes, and the layouts of each size.
 
-    DegreesNode    all shapes without cp (or all with cp)
-      SizesNode    the microbatch sizes of one (cp, tp), ascending: layouts are found and priced
+    DegreesNode    all shapes without cp and ep (or all with one of them)
+      SizesNode    the microbatch sizes of one (ep, cp, tp), ascending: layouts are found and priced
         ShapeNode  one shape with one layout (`configurations`)
 
 A layout is looked at only as closely as it takes to prune it (`layout_candidates`).
@@ -13,28 +13,36 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from planner.deadline import is_late
-from search.branch_and_bound import BEATEN, Node
+from search.branch_and_bound import BEATEN, Node, Wave
 from search.nodes.configurations import ShapeNode
-from search.search_state import Outcomes, SearchState, degrees_wave, shapes_wave, sizes_wave
+from search.search_state import (
+    OfBlocks,
+    Outcomes,
+    SearchState,
+    degrees_wave,
+    shapes_wave,
+    sizes_wave,
+)
 from search.space.configuration import Shape
 from search.stages.layout_candidates import LayoutCandidate, worth_trying
 from search.stages.stage_table import StageTable
 
 TOO_LARGE = "memory: a smaller microbatch does not fit either"
 NO_FASTER = "microbatch: a smaller one is as fast per sample"
-NO_CP = "layout: cp cannot divide what blocks do"
+NO_LAYOUT = "layout: cp or ep cannot divide what blocks do"
 NO_ZERO_STAGE = "memory: parameters or one block alone"
 
 Sizes = tuple[tuple[Shape, ...], ...]
-"""Shapes of equal cp and tp: a tuple for each microbatch size, ascending."""
+"""Shapes of equal ep, cp and tp: a tuple for each microbatch size, ascending."""
 
 
 def degrees_nodes(shapes: Sequence[Shape]) -> Iterator[DegreesNode]:
-    """Yield the roots of a search: shapes without cp, then shapes with it."""
-    for with_cp in (False, True):
-        some = tuple(shape for shape in shapes if (shape.cp > 1) == with_cp)
-        if some:
-            yield DegreesNode(bound=0.0, wave=degrees_wave(some[0].cp), shapes=some)
+    """Yield the roots of a search: shapes without cp and ep, then shapes with one of them."""
+    groups: dict[Wave, list[Shape]] = {}
+    for shape in shapes:
+        groups.setdefault(degrees_wave(shape.block_sizes), []).append(shape)
+    for wave in sorted(groups):
+        yield DegreesNode(bound=0.0, wave=wave, shapes=tuple(groups[wave]))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,24 +52,27 @@ class DegreesNode(Node[SearchState]):
     shapes: tuple[Shape, ...]
 
     def refine(self, search: SearchState) -> Outcomes:
-        """Yield the microbatch sizes of each (cp, tp)."""
-        groups: dict[tuple[int, int], dict[int, list[Shape]]] = {}
+        """Yield the microbatch sizes of each (ep, cp, tp)."""
+        groups: dict[OfBlocks, dict[int, list[Shape]]] = {}
         for shape in self.shapes:
-            of_degrees = groups.setdefault((shape.cp, shape.tp), {})
+            of_degrees = groups.setdefault(shape.block_sizes.degrees, {})
             of_degrees.setdefault(shape.microbatch_size, []).append(shape)
-        for (cp, tp), by_size in sorted(groups.items()):
+        for (ep, cp, tp, etp), by_size in sorted(groups.items()):
             sizes = tuple(tuple(by_size[size]) for size in sorted(by_size))
             search.num_considered += _count(sizes)
-            # cp divides at best all that blocks do without it.
-            is_known = cp > 1 and not search.candidates.across_samples
-            per_sample_s = search.least_per_sample_s.get((1, tp), 0.0) if is_known else 0.0
+            # cp divides at best all that blocks do without it. (ep also spares a rank the reading
+            # of other experts' matrices: what it leaves is not known from the work without it.)
+            is_known = cp > 1 and ep == 1 and not search.candidates.across_samples
+            without = 1, 1, tp, etp
+            per_sample_s = search.least_per_sample_s.get(without, 0.0) if is_known else 0.0
             bounds = tuple(_least_step_s(shapes, per_sample_s) for shapes in sizes)
-            yield SizesNode(bound=min(bounds), wave=sizes_wave(cp, tp), sizes=sizes, bounds=bounds)
+            wave = sizes_wave(sizes[0][0].block_sizes)
+            yield SizesNode(bound=min(bounds), wave=wave, sizes=sizes, bounds=bounds)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SizesNode(Node[SearchState]):
-    """Microbatch sizes of one (cp, tp), ascending, with the bound of each.
+    """Microbatch sizes of one (ep, cp, tp), ascending, with the bound of each.
 
     They are priced in this order, and no further once a size cannot fit however its blocks are
     split, or is no faster per sample than a smaller one (larger ones only fill the pipeline less).
@@ -79,7 +90,8 @@ class SizesNode(Node[SearchState]):
     def label(self) -> str:
         """What is priced."""
         shape = self.sizes[0][0]
-        return f"pricing tp={shape.tp}, microbatch size {shape.microbatch_size * shape.unit}"
+        ep = f"ep={shape.ep}, " if shape.ep > 1 else ""
+        return f"pricing {ep}tp={shape.tp}, microbatch size {shape.microbatch_size * shape.unit}"
 
     def refine(self, search: SearchState) -> Outcomes:
         """Yield the shapes of the smallest size with each layout, and the larger sizes."""
@@ -94,21 +106,22 @@ class SizesNode(Node[SearchState]):
         if rule:
             search.prune(rule, _count(rest))
             # Mixes of meshes leave out the same sizes.
-            search.skipped_sizes |= {_degrees_and_size(some[0]) for some in rest}
+            search.skipped_sizes |= {some[0].block_sizes for some in rest}
         else:
             bounds = self.bounds[1:]
             yield replace(self, sizes=rest, bounds=bounds, bound=min(bounds))
 
 
 def _shape_nodes(search: SearchState, shapes: Sequence[Shape]) -> Generator[ShapeNode, None, str]:
-    """Find layouts of shapes of equal cp, tp and microbatch size; yield each shape with each layout
+    """Find layouts of shapes of equal sizes of blocks; yield each shape with each layout
     that may fit. Return the rule by which no larger size need be tried, empty if one must.
     """
     count = _count([shapes])
-    cp, tp, size = _degrees_and_size(shapes[0])
+    sizes = shapes[0].block_sizes
+    degrees, size = sizes.degrees, sizes.microbatch_size
     layouts = _layouts(search, shapes)
     if not layouts:
-        search.prune(NO_CP, count)
+        search.prune(NO_LAYOUT, count)
         return ""
     beaten = [layout for layout in layouts if _is_enough(search, shapes, layout)]
     tables = worth_trying(layout.table for layout in layouts if layout not in beaten)
@@ -117,7 +130,7 @@ def _shape_nodes(search: SearchState, shapes: Sequence[Shape]) -> Generator[Shap
     for layout in beaten:
         for shape in shapes:
             bound = layout.least_step_s(shape)
-            wave = shapes_wave(cp, tp, shape.pp)
+            wave = shapes_wave(sizes, shape.pp)
             yield ShapeNode(bound=bound, wave=wave, shape=shape, find_table=layout.find_table)
     fits, seconds = bool(beaten), float("inf")
     for table in tables:
@@ -131,10 +144,10 @@ def _shape_nodes(search: SearchState, shapes: Sequence[Shape]) -> Generator[Shap
     # Bounds of shapes with cp stand on it, so layouts that
     # were pruned unpriced count by their bound.
     least = min([seconds, *(layout.least_s / size for layout in beaten)])
-    least_before = search.least_per_sample_s.get((cp, tp), float("inf"))
-    search.least_per_sample_s[cp, tp] = min(least, least_before)
-    before = search.per_sample_s.get((cp, tp), float("inf"))
-    search.per_sample_s[cp, tp] = min(seconds, before)
+    least_before = search.least_per_sample_s.get(degrees, float("inf"))
+    search.least_per_sample_s[degrees] = min(least, least_before)
+    before = search.per_sample_s.get(degrees, float("inf"))
+    search.per_sample_s[degrees] = min(seconds, before)
     if search.candidates.across_samples:
         # A batch of one microbatch has a size for each dp: no size stands for another.
         return ""
@@ -153,9 +166,8 @@ def _layouts(search: SearchState, shapes: Sequence[Shape]) -> tuple[LayoutCandid
     A kind whose first candidate is beaten stands for the kinds after it. So does the first kind
     once the time limit has passed: it is quick, and has a bound that tells what is left open.
     """
-    cp, tp, size = _degrees_and_size(shapes[0])
     layouts: tuple[LayoutCandidate, ...] = ()
-    for layouts in search.candidates.layouts.at(tp, size, cp).kinds():
+    for layouts in search.candidates.layouts.at(*shapes[0].block_sizes).kinds():
         if layouts and _is_enough(search, shapes, layouts[0]):
             break
     return layouts
@@ -188,7 +200,7 @@ def _shape_node(search: SearchState, shape: Shape, table: StageTable) -> ShapeNo
         return None
     return ShapeNode(
         bound=bounds.least_step_of_shape(shape),
-        wave=shapes_wave(shape.cp, shape.tp, shape.pp),
+        wave=shapes_wave(shape.block_sizes, shape.pp),
         shape=replace(shape, zeros=zeros),
         find_table=lambda: table,
     )
@@ -201,11 +213,10 @@ def _larger_may_fit(search: SearchState, shapes: Sequence[Shape]) -> bool:
     once nothing has fitted at all, where this size is not more than twice too large.
     """
     first = shapes[0]
-    degrees = first.tp, first.microbatch_size, first.cp
     if search.every_size:
-        tables, enough = search.candidates.tables(*degrees), 2 * search.memory_limit_bytes
+        tables, enough = search.candidates.tables(*first.block_sizes), 2 * search.memory_limit_bytes
     else:
-        tables = search.candidates.layouts.at(*degrees).leanest if first.tp > 1 else ()
+        tables = search.candidates.layouts.at(*first.block_sizes).leanest if first.tp > 1 else ()
         enough = search.memory_limit_bytes
     return any(
         search.bounds(table).least_peak_bytes(configuration) <= enough
@@ -228,7 +239,3 @@ def _least_step_s(shapes: Sequence[Shape], per_sample_s: float) -> float:
 
 def _count(sizes: Sequence[Sequence[Shape]]) -> int:
     return sum(shape.num_configurations for shapes in sizes for shape in shapes)
-
-
-def _degrees_and_size(shape: Shape) -> tuple[int, int, int]:
-    return shape.cp, shape.tp, shape.microbatch_size

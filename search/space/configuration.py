@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
-from planner.language.layout.axes import Degrees
+from planner.language.layout.axes import FOLDED, Degrees
 from planner.language.plan import Recompute
 from planner.language.plan.replication import Replication
 from planner.language.plan.spelled import spell_choices
@@ -20,11 +20,38 @@ from planner.language.schedule.job_order import JobOrder
 RECOMPUTE_CHOICES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
+class BlockSizes(NamedTuple):
+    """What the programs of blocks, and so their layouts and tables, depend on beside the model."""
+
+    tp: int
+    """Parts of parameters and heads."""
+    microbatch_size: int
+    """Samples of a microbatch in each part that the batch axes cut."""
+    cp: int = 1
+    """Parts of every sequence."""
+    ep: int = 1
+    """Parts of the experts."""
+    etp: int = 1
+    """Parts of each expert's matrices."""
+
+    @property
+    def degrees(self) -> tuple[int, int, int, int]:
+        """All but the microbatch size, in the order in which searches open them."""
+        return self.ep, self.cp, self.tp, self.etp
+
+
 class _OnMesh:
     """Names for sizes of a stage's mesh."""
 
     __slots__ = ()
     degrees: Degrees
+    microbatch_size: int
+
+    @property
+    def block_sizes(self) -> BlockSizes:
+        """What names the tables that hold its blocks' prices."""
+        of = self.degrees
+        return BlockSizes(of["tp"], self.microbatch_size, of["cp"], of["ep"], of["etp"])
 
     @property
     def batch_parts(self) -> int:
@@ -40,6 +67,11 @@ class _OnMesh:
     def tp(self) -> int:
         """Parts of parameters and heads."""
         return self.degrees["tp"]
+
+    @property
+    def ep(self) -> int:
+        """Parts of the experts."""
+        return self.degrees["ep"]
 
 
 class Pipeline(NamedTuple):
@@ -128,6 +160,7 @@ class Configuration(_OnMesh):
         sizes["pp"] = self.pp
         if self.device_groups:
             sizes["pp"] = f"{self.pp} on {'/'.join(self.device_groups)}"
+        sizes |= {axis.name: self.degrees[axis.name] for axis in FOLDED}
         return spell_choices(
             sizes, self.vpp, (self.num_microbatches, self.microbatch_size * self.unit),
             self.schedule, self.zero, self.recompute,

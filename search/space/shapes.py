@@ -36,6 +36,7 @@ from planner.language.layout.axes import (
     split_axes,
 )
 from planner.language.layout.class_layout import MOST
+from planner.language.lowering.experts import check_experts, experts_of
 from planner.language.plan.replication import why_no_zero
 from planner.language.schedule import find_schedule
 from planner.language.schedule.registry import DEFAULT_SCHEDULE, searched_schedules
@@ -91,7 +92,28 @@ class Space:
                 others = left // pp
                 fits = left % pp == 0 and others in self.request.values(rest.name, (others,))
                 if fits:
-                    yield Degrees(**sizes, **{rest.name: others}), pp
+                    degrees = Degrees(**sizes, **{rest.name: others})
+                    for ep, etp in self._experts(degrees):
+                        yield degrees.with_sizes(ep=ep, etp=etp), pp
+
+    def _experts(self, degrees: Degrees) -> Iterator[tuple[int, int]]:
+        """Yield (ep, etp) of a stage's mesh. Of an expert's matrices ranks of tp each have a part,
+        or all of them: as the layout on tp says, so each is tried.
+        """
+        # (Stages with meshes of their own share no mesh of experts.)
+        number = experts_of(self.graph) if self.request.meshes == "same" else 1
+        for ep in self.request.values("ep", divisors(number)):
+            if ep == 1:
+                yield 1, 1
+                continue
+            for etp in sorted({1, degrees["tp"]}):
+                try:
+                    check_experts(self.graph, degrees.with_sizes(ep=ep, etp=etp))
+                except LayoutError as error:
+                    self.reasons.setdefault("ep divides experts and ranks", str(error))
+                    continue
+                if self._expresses("ep", ep) and (etp == 1 or self._expresses("etp", etp)):
+                    yield ep, etp
 
     def _of(self, axes: list[Axis], before: dict[str, int]) -> Iterator[dict[str, int]]:
         """Yield the sizes of `axes` in all ways, with those chosen `before` them."""
@@ -240,6 +262,8 @@ class Space:
         zeros = request.values("zero", self._searched_zeros)
         if self._no_zero and shards > 1 and any(zeros):
             self.reasons.setdefault("zero takes one real dtype a block", self._no_zero)
+            zeros = [zero for zero in zeros if zero == 0]
+        if degrees["ep"] > 1 and self.expressed is None:
             zeros = [zero for zero in zeros if zero == 0]
         zeros = self._zeros_of_stack(zeros, degrees, pp, recompute)
         # FSDP2 takes parameters that one axis cuts (`planner.runtime.state.zero`).

@@ -26,12 +26,13 @@ from costmodel.time.block.program import accumulate_seconds
 from costmodel.topology import replica_mesh
 from planner.errors import LayoutError
 from planner.language.layout.axes import Degrees, lowered_axes, split_axes
+from planner.language.lowering.experts import check_rows
 from planner.language.lowering.propagate import propagate_on
 from planner.language.plan import ClassLayout, Precision
 from planner.language.stacks import Expressed
 from search.op_layout.front import Layouts
 from search.op_layout.layouts import LayoutSolver, SizedLayouts
-from search.space.configuration import Shape
+from search.space.configuration import BlockSizes, Shape
 from search.stages.stage_table import StageTable
 
 Solve = Callable[[], Sequence[Layouts]]
@@ -74,8 +75,7 @@ class LayoutCandidates:
         on_host: what plans put on the host.
         given: sizes on axes that a search does not try, as the request gives them.
         expressed: what the stack expresses that plans are for; None: everything.
-        why_no_cp: why an axis outside tp cannot divide the blocks of the last layout without a
-            table.
+        why_none: why an axis beside tp cannot divide the blocks of the last layout without a table.
     """
 
     solver: LayoutSolver
@@ -84,19 +84,20 @@ class LayoutCandidates:
     on_host: OnHost = NOTHING
     given: Degrees = field(default_factory=Degrees)
     expressed: Expressed | None = None
-    why_no_cp: LayoutError | None = None
-    _sized: dict[tuple[int, int, int], SizedCandidates] = field(default_factory=dict)
-    """Candidates by tp, microbatch size and cp."""
+    why_none: LayoutError | None = None
+    _sized: dict[BlockSizes, SizedCandidates] = field(default_factory=dict)
     _accumulate_s: dict[bool, float] = field(default_factory=dict)
     """Seconds of adding up gradients, by whether an axis cuts parameters."""
 
-    def at(self, tp: int, microbatch_size: int, cp: int = 1) -> SizedCandidates:
-        """Return those of a tp, a cp and a microbatch size."""
-        key = tp, microbatch_size, cp
+    def at(
+        self, tp: int, microbatch_size: int, cp: int = 1, ep: int = 1, etp: int = 1
+    ) -> SizedCandidates:
+        """Return those of some sizes of blocks."""
+        key = BlockSizes(tp, microbatch_size, cp, ep, etp)
         if key not in self._sized:
             self._sized[key] = SizedCandidates(
                 candidates=self,
-                degrees=replica_mesh(self.given.with_sizes(tp=tp, cp=cp)),
+                degrees=replica_mesh(self.given.with_sizes(tp=tp, cp=cp, ep=ep, etp=etp)),
                 microbatch_size=microbatch_size,
             )
         return self._sized[key]
@@ -146,10 +147,17 @@ class SizedCandidates:
 
     candidates: LayoutCandidates
     degrees: Degrees
-    """Sizes on the axes that blocks are lowered on."""
+    """Sizes on the axes that blocks are lowered on, and of the experts' mesh."""
     microbatch_size: int
     _table_of: dict[tuple[ClassLayout, ...], StageTable] = field(default_factory=dict)
     """Every table, by layouts on tp."""
+
+    @property
+    def _adds_ops(self) -> bool:
+        """Whether blocks take at least the sum of their ops as the solver prices them. With a part
+        of the experts ops read less of their matrices than that.
+        """
+        return self.candidates.costs.adds_ops and self.degrees["ep"] == 1
 
     @property
     def optimistic(self) -> LayoutCandidate:
@@ -175,7 +183,7 @@ class SizedCandidates:
         """Yield candidates kind by kind, each more costly to find than the kind before; none where
         cp cannot divide their blocks.
         """
-        if self.candidates.costs.adds_ops:
+        if self._adds_ops:
             if self.degrees["cp"] == 1 < self.degrees["tp"]:
                 # Sums of ops alone bound a layout only where the runtime runs ops one by one.
                 yield (self.optimistic,)
@@ -203,9 +211,10 @@ class SizedCandidates:
             of = self.candidates
             try:
                 layouts = self._with_outer(by_class)
+                self._check_experts(layouts)
                 self._check_expressed(layouts)
             except LayoutError as error:
-                of.why_no_cp = error
+                of.why_none = error
                 return None
             self._table_of[by_class] = StageTable(
                 costs=of.costs,
@@ -216,6 +225,15 @@ class SizedCandidates:
                 on_host=of.on_host,
             )
         return self._table_of[by_class]
+
+    def _check_experts(self, layouts: tuple[ClassLayout, ...]) -> None:
+        """Raise LayoutError where experts do not lie on ep under the layouts."""
+        if self.degrees["ep"] == 1:
+            return
+        for index, program in enumerate(self.candidates.costs.graph.classes):
+            own = tuple(layout for layout in layouts if layout.class_index == index)
+            check_rows(program, {layout.axis: layout for layout in own}, self.degrees)
+            self.candidates.costs.local(index, self.microbatch_size, self.degrees, own)
 
     def _check_expressed(self, layouts: tuple[ClassLayout, ...]) -> None:
         """Raise LayoutError where the stack has other layouts on the mesh."""
@@ -262,7 +280,7 @@ class SizedCandidates:
             if self.candidates.expressed is None:
                 raise
             # No rule of some op splits it as the stack does.
-            self.candidates.why_no_cp = error
+            self.candidates.why_none = error
             return {}
 
     def _priced(self, solve: Solve) -> tuple[LayoutCandidate, ...]:
@@ -271,11 +289,11 @@ class SizedCandidates:
             table = self._table(by_class)
             if table is None:
                 continue
-            if self.candidates.costs.adds_ops:
+            if self._adds_ops:
                 candidates.append(self.candidates.candidate(_always(table), self.degrees, seconds))
             else:
-                # Where ops are fused or collectives overlap, the table's own price is the bound;
-                # gradient sums are in it.
+                # Where ops are fused, collectives overlap, or a rank has a part of the experts, the
+                # table's own price is the bound; gradient sums are in it.
                 whole_s = float((table.forward_s + table.backward_s).sum())
                 candidates.append(
                     LayoutCandidate(find_table=_always(table), least_s=whole_s, accumulate_s=0.0)

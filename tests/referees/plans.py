@@ -60,7 +60,7 @@ def num_answers(graph: ModelGraph, machine, request: SearchRequest) -> int:
     total, n = 0, len(graph.blocks)
     for shape in candidates.shapes(request):
         choices = recompute_choices(shape.recompute)
-        tables = candidates.tables(shape.tp, shape.microbatch_size, shape.cp)
+        tables = candidates.tables(*shape.block_sizes)
         for configuration, table in product(shape.configurations(), tables):
             if configuration.vpp > 1:
                 most = candidates.interleaved(configuration, table).levels.most
@@ -100,9 +100,7 @@ def every_answer(graph: ModelGraph, machine, request: SearchRequest) -> Iterator
     candidates = Candidates.of(graph, machine, request)
     for shape in candidates.shapes(request):
         for configuration in shape.configurations():
-            for table in candidates.tables(
-                configuration.tp, configuration.microbatch_size, configuration.cp
-            ):
+            for table in candidates.tables(*configuration.block_sizes):
                 choices = recompute_choices(configuration.recompute)
                 tries: list[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]] = []
                 if configuration.vpp == 1:

@@ -23,6 +23,7 @@ from planner.language.graph import ModelGraph
 from search import SearchRequest, find_plan
 from tests.builders import PlainGPT, gpt_batch, tiny_models
 from tests.captures import capture_module
+from tests.experts import RoutedGPT
 from tests.referees.plans import (
     best_within,
     check_against,
@@ -67,13 +68,15 @@ SHAPES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-ATTENTION = "attention"
+ATTENTION, EXPERTS = "attention", "experts"
 
 
 @cache
 def graph_of(name: str) -> ModelGraph:
     if name == ATTENTION:
         return capture_module(PlainGPT(layers=2), gpt_batch(2), gpt_batch(3), name=name)
+    if name == EXPERTS:
+        return capture_module(RoutedGPT(layers=2), gpt_batch(2), gpt_batch(3), name=name)
     batch = tiny_models()["mlp"].batch
     return capture_module(SHAPES[name](), batch(2), batch(3), name=name)
 
@@ -109,6 +112,8 @@ def random_instance(rng: np.random.Generator, names: list[str]) -> Instance:
     graph = graph_of(name)
     if name == ATTENTION:
         allow += [("cp", "1"), ("cp", "2")]
+    if name == EXPERTS:
+        allow += [("ep", "1"), ("ep", "2"), ("ep", "4")]
     for most_pp in (4, 3, 2):
         pps = [("pp", str(pp)) for pp in range(1, most_pp + 1)]
         request = SearchRequest(
@@ -127,6 +132,10 @@ PARTS = 10
     ("instances", "names", "seed"),
     [
         pytest.param(2, ["uneven", "tied"], 31, id="quick"),
+        pytest.param(2, [EXPERTS], 5, id="experts"),
+        pytest.param(
+            60, [EXPERTS], 6, marks=[pytest.mark.slow, pytest.mark.timeout(3000)], id="many experts"
+        ),
         *(
             pytest.param(
                 500 // PARTS,

@@ -23,7 +23,7 @@ AXIS_WORDS = {
 
 def degrees_spelled(plan: Plan) -> str:
     """Return the degrees above 1: ``dp 4 x pp 2``."""
-    return spell_degrees({**plan.degrees, "pp": plan.pp})
+    return spell_degrees({**plan.degrees.sizes, "pp": plan.pp})
 
 
 def plan_sentence(plan: Plan, overview: Overview) -> str:

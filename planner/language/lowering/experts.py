@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from math import ceil
+from math import ceil, gcd
 
 from planner.errors import LayoutError
 from planner.language.graph import ModelGraph, Op, Program, Ref, TensorMeta, map_refs
@@ -71,6 +71,16 @@ def _stacked(program: Program) -> Iterator[str]:
             meta = program.tensor[source.get(name, name)]
             if name in source and len(meta.shape) > 2:
                 yield meta.fqn or meta.name
+
+
+def experts_of(graph: ModelGraph) -> int:
+    """Return the largest number that divides the experts of each block that has some; 1 without."""
+    numbers = [
+        program.tensor[name].shape_at(1)[0]
+        for program in graph.classes
+        for name in expert_params(program)
+    ]
+    return gcd(*numbers) or 1
 
 
 def expert_params(program: Program) -> frozenset[str]:
