@@ -72,10 +72,10 @@ class Candidates:
     cuts: tuple[int, ...] = ()
     split_rank: int | None = None
     expressed: Expressed | None = None
-    _group_tables: dict[tuple[int, int, int], tuple[Mapping[str, StageTable], ...]] = field(
+    _group_tables: dict[BlockSizes, tuple[Mapping[str, StageTable], ...]] = field(
         default_factory=dict
     )
-    """Tables of each layout on each group of devices, by tp, microbatch size and cp."""
+    """Tables of each layout on each group of devices."""
     _even_cuts: dict[tuple[TableKey, int], tuple[int, ...]] = field(default_factory=dict)
     """The most even stage boundaries, by table and number of stages."""
     _even_stages: dict[tuple[TableKey, str, int, int, bool], EvenCut] = field(default_factory=dict)

@@ -36,7 +36,7 @@ from planner.language.layout.axes import (
     split_axes,
 )
 from planner.language.layout.class_layout import MOST
-from planner.language.lowering.experts import check_experts, experts_of
+from planner.language.lowering.experts import check_experts_mesh, check_experts_parts, experts_of
 from planner.language.plan.replication import why_no_zero
 from planner.language.schedule import find_schedule
 from planner.language.schedule.registry import DEFAULT_SCHEDULE, searched_schedules
@@ -100,20 +100,30 @@ class Space:
         """Yield (ep, etp) of a stage's mesh. Of an expert's matrices ranks of tp each have a part,
         or all of them: as the layout on tp says, so each is tried.
         """
+        for ep in self._searched_ep:
+            for etp in (1,) if ep == 1 else sorted({1, degrees["tp"]}):
+                try:
+                    check_experts_mesh(degrees.with_sizes(ep=ep, etp=etp))
+                except LayoutError as error:
+                    self.reasons.setdefault("ep divides the ranks", str(error))
+                    continue
+                if self._expresses("ep", ep) and self._expresses("etp", etp):
+                    yield ep, etp
+
+    @cached_property
+    def _searched_ep(self) -> list[int]:
+        """Return the sizes of ep to try."""
         # (Stages with meshes of their own share no mesh of experts.)
         number = experts_of(self.graph) if self.request.meshes == "same" else 1
+        found = []
         for ep in self.request.values("ep", divisors(number)):
-            if ep == 1:
-                yield 1, 1
+            try:
+                check_experts_parts(self.graph, ep)
+            except LayoutError as error:
+                self.reasons.setdefault("ep divides experts", str(error))
                 continue
-            for etp in sorted({1, degrees["tp"]}):
-                try:
-                    check_experts(self.graph, degrees.with_sizes(ep=ep, etp=etp))
-                except LayoutError as error:
-                    self.reasons.setdefault("ep divides experts and ranks", str(error))
-                    continue
-                if self._expresses("ep", ep) and (etp == 1 or self._expresses("etp", etp)):
-                    yield ep, etp
+            found.append(ep)
+        return found
 
     def _of(self, axes: list[Axis], before: dict[str, int]) -> Iterator[dict[str, int]]:
         """Yield the sizes of `axes` in all ways, with those chosen `before` them."""

@@ -30,7 +30,13 @@ from planner.language.ops.record import family_of
 
 def check_experts(graph: ModelGraph, degrees: Degrees) -> None:
     """Raise LayoutError where a model's experts cannot lie on the experts' mesh of these sizes."""
-    ep, etp = degrees["ep"], degrees["etp"]
+    if degrees.expert_parts > 1:
+        check_experts_parts(graph, degrees["ep"], degrees["etp"])
+        check_experts_mesh(degrees)
+
+
+def check_experts_parts(graph: ModelGraph, ep: int, etp: int = 1) -> None:
+    """Raise LayoutError where a model has no experts that `ep` divides."""
     if ep * etp == 1:
         return
     if not any(grouped_products(program) for program in graph.classes):
@@ -39,6 +45,15 @@ def check_experts(graph: ModelGraph, degrees: Degrees) -> None:
             f"(grouped_mm), of which the model has none{_not_recognised(graph)}; use ep=1 and "
             "etp=1, or multiply experts by torch.nn.functional.grouped_mm"
         )
+    if experts_of(graph) % ep:
+        raise LayoutError(
+            f"ep={ep} does not divide the experts of each block, {experts_of(graph)}; use a divisor"
+        )
+
+
+def check_experts_mesh(degrees: Degrees) -> None:
+    """Raise LayoutError where the ranks of a stage have no experts' mesh of these sizes."""
+    ep, etp = degrees["ep"], degrees["etp"]
     if etp not in (1, degrees["tp"]):
         raise LayoutError(f"etp={etp} was given and tp={degrees['tp']}; use etp=1 or etp=tp")
     if degrees.num_ranks % degrees.expert_parts:
