@@ -14,7 +14,7 @@ redistribution to Replicate says with `grad_partial` which gradient it will be g
     S(d)   P      zeros around     local slice
     P      R      all-reduce       all-reduce if grad_partial
     P      S(d)   reduce-scatter   all-gather
-    O      R      all-gather       -             (priced only: of numbers of rows, in templates)
+    O      R      all-reduce       -             (priced only: of numbers of rows, in templates)
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def collectives(
     if isinstance(dst, Replicate):
         if isinstance(src, Shard):
             return "all_gather", "reduce_scatter" if grad_partial else None
-        if isinstance(src, Own):
-            return "all_gather", None
+        if isinstance(src, Own):  # a few numbers, which ranks tell each other
+            return "all_reduce", None
         forward: CollectiveKind | None = "all_reduce" if isinstance(src, Partial) else None
         return forward, "all_reduce" if grad_partial else None
     if isinstance(dst, Shard):

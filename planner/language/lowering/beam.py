@@ -138,7 +138,7 @@ class BeamSearch:
             states = sorted(best.values(), key=self._outlook)[:BEAM]
         ended = []
         for state in states:
-            left = state
+            left: State | None = state
             for name, wanted in outputs.items():
                 left = left and self._fetch(left, name, wanted, grad_partial=False)
             if left is not None:

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 
 from planner.language.layout.placement import OpSharding, Own, Replicate, Shard
 from planner.language.ops.call import Call, P
-from planner.language.ops.kernel import KernelCall, Saved
+from planner.language.ops.kernel import KernelCall, Saved, saves_nothing
 from planner.language.ops.record import OpFamily, ShardRule, register
 
 SORT_ROWS = "planner.sort_rows"
@@ -57,10 +57,6 @@ def unsort_rows(call: Call) -> Iterator[OpSharding]:
         yield OpSharding(inputs=(place, *(_WHOLE,) * (1 + weights)), outputs=(place,))
 
 
-def _order(call: KernelCall) -> Saved:
-    return Saved(tensors=(call.op.outputs[1],))
-
-
 def _ends(call: KernelCall) -> Saved:
     """Which run a row is of, where the biases train."""
     _, biases, ends = call.op.inputs
@@ -83,7 +79,7 @@ register(
         name="rows in the order of their experts",
         targets=(SORT_ROWS,),
         shard=(ShardRule(sort_rows),),
-        saved=_order,
+        saved=saves_nothing,  # its backward needs the order, which `unsort_rows` saves
     )
 )
 register(
