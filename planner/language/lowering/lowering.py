@@ -21,6 +21,7 @@ from planner.language.layout.placement import (
     Placement,
     Replicate,
     Shard,
+    cut_dim,
     parse_placement,
 )
 from planner.language.layout.redistribute import REDISTRIBUTE, redistribute_op
@@ -373,7 +374,7 @@ class _Lowering:
             raise LayoutError(
                 f"{called} of shape {list(shape)} can't be cut as {placement}: {reason}"
             )
-        if name == meta.name and not isinstance(placement, Shard):
+        if name == meta.name and cut_dim(placement) is None:
             self.tensors[name] = meta
             return
         kind = "activation" if name != meta.name else meta.kind
