@@ -106,7 +106,8 @@ def exposed_comm(
         there_s += forward
         back_s += backward
         count += forward > 0
-        sums += forward > 0 and op.args[2:4] == ("P", "R")
+        # (Ranks tell each other numbers of rows as they sum terms.)
+        sums += forward > 0 and str(op.args[2])[0] in "PO" and op.args[3] == "R"
         axis = axes[str(op.args[1])]
         size = max(size, axis.size)
         nodes = max(nodes, axis.group.num_nodes)

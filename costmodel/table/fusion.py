@@ -15,6 +15,7 @@ from math import prod
 from typing import Literal
 
 from planner.language.graph import Op, Program
+from planner.language.ops.families.entries.routing import SORT_ROWS, UNSORT_ROWS
 from planner.language.ops.flops import backward_work, op_work
 from planner.language.ops.record import family_of as record_of
 from planner.units import DTYPE_BYTES
@@ -116,7 +117,8 @@ def num_kernels(program: Program) -> int:
 def _fuses(op: Op) -> bool:
     # A table is not read whole, which the bytes of a fused kernel would take for granted.
     is_lookup = record_of(op.target).reads is not None
-    is_ours = op.target.startswith("planner.")
+    # Ops of ours talk to other ranks, but for those that put rows in order.
+    is_ours = op.target.startswith("planner.") and op.target not in (SORT_ROWS, UNSORT_ROWS)
     return not is_ours and not is_lookup and family_of(op.target) == MEMORY
 
 

@@ -49,7 +49,7 @@ class RawGraph:
 
 def build_graph(raw: RawGraph, *, name: str, batch_tree: Any) -> ModelGraph:
     """Cut, classify and assemble. Raise CaptureError when nothing is left to train."""
-    ops = _live_ops(raw)
+    ops = live_ops(raw)
     if not any(raw.tensors[n].kind == "param" for item in ops for n in item.op.inputs):
         raise CaptureError(f"the loss of {name} uses no parameter; there is nothing to train")
     segments = _segments(ops, raw)
@@ -85,7 +85,8 @@ def build_graph(raw: RawGraph, *, name: str, batch_tree: Any) -> ModelGraph:
     )
 
 
-def _live_ops(raw: RawGraph) -> list[RawOp]:
+def live_ops(raw: RawGraph) -> list[RawOp]:
+    """Return the ops that the loss follows from, and those that write to a buffer."""
     needed = {raw.loss}
     live = []
     for item in reversed(raw.ops):

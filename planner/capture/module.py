@@ -22,6 +22,7 @@ from planner.capture.norms import with_told_momentum, without_sync
 from planner.capture.opaque import OpaqueModules
 from planner.capture.outside import outside_bytes
 from planner.capture.repeats.in_part import capture_in_part, long_lists
+from planner.capture.routing import with_told_routing
 from planner.capture.source.model_file import ModelSource
 from planner.capture.source.users_modules import users_modules
 from planner.capture.units import capture_by_units
@@ -204,7 +205,8 @@ def _captured(
                     raise
     finally:
         kept_calls.forget()
-    graph = build_graph(with_told_masks(merged), name=name, batch_tree=leaves[0][1])
+    told = with_told_routing(with_told_masks(merged))
+    graph = build_graph(told, name=name, batch_tree=leaves[0][1])
     return replace(graph, unit=unit, outside_bytes=outside_bytes(graph, module))
 
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,14 @@ from planner.language.ops.call import local_shape
 from planner.language.ops.record import family_of
 from planner.language.ops.registry import local_ops, strategies_of, without_names
 from profiles import Group, Profile
-from search.op_layout.reshard_edges import MOVES, Dims, EdgePattern, Strategies, shared_strategies
+from search.op_layout.reshard_edges import (
+    MOVES,
+    NO_WAY,
+    Dims,
+    EdgePattern,
+    Strategies,
+    shared_strategies,
+)
 
 Floats = NDArray[np.float64]
 STATE_FACTOR = 4.0
@@ -311,6 +319,8 @@ class Prices:
     def _collective_s(self, kind: str | None, num_bytes: int) -> float:
         if kind is None:
             return 0.0
+        if kind == NO_WAY[0]:
+            return inf
         key = kind, num_bytes
         if key not in self._collectives:
             answer = self.ops.profile.collective_seconds(kind, num_bytes, self.group)

@@ -13,7 +13,16 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.language.layout.placement import OpSharding, Partial, Placement, Replicate, Shard
+from planner.language.layout.placement import (
+    OpSharding,
+    Own,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    cut_dim,
+    has_way,
+)
 from planner.language.layout.redistribute import collectives
 
 Dims = tuple[int | None, ...]
@@ -24,6 +33,9 @@ Requirement = tuple[Placement, bool]
 
 Kinds = tuple[str | None, str | None]
 """The collectives of a move, forward and backward."""
+
+NO_WAY: Kinds = ("no way", None)
+"""A move that does not exist (`has_way`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,16 +105,14 @@ def shared_strategies(values: tuple[OpSharding, ...]) -> Strategies:
     every = [(*strategy.inputs, *strategy.outputs) for strategy in values]
     return Strategies(
         values=values,
-        dims=tuple(
-            [tuple([p.dim if isinstance(p, Shard) else None for p in places]) for places in every]
-        ),
+        dims=tuple([tuple([cut_dim(place) for place in places]) for places in every]),
         segmented=tuple([tuple(filter(_has_segments, enumerate(places))) for places in every]),
     )
 
 
 def _has_segments(placed: tuple[int, Placement]) -> bool:
     _, place = placed
-    return isinstance(place, Shard) and place.segments > 1
+    return isinstance(place, Shard | Own) and place.segments > 1
 
 
 def gradient_partial(sharding: OpSharding, position: int) -> bool:
@@ -117,8 +127,9 @@ def gradient_partial(sharding: OpSharding, position: int) -> bool:
 
 
 # Produced placements and requirements: one of each sort that `collectives` tells apart. Between two
-# shards it matters whether they are the same, or at least of the same dim.
-_SOURCES = (Replicate(), Partial(), Shard(0))
+# shards it matters whether they are the same, or at least of the same dim; so it does between two
+# values of each rank's own, of which other ones have no way.
+_SOURCES = (Replicate(), Partial(), Shard(0), Own(0))
 _REQUIREMENTS = (
     (Replicate(), False),
     (Replicate(), True),
@@ -126,12 +137,20 @@ _REQUIREMENTS = (
     (Shard(0), False),
     (Shard(0, 2), False),
     (Shard(1), False),
+    (Own(0), False),
+    (Own(0, 2), False),
+    (Own(1), False),
 )
-# The number of the first shard among the requirements; behind it come same dim, other dim.
-_FIRST_SHARD = 3
-_BETWEEN = [
-    [collectives(place, *requirement) for requirement in _REQUIREMENTS] for place in _SOURCES
-]
+# The number of the first requirement of each sort of placement; behind the first shard come those
+# of the same dim and of another one.
+_FIRST = np.array([0, 2, 3, 6])
+
+
+def _kinds(source: Placement, required: Requirement) -> Kinds:
+    return collectives(source, *required) if has_way(source, required[0]) else NO_WAY
+
+
+_BETWEEN = [[_kinds(place, requirement) for requirement in _REQUIREMENTS] for place in _SOURCES]
 
 MOVES: tuple[Kinds, ...] = tuple(dict.fromkeys(kinds for row in _BETWEEN for kinds in row))
 """All there is between two placements."""
@@ -149,10 +168,10 @@ def moves_between(
     same_dim, same = (rows[..., at] == columns[..., at] for at in (1, 2))
     # The number in `_REQUIREMENTS`: of shards by how much of the source they have in common, of
     # whole tensors by whether their gradient is partial.
-    requirement = np.where(
-        columns[..., 0] == 2,
-        _FIRST_SHARD + np.where(same_dim, np.where(same, 0, 1), 2),
-        np.where(columns[..., 0] == 1, 2, np.array([partial for _, partial in required])),
+    requirement = _FIRST[columns[..., 0]] + np.where(
+        columns[..., 0] >= 2,
+        np.where(same_dim, np.where(same, 0, 1), 2),
+        (columns[..., 0] == 0) & np.array([partial for _, partial in required]),
     )
     return _MOVE[rows[..., 0], requirement]
 
@@ -161,6 +180,8 @@ def _sort_of(place: Placement) -> tuple[int, int, int]:
     """Return a placement's number in `_SOURCES`, and its dim and segments."""
     if isinstance(place, Shard):
         return 2, place.dim, place.segments
+    if isinstance(place, Own):
+        return 3, -1 if place.dim is None else place.dim, place.segments
     return int(isinstance(place, Partial)), -1, 0
 
 

@@ -14,12 +14,13 @@ an op lacks f(s), what s has in segments is kept, until every op has all it need
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.language.layout.placement import Placement, Shard
+from planner.language.layout.placement import Own, Placement, Shard
 from search.op_layout.reshard_edges import Strategies, shared_strategies
 
 Kept = frozenset[tuple[int, Placement]]
@@ -69,8 +70,8 @@ def _lacking(strategies: Strategies, kept: Kept) -> Kept:
         # f(s): without segments, but for those that tensors keep by now.
         plain: list[Placement] = [*strategy.inputs, *strategy.outputs]
         for at, place in cut:
-            if (at, place) not in kept and isinstance(place, Shard):
-                plain[at] = Shard(place.dim)
+            if (at, place) not in kept and isinstance(place, Shard | Own):
+                plain[at] = replace(place, segments=1)
         if tuple(plain) not in every:
             # The op has no f(s), so all of s in segments is kept, though a part of it might do.
             lacking.update(cut)

@@ -14,6 +14,7 @@ from planner.language.layout.redistribute import DEAL_RUNS, EXCHANGE_ROWS
 from planner.language.lowering.defaults import default_plan
 from planner.language.lowering.experts import check_experts, spread_experts, spread_params
 from planner.language.lowering.lowering import lower
+from planner.language.ops.families.products.matmul import GROUPED_MM
 from planner.language.plan import load_plan, save_plan
 from planner.language.plan.replication import Replication
 from planner.language.templates import Experts, Transformer, build_transformer
@@ -58,7 +59,7 @@ def test_rows_go_to_the_ranks_of_their_experts_and_come_back() -> None:
         ((COPIES, 64), dealt, (fullest, 64)),
         ((fullest, 64), dealt, (COPIES, 64)),
     ]
-    first, second = shapes(local, "moe.grouped_mm.default")
+    first, second = shapes(local, GROUPED_MM)
     assert first[:2] == ((fullest, 64), (2, 64, 64))
     assert second[:2] == ((fullest, 32), (2, 32, 64))
     # Shared experts, the router and attention are as they were.
@@ -80,7 +81,7 @@ def test_tp_ranks_send_rows_of_their_own(cuts_experts: bool) -> None:
     local = spread_experts(layer(tp=2, cuts_experts=cuts_experts), 4)
     rows = COPIES // 2
     assert shapes(local, EXCHANGE_ROWS) == [((rows, 64), (2, 4, 2), (rows, 64))] * 2
-    first, _ = shapes(local, "moe.grouped_mm.default")
+    first, _ = shapes(local, GROUPED_MM)
     matrices = (2, 64, 32) if cuts_experts else (2, 64, 64)
     assert first[:2] == ((COPIES if cuts_experts else rows, 64), matrices)
 

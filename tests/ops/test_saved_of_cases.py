@@ -16,6 +16,8 @@ OTHER_ON_THE_CPU = {
     "rms_norm": "on the CPU it is computed by several ops, on a GPU by one",
     "attention": "with values of another size than queries the CPU has no fused kernel",
     "cross_entropy_smooth": "label smoothing saves a flag for each target besides",
+    "sort_rows": "the order is counted with the op that puts rows back, which saves it too",
+    "grouped_mm": "in fp64 the matrix of each row is saved, which the library's kernels do not",
     "argsort": "whole numbers need no gradient, though the sort inside saves its indices",
 }
 """Cases whose saved bytes are counted otherwise than the CPU's kernels save them, and why."""

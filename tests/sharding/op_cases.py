@@ -844,3 +844,51 @@ def _(rng, n):
         randn(b, 1, k, d),
         enable_gqa=True,
     )
+
+
+# -- rows of experts ---------------------------------------------------------------------
+
+
+def routed(rng, n):
+    """Rows and how wide they are, the experts of each, and of how many."""
+    rows, width = sizes(rng, n, 2)
+    number = rng.randint(2, 4)
+    return rows, width, number, torch.randint(number, (rows, rng.randint(1, 3)))
+
+
+@case("sort_rows")
+def _(rng, n):
+    rows, width, number, experts = routed(rng, n)
+    return one_op("planner.sort_rows", randn(rows, width), experts, number)
+
+
+@case("grouped_mm")
+def _(rng, n):
+    rows, width, number, _ = routed(rng, n)
+    ends = torch.tensor([rows] * number, dtype=torch.int32)
+    matrices = randn(number, width, n * rng.randint(1, 3))
+    return one_op("planner.grouped_mm", randn(rows, width), matrices, ends)
+
+
+@case("bias_of_runs")
+def _(rng, n):
+    rows, width, number, _ = routed(rng, n)
+    ends = torch.tensor([rows] * number, dtype=torch.int32)
+    return one_op("planner.bias_of_runs", randn(rows, width), randn(number, width), ends)
+
+
+@case("unsort_rows")
+def _(rng, n):
+    rows, width, _, experts = routed(rng, n)
+    copies = experts.shape[1]
+    order = torch.randperm(experts.numel())
+    return one_op(
+        "planner.unsort_rows", randn(len(order), width), order, randn(rows, copies), copies
+    )
+
+
+@case("unsort_rows_unweighted")
+def _(rng, n):
+    _, width, _, experts = routed(rng, n)
+    order = torch.randperm(experts.numel())
+    return one_op("planner.unsort_rows", randn(len(order), width), order, None, experts.shape[1])

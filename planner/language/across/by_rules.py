@@ -137,6 +137,7 @@ def _outcome(step: Step, placement: Placement, name: str) -> State:
         if equal and is_mean:
             return WHOLE
         return State(sums=(step.op.name,), share=SAMPLES if is_mean else ADDED)
+    assert isinstance(placement, Shard), "rows in orders of ranks' own have rules of their own"
     if not step.facts.in_runs:
         placement = Shard(placement.dim, max(_segments(step), default=1))
     if not rows:

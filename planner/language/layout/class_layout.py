@@ -16,7 +16,13 @@ from pydantic import (
 from pydantic_core import core_schema
 
 from planner.language.layout.axes import Degrees, OwnSizes, find_axis, lowered_axes, own_axes
-from planner.language.layout.placement import OpSharding, Partial, Placement, parse_placement
+from planner.language.layout.placement import (
+    OpSharding,
+    Own,
+    Partial,
+    Placement,
+    parse_placement,
+)
 
 MOST = 2**20
 """The most ranks, jobs of a kind, samples of a microbatch, blocks: beyond any cluster there is, and
@@ -126,9 +132,10 @@ class ClassLayout(WithOwnSizes):
         if find_axis(self.axis).cuts_batch:
             raise ValueError(f"axis {self.axis} cuts the batch; blocks have no layouts on it")
         for text in (*self.inputs, *self.outputs):
-            parse_placement(text)
+            if isinstance(parse_placement(text), Own):
+                raise ValueError("blocks hand on no values of each rank's own (O); use R or S(dim)")
         for text in self.params:
-            if isinstance(parse_placement(text), Partial):
+            if isinstance(parse_placement(text), Partial | Own):
                 raise ValueError("a parameter rests whole or sharded (R or S(dim)), never partial")
         for _, text in self.ops:
             OpSharding.parse(text)

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from planner.errors import LayoutError
 from planner.language.graph import ModelGraph, TensorMeta
 from planner.language.layout.axes import split_axes
-from planner.language.layout.placement import Partial, Placement, parse_placement
+from planner.language.layout.placement import Own, Partial, Placement, parse_placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +42,8 @@ def parse_pin(text: str) -> Pin:
             f"pin {text!r} is not understood; write it like 'layers.*.mlp.up: S(0)@tp'"
         )
     parsed = parse_placement(placement.strip())
-    if isinstance(parsed, Partial):
-        raise LayoutError(f"pin {text!r}: a parameter can't rest as a partial sum; use R or S(dim)")
+    if isinstance(parsed, Partial | Own):
+        raise LayoutError(f"pin {text!r}: a parameter rests whole or sharded; use R or S(dim)")
     return Pin(pattern=pattern.strip(), placement=parsed, axis=axis.strip())
 
 

@@ -1,4 +1,4 @@
-"""How a tensor lies on one mesh axis: Shard(dim), Replicate or Partial, as in DTensor.
+"""How a tensor lies on one mesh axis: Shard(dim), Replicate or Partial, as in DTensor; or Own.
 
 Torch-free: the search and the plan file use these; `planner.runtime` turns them into
 `torch.distributed.tensor` placements at the edges.
@@ -45,20 +45,56 @@ class Partial:
         return "P"
 
 
-Placement = Shard | Replicate | Partial
+@dataclass(frozen=True, slots=True)
+class Own:
+    """Every rank holds a value of its own, which means nothing to other ranks: there is no whole.
 
-_SHARD = re.compile(r"S\((\d+)\)(?:x([1-9]\d*))?")
+    Such are the order in which a rank sorted its rows, and the ends of its runs. Nothing is
+    redistributed from or to it (`has_way`). Along `dim` a rank's value has as many entries as
+    a shard of it (None: it is as large as the whole). `segments` are those of the shard whose
+    rows the value is about: it counts for rows that lie so, and for no others.
+    """
+
+    dim: int | None = None
+    segments: int = 1
+
+    def __str__(self) -> str:
+        along = "" if self.dim is None else f"({self.dim})"
+        return f"O{along}" + (f"x{self.segments}" if self.segments > 1 else "")
+
+
+Placement = Shard | Replicate | Partial | Own
+
+
+def has_way(source: Placement, target: Placement) -> bool:
+    """Whether a tensor that lies as `source` can be brought to lie as `target`."""
+    return source == target or not (isinstance(source, Own) or isinstance(target, Own))
+
+
+def cut_dim(placement: Placement) -> int | None:
+    """Return the dim along which a rank has a part of the entries; None where it has as many as
+    the whole.
+    """
+    return placement.dim if isinstance(placement, Shard | Own) else None
+
+
+_CUT = re.compile(r"S\((\d+)\)(?:x([1-9]\d*))?")
+_OWN = re.compile(r"O(?:\((\d+)\))?(?:x([1-9]\d*))?")
 
 
 @lru_cache(maxsize=1024)
 def parse_placement(text: str) -> Placement:
-    """Parse ``R``, ``P``, ``S(dim)`` or ``S(dim)xSEGMENTS``; raise LayoutError on anything else."""
+    """Parse ``R``, ``P``, ``S(dim)``, ``S(dim)xSEGMENTS``, or the same with ``O`` (`Own`, whose dim
+    may be left out); raise LayoutError on anything else.
+    """
     if text == "R":
         return Replicate()
     if text == "P":
         return Partial()
-    if match := _SHARD.fullmatch(text):
+    if match := _CUT.fullmatch(text):
         return Shard(int(match[1]), int(match[2] or 1))
+    if match := _OWN.fullmatch(text):
+        return Own(None if match[1] is None else int(match[1]), int(match[2] or 1))
     raise LayoutError(f"placement {text!r} is unknown; use R, P or S(dim), for example S(0)")
 
 

@@ -14,6 +14,7 @@ redistribution to Replicate says with `grad_partial` which gradient it will be g
     S(d)   P      zeros around     local slice
     P      R      all-reduce       all-reduce if grad_partial
     P      S(d)   reduce-scatter   all-gather
+    O      R      all-reduce       -             (priced only: of numbers of rows, in templates)
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from collections.abc import Mapping
 from typing import Literal
 
 from planner.language.graph import Arg, Op, Ref, TensorMeta
-from planner.language.layout.placement import Partial, Placement, Replicate, Shard, parse_placement
+from planner.language.layout.placement import (
+    Own,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    parse_placement,
+)
 from planner.units import DTYPE_BYTES
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
@@ -74,6 +82,8 @@ def collectives(
     if isinstance(dst, Replicate):
         if isinstance(src, Shard):
             return "all_gather", "reduce_scatter" if grad_partial else None
+        if isinstance(src, Own):  # a few numbers, which ranks tell each other
+            return "all_reduce", None
         forward: CollectiveKind | None = "all_reduce" if isinstance(src, Partial) else None
         return forward, "all_reduce" if grad_partial else None
     if isinstance(dst, Shard):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from planner.errors import LayoutError
 from planner.language.graph import Op, Program, TensorMeta
-from planner.language.layout.placement import OpSharding, Partial, Placement, Replicate
+from planner.language.layout.placement import OpSharding, Partial, Placement, Replicate, has_way
 from planner.language.layout.redistribute import collectives, payload_bytes
 from planner.language.ops.call import local_shape
 from planner.language.ops.flops import backward_work, op_work
@@ -129,6 +129,8 @@ class BeamSearch:
             for state in states:
                 for sharding, cost in self._follow(state, step):
                     following = self._take(state, step, sharding, cost)
+                    if following is None:
+                        continue
                     key = (frozenset(following.placement.items()), following.moved)
                     kept = best.get(key)
                     if kept is None or following.cost < kept.cost:
@@ -136,9 +138,11 @@ class BeamSearch:
             states = sorted(best.values(), key=self._outlook)[:BEAM]
         ended = []
         for state in states:
+            left: State | None = state
             for name, wanted in outputs.items():
-                state = self._fetch(state, name, wanted, grad_partial=False)
-            ended.append(state)
+                left = left and self._fetch(left, name, wanted, grad_partial=False)
+            if left is not None:
+                ended.append(left)
         return min(ended, key=lambda s: s.cost)
 
     def _steps(self) -> list[_Step]:
@@ -230,11 +234,14 @@ class BeamSearch:
         traffic = forward.num_bytes + backward.num_bytes
         return flop * FLOP_WEIGHT + traffic * TRAFFIC_WEIGHT
 
-    def _take(self, state: State, step: _Step, sharding: OpSharding, cost: float) -> State:
-        """Return the state after an op ran as `sharding`."""
+    def _take(self, state: State, step: _Step, sharding: OpSharding, cost: float) -> State | None:
+        """Return the state after an op ran as `sharding`; None where an input can't lie so."""
         partial = grad_is_partial(sharding.outputs)
         for name, wanted in zip(step.inputs, sharding.inputs, strict=True):
-            state = self._fetch(state, name, wanted, grad_partial=partial)
+            fetched = self._fetch(state, name, wanted, grad_partial=partial)
+            if fetched is None:
+                return None
+            state = fetched
         live = step.live
         placement = {n: p for n, p in state.placement.items() if n in live}
         for name, placed in zip(step.op.outputs, sharding.outputs, strict=True):
@@ -248,8 +255,10 @@ class BeamSearch:
             (state.choices, step.op.name, sharding),
         )
 
-    def _fetch(self, state: State, name: str, wanted: Placement, *, grad_partial: bool) -> State:
-        """Return the state in which a value is also available as `wanted`."""
+    def _fetch(
+        self, state: State, name: str, wanted: Placement, *, grad_partial: bool
+    ) -> State | None:
+        """Return the state in which a value is also available as `wanted`; None if it can't be."""
         cost, placement, params = state.cost, state.placement, state.params
         meta = self.program.tensor[name]
         if name not in placement:  # a parameter's first use decides where it rests
@@ -260,6 +269,8 @@ class BeamSearch:
             placement = {**placement, name: at_rest}
             params = (*params, (name, at_rest))
         have = placement[name]
+        if not has_way(have, wanted):
+            return None
         grad_partial = grad_partial and meta.requires_grad and isinstance(wanted, Replicate)
         grad_partial = grad_partial and name not in self._summed_later
         move = (name, wanted, grad_partial)

@@ -25,6 +25,7 @@ from planner.language.layout.class_layout import ClassLayout
 from planner.language.layout.placement import Shard
 from planner.language.layout.placements import Placements
 from planner.language.layout.redistribute import DEAL_RUNS, EXCHANGE_ROWS, REDISTRIBUTE
+from planner.language.ops.families.entries.routing import BIAS_OF_RUNS
 from planner.language.ops.record import family_of
 
 
@@ -68,6 +69,11 @@ def grouped_products(program: Program) -> list[Op]:
     return [op for op in program.ops if family_of(op.target).deals_rows]
 
 
+def _takes_runs(op: Op) -> bool:
+    """Whether an op takes rows, a matrix or a bias for each run of them, and where runs end."""
+    return family_of(op.target).deals_rows or op.target == BIAS_OF_RUNS
+
+
 def _not_recognised(graph: ModelGraph) -> str:
     """Return what of a model without grouped products may be experts; "" where nothing is."""
     found = dict.fromkeys(name for program in graph.classes for name in _stacked(program))
@@ -99,10 +105,10 @@ def experts_of(graph: ModelGraph) -> int:
 
 
 def expert_params(program: Program) -> frozenset[str]:
-    """Return the parameters that hold a matrix for each expert."""
+    """Return the parameters that hold a matrix, or a bias, for each expert."""
     makers = {name: op for op in program.ops for name in op.outputs}
     found = set()
-    for op in grouped_products(program):
+    for op in filter(_takes_runs, program.ops):
         name = op.inputs[1]
         while name in makers:  # a weight that is transposed, cast or brought to its place
             name = makers[name].inputs[0]
@@ -174,10 +180,10 @@ def spread_experts(program: Program, ep: int, *, fullest: float = 1.0) -> Progra
     step brings is known by the step alone. Raises LayoutError where experts do not divide, or rows
     meet others inside that are not exchanged with them.
     """
-    products = grouped_products(program)
-    if ep == 1 or not products:
+    taking = [op for op in program.ops if _takes_runs(op)]
+    if ep == 1 or not taking:
         return program
-    return _Spreading(program, ep, fullest).run(products)
+    return _Spreading(program, ep, fullest).run(taking)
 
 
 class _Spreading:
@@ -196,12 +202,12 @@ class _Spreading:
         self.ops: list[Op] = []
         self.runs: dict[str, str] = {}
 
-    def run(self, products: list[Op]) -> Program:
+    def run(self, taking: list[Op]) -> Program:
         program = self._program
         matrices = set(_matrices(program, expert_params(program)))
         for name in matrices:
             self.tensors[name] = self._own_experts(self.tensors[name])
-        going, inside = _rows_of_experts(program, products)
+        going, inside = _rows_of_experts(program, taking)
         for name in inside:
             self.tensors[name] = _with_rows(self.tensors[name], self._fullest)
         self._follow_runs(going | inside)
@@ -227,12 +233,8 @@ class _Spreading:
         """Find where the runs of each of these rows end: as products take them, and hand on."""
         for op in self._program.ops:
             of = [self.runs[name] for name in op.inputs if name in self.runs]
-            ends = (
-                self._root(op.inputs[2]) if family_of(op.target).deals_rows else next(iter(of), "")
-            )
-            for name in (
-                (op.inputs[0], *op.outputs) if family_of(op.target).deals_rows else op.outputs
-            ):
+            ends = self._root(op.inputs[2]) if _takes_runs(op) else next(iter(of), "")
+            for name in (op.inputs[0], *op.outputs) if _takes_runs(op) else op.outputs:
                 if name in rows and ends:
                     self.runs.setdefault(name, ends)
         for op in reversed(self._program.ops):  # what leads to a product
@@ -254,7 +256,7 @@ class _Spreading:
             for name in op.inputs
             if name in (going if is_inside else inside)
         }
-        if family_of(op.target).deals_rows:
+        if _takes_runs(op):
             moved[op.inputs[2]] = self._dealt(self._root(op.inputs[2]))[1]
         elif is_inside:
             self._check_alone(op, going | inside | matrices)

@@ -17,9 +17,11 @@ from planner.language.layout.axes import Degrees, lowered_axes
 from planner.language.layout.class_layout import ClassLayout
 from planner.language.layout.placement import (
     OpSharding,
+    Own,
     Placement,
     Replicate,
     Shard,
+    cut_dim,
     parse_placement,
 )
 from planner.language.layout.redistribute import REDISTRIBUTE, redistribute_op
@@ -106,13 +108,14 @@ def _resized(
     def resize(name: str, here: str, placement: Placement) -> Placement:
         # Segments that are no multiple of the samples do not count samples (q, k, v of a fused
         # weight).
-        if not isinstance(placement, Shard) or placement.segments % full_size:
+        if not isinstance(placement, Shard | Own) or placement.segments % full_size:
             return placement
         sizes = full.tensor[name].shape, program.tensor[here].shape
-        # The dim does not grow with the batch: its segments are something else.
-        if sizes[0][placement.dim] == sizes[1][placement.dim]:
+        # The dim does not grow with the batch: its segments are something else. (What says where a
+        # rank's own rows are is of rows that grow, though it may not grow itself.)
+        if placement.dim is not None and sizes[0][placement.dim] == sizes[1][placement.dim]:
             return placement
-        return Shard(placement.dim, placement.segments // full_size * size)
+        return replace(placement, segments=placement.segments // full_size * size)
 
     shardings, resized = layout.op_shardings, []
     for op, here in zip(full.ops, program.ops, strict=True):
@@ -377,7 +380,7 @@ class _Lowering:
             raise LayoutError(
                 f"{called} of shape {list(shape)} can't be cut as {placement}: {reason}"
             )
-        if name == meta.name and not isinstance(placement, Shard):
+        if name == meta.name and cut_dim(placement) is None:
             self.tensors[name] = meta
             return
         kind = "activation" if name != meta.name else meta.kind

@@ -11,7 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.language.graph import Arg, Op, Ref, TensorMeta
-from planner.language.layout.placement import OpSharding, Partial, Placement, Replicate, Shard
+from planner.language.layout.placement import (
+    OpSharding,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    cut_dim,
+)
 
 Shape = tuple[int, ...]
 
@@ -119,19 +126,20 @@ def fits(placements: Sequence[Placement], shapes: Sequence[Shape], axis_size: in
 
 def divides(placement: Placement, shape: Shape, axis_size: int) -> bool:
     """Whether a tensor of this shape splits evenly under a placement."""
-    if not isinstance(placement, Shard):
+    dim = cut_dim(placement)
+    if dim is None:
         return True
-    if placement.dim >= len(shape):
+    if dim >= len(shape):
         return False
-    size = shape[placement.dim]
-    return size > 0 and size % (axis_size * placement.segments) == 0
+    size = shape[dim]
+    segments = placement.segments if isinstance(placement, Shard) else 1
+    return size > 0 and size % (axis_size * segments) == 0
 
 
 def local_shape(shape: Shape, placement: Placement, axis_size: int) -> Shape:
     """Return the shape of one rank's part of a tensor."""
-    if not isinstance(placement, Shard):
-        return shape
-    return tuple(s // axis_size if d == placement.dim else s for d, s in enumerate(shape))
+    dim = cut_dim(placement)
+    return tuple(s // axis_size if d == dim else s for d, s in enumerate(shape))
 
 
 def normal_dim(dim: int, rank: int) -> int:

@@ -8,11 +8,19 @@ all-replicated one; others are offered where every size divides.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 
 from planner.errors import LayoutError
 from planner.language.graph import Op, Program, Ref, TensorMeta, map_refs
-from planner.language.layout.placement import OpSharding, Partial, Placement, Replicate, Shard
+from planner.language.layout.placement import (
+    OpSharding,
+    Own,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+)
 from planner.language.layout.redistribute import REDISTRIBUTE
 from planner.language.ops.call import Call, LocalForm, Placed, divides, fits
 from planner.language.ops.record import family_of, forgets
@@ -128,9 +136,9 @@ def _in_segments(sharding: OpSharding, count: int) -> OpSharding:
 
 @lru_cache(maxsize=1024)
 def _cut(placement: Placement, count: int) -> Placement:
-    if not isinstance(placement, Shard):
+    if not isinstance(placement, Shard | Own):
         return placement
-    return Shard(placement.dim, placement.segments * count)
+    return replace(placement, segments=placement.segments * count)
 
 
 def local_ops(
@@ -145,7 +153,7 @@ def local_ops(
         like = without_names(op, tensor)
         if sharding not in _proved(*like, axis_size):
             # Not offered yet in this process: a plan from a file names its own counts of segments.
-            counts = {p.segments for p in placements if isinstance(p, Shard)}
+            counts = {p.segments for p in placements if isinstance(p, Shard | Own)}
             offered = strategies_of(*like, axis_size, tuple(sorted(counts - {1})))
             if sharding not in _proved(*like, axis_size):
                 shapes = ", ".join(str(list(tensor[name].shape)) for name in op.inputs)

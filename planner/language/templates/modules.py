@@ -7,9 +7,19 @@ have whole heads; the two first matrices of a gated feed-forward are one.
 from __future__ import annotations
 
 from planner.language.graph import Affine
-from planner.language.ops.families.entries.routing import GROUPED_MM, SORT_ROWS, UNSORT_ROWS
+from planner.language.ops.families.entries.routing import SORT_ROWS, UNSORT_ROWS
+from planner.language.ops.families.products.matmul import GROUPED_MM
 from planner.language.templates.shared_parts import shared_heads, width_of
-from planner.language.templates.tape import COUNTS, LAST, ROWS, STREAM, Tape, Value, experts_place
+from planner.language.templates.tape import (
+    COUNTS,
+    LAST,
+    ORDER,
+    ROWS,
+    STREAM,
+    Tape,
+    Value,
+    experts_place,
+)
 from planner.language.templates.transformer import Experts, Transformer
 
 BATCH = Affine(1)
@@ -351,7 +361,7 @@ def _experts(tape: Tape, model: Transformer, experts: Experts, x: Value) -> Valu
         experts.number,
         shapes=((copies, model.hidden), (copies,), (experts.number,)),
         dtypes=(model.dtype, "int32", "int32"),
-        places=(ROWS, ROWS, COUNTS),
+        places=(ROWS, ORDER, COUNTS),
     )
     tape.module = "mlp.experts"
     number, width = experts.number, experts.width
@@ -404,9 +414,10 @@ def _experts(tape: Tape, model: Transformer, experts: Experts, x: Value) -> Valu
         made,
         order,
         weights,
+        experts.per_token,
         shapes=((rows, model.hidden),),
         # Terms of a sum are summed to each rank's own rows.
-        takes=(ROWS, ROWS, ROWS),
+        takes=(ROWS, ORDER, ROWS),
         places=(ROWS,),
     )[0]
     made = tape.view(made, (BATCH, model.seq_len, model.hidden), place=STREAM)

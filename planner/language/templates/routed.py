@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from planner.language.graph import Affine, Symbol
+from planner.language.graph import Affine
+from planner.language.ops.families.entries.routing import SORT_ROWS, UNSORT_ROWS
 from planner.language.templates.shared_parts import gated, width_of
 from planner.language.templates.tape import Shape, Tape, Value
 from planner.language.templates.transformer import Experts, Transformer
@@ -114,26 +115,15 @@ def _mixed(
 ) -> Value:
     number, per_token = experts.number, experts.per_token
     copies = Affine(model.seq_len * per_token)
-    reshape = "aten.reshape.default"
     tape.module = "mlp.experts"
-    weights = tape.view(weights, (copies,), said=(-1,), target=reshape)
-    chosen = tape.view(chosen, (copies,), said=(-1,), target=reshape)
-    ordered, order = tape.call(
-        "aten.sort.default", chosen, shapes=((copies,),) * 2, dtypes=("int64",) * 2
+    rows, order, ends = tape.call(
+        SORT_ROWS,
+        flat,
+        chosen,
+        number,
+        shapes=((copies, model.hidden), (copies,), (number,)),
+        dtypes=(flat.dtype, "int64", "int32"),
     )
-    token = tape.pointwise("aten.floor_divide.default", order, per_token)
-    rows = _picked(tape, flat, token, (copies, model.hidden))
-    weights = _picked(tape, weights, order, (copies,))
-    ends = tape.cast(tape.cast(ordered, "int32"), "float32")
-    counts = tape.call("aten.histc.default", ends, number, 0, number - 1, shapes=((number,),))[0]
-    counts = tape.cast(counts, "int32")
-    ends = tape.call(
-        "aten.cumsum.default",
-        counts,
-        0,
-        shapes=((number,),),
-        kwargs=(("dtype", Symbol("dtype", "int32")),),
-    )[0]
 
     def product(x: Value, name: str, width: int) -> Value:
         inner = width_of(x)
@@ -161,23 +151,13 @@ def _mixed(
     gate = tape.pointwise("aten.silu.default", gate)
     tape.module = "mlp.experts"
     made = product(tape.pointwise("aten.mul.Tensor", gate, up), "down_proj", model.hidden)
-    made = tape.pointwise("aten.mul.Tensor", made, tape.unsqueeze(weights, -1))
-    back = tape.call(
-        "aten.empty_like.default",
+    total = tape.call(
+        UNSORT_ROWS,
+        made,
         order,
-        shapes=((copies,),),
-        kwargs=(("pin_memory", False),),
+        weights,
+        per_token,
+        shapes=((Affine(model.seq_len), model.hidden),),
+        dtypes=(weights.dtype,),
     )[0]
-    device = (("device", Symbol("device")), ("pin_memory", False))
-    counted = tape.call(
-        "aten.arange.default", copies, shapes=((copies,),), dtypes=("int64",), kwargs=device
-    )[0]
-    back = tape.call("aten.index_put.default", back, (order,), counted, shapes=((copies,),))[0]
-    made = _picked(tape, made, back, (copies, model.hidden))
-    made = tape.view(made, (Affine(model.seq_len), per_token, model.hidden))
-    total = _sum(tape, made, (1,), shape=(Affine(model.seq_len), model.hidden))
     return tape.cast(total, model.dtype)
-
-
-def _picked(tape: Tape, x: Value, index: Value, shape: Shape) -> Value:
-    return tape.call("aten.index.Tensor", x, (index,), shapes=(shape,))[0]

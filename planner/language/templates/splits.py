@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from planner.language.graph import Affine, TensorMeta
 from planner.language.layout.class_layout import ClassLayout
+from planner.language.layout.placement import Own
 from planner.language.layout.redistribute import REDISTRIBUTE
 from planner.language.lowering.lowering import lower
 from planner.language.ops.families.entries.routing import SORT_ROWS
@@ -118,12 +119,14 @@ def cp_layouts(
                 along[op.outputs[0]] = along[source]
                 to_stream = op.args[3] in streams
                 place[op.outputs[0]] = split(op.outputs[0], 1 if to_stream else pieces)
-                if place[source] == "P":  # numbers of rows stay terms of a sum
-                    place[op.outputs[0]] = "P"
+                if place[source].startswith("O"):  # ends of runs, of the rows beside them
+                    place[op.outputs[0]] = str(Own(segments=pieces * microbatch_size))
             elif op_inside(op).target == ATTENTION:
                 takes[1:3] = "R", "R"
             elif op.target == SORT_ROWS:
-                place[op.outputs[2]] = "P"
+                sorted_rows, order, ends = op.outputs
+                place[order] = place[sorted_rows].replace("S", "O")
+                place[ends] = place[order].replace("(0)", "")
             elif "cross_entropy" in op.target or set(takes) == {"P"}:
                 # A loss of a rank's own positions is a term of a sum, and so is a sum of losses.
                 place[op.outputs[0]] = "P"

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from planner.language.graph import Affine, Arg, Op, Program, Ref, Size, Symbol, TensorMeta
 from planner.language.graph.model_graph import TensorKind
+from planner.language.ops.record import packet_of
 
 STREAM = "H"
 """How tensors lie that go from layer to layer: R, or S(1) with sequence parallelism."""
@@ -23,8 +24,11 @@ STREAM = "H"
 ROWS = "F"
 """How these lie as rows, one a token: R, or with sequence parallelism runs of each sample's."""
 
+ORDER = "D"
+"""How the order of sorted rows lies: R, or each rank's own where it sorts rows of its own."""
+
 COUNTS = "C"
-"""How numbers of rows lie: R, or terms of a sum where each rank counts rows of its own."""
+"""How numbers of rows lie: R, or each rank's own."""
 
 
 def experts_place(cut: str, whole: str) -> str:
@@ -36,7 +40,8 @@ def experts_place(cut: str, whole: str) -> str:
 
 def placed(text: str, *, stream: str, rows: str, cuts_experts: bool) -> str:
     """Return a placement, or the placements of an op's tensors, with all letters filled in."""
-    letters = {STREAM: stream, ROWS: rows, COUNTS: "R" if rows == "R" else "P"}
+    order = rows.replace("S", "O")
+    letters = {STREAM: stream, ROWS: rows, ORDER: order, COUNTS: order.replace("(0)", "")}
 
     def fill(place: str) -> str:
         cut, _, whole = place.partition("|")
@@ -139,7 +144,7 @@ class Tape:
         are summed into the layout H where nothing is said.
         """
         used = list(_values(args))
-        base = target.partition(".")[2].rpartition(".")[0]
+        base = packet_of(target)
         self._names[base] += 1
         name = base if self._names[base] == 1 else f"{base}_{self._names[base]}"
         names = [name] if len(shapes) == 1 else [f"{name}.{i}" for i in range(len(shapes))]

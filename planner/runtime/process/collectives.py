@@ -32,7 +32,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from planner.errors import LayoutError
-from planner.language.layout.placement import Partial, Placement, Replicate, Shard, parse_placement
+from planner.language.layout.placement import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    has_way,
+    parse_placement,
+)
 
 _funcol = torch.ops._c10d_functional
 
@@ -74,6 +81,11 @@ def redistribute(x: Tensor, group: str, src: str, dst: str, grad_partial: bool) 
     return _Redistribute.apply(x, group, forward, backward)
 
 
+def check_way(src: str, dst: str) -> None:
+    """Raise LayoutError where `redistribute` would."""
+    _steps(parse_placement(src), parse_placement(dst), False)
+
+
 def _steps(src: Placement, dst: Placement, grad_partial: bool) -> tuple[Step, Step]:
     match src, dst:
         # `grad_partial`: each rank used the value for a part of the work, and has a term of its
@@ -101,6 +113,12 @@ def _steps(src: Placement, dst: Placement, grad_partial: bool) -> tuple[Step, St
             return ("keep_first", 0, 0), _NOTHING
         case (Shard(), Partial()):
             return ("pad", src, 0), ("slice", src, 0)
+    if not has_way(src, dst):
+        raise LayoutError(
+            f"no way from placement {src} to {dst}: each rank has a value of its own (O), of which "
+            "there is no whole; give the op that makes it and those that take it one layout, or "
+            "search again"
+        )
     raise LayoutError(f"no way from placement {src} to {dst}; go by R, the whole tensor")
 
 

@@ -25,7 +25,7 @@ from planner.language.graph import Affine, Op, Program, Ref, Symbol
 from planner.language.graph.function_keys import AUTOGRAD_FUNCTION
 from planner.language.graph.module_keys import OPAQUE_MODULE
 from planner.language.graph.tables import TABLE_LOOKUP
-from planner.language.layout.redistribute import GATHER_SAMPLES, OWN_SAMPLES
+from planner.language.layout.redistribute import GATHER_SAMPLES, OWN_SAMPLES, REDISTRIBUTE
 from planner.language.ops.record import is_random
 from planner.language.ops.weight_products import deferrable_products
 from planner.runtime.process import collectives
@@ -192,6 +192,8 @@ def _emit_own(
             f"op {op.name} looks up rows of a table whose gradient is sparse, and the plan has the "
             "lookup or its table otherwise than whole or by columns; search again, without `cp`"
         )
+    if op.target == REDISTRIBUTE:
+        collectives.check_way(str(op.args[2]), str(op.args[3]))
     if op.target == OPAQUE_MODULE:
         find_module(str(op.args[0]))  # in time, not in the first step
         bound.arguments["own_names"] = own_params(program, op)

@@ -21,7 +21,7 @@ from planner.language.across import runs_of_samples
 from planner.language.across.cut.whole_batch import graph_under
 from planner.language.graph import Affine, ModelGraph, TensorMeta
 from planner.language.layout.axes import lowered_axes
-from planner.language.layout.placement import Partial, Placement, Shard
+from planner.language.layout.placement import Own, Partial, Placement, Shard
 from planner.language.layout.placements import Placements
 from planner.language.lowering.lowering import made_as
 from planner.language.lowering.wiring import stage_of
@@ -183,6 +183,8 @@ def _whole(value: Tensor, placement: Placement, group: str) -> Tensor:
         return value
     if isinstance(placement, Partial):
         return run_step(value, group, ("all_reduce", 0, 0))
+    if isinstance(placement, Own) and placement.dim is not None:
+        placement = Shard(placement.dim)  # what each rank has, one behind the other
     if isinstance(placement, Shard):
         is_bool = value.dtype == torch.bool  # which gloo does not know
         sent = value.to(torch.uint8) if is_bool else value

@@ -69,7 +69,7 @@ def _sort(step: Step) -> tuple[State, ...] | None:
     return (indices,) if step.packet == "aten.argsort" else (values, indices)
 
 
-@handles("moe.sort_rows")
+@handles("planner.sort_rows")
 def _sort_by_expert(step: Step) -> tuple[State, ...] | None:
     """Copies of rows by expert, where before they were, and where each expert's run ends."""
     rows, experts = step.states[:2]
@@ -83,13 +83,15 @@ def _sort_by_expert(step: Step) -> tuple[State, ...] | None:
     )
 
 
-@handles("moe.unsort_rows")
+@handles("planner.unsort_rows")
 def _back_from_experts(step: Step) -> tuple[State, ...] | None:
     """Sums of the copies of a row, in the order that rows had."""
-    rows, order, weights = step.states[:3]
+    rows, order, *weights = step.states
     if rows.rows != Shard(0) or (order.rows, order.order) != (rows.rows, rows.order):
         return None
-    if weights.rows != rows.rows or order.points is None or weights.order != order.points:
+    if order.points is None:
+        return None
+    if any((each.rows, each.order) != (rows.rows, order.points) for each in weights):
         return None
     return (State(rows=rows.rows, order=order.points),)
 

@@ -108,9 +108,14 @@ def _mixed(step: Step) -> tuple[State, ...]:
     return step.anything()
 
 
-@handles("_grouped_mm", "transformers.grouped_mm_fallback", "planner.grouped_mm", "moe.grouped_mm")
-def _grouped_product(step: Step) -> tuple[State, ...] | None:
-    """Rows in the order of their experts, weights, the last row of each expert's run."""
+@handles(
+    "_grouped_mm",
+    "transformers.grouped_mm_fallback",
+    "planner.grouped_mm",
+    "planner.bias_of_runs",
+)
+def _of_runs(step: Step) -> tuple[State, ...] | None:
+    """Rows in the order of their experts, matrices or biases, the last row of each expert's run."""
     rows, weights, ends = step.states[:3]
     is_sorted = rows.rows == Shard(0) and rows.order not in (IN_ORDER, ANY_ORDER)
     if not is_sorted or weights.rows or weights.sums or not ends.sums:

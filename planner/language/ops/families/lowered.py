@@ -13,6 +13,7 @@ from math import lcm, prod
 
 from planner.language.layout.placement import (
     OpSharding,
+    Own,
     Placement,
     Replicate,
     Shard,
@@ -45,6 +46,12 @@ from planner.language.ops.strides import is_contiguous
 def redistribute(call: Call) -> Iterator[OpSharding]:
     """Tensor, axis, source, destination, grad_partial: moves data along dims of other axes."""
     places = [parse_placement(str(text)) for text in call.op.args[2:4]]
+    if isinstance(places[0], Own):  # ends of runs, which are about rows of each rank's own
+        for before in (1, *call.segments):
+            for after in _multiples(before, call.segments):
+                own = OpSharding(inputs=(Own(segments=before),), outputs=(Own(segments=after),))
+                yield own
+        return
     yield from same_dims(call, fixed=[p.dim for p in places if isinstance(p, Shard)])
     yield OpSharding(inputs=(P,), outputs=(P,))
 

@@ -1,54 +1,77 @@
 """Rows in the order of their experts, and back: one call each, as libraries of layers have them.
 
-    sort_rows    rows [r, h], experts of each row [r, k], number of experts e
-                 -> a copy of a row for each of its experts [r k, h], their order [r k], ends [e]
-    grouped_mm   rows [r k, m], matrices [e, m, n], ends [e] -> products [r k, n]
-    unsort_rows  rows [r k, h], their order [r k], their weights [r, k] -> weighted sums [r, h]
+    sort_rows      rows [r, h], experts of each row [r, k] (or [r], k = 1), number of experts e,
+                   and whether copies of an expert stay in the order they had
+                   -> a copy of a row for each of its experts [r k, h], their order [r k], ends [e]
+    bias_of_runs   rows [r k, n], biases [e, n], ends [e] -> rows plus the bias of their expert
+    unsort_rows    rows [r k, h], their order [r k], their weights [r, k] or none, k
+                   -> weighted sums of a row's copies [r, h]
 
-(`moe_permute`, `GroupedLinear` and `moe_unpermute` of Transformer Engine.) Ranks that have a part
-of the rows each put theirs in order: the whole is then runs of every rank's own, and the ends of
-runs are terms of a sum. In what order rows lie matters to nobody between the first call and the
-last. Templates are written with these; nothing captured has them, and they are only priced.
+(`moe_permute` and `moe_unpermute` of Transformer Engine; between them are products of runs,
+`planner.language.ops.families.products.matmul`.) Captured routing is rewritten into these
+(`planner.capture.routing`), and templates are written with them.
+
+Ranks that have a part of the rows each put theirs in order. The whole is then runs of every
+rank's own, one rank after the other; in what order rows lie matters to nobody between the first
+call and the last. The order and the ends of a rank's runs are about its own rows: they have no
+whole, and go with rows that lie as those they were made of (`Own`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from planner.language.layout.placement import OpSharding, Replicate, Shard
+from planner.language.layout.placement import OpSharding, Own, Replicate, Shard
 from planner.language.ops.call import Call, P
-from planner.language.ops.families.products.matmul import GROUPED
 from planner.language.ops.kernel import KernelCall, Saved, saves_nothing
 from planner.language.ops.record import OpFamily, ShardRule, register
 
-SORT_ROWS = "moe.sort_rows.default"
-UNSORT_ROWS = "moe.unsort_rows.default"
-GROUPED_MM = "moe.grouped_mm.default"
+SORT_ROWS = "planner.sort_rows"
+BIAS_OF_RUNS = "planner.bias_of_runs"
+UNSORT_ROWS = "planner.unsort_rows"
+
+_ROWS, _WHOLE = Shard(0), Replicate()
+_OWN_ORDER, _OWN_ENDS = Own(0), Own()
 
 
 def sort_rows(call: Call) -> Iterator[OpSharding]:
     """Rows alone; or columns, each with all rows."""
-    rows, whole = Shard(0), Replicate()
-    yield OpSharding(inputs=(rows, rows), outputs=(rows, rows, P))
-    yield OpSharding(inputs=(Shard(1), whole), outputs=(Shard(1), whole, whole))
+    yield OpSharding(inputs=(_ROWS, _ROWS), outputs=(_ROWS, _OWN_ORDER, _OWN_ENDS))
+    yield OpSharding(inputs=(Shard(1), _WHOLE), outputs=(Shard(1), _WHOLE, _WHOLE))
 
 
-def grouped_mm(call: Call) -> Iterator[OpSharding]:
-    """Each rank with all matrices and runs of rows of its own."""
-    yield OpSharding(inputs=(Shard(0), Replicate(), P), outputs=(Shard(0),))
+def bias_of_runs(call: Call) -> Iterator[OpSharding]:
+    """Rows of each rank's own; columns; or terms of a sum, to which a bias is added once."""
+    yield OpSharding(inputs=(_ROWS, _WHOLE, _OWN_ENDS), outputs=(_ROWS,))
+    yield OpSharding(inputs=(Shard(1), Shard(1), _WHOLE), outputs=(Shard(1),))
+    yield OpSharding(inputs=(P, P, _WHOLE), outputs=(P,))
 
 
 def unsort_rows(call: Call) -> Iterator[OpSharding]:
-    """Rows alone; or columns, each with all rows."""
-    rows, whole = Shard(0), Replicate()
-    yield OpSharding(inputs=(rows, rows, rows), outputs=(rows,))
-    yield OpSharding(inputs=(Shard(1), whole, whole), outputs=(Shard(1),))
+    """Rows alone; columns, each with all rows; or terms of a sum, of which there are fewer after
+    the copies of a row are summed.
+    """
+    weights = len(call.op.inputs) - 2
+    yield OpSharding(inputs=(_ROWS, _OWN_ORDER, *(_ROWS,) * weights), outputs=(_ROWS,))
+    for place in (Shard(1), P):
+        yield OpSharding(inputs=(place, *(_WHOLE,) * (1 + weights)), outputs=(place,))
+
+
+def _ends(call: KernelCall) -> Saved:
+    """Which run a row is of, where the biases train."""
+    _, biases, ends = call.op.inputs
+    return Saved(tensors=(ends,) if call.needs_grad(biases) else ())
 
 
 def _for_weights(call: KernelCall) -> Saved:
-    """The rows, for the gradients of their weights, and what says where they were."""
-    return Saved(tensors=call.op.inputs)
+    """What says where rows were, and each factor of the weighted sum that the other one's gradient
+    reads.
+    """
+    rows, order, *weights = call.op.inputs
+    if not weights:
+        return Saved(tensors=(order,))
+    factors = ((rows, weights[0]), (weights[0], rows))
+    return Saved(tensors=(order, *(name for name, other in factors if call.needs_grad(other))))
 
 
 register(
@@ -60,11 +83,11 @@ register(
     )
 )
 register(
-    replace(
-        GROUPED,
-        name="products of runs of rows of each rank's own",
-        targets=(GROUPED_MM,),
-        shard=(*GROUPED.shard, ShardRule(grouped_mm)),
+    OpFamily(
+        name="biases of experts",
+        targets=(BIAS_OF_RUNS,),
+        shard=(ShardRule(bias_of_runs),),
+        saved=_ends,
     )
 )
 register(

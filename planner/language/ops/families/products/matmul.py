@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import prod
 
 from planner.language.graph import Op, Ref
-from planner.language.layout.placement import OpSharding
+from planner.language.layout.placement import OpSharding, Own, Replicate, Shard
 from planner.language.ops.call import Call, ProductArgs, Shape
 from planner.language.ops.flops import output_numel, product_backward
 from planner.language.ops.kernel import (
@@ -93,8 +93,12 @@ def _einsum_with_ellipsis(call: Call) -> Iterator[OpSharding]:
 
 
 def grouped_mm(call: Call) -> Iterator[OpSharding]:
-    """Rows [m, k] of several experts in a row, weights [e, k, n], end of each expert's rows [e]."""
-    if len(call.inputs[0]) == 2 and len(call.inputs[1]) == 3:
+    """Rows [m, k] of several experts in a row, weights [e, k, n], end of each expert's rows [e].
+
+    Rows are cut where each rank has runs of its own (`families.entries.routing`).
+    """
+    if len(call.inputs) == 3 and len(call.inputs[0]) == 2 and len(call.inputs[1]) == 3:
+        yield OpSharding(inputs=(Shard(0), Replicate(), Own()), outputs=(Shard(0),))
         yield from by_letters([[None, "k"], [None, "k", "n"], [None]], [[None, "n"]], summed="k")
 
 
@@ -275,14 +279,17 @@ register(
         recomputed=False,
     )
 )
-GROUPED = OpFamily(
-    name="products of runs of rows",
-    targets=("aten._grouped_mm", "transformers.grouped_mm_fallback", "planner.grouped_mm"),
-    shard=(ShardRule(grouped_mm),),
-    arithmetic="matmul",
-    flop=_contracted_flop(0),
-    backward=product_backward,
-    deals_rows=True,
-    recomputed=False,
+GROUPED_MM = "planner.grouped_mm"
+
+register(
+    OpFamily(
+        name="products of runs of rows",
+        targets=("aten._grouped_mm", "transformers.grouped_mm_fallback", GROUPED_MM),
+        shard=(ShardRule(grouped_mm),),
+        arithmetic="matmul",
+        flop=_contracted_flop(0),
+        backward=product_backward,
+        deals_rows=True,
+        recomputed=False,
+    )
 )
-register(GROUPED)
