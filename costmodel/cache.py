@@ -219,7 +219,9 @@ class CostCache:
                 program = with_rings(program, degrees["cp"])
             if executes.prices == "rates":
                 program = with_sized_losses(program, executes.loss_bytes)
-            self._local[key] = spread_experts(program, degrees["ep"], fullest=fullest)
+            self._local[key] = spread_experts(
+                program, degrees["ep"], etp=degrees["etp"], fullest=fullest
+            )
         return self._local[key]
 
     def block(

@@ -173,7 +173,7 @@ def spread_params(program: Program) -> frozenset[str]:
     return expert_params(program) if is_spread else frozenset()
 
 
-def spread_experts(program: Program, ep: int, *, fullest: float = 1.0) -> Program:
+def spread_experts(program: Program, ep: int, *, etp: int = 1, fullest: float = 1.0) -> Program:
     """Return what a rank of `ep` runs for a bound program; without experts the program.
 
     Its rows, inside, are as many as the rank has that gets `fullest` times the mean: how many a
@@ -183,7 +183,7 @@ def spread_experts(program: Program, ep: int, *, fullest: float = 1.0) -> Progra
     taking = [op for op in program.ops if _takes_runs(op)]
     if ep == 1 or not taking:
         return program
-    return _Spreading(program, ep, fullest).run(taking)
+    return _Spreading(program, ep, etp, fullest).run(taking)
 
 
 class _Spreading:
@@ -195,8 +195,8 @@ class _Spreading:
         runs: by rows that experts take or make, the tensor that says where their runs end.
     """
 
-    def __init__(self, program: Program, ep: int, fullest: float) -> None:
-        self._program, self._ep, self._fullest = program, ep, fullest
+    def __init__(self, program: Program, ep: int, etp: int, fullest: float) -> None:
+        self._program, self._ep, self._etp, self._fullest = program, ep, etp, fullest
         self._maker = {name: op for op in program.ops for name in op.outputs}
         self.tensors = dict(program.tensor)
         self.ops: list[Op] = []
@@ -212,9 +212,9 @@ class _Spreading:
             self.tensors[name] = _with_rows(self.tensors[name], self._fullest)
         self._follow_runs(going | inside)
         for op in program.ops:
-            if op.target == REDISTRIBUTE and matrices.issuperset(op.inputs):
-                # The gradient of a rank's own experts is of all rows that came to them: on axes
-                # whose ranks have rows of their own there is nothing left to sum.
+            if self._etp == 1 and op.target == REDISTRIBUTE and matrices.issuperset(op.inputs):
+                # The gradient of a rank's own experts is of all rows that came to them: over tp,
+                # whose ranks have rows of their own, there is nothing left to sum.
                 *args, _ = op.args
                 op = replace(op, args=(*args, False))
             self._add(op, going, inside, matrices)
@@ -238,10 +238,9 @@ class _Spreading:
                 if name in rows and ends:
                     self.runs.setdefault(name, ends)
         for op in reversed(self._program.ops):  # what leads to a product
-            ends = next((self.runs[name] for name in op.outputs if name in self.runs), "")
-            for name in op.inputs:
-                if name in rows and ends:
-                    self.runs.setdefault(name, ends)
+            of = [self.runs[name] for name in op.outputs if name in self.runs]
+            for name in rows.intersection(op.inputs) if of else ():
+                self.runs.setdefault(name, of[0])
 
     def _root(self, name: str) -> str:
         while (maker := self._maker.get(name)) is not None and maker.target == REDISTRIBUTE:

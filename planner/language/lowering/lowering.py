@@ -93,7 +93,7 @@ def local_program(
     if degrees["ep"] == 1:
         return programs[0]
     check_rows(whole, placed_on, degrees)
-    return spread_experts(programs[0], degrees["ep"])
+    return spread_experts(programs[0], degrees["ep"], etp=degrees["etp"])
 
 
 def _resized(
