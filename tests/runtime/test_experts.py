@@ -10,14 +10,17 @@ import torch
 import planner
 from planner.errors import LayoutError
 from planner.language.graph.batch import call_with_batch, loss_of
+from planner.language.layout.placement import Shard
 from planner.language.lowering.defaults import default_plan
+from planner.language.lowering.experts import cuts_rows, grouped_products
 from planner.language.lowering.holdings import Holdings
 from planner.language.lowering.lowering import local_program
+from planner.language.lowering.propagate import propagate_layout
 from planner.language.plan import Plan
 from tests.runtime.beside import Gaps, OneProcess, adamw, train_beside
 from tests.runtime.checkpoint.scenarios import Case
 from tests.runtime.checkpoint.test_round_trips import check as check_checkpoints
-from tests.runtime.scenarios import RTOL, build, capture, check, clip_many
+from tests.runtime.scenarios import RTOL, build, capture, check, check_plans, clip_many
 from tests.spawn import run_ranks
 
 
@@ -51,6 +54,22 @@ def test_on_four_ranks() -> None:
             ("biased-routed-gpt", {"dp": 2, "tp": 2, "ep": 2}),
         ],
     )
+
+
+def with_own_rows(plan: Plan, name: str = "routed-gpt") -> Plan:
+    """A plan whose ranks of tp hold experts whole, and route rows of their own."""
+    program = capture(name, torch.float64).classes[1].bind(plan.microbatch_size)
+    rows = {"sort_rows.0": Shard(0)} | {op.outputs[0]: Shard(0) for op in grouped_products(program)}
+    layout = propagate_layout(1, program, plan.tp, pins=rows).model_copy(update={"axis": "tp"})
+    assert cuts_rows(program, layout)
+    others = tuple(each for each in plan.layouts if (each.class_index, each.axis) != (1, "tp"))
+    return plan.model_copy(update={"layouts": (*others, layout)})
+
+
+def test_ranks_of_tp_with_rows_of_their_own() -> None:
+    """Each has whole matrices of its own experts; nothing is summed over tp inside the block."""
+    plans = [plan_of(dp=2, tp=2, ep=4, etp=1), plan_of(dp=2, tp=2, ep=2, etp=1)]
+    check_plans(4, [("routed-gpt", with_own_rows(plan)) for plan in plans])
 
 
 def test_the_norm_counts_each_expert_once() -> None:
