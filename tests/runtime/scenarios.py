@@ -23,6 +23,7 @@ from tests.empty import EmptyGPT
 from tests.frozen import TiedGPT, frozen_models
 from tests.runtime.beside import Gaps, OneProcess, adamw, gap_by_tensor, train_beside
 from tests.spawn import run_ranks
+from tests.stacked import StackedGPT
 
 STEPS = 2
 RTOL = 1e-10
@@ -36,6 +37,7 @@ def models() -> dict[str, TinyModel]:
         "tied-gpt": TiedGPT,
         "small-tied-gpt": lambda: TiedGPT(layers=2),
         "empty-gpt": EmptyGPT,
+        "stacked-gpt": StackedGPT,
     }
     gpts = {name: TinyModel(name, build, gpt_batch) for name, build in more.items()}
     return tiny_models() | frozen_models() | gpts
