@@ -122,6 +122,9 @@ class Execution:
     """Each of these is a message of its own; else they go in buckets as good as one."""
     scatters: bool
     """ZeRO 1 and 2 reduce each gradient to its shard alone; else all replicas get whole sums."""
+    shards_tensors: bool
+    """ZeRO cuts every tensor by itself, along one of its dims and filled up to equal shards; else
+    it cuts flat memory, anywhere."""
     unpack_s: float
     """Seconds to copy one replica's part of one tensor out of the weights that ZeRO 1 and 2
     gathered; 0 where they are gathered in place."""

@@ -24,6 +24,7 @@ from tests.experts import RoutedGPT
 from tests.frozen import TiedGPT, frozen_models
 from tests.runtime.beside import Gaps, OneProcess, adamw, gap_by_tensor, train_beside
 from tests.spawn import run_ranks
+from tests.stacked import StackedGPT
 
 STEPS = 2
 RTOL = 1e-10
@@ -39,6 +40,7 @@ def models() -> dict[str, TinyModel]:
         "empty-gpt": EmptyGPT,
         "routed-gpt": RoutedGPT,
         "biased-routed-gpt": lambda: RoutedGPT(bias=True),
+        "stacked-gpt": StackedGPT,
     }
     gpts = {name: TinyModel(name, build, gpt_batch) for name, build in more.items()}
     return tiny_models() | frozen_models() | gpts

@@ -122,7 +122,7 @@ def _block_bytes(
         outputs=tuple(_edge(saved, n, is_kept=n in kept_outputs) for n in program.outputs),
         params={name: size for name, size in sizes.items() if tensor[name].requires_grad},
         frozen={name: size for name, size in sizes.items() if not tensor[name].requires_grad},
-        param_rows={name: (*tensor[name].shape_at(1), 1)[0] for name in params},
+        param_shapes={name: tensor[name].shape_at(1) for name in params},
         spread=spread_params(program),
         saved=saved,
         # Others may hold an output, too, so outputs count at the stage.

@@ -64,8 +64,8 @@ class BlockBytes:
     """Bytes of trained parameters, by local name."""
     frozen: Mapping[str, int]
     """Bytes of frozen parameters, by local name."""
-    param_rows: Mapping[str, int]
-    """Lengths of their first dims, along which ZeRO shards."""
+    param_shapes: Mapping[str, tuple[int, ...]]
+    """Shapes of both, by local name."""
     kept_bytes: int
     """Kept between forward and backward, values at the edges apart."""
     recomputed_bytes: int

@@ -5,10 +5,11 @@ forward stays until the next block's is copied too, that of a backward is freed 
 next block's is fetched ahead. A block's gradients are copied into a message, from which the rank
 gets the sum of its shard; that message stays until the next block's is made, the last gradient
 until the sum is there. Blocks whose inputs need no gradient do so when the whole backward is
-over. Units without a trained parameter are gathered like others and have no message of gradients;
-blocks that no gradient reaches gather nothing in the backward. (torch 2.13,
-torch/distributed/fsdp/_fully_shard/{_fsdp_state,_fsdp_param_group,
-_fsdp_collectives}.py.)
+over. What is sharded along another dim than the first is copied once more on either way: from the
+shards that were gathered into one tensor, and into a row of shards before it is summed. Units
+without a trained parameter are gathered like others and have no message of gradients; blocks that
+no gradient reaches gather nothing in the backward. (torch 2.13,
+torch/distributed/fsdp/_fully_shard/{_fsdp_state,_fsdp_param_group,_fsdp_collectives}.py.)
 """
 
 from __future__ import annotations
@@ -203,7 +204,7 @@ class _FsdpTally:
     def _gather(self, index: int) -> None:
         self._prefetched.add(index)
         self._gathered.add(index)
-        self._note()
+        self._note(self._units[index].turned_bytes)
         self._prefetched.discard(index)
 
     def backward(self, job: BackwardBytes, *, is_last: bool, is_first: bool) -> None:
@@ -288,8 +289,8 @@ class _FsdpTally:
             return
         # Gradients are copied into the message of the reduce-scatter; the message before is freed.
         self._sum_message = index
-        self._note()
         reduced = unit.sum_bytes if index in self._summed else unit.gradient_bytes
+        self._note(int(reduced * unit.turned_part))
         self._fresh.discard(index)
         self._summed.discard(index)
         # The last gradient copied into the message is freed when its sum is there.

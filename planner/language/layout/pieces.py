@@ -22,6 +22,7 @@ from planner.language.layout.boxes import Box, Shape
 from planner.language.layout.placement import Shard
 from planner.language.layout.placements import Placements
 from planner.language.layout.process_mesh import ProcessMesh
+from planner.language.layout.sharing import shard_dim
 
 CHUNK_BYTES = 64 * 2**20
 """Most bytes stored as one chunk (if a row has no more): what a reader of a slice reads at most
@@ -68,11 +69,14 @@ class Piece:
         return self._taking(placement.dim, spans)
 
     def chunk(self, parts: int, number: int) -> Piece:
-        """Return part `number` along dim 0 as `torch.chunk` cuts: the last may be short or none."""
-        size = self.local_shape[0]
+        """Return part `number` along `shard_dim` as `torch.chunk` cuts: the last may be short or
+        none.
+        """
+        dim = shard_dim(self.local_shape, parts)
+        size = self.local_shape[dim]
         each = -(-size // parts)
         start = min(size, number * each)
-        return self._taking(0, [(start, min(each, size - start))])
+        return self._taking(dim, [(start, min(each, size - start))])
 
     @property
     def span(self) -> Box:
@@ -158,8 +162,8 @@ def piece_of(
 ) -> Piece:
     """Return what a rank of a mesh holds of a tensor; terms of a sum are whole.
 
-    Coarse cuts come first, and each further axis cuts what those before it left. Then FSDP2 cuts
-    dim 0 in chunks over the ranks of the axes `chunked` (`Sharing`). Raises LayoutError, which
+    Coarse cuts come first, and each further axis cuts what those before it left. Then ZeRO cuts
+    chunks of that over the ranks of the axes `chunked` (`Sharing`). Raises LayoutError, which
     gives the tensor's `name`, where a size does not divide.
     """
     piece = Piece.whole(shape)

@@ -8,6 +8,7 @@ axes of the mesh of all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.language.layout.axes import EXPERT_SHARDS, EXPERTS_MESH, axis_names, members
@@ -21,13 +22,35 @@ class Sharing:
 
     Attributes:
         cut: pieces, by its placements; the coarse cut first.
-        chunked: chunks of such a piece, as FSDP2 cuts dim 0; the axes "shards", or none.
+        chunked: chunks of such a piece, as ZeRO cuts it along `shard_dim`; the axes "shards", or
+            none.
         alike: the same.
     """
 
     cut: tuple[str, ...]
     chunked: tuple[str, ...]
     alike: tuple[str, ...]
+
+
+MOST_PADDING = 1 / 16
+"""Of a parameter, what dim 0 may be filled up by: another dim costs a copy of the whole parameter
+at each gather and each sum, which takes a memory's rate where the message takes a link's.
+"""
+
+
+def shard_dim(shape: Sequence[int], shards: int) -> int:
+    """Return the dim along which ZeRO cuts a rank's piece of a parameter into equal shards.
+
+    Dim 0, filled up to a multiple of the shards, where that adds little (`MOST_PADDING`): FSDP2
+    copies these shards in runs. Else the first dim that divides evenly, as FSDP2 fills up no other:
+    8 experts' matrices [8, 4096, 14336] lie on 64 ranks as [8, 64, 14336] each, where dim 0 would
+    give 8 of the ranks a whole expert, and the others a message as large. Dim 0 where none divides.
+    """
+    rows = shape[0]
+    padding = -rows % shards
+    if padding <= MOST_PADDING * rows:
+        return 0
+    return next((dim for dim, size in enumerate(shape) if size % shards == 0), 0)
 
 
 def sharing(placements: Placements, *, is_sharded: bool) -> Sharing:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from planner.language.graph import ModelGraph, TensorMeta
 from planner.language.layout.placement import Shard
 from planner.language.layout.placements import Placements
+from planner.language.layout.sharing import shard_dim
 from planner.language.lowering.wiring import stage_params
 from planner.language.ops.call import local_shape
 from planner.language.plan import Plan
@@ -63,7 +64,7 @@ def whole(tensor: Tensor, placements: Placements, mesh: Mesh) -> Tensor:
 
 
 def _over_data(tensor: DTensor, placements: Placements, mesh: Mesh) -> Tensor:
-    """Gather what FSDP2 cut along dim 0, as torch.chunk does: the last pieces may be short.
+    """Gather what FSDP2 cut along one dim, as torch.chunk does: the last pieces may be short.
 
     DTensor's own way gathers over the axes of pieces first, which for a dim cut twice is the
     wrong order, and warns about it.
@@ -75,11 +76,13 @@ def _over_data(tensor: DTensor, placements: Placements, mesh: Mesh) -> Tensor:
     assert group is not None, "FSDP2 is used only with replicas"
     # Pieces are filled up to one length for the gather. Only the last ones are shorter, so the
     # filling lies behind the end of the whole and is cut off there.
-    length = -(-shape[0] // mesh.size("shards"))
+    parts = mesh.size("shards")
+    dim = shard_dim(shape, parts)
     local = tensor.to_local().to(mesh.device)
-    padded = local.new_zeros((length, *shape[1:]))
-    padded[: local.shape[0]] = local
-    return run_step(padded, group.group_name, ("all_gather", 0, 0))[: shape[0]]
+    padded = local.new_zeros((*shape[:dim], -(-shape[dim] // parts), *shape[dim + 1 :]))
+    padded.narrow(dim, 0, local.shape[dim]).copy_(local)
+    found = run_step(padded, group.group_name, ("all_gather", dim, 0))
+    return found.narrow(dim, 0, shape[dim])
 
 
 def _to_rank_0(

@@ -9,7 +9,8 @@ step, in the last backward.
     2            gathered once, kept             reduce-scattered every microbatch, kept as shards
     3            gathered for every F and B      reduce-scattered every microbatch, kept as shards
 
-Optimizer state follows the parameters, which are sharded between steps in all three. A frozen
+Optimizer state follows the parameters, which are sharded between steps in all three, each along
+the dim that `planner.language.layout.sharing.shard_dim` says. A frozen
 parameter has neither gradient nor state: ZeRO 1 and 2 leave it whole on every rank, where
 gathering it would be one exchange a step of what never changes; ZeRO 3 shards and gathers it
 as the others, and reduces nothing of it. A number (a parameter without dims) can't be cut, and one
@@ -45,6 +46,7 @@ from planner.errors import LayoutError
 from planner.language.layout.axes import split_axes
 from planner.language.layout.placement import Placement, Shard
 from planner.language.layout.placements import Placements
+from planner.language.layout.sharing import shard_dim
 from planner.language.plan import Precision
 from planner.language.plan.replication import has_shards
 from planner.runtime.process import device as devices
@@ -104,7 +106,14 @@ def shard_stage(
         if on_host
         else OffloadPolicy()
     )
+    parts = mesh.size("shards")
+
+    def placed(param: nn.Parameter) -> TorchShard:
+        own = param.to_local() if isinstance(param, DTensor) else param
+        return TorchShard(shard_dim(own.shape, parts))
+
     policies: dict[str, Any] = {
+        "shard_placement_fn": placed,
         "mp_policy": policy,
         "offload_policy": offload,
         "ignored_params": ignored,

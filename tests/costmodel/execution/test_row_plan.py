@@ -73,6 +73,14 @@ def test_a_plan_has_what_the_row_says() -> None:
     assert model.positions == "rotary"
 
 
+def test_each_rank_has_a_head_of_keys_where_there_are_fewer_than_ranks() -> None:
+    """As published runs of Qwen3-235B-A22B have it, with 4 heads of keys on tp 8."""
+    row = {**MIXTRAL, "model": "Qwen3-235B-A22B", "tp": "8", "dp": "2"}
+    run, profile, rates = run_of(row)
+    assert transformer_of(run).kv_heads == 8
+    assert RowPrices().estimate(run, profile, rates).step_s > 0
+
+
 def test_layers_that_do_not_divide_leave_the_ends_fewer() -> None:
     run, _, _ = run_of({**GPT, "layers": "46", "pp": "8", "gpus": "32"})
     plan = plan_of(run, transformer_of(run), devices_per_node=8)

@@ -35,7 +35,7 @@ def block_of(index, copies=(None,), params=()):
         outputs=(Edge("y", VALUE, True, False),),
         params=dict.fromkeys(params, 100),
         frozen={},
-        param_rows=dict.fromkeys(params, 3),
+        param_shapes=dict.fromkeys(params, (3,)),
         kept_bytes=KEPT,
         recomputed_bytes=0,
         forward_rise_bytes=RISE,
@@ -92,13 +92,14 @@ def test_a_backward_frees_what_the_forward_kept(first):
     assert backward.samples[-1].end_bytes == gradients + VALUE - 2 * KEPT - VALUE
 
 
-def units_of(stage, replication):
+def units_of(stage, replication, **options):
     return sharded_stage(
         stage.blocks,
         stage.shared,
         replication,
         gradient_factor=stage.gradient_factor,
         device_type="cuda",
+        **options,
     )
 
 
@@ -113,6 +114,27 @@ def test_units_are_padded_to_equal_shards():
             has_input_gradient=True, last_part=Fraction(1),
         ),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shards_tensors", "own", "gathered", "turned"),
+    [
+        (3, True, 100, 300, 300),  # [2, 2, 25] each
+        (4, True, 150, 600, 0),  # which divide no dim: an expert each, of two
+        (4, False, 75, 300, 0),  # flat memory, as Megatron-LM has it
+    ],
+)
+def test_few_rows_on_many_ranks(ranks, shards_tensors, own, gathered, turned):
+    """Two experts [2, 6, 25] of a byte an element, all of them a unit's last parameter."""
+    block = block_of(0, params=("experts",))
+    sizes = {"params": {"experts": 300}, "param_shapes": {"experts": (2, 6, 25)}}
+    kind = replace(block.kind, bytes=replace(block.kind.bytes, **sizes))
+    stage = stage_of(replace(block, kind=kind), block_of(1))
+    replication = Replication(replicas=ranks, zero_stage=3)
+    (unit,) = units_of(stage, replication, shards_tensors=shards_tensors).units.values()
+    assert (unit.own_bytes, unit.gathered_bytes, unit.turned_bytes) == (own, gathered, turned)
+    assert unit.turned_part == (turned > 0)
+    assert unit.last_part == 1
 
 
 def test_experts_are_sharded_over_the_ranks_that_have_the_same():

@@ -10,6 +10,7 @@ import torch
 
 from planner.language.layout.pieces import Piece
 from planner.language.layout.placement import Shard
+from planner.language.layout.sharing import shard_dim
 from planner.language.lowering.defaults import default_plan
 from planner.language.lowering.holdings import Holdings
 from planner.runtime.state.weights import read
@@ -43,8 +44,9 @@ def test_pieces_are_what_the_runtime_cuts(seed):
         piece = piece.cut(placement, 2, number)
     if draw.random() < 0.5:
         parts, number = draw.choice([2, 5, 7]), draw.randrange(2)
-        chunks = local.chunk(parts, 0)
-        local = chunks[number] if number < len(chunks) else local[:0]
+        dim = shard_dim(local.shape, parts)
+        chunks = local.chunk(parts, dim)
+        local = chunks[number] if number < len(chunks) else local.narrow(dim, 0, 0)
         piece = piece.chunk(parts, number)
     assert piece.local_shape == tuple(local.shape)
     assert torch.equal(put_together(piece, whole, draw.choice([8, 100, 10**6])), local)

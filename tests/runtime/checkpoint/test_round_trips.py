@@ -99,6 +99,16 @@ def test_copies_of_shards_are_written_once(tmp_path):
     )
 
 
+def test_shards_of_any_dim_are_read_by_any_plan(tmp_path):
+    """Three experts on four ranks, in shards of their second dim, on two beside tp, and whole."""
+    name, batch = "stacked-gpt", {"num_microbatches": 2}
+    four = plan_for(name, **batch, dp=4, zero_stage=3, microbatch_size=2)
+    both = plan_for(name, **batch, dp=2, tp=2, zero_stage=1, microbatch_size=4)
+    whole = plan_for(name, **batch, dp=2, pp=2, microbatch_size=4)
+    pairs = ((four, both), (both, four), (four, whole), (whole, four))
+    check([Case(name, *pair, str(tmp_path / str(at))) for at, pair in enumerate(pairs)])
+
+
 def test_the_same_plan_goes_on_to_the_last_bit(tmp_path):
     """Running statistics that each replica moves for itself, momentum, state that is no tensor."""
     bn = plan_for("batchnorm-mlp", dp=2, microbatch_size=2)

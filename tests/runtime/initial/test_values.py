@@ -14,6 +14,7 @@ from torch import nn
 from planner.errors import ModelError
 from planner.language.layout.pieces import Piece
 from planner.language.layout.placement import Shard
+from planner.language.layout.sharing import shard_dim
 from planner.runtime.initial import values
 from planner.runtime.initial.record import record
 from planner.runtime.initial.values import ModuleValues, NoValues, Place, RecordedValues, find
@@ -99,12 +100,12 @@ class Kinds(nn.Module):
 
 
 def second_half(tensor: torch.Tensor) -> tuple[Place, torch.Tensor]:
-    """A place for the last rows of a tensor, if it has several, and what belongs there."""
-    rows = Piece.whole(tensor.shape)
-    if tensor.dim():
-        rows = rows.chunk(2, 1)
-    expected = tensor[-(-len(tensor) // 2) :] if tensor.dim() else tensor
-    return Place(rows, torch.zeros_like(expected)), expected
+    """A place for the second of two shards of a tensor, and what belongs there; all of a number."""
+    piece = Piece.whole(tensor.shape)
+    if not tensor.dim():
+        return Place(piece, torch.zeros_like(tensor)), tensor
+    expected = tensor.chunk(2, shard_dim(tensor.shape, 2))[1]
+    return Place(piece.chunk(2, 1), torch.zeros_like(expected)), expected
 
 
 def filled_by_module() -> tuple[list[str], list[int]]:

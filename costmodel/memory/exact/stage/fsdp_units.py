@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from costmodel.memory.block.placed_block import PlacedBlock
+from planner.language.layout.sharing import shard_dim
 from planner.language.plan.replication import Replication
 
 
@@ -36,7 +37,13 @@ class Unit(NamedTuple):
     """Whether an input of their block needs a gradient; if not, they are reduced when the whole
     backward is over."""
     last_part: Fraction
-    """The last parameter's part of the gradients."""
+    """Part of the gradients that stay until their sum is there: the last parameter's, and that of
+    the last one whose shards are not of its first dim."""
+    turned_bytes: int = 0
+    """Parameters whose shards are not of their first dim: they are gathered by way of a copy."""
+    turned_part: Fraction = Fraction(0)
+    """The part of the gradients of the last of them, which stays beside the copy it is summed
+    from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,13 +103,24 @@ def sharded_stage(
     device_type: str,
     sums_stay: bool = False,
     adds_late: bool = False,
+    shards_tensors: bool = True,
 ) -> ShardedStage:
     """Return the units of a stage; parameters that several of its blocks use (`shared_by_block`)
-    are in one of their own. Frozen ones are in units under ZeRO 3 only.
+    are in one of their own. Frozen ones are in units under ZeRO 3 only. Without `shards_tensors`
+    each is cut anywhere (`Execution.shards_tensors`).
     """
+
+    def sized(num_bytes: int, shape: tuple[int, ...], shards: int) -> Sized:
+        if not shards_tensors:
+            return Sized(num_bytes, -(-num_bytes // shards) * shards, shards)
+        dim = shard_dim(shape, shards)
+        # A dim is cut into equal parts, the last of which may be padding.
+        padded = num_bytes // max(shape[dim], 1) * (-(-shape[dim] // shards) * shards)
+        return Sized(num_bytes, padded, shards, is_turned=dim > 0)
+
     parts, of_experts = replication.shards, replication.of_experts.shards
-    shared: dict[str, Size] = {}
-    shared_frozen: dict[str, Size] = {}
+    shared: dict[str, Sized] = {}
+    shared_frozen: dict[str, Sized] = {}
     # `shared_by_block` names trained parameters only; a frozen parameter is shared by its users.
     users = Counter(name for block in blocks for name in block.frozen.values())
     units: dict[int, Unit] = {}
@@ -111,14 +129,15 @@ def sharded_stage(
         # Experts on a mesh of their own have fewer replicas, and so fewer shards.
         shards = {n: of_experts if n in kind.bytes.spread else parts for n in block.params}
         sizes = {
-            n: (kind.bytes.params[n], kind.bytes.param_rows[n], shards[n]) for n in block.params
+            n: sized(kind.bytes.params[n], kind.bytes.param_shapes[n], shards[n])
+            for n in block.params
         }
         shared |= {block.params[local]: sizes[local] for local in sizes if local in of_others}
         own = [size for local, size in sizes.items() if local not in of_others]
-        own_frozen: list[Size] = []
+        own_frozen: list[Sized] = []
         # ZeRO 1 and 2 leave frozen parameters whole: `resident.frozen` counts them.
         for local, name in block.frozen.items() if replication.zero_stage == 3 else ():
-            size = kind.bytes.frozen[local], kind.bytes.param_rows[local], parts
+            size = sized(kind.bytes.frozen[local], kind.bytes.param_shapes[local], parts)
             if users[name] > 1:
                 shared_frozen[name] = size
             else:
@@ -151,27 +170,38 @@ def sharded_stage(
     )
 
 
-Size = tuple[int, int, int]
-"""Bytes of a parameter, the length of its first dim, along which it is sharded, and its shards."""
+class Sized(NamedTuple):
+    """A parameter in shards."""
+
+    num_bytes: int
+    """All of it."""
+    padded_bytes: int
+    """Its shards together, filled up to equal ones."""
+    shards: int
+    """How many they are."""
+    is_turned: bool = False
+    """Whether they are not of its first dim, so that FSDP2 copies it between a message and
+    memory."""
 
 
 def _unit(
-    trained: Sequence[Size],
-    frozen: Sequence[Size],
+    trained: Sequence[Sized],
+    frozen: Sequence[Sized],
     gradient_factor: int,
     *,
     has_backward: bool,
     has_input_gradient: bool,
 ) -> Unit:
     """Return the unit of parameters of such sizes."""
-    whole = sum(size for size, _, _ in trained)
-    # A dim is cut into equal parts, the last of which may be padding.
-    (own, padded), (own_frozen, padded_frozen) = (
-        tuple(map(sum, zip((0, 0), *map(_padded, params), strict=True)))
-        for params in (trained, frozen)
+    whole = sum(param.num_bytes for param in trained)
+    own, own_frozen = (
+        sum(param.padded_bytes // param.shards for param in params) for params in (trained, frozen)
     )
+    padded = sum(param.padded_bytes for param in trained)
+    last_turned = [param for param in trained if param.is_turned][-1:]
+    stay = [*last_turned, *(param for param in trained[-1:] if not param.is_turned)]
     return Unit(
-        gathered_bytes=padded + padded_frozen,
+        gathered_bytes=padded + sum(param.padded_bytes for param in frozen),
         gradient_bytes=whole,
         sum_bytes=gradient_factor * whole,
         message_bytes=gradient_factor * padded,
@@ -180,14 +210,7 @@ def _unit(
         frozen_shard_bytes=own_frozen,
         has_backward=has_backward,
         has_input_gradient=has_input_gradient,
-        last_part=Fraction(trained[-1][0], whole) if whole else Fraction(0),
+        last_part=Fraction(sum(param.num_bytes for param in stay), max(whole, 1)),
+        turned_bytes=sum(param.num_bytes for param in (*trained, *frozen) if param.is_turned),
+        turned_part=Fraction(sum(param.num_bytes for param in last_turned), max(whole, 1)),
     )
-
-
-def _padded(param: Size) -> tuple[int, int]:
-    """Return the bytes of a rank's shard of a parameter, and of all its shards."""
-    size, rows, shards = param
-    # Bytes of a row times the rows of the largest shard: FSDP2 cuts the first dim and pads the
-    # rest.
-    shard = size // max(rows, 1) * -(-rows // shards)
-    return shard, shard * shards

@@ -124,6 +124,7 @@ class PlacedStages:
                 device_type=costs.profile.cluster.device_type,
                 sums_stay=keeps_sums(replication, sums_stay=execution.sums_stay),
                 adds_late=execution.adds_late,
+                shards_tensors=execution.shards_tensors,
             )
         loss = costs.graph.tensor[costs.graph.loss]
         return StageJobs(

@@ -20,6 +20,7 @@ from planner.language.layout.pieces import Piece, Runs
 from planner.language.layout.placement import Shard
 from planner.language.layout.placements import Placements
 from planner.language.layout.process_mesh import ProcessMesh
+from planner.language.layout.sharing import shard_dim
 from planner.language.lowering.holdings import Holding
 from planner.language.lowering.wiring import param_placements, stage_params
 from planner.language.plan import Plan
@@ -148,22 +149,20 @@ def _planned_piece(
     shape: tuple[int, ...], mesh: ProcessMesh, placements: Placements, shards: int, rank: int
 ) -> Piece:
     """Return the piece that the runtime cuts, found by cutting the indices of each dim."""
-    runs = []
-    for dim, size in enumerate(shape):
-        # The indices of a dim, cut as the runtime cuts weights: what is left tells which entries a
-        # rank has.
-        indices = torch.arange(size)
-        for axis, placement in placements.pairs:
-            if isinstance(placement, Shard) and placement.dim == dim:
-                parts, number = mesh.size(axis), mesh.number(rank, axis)
-                by_segment = indices.unflatten(0, (placement.segments, -1))
-                indices = by_segment.chunk(parts, 1)[number].flatten()
-        if dim == 0 and shards > 1:
-            chunks = indices.chunk(shards)
-            number = mesh.number(rank, *members("shards"))
-            indices = chunks[number] if number < len(chunks) else indices[:0]
-        runs.append(_runs(indices))
-    return Piece(shape, tuple(runs))
+    # The indices of each dim, cut as the runtime cuts weights: what is left tells which entries a
+    # rank has.
+    left = [torch.arange(size) for size in shape]
+    for axis, placement in placements.pairs:
+        if isinstance(placement, Shard):
+            parts, number = mesh.size(axis), mesh.number(rank, axis)
+            by_segment = left[placement.dim].unflatten(0, (placement.segments, -1))
+            left[placement.dim] = by_segment.chunk(parts, 1)[number].flatten()
+    if shards > 1:
+        dim = shard_dim([len(indices) for indices in left], shards)
+        chunks = left[dim].chunk(shards)
+        number = mesh.number(rank, *members("shards"))
+        left[dim] = chunks[number] if number < len(chunks) else left[dim][:0]
+    return Piece(shape, tuple(map(_runs, left)))
 
 
 def _runs(indices: torch.Tensor) -> Runs:
