@@ -273,8 +273,6 @@ class Space:
         if self._no_zero and shards > 1 and any(zeros):
             self.reasons.setdefault("zero takes one real dtype a block", self._no_zero)
             zeros = [zero for zero in zeros if zero == 0]
-        if degrees["ep"] > 1 and self.expressed is None:
-            zeros = [zero for zero in zeros if zero == 0]
         zeros = self._zeros_of_stack(zeros, degrees, pp, recompute)
         # FSDP2 takes parameters that one axis cuts (`planner.runtime.state.zero`).
         can_shard = sum(degrees[axis.name] > 1 for axis in split_axes()) < 2

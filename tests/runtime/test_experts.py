@@ -56,6 +56,21 @@ def test_on_four_ranks() -> None:
     )
 
 
+def test_zero_shards_experts_over_their_own_replicas() -> None:
+    """ZeRO 1, 2 and 3, HSDP, beside tp, and where each rank has other experts."""
+    check(
+        4,
+        [
+            ("routed-gpt", {"dp": 4, "ep": 2, "zero_stage": 1}),
+            ("routed-gpt", {"dp": 4, "ep": 2, "zero_stage": 2}),
+            ("biased-routed-gpt", {"dp": 4, "ep": 2, "zero_stage": 3}),
+            ("routed-gpt", {"dp": 4, "ep": 4, "zero_stage": 3}),
+            ("routed-gpt", {"dp": 2, "tp": 2, "ep": 2, "zero_stage": 1}),
+            ("routed-gpt", {"rp": 2, "dp": 2, "ep": 2, "zero_stage": 3, "microbatch_size": 4}),
+        ],
+    )
+
+
 def with_own_rows(plan: Plan, name: str = "routed-gpt") -> Plan:
     """A plan whose ranks of tp hold experts whole, and route rows of their own."""
     program = capture(name, torch.float64).classes[1].bind(plan.microbatch_size)

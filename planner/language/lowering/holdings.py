@@ -120,15 +120,16 @@ def _holding(
 def sharing_of(meta: TensorMeta, placements: Placements, plan: Plan, pp_rank: int) -> Sharing:
     """Return which ranks of a pp rank share a parameter or a buffer."""
     stage = next(s for s, each in enumerate(plan.stages) if each.pp_rank == pp_rank)
-    return sharing(placements, is_sharded=_is_sharded(meta, plan, stage))
+    return sharing(placements, is_sharded=_is_sharded(meta, placements, plan, stage))
 
 
-def _is_sharded(meta: TensorMeta, plan: Plan, stage: int) -> bool:
+def _is_sharded(meta: TensorMeta, placements: Placements, plan: Plan, stage: int) -> bool:
     if meta.table:  # with a gradient of rows: each replica has it whole
         return False
     if meta.kind != "param" or not has_shards(meta.shape, meta.dtype):
         return False
-    if not Replication.of(plan, stage).is_sharded:
+    ranks = Replication.of(plan, stage)
+    if not (ranks.of_experts if placements.are_of_experts else ranks).is_sharded:
         return False
     return meta.requires_grad or plan.zero_stage == 3
 

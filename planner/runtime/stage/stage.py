@@ -118,9 +118,8 @@ def _apart(made: tuple[Tensor, ...], params: Sequence[Tensor | None]) -> tuple[T
 
 def _cast_whole(param: Tensor | None) -> Tensor | None:
     """Return what FSDP2 holds no shards of, and so does not cast from fp32, as programs take it."""
-    is_whole = isinstance(param, nn.Parameter) and (param.dim() == 0 or param.numel() == 0)
-    is_wide = param is not None and param.dtype == torch.float32
-    return param.to(torch.bfloat16) if param is not None and is_whole and is_wide else param
+    is_wide = isinstance(param, nn.Parameter) and param.dtype == torch.float32
+    return param.to(torch.bfloat16) if param is not None and is_wide else param
 
 
 def _local(tensor: Tensor | None) -> Tensor | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from planner.language.graph import ModelGraph, TensorMeta
+from planner.language.layout.axes import EXPERT_SHARDS
 from planner.language.layout.placement import Shard
 from planner.language.layout.placements import Placements
 from planner.language.layout.sharing import shard_dim
@@ -71,12 +72,14 @@ def _over_data(tensor: DTensor, placements: Placements, mesh: Mesh) -> Tensor:
     """
     shape = tuple(tensor.shape)
     for axis, placement in placements.pairs:
-        shape = local_shape(shape, placement, mesh.size(axis))
-    group = mesh.group("shards")
+        if axis != "ep":  # of which DTensors have their own part alone
+            shape = local_shape(shape, placement, mesh.size(axis))
+    ranks = EXPERT_SHARDS if placements.are_of_experts else "shards"
+    group = mesh.group(ranks)
     assert group is not None, "FSDP2 is used only with replicas"
     # Pieces are filled up to one length for the gather. Only the last ones are shorter, so the
     # filling lies behind the end of the whole and is cut off there.
-    parts = mesh.size("shards")
+    parts = mesh.size(ranks)
     dim = shard_dim(shape, parts)
     local = tensor.to_local().to(mesh.device)
     padded = local.new_zeros((*shape[:dim], -(-shape[dim] // parts), *shape[dim + 1 :]))

@@ -43,7 +43,7 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
 from planner.errors import LayoutError
-from planner.language.layout.axes import split_axes
+from planner.language.layout.axes import EXPERT_COPIES, EXPERT_SHARDS, split_axes
 from planner.language.layout.placement import Placement, Shard
 from planner.language.layout.placements import Placements
 from planner.language.layout.sharing import shard_dim
@@ -52,6 +52,15 @@ from planner.language.plan.replication import has_shards
 from planner.runtime.process import device as devices
 from planner.runtime.process.groups.mesh import Mesh
 from planner.runtime.stage.stage import BlockModule, StageModule
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import (
+        FSDPMeshInfo,
+        HSDPMeshInfo,
+        ShardPlacementResult,
+    )
+except ImportError:  # before torch 2.13
+    ShardPlacementResult = None  # type: ignore[assignment,misc]
 
 
 def torch_placement(placement: Placement) -> TorchPlacement:
@@ -77,8 +86,6 @@ def shard_stage(
     DTensors of one axis.
     """
     device_mesh = mesh.device_mesh()
-    if mesh.degrees["ep"] > 1:
-        raise LayoutError("ZeRO does not go with experts on ranks of their own; use ep=1 or zero 0")
     cut = [axis.name for axis in split_axes() if mesh.size(axis.name) > 1]
     if len(cut) > 1:
         raise LayoutError(f"ZeRO goes with one axis that cuts parameters, not {' and '.join(cut)}")
@@ -86,11 +93,20 @@ def shard_stage(
     left = {p for fqn, p in stage.named_params().items() if fqn in whole}
     _refuse_dtypes(stage, left, precision)
     _make_contiguous(stage, left)
+    # Experts lie on a mesh of their own, with replicas of its own: these share them.
+    experts = {fqn for fqn in stage.named_params() if placements[fqn].are_of_experts}
+    has_replicas = mesh.group(EXPERT_SHARDS) is not None
+    if experts and not has_replicas:
+        _refuse_on_host(on_host, experts)
+        left |= {p for fqn, p in stage.named_params().items() if fqn in experts}
     ignored = {p for p in stage.parameters() if not can_shard(p, zero_stage)} | left
     # Parameters become DTensors on tp, so that FSDP2's shards are DTensors on both axes and each
     # names its place in the whole.
     for axis in cut:
         _as_dtensors(stage, device_mesh[axis], axis, placements, ignored)
+    of_experts: Mapping[nn.Parameter, Any] = {}
+    if experts and has_replicas:
+        of_experts = _experts_mesh(stage, mesh, placements, experts, ignored)
     # On two dims FSDP2 shards over the second and sums shards of gradients over the first (HSDP).
     data_mesh = device_mesh["shards"]
     if mesh.group("copies") is not None:
@@ -106,11 +122,13 @@ def shard_stage(
         if on_host
         else OffloadPolicy()
     )
-    parts = mesh.size("shards")
 
-    def placed(param: nn.Parameter) -> TorchShard:
+    def placed(param: nn.Parameter) -> Any:
         own = param.to_local() if isinstance(param, DTensor) else param
-        return TorchShard(shard_dim(own.shape, parts))
+        mesh_info = of_experts.get(param)
+        parts = mesh.size("shards" if mesh_info is None else EXPERT_SHARDS)
+        cut = TorchShard(shard_dim(own.shape, parts))
+        return cut if mesh_info is None else ShardPlacementResult(cut, mesh_info)
 
     policies: dict[str, Any] = {
         "shard_placement_fn": placed,
@@ -144,6 +162,45 @@ def shard_stage(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _refuse_on_host(on_host: bool, experts: Set[str]) -> None:
+    """Raise LayoutError where states are on the host and no ranks share experts: FSDP2, which takes
+    shards there, has none of them.
+    """
+    if on_host:
+        raise LayoutError(
+            f"each rank has other experts ({min(experts)}), which ZeRO leaves as they are, and the "
+            "plan has the optimizer on the host; use a smaller ep, or `zero` 0"
+        )
+
+
+def _experts_mesh(
+    stage: StageModule,
+    mesh: Mesh,
+    placements: Mapping[str, Placements],
+    experts: Set[str],
+    ignored: Set[nn.Parameter],
+) -> dict[nn.Parameter, Any]:
+    """Return which mesh FSDP2 shards each of the experts' parameters over, after making those that
+    etp cuts DTensors of that mesh.
+
+    Raises LayoutError before torch 2.13, where FSDP2 takes one mesh a unit.
+    """
+    if ShardPlacementResult is None:
+        raise LayoutError(
+            f"ZeRO of experts on ranks of their own takes torch 2.13 or later, and this is torch "
+            f"{torch.__version__}; upgrade it, or search with `zero` 0 or `ep` 1"
+        )
+    device_mesh = mesh.experts_device_mesh()
+    if mesh.size("etp") > 1:
+        _as_dtensors(stage, device_mesh["etp"], "etp", placements, ignored, experts)
+    if mesh.group(EXPERT_COPIES) is None:
+        info = FSDPMeshInfo(device_mesh[EXPERT_SHARDS], shard_mesh_dim=0)
+    else:
+        both = device_mesh[EXPERT_COPIES, EXPERT_SHARDS]
+        info = HSDPMeshInfo(both, shard_mesh_dim=1, replicate_mesh_dim=0)
+    return {param: info for fqn, param in stage.named_params().items() if fqn in experts}
 
 
 def _fetch_ahead(stage: StageModule) -> None:
@@ -305,7 +362,11 @@ def _as_dtensors(
     axis: str,
     placements: Mapping[str, Placements],
     ignored: Set[nn.Parameter],
+    only: Set[str] | None = None,
 ) -> None:
+    """Make DTensors of the pieces on an axis: of parameters that lie on its mesh, or of those named
+    `only`.
+    """
     for block in stage.blocks:
         assert isinstance(block, BlockModule)
         block.params_are_dtensors = True
@@ -313,7 +374,8 @@ def _as_dtensors(
         owner, _, name = path.rpartition(".")
         module = stage.get_submodule(owner)
         param = module.get_parameter(name)
-        if param in ignored:
+        is_other = placements[fqn].are_of_experts if only is None else fqn not in only
+        if param in ignored or is_other:
             continue
         local = DTensor.from_local(
             param.detach(), mesh, [torch_placement(placements[fqn][axis])], run_check=False

@@ -179,6 +179,18 @@ class Mesh:
             mesh_dim_names=tuple(axes),
         )
 
+    def experts_device_mesh(self) -> DeviceMesh:
+        """Return the sides of the experts' mesh as FSDP2 takes them."""
+        sides = self.own.folded
+        assert sides is not None, "experts lie on a mesh of their own"
+        axes = [axis for axis in sides.axes if self.group(axis) is not None]
+        return DeviceMesh.from_group(
+            [self._lines[axis] for axis in axes],
+            self.device.type,
+            mesh=np.array(sides.ranks).reshape([self.size(axis) for axis in axes]).tolist(),
+            mesh_dim_names=tuple(axes),
+        )
+
     def close(self) -> None:
         """Destroy every group made here (but for the default one); all ranks call it."""
         # A rank that leaves a group another is still joining would break it.
