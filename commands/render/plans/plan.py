@@ -28,6 +28,7 @@ from planner.language.lowering.captured_ops import WorkOfJobs, work_of_jobs
 from planner.language.lowering.match_model import validate_model
 from planner.language.ops.held_pairs import held_pairs_messages
 from planner.language.ops.registry import ops_without_rule
+from planner.language.ops.routed_experts import routing_messages
 from planner.language.plan import OURS, ClassLayout, Plan, StagePlan
 from planner.language.plan.buckets import shapes_of
 from planner.language.plan.schedule_of import schedule_of
@@ -56,7 +57,8 @@ def describe_plan(plan: Plan, graph: ModelGraph | None = None) -> list[Renderabl
         if graph is not None:
             parts.append(_without_rule(graph))
     if graph is not None:
-        parts += map(Text, (*called_modules_messages(graph), *held_pairs_messages(graph)))
+        told = (called_modules_messages, held_pairs_messages, routing_messages)
+        parts += [Text(message) for messages in told for message in messages(graph)]
     schedule = schedule_of(plan)
     if plan.pp > 1:
         drawn = (
