@@ -26,9 +26,9 @@ from planner.language.graph.called_modules import called_modules_messages
 from planner.language.layout.axes import Degrees, batch_axes, own_axes, rest_axis
 from planner.language.lowering.captured_ops import WorkOfJobs, work_of_jobs
 from planner.language.lowering.match_model import validate_model
+from planner.language.lowering.routed_experts import routing_messages
 from planner.language.ops.held_pairs import held_pairs_messages
 from planner.language.ops.registry import ops_without_rule
-from planner.language.ops.routed_experts import routing_messages
 from planner.language.plan import OURS, ClassLayout, Plan, StagePlan
 from planner.language.plan.buckets import shapes_of
 from planner.language.plan.schedule_of import schedule_of

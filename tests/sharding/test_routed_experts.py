@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from planner.language.ops.routed_experts import routing_messages
+from planner.language.lowering.routed_experts import routing_messages
 from tests.capture.routing.dealing import Dealt, captured
 from tests.captures import capture_tiny
 
