@@ -19,6 +19,7 @@ from planner.capture.source.model_file import load_model_file
 from planner.errors import CaptureError, ModelError
 from planner.language.graph import Affine, Ref, Symbol, bind_arg, from_json, to_json
 from planner.language.plan import batch_spec
+from planner.runtime.stage.calls import local_ops
 from tests import captures
 from tests.builders import (
     PlainGPT,
@@ -75,7 +76,9 @@ def run(program, values, size):
         return tuple(map(resolve, arg)) if isinstance(arg, tuple) else arg
 
     for op in program.ops:
-        call = operator.attrgetter(op.target)(torch.ops)
+        library, _, name = op.target.partition(".")
+        ours = library == "planner"
+        call = getattr(local_ops, name) if ours else operator.attrgetter(op.target)(torch.ops)
         args = resolve(bind_arg(op.args, size))
         out = call(*args, **{k: resolve(bind_arg(v, size)) for k, v in op.kwargs})
         outs = out if isinstance(out, tuple | list) else (out,)

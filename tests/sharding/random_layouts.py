@@ -5,7 +5,14 @@ from __future__ import annotations
 import random
 
 from planner.language.graph import Program, TensorMeta
-from planner.language.layout.placement import OpSharding, Partial, Placement, Replicate, Shard
+from planner.language.layout.placement import (
+    OpSharding,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    has_way,
+)
 from planner.language.ops.call import divides
 from planner.language.ops.registry import segment_counts, strategies
 from planner.language.plan import ClassLayout
@@ -15,13 +22,22 @@ def random_layout(program: Program, rng: random.Random, axis_size: int) -> Class
     """Any strategy for any op and any placement at the boundary, drawn at random."""
     ops: list[tuple[str, OpSharding]] = []
     wanted: dict[str, list[Placement]] = {}
+    made: dict[str, Placement] = {}
     counts = segment_counts(program)
     for op in program.ops:
-        offered = strategies(op, program.tensor, axis_size, segments=counts)
+        offered = [
+            sharding
+            for sharding in strategies(op, program.tensor, axis_size, segments=counts)
+            if all(
+                has_way(made.get(name, Replicate()), placement)
+                for name, placement in zip(op.inputs, sharding.inputs, strict=True)
+            )
+        ]
         sharding = (
             rng.choice(offered[1:]) if len(offered) > 1 and rng.random() < 0.8 else offered[0]
         )
         ops.append((op.name, sharding))
+        made |= zip(op.outputs, sharding.outputs, strict=True)
         for name, placement in zip(op.inputs, sharding.inputs, strict=True):
             wanted.setdefault(name, []).append(placement)
     params = tuple(

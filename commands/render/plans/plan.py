@@ -26,6 +26,7 @@ from planner.language.graph.called_modules import called_modules_messages
 from planner.language.layout.axes import Degrees, batch_axes, own_axes, rest_axis
 from planner.language.lowering.captured_ops import WorkOfJobs, work_of_jobs
 from planner.language.lowering.match_model import validate_model
+from planner.language.lowering.routed_experts import routing_messages
 from planner.language.ops.held_pairs import held_pairs_messages
 from planner.language.ops.registry import ops_without_rule
 from planner.language.plan import OURS, ClassLayout, Plan, StagePlan
@@ -56,7 +57,8 @@ def describe_plan(plan: Plan, graph: ModelGraph | None = None) -> list[Renderabl
         if graph is not None:
             parts.append(_without_rule(graph))
     if graph is not None:
-        parts += map(Text, (*called_modules_messages(graph), *held_pairs_messages(graph)))
+        told = (called_modules_messages, held_pairs_messages, routing_messages)
+        parts += [Text(message) for messages in told for message in messages(graph)]
     schedule = schedule_of(plan)
     if plan.pp > 1:
         drawn = (

@@ -43,7 +43,8 @@ def parse_pin(text: str) -> Pin:
         )
     parsed = parse_placement(placement.strip())
     if isinstance(parsed, Partial | Own):
-        raise LayoutError(f"pin {text!r}: a parameter rests whole or sharded; use R or S(dim)")
+        what = "a partial sum" if isinstance(parsed, Partial) else "a value of each rank's own"
+        raise LayoutError(f"pin {text!r}: a parameter can't rest as {what}; use R or S(dim)")
     return Pin(pattern=pattern.strip(), placement=parsed, axis=axis.strip())
 
 

@@ -39,7 +39,7 @@ from planner.runtime.stage.calls.exchanges.table_rows import exchanged_embedding
 from planner.runtime.stage.calls.opaque_modules import find_module, opaque_module, own_params
 from planner.runtime.stage.calls.part_of import part_of
 from planner.runtime.stage.calls.pure import PURE
-from planner.runtime.stage.calls.table_lookup import table_lookup
+from planner.runtime.stage.calls.rows.table_lookup import table_lookup
 from planner.runtime.stage.recompute import Keeper, KeptOp
 from planner.runtime.stage.weight_grads import WeightProduct, WeightQueue
 

@@ -27,7 +27,7 @@ from planner.language.graph.tables import tables_of
 from planner.language.lowering.wiring import stage_params
 from planner.language.plan import Plan
 from planner.runtime.process.groups.mesh import Mesh
-from planner.runtime.stage.calls.table_lookup import ROWS
+from planner.runtime.stage.calls.rows.table_lookup import ROWS
 from planner.runtime.stage.host import Host
 from planner.runtime.state.masters import rest_dtype
 from planner.runtime.state.optimizers.reach import takes

@@ -16,7 +16,7 @@ from planner.runtime.process import collectives
 from planner.runtime.stage.calls.attention_kernels import attend
 from planner.runtime.stage.calls.attention_tiles import Sight
 from planner.runtime.stage.calls.own_random import own_attention, stream_of, with_own_random_stream
-from planner.runtime.stage.calls.routed_rows import bias_of_runs, sort_rows, unsort_rows
+from planner.runtime.stage.calls.rows.routed_rows import bias_of_runs, sort_rows, unsort_rows
 
 __all__ = [
     "batch_norm_by_channel",

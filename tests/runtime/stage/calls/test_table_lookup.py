@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from planner.runtime.stage.calls.table_lookup import table_lookup
+from planner.runtime.stage.calls.rows.table_lookup import table_lookup
 from planner.runtime.state.tables import RowTable
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")

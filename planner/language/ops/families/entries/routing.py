@@ -25,6 +25,7 @@ from planner.language.layout.placement import OpSharding, Own, Replicate, Shard
 from planner.language.ops.call import Call, P
 from planner.language.ops.kernel import KernelCall, Saved, saves_nothing
 from planner.language.ops.record import OpFamily, ShardRule, register
+from planner.units import DTYPE_BYTES
 
 SORT_ROWS = "planner.sort_rows"
 BIAS_OF_RUNS = "planner.bias_of_runs"
@@ -74,10 +75,38 @@ def _for_weights(call: KernelCall) -> Saved:
     return Saved(tensors=(order, *(name for name, other in factors if call.needs_grad(other))))
 
 
+_NUMBER = DTYPE_BYTES["int64"]
+
+
+def _numbers(call: KernelCall, *, forward: bool) -> int:
+    """Sorted experts, and the rows that copies are of."""
+    rows, order = call.shape(call.op.inputs[0])[0], call.numel(call.op.outputs[1])
+    return _NUMBER * order * (forward + (order > rows))
+
+
+def _runs(call: KernelCall, *, forward: bool) -> int:
+    """The run that each row is in."""
+    return _NUMBER * call.shape(call.op.inputs[0])[0]
+
+
+def _copies(call: KernelCall, *, forward: bool) -> int:
+    """The copies in the order before, until they are summed; in the backward the products whose
+    sums are gradients of weights.
+    """
+    rows, _, *weights = call.op.inputs
+    made = call.element_bytes(call.op.outputs[0])
+    if forward:
+        return call.numel(rows) * made * (call.numel(rows) > call.numel(call.op.outputs[0]))
+    is_weighted = any(call.needs_grad(name) for name in weights)
+    # (The gradient of the copies itself is made in the wider dtype, and cast behind.)
+    return call.numel(rows) * (2 * made - call.element_bytes(rows)) * is_weighted
+
+
 register(
     OpFamily(
         name="rows in the order of their experts",
         targets=(SORT_ROWS,),
+        scratch=_numbers,
         shard=(ShardRule(sort_rows),),
         saved=saves_nothing,  # its backward needs the order, which `unsort_rows` saves
     )
@@ -86,6 +115,7 @@ register(
     OpFamily(
         name="biases of experts",
         targets=(BIAS_OF_RUNS,),
+        scratch=_runs,
         shard=(ShardRule(bias_of_runs),),
         saved=_ends,
     )
@@ -94,6 +124,7 @@ register(
     OpFamily(
         name="rows back from their experts",
         targets=(UNSORT_ROWS,),
+        scratch=_copies,
         shard=(ShardRule(unsort_rows),),
         saved=_for_weights,
     )

@@ -55,7 +55,8 @@ class _BiasOfRuns(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, biases: Tensor, ends: Tensor) -> Tensor:
         ctx.like = biases.shape, biases.dtype, rows.dtype
         ctx.save_for_backward(*((ends,) if ctx.needs_input_grad[1] else ()))
-        return rows + biases[_run_of(len(rows), ends)]
+        picked = biases[_run_of(len(rows), ends)]
+        return picked.add_(rows) if picked.dtype == rows.dtype else rows + picked
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
@@ -91,11 +92,9 @@ class _UnsortRows(torch.autograd.Function):
             rows if of_weights else None,
             weights if ctx.needs_input_grad[0] else None,
         )
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order), device=order.device)
-        back = rows[place].view(len(order) // copies, copies, rows.shape[1])
+        back = rows[_places(order)].view(len(order) // copies, copies, rows.shape[1])
         if weights is not None:
-            back = back * weights.reshape(len(back), copies, 1)
+            back = _times(back, weights.reshape(len(back), copies, 1))
         return back.sum(1) if copies > 1 else back.squeeze(1)
 
     @staticmethod
@@ -111,12 +110,26 @@ class _UnsortRows(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, None, of_weights, None
         if weights is not None:
-            of_copies = of_copies * weights.reshape(-1)[order].unsqueeze(1)
+            of_copies = _times(of_copies, weights.reshape(-1)[order].unsqueeze(1))
         return of_copies.to(ctx.dtypes[0]), None, of_weights, None
 
 
 def _row_of(order: Tensor, copies: int) -> Tensor:
     return order if copies == 1 else order // copies
+
+
+def _places(order: Tensor) -> Tensor:
+    """Return where each copy is now, of where it was."""
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    return places
+
+
+def _times(rows: Tensor, weights: Tensor) -> Tensor:
+    """Return rows times weights, in the memory of the rows where they have the product's dtype."""
+    if torch.result_type(rows, weights) == rows.dtype:
+        return rows.mul_(weights)
+    return rows * weights
 
 
 def _run_of(number: int, ends: Tensor) -> Tensor:
