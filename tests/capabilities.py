@@ -16,9 +16,7 @@ search and host memory; meshes and placements; virtual pipelines, groups and lau
 peer has together; what the field trains with; mechanics of the runtime; right by default."""
 
 NOT_BUILT = {
-    "N7": "experts over a mesh axis of their own",
     "N10": "compiled blocks and float8 as choices of a plan",
-    "B9": "experts over ep, searched and run",
     "B10": "rings and heads of context parallelism by cost",
     "B11": "dispatchers as data",
     "B12": "documents dealt by work",

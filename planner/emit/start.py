@@ -13,7 +13,6 @@ import shlex
 from planner.emit.emitter import Rule
 from planner.emit.features import plan_features
 from planner.emit.view import PlanView
-from planner.language.layout.axes import FOLDED
 
 NODE_SETTINGS = (
     "# Node 0 is at MASTER_ADDR; every node runs this script with its own NODE_RANK.",
@@ -26,11 +25,8 @@ TORCHRUN_FILE = "torchrun.sh"
 
 
 def runs_by_apply() -> dict[str, str | Rule]:
-    """Return what scripts that call `planner.apply` express: every feature but experts' meshes,
-    which this runtime does not run.
-    """
-    folded = {axis.name for axis in FOLDED}
-    return {f.name: "planner.apply" for f in plan_features() if f.name not in folded}
+    """Return what scripts that call `planner.apply` express: every feature."""
+    return {feature.name: "planner.apply" for feature in plan_features()}
 
 
 def torchrun_lines(view: PlanView, *program: str, restarts: bool = False) -> list[str]:

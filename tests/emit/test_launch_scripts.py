@@ -283,9 +283,8 @@ def test_golden_files_of_two_nodes_of_gpus(name):
                 subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
-def test_plans_with_experts_meshes_are_refused():
-    found = refusals(view_of(model="mixtral-8x7b", ep=2), find_emitter("torchrun"))
-    assert {refusal.feature for refusal in found} == {"ep", "etp"}
+def test_plans_with_experts_meshes_start_as_others():
+    assert not refusals(view_of(model="mixtral-8x7b", ep=2), find_emitter("torchrun"))
 
 
 def test_kubernetes_manifest_has_documented_fields():

@@ -62,6 +62,20 @@ OWN_MESHES = {
     "dp2-then-tp2": {"tp": 2, "pp": 2, "by_stage": {"tp": (1, 2)}},
     "dp2-then-tp2-zero3": {"dp": 2, "pp": 2, "by_stage": {"tp": (1, 2)}, "zero_stage": 3},
 }
+EXPERTS_ON_TWO = {
+    "ep2": {"dp": 2, "ep": 2},
+    "ep2-zero1-recompute": {"dp": 2, "ep": 2, "zero_stage": 1, "recompute": "full"},
+}
+EXPERTS_ON_FOUR = {
+    "dp4-ep2-zero3": {"dp": 4, "ep": 2, "zero_stage": 3},
+    "tp2-ep2": {"dp": 2, "tp": 2, "ep": 2},
+    "cp2-ep4": {"dp": 2, "cp": 2, "ep": 4},
+    "pp2-ep2": {"dp": 2, "pp": 2, "ep": 2},
+}
+ROUTED = (
+    *("hf-qwen3-moe", "hf-olmoe", "hf-gpt-oss"),
+    *("hf-deepseek-v2", "hf-deepseek-v3", "hf-phimoe"),
+)
 FIRST_TRIED = ("gpt", "hf-gpt2", "hf-llama")
 WITHOUT_SEQUENCES = ("mlp", "batchnorm-mlp", "resnet", "unet", "vit")
 
@@ -126,6 +140,26 @@ MASKED = (
 def test_windows_documents_and_padding_on_two_ranks(name):
     """N9: attention that is told of its mask, of some heads, stages and positions."""
     check(name, 2, WINDOWED)
+
+
+def test_experts_on_ranks_of_their_own():
+    """N7, B9: Mixtral's experts, in fp64 and with fp32 copies of bf16 weights."""
+    check("hf-mixtral", 2, EXPERTS_ON_TWO)
+    check("hf-mixtral", 2, EXPERTS_ON_TWO, precision="bf16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROUTED)
+def test_experts_of_many_families(name):
+    """N7, B9: rows of experts exchanged between two ranks."""
+    check(name, 2, EXPERTS_ON_TWO)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hf-mixtral", "hf-gpt-oss", "hf-deepseek-v3"])
+def test_experts_beside_other_axes(name):
+    """N7, B9: replicas of experts, parts of their matrices, parts of sequences, stages."""
+    check(name, 4, EXPERTS_ON_FOUR)
 
 
 @pytest.mark.parametrize("name", telling_first(FIRST_TRIED, {"gpt"}))
