@@ -35,6 +35,8 @@ def communicator_bytes(rank: RankState, edges: Sequence[Edge]) -> int:
     channels = MESSAGE_BLOCKS * sum(rank.pp_rank in way for way in ways)
     if rank.costs.profile.source == "measured":
         degrees = rank.plan.stage_degrees(min(rank.stages))
-        axes = [axis.name for axis in lowered_axes()] + ["data"]
-        channels += LINE_CHANNELS * sum(degrees.along(axis) > 1 for axis in axes)
+        sizes = [degrees.along(name) for name in (*(a.name for a in lowered_axes()), "data")]
+        if degrees["ep"] > 1:
+            sizes += [degrees["ep"], degrees.expert_replicas]
+        channels += LINE_CHANNELS * sum(size > 1 for size in sizes)
     return channels * CONNECTION_BYTES

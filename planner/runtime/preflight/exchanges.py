@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from planner.language.layout.axes import lowered_axes, members
+from planner.language.layout.axes import EXPERT_DATA, EXPERT_SHARDS, lowered_axes, members
 from planner.language.plan import Plan
 from planner.nodes.node_links import rounds_of_pairs
 from planner.units import KIB, MIB
@@ -68,6 +68,11 @@ def planned_rounds(plan: Plan) -> tuple[Round, ...]:
         over_data = [("shards", "all_gather"), ("copies", "all_reduce")]
     else:
         over_data = [("data", "all_gather")]
+    if plan.degrees["ep"] > 1:
+        ranks, kind = (EXPERT_DATA, "all_reduce")
+        if plan.zero_stage:
+            ranks, kind = (EXPERT_SHARDS, "all_gather")
+        over_data += [("ep", "all_to_all"), (ranks, kind)]
     rounds = []
     for name, kind in (*((axis.name, "all_reduce") for axis in lowered_axes()), *over_data):
         lines = [line for mesh in meshes for line in mesh.groups(*members(name))]

@@ -69,6 +69,9 @@ def _exchange(exchange: Exchange, num_bytes: int, mesh: Mesh) -> tuple[Callable[
     if exchange.kind == "all_gather":
         piece = whole[:count].clone()
         return lambda: _done(dist.all_gather_into_tensor(whole, piece, group=group)), 1
+    if exchange.kind == "all_to_all":
+        parts = torch.empty_like(whole)
+        return lambda: _done(dist.all_to_all_single(parts, whole, group=group)), 1
     if exchange.kind == "send_recv":
         return lambda: _there_and_back(whole, ranks, mesh.global_rank), 2
     raise ValueError(f"exchange {exchange.kind!r} is unknown")

@@ -29,10 +29,12 @@ def test_every_pair_of_nodes_meets_once_in_about_as_many_rounds_as_nodes(count):
         ({"pp": 2, "vpp": 2, "schedule": "interleaved_1f1b"}, {"pp": 1}),
         ({"dp": 2, "rp": 2, "zero_stage": 3}, {"shards": 1, "copies": 1}),
         ({"dp": 4, "zero_stage": 3}, {"data": 1}),
+        ({"dp": 4, "ep": 2}, {"data": 1, "ep": 1, "expert data": 1}),
+        ({"dp": 4, "ep": 2, "zero_stage": 1}, {"data": 1, "ep": 1, "expert shards": 1}),
     ],
 )
 def test_groups_of_an_axis_run_at_once(sizes, axes):
-    plan = default_plan(capture("deep-gpt"), **sizes)
+    plan = default_plan(capture("routed-gpt" if "ep" in sizes else "deep-gpt"), **sizes)
     rounds = planned_rounds(plan)
     assert_no_rank_is_shared(rounds)
     found: dict[str, int] = {}
