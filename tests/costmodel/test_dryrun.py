@@ -19,6 +19,7 @@ from planner.runtime.proofs.dryrun import LazyChunks, dry_run
 from tests.builders import PlainGPT, build_hf, gpt_batch, telling_first, text_batch, tiny_models
 from tests.captures import capture_module
 from tests.cpu_profile import CpuProfile
+from tests.experts import RoutedGPT
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
@@ -91,6 +92,34 @@ def test_predicted_tensors_are_those_of_the_dry_run(gpt, layout):
         run = dry_run(plan, graph, model.build, rank=rank, on_gloo=True)
         error = float(predicted[pp_rank].tensor_bytes) / run.peak_bytes - 1
         assert abs(error) < 0.01, f"pp rank {pp_rank}: {error:+.2%}"
+
+
+@pytest.fixture(scope="module")
+def routed():
+    graph = capture_module(RoutedGPT(bias=True), gpt_batch(2), gpt_batch(3), name="routed")
+    return graph, CostCache(graph, CpuProfile())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp": 2, "ep": 2},
+        {"dp": 2, "ep": 2, "recompute": "selective"},
+        {"dp": 4, "ep": 4, "zero_stage": 1},  # each rank has other experts, which nobody shards
+        pytest.param({"dp": 4, "ep": 4, "zero_stage": 3}, marks=pytest.mark.slow),
+        pytest.param({"dp": 4, "ep": 2, "zero_stage": 3}, marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "tp": 2, "ep": 2}, marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "cp": 2, "ep": 4}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_experts_on_ranks_of_their_own_hold_what_the_dry_run_does(routed, layout):
+    """N7: a rank's own experts, rows on their way, and shards; within 0.5%."""
+    graph, costs = routed
+    plan = default_plan(graph, microbatch_size=8, num_microbatches=2, **layout)
+    (predicted,) = estimate(graph, costs.profile, plan, costs=costs).memory
+    run = dry_run(plan, graph, lambda: RoutedGPT(bias=True), rank=plan.world_size - 1, on_gloo=True)
+    assert float(predicted.tensor_bytes) == pytest.approx(run.peak_bytes, rel=0.005)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ EXPERTS_ON_FOUR = {
 }
 ROUTED = (
     *("hf-qwen3-moe", "hf-olmoe", "hf-gpt-oss"),
-    *("hf-deepseek-v2", "hf-deepseek-v3", "hf-phimoe"),
+    *("hf-deepseek-v2", "hf-deepseek-v3"),
 )
 FIRST_TRIED = ("gpt", "hf-gpt2", "hf-llama")
 WITHOUT_SEQUENCES = ("mlp", "batchnorm-mlp", "resnet", "unet", "vit")

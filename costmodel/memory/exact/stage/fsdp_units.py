@@ -192,18 +192,24 @@ def _unit(
     has_backward: bool,
     has_input_gradient: bool,
 ) -> Unit:
-    """Return the unit of parameters of such sizes."""
-    whole = sum(param.num_bytes for param in trained)
+    """Return the unit of parameters of such sizes.
+
+    What has one shard is whole: nothing is gathered or sent of it, and its gradient stays where
+    the backward makes it.
+    """
     own, own_frozen = (
         sum(param.padded_bytes // param.shards for param in params) for params in (trained, frozen)
     )
+    alone = sum(param.num_bytes for param in trained if param.shards == 1)
+    trained = [param for param in trained if param.shards > 1]
+    whole = sum(param.num_bytes for param in trained)
     padded = sum(param.padded_bytes for param in trained)
     last_turned = [param for param in trained if param.is_turned][-1:]
     stay = [*last_turned, *(param for param in trained[-1:] if not param.is_turned)]
     return Unit(
         gathered_bytes=padded + sum(param.padded_bytes for param in frozen),
         gradient_bytes=whole,
-        sum_bytes=gradient_factor * whole,
+        sum_bytes=gradient_factor * (whole + alone),
         message_bytes=gradient_factor * padded,
         shard_bytes=gradient_factor * own,
         own_bytes=own,

@@ -168,6 +168,14 @@ def staging_bytes(
     return 2 * num_bytes if kind == "all_to_all" else num_bytes
 
 
+def _rows_in_other_order(call: KernelCall, *, forward: bool) -> int:
+    """Rows of own experts lie in the order in which ranks sent them beside that of experts, on the
+    way there and on the way back.
+    """
+    is_back = bool(call.op.args[3])
+    return call.num_bytes(call.op.inputs[0] if is_back else call.op.outputs[0])
+
+
 def _ends(call: KernelCall) -> tuple[Placement, Placement]:
     src, dst = (parse_placement(str(placement)) for placement in call.op.args[2:4])
     return src, dst
@@ -231,6 +239,7 @@ register(
     OpFamily(
         name="exchange of experts' rows",
         targets=(EXCHANGE_ROWS,),
+        scratch=_rows_in_other_order,
         saved=saves_nothing,  # what comes back goes the same way
         recomputed=False,  # other ranks would have to take part
     )
