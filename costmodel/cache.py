@@ -210,9 +210,8 @@ class CostCache:
                     axis_size=degrees[axis.name],
                     sum_later=axis.whole_params,
                 )
-            executes, fullest = self.execution, 1.0
+            executes = self.execution
             if executes.prices == "rates":
-                fullest = executes.fullest_experts
                 program = with_own_modules(program)
             # After the modules: these rewrite attention as it was captured, which a ring replaces.
             if executes.rings_attention:
@@ -220,7 +219,10 @@ class CostCache:
             if executes.prices == "rates":
                 program = with_sized_losses(program, executes.loss_bytes)
             self._local[key] = spread_experts(
-                program, degrees["ep"], etp=degrees["etp"], fullest=fullest
+                program,
+                degrees["ep"],
+                etp=degrees["etp"],
+                fullest=executes.fullest_experts,
             )
         return self._local[key]
 

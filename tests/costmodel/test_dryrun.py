@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 from costmodel import CostCache, estimate
+from costmodel.execution import find_execution
 from planner.capture import capture_source
 from planner.capture.modes.ledger import Ledger
 from planner.capture.source.model_file import ModelSource
@@ -97,7 +98,9 @@ def test_predicted_tensors_are_those_of_the_dry_run(gpt, layout):
 @pytest.fixture(scope="module")
 def routed():
     graph = capture_module(RoutedGPT(bias=True), gpt_batch(2), gpt_batch(3), name="routed")
-    return graph, CostCache(graph, CpuProfile())
+    # A dry run has no values: each rank gets as many rows as it sends.
+    even = replace(find_execution("ours-eager"), fullest_experts=1.0)
+    return graph, CostCache(graph, CpuProfile(), execution=even)
 
 
 @pytest.mark.parametrize(
