@@ -5,6 +5,7 @@ the build being on meta or for real.
 """
 
 import functools
+import gc
 import importlib.util
 import json
 import os
@@ -19,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from planner.capture import capture_module, capture_source
+from planner.capture.checks.kept_calls import KeptCalls
 from planner.capture.source.model_file import ModelSource
 from planner.errors import CaptureError
 from planner.language.graph.batch import call_with_batch, loss_of
@@ -198,6 +200,21 @@ def test_a_module_runs_after_its_capture():
     loss = module(**tiny.batch(4))
     assert loss.device.type == "cpu"
     loss.backward()
+
+
+def test_a_cache_of_a_frozen_heap_is_emptied():
+    """`gc.freeze`, as programs call it that fork, hides objects from the collector's lists."""
+    kept = functools.lru_cache(lambda length: torch.ones(length))
+    kept(3)
+    was_frozen = gc.get_freeze_count() > 0
+    gc.freeze()
+    try:
+        KeptCalls().forget()
+        assert gc.get_freeze_count() > 0
+    finally:
+        if not was_frozen:
+            gc.unfreeze()
+    assert kept.cache_info().currsize == 0
 
 
 @functools.cache

@@ -34,8 +34,14 @@ class KeptCalls:
         """Look for all caches there are, if there are more: 50 ms, as every object is looked at."""
         if sys.getrefcount(_LRU_CACHE) == self._references:  # each cache holds its type once
             return
+        # What the process has frozen the collector does not go through.
+        is_frozen = gc.get_freeze_count() > 0
+        if is_frozen:
+            gc.unfreeze()
         # All are held, PyTorch's too: none can end and hide from the count that another began.
         self._all = [kept for kept in gc.get_referrers(_LRU_CACHE) if type(kept) is _LRU_CACHE]
+        if is_frozen:
+            gc.freeze()
         self._references = sys.getrefcount(_LRU_CACHE)
         self._found = [k for k in self._all if str(k.__module__).split(".")[0] != "torch"]
 
