@@ -18,6 +18,8 @@ from tests.runtime.alone import mesh_of
 from tests.runtime.scenarios import capture
 
 WEIGHT = TensorMeta(name="w", shape=(10, 4), dtype="float32", kind="param", requires_grad=True)
+ODD = replace(WEIGHT, shape=(10, 3))
+"""No dim of a half of it divides by 2."""
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +27,10 @@ def graph():
     return capture("tied-gpt")
 
 
-def boxes(graph, placement, *, zero_stage: int, dp: int = 2, tp: int = 2) -> list:
-    weight = replace(WEIGHT, name=next(m.name for m in graph.params if m.fqn == "token.weight"))
+def boxes(
+    graph, placement, *, zero_stage: int, dp: int = 2, tp: int = 2, of: TensorMeta = WEIGHT
+) -> list:
+    weight = replace(of, name=next(m.name for m in graph.params if m.fqn == "token.weight"))
     plan = default_plan(graph, dp=dp, tp=tp, num_microbatches=1)
     plan = plan.model_copy(update={"zero_stage": zero_stage})
     found = boxes_of(graph, plan, weight, WHOLE_MODEL.on("tp", placement), 0)
@@ -37,8 +41,12 @@ def test_tp_cuts_coarse_and_zero_cuts_each_piece_as_chunk_does(graph):
     whole, left, right = ((0, 10), (0, 4)), ((0, 10), (0, 2)), ((0, 10), (2, 4))
     assert boxes(graph, Replicate(), zero_stage=0) == [whole] * 4
     assert boxes(graph, Shard(1), zero_stage=0) == [left, right] * 2
-    rows = [box[0] for box in boxes(graph, Shard(0), zero_stage=1)]
+    rows = [box[0] for box in boxes(graph, Shard(0), zero_stage=1, of=ODD)]
     assert rows == [(0, 3), (5, 8), (3, 5), (8, 10)]  # chunks of 3 and 2 of five rows
+    quarters = boxes(graph, Shard(0), zero_stage=1)  # the second dim divides, the first does not
+    assert quarters == [
+        (rows, columns) for columns in ((0, 2), (2, 4)) for rows in ((0, 5), (5, 10))
+    ]
     alone = boxes(graph, Shard(1), zero_stage=3, dp=1)
     assert alone == [left, right]  # one replica has nothing to shard over
 
