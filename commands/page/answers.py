@@ -206,6 +206,7 @@ def chosen_of(plan: Plan) -> dict[str, str]:
     """Return what a plan has of each choice of the form."""
     own: dict[str, Any] = {
         **plan.degrees,
+        "ep": plan.degrees["ep"],
         "pp": plan.pp,
         "vpp": plan.vpp,
         "microbatch_size": plan.microbatch_size,

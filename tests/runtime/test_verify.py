@@ -51,7 +51,7 @@ class SkippedReduce(Engine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        for buckets in self.state.trained._buckets.values():
+        for buckets in self.state.trained._all_buckets():
             buckets.start = lambda: None
 
 

@@ -148,7 +148,7 @@ class MissingReduction(Engine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        (buckets,) = self.state.trained._buckets.values()
+        ((buckets,),) = self.state.trained._buckets.values()
         start, finish = buckets.start, buckets.finish
         own: dict[nn.Parameter, torch.Tensor] = {}
 
