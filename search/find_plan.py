@@ -48,6 +48,7 @@ from search.report.runners_up import find_runners_up
 from search.request import SearchRequest, SearchResult
 from search.search_state import SearchState, WarmStart
 from search.space.configuration import Shape
+from search.space.outdone import OUTDONE, without_outdone
 from search.space.request_checks import check_expressed
 from search.synthesis import SYNTHESISED, with_synthesised_table
 
@@ -235,7 +236,7 @@ def search_among(
         search.warm_start.needs_every_size = True
     if request.meshes == "own" and not groups:
         # Last, as the best plan of equal meshes prunes most mixes.
-        search.push(meshes_node(shapes))
+        search.push(meshes_node(_worth_trying(search, shapes)))
         search.run()
     if search.best is None:
         reasons = (_why_no_plan_yet(request),) if search.is_out_of_time else ()
@@ -296,11 +297,12 @@ def _why_not_written(candidates: Candidates) -> str:
 
 def _explore(search: SearchState, shapes: Sequence[Shape]) -> None:
     """Run the queue over all shapes, from the fastest known plan that fits, if any."""
+    tried = _worth_trying(search, shapes)
     if groups := search.candidates.profile.groups:
         own_meshes = search.request.meshes == "own"
         roots: list[Node[SearchState]] = [
-            *device_groups_nodes(shapes, groups, own_meshes=own_meshes),
-            *replicas_nodes(shapes, groups),
+            *device_groups_nodes(tried, groups, own_meshes=own_meshes),
+            *replicas_nodes(tried, groups),
         ]
         if not roots:
             raise LayoutError(why_on_no_groups(groups))
@@ -312,9 +314,19 @@ def _explore(search: SearchState, shapes: Sequence[Shape]) -> None:
     known = search.warm_start.fastest(search.memory_limit_bytes)
     if known is not None:
         search.take(evaluated_plan(*known))
-    for degrees in degrees_nodes(shapes):
+    outdone = sum(shape.num_configurations for shape in {*shapes} - {*tried})
+    search.num_considered += outdone
+    search.prune(OUTDONE, outdone)
+    for degrees in degrees_nodes(tried):
         search.push(degrees)
     search.run()
+
+
+def _worth_trying(search: SearchState, shapes: Sequence[Shape]) -> Sequence[Shape]:
+    """Return the shapes that may be the best; where others are sought too, all."""
+    # (A batch that is computed across is no matter of replicas and microbatches.)
+    every = search.every_size or search.candidates.across_samples
+    return shapes if every else without_outdone(shapes)
 
 
 def _has_skipped_sizes(search: SearchState) -> bool:

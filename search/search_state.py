@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from costmodel import Estimate
 from planner.language.plan import Plan
-from search.bounds.catalogue import TableBounds
+from search.bounds.catalogue import DividedBounds, TableBounds
 from search.branch_and_bound import BranchAndBound, EvaluatedPlan, Node, Wave
 from search.candidates import Candidates
 from search.partition.chain_problem import InfeasibleStage
 from search.request import Certificate, SearchRequest
-from search.space.configuration import BlockSizes, Configuration
+from search.space.configuration import BlockSizes, Configuration, Shape
+from search.stages.layout_candidates import LayoutCandidate
 from search.stages.stage_table import StageTable, TableKey
 
 _BOUNDARIES_PROOF = {
@@ -100,8 +101,14 @@ class SearchState(BranchAndBound):
     least_per_sample_s: dict[OfBlocks, float] = field(default_factory=dict)
     skipped_sizes: set[BlockSizes] = field(default_factory=set)
     num_too_large: int = 0
+    without_cp: dict[BlockSizes, tuple[LayoutCandidate | StageTable, ...]] = field(
+        default_factory=dict
+    )
+    """Layouts of sizes without cp: their tables, or what was beaten before it was priced."""
     _bounds: dict[TableKey, TableBounds] = field(default_factory=dict)
     """Bounds of each table's configurations."""
+    _divided: dict[tuple[TableKey, int], DividedBounds] = field(default_factory=dict)
+    """The same of what cp makes of a table without it, by its size."""
 
     def fits(self, done: EvaluatedPlan) -> bool:
         """Whether each rank of a plan is within the memory of its devices."""
@@ -116,6 +123,22 @@ class SearchState(BranchAndBound):
         if table.key not in self._bounds:
             self._bounds[table.key] = TableBounds(table=table)
         return self._bounds[table.key]
+
+    def least_with_cp_s(self, shape: Shape) -> float:
+        """Return a step time that a shape with cp cannot beat, 0 where nothing is known: its blocks
+        take at best a cp-th of what they take without it.
+        """
+        without = self.without_cp.get(shape.block_sizes._replace(cp=1), ())
+        return min((self._least_divided_s(layout, shape) for layout in without), default=0.0)
+
+    def _least_divided_s(self, layout: LayoutCandidate | StageTable, shape: Shape) -> float:
+        """Return the least step time of a shape whose cp divides at best all of a layout's work."""
+        if isinstance(layout, LayoutCandidate):
+            return replace(layout, least_s=layout.least_s / shape.cp).least_step_s(shape)
+        key = layout.key, shape.cp
+        if key not in self._divided:
+            self._divided[key] = DividedBounds(table=layout, parts=shape.cp)
+        return self._divided[key].least_step_of_shape(shape)
 
     def certificate(self, best: EvaluatedPlan) -> Certificate:
         """Return what is proved of the best plan so far, and by whom."""

@@ -29,6 +29,7 @@ from costmodel.time.stage_costs.load import StageLoad
 from planner.language.schedule.job_order import RoundTrips
 from search.bounds.least_costs import LeastCosts
 from search.bounds.round_trips import pipeline_line
+from search.partition.chain_problem import Floats
 from search.space.configuration import Configuration, Shape, recompute_choices
 
 Formula = Callable[[LeastCosts, Configuration], float]
@@ -146,6 +147,7 @@ def largest_block(costs: LeastCosts, config: Configuration) -> float:
     return float(costs.rank_bytes(costs.table.blocks, config, choices).max())
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TableBounds(LeastCosts):
     """The highest bounds of the configurations that share a table."""
 
@@ -170,3 +172,16 @@ class TableBounds(LeastCosts):
         # All configurations of a shape with the same ZeRO stage share it.
         key = "peak", config.degrees, config.pp, config.zero, config.recompute
         return self.once(key, lambda: max(each.formula(self, config) for each in MEMORY_BOUNDS))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DividedBounds(TableBounds):
+    """Bounds of steps whose blocks are divided once more than the table's: at best they take that
+    part of the table's seconds, and replicas exchange as much as with the table.
+    """
+
+    parts: int
+
+    def block_s(self, recompute: str) -> Floats:
+        """Return each block's least seconds of a microbatch, forward and backward."""
+        return super().block_s(recompute) / self.parts

@@ -116,9 +116,12 @@ def _shape_nodes(search: SearchState, shapes: Sequence[Shape]) -> Generator[Shap
     """Find layouts of shapes of equal sizes of blocks; yield each shape with each layout
     that may fit. Return the rule by which no larger size need be tried, empty if one must.
     """
-    count = _count([shapes])
     sizes = shapes[0].block_sizes
     degrees, size = sizes.degrees, sizes.microbatch_size
+    shapes = _may_win(search, shapes)
+    if not shapes:
+        return ""
+    count = _count([shapes])
     layouts = _layouts(search, shapes)
     if not layouts:
         search.prune(NO_LAYOUT, count)
@@ -132,6 +135,8 @@ def _shape_nodes(search: SearchState, shapes: Sequence[Shape]) -> Generator[Shap
             bound = layout.least_step_s(shape)
             wave = shapes_wave(sizes, shape.pp)
             yield ShapeNode(bound=bound, wave=wave, shape=shape, find_table=layout.find_table)
+    if sizes.cp == 1:
+        search.without_cp[sizes] = *beaten, *tables
     fits, seconds = bool(beaten), float("inf")
     for table in tables:
         blocks_s = search.bounds(table).chain_s(shapes[0].recompute)
@@ -158,6 +163,15 @@ def _shape_nodes(search: SearchState, shapes: Sequence[Shape]) -> Generator[Shap
     if not search.every_size and not beaten and seconds >= before:
         return NO_FASTER
     return ""
+
+
+def _may_win(search: SearchState, shapes: Sequence[Shape]) -> Sequence[Shape]:
+    """Return the shapes that may win with cp, by what their blocks take without it."""
+    if shapes[0].cp == 1 or search.candidates.across_samples:
+        return shapes
+    left = [shape for shape in shapes if search.least_with_cp_s(shape) < search.to_beat_s]
+    search.prune(BEATEN, _count([shapes]) - _count([left]))
+    return left
 
 
 def _layouts(search: SearchState, shapes: Sequence[Shape]) -> tuple[LayoutCandidate, ...]:

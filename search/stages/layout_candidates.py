@@ -16,9 +16,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
+from typing import get_args
 
 from costmodel import CostCache
 from costmodel.memory.bound import NOTHING, OnHost, kept_bytes
@@ -26,6 +28,7 @@ from costmodel.time.block.program import accumulate_seconds
 from costmodel.topology import replica_mesh
 from planner.errors import LayoutError
 from planner.language.layout.axes import Degrees, lowered_axes, split_axes
+from planner.language.lowering.attention_cut import AttentionBy, attention_kinds
 from planner.language.lowering.experts import check_rows
 from planner.language.lowering.propagate import propagate_on
 from planner.language.plan import ClassLayout, Precision
@@ -34,6 +37,12 @@ from search.op_layout.front import Layouts
 from search.op_layout.layouts import LayoutSolver, SizedLayouts
 from search.space.configuration import BlockSizes, Shape
 from search.stages.stage_table import StageTable
+
+PIECES = (2, 4, 8)
+"""Pieces of every sequence that a rank has, beside one."""
+
+LEAST_SAVED = 0.005
+"""Of a microbatch's seconds: what more pieces have to save for still more to be tried."""
 
 Solve = Callable[[], Sequence[Layouts]]
 """Returns layouts on tp."""
@@ -149,7 +158,7 @@ class SizedCandidates:
     degrees: Degrees
     """Sizes on the axes that blocks are lowered on, and of the experts' mesh."""
     microbatch_size: int
-    _table_of: dict[tuple[ClassLayout, ...], StageTable] = field(default_factory=dict)
+    _tables_of: dict[tuple[ClassLayout, ...], tuple[StageTable, ...]] = field(default_factory=dict)
     """Every table, by layouts on tp."""
 
     @property
@@ -198,33 +207,84 @@ class SizedCandidates:
     @property
     def leanest(self) -> tuple[StageTable, ...]:
         """Tables of the layouts of fewest bytes, which no plan need have."""
-        tables = map(self._table, self._solved(lambda: self._layouts.leanest))
-        return tuple(table for table in tables if table is not None)
+        solved = self._solved(lambda: self._layouts.leanest)
+        return tuple(table for by_class in solved for table in self._tables(by_class))
 
     @property
     def _layouts(self) -> SizedLayouts:
         return self.candidates.solver.at(self.degrees["tp"], self.microbatch_size)
 
-    def _table(self, by_class: tuple[ClassLayout, ...]) -> StageTable | None:
-        """Return the table of layouts on tp, with layouts on outer axes of what they make."""
-        if by_class not in self._table_of:
-            of = self.candidates
+    def _tables(self, by_class: tuple[ClassLayout, ...]) -> tuple[StageTable, ...]:
+        """Return the tables of layouts on tp: one for each way to divide on outer axes what they
+        make; none where these cannot divide it.
+        """
+        if by_class not in self._tables_of:
             try:
-                layouts = self._with_outer(by_class)
-                self._check_experts(layouts)
-                self._check_expressed(layouts)
+                self._tables_of[by_class] = tuple(self._ways(by_class))
             except LayoutError as error:
-                of.why_none = error
-                return None
-            self._table_of[by_class] = StageTable(
-                costs=of.costs,
-                layouts=layouts,
-                degrees=self.degrees,
-                microbatch_size=self.microbatch_size,
-                precision=of.precision,
-                on_host=of.on_host,
-            )
-        return self._table_of[by_class]
+                self.candidates.why_none = error
+                return ()
+        return self._tables_of[by_class]
+
+    def _ways(self, by_class: tuple[ClassLayout, ...]) -> Iterator[StageTable]:
+        """Yield tables of layouts on tp: where an axis cuts sequences, of both kinds of attention
+        with one piece a rank, and with queries on each rank in more and more pieces.
+
+        Raises LayoutError where outer axes cannot divide what the layouts make.
+        """
+        of = self.candidates
+        cheapest = self._table(by_class)
+        yield cheapest
+        axes = {axis.name for axis in lowered_axes() if axis.cuts_sequences}
+        cuts_sequences = any(self.degrees[axis] > 1 for axis in axes)
+        # Of a stack's own cut of sequences a layout tells no more than the kind it has.
+        if not cuts_sequences or of.expressed is not None:
+            return
+        on_cp = [layout for layout in cheapest.layouts if layout.axis in axes]
+        found = attention_kinds(of.costs.graph, on_cp)
+        kinds = dict.fromkeys(found, cheapest)
+        if len(kinds) != 1:  # without attention, or of several kinds
+            return
+        for kind in get_args(AttentionBy):
+            if kind not in kinds:
+                with suppress(LayoutError):
+                    kinds[kind] = self._table(by_class, kind)
+                    yield kinds[kind]
+        if "queries" not in kinds:
+            return
+        # (By heads a rank has whole sequences, in however many pieces they came.)
+        before_s = _seconds(kinds["queries"])
+        for pieces in PIECES:
+            try:
+                table = self._table(by_class, "queries", pieces)
+            except LayoutError:
+                return
+            yield table
+            # With k pieces on n ranks the fullest has 1 + (1 - 1/n) / k of the mean causal work:
+            # twice as many halve what is over, so all that follow save less than this one did.
+            after_s = _seconds(table)
+            if before_s - after_s < LEAST_SAVED * before_s:
+                return
+            before_s = after_s
+
+    def _table(
+        self,
+        by_class: tuple[ClassLayout, ...],
+        attention: AttentionBy | None = None,
+        pieces: int = 1,
+    ) -> StageTable:
+        """Return the table of layouts on tp and one way to divide on outer axes what they make."""
+        layouts = self._with_outer(by_class, attention, pieces)
+        self._check_experts(layouts)
+        self._check_expressed(layouts)
+        return StageTable(
+            costs=self.candidates.costs,
+            layouts=layouts,
+            degrees=self.degrees,
+            microbatch_size=self.microbatch_size,
+            precision=self.candidates.precision,
+            on_host=self.candidates.on_host,
+        )
 
     def _check_experts(self, layouts: tuple[ClassLayout, ...]) -> None:
         """Raise LayoutError where experts do not lie on ep under the layouts."""
@@ -242,7 +302,9 @@ class SizedCandidates:
             if why:
                 raise LayoutError(f"{self.degrees}: {why}")
 
-    def _with_outer(self, layouts: tuple[ClassLayout, ...]) -> tuple[ClassLayout, ...]:
+    def _with_outer(
+        self, layouts: tuple[ClassLayout, ...], attention: AttentionBy | None, pieces: int
+    ) -> tuple[ClassLayout, ...]:
         """Return the layouts with those on each axis outside, of what is lowered inside it."""
         costs, degrees = self.candidates.costs, self.degrees
         graph, inside = costs.graph, Degrees(tp=degrees["tp"])
@@ -265,6 +327,8 @@ class SizedCandidates:
                 size=degrees[axis.name],
                 microbatch_size=self.microbatch_size,
                 programs=programs,
+                attention=attention,
+                segments=pieces,
             )
             inside = inside.with_sizes(**{axis.name: degrees[axis.name]})
         return layouts
@@ -286,23 +350,26 @@ class SizedCandidates:
     def _priced(self, solve: Solve) -> tuple[LayoutCandidate, ...]:
         candidates = []
         for by_class, seconds in self._solved(solve).items():
-            table = self._table(by_class)
-            if table is None:
-                continue
-            if self._adds_ops:
-                candidates.append(self.candidates.candidate(_always(table), self.degrees, seconds))
-            else:
-                # Where ops are fused, collectives overlap, or a rank has a part of the experts, the
-                # table's own price is the bound; gradient sums are in it.
-                whole_s = float((table.forward_s + table.backward_s).sum())
-                candidates.append(
-                    LayoutCandidate(find_table=_always(table), least_s=whole_s, accumulate_s=0.0)
-                )
+            for table in self._tables(by_class):
+                if self._adds_ops:
+                    found = self.candidates.candidate(_always(table), self.degrees, seconds)
+                else:
+                    # Where ops are fused, collectives overlap, or a rank has a part of the experts,
+                    # the table's own price is the bound; gradient sums are in it.
+                    found = LayoutCandidate(
+                        find_table=_always(table), least_s=_seconds(table), accumulate_s=0.0
+                    )
+                candidates.append(found)
         return tuple(candidates)
 
 
 def _always(table: StageTable) -> Callable[[], StageTable]:
     return lambda: table
+
+
+def _seconds(table: StageTable) -> float:
+    """Return the seconds of a microbatch through all blocks, forward and backward."""
+    return float((table.forward_s + table.backward_s).sum())
 
 
 def worth_trying(tables: Iterable[StageTable]) -> tuple[StageTable, ...]:
@@ -313,10 +380,7 @@ def worth_trying(tables: Iterable[StageTable]) -> tuple[StageTable, ...]:
     kept: list[tuple[float, float, float]] = []
     result = []
 
-    def seconds(table: StageTable) -> float:
-        return float((table.forward_s + table.backward_s).sum())
-
-    for table in sorted(tables, key=seconds):
+    for table in sorted(tables, key=_seconds):
         load = table.blocks
         mine = (
             float(load.param_bytes.sum()),

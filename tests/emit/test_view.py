@@ -145,6 +145,19 @@ def test_how_sequences_are_split_is_read_from_queries_keys_and_values(inputs, ki
     assert changed(view, layouts=tuple(layouts)).cp_kind() == kind
 
 
+def test_sequences_in_several_pieces_are_not_those_of_other_systems():
+    view = view_of(cp=2, gpus=32)
+    striped = tuple(
+        layout.model_copy(
+            update={"outputs": tuple(f"{p}x4" if p == "S(1)" else p for p in outputs)}
+        )
+        if (outputs := layout.outputs) and layout.axis == "cp"
+        else layout
+        for layout in view.plan.layouts
+    )
+    assert changed(view, layouts=striped).cp_kind() == "striped"
+
+
 def test_a_table_that_is_not_trained_is_split_by_nobody():
     """Positions are looked up in a table that the block takes or computes."""
     table = TensorMeta(name="sines", shape=(8, 4), dtype="float32", kind="input", fqn="")

@@ -1,12 +1,17 @@
 """N8: cp in the space: sequences are divided where that is the best plan, and where asked (D19)."""
 
+from itertools import pairwise
+
 import pytest
 
 from planner.errors import LayoutError
+from planner.language.lowering.attention_cut import attention_kinds, pieces_of_sequences
 from search import SearchRequest, find_plan
+from search.bounds.catalogue import DividedBounds, TableBounds
 from search.candidates import Candidates
 from search.partition.chain_dp import solve_chain
 from search.priced_configuration import PricedConfiguration
+from search.space.outdone import without_outdone
 from tests.captures import capture_tiny, capture_wide_llama
 from tests.search.machine import Machine
 
@@ -83,9 +88,49 @@ def test_the_quick_price_of_cp_is_the_estimate(gpt, choices):
         assert cut.value <= answer.step_s * (1 + 1e-9)
 
 
+def test_ways_to_cut_sequences_are_tables_of_their_own(long_llama):
+    """By queries in one piece and more, and by heads: what causal work the fullest rank has."""
+    tables = Candidates.of(long_llama, MACHINE, ask(4, 1)).layouts.at(1, 1, 4).every
+    seconds = {}
+    for table in (candidate.table for candidate in tables):
+        way = (*attention_kinds(long_llama, table.layouts), pieces_of_sequences(table.layouts))
+        seconds[way] = float((table.forward_s + table.backward_s).sum())
+    assert {("queries", 1), ("queries", 2), ("heads", 1)} <= seconds.keys()
+    of_pieces = [seconds[way] for way in sorted(seconds) if way[0] == "queries"]
+    assert of_pieces == sorted(of_pieces, reverse=True)
+    # What is over the mean, 1 - 1/n, halves; what lies beside causal attention is the same.
+    first, second, *_ = (a - b for a, b in pairwise(of_pieces))
+    assert second == pytest.approx(first / 2, rel=1e-3)
+
+
+def test_samples_that_replicas_can_take_whole_are_not_cut(gpt):
+    """cp 2 of microbatches of 2 is outdone by twice the replicas and microbatches of 1."""
+    shapes = Candidates.of(gpt, MACHINE, ask()).shapes(ask(4, 8, allow=(("cp", "1"), ("cp", "2"))))
+    kept = without_outdone(shapes)
+    assert {s.microbatch_size for s in set(shapes) - set(kept)} == {2, 4, 8}
+    assert all(shape.microbatch_size % 2 for shape in kept if shape.cp == 2)
+    assert [shape for shape in kept if shape.cp == 1] == [s for s in shapes if s.cp == 1]
+    fixed = Candidates.of(gpt, MACHINE, ask()).shapes(ask(4, 8, cp=2, microbatch_size=2))
+    assert without_outdone(fixed) == tuple(fixed)
+
+
+def test_work_without_cp_bounds_work_with_it(gpt, long_llama):
+    """No table of cp is below the bounds made of one without it."""
+    for graph, batch in ((gpt, 8), (long_llama, 4)):
+        request = ask(4, batch, cp=2, microbatch_size=1)
+        candidates = Candidates.of(graph, MACHINE, request)
+        for shape in candidates.shapes(request):
+            whole = candidates.tables(shape.tp, 1)
+            least = min(
+                DividedBounds(table=table, parts=2).least_step_of_shape(shape) for table in whole
+            )
+            for table in candidates.tables(*shape.block_sizes):
+                assert least <= TableBounds(table=table).least_step_of_shape(shape)
+
+
 def test_what_cp_cannot_divide_is_named(gpt):
     """D19, V11: the block and its tensor, whether by length or by kind."""
-    with pytest.raises(LayoutError, match=r"cp=3 divides sequences, and block .* hands on .*16"):
+    with pytest.raises(LayoutError, match=r"cp=3 divides .*hands on .*16.* 15 or 18$"):
         find_plan(gpt, MACHINE, ask(3, 6, cp=3))
     with pytest.raises(LayoutError, match=r"it is not \[batch, sequence, hidden\]; use cp=1"):
         find_plan(capture_tiny("mlp"), MACHINE, ask(2, 8, cp=2))

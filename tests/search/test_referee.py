@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from planner.language.graph import ModelGraph
+from planner.language.lowering.attention_cut import attention_kinds, pieces_of_sequences
 from search import SearchRequest, find_plan
 from tests.builders import PlainGPT, gpt_batch, tiny_models
 from tests.captures import capture_module
@@ -68,13 +69,31 @@ SHAPES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-ATTENTION, EXPERTS = "attention", "experts"
+ATTENTION, LONG_ATTENTION, EXPERTS = "attention", "long attention", "experts"
+
+
+class LongGPT(PlainGPT):
+    """Of a sequence on which attention is most of the work."""
+
+    def __init__(self):
+        super().__init__(layers=1)
+        self.position = nn.Embedding(LONG, self.position.embedding_dim)
+
+
+LONG = 512
+
+
+def long_batch(size: int) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(size, LONG, dtype=torch.long)
+    return {"ids": ids, "labels": ids}
 
 
 @cache
 def graph_of(name: str) -> ModelGraph:
     if name == ATTENTION:
         return capture_module(PlainGPT(layers=2), gpt_batch(2), gpt_batch(3), name=name)
+    if name == LONG_ATTENTION:
+        return capture_module(LongGPT(), long_batch(2), long_batch(3), name=name)
     if name == EXPERTS:
         return capture_module(RoutedGPT(layers=2), gpt_batch(2), gpt_batch(3), name=name)
     batch = tiny_models()["mlp"].batch
@@ -201,3 +220,59 @@ def test_a_larger_microbatch_may_fit_where_a_smaller_one_does_not():
     free = find_plan(graph_of("two"), machine, replace(request, tp=None)).plan
     assert free is not None
     assert free.estimate["step_s"] <= found.estimate["step_s"]
+
+
+def instance_of_cuts(rng: np.random.Generator) -> Instance:
+    """Draw fewer samples than devices, on a machine of fast or slow links."""
+    devices = int(rng.choice([2, 4]))
+    machine = (Machine, Overlapping)[rng.integers(2)](
+        context_bytes=0.0,
+        devices_per_node=devices,
+        flop_per_s=float(10 ** rng.uniform(8, 10)),
+        bytes_per_s=float(10 ** rng.uniform(9, 11)),
+        intra_bytes_per_s=float(10 ** rng.uniform(7.5, 10)),
+        inter_bytes_per_s=1e8,
+        alpha_s=float(10 ** rng.uniform(-7, -4)),
+    )
+    allow = [
+        ("cp", "1"),
+        ("cp", "2"),
+        ("cp", "4"),
+        ("tp", "1"),
+        ("tp", "2"),
+        ("pp", "1"),
+        ("pp", "2"),
+    ]
+    allow += [("schedule", "1f1b"), ("recompute", "none"), ("recompute", "full")]
+    request = SearchRequest(
+        num_devices=devices, global_batch=int(rng.choice([1, 2, 4])), allow=tuple(allow),
+        offload="none", zero=int(rng.choice([0, 1])),
+    )  # fmt: skip
+    return Instance(graph=graph_of(LONG_ATTENTION), machine=machine, request=request)
+
+
+@pytest.mark.parametrize(
+    ("instances", "seed"),
+    [
+        pytest.param(3, 1, id="quick"),
+        pytest.param(60, 2, marks=[pytest.mark.slow, pytest.mark.timeout(1800)], id="many"),
+    ],
+)
+def test_ways_to_cut_sequences_are_chosen_by_cost(instances, seed):
+    """No way of cp and no shape left out for replicas of whole samples beats the answer."""
+    rng, ways = np.random.default_rng(seed), set()
+    for _ in range(instances):
+        instance = instance_of_cuts(rng)
+        every = seconds_and_bytes(every_answer(instance.graph, instance.machine, instance.request))
+        limit = int(min(every)[1] * rng.choice([0.8, 1.0, 2.0]))
+        request = replace(instance.request, memory_limit_bytes=limit)
+        result = find_plan(instance.graph, instance.machine, request)
+        gap = check_against(best_within(limit, every), limit, result)
+        if gap is None:
+            continue
+        assert gap < 1e-9
+        on_cp = [layout for layout in result.plan.layouts if layout.axis == "cp"]
+        ways.add((*attention_kinds(instance.graph, on_cp), pieces_of_sequences(on_cp)))
+    print(ways)
+    if instances > 10:
+        assert ways >= {("queries", 8), ("heads", 1)}

@@ -23,7 +23,8 @@ from commands.render.plans.parts import (
 from commands.render.tables import light_table
 from planner.language.graph import ModelGraph
 from planner.language.graph.called_modules import called_modules_messages
-from planner.language.layout.axes import Degrees, batch_axes, own_axes, rest_axis
+from planner.language.layout.axes import Degrees, batch_axes, lowered_axes, own_axes, rest_axis
+from planner.language.lowering.attention_cut import cut_in_words
 from planner.language.lowering.captured_ops import WorkOfJobs, work_of_jobs
 from planner.language.lowering.match_model import validate_model
 from planner.language.lowering.routed_experts import routing_messages
@@ -51,7 +52,7 @@ def describe_plan(plan: Plan, graph: ModelGraph | None = None) -> list[Renderabl
     """
     if graph is not None:
         validate_model(plan, graph)
-    parts: list[RenderableType] = [_summary(plan), _stages(plan, graph)]
+    parts: list[RenderableType] = [_summary(plan, graph), _stages(plan, graph)]
     if plan.layouts:
         parts += _layouts(plan, graph)
         if graph is not None:
@@ -73,7 +74,7 @@ def describe_plan(plan: Plan, graph: ModelGraph | None = None) -> list[Renderabl
     return parts
 
 
-def _summary(plan: Plan) -> Table:
+def _summary(plan: Plan, graph: ModelGraph | None) -> Table:
     table = Table.grid(padding=(0, 2))
     axes = (*plan.degrees.sizes.items(), ("pp", plan.pp), ("vpp", plan.vpp))
     replicas = " x ".join(
@@ -91,6 +92,7 @@ def _summary(plan: Plan) -> Table:
             f"of {plan.microbatch_size}",
         ),
         *([("replicas", f"{plan.shares_spelled} samples")] if plan.shares else []),
+        *_sequences(plan, graph),
         *([("units", plan.unit.told)] if plan.unit.told else []),
         *(("also takes", shapes_of(bucket.inputs)) for bucket in plan.model.buckets),
         ("schedule", plan.schedule),
@@ -101,6 +103,14 @@ def _summary(plan: Plan) -> Table:
     ):
         table.add_row(Text(name, style="bold"), Text(value))
     return table
+
+
+def _sequences(plan: Plan, graph: ModelGraph | None) -> Iterator[tuple[str, str]]:
+    """Yield how each axis that cuts sequences does."""
+    for axis in lowered_axes():
+        if axis.cuts_sequences and plan.degrees[axis.name] > 1:
+            layouts = [layout for layout in plan.layouts if layout.axis == axis.name]
+            yield "sequences", f"over {axis.name}: {cut_in_words(graph, layouts)}"
 
 
 def _stages(plan: Plan, graph: ModelGraph | None) -> Table:

@@ -97,6 +97,11 @@ class Axis:
     in_every_file: bool = False
     """Whether every plan file names it. A file older than an axis does not: the size is then 1."""
 
+    @property
+    def cuts_sequences(self) -> bool:
+        """Whether blocks hand on what it cuts, so that each rank works on positions of its own."""
+        return isinstance(self.boundary, Shard)
+
     def __post_init__(self) -> None:
         """Check that samples are cut only between ranks that can all train on any of them."""
         if self.cuts_batch and not self.whole_params:

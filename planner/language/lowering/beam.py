@@ -85,7 +85,8 @@ class BeamSearch:
 
     With `sum_later` gradients of whole parameters are summed outside (`lowering.lower`), so
     their uses cost nothing here, and what repeats a smaller tensor is gathered as that one.
-    `may_lie` says which placements of a tensor to consider.
+    `may_lie` says which placements of a tensor to consider, and `segments` in how many segments
+    what the axis cuts is handed on between blocks.
     """
 
     program: Program
@@ -93,6 +94,7 @@ class BeamSearch:
     pins: Mapping[str, Placement] = field(default_factory=dict)
     sum_later: bool = False
     may_lie: Callable[[str, Placement], bool] = lambda name, placement: True
+    segments: int = 1
 
     def __post_init__(self) -> None:
         """Work out sizes once; the sweep reads them at every state."""
@@ -102,7 +104,7 @@ class BeamSearch:
         self._gathered = dict(self._bytes)
         for name, op in repeated(self.program).items() if self.sum_later else ():
             self._gathered[name] = self._gathered[op.inputs[0]]
-        self._segments = segment_counts(self.program)
+        self._segments = segment_counts(self.program, self.segments)
         # Of a ring over n ranks: all parts but a rank's own.
         self._wire = (self.axis_size - 1) / self.axis_size
         self._summed_later = self._weights() if self.sum_later else set()
@@ -170,6 +172,11 @@ class BeamSearch:
         offered = tuple(
             s for s in offered if all(map(self.may_lie, names, (*s.inputs, *s.outputs)))
         )
+        if not offered:
+            raise LayoutError(
+                f"{op.name} ({op.target}{' in ' + op.module if op.module else ''}) has no sharding "
+                f"on {self.axis_size} ranks that is asked for; ask for another, or for fewer ranks"
+            )
         if not self.pins:
             return list(offered)
         allowed = [

@@ -6,7 +6,8 @@ rest follows with the least redistribution and the least replicated work (`beam`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from planner.errors import LayoutError
 from planner.language.graph import Affine, ModelGraph, Program
@@ -14,6 +15,7 @@ from planner.language.layout.axes import Axis
 from planner.language.layout.class_layout import ClassLayout
 from planner.language.layout.pins import Pin, class_pins
 from planner.language.layout.placement import Placement, Replicate, Shard
+from planner.language.lowering.attention_cut import AttentionBy, MayLie, anyhow, attends_by
 from planner.language.lowering.beam import BeamSearch
 from planner.language.ops.call import divides
 
@@ -28,7 +30,7 @@ def propagate_layout(
     inputs: Sequence[Placement] | None = None,
     outputs: Sequence[Placement] | None = None,
     whole_params: bool = False,
-    may_lie: Callable[[str, Placement], bool] = lambda name, placement: True,
+    may_lie: MayLie = anyhow,
 ) -> ClassLayout:
     """Choose the layout of a bound block program on an axis of `axis_size` ranks.
 
@@ -63,6 +65,7 @@ def propagate_layout(
         pins=pins,
         sum_later=whole_params,
         may_lie=may_lie,
+        segments=max(p.segments if isinstance(p, Shard) else 1 for p in (*inputs, *outputs)),
     )
     best = search.run(placement, dict(zip(program.outputs, outputs, strict=True)))
     placement |= dict(best.params)
@@ -88,6 +91,7 @@ def propagate_graph(
     boundary: Placement | None = None,
     programs: Sequence[Program] | None = None,
     whole_params: bool = False,
+    attention: AttentionBy | None = None,
 ) -> tuple[ClassLayout, ...]:
     """Choose a layout for every block class.
 
@@ -99,7 +103,8 @@ def propagate_graph(
 
     `programs` are the classes' programs where they are not the graph's own, for example
     already lowered on another axis. With `whole_params` every rank has all weights and a part of
-    every sample; with a Shard(1) boundary that is context parallelism.
+    every sample; with a Shard(1) boundary that is context parallelism, whose `attention` then runs
+    as given, or as is cheapest. Raises LayoutError where it can't run so.
     """
     shared = _shared_places(graph)
     pinned = class_pins(graph, pins)
@@ -121,9 +126,12 @@ def propagate_graph(
                 axis_size,
                 whole_params=whole_params,
                 may_lie=(
-                    _keeps_samples(graph.classes[index], microbatch_size)
+                    _all_of(
+                        _keeps_samples(graph.classes[index], microbatch_size),
+                        attends_by(program, attention),
+                    )
                     if whole_params
-                    else lambda name, placement: True
+                    else anyhow
                 ),
                 pins=pinned.get(index),
                 at_rest={
@@ -182,25 +190,39 @@ def propagate_on(
     size: int,
     microbatch_size: int,
     programs: Sequence[Program] | None = None,
+    segments: int = 1,
+    attention: AttentionBy | None = None,
 ) -> tuple[ClassLayout, ...]:
     """Return a layout of every class on an axis of `size` ranks.
 
     `programs` are those of the classes as lowered on the axes before it, bound; None where there
-    are none. Raises LayoutError for a model that can't be divided over the axis.
+    are none. Where the axis cuts sequences, these lie between blocks in `segments` (striped: a rank
+    has a piece of each), and `attention` runs as given, or as is cheapest. Raises LayoutError for a
+    model that can't be divided so.
     """
+    boundary = axis.boundary
+    if isinstance(boundary, Shard):
+        boundary = replace(boundary, segments=segments)
+    else:
+        segments, attention = 1, None
     axis.check(graph, axis.name, size)
     layouts = propagate_graph(
         graph,
         microbatch_size=microbatch_size,
         axis_size=size,
-        boundary=axis.boundary,
+        boundary=boundary,
         programs=programs,
         whole_params=axis.whole_params,
+        attention=attention,
     )
     return tuple(layout.model_copy(update={"axis": axis.name}) for layout in layouts)
 
 
-def _keeps_samples(program: Program, microbatch_size: int) -> Callable[[str, Placement], bool]:
+def _all_of(*rules: MayLie) -> MayLie:
+    return lambda name, placement: all(rule(name, placement) for rule in rules)
+
+
+def _keeps_samples(program: Program, microbatch_size: int) -> MayLie:
     """Tell placements that give every rank a part of every sample from those that don't.
 
     `program` still has sizes that depend on the microbatch size: a cut of such a dim must
@@ -232,7 +254,14 @@ def _at_boundary(
         # Of classes used several times, what one block hands on must suit every other.
         # Batch inputs and side inputs are whole on every rank; so is the loss.
         fits = name in graph.producer and name != graph.loss and meta.requires_grad
-        fits = fits and boundary is not None and divides(boundary, meta.shape_at(1), axis_size)
+        if fits and isinstance(boundary, Shard):
+            shape = meta.shape_at(1)
+            fits = divides(replace(boundary, segments=1), shape, axis_size)
+            if fits and not divides(boundary, shape, axis_size):
+                raise LayoutError(
+                    f"{name} of shape {list(shape)} can't lie {boundary} on {axis_size} ranks; use "
+                    f"fewer pieces, or sequences that {axis_size * boundary.segments} divides"
+                )
         placed.append(boundary if fits and boundary is not None else Replicate())
     return tuple(placed)
 

@@ -230,10 +230,11 @@ def repeated(program: Program) -> dict[str, Op]:
     return found
 
 
-def segment_counts(program: Program) -> tuple[int, ...]:
+def segment_counts(program: Program, handed_on: int = 1) -> tuple[int, ...]:
     """Return the counts of segments worth offering in a bound program.
 
-    Those are the pieces that another axis makes of a dim; the samples of a batch whose
+    Those are the segments in which blocks hand on what the axis cuts (`handed_on`), in each of the
+    pieces that another axis makes of a dim; the samples of a batch whose
     leading dims are flattened, as a sequence split needs; and the equal parts into which a
     fused dim is cut, or of which it is joined.
     """
@@ -250,6 +251,7 @@ def segment_counts(program: Program) -> tuple[int, ...]:
                         pieces.add(place.segments)
                     elif isinstance(place, Shard) and (joins or place.dim == 0):
                         (parts if joins else flattened).add(place.segments)
+    pieces = {piece * handed_on for piece in pieces}
     counts = {piece * samples for piece in pieces for samples in flattened} | parts
     finest = max(pieces)
     # Counts that keep the other axis' pieces apart come first: without them that axis must gather.

@@ -114,6 +114,11 @@ def why_not_experts(stack: Stack, laid: LaidOut) -> str:
 
 def why_no_cp(stack: Stack, kind: CpKind, cp: int, seq_len: int) -> str:
     """Of sequences split over cp."""
+    if kind == "striped":
+        return (
+            f"on cp {stack.title} has its own cut of sequences, and the plan has several pieces of "
+            "each on a rank"
+        )
     if kind not in stack.cp_kinds:
         told = {"gathered": "gathers keys and values", "heads": "deals heads"}
         own = " or ".join(told[kind] for kind in stack.cp_kinds)

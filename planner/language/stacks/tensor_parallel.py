@@ -15,6 +15,7 @@ from functools import cached_property
 from planner.language.graph import Size
 from planner.language.layout.class_layout import ClassLayout
 from planner.language.layout.placement import Placement, Replicate, Shard
+from planner.language.lowering.attention_cut import pieces_of_sequences
 from planner.language.lowering.experts import expert_params
 from planner.language.stacks.layered import LayeredModel
 from planner.language.stacks.stack import CpKind, ExpertsOnTp, TensorParallel
@@ -155,9 +156,16 @@ class LaidOut:
         return kinds.pop() if len(kinds) == 1 else "other"
 
     @property
+    def cp_pieces(self) -> int:
+        """Pieces of every sequence that a rank of cp has between layers."""
+        return pieces_of_sequences(self._of_layers("cp"))
+
+    @property
     def cp_kind(self) -> CpKind:
         """How attention is computed on sequences split over cp."""
         kinds: set[CpKind] = set()
+        if self.cp_pieces > 1:
+            return "striped"
         for layout in self._of_layers("cp"):
             program = self.model.graph.classes[layout.class_index]
             attention = {op.name for op in program.ops if "attention" in op.target}

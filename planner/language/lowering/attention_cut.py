@@ -1,0 +1,88 @@
+"""Attention of sequences that an axis cuts: what a rank has of it, by the layouts of its blocks.
+
+    queries   of its positions, for which it gathers keys and values (`S(2),R,R->S(2)`)
+    heads     some, with all positions: heads and positions change places before attention and
+              behind it, by all-to-all (`S(1),S(1),S(1)->S(1)`)
+
+A causal query meets the keys before it. So of n ranks with one piece of the sequence each, the
+last has 2 - 1/n of the mean work; with k pieces on each rank (`S(1)xk` between blocks; striped
+attention, Brandon et al. 2023, arXiv 2311.09431) the fullest rank has 1 + (1 - 1/n) / k of it. By
+heads all have the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
+
+from planner.language.graph import ModelGraph, Op, Program
+from planner.language.layout.class_layout import ClassLayout
+from planner.language.layout.placement import Placement, Replicate, Shard, parse_placement
+from planner.language.ops.record import family_of
+
+AttentionBy = Literal["queries", "heads"]
+"""What each rank has of attention where sequences are cut."""
+
+MayLie = Callable[[str, Placement], bool]
+"""Says of a tensor of a program whether to consider a placement."""
+
+_FROM_LAST: Mapping[AttentionBy, int] = {"queries": 2, "heads": 3}
+"""The dim of what attention makes, [..., heads, positions, width], that is cut; from the last."""
+
+_WORDS = {
+    "queries": "attention by queries, keys and values gathered",
+    "heads": "attention by heads, all-to-all",
+}
+
+
+def anyhow(name: str, placement: Placement) -> bool:
+    """Consider every placement."""
+    return True
+
+
+def attends_by(program: Program, attention: AttentionBy | None) -> MayLie:
+    """Tell placements of what attention makes that leave it running so; any where None."""
+    if attention is None:
+        return anyhow
+    results = [op.outputs[0] for op in _attention(program)]
+    dims = {name: len(program.tensor[name].shape) - _FROM_LAST[attention] for name in results}
+
+    def attends(name: str, placement: Placement) -> bool:
+        return name not in dims or (isinstance(placement, Shard) and placement.dim == dims[name])
+
+    return attends
+
+
+def attention_kinds(
+    graph: ModelGraph, layouts: Iterable[ClassLayout]
+) -> frozenset[AttentionBy | None]:
+    """Return how layouts on one axis run attention of the graph's classes; None: otherwise."""
+    found: set[AttentionBy | None] = set()
+    for layout in layouts:
+        program = graph.classes[layout.class_index]
+        for op in _attention(program):
+            sharding = layout.op_shardings.get(op.name)
+            placed = Replicate() if sharding is None else sharding.outputs[0]
+            dim = placed.dim if isinstance(placed, Shard) else None
+            rank = len(program.tensor[op.outputs[0]].shape)
+            kinds = [kind for kind, behind in _FROM_LAST.items() if rank - behind == dim]
+            found.add(kinds[0] if kinds else None)
+    return frozenset(found)
+
+
+def pieces_of_sequences(layouts: Iterable[ClassLayout]) -> int:
+    """Return the pieces of every sequence that a rank has between blocks."""
+    handed = (parse_placement(place) for layout in layouts for place in layout.outputs)
+    return max((place.segments for place in handed if isinstance(place, Shard)), default=1)
+
+
+def cut_in_words(graph: ModelGraph | None, layouts: Sequence[ClassLayout]) -> str:
+    """Return how layouts on one axis cut sequences; without a graph not how attention runs."""
+    pieces = pieces_of_sequences(layouts)
+    words = f"{pieces} pieces of each on every rank" if pieces > 1 else "a piece of each on a rank"
+    kinds = frozenset() if graph is None else attention_kinds(graph, layouts)
+    return "; ".join([words, *(text for kind, text in _WORDS.items() if kind in kinds)])
+
+
+def _attention(program: Program) -> list[Op]:
+    return [op for op in program.ops if family_of(op.target).arithmetic == "attention"]

@@ -1,0 +1,108 @@
+"""D19, N9: sequences cut over cp in each way compute in fp64 what one process computes.
+
+Attention of some queries, whose keys and values are gathered, and of some heads (all-to-all); what
+blocks hand on in one piece a rank and in several (striped); causal, in both directions, with
+windows and with documents; key heads fewer than ranks; beside tp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner.capture import capture_source
+from planner.errors import LayoutError
+from planner.language.graph import ModelGraph, from_json, to_json
+from planner.language.layout.axes import find_axis
+from planner.language.lowering.attention_cut import AttentionBy, attention_kinds
+from planner.language.lowering.defaults import default_plan
+from planner.language.lowering.lowering import lower
+from planner.language.lowering.propagate import propagate_on
+from planner.language.plan import Plan
+from planner.runtime.proofs.verify import compare_with_one_process
+from tests.captures import capture_tiny
+from tests.model_matrix import model_matrix
+from tests.runtime.test_verify_matrix import source_of
+from tests.spawn import run_ranks
+
+Way = tuple[AttentionBy, int]
+"""What a rank has of attention, and pieces of each sequence."""
+
+WAYS: tuple[Way, ...] = (("queries", 1), ("queries", 2), ("queries", 4), ("heads", 1), ("heads", 2))
+
+
+def cut_so(graph: ModelGraph, way: Way, **choices: Any) -> Plan:
+    """Return the default plan with sequences cut in a way."""
+    plan = default_plan(graph, microbatch_size=2, **choices)
+    on_tp = {layout.class_index: layout for layout in plan.layouts if layout.axis == "tp"}
+    programs = [
+        lower(program.bind(2), on_tp.get(index), axis="tp", axis_size=plan.tp)
+        for index, program in enumerate(graph.classes)
+    ]
+    attention, segments = way
+    cut = propagate_on(
+        graph, find_axis("cp"), size=plan.cp, microbatch_size=2, programs=programs,
+        attention=attention, segments=segments,
+    )  # fmt: skip
+    assert attention_kinds(graph, cut) == {attention}
+    assert {f"S(1)x{segments}" if segments > 1 else "S(1)"} == {
+        place for layout in cut for place in layout.outputs if place != "R"
+    }
+    return plan.model_copy(update={"layouts": (*on_tp.values(), *cut)})
+
+
+def compare(name: str, captured: Any, ways: tuple[Way, ...], choices: dict) -> dict[Way, str]:
+    """On each rank: train in each way; rank 0 returns what is too far apart."""
+    graph, apart = from_json(captured), {}
+    for way in ways:
+        plan = cut_so(graph, way, **choices)
+        report = compare_with_one_process(plan, source_of(name), steps=2, graph=graph)
+        if report is not None and not report.passed:
+            apart[way] = str(report)
+    return apart
+
+
+def check(name: str, num_ranks: int, ways: tuple[Way, ...], **choices: Any) -> None:
+    if model_matrix()[name].needs_transformers:
+        pytest.importorskip("transformers")
+    captured = to_json(capture_source(source_of(name)))
+    apart = run_ranks(compare, num_ranks, name, captured, ways, choices)[0]
+    assert not apart, f"apart by more than rounding: {apart}"
+
+
+def test_causal_attention():
+    check("gpt", 2, WAYS, cp=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hf-llama",
+        "hf-bert",
+        "hf-mistral",
+        "hf-llama-packed",
+        "hf-mistral-packed",
+        "hf-llama-padded",
+    ],
+)
+def test_masks_and_key_heads(name):
+    check(name, 2, WAYS, cp=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", "hf-llama", "hf-mistral", "hf-llama-packed"])
+def test_four_ranks_and_beside_tp(name):
+    """Four ranks share the two heads of keys of all models but the first."""
+    check(name, 4, WAYS, cp=4)
+    check(name, 4, WAYS, cp=2, tp=2)
+    check(name, 4, (("queries", 2), ("heads", 2)), cp=2, pp=2, zero_stage=1, recompute="full")
+
+
+def test_what_cannot_be_cut_so_is_refused():
+    graph = capture_tiny("gpt")
+    with pytest.raises(LayoutError, match=r"lie S\(1\)x16 on 2 ranks; use fewer pieces"):
+        propagate_on(graph, find_axis("cp"), size=2, microbatch_size=1, segments=16)
+    with pytest.raises(LayoutError, match=r"attention.* has no sharding on 8 ranks.*fewer ranks"):
+        propagate_on(graph, find_axis("cp"), size=8, microbatch_size=1, attention="heads")
