@@ -113,6 +113,8 @@ def sharded_stage(
     def sized(num_bytes: int, shape: tuple[int, ...], shards: int) -> Sized:
         if not shards_tensors:
             return Sized(num_bytes, -(-num_bytes // shards) * shards, shards)
+        if not shape:  # a number is whole on every rank
+            return Sized(num_bytes, num_bytes, 1)
         dim = shard_dim(shape, shards)
         # A dim is cut into equal parts, the last of which may be padding.
         padded = num_bytes // max(shape[dim], 1) * (-(-shape[dim] // shards) * shards)

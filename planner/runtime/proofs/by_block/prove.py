@@ -96,7 +96,7 @@ def derive(graph: ModelGraph, plan: Plan) -> Derived:
     if plan.degrees.expert_parts > 1:
         raise PlanError(
             f"the plan has ep={plan.degrees['ep']}: how many rows its ranks exchange follows from "
-            "values, which a proof by blocks does not have; verify without `--by-block`"
+            "values, which a proof by blocks does not have; verify without `by_block`"
         )
     edges = build_edges(graph, plan)
     return Derived(

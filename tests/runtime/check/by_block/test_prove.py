@@ -138,5 +138,5 @@ def test_little_memory_means_fp32_and_then_open_classes():
 
 def test_a_plan_that_can_not_run_is_refused():
     plan = plan_of("hf-mixtral", dp=2)
-    with pytest.raises(PlanError, match="verify without `--by-block`"):
+    with pytest.raises(PlanError, match="verify without `by_block`"):
         proof_of("hf-mixtral", plan.model_copy(update={"degrees": plan.degrees.with_sizes(ep=2)}))
