@@ -92,23 +92,23 @@ class Space:
                 others = left // pp
                 fits = left % pp == 0 and others in self.request.values(rest.name, (others,))
                 if fits:
-                    degrees = Degrees(**sizes, **{rest.name: others})
-                    for ep, etp in self._experts(degrees):
-                        yield degrees.with_sizes(ep=ep, etp=etp), pp
+                    for degrees in self._with_experts(Degrees(**sizes, **{rest.name: others})):
+                        yield degrees, pp
 
-    def _experts(self, degrees: Degrees) -> Iterator[tuple[int, int]]:
-        """Yield (ep, etp) of a stage's mesh. Of an expert's matrices ranks of tp each have a part,
-        or all of them: as the layout on tp says, so each is tried.
+    def _with_experts(self, mesh: Degrees) -> Iterator[Degrees]:
+        """Yield a stage's mesh with sizes of the experts'. Of an expert's matrices ranks of tp each
+        have a part, or all of them: as the layout on tp says, so each is tried.
         """
         for ep in self._searched_ep:
-            for etp in (1,) if ep == 1 else sorted({1, degrees["tp"]}):
+            for etp in (1,) if ep == 1 else sorted({1, mesh["tp"]}):
+                degrees = mesh if ep == 1 else mesh.with_sizes(ep=ep, etp=etp)
                 try:
-                    check_experts_mesh(degrees.with_sizes(ep=ep, etp=etp))
+                    check_experts_mesh(degrees)
                 except LayoutError as error:
                     self.reasons.setdefault("ep divides the ranks", str(error))
                     continue
                 if self._expresses("ep", ep) and self._expresses("etp", etp):
-                    yield ep, etp
+                    yield degrees
 
     @cached_property
     def _searched_ep(self) -> list[int]:

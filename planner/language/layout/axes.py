@@ -194,6 +194,14 @@ EXPERT_COPIES, EXPERT_SHARDS = "expert copies", "expert shards"
 """The two sides of the ranks with the same experts, outermost first: those with the same shards of
 them under ZeRO, and those that it shards over."""
 
+
+def copies_of_experts(copies: int, expert_replicas: int) -> int:
+    """Return how many of the ranks with the same experts have the same shards of them, where so
+    many `copies` have those of other parameters.
+    """
+    return gcd(copies, expert_replicas)
+
+
 EXPERTS_MESH = (EXPERT_COPIES, EXPERT_SHARDS, *(axis.name for axis in FOLDED))
 """The sides of the experts' mesh, outermost first."""
 
@@ -354,7 +362,7 @@ class Degrees(Mapping[str, int]):
     @property
     def experts_mesh(self) -> dict[str, int]:
         """The sides of the experts' mesh by name, outermost first (`EXPERTS_MESH`)."""
-        copies = gcd(self.along("copies"), self.expert_replicas)
+        copies = copies_of_experts(self.along("copies"), self.expert_replicas)
         return {
             EXPERT_COPIES: copies,
             EXPERT_SHARDS: self.expert_replicas // copies,

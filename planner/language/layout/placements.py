@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from planner.language.layout.axes import FOLDED, lowered_axes
+from planner.language.layout.axes import EXPERT_DATA, EXPERT_SHARDS, FOLDED, lowered_axes
 from planner.language.layout.placement import Placement, Replicate, Shard
 
 _WHOLE = Replicate()
@@ -45,6 +45,18 @@ class Placements:
     def are_of_experts(self) -> bool:
         """Whether they are on the experts' mesh."""
         return any(axis in _FOLDED for axis, _ in self.pairs)
+
+    @property
+    def replicas(self) -> str:
+        """The name of the ranks with the same piece and other samples: gradients are summed over
+        these (`axes.members`).
+        """
+        return EXPERT_DATA if self.are_of_experts else "data"
+
+    @property
+    def shards(self) -> str:
+        """The name of those of them that ZeRO shards over."""
+        return EXPERT_SHARDS if self.are_of_experts else "shards"
 
     def __str__(self) -> str:
         if self.are_of_experts:

@@ -57,11 +57,9 @@ class ProcessMesh:
 
     def groups(self, *axes: str) -> Iterator[tuple[int, ...]]:
         """Yield the ranks of each group along one axis or several, row by row."""
-        if self.folded is not None and set(axes) <= set(self.folded.axes):
-            yield from self.folded.groups(*axes)
-            return
-        by_coordinate = dict(zip(product(*map(range, self.shape)), self.ranks, strict=True))
-        sides = list(zip(self.axes, self.shape, strict=True))
+        box = self._with_axes(axes)
+        by_coordinate = dict(zip(product(*map(range, box.shape)), box.ranks, strict=True))
+        sides = list(zip(box.axes, box.shape, strict=True))
         # A coordinate is the sum of a place along the other axes and a place inside the group.
         inside = [range(size) if axis in axes else range(1) for axis, size in sides]
         others = [range(1) if axis in axes else range(size) for axis, size in sides]
@@ -73,17 +71,19 @@ class ProcessMesh:
 
     def size(self, *axes: str) -> int:
         """Return the number of ranks along one axis or several."""
-        if self.folded is not None and set(axes) <= set(self.folded.axes):
-            return self.folded.size(*axes)
-        return prod(size for axis, size in zip(self.axes, self.shape, strict=True) if axis in axes)
+        box = self._with_axes(axes)
+        return prod(size for axis, size in zip(box.axes, box.shape, strict=True) if axis in axes)
 
     def number(self, rank: int, *axes: str) -> int:
         """Return a rank's number among those along one axis or several, counted row by row."""
-        if self.folded is not None and set(axes) <= set(self.folded.axes):
-            return self.folded.number(rank, *axes)
-        number = 0
-        sides = zip(self.axes, self.shape, self.coordinate(rank), strict=True)
+        box, number = self._with_axes(axes), 0
+        sides = zip(box.axes, box.shape, box.coordinate(rank), strict=True)
         for axis, size, position in sides:
             if axis in axes:
                 number = number * size + position
         return number
+
+    def _with_axes(self, axes: tuple[str, ...]) -> ProcessMesh:
+        """Return the box that has these axes: this one, or the folded one."""
+        folded = self.folded
+        return folded if folded is not None and set(axes) <= set(folded.axes) else self

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.language.layout.axes import EXPERT_SHARDS, EXPERTS_MESH, axis_names, members
+from planner.language.layout.axes import EXPERTS_MESH, axis_names, members
 from planner.language.layout.placement import Shard
 from planner.language.layout.placements import Placements
 
@@ -56,10 +56,8 @@ def shard_dim(shape: Sequence[int], shards: int) -> int:
 def sharing(placements: Placements, *, is_sharded: bool) -> Sharing:
     """Return which axes' ranks share a tensor; `is_sharded` says that FSDP2 cuts it."""
     cut = tuple(axis for axis, placement in placements.pairs if isinstance(placement, Shard))
-    axes, shards = (
-        (EXPERTS_MESH, EXPERT_SHARDS) if placements.are_of_experts else (axis_names(), "shards")
-    )
-    chunked = members(shards) if is_sharded else ()
+    axes = EXPERTS_MESH if placements.are_of_experts else axis_names()
+    chunked = members(placements.shards) if is_sharded else ()
     return Sharing(
         cut=cut,
         chunked=chunked,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import gcd
 from typing import TYPE_CHECKING
 
+from planner.language.layout.axes import copies_of_experts
 from planner.language.plan.parts import Precision
 
 if TYPE_CHECKING:
@@ -112,9 +112,8 @@ class Replication:
     def of_experts(self) -> Replication:
         """How ranks share the experts, where these lie on a mesh of their own."""
         replicas = self.expert_replicas or self.replicas
-        return replace(
-            self, replicas=replicas, copies=gcd(self.copies, replicas), expert_replicas=None
-        )
+        copies = copies_of_experts(self.copies, replicas)
+        return replace(self, replicas=replicas, copies=copies, expert_replicas=None)
 
     @property
     def is_sharded(self) -> bool:

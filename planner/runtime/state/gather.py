@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from planner.language.graph import ModelGraph, TensorMeta
-from planner.language.layout.axes import EXPERT_SHARDS
 from planner.language.layout.placement import Shard
 from planner.language.layout.placements import Placements
 from planner.language.layout.sharing import shard_dim
@@ -74,12 +73,11 @@ def _over_data(tensor: DTensor, placements: Placements, mesh: Mesh) -> Tensor:
     for axis, placement in placements.pairs:
         if axis != "ep":  # of which DTensors have their own part alone
             shape = local_shape(shape, placement, mesh.size(axis))
-    ranks = EXPERT_SHARDS if placements.are_of_experts else "shards"
-    group = mesh.group(ranks)
+    group = mesh.group(placements.shards)
     assert group is not None, "FSDP2 is used only with replicas"
     # Pieces are filled up to one length for the gather. Only the last ones are shorter, so the
     # filling lies behind the end of the whole and is cut off there.
-    parts = mesh.size(ranks)
+    parts = mesh.size(placements.shards)
     dim = shard_dim(shape, parts)
     local = tensor.to_local().to(mesh.device)
     padded = local.new_zeros((*shape[:dim], -(-shape[dim] // parts), *shape[dim + 1 :]))

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from planner.errors import ModelError
 from planner.language.graph import ModelGraph
-from planner.language.layout.axes import EXPERT_DATA, split_axes
+from planner.language.layout.axes import split_axes
 from planner.language.layout.placements import Placements
 from planner.language.layout.sharing import sharing
 from planner.language.lowering.holdings import Holdings
@@ -90,11 +90,10 @@ class TrainedParams:
         # replicas.
         for index, owner in owners.items():
             named = owner.named_params()
-            by_ranks: dict[str, list[nn.Parameter]] = {"data": [], EXPERT_DATA: []}
+            by_ranks: dict[str, list[nn.Parameter]] = defaultdict(list)
             for fqn, param in named.items():
                 if fqn not in self._tables:
-                    of_experts = placements[names[fqn]].are_of_experts
-                    by_ranks[EXPERT_DATA if of_experts else "data"].append(param)
+                    by_ranks[placements[names[fqn]].replicas].append(param)
             self._buckets[index] = []
             for ranks, params in by_ranks.items():
                 group = mesh.group(ranks)

@@ -97,7 +97,11 @@ def shard_stage(
     experts = {fqn for fqn in stage.named_params() if placements[fqn].are_of_experts}
     has_replicas = mesh.group(EXPERT_SHARDS) is not None
     if experts and not has_replicas:
-        _refuse_on_host(on_host, experts)
+        if on_host:  # FSDP2 takes shards there, and has none of them
+            raise LayoutError(
+                f"each rank has other experts ({min(experts)}), which ZeRO leaves as they are, and "
+                "the plan has the optimizer on the host; use a smaller ep, or `zero` 0"
+            )
         left |= {p for fqn, p in stage.named_params().items() if fqn in experts}
     ignored = {p for p in stage.parameters() if not can_shard(p, zero_stage)} | left
     # Parameters become DTensors on tp, so that FSDP2's shards are DTensors on both axes and each
@@ -162,17 +166,6 @@ def shard_stage(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-
-
-def _refuse_on_host(on_host: bool, experts: Set[str]) -> None:
-    """Raise LayoutError where states are on the host and no ranks share experts: FSDP2, which takes
-    shards there, has none of them.
-    """
-    if on_host:
-        raise LayoutError(
-            f"each rank has other experts ({min(experts)}), which ZeRO leaves as they are, and the "
-            "plan has the optimizer on the host; use a smaller ep, or `zero` 0"
-        )
 
 
 def _experts_mesh(

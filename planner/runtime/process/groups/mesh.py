@@ -171,23 +171,21 @@ class Mesh:
         # The mesh's dims in the order that FSDP2 reads them: copies, shards, then pieces.
         order = [own.axes.index(axis) for axis in (*members("copies"), *members("shards"), *inner)]
         ranks = np.array(own.ranks).reshape(own.shape).transpose(order)
-        axes = [axis for axis in (*SHARING, *inner) if self.group(axis) is not None]
-        return DeviceMesh.from_group(
-            [self._lines[axis] for axis in axes],
-            self.device.type,
-            mesh=ranks.reshape([self.size(axis) for axis in axes]).tolist(),
-            mesh_dim_names=tuple(axes),
-        )
+        return self._device_mesh((*SHARING, *inner), ranks)
 
     def experts_device_mesh(self) -> DeviceMesh:
         """Return the sides of the experts' mesh as FSDP2 takes them."""
         sides = self.own.folded
         assert sides is not None, "experts lie on a mesh of their own"
-        axes = [axis for axis in sides.axes if self.group(axis) is not None]
+        return self._device_mesh(sides.axes, np.array(sides.ranks))
+
+    def _device_mesh(self, names: Iterable[str], ranks: np.ndarray) -> DeviceMesh:
+        """Return the mesh of those of these axes that have several ranks; `ranks` row by row."""
+        axes = [axis for axis in names if self.group(axis) is not None]
         return DeviceMesh.from_group(
             [self._lines[axis] for axis in axes],
             self.device.type,
-            mesh=np.array(sides.ranks).reshape([self.size(axis) for axis in axes]).tolist(),
+            mesh=ranks.reshape([self.size(axis) for axis in axes]).tolist(),
             mesh_dim_names=tuple(axes),
         )
 

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from planner.language.layout.axes import EXPERT_SHARDS
 from planner.language.layout.pieces import Piece
 from planner.language.layout.placements import Placements
 from planner.language.layout.sharing import sharing
@@ -176,8 +175,7 @@ def cutting_axes(placements: Placements, mesh: Mesh, *, sharded: bool) -> tuple[
     """Return the axes over which ranks hold different pieces of a parameter."""
     shared = sharing(placements, is_sharded=sharded)
     lowered = tuple(axis for axis in shared.cut if mesh.size(axis) > 1)
-    shards = EXPERT_SHARDS if placements.are_of_experts else "shards"
-    return (*lowered, shards) if shared.chunked else lowered
+    return (*lowered, placements.shards) if shared.chunked else lowered
 
 
 def stepped_on(
