@@ -26,6 +26,7 @@ from planner.language.ops.record import is_random
 from planner.language.plan import StagePlan
 from planner.runtime.process.collectives import redistribute
 from planner.runtime.stage.calls.opaque_modules import noting_reached, only_opaque_params
+from planner.runtime.stage.calls.rows.table_lookup import ROWS
 from planner.runtime.stage.host_activations import ActivationsOnHost
 from planner.runtime.stage.programs import Programs, Run
 from planner.runtime.stage.recompute import Keeper, Recomputed
@@ -117,9 +118,14 @@ def _apart(made: tuple[Tensor, ...], params: Sequence[Tensor | None]) -> tuple[T
 
 
 def _cast_whole(param: Tensor | None) -> Tensor | None:
-    """Return what FSDP2 holds no shards of, and so does not cast from fp32, as programs take it."""
+    """Return what FSDP2 holds no shards of, and so does not cast from fp32, as programs take it.
+
+    Tables of rows stay: lookups cast the rows, and find the keeper of gradients at the parameter.
+    """
     is_wide = isinstance(param, nn.Parameter) and param.dtype == torch.float32
-    return param.to(torch.bfloat16) if param is not None and is_wide else param
+    if param is None or not is_wide or hasattr(param, ROWS):
+        return param
+    return param.to(torch.bfloat16)
 
 
 def _local(tensor: Tensor | None) -> Tensor | None:
