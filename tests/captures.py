@@ -25,12 +25,12 @@ from planner.language.graph import SAMPLE, ModelGraph, from_json, to_json
 from planner.language.graph.batch import flatten_batch
 from tests.builders import build_hf, tiny_models
 
-_FOLDER = "PLANNER_TEST_CAPTURES"  # set by tests/conftest.py; workers and ranks inherit it
+FOLDER = "PLANNER_TEST_CAPTURES"  # set by tests/conftest.py; workers and ranks inherit it
 _capture_module = capture.capture_module
 
-if _FOLDER not in os.environ:  # imported by a script, not by pytest
-    os.environ[_FOLDER] = tempfile.mkdtemp(prefix="planner-captures-")
-    atexit.register(shutil.rmtree, os.environ[_FOLDER], ignore_errors=True)
+if FOLDER not in os.environ:  # imported by a script, not by pytest
+    os.environ[FOLDER] = tempfile.mkdtemp(prefix="planner-captures-")
+    atexit.register(shutil.rmtree, os.environ[FOLDER], ignore_errors=True)
 
 
 def capture_module(module: torch.nn.Module, *batches: Any, **options: Any) -> ModelGraph:
@@ -47,7 +47,7 @@ def capture_module(module: torch.nn.Module, *batches: Any, **options: Any) -> Mo
     except _Indescribable:
         return captured()
     key = hashlib.sha256(repr((asked, torch.get_default_dtype())).encode()).hexdigest()
-    entry = Path(os.environ[_FOLDER]) / f"{key}.json"
+    entry = Path(os.environ[FOLDER]) / f"{key}.json"
     if entry.exists():
         return from_json(json.loads(entry.read_text()))
     graph = captured()
@@ -113,6 +113,9 @@ def _described(module: torch.nn.Module) -> list[Any]:
 _HELD = (
     *("_parameters", "_buffers", "_modules"),
     "_is_hf_initialized",  # read while weights get values alone, which those on meta have not
+    # Of saving and loading alone: an engine has some on the module it was given.
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
 
 

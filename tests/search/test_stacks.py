@@ -48,7 +48,7 @@ from tests.emit.readers import (
     read_by_accelerate,
 )
 
-QUICK, SLOW = 2, 30
+QUICK, SLOW = 2, 8
 """Random models and clusters for each stack."""
 
 SMALL = Transformer(
