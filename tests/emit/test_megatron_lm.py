@@ -6,12 +6,19 @@ import pytest
 
 from planner.emit import emit, find_emitter, refusals
 from planner.emit.megatron_options import parse_flags
+from planner.emit.megatron_refusals import layers_with_experts
+from planner.emit.megatron_rules import Run, broken_rules
 from planner.emit.targets.megatron_bridge import overrides
 from planner.emit.targets.megatron_lm import megatron_flags, pipeline_layout
+from planner.emit.view import PlanView
 from planner.language.layout.class_layout import ClassLayout
+from planner.language.lowering.defaults import default_plan
+from planner.language.lowering.routed_experts import routings
 from planner.language.plan import ClassRecompute, recompute_fields
 from planner.language.stacks.transformer_graph import router_weights
+from tests.captures import capture_module
 from tests.emit.views import assert_golden, changed, view_of
+from tests.model_matrix import model_matrix
 
 MEGATRON = find_emitter("megatron-lm")
 
@@ -108,6 +115,34 @@ def test_zero_experts_context_and_recomputation_have_flags():
         parsed = parse_flags(" ".join(words))
         assert not parsed.broken
         assert set(parsed.values) == set(megatron_flags(view))
+
+
+@pytest.mark.parametrize("name", ["hf-mixtral", "hf-deepseek-v3"])
+def test_experts_whose_routing_is_told_are_read_back(name):
+    """Numbers, widths, which layers and over which ranks, as Megatron-LM's rules read the flags."""
+    model = model_matrix()[name]
+    graph = capture_module(
+        model.build(), model.batch(2), model.batch(3), loss=model.loss, name=name
+    )
+    plan = default_plan(graph, dp=2, ep=2, num_microbatches=2, microbatch_size=1)
+    view = PlanView(graph=graph, plan=plan)
+    flags = megatron_flags(view)
+    parsed = parse_flags(" ".join(f"--{each} {value}" for each, value in flags.items()))
+    run = Run(flags=parsed, num_devices=plan.world_size, model={})
+    assert broken_rules(run) == []
+    told = routings(next(program for program in graph.classes if routings(program)))[0]
+    assert (run.number("num-experts"), run.number("moe-router-topk")) == told
+    assert (run.ep, run.etp, run.dp) == (2, 1, 2)
+    has_some = [bool(routings(graph.classes[block.class_index])) for block in graph.blocks]
+    freq = run.word("moe-layer-freq") if run.has("moe-layer-freq") else "1"
+    layers = layers_with_experts(freq, view.num_layers)
+    assert layers.count(True) == sum(has_some)
+    # By the config: a Mixtral's experts are as wide as its feed-forward, a DeepSeek's narrower.
+    config = model.build().config
+    width = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    assert run.number("moe-ffn-hidden-size") == width
+    shared = getattr(config, "n_shared_experts", 0) * width
+    assert run.number("moe-shared-expert-intermediate-size") == shared
 
 
 def refused(view) -> dict[str, str]:

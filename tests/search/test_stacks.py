@@ -128,11 +128,12 @@ def plans_of(rng: random.Random, stack: Stack, most: int) -> Iterator[tuple[Mode
 
 
 def read_megatron(view: PlanView, files: dict[str, str], folder: Path) -> None:
-    """Hold flags to Megatron-LM's own rules; those of experts are left to the user."""
+    """Hold flags to Megatron-LM's own rules; experts whose routing is not told are the user's."""
     flags = megatron_flags(view)
     text = " ".join(f"--{name} {value}" for name, value in flags.items())
     assert all(f"--{name}" in files.get("megatron-lm.sh", text) for name in flags)
-    experts = {"num-experts": 4, "moe-router-topk": 2} if view.has_experts else {}
+    is_told = "num-experts" in flags
+    experts = {"num-experts": 4, "moe-router-topk": 2} if view.has_experts and not is_told else {}
     run = Run(flags=parse_flags(text), num_devices=view.plan.world_size, model=experts)
     assert broken_rules(run) == []
     assert (run.dp, run.num_microbatches) == (view.plan.dp, view.plan.num_microbatches)

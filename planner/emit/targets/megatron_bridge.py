@@ -62,6 +62,11 @@ OWN_SIZES = frozenset(
         "group-query-attention",
         "num-query-groups",
         "untie-embeddings-and-output-weights",
+        "num-experts",
+        "moe-router-topk",
+        "moe-ffn-hidden-size",
+        "moe-shared-expert-intermediate-size",
+        "moe-layer-freq",
     }
 )
 """Sizes of the model, which the recipe has."""

@@ -17,6 +17,7 @@ from planner.emit.emitter import Emitted, Emitter, register_emitter
 from planner.emit.start import NODE_SETTINGS, headline, torchrun_lines
 from planner.emit.view import PlanView, StageParts
 from planner.language.stacks.known import MEGATRON_BRIDGE, MEGATRON_LM
+from planner.language.stacks.transformer_graph import Experts
 
 
 def megatron_flags(view: PlanView) -> dict[str, str]:
@@ -92,6 +93,24 @@ def _sizes(view: PlanView) -> dict[str, str]:
         flags |= {"group-query-attention": "", "num-query-groups": str(sizes.kv_heads)}
     if not sizes.tied:
         flags["untie-embeddings-and-output-weights"] = ""
+    return flags | (_experts(view, sizes.experts) if sizes.experts else {})
+
+
+def _experts(view: PlanView, experts: Experts) -> dict[str, str]:
+    flags = {
+        "num-experts": str(experts.number),
+        "moe-router-topk": str(experts.chosen),
+        "moe-ffn-hidden-size": str(experts.hidden),
+        "moe-grouped-gemm": "",
+    }
+    if experts.shared_hidden:
+        flags["moe-shared-expert-intermediate-size"] = str(experts.shared_hidden)
+    if not all(experts.layers):
+        runs = [(has, len(list(run))) for has, run in groupby(experts.layers)]
+        flags["moe-layer-freq"] = "+".join(f"[{int(has)}]*{count}" for has, count in runs)
+    if view.plan.degrees["ep"] > 1:
+        # As it is priced; where nothing is said, each rank gathers all tokens.
+        flags["moe-token-dispatcher-type"] = "alltoall"
     return flags
 
 
@@ -163,9 +182,13 @@ def _write(view: PlanView) -> Emitted:
         notes.append("no model was given, so its sizes are left to you: --num-layers and the rest")
     else:
         latent = "--multi-latent-attention and its ranks, " if view.is_latent else ""
+        experts = ""
+        if view.has_experts:
+            is_told = view.sizes is not None and view.sizes.experts is not None
+            experts = "the router's scores and losses, " if is_told else "experts, "
         notes.append(
             f"what else describes the model is left to you: {latent}--swiglu, --normalization, "
-            "--position-embedding-type, experts, the tokenizer"
+            f"--position-embedding-type, {experts}the tokenizer"
         )
     lines = ["#!/usr/bin/env bash", *headline(view, "Megatron-LM")]
     lines += [f"# {note}" for note in notes]
@@ -191,7 +214,7 @@ def _write(view: PlanView) -> Emitted:
 
 
 def _quoted(value: str) -> str:
-    return f"'{value}'" if set(value) & set("|*()") else value
+    return f"'{value}'" if set(value) & set("|*()[]") else value
 
 
 register_emitter(

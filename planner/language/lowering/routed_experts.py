@@ -20,7 +20,7 @@ def routing_messages(graph: ModelGraph) -> tuple[str, ...]:
     untold: dict[str, list[str]] = {}
     for index, program in enumerate(graph.classes):
         blocks = [block.name for block in graph.blocks if block.class_index == index]
-        for sizes in dict.fromkeys(_sizes(program)):
+        for sizes in dict.fromkeys(routings(program)):
             told.setdefault(sizes, []).extend(blocks)
         for line in dict.fromkeys(op.line for op in _of_unknown_rows(program)):
             untold.setdefault(line, []).extend(blocks)
@@ -39,7 +39,7 @@ def routing_messages(graph: ModelGraph) -> tuple[str, ...]:
     )
 
 
-def _sizes(program: Program) -> list[tuple[int, int]]:
+def routings(program: Program) -> list[tuple[int, int]]:
     """Return the number of experts and of those of a row, of each routing that is told."""
     found = []
     for op in program.ops:

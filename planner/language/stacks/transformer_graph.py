@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from planner.errors import PlanError
 from planner.language.graph import ModelGraph, Op, Program, Size
+from planner.language.lowering.experts import grouped_products
+from planner.language.lowering.routed_experts import routings
 from planner.language.ops.families.products.masked_attention import MASKED
 
 _LAYER = re.compile(r"^(.*?)\.(\d+)(?:\.|$)")
@@ -41,6 +43,24 @@ class Sizes:
     """Entries of the vocabulary."""
     tied: bool
     """Whether the head's matrix is the embedding's."""
+    experts: Experts | None = None
+    """Its experts, where their routing is told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Experts of a transformer whose layers, where they have some, have the same."""
+
+    number: int
+    """Experts of a layer."""
+    chosen: int
+    """Experts of a token."""
+    hidden: int
+    """Width inside an expert."""
+    shared_hidden: int
+    """Width of the feed-forward that all tokens take beside them; 0 without."""
+    layers: tuple[bool, ...]
+    """Which layers have some."""
 
 
 def layer_of_block(graph: ModelGraph) -> tuple[int | None, ...]:
@@ -77,7 +97,7 @@ def sizes_of(graph: ModelGraph) -> Sizes:
     if head_dim and len(before) in (1, 3):  # queries, keys and values as one product or as three
         rows = [rows for rows, _ in before]
         kv_heads = (rows[1] if len(before) == 3 else (rows[0] - heads * head_dim) // 2) // head_dim
-    if len(behind) > 2 or (len(behind) == 2 and not routes(program)):
+    if len(behind) > 1 and not routes(program):
         ffn_hidden = behind[-1][1]
         gated = len(behind) == 3 or behind[0][0] == 2 * ffn_hidden
     lengths = {
@@ -96,7 +116,43 @@ def sizes_of(graph: ModelGraph) -> Sizes:
         gated=gated,
         vocab=_vocab(graph),
         tied=bool(graph.shared_params.keys() & set(graph.blocks[0].params)),
+        experts=_experts(graph, of_block),
     )
+
+
+def _experts(graph: ModelGraph, of_block: Sequence[int | None]) -> Experts | None:
+    """Return the experts that all layers with some have; None where they differ, or no routing is
+    told.
+    """
+    number_of_layers = 1 + max(n for n in of_block if n is not None)
+    found, has_some = set(), [False] * number_of_layers
+    for block in graph.blocks:
+        program, layer = graph.classes[block.class_index], of_block[block.index]
+        told = routings(program)
+        if layer is None or not told:
+            continue
+        has_some[layer] = True
+        products = grouped_products(program)
+        width = _number(program.tensor[products[-1].inputs[0]].shape[-1]) if products else 0
+        found.add((*told[0], width, _shared_hidden(program)))
+    if len(found) != 1:
+        return None
+    ((number, chosen, hidden, shared_hidden),) = found
+    return Experts(
+        number=number,
+        chosen=chosen,
+        hidden=hidden,
+        shared_hidden=shared_hidden,
+        layers=tuple(has_some),
+    )
+
+
+def _shared_hidden(program: Program) -> int:
+    """Return the width of a feed-forward beside a layer's experts; 0 without."""
+    routers = {tuple(map(_number, program.tensor[name].shape)) for name in router_weights(program)}
+    # A product of one row weighs what the feed-forward makes.
+    behind = [sizes for sizes in _products(program)[3] if sizes not in routers and sizes[0] > 1]
+    return behind[-1][1] if len(behind) in (2, 3) else 0
 
 
 def _products(
