@@ -20,8 +20,9 @@ from profiles.records import PaceKind
 
 def describe(plan: Plan) -> str:
     """Name a plan by its choices."""
+    experts = f"ep{plan.degrees['ep']} " if plan.degrees["ep"] > 1 else ""
     return (
-        f"dp{plan.dp} tp{plan.tp} pp{plan.pp} vpp{plan.vpp} zero{plan.zero_stage} "
+        f"dp{plan.dp} tp{plan.tp} {experts}pp{plan.pp} vpp{plan.vpp} zero{plan.zero_stage} "
         f"micro{plan.microbatch_size} {plan.schedule} {plan.stages[0].recompute_spelled}"
     )
 

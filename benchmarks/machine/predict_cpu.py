@@ -13,6 +13,8 @@ found:
     python -m benchmarks predict_cpu --keep DIR --models gpt        # and deep, and wide
     python -m benchmarks predict_cpu --keep DIR                     # all three, from DIR
 
+`--models routed` is of experts (with transformers), over ep too.
+
 `--jobs` records every job, and prints predicted over measured seconds by kind of job.
 `--calibrate N` learns from the records of N plans of each model, as `planner compare --calibrate`
 does, and tells the errors of the others before and after.
@@ -40,13 +42,14 @@ from costmodel.compare import compare_run
 from planner.errors import PlannerError
 from planner.language.graph import ModelGraph
 from planner.language.lowering.defaults import default_plan
+from planner.language.lowering.experts import experts_of
 from planner.language.plan import Plan
 from planner.timeline import load_timeline
 from profiles import Profile, load_profile, measure_profile
 
 
 def plans_of(graph, model_file: Path) -> list[Plan]:
-    """Return plans over dp, tp, pp, ZeRO, recompute, microbatch and schedule for two ranks."""
+    """Return plans over dp, tp, ep, pp, ZeRO, recompute, microbatch and schedule for two ranks."""
     choices = []
     for size in (2, 4, 8):
         for zero, recompute in itertools.product((0, 1, 3), ("none", "full")):
@@ -54,6 +57,8 @@ def plans_of(graph, model_file: Path) -> list[Plan]:
         for schedule in ("1f1b", "fthenb"):
             choices.append({"pp": 2, "schedule": schedule, "size": size})
         choices.append({"tp": 2, "size": size})
+        if experts_of(graph) > 1:
+            choices.append({"dp": 2, "ep": 2, "size": size})
         choices.append({"pp": 2, "vpp": 2, "schedule": "interleaved_1f1b", "size": size})
     plans = []
     for choice in choices:
@@ -156,7 +161,7 @@ def judge(model: str, profile: Profile, folder: Path, asked: Asked) -> list[dict
         lines.append(line)
         ratios = "".join(f" {k} {ratio:.2f}" for k, ratio in line["job_ratios"].items())
         note(
-            f"{model:6}{line['plan']:57}{1e3 * line['predicted_s']:8.1f} ms"
+            f"{model:7}{line['plan']:57}{1e3 * line['predicted_s']:8.1f} ms"
             f"{1e3 * line['measured_s']:8.1f} ms{line['error_pct']:+7.1f}%"
             f"{line['error_then_pct']:+7.1f}%"
             f"{1e3 * line['least_s']:8.1f} ms{line['least_error_pct']:+7.1f}%{ratios}"
@@ -253,7 +258,8 @@ def predict_cpu(
         plans=plans, steps=steps, turns=turns, jobs=jobs or calibrate > 0, calibrate=calibrate
     )
     # A profile that is kept is of all models, whichever are run first.
-    with profiled(keep, TOLD if keep else models, budget, profile) as (folder, measured):
+    everything = tuple(dict.fromkeys((*TOLD, *models))) if keep else models
+    with profiled(keep, everything, budget, profile) as (folder, measured):
         if profile_only:
             return Result([], [f"the profile is in {folder / 'profile'}"])
         lines = [line for name in models for line in judge(name, measured, folder / name, asked)]
