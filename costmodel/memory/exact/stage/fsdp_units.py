@@ -78,9 +78,12 @@ class ShardedStage:
 
     @cached_property
     def ran_before(self) -> Mapping[int, int]:
-        """The unit that ran before each; before the first, the last one of another forward."""
+        """The unit that each one's backward fetches: the one that ran before; of the first, the
+        last one of another forward, or under ZeRO 3 itself, as the runtime names them there.
+        """
         order = list(self.units)
-        return dict(zip(order, [*order[-1:], *order[:-1]], strict=True))
+        ahead_of_first = order[:1] if self.zero_stage == 3 else order[-1:]
+        return dict(zip(order, [*ahead_of_first, *order[:-1]], strict=True))
 
     @cached_property
     def simulated(self) -> dict[tuple, Any]:
