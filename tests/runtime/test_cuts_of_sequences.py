@@ -29,7 +29,16 @@ from tests.spawn import run_ranks
 Way = tuple[AttentionBy, int]
 """What a rank has of attention, and pieces of each sequence."""
 
-WAYS: tuple[Way, ...] = (("queries", 1), ("queries", 2), ("queries", 4), ("heads", 1), ("heads", 2))
+WAYS: tuple[Way, ...] = (
+    ("queries", 1),
+    ("queries", 2),
+    ("queries", 4),
+    ("heads", 1),
+    ("heads", 2),
+    ("ring", 1),
+    ("ring", 2),
+    ("ring", 4),
+)
 
 
 def cut_so(graph: ModelGraph, way: Way, **choices: Any) -> Plan:

@@ -6,6 +6,7 @@ the same run of `chunk` positions. (0, None) is causal, (0, w - 1) a causal wind
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 
 from planner.language.ops.kernel import KernelCall
@@ -47,6 +48,52 @@ def pairs_met(
             for rank in {0, ranks // 2, ranks - 1}
         )
     )
+
+
+def keys_met(
+    first: int,
+    queries: int,
+    keys: int,
+    *,
+    low: int | None,
+    high: int | None,
+    chunk: int | None = None,
+) -> tuple[int, int]:
+    """Return where the keys begin and end that any of so many queries from a position on meets."""
+    # low <= q - k <= high: from the key that the first query meets with `high` to that of the last
+    # query with `low`.
+    begin = 0 if high is None else max(0, first - high)
+    end = keys if low is None else min(keys, first + queries - low)
+    if chunk is not None:
+        begin = max(begin, first // chunk * chunk)
+        end = min(end, ((first + queries - 1) // chunk + 1) * chunk)
+    return begin, end
+
+
+@lru_cache(maxsize=1024)
+def rounds_met(
+    piece: int,
+    *,
+    ranks: int,
+    segments: int,
+    low: int | None,
+    high: int | None,
+    chunk: int | None = None,
+) -> tuple[int, ...]:
+    """Return by how many ranks those lie behind a rank whose keys it meets, on any rank.
+
+    A rank has a piece of so many positions of each of `segments` parts of a sequence. 0 is the rank
+    itself; with a causal window of less than a piece and one segment 0 and 1 are met.
+    """
+    pieces = segments * ranks
+    found: set[int] = set()
+    for own in range(pieces):
+        begin, end = keys_met(own * piece, piece, pieces * piece, low=low, high=high, chunk=chunk)
+        # Piece p lies on rank p mod n.
+        found.update((own - other) % ranks for other in range(begin // piece, -(-end // piece)))
+        if len(found) == ranks:
+            break
+    return tuple(sorted(found))
 
 
 def _closer(low: int | None, high: int | None, most: int) -> tuple[int, int]:

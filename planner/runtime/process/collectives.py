@@ -267,6 +267,22 @@ def all_to_all_rows(x: Tensor, group: str, sent: list[int], got: list[int]) -> T
     return run("all_to_all", lambda: _funcol.all_to_all_single(x, got, sent, group))
 
 
+def start_shift(x: Tensor, group: str, by: int) -> Tensor:
+    """Begin to send a tensor of one dim `by` ranks on, round the group; `finish_shift` takes what
+    this returns. All ranks send as much.
+    """
+    parts, own = size(group), rank(group)
+    sent, got = [0] * parts, [0] * parts
+    sent[(own + by) % parts] = got[(own - by) % parts] = len(x)
+    # Nothing goes to other ranks: backends send no empty messages.
+    return _funcol.all_to_all_single(x, got, sent, group)
+
+
+def finish_shift(started: Tensor) -> Tensor:
+    """Wait for what the rank as far back has sent, and return it."""
+    return run("all_to_all", lambda: started)
+
+
 def all_reduce_max(x: Tensor, group: str) -> Tensor:
     """Return the largest of the ranks' numbers, element by element; at least one dim."""
     return run("all_reduce", lambda: _funcol.all_reduce(torch.atleast_1d(x), "max", group))
