@@ -11,7 +11,8 @@ against one process; kernels for GPUs are in `attention_kernels`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -116,10 +117,12 @@ class _Tiles(torch.autograd.Function):
         work = Work(query, key, same, keys, ctx.scale, ctx.sight)
         of_query = torch.empty_like(query)
         of_key, of_value = (torch.zeros_like(each, dtype=work.dtype) for each in (key, value))
-        for queries, of_rows in work.slopes(
-            query, key, value, out, lse, gradient, of_key, of_value
-        ):
-            work.put(of_query, queries, of_rows)
+        work.slopes(
+            (query, key, value, out, lse, gradient),
+            partial(work.put, of_query),
+            of_key=of_key,
+            of_value=of_value,
+        )
         return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None, None, None
 
 
@@ -166,25 +169,29 @@ class Work:
                 values = value[..., tile.keys, :].to(self.dtype)
                 summed = summed * faded.unsqueeze(-1) + weights @ values
                 most = higher
+                # The next tile is made when this one is gone.
+                del scores, higher, shift, weights, faded, values
             # A query that sees no key: 0 / 1.
             total = total.masked_fill(total == 0, 1)
             self.put(out, queries, summed / total.unsqueeze(-1))
             self.put(lse, queries, most + total.log())
+            del rows, most, total, summed
 
     def slopes(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        gradient: Tensor,
+        of: Sequence[Tensor],
+        take: Callable[[slice, Tensor], None],
+        *,
         of_key: Tensor,
         of_value: Tensor,
-    ) -> Iterator[tuple[slice, Tensor]]:
-        """Yield runs of queries with their gradients, by rows; add those of keys and values to
-        theirs. `out` and `lse` are of all keys that a query sees, whatever part of them `key` has.
+    ) -> None:
+        """Give `take` runs of queries with their gradients, by rows; add those of keys and values
+        to theirs.
+
+        `of` are queries, keys, values, the result, its log of sums and its gradient: results are of
+        all keys that a query sees, whatever part of them is given.
         """
+        query, key, value, out, lse, gradient = of
         for queries, tiles in self.rows():
             rows, above = (self.rows_of(each, queries) for each in (query, gradient))
             level = self.rows_of(lse.unsqueeze(-1), queries)
@@ -203,7 +210,9 @@ class Work:
                 slopes.sub_(shared).mul_(weights).mul_(self.scale)
                 of_rows += slopes @ key[..., tile.keys, :].to(self.dtype)
                 of_key[..., tile.keys, :] += slopes.mT @ rows
-            yield queries, of_rows
+                del weights, slopes
+            take(queries, of_rows)
+            del rows, above, level, shared, of_rows
 
     def rows(self) -> Iterator[tuple[slice, list[_Tile]]]:
         """Yield runs of queries, with the tiles of the keys that any of them may see."""

@@ -95,7 +95,7 @@ class _Ring(torch.autograd.Function):
         of_query = torch.zeros_like(query, dtype=kernel.dtype)
         passing = _Passing((key, value), rounds, group)
         # Gradients of the part that was at hand before, on their way to where it is now.
-        behind_it: Tensor | None = None
+        behind_it: collectives.Shift | None = None
         for place, behind in enumerate(rounds):
             part_key, part_value = passing.at_hand
             passing.send()
@@ -103,24 +103,22 @@ class _Ring(torch.autograd.Function):
             grads = [torch.zeros_like(x, dtype=kernel.dtype) for x in (part_key, part_value)]
             if kernel.meets(of_rank):
                 part = (query, part_key, part_value, out, lse, gradient)
-                kernel.add_gradients(*part, of_query, *grads, of_rank)
+                kernel.add_gradients(part, of_query, *grads, of_rank)
+                del part
             del part_key, part_value
             if behind_it is not None:
-                arrived = collectives.finish_shift(behind_it)
-                for mine, theirs in zip(grads, _unpacked(arrived, grads), strict=True):
-                    mine.add_(theirs)
-                del arrived
+                _add(grads, collectives.finish_shift(behind_it))
+                behind_it = None
             # To where the part is next, or home.
             until = rounds[place + 1] if place + 1 < len(rounds) else sight.ranks
             onward = (until - behind) % sight.ranks
-            behind_it = None
             if onward:
                 behind_it = collectives.start_shift(_packed(grads, key.dtype), group, onward)
-                shapes, grads = [x.shape for x in grads], []
+                grads = []
             passing.receive()
         if behind_it is not None:
             arrived = collectives.finish_shift(behind_it)
-            grads = [x.clone() for x in _split(arrived, shapes)]
+            grads = [x.clone() for x in _split(arrived, (key.shape, value.shape))]
         of_key, of_value = (x.to(key.dtype) for x in grads)
         return of_query.to(query.dtype), of_key, of_value, *(None,) * 6
 
@@ -133,7 +131,7 @@ class _Passing:
         self._shapes, self._group = [x.shape for x in own], group
         self._hops = [after - before for before, after in zip((0, *rounds), rounds, strict=False)]
         self._message: Tensor | None = None
-        self._arrives: Tensor | None = None
+        self._on_its_way: collectives.Shift | None = None
         if self._hops[0]:  # no rank meets its own keys
             self.send()
             self.receive()
@@ -145,15 +143,14 @@ class _Passing:
         if self._hops:
             # What came is sent on as it came.
             sent = _packed(self.at_hand) if self._message is None else self._message
-            self._arrives = collectives.start_shift(sent, self._group, self._hops.pop(0))
-            self._message = sent
+            self._on_its_way = collectives.start_shift(sent, self._group, self._hops.pop(0))
 
     def receive(self) -> None:
         """Have the next part at hand, if it was sent."""
-        if self._arrives is not None:
+        if self._on_its_way is not None:
             self.at_hand, self._message = (), None
-            self._message = collectives.finish_shift(self._arrives)
-            self._arrives = None
+            self._message = collectives.finish_shift(self._on_its_way)
+            self._on_its_way = None
             self.at_hand = _split(self._message, self._shapes)
 
 
@@ -177,5 +174,6 @@ def _split(message: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _unpacked(message: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    return _split(message, [x.shape for x in tensors])
+def _add(grads: Sequence[Tensor], message: Tensor) -> None:
+    for mine, theirs in zip(grads, _split(message, [x.shape for x in grads]), strict=True):
+        mine.add_(theirs)

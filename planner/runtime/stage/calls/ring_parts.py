@@ -9,7 +9,7 @@ together. In the backward it is given that of all parts, and the whole result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -40,18 +40,13 @@ class PartKernel(Protocol):
 
     def add_gradients(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        gradient: Tensor,
+        of: Sequence[Tensor],
         of_query: Tensor,
         of_key: Tensor,
         of_value: Tensor,
         of_rank: int,
     ) -> None:
-        """Add the gradients of queries, keys and values to the last tensors."""
+        """Add the gradients of queries, keys and values to theirs; `of` is as in `Work.slopes`."""
         ...
 
 
@@ -103,22 +98,19 @@ class TileParts:
 
     def add_gradients(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        gradient: Tensor,
+        of: Sequence[Tensor],
         of_query: Tensor,
         of_key: Tensor,
         of_value: Tensor,
         of_rank: int,
     ) -> None:
         """As in `PartKernel`."""
-        work = self._work(of_rank)
-        for queries, rows in work.slopes(query, key, value, out, lse, gradient, of_key, of_value):
+
+        def add(queries: slice, rows: Tensor) -> None:
             place = of_query[:, :, queries]
             place.add_(rows.reshape(place.shape))
+
+        self._work(of_rank).slopes(of, add, of_key=of_key, of_value=of_value)
 
 
 class _Seen(NamedTuple):
@@ -180,18 +172,14 @@ class FlashParts:
 
     def add_gradients(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        gradient: Tensor,
+        of: Sequence[Tensor],
         of_query: Tensor,
         of_key: Tensor,
         of_value: Tensor,
         of_rank: int,
     ) -> None:
         """As in `PartKernel`."""
+        query, key, value, out, lse, gradient = of
         for seen in self._runs(of_rank, query.shape[-2] // self._sight.segments):
             rows, columns = ((slice(None), slice(None), run) for run in (seen.queries, seen.keys))
             taken = (gradient[rows], query[rows], key[columns], value[columns], out[rows])

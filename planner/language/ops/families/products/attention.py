@@ -169,7 +169,9 @@ def _scratch(call: KernelCall, *, forward: bool) -> int:
 
 
 def _causal_scratch(call: KernelCall, *, forward: bool) -> int:
-    return 0 if call.arg(3, "dropout_p", 0.0) else tile_scratch(call, forward=forward)
+    if call.arg(3, "dropout_p", 0.0):
+        return 0
+    return tile_scratch(call, forward=forward, segments=call.arg(6, "segments", 1))
 
 
 def _like_query(call: KernelCall, output: str) -> Strides:

@@ -8,7 +8,12 @@ from math import ceil, prod
 
 from planner.language.graph import Ref
 from planner.language.layout.placement import OpSharding, Shard
-from planner.language.ops.attention_pairs import pairs_met, runs_by_tiles, tile_scratch
+from planner.language.ops.attention_pairs import (
+    keys_of_tile,
+    pairs_met,
+    runs_by_tiles,
+    tile_scratch,
+)
 from planner.language.ops.call import Call, LocalForm, Placed, R
 from planner.language.ops.families.products.attention import ATTENTION
 from planner.language.ops.families.products.grouped_heads import heads_of_queries, with_own_keys
@@ -86,9 +91,9 @@ def _saved(call: KernelCall) -> Saved:
 
 
 def _scratch(call: KernelCall, *, forward: bool) -> int:
-    low, high = call.arg(3, ""), call.arg(4, "")
-    span = None if low is None or high is None else high - low
-    return tile_scratch(call, forward=forward, span=span)
+    segments = call.arg(10, "segments", 1)
+    keys = keys_of_tile(call, segments)
+    return tile_scratch(call, forward=forward, segments=segments, keys=keys)
 
 
 register(

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-from planner.language.ops.attention_pairs import pairs_met, tile_scratch
+from planner.language.ops.attention_pairs import (
+    keys_of_tile,
+    pairs_met,
+    runs_by_tiles,
+    tile_scratch,
+)
 from planner.language.ops.call import Call
 from planner.language.ops.families.products.attention import ATTENTION
 from planner.language.ops.families.products.rings import POSITIONS, RING
@@ -59,26 +64,50 @@ def _saved(call: KernelCall) -> Saved:
 
 
 def _scratch(call: KernelCall, *, forward: bool) -> int:
-    """A part of keys and values that is attended to, and the next that arrives. Forward: a round's
-    result beside the sum so far. Backward: the gradient of the part, and what the rank before has
-    sent of it and what is sent on.
+    """What is there beside queries, keys, values and the result.
+
+    With s bytes of a rank's keys and values, and o of its result,
+
+    forward     2 s     what is attended to, and what arrives
+                o       of a round, beside the sum so far
+    backward    2 s     in the first round the same
+                4 s     in later rounds the gradients of the part before besides, sent on and
+                        arriving; 3 s in the last of two, when nothing else arrives
+
+    and a tile. In half precision the sum so far and all gradients at hand are in fp32.
     """
     segments, rounds = call.arg(10, "segments"), len(call.arg(11, "rounds"))
     if not segments:
         return 0
     query, key, value = call.op.inputs[:3]
-    width = call.element_bytes(query)
-    element = max(4, width)
-    sent = call.num_bytes(key) + call.num_bytes(value) if rounds > 1 else 0
-    low, high = call.arg(3, ""), call.arg(4, "")
-    span = None if low is None or high is None else high - low
-    tiles = tile_scratch(call, forward=forward, span=span)
-    made = call.numel(call.op.outputs[0]) * element
-    wide = made if element > width else 0
+    element = max(4, call.element_bytes(query))
+    is_half, by_tiles = call.element_bytes(query) < element, runs_by_tiles(call)
+    sent = (call.num_bytes(key) + call.num_bytes(value)) * (rounds > 1)
+    # A rank's own keys begin where its queries do; others lie behind, as far as bounds reach.
+    own, piece = keys_of_tile(call, segments), call.shape(key)[POSITIONS] // segments
+    behind = None if own is None else call.arg(4, "") - call.arg(3, "")
+    tiles, tiles_behind = (
+        tile_scratch(
+            call,
+            forward=forward,
+            segments=segments,
+            keys=piece if keys is None else min(keys, piece),
+        )
+        for keys in (own, behind)
+    )
     if forward:
-        return 2 * sent + tiles + made + wide
-    of_keys = (call.numel(key) + call.numel(value)) * element
-    return 4 * sent + tiles + of_keys + (call.numel(query) * element if wide else 0)
+        result = call.numel(call.op.outputs[0]) * element
+        rows = prod(call.shape(query)[:-1]) * element
+        wide = result + (0 if by_tiles else call.num_bytes(call.op.outputs[0]))
+        return 2 * sent + tiles + result + rows + is_half * wide
+    # (Of tiles in half precision the gradients of keys in fp32 are counted with them.)
+    wide = is_half * element * (call.numel(key) + call.numel(value))
+    summed = is_half * (call.numel(query) * element - call.num_bytes(query))
+    if not by_tiles:
+        grads = wide + call.num_bytes(query) + call.num_bytes(key) + call.num_bytes(value)
+        tiles = tiles_behind = grads
+    later = 3 * sent + tiles_behind if rounds == 2 else 4 * sent + tiles_behind
+    return summed + max(2 * sent + tiles, later, 4 * sent + wide)
 
 
 register(
