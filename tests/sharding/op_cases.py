@@ -571,11 +571,11 @@ def _(rng, n):
     )
 
 
-def of_a_sequence(rng, n, *, groups=1):
+def of_a_sequence(rng, n, *, groups=1, wider=0):
     """Queries, keys and values of one sequence, whose length all counts of pieces divide."""
     b, h, d = rng.randint(1, 2), rng.randint(1, 2), rng.randint(1, 4)
     s = 6 * n * rng.randint(1, 2)
-    return randn(b, groups * h, s, d), randn(b, h, s, d), randn(b, h, s, d + 1)
+    return randn(b, groups * h, s, d), randn(b, h, s, d), randn(b, h, s, d + wider)
 
 
 @case("attention_of_a_sequence")
@@ -598,7 +598,7 @@ def told(low, high, chunk, *tables, groups=1):
     """A case of attention that is told of its mask, with tables of documents or of keys."""
 
     def make(rng, n):
-        query, key, value = of_a_sequence(rng, n, groups=groups)
+        query, key, value = of_a_sequence(rng, n, groups=groups, wider=1)
         samples, length = query.shape[0], query.shape[2]
         same = torch.arange(length).div(5, rounding_mode="floor").repeat(samples, 1)
         counts = torch.rand(samples, length) < 0.7

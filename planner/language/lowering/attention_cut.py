@@ -32,10 +32,6 @@ IN_PIECES: tuple[AttentionBy, ...] = ("queries", "ring")
 """Those under which causal work depends on the pieces of a sequence that a rank has. (By heads it
 has whole sequences, in however many pieces they came.)"""
 
-IN_PIECES: tuple[AttentionBy, ...] = ("queries", "ring")
-"""Those under which causal work depends on the pieces of a sequence that a rank has. (By heads it
-has whole sequences, in however many pieces they came.)"""
-
 _FROM_LAST: Mapping[AttentionBy, int] = {"queries": 2, "heads": 3, "ring": 2}
 """The dim that is cut of what attention makes, and over a ring of its keys and values: of [...,
 heads, positions, width], from the last."""

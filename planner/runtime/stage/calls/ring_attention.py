@@ -103,7 +103,7 @@ class _Ring(torch.autograd.Function):
             grads = [torch.zeros_like(x, dtype=kernel.dtype) for x in (part_key, part_value)]
             if kernel.meets(of_rank):
                 part = (query, part_key, part_value, out, lse, gradient)
-                kernel.add_gradients(part, of_query, *grads, of_rank)
+                kernel.add_gradients(part, of_query, grads, of_rank)
                 del part
             del part_key, part_value
             if behind_it is not None:

@@ -42,8 +42,7 @@ class PartKernel(Protocol):
         self,
         of: Sequence[Tensor],
         of_query: Tensor,
-        of_key: Tensor,
-        of_value: Tensor,
+        of_keys: Sequence[Tensor],
         of_rank: int,
     ) -> None:
         """Add the gradients of queries, keys and values to theirs; `of` is as in `Work.slopes`."""
@@ -100,8 +99,7 @@ class TileParts:
         self,
         of: Sequence[Tensor],
         of_query: Tensor,
-        of_key: Tensor,
-        of_value: Tensor,
+        of_keys: Sequence[Tensor],
         of_rank: int,
     ) -> None:
         """As in `PartKernel`."""
@@ -110,6 +108,7 @@ class TileParts:
             place = of_query[:, :, queries]
             place.add_(rows.reshape(place.shape))
 
+        of_key, of_value = of_keys
         self._work(of_rank).slopes(of, add, of_key=of_key, of_value=of_value)
 
 
@@ -174,8 +173,7 @@ class FlashParts:
         self,
         of: Sequence[Tensor],
         of_query: Tensor,
-        of_key: Tensor,
-        of_value: Tensor,
+        of_keys: Sequence[Tensor],
         of_rank: int,
     ) -> None:
         """As in `PartKernel`."""
@@ -183,30 +181,16 @@ class FlashParts:
         for seen in self._runs(of_rank, query.shape[-2] // self._sight.segments):
             rows, columns = ((slice(None), slice(None), run) for run in (seen.queries, seen.keys))
             taken = (gradient[rows], query[rows], key[columns], value[columns], out[rows])
-            grads = self._backward(*map(_padded, taken), lse[rows].contiguous(), seen.causal)
+            # Nothing is dropped, so no state of random numbers is read.
+            none = torch.empty(0, dtype=torch.uint64, device=query.device)
+            lengths = None, None, taken[1].shape[-2], taken[2].shape[-2]
+            sums = lse[rows].contiguous()
+            random = 0.0, seen.causal, none, none
+            grads = self.backward(*map(_padded, taken), sums, *lengths, *random, scale=self._scale)
             for total, place, grad in zip(
-                (of_query, of_key, of_value), (rows, columns, columns), grads, strict=True
+                (of_query, *of_keys), (rows, columns, columns), grads, strict=True
             ):
                 total[place] += grad[..., : total.shape[-1]]
-
-    def _backward(
-        self,
-        gradient: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        # Nothing is dropped, so no state of random numbers is read.
-        none = torch.empty(0, dtype=torch.uint64, device=query.device)
-        lengths = (None, None, query.shape[-2], key.shape[-2])
-        grads: tuple[Tensor, Tensor, Tensor] = self.backward(
-            gradient, query, key, value, out, lse, *lengths, 0.0, causal, none, none,
-            scale=self._scale,
-        )  # fmt: skip
-        return grads
 
 
 def _padded(x: Tensor) -> Tensor:
