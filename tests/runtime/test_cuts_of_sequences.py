@@ -1,4 +1,4 @@
-"""D19, N9: sequences cut over cp in each way compute in fp64 what one process computes.
+"""D19, N9, B10: sequences cut over cp in each way compute in fp64 what one process computes.
 
 Attention of some queries, whose keys and values are gathered or go round a ring, and of some heads
 (all-to-all); what blocks hand on in one piece a rank and in several (striped); causal, in both
