@@ -91,6 +91,18 @@ def pair_group(cluster: ClusterSpec, *, apart: int) -> Group:
     )
 
 
+def neighbours(group: Group) -> Group:
+    """Return two ranks of a group that follow each other on a ring, over the farthest link there
+    is: all wait for the slowest.
+    """
+    across = group.num_nodes > 1
+    return Group(
+        ranks_per_node=1 if across else 2,
+        num_nodes=2 if across else 1,
+        domains=tuple(min(2, count) for count in group.domains),
+    )
+
+
 def way_out(cluster: ClusterSpec) -> Group:
     """Return the pair of a rank of the cluster and one outside it, over its outermost tier."""
     return Group(ranks_per_node=1, num_nodes=2, domains=(*[1] * (len(cluster.tiers) - 1), 2))

@@ -28,7 +28,7 @@ from planner.language.layout.redistribute import (
     goes_back,
     inner_collectives,
 )
-from planner.language.ops.families.products.attention import RING
+from planner.language.ops.families.products.rings import RING
 from planner.language.ops.record import packet_of
 from profiles import Group
 
@@ -68,15 +68,14 @@ def exposed_comm(
     execution = profile.execution
     there_s = back_s = 0.0
     ring_s = ring_back_s = rows_s = 0.0
-    cp = axes["cp"].size
     count = 0
     sums = 0
     size = nodes = 1
     for op in local.ops:
         if op.target == RING:
-            # cp - 1 rounds of a part each move what an all-gather of the whole moves.
-            num_bytes = cp * bytes_of(local, op.inputs[1:3])
-            group = axes["cp"].group
+            # Rounds of a part each move what an all-gather of that much moves.
+            num_bytes = len(op.args[11]) * bytes_of(local, op.inputs[1:3])  # type: ignore[arg-type]
+            group = axes[str(op.args[13])].group
             round_s = profile.collective_seconds("all_gather", num_bytes, group).seconds
             ring_s += round_s
             # The backward sees the keys and values of all ranks again, and sends gradients.

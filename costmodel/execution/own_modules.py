@@ -30,6 +30,7 @@ from planner.language.ops.families.products.masked_attention import (
     MASKED,
     MASKED_SHARD,
 )
+from planner.language.ops.families.products.rings import RING
 from planner.language.ops.record import packet_of
 
 GELU = "aten.gelu.default"
@@ -38,7 +39,12 @@ NORM = "aten.rms_norm.default"
 FLASH = "scaled_dot_product_attention"
 VIEWS = ("view", "reshape", "contiguous", "slice", "unsqueeze", "expand", "transpose")
 HALVES = ("bfloat16", "float16")
-GROUPED_ARGUMENTS = {GATHERED: 5, MASKED: GROUPED_ARGUMENT, MASKED_SHARD: GROUPED_ARGUMENT}
+GROUPED_ARGUMENTS = {
+    GATHERED: 5,
+    MASKED: GROUPED_ARGUMENT,
+    MASKED_SHARD: GROUPED_ARGUMENT,
+    RING: GROUPED_ARGUMENT,
+}
 """Where attention of ours is told whether heads of keys are each that of several queries."""
 
 

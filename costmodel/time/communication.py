@@ -93,18 +93,22 @@ def exposed_seconds(
     s_C, s_M: how much slower compute and messages are while both run (they share the device's
     memory and its multiprocessors), from the profile. min(S', ..): never worse than in turn.
     """
-    slow_compute = profile.overlap_slowdown("compute")
-    slow_messages = profile.overlap_slowdown("communication")
     # The first piece has nothing to hide behind: its block waits for it.
     alone = seconds / np.maximum(num_pieces, 1)
-    messages = seconds - alone
     compute = compute_s * (1 - 1 / np.maximum(num_pieces, 1))
+    return alone + beside_seconds(profile, seconds - alone, compute)
+
+
+def beside_seconds(profile: Profile, messages: Amount, compute: Amount) -> Amount:
+    """Return by how much messages lengthen the compute that all of them run beside."""
+    slow_compute = profile.overlap_slowdown("compute")
+    slow_messages = profile.overlap_slowdown("communication")
     # Messages end first: they slowed the compute while they lasted.
     within = messages * slow_messages * (1 - 1 / slow_compute)
     # Compute ends first: it was slowed to its end, and the rest of the messages is bare.
     beyond = compute * (slow_compute - 1) + messages - compute * slow_compute / slow_messages
     ends_first = messages * slow_messages <= compute * slow_compute
-    return alone + np.minimum(np.where(ends_first, within, beyond), messages)
+    return np.minimum(np.where(ends_first, within, beyond), messages)
 
 
 ALONE = Group(ranks_per_node=1)

@@ -28,7 +28,7 @@ from costmodel.time.block.program import accumulate_seconds
 from costmodel.topology import replica_mesh
 from planner.errors import LayoutError
 from planner.language.layout.axes import Degrees, lowered_axes, split_axes
-from planner.language.lowering.attention_cut import AttentionBy, attention_kinds
+from planner.language.lowering.attention_cut import IN_PIECES, AttentionBy, attention_kinds
 from planner.language.lowering.experts import check_rows
 from planner.language.lowering.propagate import propagate_on
 from planner.language.plan import ClassLayout, Precision
@@ -227,7 +227,7 @@ class SizedCandidates:
         return self._tables_of[by_class]
 
     def _ways(self, by_class: tuple[ClassLayout, ...]) -> Iterator[StageTable]:
-        """Yield tables of layouts on tp: where an axis cuts sequences, of both kinds of attention
+        """Yield tables of layouts on tp: where an axis cuts sequences, of all kinds of attention
         with one piece a rank, and with queries on each rank in more and more pieces.
 
         Raises LayoutError where outer axes cannot divide what the layouts make.
@@ -250,13 +250,19 @@ class SizedCandidates:
                 with suppress(LayoutError):
                     kinds[kind] = self._table(by_class, kind)
                     yield kinds[kind]
-        if "queries" not in kinds:
-            return
-        # (By heads a rank has whole sequences, in however many pieces they came.)
-        before_s = _seconds(kinds["queries"])
+        for kind in IN_PIECES:
+            if kind in kinds:
+                yield from self._in_pieces(by_class, kind, _seconds(kinds[kind]))
+
+    def _in_pieces(
+        self, by_class: tuple[ClassLayout, ...], attention: AttentionBy, before_s: float
+    ) -> Iterator[StageTable]:
+        """Yield tables with more and more pieces of every sequence on each rank; one takes so many
+        seconds.
+        """
         for pieces in PIECES:
             try:
-                table = self._table(by_class, "queries", pieces)
+                table = self._table(by_class, attention, pieces)
             except LayoutError:
                 return
             yield table

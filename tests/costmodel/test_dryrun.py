@@ -21,6 +21,7 @@ from tests.builders import PlainGPT, build_hf, gpt_batch, telling_first, text_ba
 from tests.captures import capture_module
 from tests.cpu_profile import CpuProfile
 from tests.experts import RoutedGPT
+from tests.runtime.test_cuts_of_sequences import cut_so
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
@@ -125,13 +126,8 @@ def test_experts_on_ranks_of_their_own_hold_what_the_dry_run_does(routed, layout
     assert float(predicted.tensor_bytes) == pytest.approx(run.peak_bytes, rel=0.005)
 
 
-@pytest.mark.parametrize(
-    "layout", [{}, {"cp": 2}, pytest.param({"recompute": "full"}, marks=pytest.mark.slow)], ids=str
-)
-def test_attention_that_is_told_of_a_window_takes_tiles(layout):
-    """N9: no pairs are saved, and tiles are there while they are computed; of the last rank of cp,
-    which has most keys, within 0.1%.
-    """
+def windowed():
+    """A model whose attention is told of a window, as (build, captured graph)."""
     transformers = pytest.importorskip("transformers")
     length = 64
     config = transformers.MistralConfig(
@@ -147,9 +143,39 @@ def test_attention_that_is_told_of_a_window_takes_tiles(layout):
         ids = torch.zeros(size, length, dtype=torch.long)
         return {"input_ids": ids, "labels": ids}
 
-    graph = capture_module(build(), batch(2), batch(3))
+    return build, capture_module(build(), batch(2), batch(3))
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, {"cp": 2}, pytest.param({"recompute": "full"}, marks=pytest.mark.slow)], ids=str
+)
+def test_attention_that_is_told_of_a_window_takes_tiles(layout):
+    """N9: no pairs are saved, and tiles are there while they are computed; of the last rank of cp,
+    which has most keys, within 0.1%.
+    """
+    build, graph = windowed()
     costs = CostCache(graph, CpuProfile())
     plan = default_plan(graph, microbatch_size=8, num_microbatches=2, **layout)
+    (predicted,) = estimate(graph, costs.profile, plan, costs=costs).memory
+    run = dry_run(plan, graph, build, rank=plan.world_size - 1, on_gloo=True)
+    assert float(predicted.tensor_bytes) == pytest.approx(run.peak_bytes, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("way", "layout"),
+    [
+        (("ring", 1), {"cp": 4}),
+        pytest.param(("ring", 2), {"cp": 2}, marks=pytest.mark.slow),
+        pytest.param(("ring", 2), {"cp": 4, "recompute": "full"}, marks=pytest.mark.slow),
+        pytest.param(("queries", 2), {"cp": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_rounds_of_a_ring_hold_what_the_dry_run_does(way, layout):
+    """B10, N9: parts on their way and their gradients, tiles of pieces; within 0.1%."""
+    build, graph = windowed()
+    costs = CostCache(graph, CpuProfile())
+    plan = cut_so(graph, way, num_microbatches=2, **layout)
     (predicted,) = estimate(graph, costs.profile, plan, costs=costs).memory
     run = dry_run(plan, graph, build, rank=plan.world_size - 1, on_gloo=True)
     assert float(predicted.tensor_bytes) == pytest.approx(run.peak_bytes, rel=0.001)

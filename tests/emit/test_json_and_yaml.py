@@ -22,7 +22,7 @@ from tests.emit.readers import (
     assert_documented,
     read_by_accelerate,
 )
-from tests.emit.views import assert_golden, changed, view_of
+from tests.emit.views import assert_golden, attending, changed, view_of
 
 FLAT = {"tp": 1, "pp": 1, "vpp": 1, "dp": 8, "gpus": 8}
 SPLIT = FLAT | {"cp": 2, "gpus": 16, "zero_stage": 3, "recompute": "full"}
@@ -217,6 +217,13 @@ def test_accelerate_frees_gathered_weights_with_zero_3_alone(stage, frees):
     assert found["fsdp_reshard_after_forward"] == frees
     assert found["fsdp_activation_checkpointing"] == "false"
     assert (found["num_processes"], found["num_machines"]) == ("8", "1")
+
+
+def test_accelerate_passes_keys_and_values_of_a_ring_on():
+    """B10."""
+    view = view_of(**SPLIT)
+    for given, sent in ((view, "allgather"), (attending(view, "S(2),S(2),S(2)"), "alltoall")):
+        assert accelerated(given)["parallelism_config_cp_comm_strategy"] == sent
 
 
 def test_accelerate_has_no_fsdp_without_zero():

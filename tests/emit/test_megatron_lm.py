@@ -17,7 +17,7 @@ from planner.language.lowering.routed_experts import routings
 from planner.language.plan import ClassRecompute, recompute_fields
 from planner.language.stacks.transformer_graph import router_weights
 from tests.captures import capture_module
-from tests.emit.views import assert_golden, changed, view_of
+from tests.emit.views import assert_golden, attending, changed, view_of
 from tests.model_matrix import model_matrix
 
 MEGATRON = find_emitter("megatron-lm")
@@ -100,6 +100,18 @@ def test_other_layers_recomputed_apart_are_refused(options):
     ((feature, why),) = [(r.feature, r.why) for r in refusals(given, MEGATRON)]
     assert feature == "recompute"
     assert why.startswith("Megatron-LM recomputes in full the first layers of each stage")
+
+
+RING = "S(2),S(2),S(2)"
+
+
+def test_a_ring_is_sent_from_rank_to_rank():
+    """B10: where a stack has no ring the plan is refused."""
+    view = attending(view_of(cp=2, gpus=32), RING)
+    assert not refusals(view, MEGATRON)
+    assert megatron_flags(view)["cp-comm-type"] == "p2p"
+    (why,) = [r.why for r in refusals(view, find_emitter("nanotron")) if r.feature == "cp"]
+    assert why == "on cp attention of nanotron gathers keys and values, and the plan's does not"
 
 
 def test_zero_experts_context_and_recomputation_have_flags():

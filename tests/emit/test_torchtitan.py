@@ -15,7 +15,7 @@ from tests.emit.readers import (
     load_torchtitan,
     loaded_by_torch,
 )
-from tests.emit.views import assert_golden, changed, view_of
+from tests.emit.views import assert_golden, attending, changed, view_of
 
 TITAN, TOML = find_emitter("torchtitan"), find_emitter("torchtitan-toml")
 
@@ -38,6 +38,16 @@ def test_the_configuration_has_documented_fields(tmp_path, monkeypatch):
     layers = [f"layers.{i}" for i in range(6)]
     assert names == ["tok_embeddings", *layers, "norm", "lm_head"]
     assert config.parallelism.pipeline_parallel_schedule_csv == str(tmp_path / "schedule.csv")
+
+
+def test_an_older_toml_passes_keys_and_values_of_a_ring_on():
+    """B10: what torchtitan calls alltoall is a ring; its present form has no such field."""
+    view = attending(
+        view_of(**SMALL | {"dp": "", "zero_stage": 3, "cp": 2, "gpus": 16}), "S(2),S(2),S(2)"
+    )
+    config = tomllib.loads(emit(view, TOML).files["torchtitan.toml"])
+    assert config["parallelism"]["context_parallel_rotate_method"] == "alltoall"
+    assert [r.feature for r in refusals(view, TITAN)] == ["cp"]
 
 
 @pytest.mark.parametrize("cells", [{}, {"pp": 1, "vpp": 1}, {"cp": 2, "gpus": 16}], ids=str)

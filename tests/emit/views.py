@@ -41,6 +41,20 @@ def changed(view: PlanView, **fields: Any) -> PlanView:
     )
 
 
+def attending(view: PlanView, inputs: str) -> PlanView:
+    """Return a view of the plan with queries, keys and values of attention placed so on cp."""
+    layouts = []
+    for layout in view.plan.layouts:
+        ops = tuple(
+            (name, f"{inputs}->{text.partition('->')[2]}")
+            if layout.axis == "cp" and name.startswith("scaled_dot_product_attention")
+            else (name, text)
+            for name, text in layout.ops
+        )
+        layouts.append(layout.model_copy(update={"ops": ops}))
+    return changed(view, layouts=tuple(layouts))
+
+
 def assert_golden(files: dict[str, str], folder: str) -> None:
     """Hold emitted files to those in ``golden/FOLDER``."""
     found = (GOLDEN / folder).iterdir()

@@ -1,8 +1,8 @@
-"""D19, N9: sequences cut over cp in each way compute in fp64 what one process computes.
+"""D19, N9, B10: sequences cut over cp in each way compute in fp64 what one process computes.
 
-Attention of some queries, whose keys and values are gathered, and of some heads (all-to-all); what
-blocks hand on in one piece a rank and in several (striped); causal, in both directions, with
-windows and with documents; key heads fewer than ranks; beside tp.
+Attention of some queries, whose keys and values are gathered or go round a ring, and of some heads
+(all-to-all); what blocks hand on in one piece a rank and in several (striped); causal, in both
+directions, with windows and with documents; key heads fewer than ranks; beside tp.
 """
 
 from __future__ import annotations
@@ -29,7 +29,16 @@ from tests.spawn import run_ranks
 Way = tuple[AttentionBy, int]
 """What a rank has of attention, and pieces of each sequence."""
 
-WAYS: tuple[Way, ...] = (("queries", 1), ("queries", 2), ("queries", 4), ("heads", 1), ("heads", 2))
+WAYS: tuple[Way, ...] = (
+    ("queries", 1),
+    ("queries", 2),
+    ("queries", 4),
+    ("heads", 1),
+    ("heads", 2),
+    ("ring", 1),
+    ("ring", 2),
+    ("ring", 4),
+)
 
 
 def cut_so(graph: ModelGraph, way: Way, **choices: Any) -> Plan:
@@ -97,7 +106,8 @@ def test_four_ranks_and_beside_tp(name):
     """Four ranks share the two heads of keys of all models but the first."""
     check(name, 4, WAYS, cp=4)
     check(name, 4, WAYS, cp=2, tp=2)
-    check(name, 4, (("queries", 2), ("heads", 2)), cp=2, pp=2, zero_stage=1, recompute="full")
+    ways: tuple[Way, ...] = (("queries", 2), ("heads", 2), ("ring", 2))
+    check(name, 4, ways, cp=2, pp=2, zero_stage=1, recompute="full")
 
 
 def test_what_cannot_be_cut_so_is_refused():

@@ -571,6 +571,64 @@ def _(rng, n):
     )
 
 
+def of_a_sequence(rng, n, *, groups=1, wider=0):
+    """Queries, keys and values of one sequence, whose length all counts of pieces divide."""
+    b, h, d = rng.randint(1, 2), rng.randint(1, 2), rng.randint(1, 4)
+    s = 6 * n * rng.randint(1, 2)
+    return randn(b, groups * h, s, d), randn(b, h, s, d), randn(b, h, s, d + wider)
+
+
+@case("attention_of_a_sequence")
+def _(rng, n):
+    return one_op("aten.scaled_dot_product_attention.default", *of_a_sequence(rng, n))
+
+
+@case("attention_of_a_sequence_causal_grouped")
+def _(rng, n):
+    return one_op(
+        "aten.scaled_dot_product_attention.default",
+        *of_a_sequence(rng, n, groups=2),
+        is_causal=True,
+        scale=0.3,
+        enable_gqa=True,
+    )
+
+
+def told(low, high, chunk, *tables, groups=1):
+    """A case of attention that is told of its mask, with tables of documents or of keys."""
+
+    def make(rng, n):
+        query, key, value = of_a_sequence(rng, n, groups=groups, wider=1)
+        samples, length = query.shape[0], query.shape[2]
+        same = torch.arange(length).div(5, rounding_mode="floor").repeat(samples, 1)
+        counts = torch.rand(samples, length) < 0.7
+        given = [same if "same" in tables else None, counts if "keys" in tables else None]
+        return one_op(
+            "planner.masked_attention",
+            query,
+            key,
+            value,
+            low,
+            high,
+            chunk,
+            None,
+            groups > 1,
+            *given,
+        )
+
+    return make
+
+
+CASES |= {
+    "attention_in_a_window": told(0, 3, None),
+    "attention_in_a_window_both_ways": told(-4, 4, None, groups=2),
+    "attention_ahead_of_a_window": told(-9, -5, None),
+    "attention_in_runs": told(0, None, 4),
+    "attention_of_documents": told(0, None, None, "same", groups=2),
+    "attention_of_padded_documents": told(None, None, None, "same", "keys"),
+}
+
+
 def targets(samples, classes, ignored=True):
     found = torch.randint(classes, samples)
     if ignored:

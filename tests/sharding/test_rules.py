@@ -40,7 +40,7 @@ def test_every_strategy_equals_the_whole_op(case, seed):
     torch.manual_seed(seed)
     single = CASES[case](random.Random(f"{case}{seed}"), axis_size)
     assert has_rule(single.op.target)
-    offered = strategies(single.op, single.program.tensor, axis_size, segments=(2, 3))
+    offered = strategies(single.op, single.program.tensor, axis_size, segments=(2, 3), asked=True)
     assert offered[0] == OpSharding(
         inputs=(Replicate(),) * len(single.op.inputs),
         outputs=(Replicate(),) * len(single.op.outputs),
@@ -155,8 +155,9 @@ def test_what_is_offered_on_two_ranks_is_exact_or_refused_on_five(case):
     """M8: any op of any family, asked to split a size that five ranks don't divide."""
     torch.manual_seed(0)
     single = CASES[case](random.Random(case), 2)
-    offered = strategies(single.op, single.program.tensor, 5, segments=(2, 3))
-    for sharding in strategies(single.op, single.program.tensor, 2, segments=(2, 3)):
+    choices = {"segments": (2, 3), "asked": True}
+    offered = strategies(single.op, single.program.tensor, 5, **choices)
+    for sharding in strategies(single.op, single.program.tensor, 2, **choices):
         if sharding in offered:
             check(single, sharding, 5)
             continue

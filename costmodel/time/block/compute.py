@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from math import prod
 from typing import NamedTuple
 
-from costmodel.topology import Axis, axis_group
+from costmodel.time.communication import beside_seconds
+from costmodel.topology import Axis, axis_group, neighbours
 from planner.deadline import check_time
 from planner.language.graph import Op, Program, TensorMeta
 from planner.language.layout.redistribute import (
@@ -15,8 +16,9 @@ from planner.language.layout.redistribute import (
     op_collectives,
     replicas_of,
 )
-from planner.language.ops.call import Work
+from planner.language.ops.call import Call, Work
 from planner.language.ops.flops import backward_work, op_work
+from planner.language.ops.record import family_of
 from profiles import Group, OpQuery, Profile
 from profiles.records import Direction
 
@@ -41,7 +43,8 @@ def op_seconds(
     """Return device seconds (forward, backward) of an op on the shapes in `tensor`.
 
     Shapes are local and concrete; sizes in the op's own arguments are not read. Ops that
-    only make views take no device time. `works` are the op's, where the caller has them.
+    only make views take no device time; one that does its work in rounds takes as long as so many
+    ops of a part of it. `works` are the op's, where the caller has them.
     """
     check_time()
     forward, backward = works or op_works(op, tensor)
@@ -50,6 +53,8 @@ def op_seconds(
         return 0.0, 0.0
     dtype = op_dtype(op, tensor)
     shapes = tuple(tensor[name].shape_at(1) for name in op.inputs)
+    in_rounds = family_of(op.target).rounds
+    rounds = 1 if in_rounds is None else in_rounds(Call(op, tensor, 1))
 
     def seconds(direction: Direction, work: Work) -> float:
         query = OpQuery(
@@ -57,10 +62,10 @@ def op_seconds(
             shapes=shapes,
             dtype=dtype,
             direction=direction,
-            flop=work.flop,
-            num_bytes=work.num_bytes,
+            flop=work.flop / rounds,
+            num_bytes=work.num_bytes / rounds,
         )
-        return profile.op_seconds(query).seconds
+        return rounds * profile.op_seconds(query).seconds
 
     forward_s = seconds("forward", forward)
     return forward_s, seconds("backward", backward) if backward.num_bytes else 0.0
@@ -102,6 +107,46 @@ def inner_seconds(
         _collective(profile, kind, num_bytes, axis.group)
         for kind, num_bytes in inner_collectives(op, dict(tensor))
     )
+
+
+def ring_seconds(
+    op: Op,
+    tensor: Mapping[str, TensorMeta],
+    profile: Profile,
+    axes: Mapping[str, Axis],
+    compute_s: tuple[float, float],
+) -> tuple[float, float]:
+    """Return by how much the messages of attention over a ring lengthen it (forward, backward),
+    which computes for `compute_s`.
+
+    With rounds 1 .. r and m seconds for a part of keys and values from a rank to the next,
+
+        forward     r - 1 messages beside the compute of all rounds but the last
+        backward    as many, and the gradients of each part behind it: 2 (r - 1); at last the
+                    gradients go home, beside nothing
+
+    On a CPU messages take the cores that compute: nothing is hidden.
+    """
+    messages, messages_home = ring_messages(op)
+    if not messages + messages_home:
+        return 0.0, 0.0
+    num_bytes = sum(tensor[name].bytes_at(1) for name in op.inputs[1:3])
+    pair = neighbours(axes[str(op.args[13])].group)
+    each_s = profile.collective_seconds("send_recv", num_bytes, pair).seconds
+    there_s, back_s, home_s = messages * each_s, 2 * messages * each_s, messages_home * each_s
+    if profile.cluster.device_type != "cpu":
+        beside = messages / (messages + 1)
+        there_s = float(beside_seconds(profile, there_s, beside * compute_s[0]))
+        back_s = float(beside_seconds(profile, back_s, beside * compute_s[1]))
+    return there_s, back_s + home_s
+
+
+def ring_messages(op: Op) -> tuple[int, int]:
+    """Return how often keys and values of attention over a ring are sent on, and whether gradients
+    are behind that not yet at home (0 or 1).
+    """
+    rounds: tuple[int, ...] = op.args[11]  # type: ignore[assignment]
+    return len(rounds) - 1 + (rounds[0] > 0), int(rounds[-1] > 0)
 
 
 def gather_seconds(

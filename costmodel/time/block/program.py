@@ -18,11 +18,14 @@ from costmodel.time.block.compute import (
     op_seconds,
     op_works,
     redistribute_seconds,
+    ring_messages,
+    ring_seconds,
 )
 from costmodel.topology import Axis
 from planner.language.graph import Program
 from planner.language.layout.redistribute import goes_back
 from planner.language.ops.call import Work
+from planner.language.ops.families.products.rings import RING
 from planner.language.ops.flops import op_kernels
 from planner.language.ops.weight_products import deferrable_products
 from profiles import Profile
@@ -86,6 +89,17 @@ def profiled_times(
             forward_comm_s += sum(inner)
             again_comm_s += sum(inner) if op.name in recomputed else 0.0
             forward_waits += len(inner)
+            if op.target == RING:
+                there, back = ring_seconds(op, tensor, profile, axes, seconds[op.name])
+                messages, home = ring_messages(op)
+                forward_comm_s += there
+                backward_comm_s += back
+                again_comm_s += there if op.name in recomputed else 0.0
+                forward_waits += messages
+                backward_waits += 2 * messages + home
+                moves += messages
+                back_moves += 2 * messages + home
+                again_moves += messages if op.name in recomputed else 0
             if goes_back(op, tensor):  # gradients of rows go the same way, back
                 backward_comm_s += sum(inner)
                 backward_waits += len(inner)

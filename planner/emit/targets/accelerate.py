@@ -56,7 +56,8 @@ def _write(view: PlanView) -> Emitted:
         lines.append("parallelism_config:")
         lines += [f"  parallelism_config_{axis}_size: {size}" for axis, size in sizes.items()]
         if plan.cp > 1:
-            lines.append("  parallelism_config_cp_comm_strategy: allgather")
+            sent = "alltoall" if view.cp_kind() == "ring" else "allgather"
+            lines.append(f"  parallelism_config_cp_comm_strategy: {sent}")
     notes = [
         f"the script itself gives Accelerator(gradient_accumulation_steps={plan.num_microbatches}) "
         f"and batches of {plan.microbatch_size}"

@@ -42,7 +42,8 @@ def megatron_flags(view: PlanView) -> dict[str, str]:
         # Where nothing is said, tp cuts the experts' matrices as it cuts all others.
         flags["expert-tensor-parallel-size"] = "1"
     if plan.cp > 1:
-        flags["cp-comm-type"] = {"gathered": "all_gather", "heads": "a2a"}[view.cp_kind()]
+        sent = {"gathered": "all_gather", "heads": "a2a", "ring": "p2p"}
+        flags["cp-comm-type"] = sent[view.cp_kind()]
     if plan.pp > 1:
         flags["pipeline-model-parallel-layout"] = pipeline_layout(view.parts)
     flags |= _data_parallel(view)

@@ -179,7 +179,8 @@ def _write_toml(view: PlanView) -> Emitted:
     plan = view.plan
     fields = parallelism(view, head="output")
     if plan.cp > 1:
-        fields["context_parallel_rotate_method"] = "allgather"
+        is_ring = view.cp_kind() == "ring"
+        fields["context_parallel_rotate_method"] = "alltoall" if is_ring else "allgather"
     if plan.degrees["ep"] > 1:
         fields["expert_tensor_parallel_degree"] = plan.degrees["etp"]
     files = {}

@@ -3,11 +3,13 @@
     queries   of its positions, for which it gathers keys and values (`S(2),R,R->S(2)`)
     heads     some, with all positions: heads and positions change places before attention and
               behind it, by all-to-all (`S(1),S(1),S(1)->S(1)`)
+    ring      queries of its positions; keys and values go round from rank to rank, and are nowhere
+              whole (`S(2),S(2),S(2)->S(2)`)
 
 A causal query meets the keys before it. So of n ranks with one piece of the sequence each, the
 last has 2 - 1/n of the mean work; with k pieces on each rank (`S(1)xk` between blocks; striped
-attention, Brandon et al. 2023, arXiv 2311.09431) the fullest rank has 1 + (1 - 1/n) / k of it. By
-heads all have the same.
+attention, Brandon et al. 2023, arXiv 2311.09431) the fullest rank has 1 + (1 - 1/n) / k of it, also
+over a ring. By heads all have the same.
 """
 
 from __future__ import annotations
@@ -17,21 +19,27 @@ from typing import Literal
 
 from planner.language.graph import ModelGraph, Op, Program
 from planner.language.layout.class_layout import ClassLayout
-from planner.language.layout.placement import Placement, Replicate, Shard, parse_placement
+from planner.language.layout.placement import Placement, Shard, parse_placement
 from planner.language.ops.record import family_of
 
-AttentionBy = Literal["queries", "heads"]
+AttentionBy = Literal["queries", "heads", "ring"]
 """What each rank has of attention where sequences are cut."""
 
 MayLie = Callable[[str, Placement], bool]
 """Says of a tensor of a program whether to consider a placement."""
 
-_FROM_LAST: Mapping[AttentionBy, int] = {"queries": 2, "heads": 3}
-"""The dim of what attention makes, [..., heads, positions, width], that is cut; from the last."""
+IN_PIECES: tuple[AttentionBy, ...] = ("queries", "ring")
+"""Those under which causal work depends on the pieces of a sequence that a rank has. (By heads it
+has whole sequences, in however many pieces they came.)"""
+
+_FROM_LAST: Mapping[AttentionBy, int] = {"queries": 2, "heads": 3, "ring": 2}
+"""The dim that is cut of what attention makes, and over a ring of its keys and values: of [...,
+heads, positions, width], from the last."""
 
 _WORDS = {
     "queries": "attention by queries, keys and values gathered",
     "heads": "attention by heads, all-to-all",
+    "ring": "attention over a ring, keys and values passed on",
 }
 
 
@@ -41,11 +49,15 @@ def anyhow(name: str, placement: Placement) -> bool:
 
 
 def attends_by(program: Program, attention: AttentionBy | None) -> MayLie:
-    """Tell placements of what attention makes that leave it running so; any where None."""
+    """Tell placements of what attention makes, and over a ring of what it takes, that leave it
+    running so; any where None.
+    """
     if attention is None:
         return anyhow
-    results = [op.outputs[0] for op in _attention(program)]
-    dims = {name: len(program.tensor[name].shape) - _FROM_LAST[attention] for name in results}
+    cut = [op.outputs[0] for op in _attention(program)]
+    if attention == "ring":
+        cut += [name for op in _attention(program) for name in op.inputs[1:3]]
+    dims = {name: len(program.tensor[name].shape) - _FROM_LAST[attention] for name in cut}
 
     def attends(name: str, placement: Placement) -> bool:
         return name not in dims or (isinstance(placement, Shard) and placement.dim == dims[name])
@@ -62,11 +74,19 @@ def attention_kinds(
         program = graph.classes[layout.class_index]
         for op in _attention(program):
             sharding = layout.op_shardings.get(op.name)
-            placed = Replicate() if sharding is None else sharding.outputs[0]
-            dim = placed.dim if isinstance(placed, Shard) else None
-            rank = len(program.tensor[op.outputs[0]].shape)
-            kinds = [kind for kind, behind in _FROM_LAST.items() if rank - behind == dim]
-            found.add(kinds[0] if kinds else None)
+            if sharding is None:
+                found.add(None)
+                continue
+            made, key = (
+                len(program.tensor[name].shape) - place.dim if isinstance(place, Shard) else None
+                for name, place in (
+                    (op.outputs[0], sharding.outputs[0]),
+                    (op.inputs[1], sharding.inputs[1]),
+                )
+            )
+            kinds = [kind for kind, dim in _FROM_LAST.items() if dim == made]
+            is_ring = "ring" in kinds and key == made
+            found.add(kinds[-1] if is_ring else kinds[0] if kinds else None)
     return frozenset(found)
 
 

@@ -31,6 +31,7 @@ def propagate_layout(
     outputs: Sequence[Placement] | None = None,
     whole_params: bool = False,
     may_lie: MayLie = anyhow,
+    asked: bool = False,
 ) -> ClassLayout:
     """Choose the layout of a bound block program on an axis of `axis_size` ranks.
 
@@ -39,7 +40,8 @@ def propagate_layout(
     and `outputs` are the placements at the block's boundary, Replicate by default.
     `whole_params` pins every param Replicate: the axis divides the data only, and gradients
     are summed over it once a step (`lower` with `sum_later`). `may_lie` says of tensors of
-    the program which placements to consider. Raises
+    the program which placements to consider; with `asked` shardings are among them that ops have
+    only where they are asked for. Raises
     LayoutError when a pin names nothing, does not divide, or no op can honour it.
     """
     replicated = Replicate()
@@ -65,6 +67,7 @@ def propagate_layout(
         pins=pins,
         sum_later=whole_params,
         may_lie=may_lie,
+        asked=asked,
         segments=max(p.segments if isinstance(p, Shard) else 1 for p in (*inputs, *outputs)),
     )
     best = search.run(placement, dict(zip(program.outputs, outputs, strict=True)))
@@ -125,6 +128,7 @@ def propagate_graph(
                 program,
                 axis_size,
                 whole_params=whole_params,
+                asked=attention == "ring",
                 may_lie=(
                     _all_of(
                         _keeps_samples(graph.classes[index], microbatch_size),

@@ -6,6 +6,7 @@ the same run of `chunk` positions. (0, None) is causal, (0, w - 1) a causal wind
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 
 from planner.language.ops.kernel import KernelCall
@@ -49,6 +50,52 @@ def pairs_met(
     )
 
 
+def keys_met(
+    first: int,
+    queries: int,
+    keys: int,
+    *,
+    low: int | None,
+    high: int | None,
+    chunk: int | None = None,
+) -> tuple[int, int]:
+    """Return where the keys begin and end that any of so many queries from a position on meets."""
+    # low <= q - k <= high: from the key that the first query meets with `high` to that of the last
+    # query with `low`.
+    begin = 0 if high is None else max(0, first - high)
+    end = keys if low is None else min(keys, first + queries - low)
+    if chunk is not None:
+        begin = max(begin, first // chunk * chunk)
+        end = min(end, ((first + queries - 1) // chunk + 1) * chunk)
+    return begin, end
+
+
+@lru_cache(maxsize=1024)
+def rounds_met(
+    piece: int,
+    *,
+    ranks: int,
+    segments: int,
+    low: int | None,
+    high: int | None,
+    chunk: int | None = None,
+) -> tuple[int, ...]:
+    """Return by how many ranks those lie behind a rank whose keys it meets, on any rank.
+
+    A rank has a piece of so many positions of each of `segments` parts of a sequence. 0 is the rank
+    itself; with a causal window of less than a piece and one segment 0 and 1 are met.
+    """
+    pieces = segments * ranks
+    found: set[int] = set()
+    for own in range(pieces):
+        begin, end = keys_met(own * piece, piece, pieces * piece, low=low, high=high, chunk=chunk)
+        # Piece p lies on rank p mod n.
+        found.update((own - other) % ranks for other in range(begin // piece, -(-end // piece)))
+        if len(found) == ranks:
+            break
+    return tuple(sorted(found))
+
+
 def _closer(low: int | None, high: int | None, most: int) -> tuple[int, int]:
     return (-most if low is None else max(low, -most)), (most if high is None else min(high, most))
 
@@ -77,9 +124,11 @@ def runs_by_tiles(call: KernelCall) -> bool:
     return call.device_type == "cpu" or call.element_bytes(call.op.inputs[0]) > 2
 
 
-def tile_scratch(call: KernelCall, *, forward: bool, span: int | None = None) -> int:
-    """Bytes of a tile of scores and of the rows beside it, where tiles compute it; `span` is how
-    many positions lie between the bounds of a query, beside one.
+def tile_scratch(
+    call: KernelCall, *, forward: bool, segments: int = 1, keys: int | None = None
+) -> int:
+    """Bytes of a tile of scores and of the rows beside it, where tiles compute it. Queries are
+    pieces of so many segments, and a tile is of one; its keys are at most so many.
 
     Forward: weights times values, copied for the product, is added to the sums so far, faded, of
     which there are four at once, and five numbers a row. Backward: two tiles; the gradient of the
@@ -91,9 +140,9 @@ def tile_scratch(call: KernelCall, *, forward: bool, span: int | None = None) ->
     query, key, value = (call.shape(name) for name in call.op.inputs[:3])
     width = call.element_bytes(call.op.inputs[0])
     element = max(4, width)
-    length = min(TILE, query[-2])
+    length = min(TILE, query[-2] // segments)
     rows, columns = prod(query[:-2]) * length, min(TILE, key[-2])
-    columns = columns if span is None else min(columns, length + span)
+    columns = columns if keys is None else min(columns, keys)
     tile, key_rows = rows * columns, prod(key[:-2]) * columns
     is_copied = key[1] != query[1] or element > width
     if forward:
@@ -103,3 +152,14 @@ def tile_scratch(call: KernelCall, *, forward: bool, span: int | None = None) ->
     copied = rows * (query[-1] + value[-1]) if is_copied else 0
     wider = prod(key) + prod(value) if element > width else 0
     return element * (2 * tile + rows * (2 * query[-1] + 1) + key_rows * key[-1] + copied + wider)
+
+
+def keys_of_tile(call: KernelCall, segments: int) -> int | None:
+    """Return how many keys a tile of queries of a piece meets within its bounds (args 3 and 4: the
+    least and the most by which a query is ahead); None where they bound nothing.
+    """
+    low, high = call.arg(3, ""), call.arg(4, "")
+    if low is None or high is None:
+        return None
+    length = min(TILE, call.shape(call.op.inputs[0])[-2] // segments)
+    return int(length + high - low)

@@ -52,6 +52,9 @@ class ShardRule:
     place in the whole."""
     offered: bool = True
     """Whether layouts may have it; else it only says which entries are computed apart."""
+    asked: bool = False
+    """Layouts have it only where it is asked for: what ranks exchange inside the op is not among
+    the redistributions that solvers of layouts weigh."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +113,9 @@ class OpFamily:
 
     kernels: Callable[[Call], tuple[int, int]] | None = None
     """Kernels that the forward and the backward launch; None: one each."""
+
+    rounds: Callable[[Call], int] | None = None
+    """In how many equal turns the work is done, each timed as an op of its own; None: at once."""
 
     moves_nothing: bool | Callable[[Call], bool] = False
     """No work at all: a view, or a collective, which is priced apart."""

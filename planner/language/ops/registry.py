@@ -37,15 +37,21 @@ def has_rule(target: str) -> bool:
 
 
 def strategies(
-    op: Op, tensor: Mapping[str, TensorMeta], axis_size: int, *, segments: Iterable[int] = ()
+    op: Op,
+    tensor: Mapping[str, TensorMeta],
+    axis_size: int,
+    *,
+    segments: Iterable[int] = (),
+    asked: bool = False,
 ) -> tuple[OpSharding, ...]:
     """Return every sharding of an op that computes the right thing, all-replicated first.
 
     `tensor` has whole shapes as numbers. Only shardings whose sizes divide are offered.
     `segments` are the counts of segments to offer beside plain shards, for example those of
-    `segment_counts(program)`.
+    `segment_counts(program)`. With `asked` those of rules are among them that layouts have only
+    where they are asked for.
     """
-    return strategies_of(*without_names(op, tensor), axis_size, tuple(segments))
+    return strategies_of(*without_names(op, tensor), axis_size, tuple(segments), asked)
 
 
 def without_names(op: Op, tensor: Mapping[str, TensorMeta]) -> tuple[Op, tuple[TensorMeta, ...]]:
@@ -74,7 +80,11 @@ def without_names(op: Op, tensor: Mapping[str, TensorMeta]) -> tuple[Op, tuple[T
 
 @lru_cache(maxsize=65536)
 def strategies_of(
-    op: Op, metas: tuple[TensorMeta, ...], axis_size: int, segments: tuple[int, ...]
+    op: Op,
+    metas: tuple[TensorMeta, ...],
+    axis_size: int,
+    segments: tuple[int, ...],
+    asked: bool = False,
 ) -> tuple[OpSharding, ...]:
     """Return the `strategies` of all ops that are alike, given as `without_names` does.
 
@@ -83,7 +93,9 @@ def strategies_of(
     call = Call(op, {meta.name: meta for meta in metas}, axis_size, segments)
     shapes = (*call.inputs, *call.outputs)
     found = {call.replicated(): None}
-    rules = (rule for rule in family_of(op.target).shard if rule.offered)
+    rules = (
+        rule for rule in family_of(op.target).shard if rule.offered and (asked or not rule.asked)
+    )
     for rule in rules if axis_size > 1 else ():
         for sharding in rule.function(call):
             places = (*sharding.inputs, *sharding.outputs)
@@ -154,7 +166,10 @@ def local_ops(
         if sharding not in _proved(*like, axis_size):
             # Not offered yet in this process: a plan from a file names its own counts of segments.
             counts = {p.segments for p in placements if isinstance(p, Shard | Own)}
-            offered = strategies_of(*like, axis_size, tuple(sorted(counts - {1})))
+            segments = tuple(sorted(counts - {1}))
+            offered = strategies_of(*like, axis_size, segments)
+            if sharding not in offered:  # a plan names what it has: that is to ask for it
+                strategies_of(*like, axis_size, segments, True)
             if sharding not in _proved(*like, axis_size):
                 shapes = ", ".join(str(list(tensor[name].shape)) for name in op.inputs)
                 raise LayoutError(

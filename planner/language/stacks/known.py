@@ -23,7 +23,7 @@ MEGATRON_LM = register_stack(
         recomputes_first=True,
         on_host=("optimizer",),
         tensor_parallel=TensorParallel(sequence_parallel="with experts", copies_key_heads=True),
-        cp_kinds=("gathered", "heads"),
+        cp_kinds=("gathered", "heads", "ring"),
         cp_pieces=2,
     )
 )
@@ -64,6 +64,7 @@ TORCHTITAN_TOML = replace(
     title="torchtitan v0.2",
     aliases=(),
     degrees=(*TORCHTITAN.degrees, "etp"),
+    cp_kinds=("gathered", "ring"),
     # It replicates (ZeRO 0) only where nothing else is parallel.
     zero_beside=tuple((name, (2, 3)) for name in ("tp", "cp", "pp")),
     tensor_parallel=TensorParallel(sequence_parallel="always", experts=("none", "cut")),
@@ -108,6 +109,6 @@ ACCELERATE = register_stack(
         zero_stages=(0, 2, 3),
         # Beside FSDP2 alone, which ZeRO 2 and 3 are.
         zero_beside=tuple((name, (2, 3)) for name in ("rp", "tp", "cp", "recompute")),
-        cp_kinds=("gathered",),
+        cp_kinds=("gathered", "ring"),
     )
 )

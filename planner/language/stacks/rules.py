@@ -120,7 +120,11 @@ def why_no_cp(stack: Stack, kind: CpKind, cp: int, seq_len: int) -> str:
             "each on a rank"
         )
     if kind not in stack.cp_kinds:
-        told = {"gathered": "gathers keys and values", "heads": "deals heads"}
+        told = {
+            "gathered": "gathers keys and values",
+            "heads": "deals heads",
+            "ring": "passes keys and values on",
+        }
         own = " or ".join(told[kind] for kind in stack.cp_kinds)
         return f"on cp attention of {stack.title} {own}, and the plan's does not"
     return why_not_pieces(stack, cp, seq_len)

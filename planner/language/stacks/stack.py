@@ -15,9 +15,9 @@ from planner.errors import PlanError
 Recomputed = Literal["none", "full", "core attention", "cheap ops", "other ops", "by layer"]
 """What is run again of layers for the backward, in kinds that training systems have."""
 
-CpKind = Literal["gathered", "heads", "striped", "other"]
-"""How attention is computed on sequences split over cp: keys gathered, or heads dealt; striped
-where each rank has several pieces of every sequence."""
+CpKind = Literal["gathered", "heads", "ring", "striped", "other"]
+"""How attention is computed on sequences split over cp: keys gathered, heads dealt, or keys passed
+from rank to rank; striped where each rank has several pieces of every sequence."""
 
 ExpertsOnTp = Literal["none", "whole", "cut", "other"]
 """Whether ranks of tp have whole matrices of all experts, or a part of every matrix."""

@@ -173,8 +173,10 @@ class LaidOut:
                 if name in attention and len(sharding.inputs) >= 3:
                     # Dims of queries, keys and values: batch, heads, positions, width.
                     cut = tuple(dim_of(place) for place in sharding.inputs[:3])
-                    if cut == (2, None, None):
-                        kinds.add("gathered")
-                    else:
-                        kinds.add("heads" if cut == (1, 1, 1) else "other")
+                    named: dict[tuple[int | None, ...], CpKind] = {
+                        (2, None, None): "gathered",
+                        (1, 1, 1): "heads",
+                        (2, 2, 2): "ring",
+                    }
+                    kinds.add(named.get(cut, "other"))
         return kinds.pop() if len(kinds) == 1 else "other"

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -265,6 +265,29 @@ def all_to_all_rows(x: Tensor, group: str, sent: list[int], got: list[int]) -> T
     if not group:
         return x
     return run("all_to_all", lambda: _funcol.all_to_all_single(x, got, sent, group))
+
+
+class Shift(NamedTuple):
+    """A message that is on its way round a group."""
+
+    sent: Tensor
+    """What this rank sends; its memory is read until the message is there."""
+    arrives: Tensor
+    """What comes from the rank as far back; to be read after `finish_shift`."""
+
+
+def start_shift(x: Tensor, group: str, by: int) -> Shift:
+    """Begin to send a tensor of one dim `by` ranks on, round the group. All ranks send as much."""
+    parts, own = size(group), rank(group)
+    sent, got = [0] * parts, [0] * parts
+    sent[(own + by) % parts] = got[(own - by) % parts] = len(x)
+    # Nothing goes to other ranks: backends send no empty messages.
+    return Shift(x, _funcol.all_to_all_single(x, got, sent, group))
+
+
+def finish_shift(shift: Shift) -> Tensor:
+    """Wait for what the rank as far back has sent, and return it."""
+    return run("all_to_all", lambda: shift.arrives)
 
 
 def all_reduce_max(x: Tensor, group: str) -> Tensor:

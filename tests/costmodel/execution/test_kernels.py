@@ -20,7 +20,7 @@ from costmodel.time.block.compute import bytes_of
 from costmodel.topology import lowered_groups
 from planner.language.graph import Op, Ref
 from planner.language.layout.axes import Degrees
-from planner.language.ops.families.products.attention import RING
+from planner.language.ops.families.products.rings import RING
 from profiles import load_profile
 from tests.costmodel.programs import CHAIN, program_of
 
@@ -136,6 +136,9 @@ def test_the_head_s_product_is_what_the_loss_takes():
     assert products_of_head(qkv()) == frozenset()
 
 
+DEALT_EVENLY = (0, None, None, None, False, None, None, 0, (0, 1), 2, "cp")
+
+
 def rings(count: int):
     """Attention over a ring of 2, `count` times: each takes the queries that the last has made."""
     made = [f"r{at}" for at in range(count)]
@@ -151,7 +154,7 @@ def rings(count: int):
         Op(
             name=name,
             target=RING,
-            args=(Ref(before), Ref("k"), Ref("v"), 0.0, None, False, 2),
+            args=(Ref(before), Ref("k"), Ref("v"), *DEALT_EVENLY),
             outputs=(name,),
         )
         for before, name in zip(("q", *made), made, strict=False)

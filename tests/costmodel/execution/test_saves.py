@@ -19,7 +19,7 @@ from planner.language.ops.families.losses.cross_entropy import (
     SIZED_CROSS_ENTROPY,
     VOCAB_CROSS_ENTROPY,
 )
-from planner.language.ops.families.products.attention import RING
+from planner.language.ops.families.products.rings import RING
 from planner.language.templates import Transformer, build_transformer
 from planner.language.templates.splits import tp_layouts
 from profiles import load_profile
@@ -154,7 +154,8 @@ def attention_of(axis: str, *others_read: str) -> Program:
 def test_a_ring_takes_the_parts_of_keys_and_values():
     (op,) = with_rings(attention_of("cp"), 4).ops
     assert op.target == RING
-    assert op.args == (Ref("x"), Ref("x"), Ref("x"), 0.1, 0.5, True, 4)
+    dealt = (0, None, None, 0.5, True, None, None, 0, (0, 1, 2, 3), 4, "cp")
+    assert op.args == (Ref("x"), Ref("x"), Ref("x"), *dealt)
     assert {meta.name for meta in with_rings(attention_of("cp"), 4).tensors} == {"x", "out"}
 
 

@@ -11,13 +11,14 @@ against one process; kernels for GPUs are in `attention_kernels`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from planner.language.ops.attention_pairs import TILE
+from planner.language.ops.attention_pairs import TILE, keys_met
 
 
 class Sight(NamedTuple):
@@ -35,6 +36,8 @@ class Sight(NamedTuple):
     """Pieces of each part."""
     rank: int
     """Which piece of each part."""
+    of_rank: int | None = None
+    """The rank whose pieces the keys are, as queries are this rank's; None: of all positions."""
 
     def positions(self, count: int, device: torch.device) -> Tensor:
         """Return the positions of so many queries, those of this rank."""
@@ -52,7 +55,19 @@ class _Tile(NamedTuple):
     first: int
     """The position of the first of them; the others follow."""
     keys: slice
-    """Its keys."""
+    """Its keys, as they lie."""
+    first_key: int
+    """The position of the first of them; the others follow."""
+
+    @property
+    def places(self) -> slice:
+        """Positions of the queries."""
+        return slice(self.first, self.first + self.queries.stop - self.queries.start)
+
+    @property
+    def key_places(self) -> slice:
+        """Positions of the keys."""
+        return slice(self.first_key, self.first_key + self.keys.stop - self.keys.start)
 
 
 def attention_by_tiles(
@@ -86,35 +101,12 @@ class _Tiles(torch.autograd.Function):
         scale: float,
         sight: Sight,
     ) -> Tensor:
-        work = _Work(query, key, same, keys, scale, sight)
-        out = _like(query, value.shape[-1])
+        work = Work(query, key, same, keys, scale, sight)
+        out = like(query, value.shape[-1])
         lse = query.new_empty(query.shape[:-1], dtype=work.dtype)
-        for queries, tiles in work.rows():
-            rows = work.rows_of(query, queries)
-            # Of each query so far: the largest score, and relative to it the sums of exp(score) and
-            # of exp(score) * value.
-            most = rows.new_full(rows.shape[:-1], -torch.inf)
-            total, summed = torch.zeros_like(most), rows.new_zeros(*most.shape, value.shape[-1])
-            for tile in tiles:
-                scores = work.scores(rows, key, tile)
-                higher = torch.maximum(most, scores.amax(-1))
-                # A query that has seen no key yet: -inf - -inf would be NaN; exp(-inf - 0) is 0, as
-                # it must.
-                shift = higher.masked_fill(higher == -torch.inf, 0)
-                weights = scores.sub_(shift.unsqueeze(-1)).exp_()
-                # Earlier sums were relative to a lower maximum: exp(old - new) brings them to
-                # the new maximum.
-                faded = (most - shift).exp()
-                total = total * faded + weights.sum(-1)
-                values = value[..., tile.keys, :].to(work.dtype)
-                summed = summed * faded.unsqueeze(-1) + weights @ values
-                most = higher
-            # A query that sees no key: 0 / 1, and lse 0, so that the backward makes exp(-inf - 0) =
-            # 0.
-            sees = total > 0
-            total = total.masked_fill(~sees, 1)
-            work.put(out, queries, summed / total.unsqueeze(-1))
-            work.put(lse, queries, most.masked_fill(~sees, 0) + total.log())
+        work.attend(query, key, value, out, lse)
+        # Of a query that sees no key lse is 0, so that the backward makes exp(-inf - 0) = 0.
+        lse.masked_fill_(lse == -torch.inf, 0)
         ctx.save_for_backward(query, key, value, same, keys, out, lse)
         ctx.scale, ctx.sight = scale, sight
         return out
@@ -122,32 +114,19 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, same, keys, out, lse = ctx.saved_tensors
-        work = _Work(query, key, same, keys, ctx.scale, ctx.sight)
+        work = Work(query, key, same, keys, ctx.scale, ctx.sight)
         of_query = torch.empty_like(query)
         of_key, of_value = (torch.zeros_like(each, dtype=work.dtype) for each in (key, value))
-        for queries, tiles in work.rows():
-            rows, above = (work.rows_of(each, queries) for each in (query, gradient))
-            level = work.rows_of(lse.unsqueeze(-1), queries)
-            # w = softmax(s), g = dL/dw: dL/ds = w (g - sum over k of w g). That sum is the dot
-            # product of a row's gradient and output, so no row of g is needed whole.
-            shared = (above * work.rows_of(out, queries)).sum(-1, keepdim=True)
-            of_rows = torch.zeros_like(rows)
-            for tile in tiles:
-                # exp(s - lse) is the softmax itself, so the forward keeps one number a row and no
-                # scores.
-                weights = work.scores(rows, key, tile).sub_(level).exp_()
-                of_value[..., tile.keys, :] += weights.mT @ above
-                slopes = above @ value[..., tile.keys, :].to(work.dtype).mT
-                # `scale` multiplies the products of queries and keys, so it is a factor of both
-                # their gradients.
-                slopes.sub_(shared).mul_(weights).mul_(ctx.scale)
-                of_rows += slopes @ key[..., tile.keys, :].to(work.dtype)
-                of_key[..., tile.keys, :] += slopes.mT @ rows
-            work.put(of_query, queries, of_rows)
+        work.slopes(
+            (query, key, value, out, lse, gradient),
+            partial(work.put, of_query),
+            of_key=of_key,
+            of_value=of_value,
+        )
         return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None, None, None
 
 
-class _Work:
+class Work:
     """What forward and backward have in common: the tiles, and the scores of each."""
 
     def __init__(
@@ -166,6 +145,75 @@ class _Work:
         self.groups = query.shape[1] // key.shape[1]
         self.same, self.keys, self.scale, self.sight = same, keys, scale, sight
 
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Write the result, and the log of each query's sum of exponentials; 0 and -inf of one that
+        sees no key.
+        """
+        for queries, tiles in self.rows():
+            rows = self.rows_of(query, queries)
+            # Of each query so far: the largest score, and relative to it the sums of exp(score) and
+            # of exp(score) * value.
+            most = rows.new_full(rows.shape[:-1], -torch.inf)
+            total, summed = torch.zeros_like(most), rows.new_zeros(*most.shape, value.shape[-1])
+            for tile in tiles:
+                scores = self.scores(rows, key, tile)
+                higher = torch.maximum(most, scores.amax(-1))
+                # A query that has seen no key yet: -inf - -inf would be NaN; exp(-inf - 0) is 0, as
+                # it must.
+                shift = higher.masked_fill(higher == -torch.inf, 0)
+                weights = scores.sub_(shift.unsqueeze(-1)).exp_()
+                # Earlier sums were relative to a lower maximum: exp(old - new) brings them to
+                # the new maximum.
+                faded = (most - shift).exp()
+                total = total * faded + weights.sum(-1)
+                values = value[..., tile.keys, :].to(self.dtype)
+                summed = summed * faded.unsqueeze(-1) + weights @ values
+                most = higher
+                # The next tile is made when this one is gone.
+                del scores, higher, shift, weights, faded, values
+            # A query that sees no key: 0 / 1.
+            total = total.masked_fill(total == 0, 1)
+            self.put(out, queries, summed / total.unsqueeze(-1))
+            self.put(lse, queries, most + total.log())
+            del rows, most, total, summed
+
+    def slopes(
+        self,
+        of: Sequence[Tensor],
+        take: Callable[[slice, Tensor], None],
+        *,
+        of_key: Tensor,
+        of_value: Tensor,
+    ) -> None:
+        """Give `take` runs of queries with their gradients, by rows; add those of keys and values
+        to theirs.
+
+        `of` are queries, keys, values, the result, its log of sums and its gradient: results are of
+        all keys that a query sees, whatever part of them is given.
+        """
+        query, key, value, out, lse, gradient = of
+        for queries, tiles in self.rows():
+            rows, above = (self.rows_of(each, queries) for each in (query, gradient))
+            level = self.rows_of(lse.unsqueeze(-1), queries)
+            # w = softmax(s), g = dL/dw: dL/ds = w (g - sum over k of w g). That sum is the dot
+            # product of a row's gradient and output, so no row of g is needed whole.
+            shared = (above * self.rows_of(out, queries)).sum(-1, keepdim=True)
+            of_rows = torch.zeros_like(rows)
+            for tile in tiles:
+                # exp(s - lse) is the softmax itself, so the forward keeps one number a row and no
+                # scores.
+                weights = self.scores(rows, key, tile).sub_(level).exp_()
+                of_value[..., tile.keys, :] += weights.mT @ above
+                slopes = above @ value[..., tile.keys, :].to(self.dtype).mT
+                # `scale` multiplies the products of queries and keys, so it is a factor of both
+                # their gradients.
+                slopes.sub_(shared).mul_(weights).mul_(self.scale)
+                of_rows += slopes @ key[..., tile.keys, :].to(self.dtype)
+                of_key[..., tile.keys, :] += slopes.mT @ rows
+                del weights, slopes
+            take(queries, of_rows)
+            del rows, above, level, shared, of_rows
+
     def rows(self) -> Iterator[tuple[slice, list[_Tile]]]:
         """Yield runs of queries, with the tiles of the keys that any of them may see."""
         piece = self.count // self.sight.segments
@@ -179,16 +227,21 @@ class _Work:
 
     def _tiles(self, queries: slice, first: int, length: int) -> list[_Tile]:
         low, high, chunk = self.sight[:3]
-        # low <= q - k <= high over queries first .. first + length - 1: keys from that of the first
-        # query with `high` to that of the last with `low`.
-        begin = 0 if high is None else max(0, first - high)
-        end = self.num_keys if low is None else min(self.num_keys, first + length - low)
-        if chunk is not None:
-            begin = max(begin, first // chunk * chunk)
-            end = min(end, ((first + length - 1) // chunk + 1) * chunk)
-        return [
-            _Tile(queries, first, slice(at, min(at + TILE, end))) for at in range(begin, end, TILE)
-        ]
+        ranks, of_rank = self.sight.ranks, self.sight.of_rank
+        # Keys of all positions are one run; those of a rank as many as there are segments.
+        runs = 1 if of_rank is None else self.sight.segments
+        piece = self.num_keys // runs
+        total = self.num_keys if of_rank is None else self.num_keys * ranks
+        begin, end = keys_met(first, length, total, low=low, high=high, chunk=chunk)
+        tiles = []
+        for run in range(runs):
+            place = 0 if of_rank is None else (run * ranks + of_rank) * piece
+            for at in range(max(begin, place), min(end, place + piece), TILE):
+                stop = min(at + TILE, end, place + piece)
+                # From positions to places among the keys at hand.
+                moved = run * piece - place
+                tiles.append(_Tile(queries, first, slice(at + moved, stop + moved), at))
+        return tiles
 
     def rows_of(self, x: Tensor, queries: slice) -> Tensor:
         """Return some queries of [b, h, q, d] as [b, g, rows, d]: heads of one key as rows."""
@@ -213,15 +266,15 @@ class _Work:
     def _hidden(self, tile: _Tile, device: torch.device) -> Tensor | None:
         """Return where a tile's pairs are not seen, over [b, g, groups, q, k]; None for nowhere."""
         low, high, chunk = self.sight[:3]
-        places = slice(tile.first, tile.first + tile.queries.stop - tile.queries.start)
+        places, key_places = tile.places, tile.key_places
         hidden: Tensor | None = None
         # The least and the largest q - k in the tile. If both are allowed all pairs are, without a
         # mask.
-        ahead = tile.first - (tile.keys.stop - 1), places.stop - 1 - tile.keys.start
+        ahead = tile.first - (key_places.stop - 1), places.stop - 1 - key_places.start
         is_inside = (low is None or ahead[0] >= low) and (high is None or ahead[1] <= high)
         if not is_inside or chunk is not None:
             query = torch.arange(places.start, places.stop, device=device).unsqueeze(-1)
-            key = torch.arange(tile.keys.start, tile.keys.stop, device=device)
+            key = torch.arange(key_places.start, key_places.stop, device=device)
             parts = (
                 None if low is None else query - key < low,
                 None if high is None else query - key > high,
@@ -230,21 +283,21 @@ class _Work:
             for part in parts:
                 hidden = _either(hidden, part)
         if self.same is not None:
-            query, key = self.same[:, places].unsqueeze(-1), self.same[:, tile.keys].unsqueeze(-2)
+            query, key = self.same[:, places].unsqueeze(-1), self.same[:, key_places].unsqueeze(-2)
             hidden = _either(hidden, (query != key)[:, None, None])
         if self.keys is not None:
-            hidden = _either(hidden, ~self.keys[:, None, None, None, tile.keys])
+            hidden = _either(hidden, ~self.keys[:, None, None, None, key_places])
         return hidden
 
 
-def _like(query: Tensor, width: int) -> Tensor:
+def like(query: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
     """Return an empty tensor of rows of a width that lies in memory in the query's order of dims,
     as results of fused kernels do.
     """
     strides = query.stride()
     order = sorted(range(query.dim()), key=lambda dim: -strides[dim])
     shape = (*query.shape[:-1], width)
-    return torch.empty_permuted(shape, order, dtype=query.dtype, device=query.device)
+    return torch.empty_permuted(shape, order, dtype=dtype or query.dtype, device=query.device)
 
 
 def _either(first: Tensor | None, second: Tensor | None) -> Tensor | None:

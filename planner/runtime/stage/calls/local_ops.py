@@ -16,6 +16,7 @@ from planner.runtime.process import collectives
 from planner.runtime.stage.calls.attention_kernels import attend
 from planner.runtime.stage.calls.attention_tiles import Sight
 from planner.runtime.stage.calls.own_random import own_attention, stream_of, with_own_random_stream
+from planner.runtime.stage.calls.ring_attention import ring_attention
 from planner.runtime.stage.calls.rows.routed_rows import bias_of_runs, sort_rows, unsort_rows
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "masked_attention",
     "masked_attention_of_queries",
     "own_key_heads",
+    "ring_attention",
     "sort_rows",
     "unsort_rows",
     "vocab_cross_entropy",

@@ -16,12 +16,14 @@ from planner.language.layout.placement import Replicate, Shard
 from planner.language.layout.redistribute import REDISTRIBUTE
 from planner.language.lowering.lowering import ONCE, local_program
 from planner.language.lowering.routes import Part, Routes
+from planner.language.ops.families.products.rings import RING
 from planner.language.schedule.jobs import forward
 from planner.runtime.process import collectives
 from planner.runtime.proofs.by_block.cut import cut_down
 from planner.runtime.proofs.by_block.prove import Derived, derive
 from planner.runtime.stage.calls import local_ops
 from tests.runtime.check.by_block.cases import captured, plan_of, proof_of
+from tests.runtime.test_cuts_of_sequences import cut_so
 
 BLOCKS, WIRING, MESSAGES, PARTS, TABLE, HELD, VALUES, ORDER = (
     "blocks", "wiring", "messages", "parts of messages", "job table", "parameters",
@@ -424,6 +426,47 @@ def test_a_fault_of_the_runtime_s_own_ops_is_found(monkeypatch, module, name, br
     monkeypatch.setattr(module, name, broken)
     proof = proof_of("gpt", plan("gpt", (("tp", 2), ("pp", 2))))
     assert any(each.faults for each in proof.parts if each.name.startswith(part))
+
+
+def ring(program: Program, **to: Any) -> Program:
+    """Change what attention over a ring is told of its pieces, rounds or mask."""
+    names = {"high": 4, "segments": 10, "rounds": 11}
+    op = next(op for op in program.ops if op.target == RING)
+    args = list(op.args)
+    for name, value in to.items():
+        args[names[name]] = value
+    return with_op(program, op, replace(op, args=tuple(args)))
+
+
+RINGS: dict[str, tuple[Callable[[Program, int], Program], str]] = {
+    "a round short": (lambda program, rank: ring(program, rounds=(0,)), "output"),
+    "a round short on one": (
+        lambda program, rank: ring(program, rounds=(0,) if rank else (0, 1)),
+        "collectives",
+    ),
+    "pieces of others": (lambda program, rank: ring(program, segments=1), "output"),
+    "another mask": (lambda program, rank: ring(program, high=3), "output"),
+}
+"""Faults of attention over a ring, and what is said of the block."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "a round short on one",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in RINGS if "on one" not in name),
+    ],
+)
+def test_a_fault_of_a_ring_is_found(name):
+    """N6, B10: and without a fault there is none."""
+    change, says = RINGS.get(name, (None, ""))
+    way = cut_so(captured("gpt")[0], ("ring", 2), cp=2)
+    proof = proof_of("gpt", way, change=None if change is None else programs(change))
+    found = [text for part in proof.parts if part.name.startswith(BLOCKS) for text in part.faults]
+    assert proof.passed == (not name)
+    assert bool(found) == bool(name)
+    assert all(says in text for text in found)
 
 
 def test_a_gradient_counted_by_every_rank_is_found(monkeypatch):

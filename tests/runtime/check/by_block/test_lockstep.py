@@ -47,6 +47,26 @@ def test_collectives_are_those_of_the_axis(axis, other):
     assert world.calls(0) == world.calls(3)
 
 
+def test_messages_go_round_a_group():
+    """B10: to the next rank, whose size both must have."""
+    mesh = ProcessMesh(axes=("cp",), shape=(3,), ranks=(0, 1, 2))
+
+    def shifted(by, odd=0):
+        def body(rank):
+            x = torch.full((2,), float(rank))
+            group = world.groups(rank)["cp"].group_name
+            shift = collectives.start_shift(x, group, by + odd * (rank == 2))
+            return collectives.finish_shift(shift).tolist()
+
+        return body
+
+    with LockStep(mesh) as world:
+        assert world.run(shifted(1)) == {0: [2.0] * 2, 1: [0.0] * 2, 2: [1.0] * 2}
+        assert world.run(shifted(2)) == {0: [1.0] * 2, 1: [2.0] * 2, 2: [0.0] * 2}
+        with pytest.raises(OutOfStep, match=r"rank 0 sends \[0\] rows to rank 2, which expects"):
+            world.run(shifted(1, odd=1))
+
+
 def test_a_group_that_brings_different_collectives_is_told():
     with LockStep(MESH) as world:
 

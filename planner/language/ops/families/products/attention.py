@@ -12,6 +12,7 @@ from planner.language.ops.attention_pairs import pairs_met, tile_scratch
 from planner.language.ops.call import Call, LocalForm, Placed, R, Work
 from planner.language.ops.families.entries.creation import own_stream
 from planner.language.ops.families.products.grouped_heads import heads_of_queries, with_own_keys
+from planner.language.ops.families.products.rings import is_on_ring, plain_on_ring, ring_form
 from planner.language.ops.flops import arriving_bytes, made_bytes
 from planner.language.ops.kernel import KernelCall, Saved
 from planner.language.ops.letters import Letters, broadcast, by_letters
@@ -23,10 +24,6 @@ from planner.language.ops.plain_attention import (
 )
 from planner.language.ops.record import OpFamily, ShardRule, aten, register
 from planner.language.ops.strides import Strides, contiguous_strides, densified_strides
-
-RING = "planner.ring_attention"
-"""Attention whose keys and values go round a ring of ranks; args (query, key, value, dropout,
-scale, grouped, number of ranks). Only priced: no plan of ours runs it."""
 
 
 def attention(call: Call) -> Iterator[OpSharding]:
@@ -74,6 +71,10 @@ def attention_on_shard(placed: Placed) -> LocalForm:
     """A causal mask needs the queries' positions; dropout draws anew on each shard."""
     call = placed.call
     place = placed.sharding.outputs[0]
+    if is_on_ring(placed):
+        causal, scale = call.arg(5, "is_causal", False), call.arg(6, "scale")
+        grouped = bool(call.arg(7, "enable_gqa", False))
+        return ring_form(placed, 0 if causal else None, None, None, scale, grouped, None, None)
     dropout = float(call.arg(4, "dropout_p", 0.0))
     by_query = isinstance(place, Shard) and place.dim == len(call.inputs[0]) - 2
     if call.arg(5, "is_causal", False) and isinstance(place, Shard) and by_query:
@@ -104,15 +105,6 @@ def _flop(call: Call) -> float:
     flop = _flop_of_all_scores(call)
     causal = call.arg(5, "is_causal", False)
     return flop / 2 if causal and not isinstance(causal, Ref) else flop
-
-
-def _flop_on_ring(call: Call) -> float:
-    """A rank's queries meet the keys of all ranks; positions are dealt so that each has half of
-    its scores to compute.
-    """
-    ranks = call.arg(6, "ranks", 1)
-    assert isinstance(ranks, int)
-    return _flop_of_all_scores(call) * ranks / 2
 
 
 def _backward(call: Call, forward: Work) -> Work:
@@ -177,7 +169,9 @@ def _scratch(call: KernelCall, *, forward: bool) -> int:
 
 
 def _causal_scratch(call: KernelCall, *, forward: bool) -> int:
-    return 0 if call.arg(3, "dropout_p", 0.0) else tile_scratch(call, forward=forward)
+    if call.arg(3, "dropout_p", 0.0):
+        return 0
+    return tile_scratch(call, forward=forward, segments=call.arg(6, "segments", 1))
 
 
 def _like_query(call: KernelCall, output: str) -> Strides:
@@ -203,6 +197,7 @@ ATTENTION = register(
             ShardRule(attention),
             ShardRule(heads_of_queries, contiguous=True),
             ShardRule(causal_by_query, contiguous=True, together=True),
+            ShardRule(plain_on_ring, contiguous=True, together=True, asked=True),
         ),
         local_form=lambda placed: with_own_keys(placed, attention_on_shard),
         worth_moving=True,
@@ -226,18 +221,6 @@ register(
         flop=_flop_of_causal_shard,
         saved=_causal_saved,
         scratch=_causal_scratch,
-        random=lambda op: bool(op.args[3]),
-    )
-)
-register(
-    replace(
-        ATTENTION,
-        name="attention over a ring",
-        targets=(RING,),
-        shard=(),
-        local_form=None,
-        flop=_flop_on_ring,
-        scratch=None,
         random=lambda op: bool(op.args[3]),
     )
 )

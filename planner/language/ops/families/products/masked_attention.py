@@ -8,10 +8,16 @@ from math import ceil, prod
 
 from planner.language.graph import Ref
 from planner.language.layout.placement import OpSharding, Shard
-from planner.language.ops.attention_pairs import pairs_met, runs_by_tiles, tile_scratch
+from planner.language.ops.attention_pairs import (
+    keys_of_tile,
+    pairs_met,
+    runs_by_tiles,
+    tile_scratch,
+)
 from planner.language.ops.call import Call, LocalForm, Placed, R
 from planner.language.ops.families.products.attention import ATTENTION
 from planner.language.ops.families.products.grouped_heads import heads_of_queries, with_own_keys
+from planner.language.ops.families.products.rings import is_on_ring, masked_on_ring, ring_form
 from planner.language.ops.kernel import KernelCall, Saved
 from planner.language.ops.letters import Letters, by_letters
 from planner.language.ops.record import ShardRule, register
@@ -52,6 +58,8 @@ def by_query(call: Call) -> Iterator[OpSharding]:
 
 def on_shard(placed: Placed) -> LocalForm:
     """A shard of queries takes its positions from its rank."""
+    if is_on_ring(placed):
+        return ring_form(placed, *placed.op.args[3:10])
     place = placed.sharding.outputs[0]
     if not isinstance(place, Shard) or place.dim != 2:
         return LocalForm((placed.op,))
@@ -83,9 +91,9 @@ def _saved(call: KernelCall) -> Saved:
 
 
 def _scratch(call: KernelCall, *, forward: bool) -> int:
-    low, high = call.arg(3, ""), call.arg(4, "")
-    span = None if low is None or high is None else high - low
-    return tile_scratch(call, forward=forward, span=span)
+    segments = call.arg(10, "segments", 1)
+    keys = keys_of_tile(call, segments)
+    return tile_scratch(call, forward=forward, segments=segments, keys=keys)
 
 
 register(
@@ -97,6 +105,7 @@ register(
             ShardRule(by_head),
             ShardRule(heads_of_queries, contiguous=True),
             ShardRule(by_query, contiguous=True, together=True),
+            ShardRule(masked_on_ring, contiguous=True, together=True, asked=True),
         ),
         local_form=lambda placed: with_own_keys(placed, on_shard),
         flop=_flop,

@@ -22,7 +22,12 @@ from planner.runtime.stage.calls import local_ops
 from planner.runtime.stage.calls.exchanges.table_rows import exchanged_embedding
 
 _TALKS_IN_BACKWARD: frozenset[Callable[..., Any]] = frozenset(
-    [collectives.redistribute, exchanged_embedding, local_ops.vocab_log_softmax]
+    [
+        collectives.redistribute,
+        exchanged_embedding,
+        local_ops.ring_attention,
+        local_ops.vocab_log_softmax,
+    ]
 )
 """Ops whose gradients ranks make together, so when the backward comes to them."""
 

@@ -56,6 +56,17 @@ class Call(NamedTuple):
         return f"{self.kind}{how} of {self.dtype} {list(self.shape)}"
 
 
+class _Ends(NamedTuple):
+    """What a rank gives to a collective, and where the result goes."""
+
+    gives: Tensor
+    takes: Tensor
+    sent: tuple[int, ...] = ()
+    """In an all-to-all of unequal parts: entries of dim 0 for each rank; none: equal ones."""
+    got: tuple[int, ...] = ()
+    """Those from each rank."""
+
+
 @dataclass(kw_only=True)
 class _Rank:
     """A rank's thread and where it stands. Mutable: it moves on.
@@ -71,8 +82,8 @@ class _Rank:
 
     may_run: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     calls: list[Call] = field(default_factory=list)
-    waits: tuple[_Line, Call, Tensor, Tensor] | None = None
-    """Its group, what it brings, what it gives and where the result goes."""
+    waits: tuple[_Line, Call, _Ends] | None = None
+    """Its group, what it brings, and what it gives and where the result goes."""
     is_done: bool = False
     result: Any = None
     error: BaseException | None = None
@@ -198,15 +209,16 @@ class LockStep:
             # A rank of the group still runs, has ended, or waits in another group.
             if len(brought) < len(line.ranks):
                 continue
-            _check_alike(line, [call for _, call, _, _ in brought])
-            _exchange(brought[0][1], [(gives, takes) for _, _, gives, takes in brought])
+            _check_alike(line, [call for _, call, _ in brought])
+            _check_parts(line, [ends for _, _, ends in brought])
+            _exchange(brought[0][1], [ends for _, _, ends in brought])
             for rank in line.ranks:
                 self._ranks[rank].waits = None
             met = True
         return met
 
     def _why_stuck(self, waiting: dict[int, Any]) -> str:
-        rank, (line, call, _, _) = next(iter(waiting.items()))
+        rank, (line, call, _) = next(iter(waiting.items()))
         for other in line.ranks:
             state = self._ranks[other]
             if state.is_done:
@@ -215,20 +227,20 @@ class LockStep:
                     f"after {len(state.calls)} collectives ({len(self._ranks[rank].calls)} there)"
                 )
             if other in waiting and waiting[other][0] != line:
-                theirs, its_call, _, _ = waiting[other]
+                theirs, its_call, _ = waiting[other]
                 return (
                     f"rank {rank} waits on {line.axis} for {call}, and rank {other} on "
                     f"{theirs.axis} for {its_call}"
                 )
         return f"rank {rank} waits on {line.axis} for {call}, which never comes"
 
-    def wait(self, line: _Line, rank: int, call: Call, gives: Tensor, takes: Tensor) -> None:
+    def wait(self, line: _Line, rank: int, call: Call, ends: _Ends) -> None:
         """Bring a collective and wait for the others; a rank's own thread calls it."""
         state = self._ranks[rank]
         if self._stopped:
             raise OutOfStep(f"{call} outside of a run")
         state.calls.append(call)
-        state.waits = (line, call, gives, takes)
+        state.waits = (line, call, ends)
         self._turn_over.release()
         state.may_run.acquire()
         if self._stopped:
@@ -243,11 +255,23 @@ def _check_alike(line: _Line, calls: Sequence[Call]) -> None:
             )
 
 
+def _check_parts(line: _Line, ends: Sequence[_Ends]) -> None:
+    """Hold what each rank sends to each other against what that one expects."""
+    for number, mine in enumerate(ends):
+        for other, theirs in enumerate(ends):
+            sent, got = mine.sent[other : other + 1], theirs.got[number : number + 1]
+            if sent != got:
+                raise OutOfStep(
+                    f"on {line.axis} rank {line.ranks[number]} sends {list(sent)} rows to rank "
+                    f"{line.ranks[other]}, which expects {list(got)}"
+                )
+
+
 @torch.no_grad()
-def _exchange(call: Call, ends: Sequence[tuple[Tensor, Tensor]]) -> None:
+def _exchange(call: Call, ends: Sequence[_Ends]) -> None:
     """Do what the network does: from what each rank gives to what each takes."""
     # Copies, as an all-reduce writes its result where its input is.
-    given = [gives.clone() for gives, _ in ends]
+    given = [each.gives.clone() for each in ends]
     if call.kind in ("all_reduce", "reduce_scatter"):
         total = given[0]
         for term in given[1:]:
@@ -255,15 +279,18 @@ def _exchange(call: Call, ends: Sequence[tuple[Tensor, Tensor]]) -> None:
         pieces = [total] * len(ends)
         if call.kind == "reduce_scatter":
             # Piece r of dim 0 for rank r.
-            pieces = list(total.reshape(len(ends), *ends[0][1].shape))
+            pieces = list(total.reshape(len(ends), *ends[0].takes.shape))
     elif call.kind == "all_gather":
         pieces = [torch.cat([each.reshape(-1) for each in given])] * len(ends)
     else:
         # parts[a][b]: what rank a gives to rank b.
-        parts = [each.reshape(len(ends), -1) for each in given]
+        parts = [
+            x.split(list(each.sent)) if each.sent else x.reshape(len(ends), -1)
+            for each, x in zip(ends, given, strict=True)
+        ]
         pieces = [torch.cat([each[number] for each in parts]) for number in range(len(ends))]
-    for (_, takes), piece in zip(ends, pieces, strict=True):
-        takes.detach().copy_(piece.reshape(takes.shape))
+    for each, piece in zip(ends, pieces, strict=True):
+        each.takes.detach().copy_(piece.reshape(each.takes.shape))
 
 
 _REDUCTIONS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max"}
@@ -310,12 +337,13 @@ class SimulatedGroup(_ProcessGroup):
         """The name it is asked for by."""
         return self._name
 
-    def _join(self, kind: str, how: str, gives: Tensor, takes: Tensor) -> Any:
-        dtype = str(gives.dtype).removeprefix("torch.")
-        call = Call(self._line.axis, kind, how, tuple(gives.shape), dtype)
-        self._world.wait(self._line, self._global_rank, call, gives, takes)
+    def _join(self, kind: str, how: str, *ends: Any) -> Any:
+        given = _Ends(*ends)
+        dtype = str(given.gives.dtype).removeprefix("torch.")
+        call = Call(self._line.axis, kind, how, tuple(given.gives.shape), dtype)
+        self._world.wait(self._line, self._global_rank, call, given)
         future: Future[Any] = Future()
-        future.set_result([takes])
+        future.set_result([given.takes])
         return _c10d._create_work_from_future(future)
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
@@ -340,10 +368,11 @@ class SimulatedGroup(_ProcessGroup):
     def all_to_all_single(
         self, output: Tensor, given: Tensor, takes: Any, gives: Any, opts: Any = None
     ) -> Any:
-        """Send equal parts to all; the runtime sends no others."""
-        if any(len({*map(int, sizes)}) > 1 for sizes in (takes, gives) if sizes is not None):
-            raise NotImplementedError("the simulated network sends equal parts")
-        return self._join("all_to_all", "", given, output)
+        """Send a part to each rank, equal ones or such as ranks agree on."""
+        sizes = [tuple(map(int, each or ())) for each in (gives, takes)]
+        if all(len(set(each)) < 2 for each in sizes):
+            return self._join("all_to_all", "", given, output)
+        return self._join("all_to_all", "", given, output, *sizes)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
