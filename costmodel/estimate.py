@@ -15,6 +15,7 @@ import numpy as np
 
 from costmodel.cache import CostCache, costs_of_groups
 from costmodel.execution import Execution, find_execution
+from costmodel.execution.dispatch.imbalance import Imbalance
 from costmodel.execution.executed import executed
 from costmodel.memory.exact.plan_memory import plan_memory
 from costmodel.memory.parts import MemoryParts
@@ -201,8 +202,10 @@ def cost_cache(
     *,
     execution: Execution | None = None,
     clips_gradients: bool = False,
+    imbalance: Imbalance | None = None,
 ) -> CostCache:
-    """Return prices of a graph as a runtime executes it on so many devices of a machine.
+    """Return prices of a graph as a runtime executes it on so many devices of a machine; with an
+    `imbalance` of its routers other than the runtime's.
 
     Raises PlannerError where it is not priced on such a profile.
     """
@@ -214,6 +217,7 @@ def cost_cache(
             executed(profile, runtime, num_devices),
             execution=runtime,
             clips_gradients=clips_gradients,
+            imbalance=imbalance,
         )
 
     return costs_of_groups(profile, on)
@@ -231,6 +235,7 @@ def costs_under(plan: Plan, costs: CostCache) -> CostCache:
             costs.profile,
             execution=costs.execution,
             clips_gradients=costs.clips_gradients,
+            imbalance=costs.imbalance,
         )
 
     made = of(costs)

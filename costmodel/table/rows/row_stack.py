@@ -33,12 +33,16 @@ EVEN_ROUTING = re.compile(r"(?i)forced?.balance")
 CUDA_GRAPHS = re.compile(r"(?i)cuda.?graphs?(?: of (?P<parts>[\w ,]+))?")
 """Words for layers, or parts of them, whose kernels the host starts together, as one graph."""
 
-SENDS_TOKENS = re.compile(r"(?i)deep.?ep|(?P<hybrid>hybrid.?ep)")
-"""Dispatchers that send a token once to each place, and not once for each expert; HybridEP among
-all ranks of a domain at its links' rate."""
+DISPATCHERS = (
+    (re.compile(r"(?i)deep.?ep.*uccl"), "deepep-uccl"),
+    (re.compile(r"(?i)deep.?ep"), "deepep"),
+    (re.compile(r"(?i)hybrid.?ep"), "hybridep"),
+    (re.compile(r"(?i)all.?gather"), "allgather"),
+)
+"""Words for dispatchers of experts' rows (`costmodel.execution.dispatch`)."""
 
-GATHERS_TOKENS = re.compile(r"(?i)all.?gather")
-"""The dispatcher that gives each rank of the experts all tokens."""
+BESIDE_SHARED = re.compile(r"(?i)shared.?experts? (is )?overlap")
+"""Words for rows of experts that travel beside the experts that every token goes through."""
 
 OVERLAPS_ROWS = re.compile(r"(?i)(a2a|all.?to.?all|dispatch\w*) (is )?overlap")
 """Words for rows of experts that travel beside another microbatch's compute."""
@@ -93,23 +97,32 @@ def stack_of_row(cells: Cells) -> Execution:
         cells.assume("stack", stack.name)
     said = f"{cells.text('model')} {cells.text('notes')}"
     if DROPS_ROWS.search(said):
-        stack = replace(stack, dropless=False, fullest_experts=1.0)
+        stack = replace(stack, dropless=False, expert_imbalance=0.0)
     elif EVEN_ROUTING.search(said):
-        stack = replace(stack, fullest_experts=1.0)
+        stack = replace(stack, expert_imbalance=0.0)
     if stack.name in COMPILED_AS and COMPILED.search(said):
         stack = find_execution(COMPILED_AS[stack.name])
     if stack.scaling == "tensorwise":
         stack = replace(stack, scaling=_scaling(cells.text("dtype")))
-    if sends := SENDS_TOKENS.search(cells.text("dispatcher") or said):
-        reached = 1.0 if sends["hybrid"] else stack.wide_exchange_part
-        stack = replace(stack, sends_tokens=True, wide_exchange_part=reached)
-    elif GATHERS_TOKENS.search(cells.text("dispatcher")):
-        stack = replace(stack, sends_tokens=True, gathers_tokens=True)
+    stack = replace(stack, dispatchers=(_dispatcher(cells.text("dispatcher"), said, stack),))
     stack = _said_parts(cells, stack)
     if OVERLAPS_ROWS.search(said):
         stack = replace(stack, overlaps=(*stack.overlaps, "rows"))
+    if BESIDE_SHARED.search(said):
+        stack = replace(stack, overlaps=(*stack.overlaps, "shared_rows"))
     graphs = CUDA_GRAPHS.search(said)
     return _graphed(stack, (graphs["parts"] or "").lower()) if graphs else stack
+
+
+def _dispatcher(cell: str, said: str, stack: Execution) -> str:
+    """Return the dispatcher that a row names, in its own column or in words; its stack's first
+    where none is named.
+    """
+    for words, name in DISPATCHERS:
+        # (What is gathered is said of weights, too.)
+        if words.search(cell) or (name != "allgather" and not cell and words.search(said)):
+            return name
+    return stack.dispatchers[0]
 
 
 def _said_parts(cells: Cells, stack: Execution) -> Execution:
