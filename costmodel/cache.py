@@ -337,9 +337,7 @@ class CostCache:
         if recompute == "selective":
             key = *key, recomputed
         if key not in self._bytes:
-            local = self._on_fullest(
-                class_index, microbatch_size, degrees, layouts, held=True
-            )
+            local = self._on_fullest(class_index, microbatch_size, degrees, layouts, held=True)
             held = as_saved(local, self.profile)
             again = frozenset[str]()
             if recompute == "selective":

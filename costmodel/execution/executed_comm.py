@@ -39,8 +39,6 @@ class ExposedComm:
     """Part of the forward that sends rows to their experts and back."""
     rows_back_s: float
     """Part of the backward that sends their gradients."""
-    exchanges: int
-    """Exchanges of rows in the forward, and as many of gradients in the backward."""
     kernels: int
     """Collectives of the forward."""
     size: int
@@ -120,6 +118,9 @@ def exposed_comm(
     back_s += profile.rates.exposed_seconds(ring_back_s, behind_s=attention.backward_s)
     rows_s = shown_rows_s(profile, rows_s, shared_s=shared.forward_s, compute=compute)
     rows_back_s = shown_rows_s(profile, rows_back_s, shared_s=shared.backward_s, compute=compute)
+    # Each call keeps the host, which issues what would run beside it.
+    calls_s = exchanges * profile.dispatcher.call_s
+    rows_s, rows_back_s = rows_s + calls_s, rows_back_s + calls_s
     # Experts have nothing to do before their rows are there; gradients go the same ways, back.
     there_s += rows_s
     back_s += rows_back_s
@@ -129,7 +130,6 @@ def exposed_comm(
         skew_s=sums * profile.skew_seconds(size) + count * execution.crossing_late_s * (nodes - 1),
         rows_s=rows_s,
         rows_back_s=rows_back_s,
-        exchanges=exchanges,
         kernels=count,
         size=size,
     )

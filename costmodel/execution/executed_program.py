@@ -94,7 +94,9 @@ def price_program(
             )
         name = dispatcher.name if exchanges_of(local) else ""
         found.append(PricedProgram(_run_times(local, profile, times, has_backward), name))
-    return min(found, key=lambda priced: priced.times.whole_forward_s + priced.times.whole_backward_s)
+    return min(
+        found, key=lambda priced: priced.times.whole_forward_s + priced.times.whole_backward_s
+    )
 
 
 def _run_times(
@@ -175,17 +177,14 @@ def executed_times(
     polled_s = polls * execution.polled_late_s * comm.kernels * comm.size
     # Where the host reads how many rows go where before it sends them, it has nothing queued then.
     sent_s, sent_back_s = (comm.rows_s, comm.rows_back_s) if execution.dropless else (0.0, 0.0)
-    calls_s = comm.exchanges * profile.dispatcher.call_s
-    forward_host = issued * (rates.host_op_s + wait) + polled_s + calls_s
+    forward_host = issued * (rates.host_op_s + wait) + polled_s
     forward_busy_s = forward_s + comm.forward_s - sent_s
     forward_wait_s = host_seconds(execution, forward_busy_s, forward_host)
     has_backward = any(local.tensor[name].requires_grad for name in local.outputs)
     # A backward issues twice as many ops as a forward, as a product has a gradient for each of its
     # factors; each factor without a gradient takes an op off.
     issued_back = max(0, 2 * issued - _without_gradient(local))
-    backward_host = has_backward * (
-        issued_back * (rates.host_backward_op_s + wait) + polled_s + calls_s
-    )
+    backward_host = has_backward * (issued_back * (rates.host_backward_op_s + wait) + polled_s)
     backward_busy_s = backward_s + comm.backward_s - sent_back_s
     backward_wait_s = host_seconds(execution, backward_busy_s, backward_host)
     return ProgramTimes(

@@ -23,9 +23,9 @@ whatever experts it has."""
 class Dispatcher:
     """What an exchange of experts' rows takes on a dispatcher, there or back.
 
-        seconds = peer_s * (n - 1) + all-to-all of the bytes that are sent / part of the rate
+        seconds = call_s + peer_s * m + all-to-all of the bytes that are sent / part of its rate
 
-    n: ranks of the exchange. `call_s` of the host comes beside what it issues else.
+    m: ranks of the exchange on other nodes. Compute hides none of `call_s`.
     """
 
     name: str
@@ -33,10 +33,10 @@ class Dispatcher:
     sends: Sends
     """What goes over the links, of each token."""
     call_s: float
-    """Seconds of a host for an exchange: it tells the other ranks how many rows come, waits for
-    their numbers, and sizes what it receives."""
+    """Seconds of an exchange before rows move: ranks tell each other how many come, the host waits
+    for these numbers, sizes what it receives and starts it."""
     peer_s: float
-    """Seconds that each other rank adds to an exchange, however few its rows."""
+    """Seconds that each rank of another node adds to an exchange, however few its rows."""
     link_part: float
     """Part that it reaches of the rate of an all-to-all inside a node."""
     network_part: float

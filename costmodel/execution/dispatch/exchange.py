@@ -39,7 +39,7 @@ def exchange_seconds(
     part *= dispatcher.wide_part if is_wide else 1.0
     sent = rows * sent_part(dispatcher, experts_per_token(local), group)
     narrow = _narrow_part(local.tensor[op.outputs[0]].dtype, dispatcher)
-    fixed_s = dispatcher.peer_s * (group.size - 1)
+    fixed_s = dispatcher.peer_s * (group.size - group.ranks_per_node)
 
     def seconds(num_bytes: float) -> float:
         return fixed_s + profile.collective_seconds("all_to_all", num_bytes, group).seconds / part

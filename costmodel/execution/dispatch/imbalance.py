@@ -41,7 +41,9 @@ class Imbalance:
     """With which the fullest rank has no more rows than its memory is counted for."""
 
     def of_time(self, ranks: int, *, most: float) -> float:
-        """Return the expected rows of the fullest of so many ranks over the mean, at most `most`."""
+        """Return the rows that the fullest of so many ranks is expected to have, over the mean; at
+        most `most`.
+        """
         return min(most, expected_fullest(self.sigma, ranks))
 
     def of_memory(self, ranks: int, *, most: float) -> float:
