@@ -24,6 +24,10 @@ def check(
         ),
     ] = "",
     gpu: Annotated[str, typer.Option(help="The device that is priced.")] = "H100",
+    expert_imbalance: Annotated[
+        float | None,
+        typer.Option(help="How uneven experts' rows are: sigma of log rows a rank, 0 is even."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> int:
     """Check Megatron-style flags by every rule; price them.
@@ -50,7 +54,10 @@ def check(
     if run.flags.unknown:
         unknown = ", ".join(f"--{name}" for name in dict.fromkeys(run.flags.unknown))
         notes.append(f"not of Megatron-LM's options, of no part in the price: {unknown}")
-    _show_price(row_of(run, columns, model, gpu), notes, as_json=as_json)
+    row = row_of(run, columns, model, gpu)
+    if expert_imbalance is not None:
+        row["expert_imbalance"] = expert_imbalance
+    _show_price(row, notes, as_json=as_json)
     return 0
 
 

@@ -19,13 +19,18 @@ from functools import lru_cache
 from math import exp
 from statistics import NormalDist
 
+from costmodel.execution.execution import Execution
+from planner.errors import PlannerError
 from planner.language.graph import Program
 from planner.language.lowering.experts import grouped_products
 from planner.language.ops.record import packet_of
+from profiles import Profile
 
 _NORMAL = NormalDist()
 _FARTHEST, _STEPS = 8.0, 1600
 """Standard deviations up to which the expectation is summed, and points of the sum."""
+
+GIVEN = "given"
 
 LARGEST = 3.0
 """Imbalances above this put all rows on one rank of any number that is used."""
@@ -39,6 +44,8 @@ class Imbalance:
     """Standard deviation of the logarithm of a rank's rows; 0: all ranks receive as many."""
     odds: float = 0.5
     """With which the fullest rank has no more rows than its memory is counted for."""
+    source: str = "the runtime's record"
+    """What it is from."""
 
     def of_time(self, ranks: int, *, most: float) -> float:
         """Return the rows that the fullest of so many ranks is expected to have, over the mean; at
@@ -51,6 +58,29 @@ class Imbalance:
         mean; at most `most`.
         """
         return min(most, max(1.0, fullest_within(self.sigma, ranks, self.odds)))
+
+
+def check_imbalance(sigma: float | None) -> None:
+    """Raise PlannerError for an imbalance that is none; None is not given."""
+    if sigma is not None and not 0 <= sigma <= LARGEST:
+        raise PlannerError(
+            f"`expert_imbalance` {sigma:g} was given; it is the standard deviation of the "
+            f"logarithm of rows a rank, 0 (forced to be even) to {LARGEST:g}: "
+            "`expert_imbalance` 0.66 is natural routing in fine-tuning"
+        )
+
+
+def imbalance_of_step(
+    execution: Execution, profile: Profile, *, given: float | None = None, odds: float = 0.5
+) -> Imbalance:
+    """Return how uneven the routers of a runtime's steps are: as `given`, as recorded runs of the
+    profile told, or as the runtime's record says.
+    """
+    if given is not None:
+        return Imbalance(given, odds, GIVEN)
+    if profile.expert_imbalance is not None:
+        return Imbalance(profile.expert_imbalance, odds, "recorded runs")
+    return Imbalance(execution.expert_imbalance, odds)
 
 
 @lru_cache(maxsize=4096)

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import get_args
 
 from costmodel.execution import Execution, find_execution
+from costmodel.execution.dispatch.imbalance import check_imbalance
 from costmodel.execution.execution import Overlapped, Scaling
 from costmodel.table.rows.named_models import named_model
-from costmodel.table.rows.row_words import Cells, RowError, gated_of, stack_of, zero_of
+from costmodel.table.rows.row_words import Cells, RowError, gated_of, real, stack_of, zero_of
 
 MEGATRON_CLASSIC = find_execution("megatron-classic")
 MEGATRON_DEEPSPEED = find_execution("megatron-deepspeed")
@@ -111,6 +112,10 @@ def stack_of_row(cells: Cells) -> Execution:
         stack = replace(stack, expert_imbalance=0.0)
     elif NATURAL_ROUTING.search(said):
         stack = replace(stack, expert_imbalance=NATURAL_IMBALANCE)
+    sigma = real(cells.raw("expert_imbalance"))
+    if sigma is not None:
+        check_imbalance(sigma)
+        stack = replace(stack, expert_imbalance=sigma)
     if stack.name in COMPILED_AS and COMPILED.search(said):
         stack = find_execution(COMPILED_AS[stack.name])
     if stack.scaling == "tensorwise":
