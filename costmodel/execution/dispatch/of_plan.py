@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from costmodel.cache import CostCache
 from costmodel.execution.dispatch.dispatcher import find_dispatcher
-from costmodel.execution.dispatch.exchange import buffer_bytes
+from costmodel.execution.dispatch.exchange import buffer_bytes, exchanges_of
 from costmodel.topology import lowered_groups
 from planner.language.plan import Plan
 
@@ -26,7 +26,12 @@ def dispatchers_of_plan(
     for index in dict.fromkeys(graph.blocks[at].class_index for at in chosen):
         layouts = tuple(layout for layout in plan.layouts if layout.class_index == index)
         of_class = index, plan.microbatch_size, plan.degrees, layouts
-        if name := costs.block(*of_class).dispatcher:
-            held = buffer_bytes(costs.local(*of_class), axes["ep"].group, find_dispatcher(name))
-            found.append((name, held))
+        local = costs.local(*of_class)
+        if not exchanges_of(local):
+            continue
+        # Where there is no choice, there is nothing to price.
+        (name, *others) = costs.execution.dispatchers
+        if others:
+            name = costs.block(*of_class).dispatcher
+        found.append((name, buffer_bytes(local, axes["ep"].group, find_dispatcher(name))))
     return tuple(found)
