@@ -90,6 +90,7 @@ class CostCache:
         self._bytes: dict[tuple, BlockBytes] = {}
         self._side_values: dict[int, SideValues] = {}
         self._made: dict[Hashable, Any] = {}
+        self._most_rows: dict[tuple[int, int], float] = {}
 
     def on(self, profile: Profile) -> CostCache:
         """Return prices of the same step on another profile of the same machine.
@@ -251,9 +252,11 @@ class CostCache:
         """
         if ranks == 1 or class_index not in self._of_experts:
             return 1.0
-        most = most_rows(self.bound(class_index, microbatch_size), ranks)
+        key = class_index, ranks
+        if key not in self._most_rows:
+            self._most_rows[key] = most_rows(self.bound(class_index, microbatch_size), ranks)
         of = self.imbalance.of_memory if held else self.imbalance.of_time
-        return of(ranks, most=most)
+        return of(ranks, most=self._most_rows[key])
 
     def block(
         self,

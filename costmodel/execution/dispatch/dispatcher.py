@@ -59,7 +59,7 @@ class Dispatcher:
     copied where they arrive."""
     buffer_rows: int
     """Rows of memory, outside the allocator, for each place that is sent to: each rank of the
-    node, and each other node."""
+    node, and each node where there are several."""
     behind_shared: bool
     """An exchange may run beside the experts that every token goes through."""
     behind_microbatch: bool

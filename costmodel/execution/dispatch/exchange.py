@@ -79,5 +79,5 @@ def buffer_bytes(local: Program, group: Group, dispatcher: Dispatcher) -> int:
     widths = [local.tensor[op.outputs[0]].bytes_at(1) for op in exchanges_of(local)]
     rows = [local.tensor[op.outputs[0]].shape_at(1)[0] for op in exchanges_of(local)]
     row_bytes = max((w // max(1, r) for w, r in zip(widths, rows, strict=True)), default=0)
-    places = group.ranks_per_node + group.num_nodes - 1
+    places = group.ranks_per_node + (group.num_nodes if group.num_nodes > 1 else 0)
     return dispatcher.buffer_rows * places * row_bytes * (group.size > 1)

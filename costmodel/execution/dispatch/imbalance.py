@@ -94,6 +94,7 @@ def expected_fullest(sigma: float, ranks: int) -> float:
     return max(1.0, ranks * density * step)
 
 
+@lru_cache(maxsize=4096)
 def fullest_within(sigma: float, ranks: int, odds: float) -> float:
     """Return what the largest of so many draws of it is below with these odds."""
     if sigma == 0 or ranks == 1:

@@ -8,7 +8,7 @@ A shipped profile's context is assumed to have those of an axis each ("a few NCC
 those of messages, of which a rank in the middle of a pipeline has four: two neighbours, two
 directions. A measured profile's context has that of all ranks alone, through which it was measured.
 On CPUs gloo keeps no such buffers. Dispatchers of experts' rows keep buffers of their own for each
-rank of a node and each other node (`Dispatcher.buffer_rows`).
+rank of a node and each node (`Dispatcher.buffer_rows`).
 """
 
 from __future__ import annotations

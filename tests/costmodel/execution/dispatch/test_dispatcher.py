@@ -151,13 +151,13 @@ def test_the_cheapest_dispatcher_of_a_runtime_is_taken_for_each_case() -> None:
 
 
 def test_buffers_of_a_dispatcher_lie_beside_the_context() -> None:
-    """DeepEP's: 2,560 rows of 2,048 in bf16 for each of 8 ranks of the node and 3 other nodes."""
+    """DeepEP's: 2,880 rows of 2,048 in bf16 for each of 8 ranks of the node and each of 4 nodes."""
     row = {**QWEN, "ep": "32", "gpu": "H100-SXM"}
     held = {
         name: RowPrices().estimate(*run_of({**row, "dispatcher": name})).memory[0].context_bytes
         for name in ("alltoall", "deepep")
     }
-    assert held["deepep"] - held["alltoall"] == 2560 * (8 + 3) * 2048 * 2
+    assert held["deepep"] - held["alltoall"] == 2880 * (8 + 4) * 2048 * 2
 
 
 def test_a_dispatcher_runs_where_its_record_says() -> None:
