@@ -24,6 +24,10 @@ def check(
         ),
     ] = "",
     gpu: Annotated[str, typer.Option(help="The device that is priced.")] = "H100",
+    expert_imbalance: Annotated[
+        float | None,
+        typer.Option(help="How uneven experts' rows are: sigma of log rows a rank, 0 is even."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> int:
     """Check Megatron-style flags by every rule; price them.
@@ -50,7 +54,10 @@ def check(
     if run.flags.unknown:
         unknown = ", ".join(f"--{name}" for name in dict.fromkeys(run.flags.unknown))
         notes.append(f"not of Megatron-LM's options, of no part in the price: {unknown}")
-    _show_price(row_of(run, columns, model, gpu), notes, as_json=as_json)
+    row = row_of(run, columns, model, gpu)
+    if expert_imbalance is not None:
+        row["expert_imbalance"] = expert_imbalance
+    _show_price(row, notes, as_json=as_json)
     return 0
 
 
@@ -141,6 +148,7 @@ def _assumption(text: str) -> str:
 
 def _show_price(row: dict[str, Any], notes: list[str], *, as_json: bool) -> None:
     from commands.render.plans.parts import memory_range
+    from commands.render.plans.words import experts_words
     from costmodel.table.rows.rows import device_bytes, price_row
     from costmodel.uncertainty import memory_interval, row_interval
     from planner.units import GIB, format_bytes, format_seconds
@@ -155,6 +163,7 @@ def _show_price(row: dict[str, Any], notes: list[str], *, as_json: bool) -> None
     step_s = predicted["predicted_step_time_s"]
     interval = row_interval(step_s, profile)
     notes = [*map(_assumption, filter(None, predicted["assumed"].split("; "))), *notes]
+    experts = priced.estimate.experts
     if as_json:
         show_json(
             {
@@ -168,6 +177,7 @@ def _show_price(row: dict[str, Any], notes: list[str], *, as_json: bool) -> None
                 "tokens_per_s_per_device": predicted["predicted_tokens_per_s_per_gpu"],
                 "notes": notes,
                 "row": row,
+                **({"experts": experts.to_dict()} if experts is not None else {}),
             }
         )
         return
@@ -183,6 +193,8 @@ def _show_price(row: dict[str, Any], notes: list[str], *, as_json: bool) -> None
     print(f"           {memory_range(**asdict(held))}")
     live = format_bytes(predicted["predicted_peak_mem_gib"] * GIB)
     print(f"           {live} of it live tensors; fits: {predicted['predicted_fits']}")
+    if experts is not None:
+        print(f"experts    {experts_words(experts.to_dict())}")
     print(f"tokens     {predicted['predicted_tokens_per_s_per_gpu']:,.0f} a second and device")
     for note in notes:
         show_note(note)

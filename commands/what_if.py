@@ -58,6 +58,10 @@ def what_if(
     execution: Annotated[
         str | None, typer.Option(help="Other runtimes, such as ours-compiled,megatron-core.")
     ] = None,
+    expert_imbalance: Annotated[
+        str | None,
+        typer.Option(help="Other imbalances of experts' rows, such as 0,0.3,0.66."),
+    ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -128,6 +132,7 @@ def what_if(
         length=parse_counts("--length", length, "lengths of sequences: 4096,8192"),
         precision=[parse_precision(word) for word in _words(precision)],
         execution=runtimes,
+        expert_imbalance=_imbalances(expert_imbalance),
         arguments=_arguments(set_ or ()),
     )
     if len(cases) > MOST_CASES:
@@ -176,7 +181,15 @@ def _base(plan: Plan) -> Case:
         length=None,
         precision=plan.precision,
         execution=plan.execution,
+        expert_imbalance=_given_imbalance(plan),
     )
+
+
+def _given_imbalance(plan: Plan) -> float | None:
+    from costmodel.execution.dispatch.imbalance import GIVEN
+
+    told = plan.estimate.get("experts", {})
+    return told["imbalance"] if told.get("imbalance_from") == GIVEN else None
 
 
 def _counts_in_range(text: str | None) -> tuple[int, ...]:
@@ -206,6 +219,20 @@ def _numbers(flag: str, text: str | None, what: str) -> list[float]:
         values = [0.0]
     if any(not 0 < value < math.inf for value in values):
         raise PlannerError(f"{flag} {text} is not understood; write {what} (numbers above 0)")
+    return values
+
+
+def _imbalances(text: str | None) -> list[float]:
+    from costmodel.execution.dispatch.imbalance import check_imbalance
+
+    try:
+        values = [float(word) for word in _words(text)]
+    except ValueError:
+        raise PlannerError(
+            f"--expert-imbalance {text} is not understood; write numbers of 0 or more: 0,0.3,0.66"
+        ) from None
+    for value in values:
+        check_imbalance(value)
     return values
 
 

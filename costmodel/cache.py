@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from costmodel.execution import Execution, find_execution
+from costmodel.execution.dispatch.imbalance import Imbalance, most_rows
 from costmodel.execution.executed_program import price_program
 from costmodel.execution.own_modules import with_own_modules
 from costmodel.execution.rings import with_rings
@@ -48,6 +49,8 @@ class BlockPrice(NamedTuple):
     """Whether a gradient arrives at all: before a model's first trained parameter none does."""
     side_positions: tuple[int, ...]
     """Inputs that it keeps and that need no gradient (rotary tables, masks), by position."""
+    dispatcher: str
+    """What brings rows to its experts; "" where none are exchanged."""
     activations: tuple[tuple[int, int, bool], ...]
     """(Position, bytes, whether it is kept without recomputation) of the other inputs."""
 
@@ -56,7 +59,8 @@ class CostCache:
     """Prices of a graph's block classes on one profile. Mutable: it remembers answers.
 
     Says also what kind of step is priced: the runtime's whose `execution` it is (if not given,
-    ours), and whether it `clips_gradients`. In a cluster of several groups of devices, `groups` has
+    ours), whether it `clips_gradients`, and the `imbalance` of its routers (the execution's where
+    not given). In a cluster of several groups of devices, `groups` has
     the prices on each of them, of as many devices as `group_sizes` says, and this one those on the
     first. Where ranks lie on these devices, and which of them exchange over which links, is asked
     of `cluster`: it differs from the profile's where stages have a part of their ranks here.
@@ -69,6 +73,7 @@ class CostCache:
         *,
         execution: Execution | None = None,
         clips_gradients: bool = False,
+        imbalance: Imbalance | None = None,
     ) -> None:
         self.groups: Mapping[str, CostCache] = {}
         self.group_sizes: Mapping[str, int] = {}
@@ -76,6 +81,7 @@ class CostCache:
         self.cluster = profile.cluster
         self.execution = execution or find_execution(OURS)
         self.clips_gradients = clips_gradients
+        self.imbalance = imbalance or Imbalance(self.execution.expert_imbalance)
         self._batch_inputs: dict[int, frozenset[str]] = {}
         self._bound: dict[tuple[int, int], Program] = {}
         self._local: dict[tuple, Program] = {}
@@ -84,6 +90,7 @@ class CostCache:
         self._bytes: dict[tuple, BlockBytes] = {}
         self._side_values: dict[int, SideValues] = {}
         self._made: dict[Hashable, Any] = {}
+        self._most_rows: dict[tuple[int, int], float] = {}
 
     def on(self, profile: Profile) -> CostCache:
         """Return prices of the same step on another profile of the same machine.
@@ -95,6 +102,7 @@ class CostCache:
             profile,
             execution=self.execution,
             clips_gradients=self.clips_gradients,
+            imbalance=self.imbalance,
         )
         other.links, other._batch_inputs = self.links, self._batch_inputs
         other._bound, other._local = self._bound, self._local
@@ -195,8 +203,23 @@ class CostCache:
         `degrees` are sizes of the mesh, 1 where not given; `layouts` are the class's own, one an
         axis: where an axis has none, blocks are replicated.
         """
+        return self._on_fullest(class_index, microbatch_size, degrees, layouts, held=False)
+
+    def _on_fullest(
+        self,
+        class_index: int,
+        microbatch_size: int,
+        degrees: Degrees | None,
+        layouts: tuple[ClassLayout, ...],
+        *,
+        held: bool,
+    ) -> Program:
+        """Return what the rank runs whose experts receive most rows: as many as time has, or as are
+        `held` in memory.
+        """
         degrees = degrees or Degrees()
-        key = self._key(class_index, microbatch_size, degrees, layouts)
+        fullest = self._fullest(class_index, microbatch_size, degrees["ep"], held=held)
+        key = *self._key(class_index, microbatch_size, degrees, layouts), fullest
         if key not in self._local:
             check_time()
             placed = {layout.axis: layout for layout in layouts}
@@ -219,12 +242,21 @@ class CostCache:
             if executes.prices == "rates":
                 program = with_sized_losses(program, executes.loss_bytes)
             self._local[key] = spread_experts(
-                program,
-                degrees["ep"],
-                etp=degrees["etp"],
-                fullest=executes.fullest_experts,
+                program, degrees["ep"], etp=degrees["etp"], fullest=fullest
             )
         return self._local[key]
+
+    def _fullest(self, class_index: int, microbatch_size: int, ranks: int, *, held: bool) -> float:
+        """Return the rows of the rank of an exchange that receives most, over the mean: as time has
+        them, or as they are `held` in memory.
+        """
+        if ranks == 1 or class_index not in self._of_experts:
+            return 1.0
+        key = class_index, ranks
+        if key not in self._most_rows:
+            self._most_rows[key] = most_rows(self.bound(class_index, microbatch_size), ranks)
+        of = self.imbalance.of_memory if held else self.imbalance.of_time
+        return of(ranks, most=self._most_rows[key])
 
     def block(
         self,
@@ -253,7 +285,7 @@ class CostCache:
             if key not in self._loads:
                 self._loads[key] = block_load(held, again)
             check_time()
-            times = price_program(
+            times, dispatcher = price_program(
                 local,
                 self.profile,
                 axes=lowered_groups(self.profile.cluster, degrees),
@@ -263,6 +295,7 @@ class CostCache:
             )
             self._blocks[key] = BlockPrice(
                 times=_with_tables(times, local, self.profile),
+                dispatcher=dispatcher,
                 load=self._loads[key],
                 has_backward=any(edge.requires_grad for edge in held.outputs),
                 side_positions=tuple(
@@ -307,7 +340,7 @@ class CostCache:
         if recompute == "selective":
             key = *key, recomputed
         if key not in self._bytes:
-            local = self.local(class_index, microbatch_size, degrees, layouts)
+            local = self._on_fullest(class_index, microbatch_size, degrees, layouts, held=True)
             held = as_saved(local, self.profile)
             again = frozenset[str]()
             if recompute == "selective":

@@ -23,6 +23,8 @@ from costmodel.compare import (
     step_seconds,
 )
 from costmodel.estimate import estimate
+from costmodel.execution.dispatch.imbalance import Imbalance
+from costmodel.execution.dispatch.recorded import recorded_imbalance
 from costmodel.execution.executed import in_training
 from costmodel.time.plan_price import price_plan, stages_of_rank
 from planner.language.graph import ModelGraph
@@ -59,14 +61,16 @@ def observe(
     """Return what a run took beside what the profile without factors predicts."""
     # Always from the profile without factors, so a second run corrects them and does not multiply.
     plain = _with_factors(profile, {})
-    predicted = _predict(plain, graph, plan)
+    first = first_steady_step(measured)
+    # What the run's routers did is no error of the profile.
+    sigma = recorded_imbalance(plan, measured, first_step=first)
+    predicted = _predict(plain, graph, plan, sigma)
     answer = estimate(graph, plain, plan)
     compare_run(answer.timeline, answer.step_s, measured)  # raises for another plan's run
-    first = first_steady_step(measured)
     found = _measure(measured, first)
     grown = {
         # The plan is priced again for each term, so what another part hides has no share.
-        term: _predict(_with_factors(profile, {term: 1.0 + _MORE}), graph, plan)
+        term: _predict(_with_factors(profile, {term: 1.0 + _MORE}), graph, plan, sigma)
         for term in sorted(plain.factors.asked)
     }
     least_s = _LEAST_SHARE * predicted[STEP]
@@ -93,6 +97,7 @@ def observe(
         model=plan.model.name,
         num_steps=len(steps),
         recording=_digest(repr([asdict(line) for line in measured])),
+        expert_imbalance=sigma,
         observations=tuple(observations),
     )
 
@@ -100,14 +105,19 @@ def observe(
 def _with_factors(profile: Profile, values: dict[str, float]) -> Profile:
     """Return the profile with these factors alone."""
     factors = {term: Factor(value=value, sigma=0.0) for term, value in values.items()}
-    only = Calibration.model_construct(factors=factors)
+    only = Calibration.model_construct(factors=factors, runs=())
     file = profile.file.model_copy(update={"calibration": only})
     return Profile(file, profile.ops, profile.collectives)
 
 
-def _predict(profile: Profile, graph: ModelGraph, plan: Plan) -> dict[str, float]:
-    """Return predicted seconds of what a run records, by name."""
-    costs = CostCache(graph, in_training(profile, plan.world_size))
+def _predict(
+    profile: Profile, graph: ModelGraph, plan: Plan, sigma: float | None
+) -> dict[str, float]:
+    """Return predicted seconds of what a run records, by name; `sigma` is the imbalance of its
+    routers, None where it has none that matters.
+    """
+    imbalance = None if sigma is None else Imbalance(sigma)
+    costs = CostCache(graph, in_training(profile, plan.world_size), imbalance=imbalance)
     answer = estimate(graph, profile, plan, costs=costs)
     jobs = job_seconds(as_rank_timelines(answer.timeline), first_step=0)
     seconds = {_job(alike): median(found) for alike, found in jobs.items()}

@@ -15,6 +15,13 @@ import numpy as np
 
 from costmodel.cache import CostCache, costs_of_groups
 from costmodel.execution import Execution, find_execution
+from costmodel.execution.dispatch.imbalance import (
+    GIVEN,
+    Imbalance,
+    expected_fullest,
+    imbalance_of_step,
+)
+from costmodel.execution.dispatch.of_plan import dispatchers_of_plan
 from costmodel.execution.executed import executed
 from costmodel.memory.exact.plan_memory import plan_memory
 from costmodel.memory.parts import MemoryParts
@@ -36,6 +43,28 @@ from profiles import Profile
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertsRows:
+    """How rows of a plan go to the ranks of their experts."""
+
+    dispatchers: tuple[str, ...]
+    """What brings them there: of each kind of block the dispatcher that takes least."""
+    imbalance: Imbalance
+    """How unevenly ranks receive them."""
+    fullest: float
+    """Rows of the rank that receives most, over the mean, as time has them."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON data."""
+        return {
+            "dispatchers": list(self.dispatchers),
+            "imbalance": self.imbalance.sigma,
+            "imbalance_from": self.imbalance.source,
+            "fullest": self.fullest,
+            "memory_odds": self.imbalance.odds,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class Estimate:
     """A step's time and memory."""
 
@@ -53,6 +82,8 @@ class Estimate:
     """Samples of a step."""
     source: str
     """``measured`` or ``shipped``: where the profile's numbers come from."""
+    experts: ExpertsRows | None = None
+    """How rows go to experts; None where all ranks have all of them."""
 
     @property
     def peak_bytes(self) -> int:
@@ -77,6 +108,7 @@ class Estimate:
             "memory": [parts.to_dict() for parts in self.memory],
             "flop": self.flop,
             "source": self.source,
+            **({} if self.experts is None else {"experts": self.experts.to_dict()}),
         }
 
 
@@ -98,7 +130,13 @@ def estimate(
     """
     if costs is None:
         execution = execution or find_execution(plan.execution)
-        costs = cost_cache(graph, profile, plan.world_size, execution=execution)
+        costs = cost_cache(
+            graph,
+            profile,
+            plan.world_size,
+            execution=execution,
+            imbalance=imbalance_of_plan(plan, profile, execution),
+        )
     costs = costs_under(plan, costs)
     views = replica_views(plan, costs)
     num_replicas = sum(view.replicas for view in views)
@@ -125,6 +163,20 @@ def estimate(
         flop=flop * plan.num_microbatches,
         samples=plan.global_batch,
         source=costs.profile.source,
+        experts=_rows_of_experts(plan, costs),
+    )
+
+
+def _rows_of_experts(plan: Plan, costs: CostCache) -> ExpertsRows | None:
+    """Return how rows of a plan's blocks go to their experts."""
+    used = dispatchers_of_plan(plan, costs)
+    if not used:
+        return None
+    ranks, imbalance = plan.degrees["ep"], costs.imbalance
+    return ExpertsRows(
+        dispatchers=tuple(dict.fromkeys(name for name, _ in used)),
+        imbalance=imbalance,
+        fullest=expected_fullest(imbalance.sigma, ranks),
     )
 
 
@@ -201,12 +253,15 @@ def cost_cache(
     *,
     execution: Execution | None = None,
     clips_gradients: bool = False,
+    imbalance: Imbalance | None = None,
 ) -> CostCache:
-    """Return prices of a graph as a runtime executes it on so many devices of a machine.
+    """Return prices of a graph as a runtime executes it on so many devices of a machine; with an
+    `imbalance` of its routers other than the runtime's.
 
     Raises PlannerError where it is not priced on such a profile.
     """
     runtime = execution or find_execution(OURS)
+    imbalance = imbalance or imbalance_of_step(runtime, profile)
 
     def on(profile: Profile) -> CostCache:
         return CostCache(
@@ -214,9 +269,18 @@ def cost_cache(
             executed(profile, runtime, num_devices),
             execution=runtime,
             clips_gradients=clips_gradients,
+            imbalance=imbalance,
         )
 
     return costs_of_groups(profile, on)
+
+
+def imbalance_of_plan(plan: Plan, profile: Profile, execution: Execution) -> Imbalance:
+    """Return how uneven the routers of a plan's steps are: as its search was told, where it was."""
+    told = plan.estimate.get("experts", {})
+    given = told.get("imbalance") if told.get("imbalance_from") == GIVEN else None
+    odds = float(told.get("memory_odds", 0.5))
+    return imbalance_of_step(execution, profile, given=given, odds=odds)
 
 
 def costs_under(plan: Plan, costs: CostCache) -> CostCache:
@@ -231,6 +295,7 @@ def costs_under(plan: Plan, costs: CostCache) -> CostCache:
             costs.profile,
             execution=costs.execution,
             clips_gradients=costs.clips_gradients,
+            imbalance=costs.imbalance,
         )
 
     made = of(costs)

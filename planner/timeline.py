@@ -37,6 +37,8 @@ FORMAT, VERSION = "planner-timeline", 2
 JOB_KINDS = ("F", "B", "I", "W")
 REMAKE = "R"
 COLLECTIVE = "COLLECTIVE"
+ROWS = "rows to experts"
+"""What a collective is called that brings rows to a rank's experts."""
 COPY, UPDATE = "COPY", "UPDATE"
 STEP_JOB_KINDS = OPTIMIZER, LEARNING_RATE = "O", "L"
 CHECK = "CHECK"
@@ -49,7 +51,8 @@ _TRACKS = {"WAIT": 1, "REDUCE": 1, CHECK: 1, COLLECTIVE: 1, COPY: 2, UPDATE: 3}
 class Span:
     """One thing a rank did. `stage` and `microbatch` are -1 where they mean nothing.
 
-    `memory_bytes` is what the device held when it ended; 0 is unknown.
+    `memory_bytes` is what the device held when it ended; 0 is unknown. `rows` are those that came
+    to a rank's experts in an exchange, and 0 of all else.
     """
 
     kind: str
@@ -60,6 +63,7 @@ class Span:
     stage: int = -1
     microbatch: int = -1
     memory_bytes: int = 0
+    rows: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +91,7 @@ def write_spans(file: IO[str], spans: Iterable[Span]) -> None:
     """Append spans, one line each."""
     for s in spans:
         where = (s.kind, s.name, s.step, s.stage, s.microbatch)
-        file.write(span_line(*where, s.start_s, s.end_s, s.memory_bytes))
+        file.write(span_line(*where, s.start_s, s.end_s, s.memory_bytes, s.rows))
 
 
 def span_line(
@@ -99,12 +103,14 @@ def span_line(
     start_s: float,
     end_s: float,
     memory_bytes: int,
+    rows: int = 0,
 ) -> str:
     """A span as its line of JSON. Spelled out: a recorder writes many, and `json` is slow."""
+    more = f', "rows": {rows}' if rows else ""
     return (
         f'{{"kind": "{kind}", "name": {_quoted(name)}, "step": {step}, "stage": {stage}, '
         f'"microbatch": {microbatch}, "start_s": {start_s:.7f}, "end_s": {end_s:.7f}, '
-        f'"memory_bytes": {memory_bytes}}}\n'
+        f'"memory_bytes": {memory_bytes}{more}}}\n'
     )
 
 

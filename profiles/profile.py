@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import median
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -102,6 +103,16 @@ class Profile:
         """Where that fraction lies from run to run, in eight of ten; None: it was not measured."""
         figure = self.file.allocator_overhead_fraction
         return figure.low, figure.high
+
+    @property
+    def expert_imbalance(self) -> float | None:
+        """How unevenly ranks received rows for their experts in recorded runs (median of all);
+        None where no run tells.
+        """
+        found = self.file.calibration
+        runs = () if found is None else found.runs
+        told = [run.expert_imbalance for run in runs if run.expert_imbalance is not None]
+        return median(told) if told else None
 
     @property
     def launch_overhead_s(self) -> float:

@@ -496,6 +496,9 @@ class CalibrationRun(Record):
     """Recorded steps, without those that warm up."""
     recording: str
     """Digest of the recording: the same one counts once."""
+    expert_imbalance: float | None = Field(default=None, ge=0)
+    """Standard deviation of the logarithm of the rows that ranks received for their experts, as far
+    as it shows on the fullest of them; None where no rows were exchanged."""
     observations: tuple[Observation, ...] = Field(min_length=1)
 
 

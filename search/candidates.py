@@ -112,6 +112,7 @@ class Candidates:
             request.num_devices,
             execution=find_execution(request.execution),
             clips_gradients=request.clip_gradients,
+            imbalance=request.imbalance(profile),
         )
         if request.solver == "ilp":
             check_ortools()

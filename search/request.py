@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar, cast, get_args
 
 from costmodel.execution import find_execution
+from costmodel.execution.dispatch.imbalance import Imbalance, check_imbalance, imbalance_of_step
 from costmodel.uncertainty import USUAL_ODDS, usable_bytes
 from planner.errors import LayoutError
 from planner.language.layout.axes import find_axis
@@ -63,6 +64,10 @@ class SearchRequest:
     """Copies of ZeRO's shards: dp replicas shard, and so many times they are copied (HSDP)."""
     ep: int | None = None
     """Ranks that share the experts of a block; those of dp, cp and tp, so it adds none."""
+    expert_imbalance: float | None = None
+    """How unevenly routers deal rows to the ranks that share experts: standard deviation of the
+    logarithm of a rank's rows, 0 where they are forced to be even. None: as recorded runs of the
+    profile told, else as the runtime's record says."""
     microbatch_size: int | None = None
     """Samples per microbatch of a replica."""
     schedule: str | None = None
@@ -126,6 +131,11 @@ class SearchRequest:
         limit = float(self.memory_limit_bytes or profile.memory_bytes)
         return usable_bytes(limit, profile, find_execution(self.execution), self.odds)
 
+    def imbalance(self, profile: Profile) -> Imbalance:
+        """Return how uneven routers are, with the odds that memory is counted for."""
+        runtime = find_execution(self.execution)
+        return imbalance_of_step(runtime, profile, given=self.expert_imbalance, odds=self.odds)
+
     def __post_init__(self) -> None:
         """Raise LayoutError when a number cannot mean anything, PlannerError when no runtime is
         called so.
@@ -171,6 +181,7 @@ class SearchRequest:
                 f"`memory_odds` {self.memory_odds} was given; use {LEAST_ODDS}, with which the "
                 f"estimate itself fits, to {MOST_ODDS}"
             )
+        check_imbalance(self.expert_imbalance)
         if self.offload not in get_args(Offload):
             raise LayoutError(
                 f"`offload` {self.offload} was given; use {', '.join(get_args(Offload)[:-1])} or "

@@ -188,7 +188,10 @@ def memory_runs(folder: Path) -> list[MemoryRun]:
 
 
 def golden_runs(path: Path) -> list[MemoryRun]:
-    """Return Megatron-LM's regression runs whose flags are priced, each beside its estimate."""
+    """Return Megatron-LM's regression runs whose flags are priced, each beside the estimate of the
+    rank that prints its memory: the last, of the last stage (megatron/training/global_vars.py,
+    _set_tensorboard_writer).
+    """
     prices, found = RowPrices(), []
     for line in records_of(path):
         if not line["mem_max_mib"]:
@@ -204,11 +207,11 @@ def golden_runs(path: Path) -> list[MemoryRun]:
             priced = price_row(row, prices)
         except PlannerError:
             continue
-        fullest = max(priced.estimate.memory, key=lambda parts: float(parts.total))
-        tensors, measured = float(fullest.tensor_bytes), float(line["mem_max_mib"]) * MIB
-        around = memory_interval(fullest, priced.profile, priced.run.stack)
+        last = priced.estimate.memory[-1]
+        tensors, measured = float(last.tensor_bytes), float(line["mem_max_mib"]) * MIB
+        around = memory_interval(last, priced.profile, priced.run.stack)
         # Of live tensors alone: the allocator and the context are as estimated on both sides.
-        added = float(fullest.allocator_bytes) / tensors * measured + float(fullest.context_bytes)
+        added = float(last.allocator_bytes) / tensors * measured + float(last.context_bytes)
         found.append(
             MemoryRun(
                 source=GOLDENS,

@@ -38,6 +38,7 @@ def predict_result(
             plan.world_size,
             execution=find_execution(request.execution),
             clips_gradients=request.clip_gradients,
+            imbalance=request.imbalance(profile),
         )
     costs = costs_under(plan, costs)
     priced = estimate(graph, profile, plan, costs=costs)

@@ -48,7 +48,7 @@ def predict(
     or that which the plan was searched for.
     """
     from costmodel import estimate as estimate_plan
-    from costmodel.estimate import cost_cache, costs_under
+    from costmodel.estimate import cost_cache, costs_under, imbalance_of_plan
     from costmodel.execution import find_execution
     from planner.language.plan import load_plan
 
@@ -67,6 +67,7 @@ def predict(
             loaded.world_size,
             execution=runtime,
             clips_gradients=clip_gradients,
+            imbalance=imbalance_of_plan(loaded, machine, runtime),
         )
         costs = costs_under(loaded, costs)
         estimated = estimate_plan(graph, machine, loaded, costs=costs)

@@ -84,6 +84,14 @@ class Question:
             rich_help_panel=CHOICES,
         ),
     ] = None
+    expert_imbalance: Annotated[
+        float | None,
+        typer.Option(
+            help="How uneven experts' rows are: sigma of log rows a rank, 0 if forced to be even. "
+            "Default: as recorded runs told.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None
     microbatch_size: Annotated[
         int | None, typer.Option(help="Fix samples per microbatch.", rich_help_panel=CHOICES)
     ] = None
@@ -216,6 +224,7 @@ class Question:
             cp=self.cp,
             rp=self.rp,
             ep=self.ep,
+            expert_imbalance=self.expert_imbalance,
             microbatch_size=self.microbatch_size,
             schedule=self.schedule,
             zero=self.zero,

@@ -144,6 +144,12 @@ CHOICES = (
         "picks, and back. It adds no GPUs to those of the other degrees.",
     ),
     Field(
+        name="expert_imbalance", label="Imbalance of experts", flag="--expert-imbalance",
+        is_whole=False, most=3,
+        meaning="How unevenly routers deal tokens to GPUs: sigma of the logarithm of a GPU's rows. "
+        "0 where routing is forced to be even, 0.66 in fine-tuning on few kinds of text.",
+    ),
+    Field(
         name="microbatch_size", label="Samples of a microbatch", flag="--microbatch-size",
         values=("", "1", "2", "4", "8", "16"),
         meaning="A replica's samples are computed so many at a time. Larger ones are faster on the "

@@ -21,6 +21,7 @@ SPELLINGS = {
     "cp": "--cp",
     "rp": "--rp",
     "ep": "--ep",
+    "expert_imbalance": "--expert-imbalance",
     "microbatch_size": "--microbatch-size",
     "schedule": "--schedule",
     "zero": "--zero",

@@ -17,12 +17,14 @@ size takes, the `Execution` says which kernels there are and what they run besid
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, log2
 from typing import Literal
 
 from costmodel.execution.casts import CASTS, Casts
+from costmodel.execution.dispatch.dispatcher import Dispatcher, find_dispatcher
 from costmodel.execution.execution import Execution, Overlapped
 from costmodel.table.kernels import DeviceRates, has_rates, load_rates
 from planner.errors import PlannerError
@@ -47,6 +49,13 @@ class KernelSeconds:
     weight_s: float = 0.0
     """Part of the backward that makes gradients of weights."""
     kernels: int = 1
+
+    def with_other(self, other: KernelSeconds) -> KernelSeconds:
+        """Return the seconds of both, one after the other, without what is of weights."""
+        return KernelSeconds(
+            forward_s=self.forward_s + other.forward_s,
+            backward_s=self.backward_s + other.backward_s,
+        )
 
 
 class TrainingProfile(Profile):
@@ -119,6 +128,14 @@ class ExecutedProfile(TrainingProfile):
         self.execution = execution
         self.product_dtype = product_dtype
         """Dtype in which layers multiply: fp8 where the runtime casts for it."""
+        self.dispatcher = find_dispatcher(execution.dispatchers[0])
+        """What brings rows to their experts."""
+
+    def with_dispatcher(self, dispatcher: Dispatcher) -> ExecutedProfile:
+        """Return the same profile where rows of experts go by another dispatcher."""
+        other = copy(self)
+        other.dispatcher = dispatcher
+        return other
 
     @property
     def multiplies_narrow(self) -> bool:

@@ -1,14 +1,7 @@
 """Collectives of a block as a runtime runs it: what of them compute hides, and waits at them.
 
-Rows of experts (`planner.language.lowering.experts`) go to their ranks and back, in the forward and
-in the backward. A runtime sends a row for each expert of a token, or a token once to each place
-that has any of its experts. Of n places that experts lie on in equal parts, and k experts a token
-that are picked as if by chance, so many are reached, the token's own among them:
-
-    places = n (1 - (1 - 1/n)^k)                rows = k
-
-Inside a node the places are its ranks, between nodes the nodes: a token that arrives is handed on
-inside (DeepEP, deepseek-ai/DeepEP README, "normal kernels").
+Rows of experts go to their ranks and back, in the forward and in the backward, by a dispatcher
+(`costmodel.execution.dispatch`).
 """
 
 from __future__ import annotations
@@ -16,24 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from costmodel.execution.dispatch.beside import shown_rows_s
+from costmodel.execution.dispatch.exchange import exchange_seconds
 from costmodel.execution.executed import ExecutedProfile, KernelSeconds
 from costmodel.time.block.compute import bytes_of, inner_seconds, redistribute_seconds
 from costmodel.topology import Axis
-from planner.language.graph import Op, Program
+from planner.language.graph import Program
 from planner.language.layout.redistribute import (
     DEAL_RUNS,
     EXCHANGE_ROWS,
     GATHER_SAMPLES,
     REDISTRIBUTE,
     goes_back,
-    inner_collectives,
 )
 from planner.language.ops.families.products.rings import RING
-from planner.language.ops.record import packet_of
-from profiles import Group
-
-MEASURED_RANKS = 8
-"""Most ranks of a node of which shipped profiles have an all-to-all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +36,9 @@ class ExposedComm:
     skew_s: float
     """Waits for the last rank and for the network's threads, in each of both."""
     rows_s: float
-    """Part of each of both that sends rows to their experts and back."""
+    """Part of the forward that sends rows to their experts and back."""
+    rows_back_s: float
+    """Part of the backward that sends their gradients."""
     kernels: int
     """Collectives of the forward."""
     size: int
@@ -60,15 +51,17 @@ def exposed_comm(
     axes: Mapping[str, Axis],
     compute: KernelSeconds,
     attention: KernelSeconds,
+    shared: KernelSeconds,
 ) -> ExposedComm:
     """Return the collectives of a bound program as far as compute does not hide them.
 
-    `compute` is of all its kernels, `attention` of those of attention.
+    `compute` is of all its kernels, `attention` of those of attention, `shared` of the experts that
+    every token goes through.
     """
     execution = profile.execution
     there_s = back_s = 0.0
-    ring_s = ring_back_s = rows_s = 0.0
-    count = 0
+    ring_s = ring_back_s = rows_s = rows_back_s = 0.0
+    count = exchanges = 0
     sums = 0
     size = nodes = 1
     for op in local.ops:
@@ -85,7 +78,10 @@ def exposed_comm(
         if op.target == DEAL_RUNS:  # a part of the exchange's own cost
             continue
         if op.target == EXCHANGE_ROWS:
-            rows_s += _rows_seconds(op, local, profile, axes["ep"])
+            there, back = exchange_seconds(op, local, profile, axes["ep"], profile.dispatcher)
+            rows_s += there
+            rows_back_s += back
+            exchanges += 1
             continue
         if op.target != REDISTRIBUTE:
             if op.target.startswith("planner."):
@@ -95,6 +91,7 @@ def exposed_comm(
                     back_s += inner_s if goes_back(op, local.tensor) else 0.0
                 elif goes_back(op, local.tensor):
                     rows_s += inner_s
+                    rows_back_s += inner_s
                 else:
                     there_s += inner_s
             continue
@@ -118,47 +115,20 @@ def exposed_comm(
     # Keys and values go round a ring beside the attention to those at hand.
     there_s += profile.rates.exposed_seconds(ring_s, behind_s=attention.forward_s)
     back_s += profile.rates.exposed_seconds(ring_back_s, behind_s=attention.backward_s)
-    # A forward's rows go beside another microbatch's backward, and the other way round.
-    half_s = (compute.forward_s + compute.backward_s) / 2
-    rows_s = profile.shown_seconds("rows", rows_s, behind_s=half_s)
+    rows_s = shown_rows_s(profile, rows_s, shared_s=shared.forward_s, compute=compute)
+    rows_back_s = shown_rows_s(profile, rows_back_s, shared_s=shared.backward_s, compute=compute)
+    # Each call keeps the host, which issues what would run beside it.
+    calls_s = exchanges * profile.dispatcher.call_s
+    rows_s, rows_back_s = rows_s + calls_s, rows_back_s + calls_s
     # Experts have nothing to do before their rows are there; gradients go the same ways, back.
     there_s += rows_s
-    back_s += rows_s
+    back_s += rows_back_s
     return ExposedComm(
         forward_s=there_s,
         backward_s=back_s,
         skew_s=sums * profile.skew_seconds(size) + count * execution.crossing_late_s * (nodes - 1),
         rows_s=rows_s,
+        rows_back_s=rows_back_s,
         kernels=count,
         size=size,
     )
-
-
-def _rows_seconds(op: Op, local: Program, profile: ExecutedProfile, axis: Axis) -> float:
-    """Return the seconds of one exchange of experts' rows."""
-    if axis.size == 1:
-        return 0.0
-    group, part = axis.group, 1.0
-    if profile.execution.sends_tokens:
-        per_token = experts_per_token(local)
-        gathers = profile.execution.gathers_tokens
-        part = group.size / per_token if gathers else sent_part(per_token, group)
-    is_wide = group.num_nodes == 1 and group.size > MEASURED_RANKS
-    reached = profile.execution.wide_exchange_part if is_wide else 1.0
-    return sum(
-        profile.collective_seconds(kind, part * num_bytes, group).seconds / reached
-        for kind, num_bytes in inner_collectives(op, dict(local.tensor))
-    )
-
-
-def sent_part(per_token: int, group: Group) -> float:
-    """Return the part of a token's rows that is sent where it goes to each place once."""
-    places = group.num_nodes if group.num_nodes > 1 else group.size
-    # Of k experts picked by chance, a place is missed by all with probability (1 - 1/n)^k.
-    return places * (1 - (1 - 1 / places) ** per_token) / per_token
-
-
-def experts_per_token(local: Program) -> int:
-    """Return how many experts a block's router picks for each token; 1 where it has none."""
-    picks = [op for op in local.ops if packet_of(op.target) == "topk"]
-    return int(local.tensor[picks[-1].outputs[0]].shape_at(1)[-1]) if picks else 1

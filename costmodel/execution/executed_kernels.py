@@ -152,7 +152,7 @@ def kernel_seconds(
         return _product_seconds(ops, local, profile, is_head=op.name in in_head)
     if op.target == EXCHANGE_ROWS:
         return _arrival_seconds(op, local, profile)
-    if profile.execution.sends_tokens and any(packet_of(o.target) in ROW_ORDERS for o in ops):
+    if not profile.dispatcher.sorts_ahead and any(packet_of(o.target) in ROW_ORDERS for o in ops):
         # Rows are made of tokens where these arrive.
         return KernelSeconds(forward_s=0.0, backward_s=0.0, kernels=0)
     if len(ops) == 1:
@@ -277,7 +277,7 @@ def _arrival_seconds(op: Op, local: Program, profile: ExecutedProfile) -> Kernel
     grouped = [each for each in local.ops if family_of(each.target).deals_rows]
     experts = local.tensor[grouped[0].inputs[1]].shape_at(1)[0] if grouped else 1
     # Rows of a single expert are in its order as they come.
-    passes = int(experts > 1 or profile.execution.sends_tokens)
+    passes = int(experts > 1 or not profile.dispatcher.sorts_ahead)
     passes += profile.execution.pads_rows and profile.multiplies_narrow
     num_bytes = bytes_of(local, (op.inputs[0], *op.outputs))
     seconds = profile.pass_seconds(passes * num_bytes, passes)

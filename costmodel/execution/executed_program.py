@@ -10,7 +10,10 @@ host     = what issuing the kernels adds where the device does not keep it busy
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
+from costmodel.execution.dispatch.choice import dispatchers_of
+from costmodel.execution.dispatch.exchange import exchanges_of
 from costmodel.execution.executed import ExecutedProfile, KernelSeconds, rated_profile
 from costmodel.execution.executed_comm import exposed_comm
 from costmodel.execution.executed_kernels import (
@@ -37,9 +40,22 @@ from planner.language.ops.flops import needing_gradient
 from planner.language.ops.record import family_of, packet_of
 from profiles import Profile
 
+SHARED_EXPERTS = "shared_expert"
+"""Part of what modules are called that every token goes through beside the experts (Megatron-Core,
+Hugging Face's library)."""
+
 HOST_SHARPNESS = 4
 """How sharply a phase turns from waiting for the device to waiting for the host: where both are
 as slow, it takes 2 ** (1/4) times as long as either."""
+
+
+class PricedProgram(NamedTuple):
+    """A run of one block, and what brings rows to its experts."""
+
+    times: RunTimes
+    """Its seconds."""
+    dispatcher: str
+    """The dispatcher's name; "" where no rows are exchanged."""
 
 
 def price_program(
@@ -50,9 +66,9 @@ def price_program(
     execution: Execution,
     recomputed: frozenset[str] = frozenset(),
     polls: bool = False,
-) -> RunTimes:
+) -> PricedProgram:
     """Price a bound program that `planner.language.lowering.lowering.lower` made local: a run of
-    one block.
+    one block, on the dispatcher that takes least.
 
     `axes` are those it was lowered on, `execution` the runtime that runs it; `recomputed` names the
     ops that run again under selective recomputation. Collectives run on the compute stream's time,
@@ -61,12 +77,31 @@ def price_program(
     """
     has_backward = any(local.tensor[name].requires_grad for name in local.outputs)
     recomputed = recomputed if has_backward else frozenset()
-    if execution.prices == "rates":
-        rated = rated_profile(profile)
-        times = executed_times(local, rated, axes=axes, recomputed=recomputed, polls=polls)
-    else:
-        kernels: Kernels = "fused" if execution.kernels == "fused" else "eager"
-        times = profiled_times(local, profile, axes=axes, recomputed=recomputed, kernels=kernels)
+    kernels: Kernels = "fused" if execution.kernels == "fused" else "eager"
+    found = []
+    for dispatcher in dispatchers_of(execution, local, profile.cluster.device, axes):
+        if execution.prices == "rates":
+            rated = rated_profile(profile).with_dispatcher(dispatcher)
+            times = executed_times(local, rated, axes=axes, recomputed=recomputed, polls=polls)
+        else:
+            times = profiled_times(
+                local,
+                profile,
+                axes=axes,
+                dispatcher=dispatcher,
+                recomputed=recomputed,
+                kernels=kernels,
+            )
+        name = dispatcher.name if exchanges_of(local) else ""
+        found.append(PricedProgram(_run_times(local, profile, times, has_backward), name))
+    return min(
+        found, key=lambda priced: priced.times.whole_forward_s + priced.times.whole_backward_s
+    )
+
+
+def _run_times(
+    local: Program, profile: Profile, times: ProgramTimes, has_backward: bool
+) -> RunTimes:
     accumulate_s = accumulate_seconds(local, profile)
     forward_s = sum(times.forward)
     return RunTimes(
@@ -109,7 +144,7 @@ def executed_times(
     is_whole = all(op.name in recomputed for op in local.ops if op.target != REDISTRIBUTE)
     is_flash = execution.flash_attention
     in_head = products_of_head(local)
-    attention = KernelSeconds(forward_s=0.0, backward_s=0.0)
+    attention = shared = KernelSeconds(forward_s=0.0, backward_s=0.0)
     kernel_ops = kernels_of(local, execution)
     for ops in kernel_ops:
         seconds = kernel_seconds(ops, local, profile, saved, in_head)
@@ -121,10 +156,9 @@ def executed_times(
         if first.name in recomputed and not (is_flash and is_attention(first) and not is_whole):
             recomputed_s += seconds.forward_s
         if is_attention(first):
-            attention = KernelSeconds(
-                forward_s=attention.forward_s + seconds.forward_s,
-                backward_s=attention.backward_s + seconds.backward_s,
-            )
+            attention = attention.with_other(seconds)
+        if SHARED_EXPERTS in first.module:
+            shared = shared.with_other(seconds)
         weight_s += seconds.weight_s
     for op in local.ops:
         if op.target != REDISTRIBUTE:
@@ -134,7 +168,7 @@ def executed_times(
     # Of these additions bytes are counted, and no launches.
     backward_s += profile.pass_seconds(forked_bytes(local, kernel_ops), 0)
     compute = KernelSeconds(forward_s=forward_s, backward_s=backward_s)
-    comm = exposed_comm(local, profile, axes, compute, attention)
+    comm = exposed_comm(local, profile, axes, compute, attention, shared)
     wait = rates.launch_wait_s if execution.launches_block else 0.0
     issued = _host_ops(local, execution, kernels) + comm.kernels + unfused
     if recomputed and not is_whole and execution.selective_by_op:
@@ -142,7 +176,7 @@ def executed_times(
     # Every host of a group reaches a collective late at times, and all wait for the last.
     polled_s = polls * execution.polled_late_s * comm.kernels * comm.size
     # Where the host reads how many rows go where before it sends them, it has nothing queued then.
-    sent_s = comm.rows_s if execution.dropless else 0.0
+    sent_s, sent_back_s = (comm.rows_s, comm.rows_back_s) if execution.dropless else (0.0, 0.0)
     forward_host = issued * (rates.host_op_s + wait) + polled_s
     forward_busy_s = forward_s + comm.forward_s - sent_s
     forward_wait_s = host_seconds(execution, forward_busy_s, forward_host)
@@ -151,7 +185,7 @@ def executed_times(
     # factors; each factor without a gradient takes an op off.
     issued_back = max(0, 2 * issued - _without_gradient(local))
     backward_host = has_backward * (issued_back * (rates.host_backward_op_s + wait) + polled_s)
-    backward_busy_s = backward_s + comm.backward_s - sent_s
+    backward_busy_s = backward_s + comm.backward_s - sent_back_s
     backward_wait_s = host_seconds(execution, backward_busy_s, backward_host)
     return ProgramTimes(
         forward=Spent(forward_s, forward_wait_s),

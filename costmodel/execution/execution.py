@@ -21,10 +21,11 @@ Kernels = Literal["eager", "modules", "fused"]
 """How ops that only move bytes run: one by one; fused inside each module of the model's code, as
 libraries of layers do; or fused wherever no product lies between, as compilers do."""
 
-Overlapped = Literal["tp", "gathers", "scatters", "sums", "stages", "rows"]
+Overlapped = Literal["tp", "gathers", "scatters", "sums", "stages", "rows", "shared_rows"]
 """Kinds of collectives: of tensor parallel ranks; gathers of ZeRO's sharded weights, and sums to
-its shards; sums over replicas without ZeRO; messages between interleaved stages; rows of experts,
-which may go beside the compute of another microbatch."""
+its shards; sums over replicas without ZeRO; messages between interleaved stages; rows of experts
+beside the compute of another microbatch, where the schedule merges two; and beside the experts that
+every token goes through."""
 
 RunKind = Literal["dense", "experts", "adapters"]
 """What is trained: all of a dense model, a mixture of experts, adapters of a frozen model."""
@@ -68,21 +69,16 @@ class Execution:
     dropless: bool
     """Experts take all rows that are sent to them, and the host reads how many before it sends
     them; else they take a fixed number, and the others are dropped."""
-    sends_tokens: bool
-    """A token's row goes once to each node, and there to each rank, that has an expert for it, and
-    is copied for its experts on arrival (DeepEP, HybridEP); else it goes once for each expert."""
-    gathers_tokens: bool
-    """Each rank of the experts gets all tokens of all of them, and sums what it made back to their
-    owners (Megatron-LM's allgather dispatcher); with `sends_tokens`."""
-    wide_exchange_part: float
-    """Part of its links' rate that an exchange of rows reaches among more ranks of a node than
-    eight, of which collectives were measured."""
+    dispatchers: tuple[str, ...]
+    """Dispatchers of experts' rows that it has (`costmodel.execution.dispatch`): of each layer the
+    one is priced that takes least. The first is that of a row which names none."""
     pads_rows: bool
     """With products in 8 bits, rows are copied to a whole number of tiles for each expert, and
     back after the last product."""
-    fullest_experts: float
-    """Rows of the rank whose experts are picked most, over the mean of all ranks that share a
-    layer's experts; 1 where routing is forced to be even."""
+    expert_imbalance: float
+    """How unevenly ranks that share a layer's experts receive rows: standard deviation of the
+    logarithm of a rank's rows, from layer to layer (`costmodel.execution.dispatch.imbalance`); 0
+    where routing is forced to be even."""
     fused_saves: bool
     """A fused kernel saves what it takes for its backward, not what it makes inside."""
     regathers: bool
@@ -190,7 +186,8 @@ def find_execution(name: str) -> Execution:
     """
     name = execution_of(name)
     values = {key: entry["value"] for key, entry in _entries(name).items()}
-    return Execution(name=name, **values | {"overlaps": tuple(values["overlaps"])})
+    lists = {key: tuple(values[key]) for key in ("overlaps", "dispatchers")}
+    return Execution(name=name, **values | lists)
 
 
 def sources_of(name: str) -> Mapping[str, str]:

@@ -324,6 +324,8 @@ def _said(run: Run) -> list[str]:
     said = []
     if run.has("overlap-moe-expert-parallel-comm"):
         said.append("all-to-all overlap")
+    if run.has("moe-shared-expert-overlap"):
+        said.append("shared expert overlap")
     if run.has("moe-router-force-load-balancing"):
         said.append("force-balanced")
     if run.flags.values.get("moe-expert-capacity-factor") == 1.0:

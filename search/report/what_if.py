@@ -57,6 +57,8 @@ class Case:
     """What the model is captured in."""
     execution: str
     """The runtime that trains."""
+    expert_imbalance: float | None = None
+    """How uneven experts' rows are; None: as the profile or the runtime's record says."""
     arguments: tuple[tuple[str, Any], ...] = ()
     """Arguments of the model file's model(), by name."""
 
@@ -159,6 +161,7 @@ class Explorer:
             model_file=str(self.model),
             precision=case.precision,
             execution=case.execution,
+            expert_imbalance=case.expert_imbalance,
             accept=self.accept,
         )
 

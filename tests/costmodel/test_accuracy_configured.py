@@ -14,10 +14,10 @@ BRIDGE = {
 
 def test_a_recipe_fills_what_its_row_leaves_open():
     run = parse_row(configured.as_configured(BRIDGE))
-    assert run.stack.sends_tokens
+    assert run.stack.dispatchers == ("hybridep",)
     assert (run.recompute, run.vpp, run.sizes.ahead) == ("selective: mla_up_proj", 1, 1)
     assert run.stage_blocks == (5, *[4] * 14, 3)
-    assert run.stack.fullest_experts == 1
+    assert run.stack.expert_imbalance == 0
     other = {**BRIDGE, "source_id": "dgxc_2411"}
     assert configured.as_configured(other) == other
     without = configured.as_configured(
@@ -37,8 +37,7 @@ def test_what_earlier_rows_added_holds_for_later_ones():
     assert first.recompute == "selective: mlp, mla_up_proj"
     assert last.recompute == "selective: mlp"
     assert last.stack.forward_kernels < first.stack.forward_kernels
-    assert last.stack.sends_tokens
-    assert not first.stack.sends_tokens
+    assert (first.stack.dispatchers, last.stack.dispatchers) == (("alltoall",), ("hybridep",))
     # A graph of the shared expert is no graph of the whole layer.
     assert said("CUDA graph captures shared expert", "DeepEP").stack.expert_kernels > 0
 

@@ -100,7 +100,7 @@ def test_predicted_tensors_are_those_of_the_dry_run(gpt, layout):
 def routed():
     graph = capture_module(RoutedGPT(bias=True), gpt_batch(2), gpt_batch(3), name="routed")
     # A dry run has no values: each rank gets as many rows as it sends.
-    even = replace(find_execution("ours-eager"), fullest_experts=1.0)
+    even = replace(find_execution("ours-eager"), expert_imbalance=0.0)
     return graph, CostCache(graph, CpuProfile(), execution=even)
 
 

@@ -23,7 +23,7 @@ from costmodel.uncertainty import (
 from planner.language.lowering.defaults import default_plan
 from planner.language.templates import Adapters, Experts, Transformer, build_transformer
 from profiles import Profile, load_profile
-from profiles.records import Calibration
+from profiles.records import Calibration, CalibrationRun
 from tests.captures import capture_tiny
 
 
@@ -76,7 +76,8 @@ def test_recorded_runs_say_how_sure_a_calibrated_profile_is(h100):
     """Median error 4%: hypot(0.0592, 0.05) = 0.0775; of one run sqrt(2) of it, of four less."""
 
     def after(runs: int) -> float:
-        known = Calibration.model_construct(factors={}, error_after=0.04, runs=(None,) * runs)
+        told = (CalibrationRun.model_construct(expert_imbalance=None),) * runs
+        known = Calibration.model_construct(factors={}, error_after=0.04, runs=told)
         return step_sigma(changed(h100, calibration=known))[0]
 
     assert after(1) == pytest.approx(0.0775 * sqrt(2), rel=0.01)

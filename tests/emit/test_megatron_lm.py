@@ -1,6 +1,7 @@
 """V12, X11: Megatron-LM's flags. Its own parser took these files when they were made."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -121,6 +122,7 @@ def test_zero_experts_context_and_recomputation_have_flags():
     assert (flags["context-parallel-size"], flags["cp-comm-type"]) == ("2", "all_gather")
     experts = view_of(model="mixtral-8x7b", ep=2, tp=2, etp=1)
     assert megatron_flags(experts)["expert-model-parallel-size"] == "2"
+    assert megatron_flags(experts)["moe-token-dispatcher-type"] == "alltoall"
     for view in (view_of(), experts):
         assert not refusals(view, MEGATRON)
         words = [f"--{name} {value}" for name, value in megatron_flags(view).items()]
@@ -269,3 +271,22 @@ def test_experts_dealt_or_cut_in_part_are_refused():
             in (refused(changed(view, layouts=tuple(layouts)))["layouts"])
         )
     assert view_of().experts_on_tp == "none"
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "written"),
+    [
+        ("allgather", ["--moe-token-dispatcher-type allgather"]),
+        ("deepep", ["--moe-token-dispatcher-type flex", "--moe-flex-dispatcher-backend deepep"]),
+        (
+            "hybridep",
+            ["--moe-token-dispatcher-type flex", "--moe-flex-dispatcher-backend hybridep"],
+        ),
+    ],
+)
+def test_the_dispatcher_that_a_plan_was_priced_with_is_written(dispatcher, written):
+    view = view_of(model="mixtral-8x7b", ep=2, tp=2, etp=1)
+    told = {"experts": {"dispatchers": [dispatcher]}}
+    plan = view.plan.model_copy(update={"estimate": told})
+    flags = megatron_flags(replace(view, plan=plan))
+    assert set(written) <= {f"--{name} {value}" for name, value in flags.items()}

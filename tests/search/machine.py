@@ -31,6 +31,7 @@ class Machine:
     context_bytes: float = 1.0 * GIB
     allocator_overhead_fraction: float = 0.0
     allocator_range: tuple[float, float] = (0.0, 0.0)
+    expert_imbalance: float | None = None
     launch_overhead_s: float = 0.0
     name: str = "test-machine"
     source: str = "shipped"

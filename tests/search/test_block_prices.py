@@ -33,7 +33,7 @@ def lowered_seconds(problem: BlockProblem, choice: list[int]) -> float:
     total = 0.0
     for index, program in problem.programs:
         local = lower(program, layouts[index], axis_size=TP)
-        price = price_program(local, MACHINE, axes=axes, execution=find_execution(OURS))
+        price = price_program(local, MACHINE, axes=axes, execution=find_execution(OURS)).times
         total += price.forward_s + price.comm_forward_s + price.backward_s + price.comm_backward_s
     return total
 

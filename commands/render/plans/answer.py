@@ -33,7 +33,7 @@ from commands.render.plans.parts import (
     stage_name,
 )
 from commands.render.plans.pipeline import draw_step
-from commands.render.plans.words import compact, loses, plan_sentence
+from commands.render.plans.words import compact, experts_words, loses, plan_sentence
 from commands.render.tables import NextCommands, light_table
 from planner.language.plan import OURS, Plan
 from planner.timeline import RankTimeline
@@ -145,6 +145,8 @@ def _heading(answer: Answer) -> Text:
     measured = answer.plan.estimate.get("measured")
     if measured is not None:
         lines += Text(f"measured: {format_seconds(measured['step_s'])} a step\n")
+    if experts := answer.plan.estimate.get("experts"):
+        lines += Text(f"{experts_words(experts)}\n")
     fullest = overview.fullest
     parts, limit = overview.memory[fullest], overview.limit_bytes[fullest]
     total, interval_bytes = parts["total_bytes"], overview.memory_intervals[fullest]

@@ -20,6 +20,7 @@ from commands.render.plans.parts import (
     memory_warning,
     stage_name,
 )
+from commands.render.plans.words import experts_words
 from commands.render.tables import light_table
 from planner.language.graph import ModelGraph
 from planner.language.graph.called_modules import called_modules_messages
@@ -304,6 +305,8 @@ def describe_estimate(
         *_bottleneck(estimate, stages),
         Text(basis),
     ]
+    if experts := estimate.get("experts"):
+        parts.append(Text(experts_words(experts).capitalize()))
     if (measured := estimate.get("measured")) is not None:
         parts.append(Text(_measured(measured)))
     parts.append(Text(f"\n{format_bytes(estimate['peak_bytes'])} at most on one device", "bold"))

@@ -29,6 +29,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "length": ("length", str),
     "precision": ("precision", str),
     "execution": ("runtime", str),
+    "expert_imbalance": ("imbalance", str),
     "arguments": ("model()", lambda pairs: ", ".join(f"{name}={value}" for name, value in pairs)),
 }
 """What may differ from the base: its column's name, and how a value is written."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from planner.language.plan import OURS, Plan
 from planner.language.plan.spelled import spell_degrees, spell_microbatches
@@ -45,6 +46,15 @@ def plan_sentence(plan: Plan, overview: Overview) -> str:
         parts.append(f"{' and '.join(plan.on_host)} on the host")
     runtime = "" if plan.execution == OURS else f", as {plan.execution} runs it"
     return ", ".join(parts) + runtime + "."
+
+
+def experts_words(told: Mapping[str, Any]) -> str:
+    """Return how rows of a plan go to their experts, as its estimate has it."""
+    return (
+        f"rows of experts by {' and '.join(told['dispatchers'])}; the rank that gets most has "
+        f"{told['fullest']:.2f} times the mean (imbalance {told['imbalance']:.2f}, "
+        f"{told['imbalance_from']})"
+    )
 
 
 def counted(number: int, single: str, plural: str) -> str:

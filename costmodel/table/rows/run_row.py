@@ -124,6 +124,9 @@ def parse_row(row: Mapping[str, Any]) -> RunRow:
     cells = Cells(row)
     stack = stack_of_row(cells)
     sizes = sizes_of_row(cells, stack)
+    if sizes.experts is not None:
+        # A run that names no dispatcher has what its runtime has where nothing is said.
+        stack = replace(stack, dispatchers=stack.dispatchers[:1])
     tp, cp, pp, dp = _layout(cells, sizes, stack)
     check_divides("tp", tp, "heads", sizes.heads)
     width = ModelCounts(sizes).ffn_width

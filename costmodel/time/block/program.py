@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from costmodel.execution.dispatch.dispatcher import Dispatcher
+from costmodel.execution.dispatch.exchange import exchange_seconds
 from costmodel.table.fusion import Kernels, fused_seconds, num_kernels
 from costmodel.time.block.compute import (
     ProgramTimes,
@@ -23,7 +25,7 @@ from costmodel.time.block.compute import (
 )
 from costmodel.topology import Axis
 from planner.language.graph import Program
-from planner.language.layout.redistribute import goes_back
+from planner.language.layout.redistribute import EXCHANGE_ROWS, goes_back
 from planner.language.ops.call import Work
 from planner.language.ops.families.products.rings import RING
 from planner.language.ops.flops import op_kernels
@@ -51,13 +53,14 @@ def profiled_times(
     profile: Profile,
     *,
     axes: Mapping[str, Axis],
+    dispatcher: Dispatcher,
     recomputed: frozenset[str],
     kernels: Kernels,
 ) -> ProgramTimes:
     """Return the times of a bound program that was lowered on `axes`.
 
-    `recomputed` names the ops that run again in the backward, collectives among them. Fused
-    `kernels` take less time.
+    Rows of experts go by `dispatcher`. `recomputed` names the ops that run again in the backward,
+    collectives among them. Fused `kernels` take less time.
     """
     products = deferrable_products(local)
     tensor = local.tensor
@@ -85,7 +88,11 @@ def profiled_times(
             again_moves += there > 0 and op.name in recomputed
             continue
         if op.target.startswith("planner."):
-            inner = inner_seconds(op, tensor, profile, axes)
+            inner = inner_back = inner_seconds(op, tensor, profile, axes)
+            if op.target == EXCHANGE_ROWS and inner:
+                sent_s, sent_back_s = exchange_seconds(op, local, profile, axes["ep"], dispatcher)
+                inner = (sent_s + dispatcher.call_s,)
+                inner_back = (sent_back_s + dispatcher.call_s,)
             forward_comm_s += sum(inner)
             again_comm_s += sum(inner) if op.name in recomputed else 0.0
             forward_waits += len(inner)
@@ -101,8 +108,8 @@ def profiled_times(
                 back_moves += 2 * messages + home
                 again_moves += messages if op.name in recomputed else 0
             if goes_back(op, tensor):  # gradients of rows go the same way, back
-                backward_comm_s += sum(inner)
-                backward_waits += len(inner)
+                backward_comm_s += sum(inner_back)
+                backward_waits += len(inner_back)
         there, back = seconds[op.name]
         forward_s += there
         backward_s += back

@@ -34,7 +34,7 @@ PRICED: dict[str, dict[str, str]] = {
         "str": "moe-layer-freq moe-token-dispatcher-type moe-flex-dispatcher-backend",
         "": (
             "moe-enable-deepep moe-router-force-load-balancing overlap-moe-expert-parallel-comm "
-            "moe-pad-expert-input-to-capacity"
+            "moe-shared-expert-overlap moe-pad-expert-input-to-capacity"
         ),
         "float": "moe-expert-capacity-factor",
     },

@@ -96,7 +96,7 @@ UNPRICED: dict[str, dict[str, str]] = {
             "ep-overlap-early-attn-memory-release apply-query-key-layer-scaling "
             "disable-bf16-reduced-precision-matmul use-fused-weighted-squared-relu "
             "fused-residual-rmsnorm use-transformer-engine-op-fuser use-kitchen-attention "
-            "moe-shared-expert-overlap moe-permute-fusion moe-router-fusion "
+            "moe-permute-fusion moe-router-fusion "
             "no-clone-scatter-output-in-embedding disable-clone-scatter-output-in-embedding "
             "batch-invariant-mode use-te-activation-func no-masked-softmax-fusion "
             "no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion "

@@ -16,6 +16,7 @@ from planner.emit.declared import expresses
 from planner.emit.emitter import Emitted, Emitter, register_emitter
 from planner.emit.start import NODE_SETTINGS, headline, torchrun_lines
 from planner.emit.view import PlanView, StageParts
+from planner.language.plan import Plan
 from planner.language.stacks.known import MEGATRON_BRIDGE, MEGATRON_LM
 from planner.language.stacks.transformer_graph import Experts
 
@@ -38,6 +39,7 @@ def megatron_flags(view: PlanView) -> dict[str, str]:
     if plan.degrees["ep"] > 1:
         flags["expert-model-parallel-size"] = str(plan.degrees["ep"])
         flags["expert-tensor-parallel-size"] = str(plan.degrees["etp"])
+        flags |= _dispatcher(plan)
     elif plan.tp > 1 and view.graph is not None and view.experts_on_tp == "whole":
         # Where nothing is said, tp cuts the experts' matrices as it cuts all others.
         flags["expert-tensor-parallel-size"] = "1"
@@ -57,6 +59,16 @@ def megatron_flags(view: PlanView) -> dict[str, str]:
             "use-precision-aware-optimizer": "",
         }
     return flags
+
+
+def _dispatcher(plan: Plan) -> dict[str, str]:
+    """Return what brings rows to experts: the dispatcher that a plan was priced with, of the first
+    kind of its blocks; all-to-alls where nothing is told.
+    """
+    name = plan.estimate.get("experts", {}).get("dispatchers", ["alltoall"])[0]
+    if name in ("deepep", "hybridep"):
+        return {"moe-token-dispatcher-type": "flex", "moe-flex-dispatcher-backend": name}
+    return {"moe-token-dispatcher-type": name if name == "allgather" else "alltoall"}
 
 
 def pipeline_layout(parts: Sequence[StageParts]) -> str:

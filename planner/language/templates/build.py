@@ -48,6 +48,11 @@ def build_transformer(model: Transformer) -> ModelGraph:
     return template_of(model).graph
 
 
+def build_experts(model: Transformer) -> Program:
+    """Return the program of a layer's experts alone, as trainers of large models write them."""
+    return _written("experts", model, modules.experts_alone, ("x",)).program
+
+
 @lru_cache(maxsize=256)
 def template_of(model: Transformer) -> Template:
     """Return the graph of a model with the usual layouts of its classes."""

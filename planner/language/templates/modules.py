@@ -329,6 +329,13 @@ def _feed_forward(tape: Tape, model: Transformer, x: Value, width: int, module: 
     return tape.linear(made, width_of(x), split="rows")
 
 
+def experts_alone(tape: Tape, model: Transformer) -> Value:
+    """Write a layer's experts without the layer: router, routed experts and those of all tokens."""
+    assert model.experts is not None, f"{model.hidden} wide layers without experts"
+    x = tape.input(BATCH, model.seq_len, model.hidden, place=STREAM)
+    return _experts(tape, model, model.experts, x)
+
+
 def _experts(tape: Tape, model: Transformer, experts: Experts, x: Value) -> Value:
     """Tokens are put in the order of their experts, multiplied group by group, and put back.
 

@@ -40,11 +40,13 @@ from planner.language.layout.placement import (
     has_way,
     parse_placement,
 )
+from planner.timeline import ROWS
 
 _funcol = torch.ops._c10d_functional
 
-_span: Callable[[str], AbstractContextManager[object]] | None = None
-"""What records a collective of a name while it runs; None: nobody looks."""
+_span: Callable[[str, int], AbstractContextManager[object]] | None = None
+"""What records a collective of a name while it runs, and the rows that it brings; None: nobody
+looks."""
 
 Step = tuple[str, int | Shard, int | Shard]
 """A step: (kind, where, where to); an int stands for a plain Shard of that dim. Only an
@@ -53,17 +55,21 @@ all-to-all has a second place, where it splits; `run_step` says what the kinds d
 _NOTHING: Step = ("identity", 0, 0)
 
 
-def record(span: Callable[[str], AbstractContextManager[object]] | None) -> None:
-    """Record this process's collectives from now on, each under its kind; None: no longer."""
+def record(span: Callable[[str, int], AbstractContextManager[object]] | None) -> None:
+    """Record this process's collectives from now on, each under its kind or its name, with the rows
+    that it brings to experts; None: no longer.
+    """
     global _span
     _span = span
 
 
-def run(kind: str, start: Callable[[], Tensor]) -> Tensor:
-    """Start a collective and return what it gives, which the caller may use at once."""
+def run(kind: str, start: Callable[[], Tensor], *, rows: int = 0) -> Tensor:
+    """Start a collective and return what it gives, which the caller may use at once; `rows` are
+    those that it brings to experts.
+    """
     if _span is None or torch.compiler.is_compiling():
         return _funcol.wait_tensor(start())
-    with _span(kind):
+    with _span(kind, rows):
         return _funcol.wait_tensor(start())
 
 
@@ -257,14 +263,18 @@ def all_to_all_parts(x: Tensor, group: str, parts: int) -> Tensor:
     return received.flatten(0, 1)
 
 
-def all_to_all_rows(x: Tensor, group: str, sent: list[int], got: list[int]) -> Tensor:
+def all_to_all_rows(
+    x: Tensor, group: str, sent: list[int], got: list[int], *, to_experts: bool = False
+) -> Tensor:
     """Give each rank its stretch of the rows; return the stretches that ranks gave this one.
 
-    `sent` and `got` are how many rows go to, and come from, each rank of the group, in order.
+    `sent` and `got` are how many rows go to, and come from, each rank of the group, in order. Those
+    that go `to_experts` are recorded as such.
     """
     if not group:
         return x
-    return run("all_to_all", lambda: _funcol.all_to_all_single(x, got, sent, group))
+    kind, rows = (ROWS, sum(got)) if to_experts else ("all_to_all", 0)
+    return run(kind, lambda: _funcol.all_to_all_single(x, got, sent, group), rows=rows)
 
 
 class Shift(NamedTuple):

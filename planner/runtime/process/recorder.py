@@ -50,9 +50,9 @@ Events = tuple[torch.Event, torch.Event]
 _What = tuple[str, str, int, int, int]
 """Kind, name, step, stage, microbatch."""
 
-_Ended = tuple[_What, float, float, int, Events | None]
-"""A span that ended, its start and end by the host's clock, the bytes held then, and the events
-that know the times better, if any."""
+_Ended = tuple[_What, float, float, int, int, Events | None]
+"""A span that ended, its start and end by the host's clock, the bytes held then, the rows that came
+to experts, and the events that know the times better, if any."""
 
 
 class Recorder:
@@ -77,16 +77,23 @@ class Recorder:
             atexit.register(self.close)
 
     def span(
-        self, kind: str, name: str, stage: int = -1, microbatch: int = -1, *, on_host: bool = False
+        self,
+        kind: str,
+        name: str,
+        stage: int = -1,
+        microbatch: int = -1,
+        *,
+        on_host: bool = False,
+        rows: int = 0,
     ) -> _Open | _OpenByEvents:
         """Record what happens inside; `on_host` says that no device does it."""
         what = (kind, name, self.step, stage, microbatch)
-        return (_OpenByEvents if self.on_gpu and not on_host else _Open)(self, what)
+        return (_OpenByEvents if self.on_gpu and not on_host else _Open)(self, what, rows)
 
-    def collective(self, kind: str) -> _Open | _OpenByEvents:
-        """Record a collective of the job in work."""
+    def collective(self, kind: str, rows: int = 0) -> _Open | _OpenByEvents:
+        """Record a collective of the job in work, and how many rows it brings to experts."""
         stage, microbatch = self.inside
-        return self.span(COLLECTIVE, kind, stage, microbatch)
+        return self.span(COLLECTIVE, kind, stage, microbatch, rows=rows)
 
     def end_step(self) -> None:
         """Write out what has ended: on a GPU, that is not yet all of the step."""
@@ -117,10 +124,10 @@ class Recorder:
     def _write(self, number: int) -> None:
         lines = []
         for _ in range(number):
-            what, start_s, end_s, memory_bytes, events = self.ended.popleft()
+            what, start_s, end_s, memory_bytes, rows, events = self.ended.popleft()
             if events is not None and self._device_clock is not None:
                 start_s, end_s = map(self._device_clock.seconds, events)
-            lines.append(span_line(*what, start_s, end_s, memory_bytes))
+            lines.append(span_line(*what, start_s, end_s, memory_bytes, rows))
         self._file.write("".join(lines).encode("ascii"))
 
 
@@ -173,10 +180,10 @@ def _leave(recorder: Recorder, outer: tuple[int, int] | None) -> None:
 class _Open:
     """A span that goes on; a class and not a generator, as it is made twice for every job."""
 
-    __slots__ = ("_outer", "_recorder", "_start_s", "_what")
+    __slots__ = ("_outer", "_recorder", "_rows", "_start_s", "_what")
 
-    def __init__(self, recorder: Recorder, what: _What) -> None:
-        self._recorder, self._what = recorder, what
+    def __init__(self, recorder: Recorder, what: _What, rows: int) -> None:
+        self._recorder, self._what, self._rows = recorder, what, rows
 
     def __enter__(self) -> None:
         self._outer = _enter(self._recorder, self._what)
@@ -186,17 +193,17 @@ class _Open:
         end_s, recorder = perf_counter(), self._recorder
         _leave(recorder, self._outer)
         recorder.ended.append(
-            (self._what, self._start_s, end_s, recorder.memory_bytes(end_s), None)
+            (self._what, self._start_s, end_s, recorder.memory_bytes(end_s), self._rows, None)
         )
 
 
 class _OpenByEvents:
     """A span that goes on on a GPU."""
 
-    __slots__ = ("_events", "_outer", "_recorder", "_start_s", "_what")
+    __slots__ = ("_events", "_outer", "_recorder", "_rows", "_start_s", "_what")
 
-    def __init__(self, recorder: Recorder, what: _What) -> None:
-        self._recorder, self._what = recorder, what
+    def __init__(self, recorder: Recorder, what: _What, rows: int) -> None:
+        self._recorder, self._what, self._rows = recorder, what, rows
 
     def __enter__(self) -> None:
         self._outer = _enter(self._recorder, self._what)
@@ -210,7 +217,7 @@ class _OpenByEvents:
         self._events[1].record()
         _leave(recorder, self._outer)
         held = recorder.memory_bytes(end_s)
-        recorder.ended.append((self._what, self._start_s, end_s, held, self._events))
+        recorder.ended.append((self._what, self._start_s, end_s, held, self._rows, self._events))
 
 
 def start_recorder(mesh: Mesh) -> Recorder | None:

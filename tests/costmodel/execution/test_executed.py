@@ -71,7 +71,7 @@ def test_a_backward_makes_what_needs_a_gradient(h100: Profile) -> None:
         )
         axes = lowered_groups(h100.cluster, Degrees())
         program = replace(layer, tensors=tensors)
-        return price_program(program, profile, axes=axes, execution=core)
+        return price_program(program, profile, axes=axes, execution=core).times
 
     trained = priced_with(lambda meta: True)
     frozen = priced_with(lambda meta: meta.kind != "param")

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from costmodel.execution.dispatch.imbalance import expected_fullest
 from costmodel.table.rows.row_plan import (
     RowPrices,
     is_nearly_full,
@@ -140,12 +141,17 @@ def test_whole_experts_lie_on_tp_ranks_where_others_are_too_few(
 
 
 @pytest.mark.parametrize(
-    ("said", "is_even", "is_dropless"),
-    [("", False, True), ("MoE force-balanced", True, True), ("token drop", True, False)],
+    ("said", "sigma", "is_dropless"),
+    [
+        ("", 0.12, True),
+        ("MoE force-balanced", 0.0, True),
+        ("token drop", 0.0, False),
+        ("SFT, natural routing", 0.66, True),
+    ],
 )
-def test_a_row_says_how_even_its_routing_is(said: str, is_even: bool, is_dropless: bool) -> None:
+def test_a_row_says_how_even_its_routing_is(said: str, sigma: float, is_dropless: bool) -> None:
     run, _, _ = run_of({**MIXTRAL, "notes": said})
-    assert (run.stack.fullest_experts == 1) is is_even
+    assert run.stack.expert_imbalance == sigma
     assert run.stack.dropless is is_dropless
 
 
@@ -230,15 +236,14 @@ def test_parts_of_layers_as_cuda_graphs_leave_the_host_the_rest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "sends_tokens", "is_fast"),
-    [("dispatcher alltoall", False, False), ("dispatcher DeepEP", True, False),
-     ("dispatcher HybridEP", True, True)],
+    ("said", "dispatcher"),
+    [("dispatcher alltoall", "alltoall"), ("dispatcher DeepEP", "deepep"),
+     ("dispatcher HybridEP", "hybridep"), ("dispatcher deepep-uccl", "deepep-uccl")],
 )  # fmt: skip
-def test_a_row_names_its_dispatcher(said: str, sends_tokens: bool, is_fast: bool) -> None:
+def test_a_row_names_its_dispatcher(said: str, dispatcher: str) -> None:
     for row in ({**MIXTRAL, "notes": said}, {**MIXTRAL, "dispatcher": said.split()[1]}):
         stack = run_of(row)[0].stack
-        assert stack.sends_tokens is sends_tokens
-        assert (stack.wide_exchange_part == 1) is is_fast
+        assert stack.dispatchers == (dispatcher,)
     assert "rows" in run_of({**MIXTRAL, "notes": "all-to-all overlap"})[0].stack.overlaps
 
 
@@ -249,7 +254,8 @@ def test_rows_in_eight_bits_are_padded_and_multiplied_one_by_one() -> None:
         run, profile, rates = run_of({**MIXTRAL, "dtype": "fp8"})
         changed = replace(run, stack=replace(run.stack, pads_rows=pads))
         times[pads] = RowPrices().estimate(changed, profile, rates).path.parts["compute_s"]
-    rows = 2 * 4096 * run.micro_batch * run.stack.fullest_experts
+    fullest = expected_fullest(run.stack.expert_imbalance, run.ep)
+    rows = 2 * 4096 * run.micro_batch * fullest
     moved = 2 * 2 * 2 * (rows + 2 * 4096 * run.micro_batch) * 4096
     layers = 8 * run.num_microbatches
     assert times[True] - times[False] == pytest.approx(

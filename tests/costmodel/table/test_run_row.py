@@ -185,7 +185,7 @@ def test_experts_lie_on_tensor_parallel_ranks_where_there_are_no_others():
         ({"cp_comm": "all_gather"}, "rings_attention", False),
         ({"loss_bytes": "10"}, "loss_bytes", 10),
         ({"cp_comm": "p2p"}, "rings_attention", True),
-        ({"dispatcher": "allgather"}, "gathers_tokens", True),
+        ({"dispatcher": "allgather"}, "dispatchers", ("allgather",)),
         ({"not_overlapped": "sums gathers"}, "overlaps", ("tp", "scatters", "stages")),
     ],
 )  # fmt: skip

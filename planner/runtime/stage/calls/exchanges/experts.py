@@ -47,14 +47,16 @@ class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, dealt: Tensor, group: str, back: bool) -> Tensor:
         ctx.dealt, ctx.group, ctx.back = dealt, group, back
-        return _exchanged(rows, dealt, group, back)
+        return _exchanged(rows, dealt, group, back, is_forward=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _exchanged(grad, ctx.dealt, ctx.group, not ctx.back), None, None, None
 
 
-def _exchanged(rows: Tensor, dealt: Tensor, group: str, back: bool) -> Tensor:
+def _exchanged(
+    rows: Tensor, dealt: Tensor, group: str, back: bool, *, is_forward: bool = False
+) -> Tensor:
     if isinstance(rows, FakeTensor):
         # In a dry run as if all experts were picked as often: rows in another order, and those that
         # came.
@@ -67,7 +69,8 @@ def _exchanged(rows: Tensor, dealt: Tensor, group: str, back: bool) -> Tensor:
         # From the order of experts to that of the ranks where rows came from.
         rows = rows.new_empty(rows.shape).index_copy_(0, _places(dealt[1], rows.device), rows)
         return collectives.all_to_all_rows(rows, group, got, sent)
-    arrived = collectives.all_to_all_rows(rows.contiguous(), group, sent, got)
+    rows = rows.contiguous()
+    arrived = collectives.all_to_all_rows(rows, group, sent, got, to_experts=is_forward)
     return arrived.index_select(0, _places(dealt[1], rows.device))
 
 

@@ -1,0 +1,26 @@
+"""The dispatchers that a runtime may exchange a block's rows with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from costmodel.execution.dispatch.dispatcher import Dispatcher, find_dispatcher
+from costmodel.execution.dispatch.exchange import exchanges_of
+from costmodel.execution.execution import Execution
+from costmodel.topology import Axis
+from planner.language.graph import Program
+
+
+def dispatchers_of(
+    execution: Execution, local: Program, device: str, axes: Mapping[str, Axis]
+) -> tuple[Dispatcher, ...]:
+    """Return the dispatchers of a runtime that exchange a rank's program's rows on a device; of a
+    program without exchanges the runtime's first.
+
+    A run that has one dispatcher alone is taken at its word.
+    """
+    found = tuple(find_dispatcher(name) for name in execution.dispatchers)
+    ranks = axes["ep"].size
+    if len(found) == 1 or ranks == 1 or not exchanges_of(local):
+        return found[:1]
+    return tuple(each for each in found if each.runs(device, ranks)) or found[:1]
