@@ -27,6 +27,7 @@ from planner.capture.diagnose import (
     is_users,
     user_line,
 )
+from planner.capture.loops.tracing import NotALoop, traced
 from planner.capture.opaque.calls import SEEDS, tensors_of
 from planner.capture.opaque.functions import CalledFunction, function_of
 from planner.capture.opaque.trial import SCALARS, ModuleCall, NotHeld, Place, Trial
@@ -45,12 +46,17 @@ class OpaqueModules:
         branches: that its forward takes where it tests whether a compiler runs.
         unit: samples that belong together, of which batches have so many.
         calls: each once, however often it is made; ops name them by their number.
+        loops: classes whose forward is traced as a loop over experts (`planner.capture.loops`),
+            before they are ops, and whether it passes over experts without rows.
+        not_loops: those of which that failed, and why.
     """
 
     precision: Precision = "model"
     branches: Branches = field(default_factory=Branches)
     unit: int = 1
     calls: list[ModuleCall] = field(default_factory=list)
+    loops: dict[type[nn.Module], bool] = field(default_factory=dict)
+    not_loops: dict[type[nn.Module], str] = field(default_factory=dict)
     _forwards: dict[type[nn.Module], Callable[..., Any]] = field(default_factory=dict)
     _codes: dict[FunctionType, CodeType] = field(default_factory=dict)
     _because: dict[type[nn.Module] | FunctionType, str] = field(default_factory=dict)
@@ -67,6 +73,11 @@ class OpaqueModules:
         that is not added already, add the innermost function that this called; False where there
         is none, either.
         """
+        for cause in causes(error):
+            if isinstance(cause, NotALoop) and cause.kind in self.loops:
+                del self.loops[cause.kind]
+                self.not_loops[cause.kind] = cause.why
+                return True
         if not depends_on_values(error) and not any(isinstance(e, NotHeld) for e in causes(error)):
             return False
         kinds = {type(part) for part in model.modules()} - {type(model)}
@@ -76,6 +87,8 @@ class OpaqueModules:
             if kind in kinds and kind not in self._forwards:
                 self._forwards[kind] = kind.forward
                 self._because[kind] = self._reason(error)
+                if depends_on_values(error):
+                    self.loops[kind] = False
                 return True
         for function in reversed(functions):
             if function not in self._codes:
@@ -104,6 +117,10 @@ class OpaqueModules:
 
     def _replaced(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if type(module) in self.loops:
+                made, passes_over = traced(forward, module, args, kwargs)
+                self.loops[type(module)] |= passes_over
+                return made
             return self._call(module, args, kwargs)
 
         run.__wrapped__ = forward  # type: ignore[attr-defined] # whose source is read
