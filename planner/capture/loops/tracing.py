@@ -1,11 +1,11 @@
-"""A loop over experts traced as if every expert had rows, of a number that nobody may compute with.
+"""A loop over experts traced as if each had rows, of a number that nobody may compute with.
 
-A loop picks each expert's rows by values: `torch.where(chosen == expert)`, ``x[mask]``. Traced, what
-is picked has `ROWS` rows, and an op of ours, ``planner::rows_of_mask``, stands where it is picked.
-That is the loop's own course as long as it does with an expert's rows the same however many they
-are, so a forward may see of their number only whether it is none. A loop that passes over experts
-without rows does for them what it would do for none: nothing is added. (That a parameter then has
-no gradient is kept, see `passes_over`.)
+A loop picks each expert's rows by values: `torch.where(chosen == expert)`, ``x[mask]``. Traced,
+what is picked has `ROWS` rows, and an op of ours, ``planner::rows_of_mask``, stands where it is
+picked. That is the loop's own course as long as it does the same with an expert's rows however many
+they are, so a forward may see of their number only whether it is none. A loop that passes over
+experts without rows does for them what it would do for none: nothing is added. (That a parameter
+then has no gradient is kept: `LoopTracing.passes_over`.)
 
 What the ops amount to is looked at in `planner.capture.loops.fuse`; where they are no such loop,
 none of what is made here stays.
@@ -62,6 +62,7 @@ class NumRows(int):
 
     @classmethod
     def of(cls, told: Callable[[], bool]) -> NumRows:
+        """Return a number whose comparisons are told."""
         made = cls(ROWS)
         made.told = told
         return made
@@ -113,6 +114,7 @@ class Hit(int):
 
     @classmethod
     def of(cls, number: int, dims: int) -> Hit:
+        """Return the number of an expert, as of a tensor of so many dims."""
         made = cls(number)
         made.dims = dims
         return made

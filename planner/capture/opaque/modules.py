@@ -6,7 +6,7 @@ another file's names), so it is its code that is replaced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -74,9 +74,7 @@ class OpaqueModules:
         is none, either.
         """
         for cause in causes(error):
-            if isinstance(cause, NotALoop) and cause.kind in self.loops:
-                del self.loops[cause.kind]
-                self.not_loops[cause.kind] = cause.why
+            if isinstance(cause, NotALoop) and self.not_a_loop({cause.kind}, cause.why):
                 return True
         if not depends_on_values(error) and not any(isinstance(e, NotHeld) for e in causes(error)):
             return False
@@ -96,6 +94,14 @@ class OpaqueModules:
                 self._because[function] = self._reason(error)
                 return True
         return False
+
+    def not_a_loop(self, kinds: Collection[type[nn.Module]], why: str) -> bool:
+        """Have modules of these classes run as they are; False where none was a loop so far."""
+        found = [kind for kind in self.loops if kind in kinds]
+        for kind in found:
+            del self.loops[kind]
+            self.not_loops[kind] = why
+        return bool(found)
 
     def _reason(self, error: BaseException) -> str:
         inner = next(reversed(self._because.values()), "")  # else: that can't be an op

@@ -16,7 +16,13 @@ from planner.runtime.process import collectives
 from planner.runtime.stage.calls.attention_kernels import attend
 from planner.runtime.stage.calls.attention_tiles import Sight
 from planner.runtime.stage.calls.own_random import own_attention, stream_of, with_own_random_stream
-from planner.runtime.stage.calls.rows.routed_rows import bias_of_runs, sort_rows, unsort_rows
+from planner.runtime.stage.calls.rows.routed_rows import (
+    bias_of_runs,
+    product_of_runs,
+    sort_rows,
+    stack_of_runs,
+    unsort_rows,
+)
 
 __all__ = [
     "batch_norm_by_channel",
@@ -26,7 +32,9 @@ __all__ = [
     "masked_attention",
     "masked_attention_of_queries",
     "own_key_heads",
+    "product_of_runs",
     "sort_rows",
+    "stack_of_runs",
     "unsort_rows",
     "vocab_cross_entropy",
     "vocab_embedding",
