@@ -40,8 +40,11 @@ def with_told_loops(raw: RawGraph, passes_over: Callable[[str], bool]) -> RawGra
     have no rows.
     """
     ops = live_ops(raw)
-    if not picked_in(ops):
+    picks = picked_in(raw.ops)
+    if not picks:
         return raw
+    if len(picked_in(ops)) < len(picks):
+        raise Unlike("rows are picked that nothing follows from")
     tensors = dict(raw.tensors)
     loops = read_chains(ops, tensors)
     last = {loop.last: loop for loop in loops}

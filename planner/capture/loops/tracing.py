@@ -14,6 +14,7 @@ none of what is made here stays.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -27,12 +28,15 @@ from planner.errors import CaptureError
 ROWS = 999_983
 """Rows of each expert in a trace: a prime, and so no size of a model's own."""
 
-torch.library.define("planner::rows_of_mask", "(Tensor mask, Tensor[] hits) -> Tensor[]")
+torch.library.define("planner::rows_of_mask", "(Tensor mask, Tensor[] hits, int rows) -> Tensor[]")
+
+_OTHERS = (1, 2, 3)
+"""Numbers of rows for which a forward must take the same course."""
 
 
 @torch.library.register_fake("planner::rows_of_mask")
-def _(mask: Tensor, hits: list[Tensor]) -> list[Tensor]:
-    return [mask.new_empty((ROWS,), dtype=torch.int64) for _ in range(mask.dim())]
+def _(mask: Tensor, hits: list[Tensor], rows: int) -> list[Tensor]:
+    return [mask.new_empty((rows,), dtype=torch.int64) for _ in range(mask.dim())]
 
 
 class NotALoop(CaptureError):
@@ -61,9 +65,9 @@ class NumRows(int):
     """Notes that it was compared with none; returns whether it is more."""
 
     @classmethod
-    def of(cls, told: Callable[[], bool]) -> NumRows:
+    def of(cls, rows: int, told: Callable[[], bool]) -> NumRows:
         """Return a number whose comparisons are told."""
-        made = cls(ROWS)
+        made = cls(rows)
         made.told = told
         return made
 
@@ -160,26 +164,26 @@ class Hits(list[Hit]):
 
 _COUNTED = frozenset({"sum", "bincount", "count_nonzero"})
 _ABOVE_NONE = {"gt": 0, "greater": 0, "__gt__": 0, "ne": 0, "not_equal": 0, "__ne__": 0, "ge": 1}
-_NUMBERS = frozenset({"numel", "nelement", "__len__"})
+_NUMBERS = frozenset({"numel", "nelement"})
+_LOOKS = frozenset({"__get__", "size", "dim", "__len__", *_NUMBERS})
+_NUMERIC = (bool, int, float, str, NumRows, Hit)
 
 
 class LoopTracing(TorchFunctionMode):
     """Runs a forward so. Mutable: what it holds grows.
 
     Attributes:
-        passes_over: whether the forward does nothing with experts that have no rows.
+        looks: whether the forward looks at how many rows there are.
         picks: how often rows were picked.
-        calls: the functions that it called.
-        weights: the parameters that it called some with.
+        calls: the functions that it called, with the numbers that these were given.
     """
 
-    def __init__(self, *, are_none: bool = False) -> None:
+    def __init__(self, rows: int = ROWS, *, are_none: bool = False) -> None:
         """With `are_none` experts have no rows, where the forward looks whether they have some."""
         super().__init__()
-        self.passes_over, self.picks = False, 0
-        self.calls: list[str] = []
-        self.weights: dict[int, nn.Parameter] = {}
-        self._are_none = are_none
+        self.looks, self.picks = False, 0
+        self.calls: list[tuple[Any, ...]] = []
+        self._rows, self._are_none = rows, are_none
         self._places: dict[int, list[Tensor]] = {}
         self._owner: dict[int, int] = {}
         self._counts: dict[int, Tensor] = {}
@@ -192,11 +196,9 @@ class LoopTracing(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name != "__get__":
-            self.calls.append(name)
-        for each in _flat((args, tuple(kwargs.values()))):
-            if isinstance(each, nn.Parameter):
-                self.weights[id(each)] = each
+        if name not in _LOOKS:
+            given = _flat((args, tuple(kwargs.values())))
+            self.calls.append((name, *(each for each in given if type(each) in _NUMERIC)))
         tensor = args[0] if args and isinstance(args[0], Tensor) else None
         if tensor is not None:
             if name == "where" and len(args) == 1 and not kwargs:
@@ -209,12 +211,16 @@ class LoopTracing(TorchFunctionMode):
                 return self._note(func, func(tensor, self._index(tensor, args[1])), args)
             if name == "__setitem__":
                 return func(tensor, self._index(tensor, args[1]), args[2])
-            if tensor.dim() and tensor.shape[0] == ROWS:
+            if tensor.dim() and tensor.shape[0] == self._rows and id(tensor) in self._owner:
                 if func is Tensor.shape.__get__ or (name == "size" and len(args) == 1):  # type: ignore[attr-defined]
                     return (self._number(tensor), *tensor.shape[1:])
                 if name == "size" and args[1] in (0, -tensor.dim()):
                     return self._number(tensor)
-                if name == "__len__" or (name in _NUMBERS and tensor.dim() == 1):
+                if name == "__len__":
+                    # (Python makes an ordinary number of it, which tells of no comparison.)
+                    self.looks, self._within = True, self._owner[id(tensor)]
+                    return 0 if self._are_none else self._rows
+                if name in _NUMBERS and tensor.dim() == 1:
                     return self._number(tensor)
                 if name in _NUMBERS:
                     raise _Refused("a count of the entries of an expert's rows")
@@ -225,7 +231,7 @@ class LoopTracing(TorchFunctionMode):
     def _picked(self, mask: Tensor) -> list[Tensor]:
         """Return where a mask is not zero."""
         if id(mask) not in self._places:
-            places = torch.ops.planner.rows_of_mask(mask, self._hits)
+            places = torch.ops.planner.rows_of_mask(mask, self._hits, self._rows)
             self._places[id(mask)] = places
             self._alive += [mask, *places]
             self._owner |= {id(each): id(mask) for each in places}
@@ -238,7 +244,7 @@ class LoopTracing(TorchFunctionMode):
             return tuple(self._picked(tensor))
         if counts is not None and counts is not tensor:
             # (Of numbers themselves nobody said that they are more than none.)
-            self.passes_over = True
+            self.looks = True
             self._hits = [counts]
             number = 0 if self._are_none else len(tensor)
             found = Hits(Hit.of(each, 1) for each in range(number))
@@ -248,7 +254,7 @@ class LoopTracing(TorchFunctionMode):
         raise _Refused("places as a table")
 
     def _are_any(self, mask: Tensor) -> Any:
-        self.passes_over, self._within = True, id(mask)
+        self.looks, self._within = True, id(mask)
         self._alive.append(mask)
         return _Answer(not self._are_none)
 
@@ -272,10 +278,10 @@ class LoopTracing(TorchFunctionMode):
         def told() -> bool:
             if owner is None:
                 raise _Refused("a comparison of the number of several experts' rows")
-            self.passes_over, self._within = True, owner
+            self.looks, self._within = True, owner
             return not self._are_none
 
-        return NumRows.of(told)
+        return NumRows.of(self._rows, told)
 
     def _note(self, func: Any, made: Any, args: Sequence[Any]) -> Any:
         """Note whose rows a result has, and whether it counts experts."""
@@ -287,7 +293,7 @@ class LoopTracing(TorchFunctionMode):
         for each in made if isinstance(made, tuple | list) else (made,):
             if not isinstance(each, Tensor) or any(each is other for other in given):
                 continue
-            if each.dim() and each.shape[0] == ROWS and len(owners) == 1:
+            if each.dim() and each.shape[0] == self._rows and len(owners) == 1:
                 self._owner[id(each)] = next(iter(owners))
                 self._alive.append(each)
             if each.dim() == 1 and name in _COUNTED and not owners:
@@ -327,22 +333,48 @@ def traced(
     forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
 ) -> tuple[Any, bool]:
     """Return what a forward returns if each expert has rows, and whether it passes over experts
-    that have none. Raises NotALoop where it computes with their number, picks none, or does for
-    experts without rows what it does for no others.
+    that have none (False while ops are noted: a rehearsal goes before).
+
+    Raises NotALoop where it computes with their number, picks none, or does for experts without
+    rows what it does for no others.
     """
-    full, bare = LoopTracing(), LoopTracing(are_none=True)
+    full = LoopTracing()
     try:
         with full:
             made = forward(module, *args, **kwargs)
-        # (Not while ops are noted: those of a second run would be, too. A rehearsal went before.)
-        if full.passes_over and get_proxy_mode() is None:
-            with bare:
-                forward(module, *args, **kwargs)
     except Exception as error:
         raise NotALoop(type(module), first_line(error)) from error
     if not full.picks:
         raise NotALoop(type(module), "it picks no rows")
+    if not full.looks or get_proxy_mode() is not None:
+        return made, False
+    for rows in _OTHERS:
+        calls = _calls(LoopTracing(rows), forward, module, args, kwargs)
+        if len(calls) != len(full.calls) or not all(map(partial(_same, rows), calls, full.calls)):
+            raise NotALoop(type(module), "what it does depends on how many rows an expert has")
+    bare = _calls(LoopTracing(are_none=True), forward, module, args, kwargs)
     rest = iter(full.calls)
-    if not all(name in rest for name in bare.calls):
+    if not all(call in rest for call in bare):
         raise NotALoop(type(module), "it does something else for experts without rows")
-    return made, full.passes_over
+    return made, len(bare) < len(full.calls)
+
+
+def _calls(
+    tracing: LoopTracing, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+) -> list[tuple[Any, ...]]:
+    try:
+        with tracing:
+            forward(module, *args, **kwargs)
+    except Exception as error:
+        raise NotALoop(type(module), first_line(error)) from error
+    return tracing.calls
+
+
+def _same(rows: int, call: tuple[Any, ...], full: tuple[Any, ...]) -> bool:
+    """Whether a call with so many rows is that with `ROWS`."""
+    return len(call) == len(full) and all(
+        type(a) is type(b) and (int(a) == rows if int(b) == ROWS else a == b)
+        if isinstance(a, int) and not isinstance(a, NumRows)
+        else isinstance(b, NumRows) if isinstance(a, NumRows) else a == b
+        for a, b in zip(call, full, strict=True)
+    )  # fmt: skip

@@ -167,22 +167,32 @@ def beside_shared(layer: Layer, rows: Tensor, weights: Tensor, ids: Tensor) -> T
 
 def backwards(layer: Layer, rows: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     """The last expert first, and places as a column."""
-    flat, out = ids.flatten(), torch.zeros_like(rows)
-    places = torch.arange(len(flat), device=rows.device) // layer.chosen
-    copies = rows[places]
+    flat = ids.flatten()
+    copies = rows[torch.arange(len(flat), device=rows.device) // layer.chosen]
     out = torch.zeros_like(copies)
     for number in reversed(range(EXPERTS)):
         which = torch.nonzero(flat == number).squeeze(-1)
         made = layer.experts[number](copies[which]) * weights.view(-1, 1)[which]
-        out = out.index_copy(0, which, made) if False else out.index_add(0, which, made)
+        out = out.index_add(0, which, made)
     return out.view(-1, layer.chosen, WIDTH).sum(1)
+
+
+def of_one(layer: Layer, rows: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """Each row has one expert: a mask of rows puts its result in their place."""
+    scores = layer.gate(rows).softmax(-1)
+    best, number = scores.max(dim=-1)
+    out = torch.zeros_like(rows)
+    for index, expert in enumerate(layer.experts):
+        mask = number == index
+        out[mask] = expert(rows[mask]) * best[mask].unsqueeze(-1)
+    return out
 
 
 LOOPS: dict[str, Loop] = {
     loop.__name__: loop
     for loop in (
         by_where, passing_over, of_mixtral, of_qwen2_moe, of_deepseek_v3, of_deepseek_v2,
-        of_tables, of_stacks, beside_shared, backwards,
+        of_tables, of_stacks, beside_shared, backwards, of_one,
     )
 }  # fmt: skip
 PASSING_OVER = {"passing_over", "of_qwen2_moe", "of_deepseek_v3", "of_tables"}
