@@ -221,9 +221,9 @@ def _passes_over(module: torch.nn.Module, opaque: OpaqueModules, path: str) -> b
     while path:
         kind = type(module.get_submodule(path))
         if kind in opaque.loops:
-            return opaque.loops[kind]
+            return opaque.loops[kind].passes_over
         path = path.rpartition(".")[0]
-    return any(opaque.loops.values())
+    return any(course.passes_over for course in opaque.loops.values())
 
 
 def _leaves_of(

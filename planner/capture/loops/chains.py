@@ -37,11 +37,14 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Each:
-    """A tensor for each expert: parameters, or slices `of` one tensor along a dim."""
+    """A tensor for each expert: parameters, or slices `of` one tensor along a dim; matrices may be
+    `turned`, the last two dims in the other order.
+    """
 
     names: tuple[str, ...]
     of: str = ""
     dim: int = 0
+    turned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +148,7 @@ class _Reader:
         self._tensors, self._owner, self._places = tensors, owner, places
         self._makers: dict[str, Op] = {}
         self._slices: dict[str, tuple[str, int, int]] = {}
+        self._turned: dict[str, str] = {}
 
     def read(self, item: RawOp) -> None:
         """Deal an op."""
@@ -154,6 +158,9 @@ class _Reader:
             return
         owners = {id(self._owner[n]): self._owner[n] for n in op.inputs if n in self._owner}
         if not owners:
+            is_turn = packet_of(op.target) in ("t", "transpose", "numpy_T")
+            if is_turn and len(self._tensors[op.inputs[0]].shape) == 2:
+                self._turned[op.outputs[0]] = op.inputs[0]
             if packet_of(op.target) == "select":
                 _, dim, index = op.args
                 if type(dim) is int and type(index) is int:
@@ -284,16 +291,22 @@ class _Reader:
         }
         if len({*names}) == 1 or len(views) == 1:
             return values[0]
-        slices = [self._slices.get(name) for name in names]
-        if all(slices):
-            sources = {(each[0], each[1]) for each in slices if each is not None}
-            if len(sources) == 1 and [s[2] for s in slices if s] == [*range(len(names))]:
-                (source, dim), *_ = sources
-                return Each(tuple(names), source, dim)
+        turned = all(name in self._turned for name in names)
+        if turned:
+            names = [self._turned[name] for name in names]
+        slices = [each for name in names if (each := self._slices.get(name)) is not None]
+        if [index for *_, index in slices] == [*range(len(names))]:
+            sources = {
+                (root_of(of, self._makers, self._tensors), self._tensors[of].shape, dim)
+                for of, dim, _ in slices
+            }
+            if len(sources) == 1:
+                source, dim, _ = slices[0]
+                return Each(tuple(names), source, dim, turned)
         if all(self._tensors[name].kind == "param" for name in names):
             metas = {(self._tensors[n].shape, self._tensors[n].dtype) for n in names}
             if len(metas) == 1:
-                return Each(tuple(names))
+                return Each(tuple(names), turned=turned)
         raise Unlike(f"experts differ in what they are given{_at(op)}")
 
 

@@ -165,6 +165,8 @@ class _Fusing:
             self._values[at, 0] = made
         elif packet in ("linear", "matmul", "mm") and isinstance(values[0], _Sorted):
             self._values[at, 0] = self._product(step, packet, values)
+        elif packet == "add" and len(values) == 1 and _found(step.args, Each) and not step.kwargs:
+            self._values[at, 0] = self._sum(step, values[0])
         else:
             for result, name in enumerate(self._by_rows(step)):
                 self._values[at, result] = _Sorted(name=name)
@@ -315,7 +317,7 @@ class _Fusing:
             raise Unlike(f"rows meet a matrix that is not their expert's{_at(step)}")
         assert isinstance(value, _Sorted)
         matrices = self._stacked(weights, 3, step)
-        if packet == "linear":
+        if (packet == "linear") != weights.turned:
             number, out, inner = self._tensors[matrices].shape
             meta = self._meta((number, inner, out), matrices)
             args: tuple[Arg, ...] = (Ref(matrices), 1, 2)
@@ -328,15 +330,34 @@ class _Fusing:
         if bias and bias[0] is not None:
             if not isinstance(bias[0], Each):
                 raise Unlike(f"rows meet a bias that is not their expert's{_at(step)}")
-            biases = self._stacked(bias[0], 2, step)
-            args = (Ref(name), Ref(biases), Ref(self._ends))
-            (name,) = self._emit(BIAS_OF_RUNS, args, meta, step=step)
+            return self._biased(name, bias[0], step)
+        return _Sorted(name=name)
+
+    def _sum(self, step: Step, rows: _Value) -> _Value:
+        """Rows plus a vector of their expert's."""
+        (each,) = _found(step.args, Each)
+        made = self._tensors[step.op.outputs[0]]
+        if not isinstance(rows, _Sorted):
+            raise Unlike(f"weights are added to{_at(step)}")
+        same = made.dtype == self._dtype(rows.name)
+        if len(step.args) != 2 or not same or made.shape[-1:] != self._tensors[rows.name].shape[1:]:
+            raise Unlike(f"rows meet weights by a sum{_at(step)}")
+        return self._biased(rows.name, each, step)
+
+    def _biased(self, rows: str, each: Each, step: Step) -> _Sorted:
+        """Rows plus their experts' biases."""
+        args = (Ref(rows), Ref(self._stacked(each, 2, step)), Ref(self._ends))
+        (name,) = self._emit(BIAS_OF_RUNS, args, replace(self._tensors[rows], name=""), step=step)
         return _Sorted(name=name)
 
     def _stacked(self, each: Each, dims: int, step: Step) -> str:
         """Return one tensor of all experts' weights."""
         if each.of:
-            if each.dim or len(self._tensors[each.of].shape) != dims:
+            if (
+                each.dim
+                or each.of not in self._tensors
+                or len(self._tensors[each.of].shape) != dims
+            ):
                 raise Unlike(f"matrices are cut from another dim{_at(step)}")
             return each.of
         meta = self._tensors[each.names[0]]

@@ -130,7 +130,9 @@ def _flagged(masks: Masks, op: Op) -> Mask | Counts | None:
 
 def _one_hot(masks: Masks, op: Op) -> Mask | None:
     found = masks.chosen(op.inputs[0])
-    if found is None or masks.shape(op.outputs[0])[-1] != found[0].experts:
+    number = masks.shape(op.outputs[0])[-1]
+    # (Experts beyond those that a router has are never chosen.)
+    if found is None or type(number) is not int or number < found[0].experts:
         return None
     return Mask(chosen=found[0], dims=(*found[1], "e"))
 

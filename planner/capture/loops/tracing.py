@@ -14,6 +14,7 @@ none of what is made here stays.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -146,7 +147,7 @@ class Hit(int):
     def _same(self, *_: Any, **__: Any) -> Hit:
         return self
 
-    to = cpu = long = int = detach = _same  # type: ignore[assignment]
+    to = cpu = long = int = detach = _same
 
 
 class Hits(list[Hit]):
@@ -178,12 +179,14 @@ class LoopTracing(TorchFunctionMode):
         calls: the functions that it called, with the numbers that these were given.
     """
 
-    def __init__(self, rows: int = ROWS, *, are_none: bool = False) -> None:
-        """With `are_none` experts have no rows, where the forward looks whether they have some."""
+    def __init__(self, rows: int = ROWS, *, are_none: bool = False, but: int = 0) -> None:
+        """With `are_none` experts have no rows, where the forward looks whether they have some. All
+        `but` so many of the experts that are counted have some.
+        """
         super().__init__()
         self.looks, self.picks = False, 0
         self.calls: list[tuple[Any, ...]] = []
-        self._rows, self._are_none = rows, are_none
+        self._rows, self._are_none, self._but = rows, are_none, but
         self._places: dict[int, list[Tensor]] = {}
         self._owner: dict[int, int] = {}
         self._counts: dict[int, Tensor] = {}
@@ -246,7 +249,7 @@ class LoopTracing(TorchFunctionMode):
             # (Of numbers themselves nobody said that they are more than none.)
             self.looks = True
             self._hits = [counts]
-            number = 0 if self._are_none else len(tensor)
+            number = 0 if self._are_none else len(tensor) - self._but
             found = Hits(Hit.of(each, 1) for each in range(number))
             return (found.squeeze(),) if as_tuple else found
         if tensor.dim() == 1:
@@ -329,48 +332,66 @@ def _flat(value: Any) -> Iterator[Any]:
         yield value
 
 
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """What is known of a loop's course.
+
+    Attributes:
+        passes_over: whether it does nothing for experts without rows.
+        but: how many experts it counts that there are not, for choices of other ranks.
+    """
+
+    passes_over: bool = False
+    but: int = 0
+
+
 def traced(
-    forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
-) -> tuple[Any, bool]:
-    """Return what a forward returns if each expert has rows, and whether it passes over experts
-    that have none (False while ops are noted: a rehearsal goes before).
+    forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, known: Course
+) -> tuple[Any, Course]:
+    """Return what a forward returns if each expert has rows, and its course as far as it is known:
+    while ops are noted it runs once, as it is `known` of a rehearsal before.
 
     Raises NotALoop where it computes with their number, picks none, or does for experts without
     rows what it does for no others.
     """
-    full = LoopTracing()
-    try:
-        with full:
-            made = forward(module, *args, **kwargs)
-    except Exception as error:
-        raise NotALoop(type(module), first_line(error)) from error
-    if not full.picks:
-        raise NotALoop(type(module), "it picks no rows")
-    if not full.looks or get_proxy_mode() is not None:
-        return made, False
-    for rows in _OTHERS:
-        calls = _calls(LoopTracing(rows), forward, module, args, kwargs)
-        if len(calls) != len(full.calls) or not all(map(partial(_same, rows), calls, full.calls)):
-            raise NotALoop(type(module), "what it does depends on how many rows an expert has")
-    bare = _calls(LoopTracing(are_none=True), forward, module, args, kwargs)
-    rest = iter(full.calls)
-    if not all(call in rest for call in bare):
-        raise NotALoop(type(module), "it does something else for experts without rows")
-    return made, len(bare) < len(full.calls)
 
-
-def _calls(
-    tracing: LoopTracing, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
-) -> list[tuple[Any, ...]]:
-    try:
+    def run(**how: Any) -> tuple[Any, LoopTracing]:
+        tracing = LoopTracing(**how)
         with tracing:
-            forward(module, *args, **kwargs)
+            return forward(module, *args, **kwargs), tracing
+
+    but, is_noted = known.but, get_proxy_mode() is not None
+    try:
+        try:
+            made, full = run(but=but)
+        except IndexError:
+            if but or is_noted:
+                raise
+            but = 1
+            made, full = run(but=but)
+        if not full.picks:
+            raise _Refused("no rows are picked")
+        if not full.looks or is_noted:
+            return made, replace(known, but=but)
+        for rows in _OTHERS:
+            _, other = run(rows=rows, but=but)
+            if not _alike(other.calls, full.calls, rows):
+                raise _Refused("what it does depends on how many rows an expert has")
+        _, bare = run(are_none=True, but=but)
     except Exception as error:
         raise NotALoop(type(module), first_line(error)) from error
-    return tracing.calls
+    rest = iter(full.calls)
+    if not all(call in rest for call in bare.calls):
+        raise NotALoop(type(module), "it does something else for experts without rows")
+    passes_over = known.passes_over or len(bare.calls) < len(full.calls)
+    return made, Course(passes_over=passes_over, but=but)
 
 
-def _same(rows: int, call: tuple[Any, ...], full: tuple[Any, ...]) -> bool:
+def _alike(calls: Sequence[tuple[Any, ...]], full: Sequence[tuple[Any, ...]], rows: int) -> bool:
+    return len(calls) == len(full) and all(map(partial(_is_same, rows), calls, full))
+
+
+def _is_same(rows: int, call: tuple[Any, ...], full: tuple[Any, ...]) -> bool:
     """Whether a call with so many rows is that with `ROWS`."""
     return len(call) == len(full) and all(
         type(a) is type(b) and (int(a) == rows if int(b) == ROWS else a == b)

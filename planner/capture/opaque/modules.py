@@ -27,7 +27,7 @@ from planner.capture.diagnose import (
     is_users,
     user_line,
 )
-from planner.capture.loops.tracing import NotALoop, traced
+from planner.capture.loops.tracing import Course, NotALoop, traced
 from planner.capture.opaque.calls import SEEDS, tensors_of
 from planner.capture.opaque.functions import CalledFunction, function_of
 from planner.capture.opaque.trial import SCALARS, ModuleCall, NotHeld, Place, Trial
@@ -47,7 +47,7 @@ class OpaqueModules:
         unit: samples that belong together, of which batches have so many.
         calls: each once, however often it is made; ops name them by their number.
         loops: classes whose forward is traced as a loop over experts (`planner.capture.loops`),
-            before they are ops, and whether it passes over experts without rows.
+            before they are ops, and its course.
         not_loops: those of which that failed, and why.
     """
 
@@ -55,7 +55,7 @@ class OpaqueModules:
     branches: Branches = field(default_factory=Branches)
     unit: int = 1
     calls: list[ModuleCall] = field(default_factory=list)
-    loops: dict[type[nn.Module], bool] = field(default_factory=dict)
+    loops: dict[type[nn.Module], Course] = field(default_factory=dict)
     not_loops: dict[type[nn.Module], str] = field(default_factory=dict)
     _forwards: dict[type[nn.Module], Callable[..., Any]] = field(default_factory=dict)
     _codes: dict[FunctionType, CodeType] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class OpaqueModules:
                 self._forwards[kind] = kind.forward
                 self._because[kind] = self._reason(error)
                 if depends_on_values(error):
-                    self.loops[kind] = False
+                    self.loops[kind] = Course()
                 return True
         for function in reversed(functions):
             if function not in self._codes:
@@ -124,8 +124,8 @@ class OpaqueModules:
     def _replaced(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if type(module) in self.loops:
-                made, passes_over = traced(forward, module, args, kwargs)
-                self.loops[type(module)] |= passes_over
+                known = self.loops[type(module)]
+                made, self.loops[type(module)] = traced(forward, module, args, kwargs, known)
                 return made
             return self._call(module, args, kwargs)
 
