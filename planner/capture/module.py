@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from planner.capture.checks.on_meta.any_size import refuse_other_sizes, shapes_o
 from planner.capture.checks.stays_on_meta import StaysOnMeta
 from planner.capture.diagnose import first_line, user_line
 from planner.capture.export import export_batch, meta_copy, rehearse_batch, run_on_meta, trace_batch
+from planner.capture.loops import Unlike, with_told_loops
 from planner.capture.masks import with_told_masks
 from planner.capture.modes.precision import cast_parameters
 from planner.capture.norms import with_told_momentum, without_sync
@@ -198,8 +200,12 @@ def _captured(
     try:
         while True:
             try:
-                merged = captured()
+                merged = with_told_loops(captured(), partial(_passes_over, module, opaque))
                 break
+            except Unlike as unlike:
+                # (Which of several loops it is, is not told: all of them run as they are.)
+                if not opaque.not_a_loop({*opaque.loops}, str(unlike)):
+                    raise
             except CaptureError as error:
                 if not opaque.branches.turn(error) and not opaque.add_from(error, module):
                     raise
@@ -208,6 +214,16 @@ def _captured(
     told = with_told_routing(with_told_masks(merged))
     graph = build_graph(told, name=name, batch_tree=leaves[0][1])
     return replace(graph, unit=unit, outside_bytes=outside_bytes(graph, module))
+
+
+def _passes_over(module: torch.nn.Module, opaque: OpaqueModules, path: str) -> bool:
+    """Whether the loop of a module, or of one around it, passes over experts without rows."""
+    while path:
+        kind = type(module.get_submodule(path))
+        if kind in opaque.loops:
+            return opaque.loops[kind].passes_over
+        path = path.rpartition(".")[0]
+    return any(course.passes_over for course in opaque.loops.values())
 
 
 def _leaves_of(

@@ -6,7 +6,7 @@ another file's names), so it is its code that is replaced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -27,6 +27,7 @@ from planner.capture.diagnose import (
     is_users,
     user_line,
 )
+from planner.capture.loops.tracing import Course, NotALoop, traced
 from planner.capture.opaque.calls import SEEDS, tensors_of
 from planner.capture.opaque.functions import CalledFunction, function_of
 from planner.capture.opaque.trial import SCALARS, ModuleCall, NotHeld, Place, Trial
@@ -45,12 +46,17 @@ class OpaqueModules:
         branches: that its forward takes where it tests whether a compiler runs.
         unit: samples that belong together, of which batches have so many.
         calls: each once, however often it is made; ops name them by their number.
+        loops: classes whose forward is traced as a loop over experts (`planner.capture.loops`),
+            before they are ops, and its course.
+        not_loops: those of which that failed, and why.
     """
 
     precision: Precision = "model"
     branches: Branches = field(default_factory=Branches)
     unit: int = 1
     calls: list[ModuleCall] = field(default_factory=list)
+    loops: dict[type[nn.Module], Course] = field(default_factory=dict)
+    not_loops: dict[type[nn.Module], str] = field(default_factory=dict)
     _forwards: dict[type[nn.Module], Callable[..., Any]] = field(default_factory=dict)
     _codes: dict[FunctionType, CodeType] = field(default_factory=dict)
     _because: dict[type[nn.Module] | FunctionType, str] = field(default_factory=dict)
@@ -67,6 +73,9 @@ class OpaqueModules:
         that is not added already, add the innermost function that this called; False where there
         is none, either.
         """
+        for cause in causes(error):
+            if isinstance(cause, NotALoop) and self.not_a_loop({cause.kind}, cause.why):
+                return True
         if not depends_on_values(error) and not any(isinstance(e, NotHeld) for e in causes(error)):
             return False
         kinds = {type(part) for part in model.modules()} - {type(model)}
@@ -76,6 +85,8 @@ class OpaqueModules:
             if kind in kinds and kind not in self._forwards:
                 self._forwards[kind] = kind.forward
                 self._because[kind] = self._reason(error)
+                if depends_on_values(error):
+                    self.loops[kind] = Course()
                 return True
         for function in reversed(functions):
             if function not in self._codes:
@@ -83,6 +94,14 @@ class OpaqueModules:
                 self._because[function] = self._reason(error)
                 return True
         return False
+
+    def not_a_loop(self, kinds: Collection[type[nn.Module]], why: str) -> bool:
+        """Have modules of these classes run as they are; False where none was a loop so far."""
+        found = [kind for kind in self.loops if kind in kinds]
+        for kind in found:
+            del self.loops[kind]
+            self.not_loops[kind] = why
+        return bool(found)
 
     def _reason(self, error: BaseException) -> str:
         inner = next(reversed(self._because.values()), "")  # else: that can't be an op
@@ -104,6 +123,10 @@ class OpaqueModules:
 
     def _replaced(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if type(module) in self.loops:
+                known = self.loops[type(module)]
+                made, self.loops[type(module)] = traced(forward, module, args, kwargs, known)
+                return made
             return self._call(module, args, kwargs)
 
         run.__wrapped__ = forward  # type: ignore[attr-defined] # whose source is read

@@ -76,7 +76,9 @@ def root_of(
     while (maker := makers.get(name)) is not None and len(maker.outputs) == 1:
         packet = packet_of(maker.target)
         is_cast = casts and packet in ("to", "_to_copy") and keeps_numbers(maker, tensors)
-        if packet not in RESHAPED and not is_cast:
+        # (A detached tensor has the same entries, and no gradient.)
+        ends = packet == "detach" and "int" not in tensors[maker.inputs[0]].dtype
+        if ends or (packet not in RESHAPED and not is_cast):
             break
         name = maker.inputs[0]
     return name

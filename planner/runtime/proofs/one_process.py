@@ -33,11 +33,17 @@ from planner.runtime.proofs.users_errors import is_torchs
 from planner.runtime.state.out_of_memory import is_out_of_memory
 
 Step = dict[str, dict[str, Tensor]]
-"""What one step of training made, by kind: ``loss``, ``gradient``, ``parameter``, ``buffer``.
+"""What one step of training made, by kind: ``loss``, ``gradient``, ``norm``, ``parameter``,
+``buffer``.
 
-Tensors are whole and by the user's names. A parameter that no gradient reaches has zeros.
-Buffers are those of the state dict, after the step, as the first replica has them.
+Tensors are whole and by the user's names. A parameter that no gradient reaches has zeros. The norm
+is that of all gradients together, by which a training clips them. Buffers are those of the state
+dict, after the step, as the first replica has them.
 """
+
+
+NORM = "all gradients"
+"""What the norm is of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,12 +173,16 @@ class OneProcess:
             for n, p in named.items()
             if p.requires_grad
         }
+        # (Once each, where a parameter has several names.)
+        once = [n for n, _ in self.module.named_parameters() if n in gradients]
+        norms = [torch.linalg.vector_norm(gradients[n]) for n in once]
         self._optimizer.step()
         persistent = stored_tensors(self.module)
         buffers = self.module.named_buffers(remove_duplicate=False)
         return {
             "loss": {"loss": total},
             "gradient": gradients,
+            "norm": {NORM: torch.stack(norms).norm()},
             "parameter": {n: p.detach().clone() for n, p in named.items()},
             "buffer": {n: b.detach().clone() for n, b in buffers if n in persistent},
         }

@@ -3,8 +3,8 @@
 A few steps are trained under the plan, and in one process by the user's unmodified module
 called on the whole batch, from the same weights and data, in fp64 and without dropout,
 whatever the plan's precision. The single process (`planner.runtime.proofs.one_process`) reads
-nothing of lowering, schedules or collectives. Losses, gradients, updated parameters and buffers are
-compared, each tensor beside its rounding, which is measured and not assumed.
+nothing of lowering, schedules or collectives. Losses, gradients and their norm, updated parameters
+and buffers are compared, each tensor beside its rounding, which is measured and not assumed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,13 @@ from planner.runtime.batches.inputs.feed import CutBatch, cut_batch
 from planner.runtime.batches.inputs.whole_batch import WholeBatchValues
 from planner.runtime.process.groups.mesh import build_mesh
 from planner.runtime.proofs.adam_of_rows import AdamOfRows
-from planner.runtime.proofs.one_process import OneProcess, Piece, Step, build_with_values
+from planner.runtime.proofs.one_process import (
+    NORM,
+    OneProcess,
+    Piece,
+    Step,
+    build_with_values,
+)
 from planner.runtime.proofs.promote import (
     ReferenceMode,
     drawing_ops,
@@ -72,7 +78,7 @@ ROUNDINGS = 1000.0
 
 Progress = Callable[[float, str], None]
 
-KINDS = ("loss", "gradient", "parameter", "buffer")
+KINDS = ("loss", "gradient", "norm", "parameter", "buffer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +118,7 @@ class VerifyReport:
         tolerance: the largest relative difference that is no fault.
         loss: the worst difference of a loss.
         gradient: that of a gradient.
+        norm: that of the norm of all gradients, by which a training clips them.
         parameter: that of a parameter after the optimizer's step.
         buffer: that of a buffer.
         losses: the plan's, step by step.
@@ -124,6 +131,7 @@ class VerifyReport:
     tolerance: float
     loss: Difference = _NONE
     gradient: Difference = _NONE
+    norm: Difference = _NONE
     parameter: Difference = _NONE
     buffer: Difference = _NONE
     losses: tuple[float, ...] = ()
@@ -344,7 +352,14 @@ def compare_with_one_process(
     torch.set_default_dtype(torch.float64)
     try:
         engine = make_engine(
-            smaller, wide, module, mesh, optimizer=_optimizer, loss_weight=source.loss_weight
+            smaller,
+            wide,
+            module,
+            mesh,
+            optimizer=_optimizer,
+            loss_weight=source.loss_weight,
+            # The norm is made and nothing is clipped: gradients are those of the step.
+            max_grad_norm=math.inf,
         )
         for step in range(steps):
             # The one process goes first: what fails in the user's code does so under their line.
@@ -529,9 +544,11 @@ def _shared(batch: Any, engine: Engine) -> Any:
 def _made(engine: Engine, loss: Tensor) -> Step:
     """Return what a step under the plan made; whole tensors are on rank 0."""
     gradients, state = engine.full_gradients(), engine.full_state_dict()
+    assert engine.grad_norm is not None, "the engine clips"
     return {
         "loss": {"loss": loss.detach().cpu()},
         "gradient": gradients,
+        "norm": {NORM: engine.grad_norm.cpu()},
         "parameter": state,
         "buffer": state,
     }

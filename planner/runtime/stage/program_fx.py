@@ -26,6 +26,7 @@ from planner.language.graph.function_keys import AUTOGRAD_FUNCTION
 from planner.language.graph.module_keys import OPAQUE_MODULE
 from planner.language.graph.tables import TABLE_LOOKUP
 from planner.language.layout.redistribute import GATHER_SAMPLES, OWN_SAMPLES, REDISTRIBUTE
+from planner.language.ops.families.entries.routing import STACK_OF_RUNS
 from planner.language.ops.record import is_random
 from planner.language.ops.weight_products import deferrable_products
 from planner.runtime.process import collectives
@@ -196,6 +197,8 @@ def _emit_own(
         collectives.check_way(str(op.args[2]), str(op.args[3]))
     if op.target == OPAQUE_MODULE:
         find_module(str(op.args[0]))  # in time, not in the first step
+        bound.arguments["own_names"] = own_params(program, op)
+    if op.target == STACK_OF_RUNS:
         bound.arguments["own_names"] = own_params(program, op)
     for argument in ("group", "outer_group"):
         axis = bound.arguments.get(argument)

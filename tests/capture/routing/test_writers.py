@@ -232,3 +232,12 @@ def test_rows_past_a_capacity_are_not_told():
     graph = captured(module)
     assert told_ops(graph)["sort"] == 0
     check_bits(module, graph)
+
+
+def test_detached_weights_stay_without_a_gradient():
+    """Rows are told with the weights that were put on them, not with those behind a detach."""
+
+    def back(made, order, weights):
+        return by_inverse(made, order, weights.detach())
+
+    check_told(build(back=back), torch.float32)

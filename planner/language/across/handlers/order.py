@@ -83,6 +83,14 @@ def _sort_by_expert(step: Step) -> tuple[State, ...] | None:
     )
 
 
+@handles("planner.stack_of_runs")
+def _weights_of_runs(step: Step) -> tuple[State, ...] | None:
+    """Weights of experts: the ends of their runs tell alone which of them has a gradient."""
+    ends, *weights = step.states
+    plain = not any(each.rows or each.sums or each.loose or each.lost for each in weights)
+    return (weights[0],) if plain and ends.sums else None
+
+
 @handles("planner.unsort_rows")
 def _back_from_experts(step: Step) -> tuple[State, ...] | None:
     """Sums of the copies of a row, in the order that rows had."""

@@ -112,6 +112,7 @@ def _mixed(step: Step) -> tuple[State, ...]:
     "_grouped_mm",
     "transformers.grouped_mm_fallback",
     "planner.grouped_mm",
+    "planner.product_of_runs",
     "planner.bias_of_runs",
 )
 def _of_runs(step: Step) -> tuple[State, ...] | None:

@@ -17,7 +17,13 @@ from planner.runtime.stage.calls.attention_kernels import attend
 from planner.runtime.stage.calls.attention_tiles import Sight
 from planner.runtime.stage.calls.own_random import own_attention, stream_of, with_own_random_stream
 from planner.runtime.stage.calls.ring_attention import ring_attention
-from planner.runtime.stage.calls.rows.routed_rows import bias_of_runs, sort_rows, unsort_rows
+from planner.runtime.stage.calls.rows.routed_rows import (
+    bias_of_runs,
+    product_of_runs,
+    sort_rows,
+    stack_of_runs,
+    unsort_rows,
+)
 
 __all__ = [
     "batch_norm_by_channel",
@@ -27,8 +33,10 @@ __all__ = [
     "masked_attention",
     "masked_attention_of_queries",
     "own_key_heads",
+    "product_of_runs",
     "ring_attention",
     "sort_rows",
+    "stack_of_runs",
     "unsort_rows",
     "vocab_cross_entropy",
     "vocab_embedding",

@@ -28,6 +28,7 @@ from planner.language.graph.module_keys import (
     class_of,
     module_key,
 )
+from planner.language.ops.families.entries.routing import STACK_OF_RUNS
 from planner.runtime.process.device import forked_generators, is_accelerator, of
 
 # ----------------------------------------------------------------------------------- finding
@@ -126,7 +127,7 @@ def _opaque_module(
         num_own=len(own),
         own_names=tuple(own_names),
         scratch_bytes=(int(cost[0][4]), int(cost[1][4])),
-        reached=_reached[-1] if _reached else None,
+        reached=noted(),
     )
     made: tuple[Tensor, ...] = _OpaqueCall.apply(call, *leaves, *own)
     return made[0] if len(made) == 1 else made
@@ -308,10 +309,17 @@ def noting_reached(found: set[str]) -> Iterator[None]:
         _reached.pop()
 
 
+def noted() -> set[str] | None:
+    """Return what calls add to, where they are inside of `noting_reached`."""
+    return _reached[-1] if _reached else None
+
+
 def own_params(program: Program, op: Op) -> tuple[str | None, ...]:
-    """Return which parameter of a program each own tensor of an opaque op is, gathered or not."""
+    """Return which parameter of a program each own tensor of an opaque op is, gathered or not; or
+    each weight of a stack.
+    """
     made_by = {name: each for each in program.ops for name in each.outputs}
-    own = op.args[7]
+    own = op.args[1 if op.target == STACK_OF_RUNS else 7]
     assert isinstance(own, tuple)
 
     def source(name: str) -> str | None:
@@ -324,7 +332,9 @@ def own_params(program: Program, op: Op) -> tuple[str | None, ...]:
 
 
 def only_opaque_params(program: Program) -> frozenset[str]:
-    """Return the parameters of a program that nothing uses but modules called as they are."""
+    """Return the parameters of a program that nothing uses but modules called as they are, and
+    loops that pass over experts without rows.
+    """
     own: set[str] = set()
     others: set[str] = set()
     for op in program.ops:
@@ -333,5 +343,8 @@ def only_opaque_params(program: Program) -> frozenset[str]:
             held = {ref.name for ref in op.args[7] if isinstance(ref, Ref)}  # type: ignore[union-attr]
             own |= held
             names = [name for name in op.inputs if name not in held]
+        if op.target == STACK_OF_RUNS:
+            own |= {*op.inputs[1:]}
+            names = op.inputs[:1]
         others.update(names)
     return frozenset(own - others - set(program.outputs)) & frozenset(program.params)

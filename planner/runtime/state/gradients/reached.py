@@ -2,7 +2,8 @@
 
 In one process such a parameter has no gradient, and an optimizer passes it over: no decay, no
 moments. Which parameters that are depends on values, so ranks find out after each step. It
-concerns parameters that nothing uses but modules called as they are; others always have one.
+concerns parameters that nothing uses but modules called as they are, and loops that pass over
+experts without rows; others always have one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from planner.language.layout.axes import lowered_axes
 from planner.runtime.process.groups.mesh import Mesh
 from planner.runtime.stage.stage import StageModule
 from planner.runtime.state.to_device import to_device
@@ -47,15 +49,18 @@ class Reached:
         if not self._names:
             return frozenset()
         here = {fqn for stage in self._stages.values() for fqn in stage.reached()}
-        # A replica whose samples chose other experts has other gradients: a parameter counts as
-        # reached where any replica's backward came to it.
+        # A replica whose samples chose other experts has other gradients, and so has a rank that
+        # routes rows of its own: a parameter counts as reached where any of their backwards came to
+        # it.
         found = to_device(
             torch.tensor([name in here for name in self._names], dtype=torch.int32),
             self._mesh.device,
         )
-        group = self._mesh.group("data")
-        if group is not None:
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        whole = {axis.name for axis in lowered_axes() if not axis.whole_params}
+        for name in ("data", *sorted(whole)):
+            group = self._mesh.group(name)
+            if group is not None:
+                dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
         if isinstance(found, FakeTensor):  # in a dry run, which has no values
             return frozenset()
         return frozenset(

@@ -4,6 +4,8 @@
                    and whether copies of an expert stay in the order they had
                    -> a copy of a row for each of its experts [r k, h], their order [r k], ends [e]
     bias_of_runs   rows [r k, n], biases [e, n], ends [e] -> rows plus the bias of their expert
+    stack_of_runs  ends [e], weights of each expert [...] -> all of them [e, ...]; those whose run
+                   is empty have no gradient
     unsort_rows    rows [r k, h], their order [r k], their weights [r, k] or none, k
                    -> weighted sums of a row's copies [r, h]
 
@@ -30,6 +32,7 @@ from planner.units import DTYPE_BYTES
 SORT_ROWS = "planner.sort_rows"
 BIAS_OF_RUNS = "planner.bias_of_runs"
 UNSORT_ROWS = "planner.unsort_rows"
+STACK_OF_RUNS = "planner.stack_of_runs"
 
 _ROWS, _WHOLE = Shard(0), Replicate()
 _OWN_ORDER, _OWN_ENDS = Own(0), Own()
@@ -48,6 +51,14 @@ def bias_of_runs(call: Call) -> Iterator[OpSharding]:
     yield OpSharding(inputs=(P, P, _WHOLE), outputs=(P,))
 
 
+def stack_of_runs(call: Call) -> Iterator[OpSharding]:
+    """Whole weights, where ranks have runs of their own or all; or a part of each weight."""
+    each = len(call.inputs) - 1
+    yield OpSharding(inputs=(_OWN_ENDS, *(_WHOLE,) * each), outputs=(_WHOLE,))
+    for dim in range(len(call.inputs[1])):
+        yield OpSharding(inputs=(_WHOLE, *(Shard(dim),) * each), outputs=(Shard(dim + 1),))
+
+
 def unsort_rows(call: Call) -> Iterator[OpSharding]:
     """Rows alone; columns, each with all rows; or terms of a sum, of which there are fewer after
     the copies of a row are summed.
@@ -62,6 +73,11 @@ def _ends(call: KernelCall) -> Saved:
     """Which run a row is of, where the biases train."""
     _, biases, ends = call.op.inputs
     return Saved(tensors=(ends,) if call.needs_grad(biases) else ())
+
+
+def _runs_of(call: KernelCall) -> Saved:
+    """Which experts have rows."""
+    return Saved(tensors=call.op.inputs[:1])
 
 
 def _for_weights(call: KernelCall) -> Saved:
@@ -109,6 +125,15 @@ register(
         scratch=_numbers,
         shard=(ShardRule(sort_rows),),
         saved=saves_nothing,  # its backward needs the order, which `unsort_rows` saves
+    )
+)
+register(
+    OpFamily(
+        name="weights of experts, of modules of their own",
+        targets=(STACK_OF_RUNS,),
+        shard=(ShardRule(stack_of_runs),),
+        saved=_runs_of,
+        recomputed=False,
     )
 )
 register(

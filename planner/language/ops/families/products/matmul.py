@@ -280,11 +280,17 @@ register(
     )
 )
 GROUPED_MM = "planner.grouped_mm"
+PRODUCT_OF_RUNS = "planner.product_of_runs"
 
 register(
     OpFamily(
         name="products of runs of rows",
-        targets=("aten._grouped_mm", "transformers.grouped_mm_fallback", GROUPED_MM),
+        targets=(
+            "aten._grouped_mm",
+            "transformers.grouped_mm_fallback",
+            GROUPED_MM,
+            PRODUCT_OF_RUNS,
+        ),
         shard=(ShardRule(grouped_mm),),
         arithmetic="matmul",
         flop=_contracted_flop(0),

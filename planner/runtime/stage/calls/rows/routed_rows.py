@@ -6,10 +6,14 @@ Functions of our own save less than these together: the order once, and no numbe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from planner.runtime.stage.calls.opaque_modules import noted
 
 
 def sort_rows(
@@ -66,6 +70,86 @@ class _BiasOfRuns(torch.autograd.Function):
             (ends,) = ctx.saved_tensors
             of_biases = _summed(grad.to(dtype), _run_of(len(grad), ends), shape)
         return grad.to(of_rows), of_biases, None
+
+
+def product_of_runs(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Return each run of rows [n, k] times its own matrix: `matrices` is [e, k, m], `ends` [e].
+
+    A call of the usual product for each run, as a loop over experts makes it, in any dtype; the
+    host waits for the ends of runs. Rows behind the last run are zeros.
+    """
+    return _ProductOfRuns.apply(rows, matrices, ends)
+
+
+class _ProductOfRuns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+        # (In a dry run, which has no values, all experts are picked as often.)
+        ctx.runs = None if isinstance(rows, FakeTensor) else _runs(ends)
+        of_rows, of_matrices, _ = ctx.needs_input_grad
+        ctx.save_for_backward(rows if of_matrices else None, matrices if of_rows else None)
+        ctx.shapes = rows.shape, matrices.shape
+        made = rows.new_empty((len(rows), matrices.shape[2]))
+        if ctx.runs is None:
+            return made
+        for (start, end), matrix in zip(ctx.runs, matrices, strict=True):
+            torch.mm(rows[start:end], matrix, out=made[start:end])
+        made[ctx.runs[-1][1] :].zero_()
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, matrices = ctx.saved_tensors
+        of_rows = None if matrices is None else grad.new_empty(ctx.shapes[0])
+        of_matrices = None if rows is None else grad.new_empty(ctx.shapes[1])
+        for at, (start, end) in enumerate(ctx.runs or ()):
+            part = grad[start:end]
+            if of_rows is not None:
+                torch.mm(part, matrices[at].t(), out=of_rows[start:end])
+            if of_matrices is not None:
+                torch.mm(rows[start:end].t(), part, out=of_matrices[at])
+        if of_rows is not None and ctx.runs:
+            of_rows[ctx.runs[-1][1] :].zero_()
+        return of_rows, of_matrices, None
+
+
+def _runs(ends: Tensor) -> list[tuple[int, int]]:
+    """Return where each run begins and ends."""
+    found = ends.tolist()
+    return [*zip([0, *found[:-1]], found, strict=True)]
+
+
+def stack_of_runs(
+    ends: Tensor, weights: Sequence[Tensor], own_names: Sequence[str | None] = ()
+) -> Tensor:
+    """Return one tensor [e, ...] of the weights of each expert; `ends` is [e].
+
+    A loop that passes over experts without rows leaves their weights without a gradient: those of
+    runs that are not empty are noted by their names (`noting_reached`).
+    """
+    return _StackOfRuns.apply(ends, noted(), tuple(own_names), *weights)
+
+
+class _StackOfRuns(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        ends: Tensor,
+        reached: set[str] | None,
+        names: tuple[str | None, ...],
+        *each: Tensor,
+    ) -> Tensor:
+        ctx.reached, ctx.names = reached, names
+        ctx.save_for_backward(ends)
+        return torch.stack(each)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (ends,) = ctx.saved_tensors
+        if ctx.reached is not None and not isinstance(ends, FakeTensor):
+            for (start, end), name in zip(_runs(ends), ctx.names, strict=True):
+                ctx.reached.update((name,) if end > start and name is not None else ())
+        return None, None, None, *grad.unbind()
 
 
 def unsort_rows(rows: Tensor, order: Tensor, weights: Tensor | None, copies: int) -> Tensor:
