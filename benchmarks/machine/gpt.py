@@ -15,6 +15,7 @@ MODELS = {
     "deep": {"hidden": 96, "layers": 8, "sequence": 64},
     "wide": {"hidden": 384, "layers": 2, "sequence": 64},
     "routed": {"hidden": 192, "layers": 4, "sequence": 128, "experts": 8},
+    "long": {"hidden": 64, "layers": 2, "sequence": 4096},
 }
 """Their sizes; `tiny` is for quick runs."""
 

@@ -234,11 +234,18 @@ class SizedCandidates:
         """
         of = self.candidates
         cheapest = self._table(by_class)
-        yield cheapest
         axes = {axis.name for axis in lowered_axes() if axis.cuts_sequences}
         cuts_sequences = any(self.degrees[axis] > 1 for axis in axes)
-        # Of a stack's own cut of sequences a layout tells no more than the kind it has.
-        if not cuts_sequences or of.expressed is not None:
+        if cuts_sequences and of.expressed is not None:
+            # Of a stack's own cut of sequences a layout tells no more than the kind it has.
+            if of.costs.execution.rings_attention:
+                # What it gathers is priced as a ring: so the plan says, where the stack has one.
+                with suppress(LayoutError):
+                    cheapest = self._table(by_class, "ring")
+            yield cheapest
+            return
+        yield cheapest
+        if not cuts_sequences:
             return
         on_cp = [layout for layout in cheapest.layouts if layout.axis in axes]
         found = attention_kinds(of.costs.graph, on_cp)

@@ -1,5 +1,6 @@
 """N8: cp in the space: sequences are divided where that is the best plan, and where asked (D19)."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -118,6 +119,26 @@ def test_ways_to_cut_sequences_are_tables_of_their_own(long_llama):
         assert second == pytest.approx(first / 2, rel=1e-2)
     # Of a head of 128 numbers in bf16: keys and values of three other ranks, in two layers.
     assert saved["queries", 1] - saved["ring", 1] == 2 * 2 * 3 / 4 * LENGTH * 128 * 2
+
+
+@pytest.mark.parametrize(
+    ("machine", "fastest"),
+    [
+        (MACHINE, "ring"),  # parts pass beside attention to others
+        (replace(MACHINE, alpha_s=1e-3), "queries"),  # more messages, each of which costs more
+    ],
+)
+def test_a_ring_is_as_fast_as_its_messages(long_llama, machine, fastest):
+    """B10: of two ways in as many pieces, the search takes the one that the links are good for."""
+    layouts = Candidates.of(long_llama, machine, ask(4, 1)).layouts.at(1, 1, 4)
+    seconds = {
+        (*attention_kinds(long_llama, table.layouts), pieces_of_sequences(table.layouts)): float(
+            (table.forward_s + table.backward_s).sum()
+        )
+        for table in (candidate.table for candidate in layouts.every)
+    }
+    of_kinds = {kind: min(s for way, s in seconds.items() if way[0] == kind) for kind in IN_PIECES}
+    assert min(of_kinds, key=of_kinds.__getitem__) == fastest
 
 
 def test_samples_that_replicas_can_take_whole_are_not_cut(gpt):

@@ -225,6 +225,23 @@ def test_a_plan_searched_for_a_stack_is_written_for_it(name, seed, tmp_path):
         READERS[name](view, dict(emit(view, emitter).files), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("execution", "kind"), [("megatron-core", "ring"), ("torchtitan", "gathered")]
+)
+def test_a_plan_cuts_sequences_as_its_execution_is_priced(execution, kind):
+    """B10: keys and values that an execution passes on are not written as gathered, where the
+    stack's configuration can say so.
+    """
+    request = SearchRequest(
+        num_devices=4, global_batch=2, cp=4, execution=execution, precision="bf16"
+    )
+    plan = find_plan(small(), h100(), request).plan
+    assert plan is not None
+    view = PlanView(plan=plan, graph=small())
+    assert view.cp_kind() == kind
+    assert not refusals(view, find_emitter(stack_of(execution_of(execution)).name))
+
+
 def test_every_stack_has_an_emitter_and_every_execution_is_priced():
     assert set(READERS) == set(STACKS) <= set(EMITTERS)
     for stack in STACKS.values():
