@@ -18,7 +18,6 @@ peer has together; what the field trains with; mechanics of the runtime; right b
 NOT_BUILT = {
     "N10": "compiled blocks and float8 as choices of a plan",
     "B10": "rings and heads of context parallelism by cost",
-    "B11": "dispatchers as data",
     "B12": "documents dealt by work",
     "B16": "memory of a Megatron-LM command line within 3%",
     "B17": "calibration by logs of other stacks",

@@ -1,4 +1,4 @@
-"""Records of dispatchers: complete, with sources; what an exchange takes on each, by hand."""
+"""B11: Records of dispatchers: complete, with sources; what an exchange takes on each, by hand."""
 
 import json
 from dataclasses import fields, replace
