@@ -218,7 +218,7 @@ class CostCache:
         `held` in memory.
         """
         degrees = degrees or Degrees()
-        fullest = self._fullest(class_index, microbatch_size, degrees["ep"], held=held)
+        fullest = self.fullest(class_index, microbatch_size, degrees["ep"], held=held)
         key = *self._key(class_index, microbatch_size, degrees, layouts), fullest
         if key not in self._local:
             check_time()
@@ -246,7 +246,7 @@ class CostCache:
             )
         return self._local[key]
 
-    def _fullest(self, class_index: int, microbatch_size: int, ranks: int, *, held: bool) -> float:
+    def fullest(self, class_index: int, microbatch_size: int, ranks: int, *, held: bool) -> float:
         """Return the rows of the rank of an exchange that receives most, over the mean: as time has
         them, or as they are `held` in memory.
         """

@@ -18,7 +18,6 @@ from costmodel.execution import Execution, find_execution
 from costmodel.execution.dispatch.imbalance import (
     GIVEN,
     Imbalance,
-    expected_fullest,
     imbalance_of_step,
 )
 from costmodel.execution.dispatch.of_plan import dispatchers_of_plan
@@ -176,7 +175,10 @@ def _rows_of_experts(plan: Plan, costs: CostCache) -> ExpertsRows | None:
     return ExpertsRows(
         dispatchers=tuple(dict.fromkeys(name for name, _ in used)),
         imbalance=imbalance,
-        fullest=expected_fullest(imbalance.sigma, ranks),
+        fullest=max(
+            costs.fullest(index, plan.microbatch_size, ranks, held=False)
+            for index in range(len(costs.graph.classes))
+        ),
     )
 
 

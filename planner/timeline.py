@@ -9,7 +9,8 @@ its last line readable:
 Kinds are the job kinds F, B, I, W of the table; O and L, the optimizer and the learning rate's
 scheduler, once a step (`planner.language.schedule.step_jobs`); R, what a backward recomputes before
 its gradient has come; COLLECTIVE, inside a job, from its start until its result is used, so without
-what it hides; REDUCE and CHECK, between the table and O: sums and norms of gradients, and the look
+what it hides, with `rows` where it brings rows to a rank's experts (`ROWS`); REDUCE and CHECK,
+between the table and O: sums and norms of gradients, and the look
 for NaN, for which ranks wait for each other; WAIT, for a tensor that has not come yet; and with
 offload COPY, between device and host, and UPDATE, what of O is on the host. (Version 1 wrote
 OPTIMIZE for O.) Times are on the rank's own

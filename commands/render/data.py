@@ -262,6 +262,7 @@ def calibration_data(profile: Profile, folder: Path) -> dict[str, Any]:
         },
         "error_before": found.error_before,
         "error_after": found.error_after,
+        "expert_imbalance": profile.expert_imbalance,
     }
 
 

@@ -115,7 +115,10 @@ def describe_calibration(profile: Profile) -> tuple[Any, ...]:
         f"{run.num_steps} steps of {run.model} (plan {run.plan[:8]})" for run in found.runs
     )
     errors = f"median error of what was recorded: {found.error_before:.1%} without, "
-    return table, Text(f"from {runs}; {errors}{found.error_after:.1%} with these factors")
+    told = f"from {runs}; {errors}{found.error_after:.1%} with these factors"
+    if (sigma := profile.expert_imbalance) is not None:
+        told += f"; experts' rows were uneven by {sigma:.2f} (--expert-imbalance)"
+    return table, Text(told)
 
 
 def _rates(profile: Profile) -> Any | None:

@@ -228,3 +228,33 @@ def test_check_tells_memory_with_its_interval_and_the_limit(planner):
     assert held["low_bytes"] < told["peak_bytes"] < held["high_bytes"]
     assert told["peak_tensor_bytes"] < told["peak_bytes"]
     assert told["limit_bytes"] > 79 * 2**30
+
+
+MIXTRAL = (
+    "--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
+    "--ffn-hidden-size 2048 --vocab-size 32000 --swiglu --micro-batch-size 1 "
+    "--global-batch-size 64 --num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 8 "
+    "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep --bf16"
+)
+
+
+def test_experts_are_told_with_what_brings_rows_to_them(planner):
+    """B11: the line's dispatcher, and how uneven rows are, as it is given or as the record says."""
+    usual = planner("check", MIXTRAL, "--gpus", 8)
+    assert "rows of experts by deepep; the rank that gets most has 1.18 times the mean" in (
+        usual.stdout
+    )
+    told, even = (
+        json.loads(
+            planner("check", MIXTRAL, "--gpus", 8, "--expert-imbalance", sigma, "--json").stdout
+        )
+        for sigma in (0.66, 0)
+    )
+    assert told["experts"]["dispatchers"] == ["deepep"]
+    assert told["experts"]["fullest"] == pytest.approx(2.24, abs=0.01)
+    assert even["experts"]["fullest"] == 1
+    assert told["step_s"] > even["step_s"]
+    assert told["peak_tensor_bytes"] > even["peak_tensor_bytes"]
+    refused = planner("check", MIXTRAL, "--gpus", 8, "--expert-imbalance", 9)
+    assert refused.code == 2
+    assert "--expert-imbalance 9 was given; it is the standard deviation" in refused.stderr

@@ -15,6 +15,7 @@ BY_COMMAND = {
     "cluster": "`launch` reads it for --preflight alone",
     "device": "`emit` has no machine to look at: its default is the plan's",
     "execution": "`what-if` takes others, with commas; defaults differ: `estimate` has a plan",
+    "expert_imbalance": "`what-if` takes others, with commas; `check` has a line, no profile",
     "global_batch": "`what-if` takes others, with commas",
     "gpus": "`what-if` takes others; `profile` and `check` say what their count is for",
     "memory_limit": "`what-if` takes others, with commas",

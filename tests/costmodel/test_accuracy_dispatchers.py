@@ -1,4 +1,4 @@
-"""N16: Dispatchers of experts' rows against published measurements, where these lie beside it."""
+"""N16, B11: Dispatchers of experts' rows against published measurements, where these lie."""
 
 from statistics import fmean
 

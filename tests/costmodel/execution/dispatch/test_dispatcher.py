@@ -1,4 +1,4 @@
-"""Records of dispatchers: complete, with sources; what an exchange takes on each, by hand."""
+"""B11: Records of dispatchers: complete, with sources; what an exchange takes on each, by hand."""
 
 import json
 from dataclasses import fields, replace
@@ -166,3 +166,24 @@ def test_a_dispatcher_runs_where_its_record_says() -> None:
     assert not deep.runs("NVIDIA H100 80GB HBM3", 256)
     assert not deep.runs("NVIDIA A100-SXM4-80GB", 8)
     assert find_dispatcher("alltoall").runs("cpu", 2048)
+
+
+def test_shared_experts_hide_no_more_than_they_take() -> None:
+    """DeepSeek-V3's shared expert beside its all-to-alls: half of what it hides shows still."""
+    row = {
+        **QWEN, "model": "DeepSeek-V3", "gpus": "64", "dp": "64", "gpu": "H100-SXM", "layers": "8",
+        "recompute": "none", "dispatcher": "alltoall",
+    }  # fmt: skip
+
+    def comm_s(notes: str, **changes: str) -> float:
+        run, profile, rates = run_of({**row, **changes, "notes": f"MoE force-balanced; {notes}"})
+        return RowPrices().estimate(run, profile, rates).path.parts["tp_comm_s"]
+
+    bare, beside = comm_s(""), comm_s("shared expert overlap")
+    assert beside < bare
+    # Wider shared experts hide more, up to all exchanges; of these `exposed_part` shows.
+    wider = comm_s("shared expert overlap", shared_width="16384")
+    assert 0.5 * bare < wider < beside
+    # DeepEP's exchanges have no part in it.
+    apart = {"dispatcher": "DeepEP"}
+    assert comm_s("shared expert overlap", **apart) == comm_s("", **apart)

@@ -17,7 +17,7 @@ from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
 from planner.timeline import COLLECTIVE, ROWS, RankTimeline, Span, load_timeline
 from profiles import load_profile
-from search import SearchRequest
+from search import SearchRequest, find_plan
 from tests.runtime.scenarios import build, capture
 from tests.spawn import run_ranks
 
@@ -128,3 +128,23 @@ def test_an_imbalance_is_paid_in_time_and_held_in_memory_with_the_odds() -> None
     assert (again.step_s, again.peak_bytes) == (sure.step_s, sure.peak_bytes)
     with pytest.raises(PlannerError, match="`expert_imbalance` -1 was given"):
         SearchRequest(num_devices=8, global_batch=16, expert_imbalance=-1)
+
+
+def test_a_search_prices_what_it_is_told_and_its_plan_says_so() -> None:
+    graph, profile = capture("routed-gpt", torch.float32), load_profile("h100-sxm5-80gb")
+
+    def searched(sigma: float):
+        request = SearchRequest(num_devices=4, global_batch=8, ep=4, expert_imbalance=sigma)
+        result = find_plan(graph, profile, request)
+        assert result.plan is not None
+        assert result.certificate is not None
+        assert result.certificate.gap == 0
+        return result.plan
+
+    even, uneven = searched(0.0), searched(1.0)
+    assert even.estimate["step_s"] < uneven.estimate["step_s"]
+    told = uneven.estimate["experts"]
+    assert (told["imbalance"], told["imbalance_from"], told["memory_odds"]) == (1.0, "given", 0.9)
+    # Of 4 experts, 2 a token, a rank of 4 has one: at most twice the mean.
+    assert told["fullest"] == 2
+    assert estimate(graph, profile, uneven).step_s == uneven.estimate["step_s"]
