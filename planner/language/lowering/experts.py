@@ -78,12 +78,12 @@ def _takes_runs(op: Op) -> bool:
 
 def _not_recognised(graph: ModelGraph) -> str:
     """Return what of a model without grouped products may be experts; "" where nothing is."""
-    found = dict.fromkeys(name for program in graph.classes for name in _stacked(program))
+    found = dict.fromkeys(name for program in graph.classes for name in stacked_matrices(program))
     met = f" (all rows meet all matrices of {', '.join(found)}, which tp divides)" if found else ""
     return called_whole(graph) or met
 
 
-def _stacked(program: Program) -> Iterator[str]:
+def stacked_matrices(program: Program) -> Iterator[str]:
     """Yield the names of parameters of several matrices that a product takes."""
     source = {name: name for name in program.params}
     for op in program.ops:
