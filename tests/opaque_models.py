@@ -12,16 +12,19 @@ WIDTH, LENGTH = 8, 4
 
 
 class LoopedExperts(nn.Module):
-    """A Python loop over the experts that were chosen. The last is never chosen."""
+    """A Python loop over the experts that were chosen. The last is never chosen.
 
-    def __init__(self, num: int = 4, top: int = 2) -> None:
+    Each takes `most` rows, which no capture tells in sorted runs of rows.
+    """
+
+    def __init__(self, num: int = 4, top: int = 2, most: int = 1000) -> None:
         super().__init__()
         self.router = nn.Linear(WIDTH, num)
         self.experts = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
             for _ in range(num)
         )
-        self.top = top
+        self.top, self.most = top, most
         self.register_buffer("shut", torch.tensor([0.0] * (num - 1) + [-1e9]))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -33,6 +36,7 @@ class LoopedExperts(nn.Module):
             which, slot = torch.where(chosen == index)
             if which.numel() == 0:
                 continue
+            which, slot = which[: self.most], slot[: self.most]
             out.index_add_(0, which, expert(rows[which]) * weights[which, slot].unsqueeze(-1))
         return out.view_as(x)
 

@@ -32,6 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp": {"dp": 2},
     "tp": {"tp": 2},
     "pp": {"pp": 2},
+    "cp": {"cp": 2},
     "virtual stages": {"pp": 2, "vpp": 2, "schedule": "interleaved_1f1b"},
     "split backward": {"pp": 2, "schedule": "zb_h1"},
     "ZeRO 1": {"dp": 2, "zero_stage": 1},

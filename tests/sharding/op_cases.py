@@ -928,6 +928,21 @@ def _(rng, n):
     return one_op("planner.grouped_mm", randn(rows, width), matrices, ends)
 
 
+@case("product_of_runs")
+def _(rng, n):
+    rows, width, number, _ = routed(rng, n)
+    ends = torch.tensor([*sorted(rng.choices(range(rows), k=number - 1)), rows]).int()
+    matrices = randn(number, width, n * rng.randint(1, 3))
+    return one_op("planner.product_of_runs", randn(rows, width), matrices, ends)
+
+
+@case("stack_of_runs")
+def _(rng, n):
+    rows, width, number, _ = routed(rng, n)
+    ends = torch.tensor([rows] * number, dtype=torch.int32)
+    return one_op("planner.stack_of_runs", ends, [randn(width, n) for _ in range(number)])
+
+
 @case("bias_of_runs")
 def _(rng, n):
     rows, width, number, _ = routed(rng, n)

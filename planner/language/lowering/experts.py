@@ -46,6 +46,8 @@ def check_experts_parts(graph: ModelGraph, ep: int, etp: int = 1) -> None:
             f"(grouped_mm), of which the model has none{_not_recognised(graph)}; use ep=1 and "
             "etp=1, or multiply experts by torch.nn.functional.grouped_mm"
         )
+    for program in graph.classes:
+        _check_by_expert(program, f"ep={ep} etp={etp}")
     if experts_of(graph) % ep:
         raise LayoutError(
             f"ep={ep} does not divide the experts of each block, {experts_of(graph)}; use a divisor"
@@ -76,12 +78,12 @@ def _takes_runs(op: Op) -> bool:
 
 def _not_recognised(graph: ModelGraph) -> str:
     """Return what of a model without grouped products may be experts; "" where nothing is."""
-    found = dict.fromkeys(name for program in graph.classes for name in _stacked(program))
+    found = dict.fromkeys(name for program in graph.classes for name in stacked_matrices(program))
     met = f" (all rows meet all matrices of {', '.join(found)}, which tp divides)" if found else ""
     return called_whole(graph) or met
 
 
-def _stacked(program: Program) -> Iterator[str]:
+def stacked_matrices(program: Program) -> Iterator[str]:
     """Yield the names of parameters of several matrices that a product takes."""
     source = {name: name for name in program.params}
     for op in program.ops:
@@ -94,8 +96,33 @@ def _stacked(program: Program) -> Iterator[str]:
                 yield meta.fqn or meta.name
 
 
+def _of_one_expert(program: Program) -> str | None:
+    """Return the name of a weight of one expert alone; None where parameters have a dim of them."""
+    makers = {name: op for op in program.ops for name in op.outputs}
+    for op in filter(_takes_runs, program.ops):
+        name = op.inputs[1]
+        if _by_expert(program, makers, name) is None:
+            while name in makers:
+                name = makers[name].inputs[-1]
+            return program.tensor[name].fqn or name
+    return None
+
+
+def _check_by_expert(program: Program, given: str) -> None:
+    if (own := _of_one_expert(program)) is not None:
+        raise LayoutError(
+            f"{given} was given, and each expert's weights, like {own}, are a parameter of their "
+            "own or a part of one that has no dim of experts, which ep does not place; use ep=1 "
+            "and etp=1, or hold them in one parameter [experts, ...]"
+        )
+
+
 def experts_of(graph: ModelGraph) -> int:
-    """Return the largest number that divides the experts of each block that has some; 1 without."""
+    """Return the largest number that divides the experts of each block that has some; 1 without,
+    and where an expert's weights are parameters of their own.
+    """
+    if any(_of_one_expert(program) is not None for program in graph.classes):
+        return 1
     numbers = [
         program.tensor[name].shape_at(1)[0]
         for program in graph.classes
@@ -107,13 +134,22 @@ def experts_of(graph: ModelGraph) -> int:
 def expert_params(program: Program) -> frozenset[str]:
     """Return the parameters that hold a matrix, or a bias, for each expert."""
     makers = {name: op for op in program.ops for name in op.outputs}
-    found = set()
-    for op in filter(_takes_runs, program.ops):
-        name = op.inputs[1]
-        while name in makers:  # a weight that is transposed, cast or brought to its place
-            name = makers[name].inputs[0]
-        found.add(name)
-    return frozenset(found)
+    takes = (op.inputs[1] for op in program.ops if _takes_runs(op))
+    found = (_by_expert(program, makers, name) for name in takes)
+    return frozenset(name for name in found if name is not None)
+
+
+def _by_expert(program: Program, makers: Mapping[str, Op], name: str) -> str | None:
+    """Return the parameter whose experts' weights are taken, transposed, cast or brought to their
+    place; None where they are put together, or cut from a parameter without a dim of experts.
+    """
+    experts = program.tensor[name].shape[0]
+    while name in makers:
+        maker = makers[name]
+        if len({*maker.inputs}) != 1 or program.tensor[maker.inputs[0]].shape[:1] != (experts,):
+            return None
+        name = maker.inputs[0]
+    return name
 
 
 def on_experts_mesh(
@@ -183,6 +219,7 @@ def spread_experts(program: Program, ep: int, *, etp: int = 1, fullest: float = 
     taking = [op for op in program.ops if _takes_runs(op)]
     if ep == 1 or not taking:
         return program
+    _check_by_expert(program, f"ep={ep} etp={etp}")
     return _Spreading(program, ep, etp, fullest).run(taking)
 
 

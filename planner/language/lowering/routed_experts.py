@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.language.graph import ModelGraph, Op, Program
+from planner.language.lowering.experts import stacked_matrices
 from planner.language.ops.families.entries.routing import SORT_ROWS
-from planner.language.ops.record import family_of
+from planner.language.ops.record import family_of, packet_of
 
 _FEW = 3
 """Blocks that a message names."""
@@ -14,16 +15,21 @@ _FEW = 3
 
 def routing_messages(graph: ModelGraph) -> tuple[str, ...]:
     """Return a line for blocks whose experts' rows ranks may sort each on its own, by number of
-    experts, and one for products of runs of rows whose order is not recognised.
+    experts, one for products of runs of rows whose order is not recognised, and one for blocks in
+    which all rows meet the matrices of all experts.
     """
     told: dict[tuple[int, int], list[str]] = {}
     untold: dict[str, list[str]] = {}
+    dense: dict[str, list[str]] = {}
     for index, program in enumerate(graph.classes):
         blocks = [block.name for block in graph.blocks if block.class_index == index]
         for sizes in dict.fromkeys(routings(program)):
             told.setdefault(sizes, []).extend(blocks)
         for line in dict.fromkeys(op.line for op in _of_unknown_rows(program)):
             untold.setdefault(line, []).extend(blocks)
+        if not told and not untold and any(packet_of(op.target) == "topk" for op in program.ops):
+            for name in dict.fromkeys(stacked_matrices(program)):
+                dense.setdefault(name.rpartition(".")[2], []).extend(blocks)
     return (
         *(
             f"{_named(blocks)}: {number} experts, {copies} a token; each rank may route rows of "
@@ -35,6 +41,11 @@ def routing_messages(graph: ModelGraph) -> tuple[str, ...]:
             "sorted by their experts, so every rank of tp and cp sorts and holds all rows; see "
             "docs/sharding.md for the forms that are"
             for line, blocks in untold.items()
+        ),
+        *(
+            f"{_named(blocks)}: all rows meet all matrices of {name}, whichever a router chose; tp "
+            "divides them, and ep does not"
+            for name, blocks in dense.items()
         ),
     )
 

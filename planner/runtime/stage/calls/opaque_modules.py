@@ -28,6 +28,8 @@ from planner.language.graph.module_keys import (
     class_of,
     module_key,
 )
+from planner.language.layout.redistribute import REDISTRIBUTE
+from planner.language.lowering.lowering import ONCE
 from planner.language.ops.families.entries.routing import STACK_OF_RUNS
 from planner.runtime.process.device import forked_generators, is_accelerator, of
 
@@ -323,8 +325,8 @@ def own_params(program: Program, op: Op) -> tuple[str | None, ...]:
     assert isinstance(own, tuple)
 
     def source(name: str) -> str | None:
-        # A parameter may be gathered on its way to the op.
-        while name in made_by and made_by[name].target == "planner.redistribute":
+        # A parameter may be gathered, or its gradient kept on one rank, on its way to the op.
+        while name in made_by and made_by[name].target in (REDISTRIBUTE, ONCE):
             name = made_by[name].inputs[0]
         return name if name in program.params else None
 
