@@ -23,6 +23,7 @@ from planner.capture.modes.precision import cast_parameters
 from planner.capture.norms import with_told_momentum, without_sync
 from planner.capture.opaque import OpaqueModules
 from planner.capture.outside import outside_bytes
+from planner.capture.reading.libraries import libraries_of
 from planner.capture.repeats.in_part import capture_in_part, long_lists
 from planner.capture.routing import with_told_routing
 from planner.capture.source.model_file import ModelSource
@@ -213,7 +214,12 @@ def _captured(
         kept_calls.forget()
     told = with_told_routing(with_told_masks(merged))
     graph = build_graph(told, name=name, batch_tree=leaves[0][1])
-    return replace(graph, unit=unit, outside_bytes=outside_bytes(graph, module))
+    return replace(
+        graph,
+        unit=unit,
+        outside_bytes=outside_bytes(graph, module),
+        libraries=libraries_of(graph),
+    )
 
 
 def _passes_over(module: torch.nn.Module, opaque: OpaqueModules, path: str) -> bool:

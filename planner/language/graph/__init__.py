@@ -2,9 +2,7 @@
 
 In: a captured list of ops (`planner.capture`). Out: a `ModelGraph`, whose sizes are affine in the
 microbatch size, cut into a preamble and a chain of blocks grouped by class. Read `model_graph`
-first, then `blocks`; `batch`, `batch_split` and
-`unit` describe batches, `capture_cache` keeps graphs on
-disk and `model_file` reads the user's ``model.py``.
+first; `batch`, `batch_split` and `unit` describe batches.
 """
 
 from planner.language.graph.model_graph import (

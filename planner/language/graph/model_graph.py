@@ -312,6 +312,7 @@ class ModelGraph:
     nothing. Where samples belong together (`unit`), what sizes count as a sample is a unit of them.
     `outside_bytes` are those of the state dict that no block uses, or that are read apart from
     blocks, too: each rank keeps them in host memory (`planner.runtime.state.users_module.outside`).
+    `libraries` are modules to import before ops of theirs are there.
     """
 
     name: str
@@ -325,6 +326,7 @@ class ModelGraph:
     whole: WholeBatch | None = None
     unit: Unit = SAMPLE
     outside_bytes: int = 0
+    libraries: tuple[str, ...] = ()
 
     @cached_property
     def tensor(self) -> dict[str, TensorMeta]:
@@ -389,6 +391,8 @@ def to_json(value: Any, *, lines: bool = True) -> Any:
             names.remove("whole")
         if isinstance(value, ModelGraph) and not (lines and value.outside_bytes):
             names.remove("outside_bytes")  # no part of the structure
+        if isinstance(value, ModelGraph) and not (lines and value.libraries):
+            names.remove("libraries")
         fields = {name: to_json(getattr(value, name), lines=lines) for name in names}
         return {"t": type(value).__name__, **fields}
     if isinstance(value, tuple | list):

@@ -19,7 +19,7 @@ from torch import fx
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
-from planner.errors import LayoutError
+from planner.errors import LayoutError, ModelError
 from planner.language.across.cut.batch_statistics import MOMENTUM_ARGUMENT, counters
 from planner.language.graph import Affine, Op, Program, Ref, Symbol
 from planner.language.graph.function_keys import AUTOGRAD_FUNCTION
@@ -115,9 +115,18 @@ def _momentum_of(counter: torch.Tensor) -> float:
 
 
 def aten_overload(target: str) -> torch._ops.OpOverload:
-    """Return the overload a target such as ``aten.linear.default`` names."""
+    """Return the overload a target such as ``aten.linear.default`` names.
+
+    Raises ModelError for an op of a library that is not imported here.
+    """
     namespace, packet, overload = target.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    except AttributeError:
+        raise ModelError(
+            f"the model calls {namespace}::{packet}, which is not defined in this process; import "
+            "the library that defines it at the top of the model's file, not where it is used"
+        ) from None
 
 
 def _keep_results(

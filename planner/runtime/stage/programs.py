@@ -6,7 +6,9 @@ microbatches of two sizes; the program of a size is made when the size is first 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 
 from torch import Tensor
@@ -42,6 +44,10 @@ class Programs:
         weight_queue: WeightQueue | None,
     ) -> None:
         """`graphs` are the model on batches of each shape, the plan's own first."""
+        # Ops of libraries that the model's forward imports, which this rank does not run.
+        for name in dict.fromkeys(name for graph in graphs for name in graph.libraries):
+            with suppress(ImportError):  # a script's own: it has run here
+                importlib.import_module(name)
         self._graphs, self._plan, self._mesh = graphs, plan, mesh
         self.bucket = 0
         selective = any("selective" in stage.recompute_by_block for stage in plan.stages)
