@@ -354,6 +354,10 @@ class CostCache:
             )
         return self._bytes[key]
 
+    def has_experts(self, class_index: int) -> bool:
+        """Whether blocks of a class multiply runs of rows, one an expert."""
+        return class_index in self._of_experts
+
     @cached_property
     def _of_experts(self) -> frozenset[int]:
         """Classes with experts."""

@@ -204,11 +204,13 @@ def draw(asked: Asked, answer: Answer, numbers: ReportNumbers, *, is_last: bool)
 
 def chosen_of(plan: Plan) -> dict[str, str]:
     """Return what a plan has of each choice of the form."""
+    experts = plan.estimate.get("experts")
     own: dict[str, Any] = {
         **plan.degrees,
         "ep": plan.degrees["ep"],
         "pp": plan.pp,
         "vpp": plan.vpp,
+        "expert_imbalance": f"{experts['imbalance']:g}" if experts else "no exchange",
         "microbatch_size": plan.microbatch_size,
         "schedule": plan.schedule if plan.pp > 1 else "no pipeline",
         "zero": plan.zero_stage if plan.degrees.along("data") > 1 else "one copy",

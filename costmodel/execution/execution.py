@@ -75,6 +75,9 @@ class Execution:
     pads_rows: bool
     """With products in 8 bits, rows are copied to a whole number of tiles for each expert, and
     back after the last product."""
+    grouped_streams: int
+    """Streams on which experts' products run side by side, each with a workspace of its own among
+    the allocator's tensors, from the first step on; 0: none that is counted."""
     expert_imbalance: float
     """How unevenly ranks that share a layer's experts receive rows: standard deviation of the
     logarithm of a rank's rows, from layer to layer (`costmodel.execution.dispatch.imbalance`); 0

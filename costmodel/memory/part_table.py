@@ -56,6 +56,8 @@ class State(NamedTuple):
     """Gradients of their rows in a step."""
     batch: Amount = 0
     """The global batch."""
+    workspaces: Amount = 0
+    """Workspaces of experts' products, one for each stream that they run on."""
 
     def of(self, amounts: State) -> Amount:
         """Return the bytes of a part that takes each kind so many times."""
@@ -132,6 +134,11 @@ def batch(ranks: Ranks, phase: Phase) -> State:
     return State(batch=1)
 
 
+def workspaces(ranks: Ranks, phase: Phase) -> State:
+    """Return the workspaces of experts' products; the bound has none."""
+    return State(workspaces=1)
+
+
 class Part(NamedTuple):
     """A part of a rank's memory."""
 
@@ -155,5 +162,6 @@ PARTS: dict[str, Part] = {
     "table_states": Part("optimizer_bytes", table_states),
     "table_rows": Part("gradient_bytes", table_rows),
     "batch": Part("batch_bytes", batch),
+    "workspaces": Part("parameter_bytes", workspaces),
 }
 """Every part, by name."""

@@ -178,6 +178,8 @@ def test_the_best_equals_trying_everything(instances, names, seed):
         instance = random_instance(rng, names)
         # With the odds of a limit that is given: rows of the fullest rank are held so.
         request = replace(instance.request, memory_odds=LEAST_ODDS)
+        if instance.graph.name == EXPERTS:
+            request = replace(request, expert_imbalance=(None, 0.0, 1.2)[number % 3])
         every = seconds_and_bytes(every_answer(instance.graph, instance.machine, request))
         fastest = min(every)
         limit = int(fastest[1] * rng.choice([0.6, 0.8, 0.95, 1.0, 2.0]))

@@ -165,7 +165,7 @@ WORDS = {
     "dp": "what is left of the world",
     "tp": "--tensor-model-parallel-size",
     "cp": "--context-parallel-size, --cp-comm-type",
-    "ep": "--expert-model-parallel-size",
+    "ep": "--expert-model-parallel-size, --moe-token-dispatcher-type",
     "etp": "--expert-tensor-parallel-size",
     "microbatches": "--micro-batch-size, --global-batch-size",
     "pp": "--pipeline-model-parallel-size",

@@ -322,3 +322,15 @@ def test_messages_wait_for_an_allocator_that_is_nearly_full() -> None:
     predicted = predict_row(NEARLY_FULL, prices)
     assert predicted["predicted_fits"] == "nearly full"
     assert predicted["predicted_step_time_s"] == pytest.approx(found.step_s + 0.25 * 2 * 33)
+
+
+@pytest.mark.parametrize(("gpu", "each_mib"), [("H100-SXM", 32), ("A100-SXM", 4)])
+def test_experts_products_have_a_workspace_on_each_stream(gpu: str, each_mib: int) -> None:
+    """N7: four of Transformer Engine's, on ranks with experts; dense models have none of them."""
+    for row, streams in ((MIXTRAL, 4), ({**LORA, "model": "Llama2-70B"}, 0)):
+        run, profile, rates = run_of({**row, "gpu": gpu, "dtype": "bf16"})
+        without = replace(run, stack=replace(run.stack, grouped_streams=0))
+        held, less = (
+            RowPrices().estimate(each, profile, rates).memory[0] for each in (run, without)
+        )
+        assert held.parameter_bytes - less.parameter_bytes == streams * each_mib * 2**20
