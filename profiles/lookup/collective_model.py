@@ -1,6 +1,7 @@
 """Time of a collective: measured on that group shape, else scaled from the nearest one.
 
-A ring or a switch moves, through each rank's link, a fixed share of the full tensor:
+A ring or a switch moves, through each rank's link, a fixed share of the full tensor, in an
+all-to-all of what the rank has:
 
     all_reduce               2 (n-1)/n
     all_gather, reduce_scatter, all_to_all   (n-1)/n
@@ -62,7 +63,8 @@ class CollectiveModel:
         self._levels: dict[tuple[str, Group], TwoLevels] = {}
 
     def seconds(self, kind: str, num_bytes: float, group: Group) -> Lookup:
-        """Return the time of a collective whose full tensor has `num_bytes`.
+        """Return the time of a collective whose full tensor has `num_bytes`; of an all-to-all
+        they are what each rank has.
 
         Raises ValueError for an unknown kind.
         """

@@ -97,11 +97,11 @@ def collectives(
 
 
 def payload_bytes(tensor: TensorMeta) -> int:
-    """Return a collective's size: the bytes of the FULL tensor, whichever placements meet.
+    """Return the bytes of the FULL tensor, whichever placements meet.
 
     That is what is reduced by an all-reduce, what a reduce-scatter starts from, what an
-    all-gather ends with and what an all-to-all moves around among all ranks. The tensor's
-    sizes must be numbers.
+    all-gather ends with: the size of these. That of an all-to-all is what each rank has
+    (nccl-tests, doc/PERFORMANCE.md). The tensor's sizes must be numbers.
     """
     return tensor.bytes_at(1)
 
@@ -124,9 +124,10 @@ def op_collectives(
     _, _, src, dst, grad_partial = op.args
     source, target = parse_placement(str(src)), parse_placement(str(dst))
     local = tensor[op.outputs[0]]
-    # The output is local; the payload is the full tensor.
-    numel = local.numel_at(1) * (axis_size if isinstance(target, Shard) else 1)
     kinds = collectives(source, target, bool(grad_partial))
+    # The output is local; the payload is the full tensor, of an all-to-all what a rank has.
+    is_part = isinstance(target, Shard) and "all_to_all" not in kinds
+    numel = local.numel_at(1) * (axis_size if is_part else 1)
     return kinds, numel * DTYPE_BYTES[local.dtype]
 
 
@@ -157,10 +158,8 @@ def inner_collectives(
         return (("all_gather", whole),) if replicas_of(op, tensor) > 1 else ()
     if op.target == EXCHANGED_EMBEDDING:
         # Numbers there, rows back; as if ranks held equally many of those asked for.
-        parts = int(op.args[4])  # type: ignore[arg-type]
         return tuple(
-            ("all_to_all", parts * tensor[name].bytes_at(1))
-            for name in (op.inputs[1], op.outputs[0])
+            ("all_to_all", tensor[name].bytes_at(1)) for name in (op.inputs[1], op.outputs[0])
         )
     if op.target == "planner.vocab_log_softmax":
         meta = tensor[op.outputs[0]]
