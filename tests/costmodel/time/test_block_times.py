@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from costmodel.execution.dispatch.dispatcher import find_dispatcher
 from costmodel.table.fusion import num_kernels
 from costmodel.time.block.compute import ProgramTimes, Spent, op_seconds
 from costmodel.time.block.program import profiled_times
@@ -13,6 +14,8 @@ from planner.language.layout.placement import Partial, Replicate
 from planner.language.layout.redistribute import redistribute_op
 from tests.costmodel.programs import CHAIN, program_of
 from tests.search.machine import Machine
+
+OURS = find_dispatcher("sorted-rows")
 
 PASS_S = 32 * 32 * 4 / Machine().bytes_per_s
 """Seconds of reading or writing one tensor."""
@@ -26,6 +29,7 @@ def times(*, kernels="eager", recomputed=(), launch_s=0.0, frozen=()) -> Program
         program_of(CHAIN, outputs=("d",), frozen=frozen),
         machine,
         axes=lowered_groups(machine.cluster, Degrees()),
+        dispatcher=OURS,
         recomputed=frozenset(recomputed),
         kernels=kernels,
     )
@@ -84,6 +88,7 @@ def test_products_and_redistributions_take_the_host_longer_unless_compiled():
             of,
             machine,
             axes=lowered_groups(machine.cluster, Degrees(tp=2)),
+            dispatcher=OURS,
             recomputed=frozenset(),
             kernels=kernels,
         )
@@ -119,6 +124,7 @@ def test_a_sum_over_tp_is_time_of_its_own():
         local,
         machine,
         axes=lowered_groups(machine.cluster, Degrees(tp=2)),
+        dispatcher=OURS,
         recomputed=frozenset(),
         kernels="eager",
     )
