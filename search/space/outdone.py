@@ -3,8 +3,9 @@
 With cp = c a rank works on the c-th part of b samples. Where g divides both, as many ranks with
 cp = c / g and g times as many replicas have the c/g-th part of b/g samples each: the same rows, the
 same microbatches, and the same ranks that share parameters. They gather keys and values of fewer
-positions from fewer ranks (or exchange heads with fewer), and the rank with the last positions
-meets no more keys. So nothing speaks for cutting what g divides: neither time nor memory.
+positions from fewer ranks (or exchange heads with fewer, or pass parts as large on in fewer
+rounds), and the rank with the last positions meets no more keys. So nothing speaks for cutting what
+g divides: neither time nor memory.
 
     dp 1, cp 4, microbatches of 2      is outdone by      dp 2, cp 2, microbatches of 1
 """

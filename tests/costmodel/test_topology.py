@@ -7,7 +7,13 @@ from itertools import product
 
 import pytest
 
-from costmodel.topology import axis_group, group_along, lowered_groups, pipeline_group
+from costmodel.topology import (
+    axis_group,
+    group_along,
+    lowered_groups,
+    neighbours,
+    pipeline_group,
+)
 from planner.cluster import Link, Tier
 from planner.language.layout.axes import Degrees
 from profiles import Group
@@ -38,6 +44,23 @@ def test_a_pipeline_that_spans_nodes_sends_between_them():
     degrees = Degrees(dp=2, tp=2)
     assert pipeline_group(cluster_of(8), degrees, pp=2) == Group(ranks_per_node=2)
     assert pipeline_group(cluster_of(4), degrees, pp=2) == Group(ranks_per_node=1, num_nodes=2)
+
+
+@pytest.mark.parametrize(
+    ("cp", "pair"),
+    [
+        (4, Group(ranks_per_node=2)),
+        (16, Group(ranks_per_node=1, num_nodes=2)),
+        (32, Group(ranks_per_node=1, num_nodes=2, domains=(2, 1))),
+        (128, Group(ranks_per_node=1, num_nodes=2, domains=(2, 2))),
+    ],
+)
+def test_ranks_of_a_ring_wait_for_its_farthest_link(cp, pair):
+    """B10: nodes of 4 in domains of 16, those in domains of 64."""
+    rail, spine = (Link(name=name, alpha_s=0, beta_s_per_byte=1) for name in ("rail", "spine"))
+    tiers = Tier(devices=16, link=rail), Tier(devices=64, link=spine)
+    cluster = Machine(devices_per_node=4, tiers=tiers).cluster
+    assert neighbours(group_along(cluster, Degrees(cp=cp), "cp")) == pair
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -72,11 +72,13 @@ def compare(name: str, captured: Any, ways: tuple[Way, ...], choices: dict) -> d
     return apart
 
 
-def check(name: str, num_ranks: int, ways: tuple[Way, ...], **choices: Any) -> None:
+def check(
+    name: str, num_ranks: int, ways: tuple[Way, ...], *, backend: str = "gloo", **choices: Any
+) -> None:
     if model_matrix()[name].needs_transformers:
         pytest.importorskip("transformers")
     captured = to_json(capture_source(source_of(name)))
-    apart = run_ranks(compare, num_ranks, name, captured, ways, choices)[0]
+    apart = run_ranks(compare, num_ranks, name, captured, ways, choices, backend=backend)[0]
     assert not apart, f"apart by more than rounding: {apart}"
 
 
@@ -108,6 +110,21 @@ def test_four_ranks_and_beside_tp(name):
     check(name, 4, WAYS, cp=2, tp=2)
     ways: tuple[Way, ...] = (("queries", 2), ("heads", 2), ("ring", 2))
     check(name, 4, ways, cp=2, pp=2, zero_stage=1, recompute="full")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"recompute": "selective"},
+        {"zero_stage": 3},
+        {"zero_stage": 1, "num_microbatches": 2, "backend": "staged"},
+    ],
+    ids=str,
+)
+def test_rings_beside_zero_and_recomputation(choices):
+    """B14: and over a backend that holds ranks to NCCL's rules, as messages overlap."""
+    check("hf-llama-packed", 2, (("ring", 2),), cp=2, **choices)
 
 
 def test_what_cannot_be_cut_so_is_refused():
