@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from planner.capture.source.model_file import ModelSource
 from planner.errors import PlanError
+from planner.language.across.cut.moved_once import moved_once
 from planner.language.graph import ModelGraph, from_json, to_json
 from planner.language.lowering.defaults import default_plan
 from planner.runtime.proofs.verify import compare_with_one_process
@@ -107,10 +108,45 @@ def tried(by: str, graph: Any, choices: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-if __name__ == "__main__":
-    import sys
-    for by in sys.argv[1:]:
-        g = graph_of(by)
-        ch=[{"tp": 2}, {"dp": 2}, {"dp": 2, "ep": 2}, {"pp": 2, "num_microbatches": 2},
-            {"dp": 2, "accept": ("local-samples","local-buffers")}, {"dp":2,"ep": 2, "accept": ("local-samples","local-buffers")},{"pp":2,"num_microbatches": 2, "accept": ("local-samples","local-buffers")}]
-        for c, r in zip(ch, run_ranks(tried, 2, by, to_json(g), ch)[0]): print(by, c, r)
+LOCAL = ("local-samples", "local-buffers")
+REPLICAS: list[dict[str, Any]] = [{"dp": 2}, {"dp": 2, "ep": 2}, {"tp": 2}]
+PARTS: list[dict[str, Any]] = [
+    {"pp": 2, "num_microbatches": 2},
+    {"dp": 2, "ep": 2, "num_microbatches": 2},
+]
+
+
+def check(by: str, choices: list[dict[str, Any]]) -> list[str]:
+    return run_ranks(tried, 2, by, to_json(graph_of(by)), choices)[0]
+
+
+@pytest.mark.parametrize("by", ["loss", "bias"])
+def test_means_and_counts_are_the_batchs_over_replicas(by) -> None:
+    """With one microbatch ranks sum what they counted before it is used."""
+    assert check(by, REPLICAS) == ["equal"] * len(REPLICAS)
+
+
+@pytest.mark.parametrize("by", ["loss", "bias"])
+def test_over_microbatches_they_are_refused_by_name(by) -> None:
+    line = "hits.mean(0) * scores.mean(0)" if by == "loss" else "counts = hits.sum(0)"
+    for told in check(by, PARTS):
+        assert "values are computed across samples" in told
+        assert line in told
+        assert "`accept` local-samples" in told
+
+
+@pytest.mark.parametrize("by", ["loss", "bias"])
+def test_accepted_each_part_has_its_own(by) -> None:
+    """As one process that goes part by part, with a bias of its own for each replica."""
+    choices = [{"accept": LOCAL} | how for how in [*PARTS, {"dp": 2}]]
+    assert check(by, choices) == ["equal"] * len(choices)
+
+
+def test_a_mean_over_tokens_is_exact_over_parts() -> None:
+    """It is a term of the loss, and its parts count as samples do."""
+    assert check("logits", [*REPLICAS, *PARTS]) == ["equal"] * 5
+
+
+def test_a_bias_that_counts_decide_does_not_move_once() -> None:
+    """What follows from samples is each part's own, also behind a sign."""
+    assert not moved_once(graph_of("bias"))
