@@ -361,10 +361,16 @@ class Course:
 
 
 def traced(
-    forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, known: Course
+    forward: Callable[..., Any],
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    known: Course,
+    *,
+    is_checked: bool = False,
 ) -> tuple[Any, Course]:
     """Return what a forward returns if each expert has rows, and its course as far as it is known:
-    while ops are noted it runs once, as it is `known` of a rehearsal before.
+    while ops are noted, and where it `is_checked` already, it runs once.
 
     Raises NotALoop where it computes with their number, picks none, or does for experts without
     rows what it does for no others.
@@ -386,7 +392,7 @@ def traced(
             made, full = run(but=but)
         if not full.picks:
             raise _Refused("no rows are picked")
-        if not full.looks or is_noted:
+        if not full.looks or is_noted or is_checked:
             return made, replace(known, but=but)
         for rows in _OTHERS:
             _, other = run(rows=rows, but=but)
