@@ -1158,7 +1158,8 @@ _construct(
     "a loop over chosen experts, in a module of its own",
     extra=_part(Experts),
     inner=_through_part,
-    note="the smallest module that depends on values runs as it is, whole on every rank",
+    note="rows in the order of their experts, where [recognised](sharding.md#rows-of-experts); "
+    "else the smallest module that depends on values runs as it is, whole on every rank",
 )
 _construct(
     _VALUES,

@@ -59,9 +59,28 @@ def with_told_loops(raw: RawGraph, passes_over: Callable[[str], bool]) -> RawGra
             told.append(item)
         makers |= dict.fromkeys(item.op.outputs, item.op)
     found = replace(raw, tensors=tensors, ops=tuple(told))
-    if left := picked_in(live_ops(found)):
+    live = live_ops(found)
+    if left := picked_in(live):
         raise Unlike(f"rows that are picked are used otherwise at {left[0].op.line}")
+    kept = {name for item in live for name in item.op.outputs}
+    for loop in loops:
+        _check_beside(loop, ops, kept, passes_over)
     return found
+
+
+def _check_beside(
+    loop: Chains, ops: Sequence[RawOp], kept: set[str], passes_over: Callable[[str], bool]
+) -> None:
+    """Raise Unlike where a loop that passes over experts without rows does more than with rows:
+    what is left of that would be done for all of them.
+    """
+    names = [item.op.outputs[0] for item in ops]
+    first, end = min(map(names.index, loop.own.intersection(names))), names.index(loop.last)
+    if not passes_over(ops[end].module):
+        return
+    for item in ops[first:end]:
+        if kept.intersection(item.op.outputs) and packet_of(item.op.target) not in RESHAPED:
+            raise Unlike(f"more than rows is passed over at {item.op.line}")
 
 
 @dataclass(frozen=True, kw_only=True)

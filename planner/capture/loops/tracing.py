@@ -214,18 +214,19 @@ class LoopTracing(TorchFunctionMode):
                 return self._note(func, func(tensor, self._index(tensor, args[1])), args)
             if name == "__setitem__":
                 return func(tensor, self._index(tensor, args[1]), args[2])
-            if tensor.dim() and tensor.shape[0] == self._rows and id(tensor) in self._owner:
+            if self._has_rows(tensor):
+                dim = args[1] if name == "size" and len(args) == 2 else None
                 if func is Tensor.shape.__get__ or (name == "size" and len(args) == 1):  # type: ignore[attr-defined]
-                    return (self._number(tensor), *tensor.shape[1:])
-                if name == "size" and args[1] in (0, -tensor.dim()):
-                    return self._number(tensor)
-                if name == "__len__":
+                    return tuple(self._number(tensor, size) for size in tensor.shape)
+                if type(dim) is int:
+                    return self._number(tensor, tensor.shape[dim])
+                if name == "__len__" and tensor.shape[0] == self._rows:
                     # (Python makes an ordinary number of it, which tells of no comparison.)
-                    self.looks, self._within = True, self._owner[id(tensor)]
+                    self.looks, self._within = True, self._owner_of(tensor)
                     return 0 if self._are_none else self._rows
                 if name in _NUMBERS and tensor.dim() == 1:
-                    return self._number(tensor)
-                if name in _NUMBERS:
+                    return self._number(tensor, tensor.shape[0])
+                if name in _NUMBERS or name == "size":
                     raise _Refused("a count of the entries of an expert's rows")
         return self._note(func, func(*args, **kwargs), args)
 
@@ -253,7 +254,10 @@ class LoopTracing(TorchFunctionMode):
             found = Hits(Hit.of(each, 1) for each in range(number))
             return (found.squeeze(),) if as_tuple else found
         if tensor.dim() == 1:
-            return self._picked(tensor)[0].unsqueeze(1)
+            column = self._picked(tensor)[0].unsqueeze(1)
+            self._owner[id(column)] = id(tensor)
+            self._alive.append(column)
+            return column
         raise _Refused("places as a table")
 
     def _are_any(self, mask: Tensor) -> Any:
@@ -275,13 +279,24 @@ class LoopTracing(TorchFunctionMode):
 
     # ------------------------------------------------------------------------------ noting
 
-    def _number(self, tensor: Tensor) -> NumRows:
+    def _has_rows(self, tensor: Tensor) -> bool:
+        """Whether a tensor has a dim of an expert's rows."""
+        shape = tensor.shape
+        return self._rows in shape and (id(tensor) in self._owner or self._rows == ROWS)
+
+    def _owner_of(self, tensor: Tensor) -> int:
         owner = self._owner.get(id(tensor))
+        if owner is None:
+            raise _Refused("a look at the number of rows of which it is not known whose they are")
+        return owner
+
+    def _number(self, tensor: Tensor, size: int) -> int:
+        """Return a size of a tensor, of rows so that comparisons are told."""
+        if size != self._rows:
+            return size
 
         def told() -> bool:
-            if owner is None:
-                raise _Refused("a comparison of the number of several experts' rows")
-            self.looks, self._within = True, owner
+            self.looks, self._within = True, self._owner_of(tensor)
             return not self._are_none
 
         return NumRows.of(self._rows, told)
@@ -296,7 +311,7 @@ class LoopTracing(TorchFunctionMode):
         for each in made if isinstance(made, tuple | list) else (made,):
             if not isinstance(each, Tensor) or any(each is other for other in given):
                 continue
-            if each.dim() and each.shape[0] == self._rows and len(owners) == 1:
+            if self._rows in each.shape and len(owners) == 1:
                 self._owner[id(each)] = next(iter(owners))
                 self._alive.append(each)
             if each.dim() == 1 and name in _COUNTED and not owners:
@@ -346,10 +361,16 @@ class Course:
 
 
 def traced(
-    forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, known: Course
+    forward: Callable[..., Any],
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    known: Course,
+    *,
+    is_checked: bool = False,
 ) -> tuple[Any, Course]:
     """Return what a forward returns if each expert has rows, and its course as far as it is known:
-    while ops are noted it runs once, as it is `known` of a rehearsal before.
+    while ops are noted, and where it `is_checked` already, it runs once.
 
     Raises NotALoop where it computes with their number, picks none, or does for experts without
     rows what it does for no others.
@@ -371,7 +392,7 @@ def traced(
             made, full = run(but=but)
         if not full.picks:
             raise _Refused("no rows are picked")
-        if not full.looks or is_noted:
+        if not full.looks or is_noted or is_checked:
             return made, replace(known, but=but)
         for rows in _OTHERS:
             _, other = run(rows=rows, but=but)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import tree_unflatten
 
 from planner.capture.align import BATCH_SIZES
@@ -64,6 +65,8 @@ class OpaqueModules:
     _known: dict[Any, int] = field(default_factory=dict)
     _in_order: list[int] = field(default_factory=list)
     """Numbers of the calls of the last forward of the smaller batch."""
+    _checked: set[str] = field(default_factory=set)
+    """Keys of modules whose loops took one course for any number of rows."""
     _position: int = 0
     _num_samples: int = BATCH_SIZES[0]
 
@@ -124,8 +127,12 @@ class OpaqueModules:
     def _replaced(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if type(module) in self.loops:
-                known = self.loops[type(module)]
-                made, self.loops[type(module)] = traced(forward, module, args, kwargs, known)
+                known, key = self.loops[type(module)], module_key(module)
+                made, self.loops[type(module)] = traced(
+                    forward, module, args, kwargs, known, is_checked=key in self._checked
+                )
+                if get_proxy_mode() is None:
+                    self._checked.add(key)
                 return made
             return self._call(module, args, kwargs)
 

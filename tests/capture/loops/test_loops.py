@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from planner.errors import CaptureError
 from planner.language.graph.module_keys import OPAQUE_MODULE
 from planner.language.ops.families.entries.routing import SORT_ROWS, STACK_OF_RUNS, UNSORT_ROWS
 from planner.runtime.stage.calls.opaque_modules import keep_modules
@@ -146,7 +147,43 @@ def _capacity(ids, number):
     return which[:3], slot[:3]
 
 
+def _counting(layer, rows, weights, ids):
+    """A buffer counts experts that have rows."""
+    out = torch.zeros_like(rows)
+    for number, expert in enumerate(layer.experts):
+        which, slot = torch.where(ids == number)
+        if len(which) > 0:
+            layer.closed[0] += 0.01
+            out.index_add_(0, which, expert(rows[which]) * weights[which, slot, None])
+    return out
+
+
+def _of_those_hit(layer, rows, weights, ids):
+    """What is added for an expert that has rows reaches all rows."""
+    out = torch.zeros_like(rows)
+    for number, expert in enumerate(layer.experts):
+        which, slot = torch.where(ids == number)
+        if len(which) > 0:
+            out = out + layer.up[number, :, 0]
+            out = out.index_add(0, which, expert(rows[which]) * weights[which, slot, None])
+    return out
+
+
+def _of_none(layer, rows, weights, ids):
+    """Experts without rows have a term of their own."""
+    out = torch.zeros_like(rows)
+    for number, expert in enumerate(layer.experts):
+        which, slot = torch.where(ids == number)
+        if len(which) > 0:
+            out = out.index_add(0, which, expert(rows[which]) * weights[which, slot, None])
+        else:
+            out = out + 0 * sum(p.sum() for p in expert.parameters())
+    return out
+
+
 MISSES = {
+    "a sum for experts that have rows": _of_those_hit,
+    "a sum for experts that have none": _of_none,
     "rows past a capacity": _loop(_capacity),
     "experts of few rows passed over": _loop(skip=lambda ids, n, which: len(which) < 2),
     "as many as others": _loop(skip=lambda ids, n, which: len(which) > len(ids) // 2),
@@ -179,3 +216,9 @@ def test_a_near_miss_runs_as_it_is(name):
     assert SORT_ROWS not in found
     keep_modules(graph, module)
     assert apart(graph, module, batch_of(5)) < WITHIN
+
+
+def test_a_buffer_that_counts_experts_with_rows_is_refused_as_before():
+    torch.manual_seed(0)
+    with pytest.raises(CaptureError, match="writes into an input, a parameter or a buffer"):
+        captured(Looping(_counting, layers=1).double())

@@ -12,7 +12,7 @@ from __future__ import annotations
 from planner.language.across import across_samples
 from planner.language.across.cut.batch_statistics import batch_norms
 from planner.language.across.handlers.buffers import is_drawn
-from planner.language.graph import ModelGraph
+from planner.language.graph import Affine, ModelGraph, Op, Program
 from planner.language.ops.record import mutates
 
 
@@ -32,7 +32,7 @@ def moved_once(graph: ModelGraph) -> frozenset[str]:
             if written is None:
                 continue
             writes.setdefault(written, []).append((block.index, op.name))
-            if is_drawn(program, op):
+            if is_drawn(program, op) or _follows_from_samples(program, op):
                 apart.add(written)
     norms = batch_norms(graph)
     apart.update(norm.num_batches_tracked for norm in norms if norm.num_batches_tracked)
@@ -45,4 +45,14 @@ def moved_once(graph: ModelGraph) -> frozenset[str]:
     }
     return frozenset(
         name for name, places in writes.items() if name not in apart and not moved & set(places)
+    )
+
+
+def _follows_from_samples(program: Program, op: Op) -> bool:
+    """Whether an op writes what is made of samples, also by an op that has a fault of its own: a
+    sign of counts is the same for all of a part, and another for each part.
+    """
+    made = program.only(op.inputs[1:])
+    return any(
+        isinstance(size, Affine) for name in made.inputs for size in program.tensor[name].shape
     )
