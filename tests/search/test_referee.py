@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from planner.language.graph import ModelGraph
 from planner.language.lowering.attention_cut import attention_kinds, pieces_of_sequences
 from search import SearchRequest, find_plan
+from search.op_layout.layouts import _LEAST_SAVING
 from search.request import LEAST_ODDS
 from tests.builders import PlainGPT, gpt_batch, tiny_models
 from tests.captures import capture_module
@@ -197,7 +198,13 @@ def test_the_best_equals_trying_everything(instances, names, seed):
                 other = find_plan(instance.graph, instance.machine, replace(request, solver=solver))
                 if solver == "recursive" and other.plan is None:
                     continue
-                assert check_against(best, limit, other) is not None
+                # Of layouts that save next to nothing against each other a solver keeps one, and
+                # an integer program another one than elimination.
+                surely = best_within(limit * (1 - _LEAST_SAVING), every)
+                if other.plan is None:
+                    assert surely == float("inf")
+                    continue
+                assert check_against(best, limit, other, surely_s=surely) is not None
     unproved = int(np.sum(np.array(gaps) >= 1e-9))
     print(
         f"{instances} instances: {unfit} fit nothing; {unproved} of the rest have a gap, the "
