@@ -19,8 +19,9 @@ from typing import Literal
 
 from planner.language.graph import ModelGraph, Op, Program
 from planner.language.layout.class_layout import ClassLayout
-from planner.language.layout.placement import Placement, Shard, parse_placement
+from planner.language.layout.placement import OpSharding, Placement, Shard, parse_placement
 from planner.language.ops.record import family_of
+from planner.language.ops.registry import strategies
 
 AttentionBy = Literal["queries", "heads", "ring"]
 """What each rank has of attention where sequences are cut."""
@@ -88,6 +89,31 @@ def attention_kinds(
             is_ring = "ring" in kinds and key == made
             found.add(kinds[-1] if is_ring else kinds[0] if kinds else None)
     return frozenset(found)
+
+
+def over_ring(layout: ClassLayout, program: Program, axis_size: int) -> ClassLayout | None:
+    """Return a layout of a bound program whose attention by queries goes over a ring, all else as
+    it is: what propagation would find, at once. None where a ring does not serve, or where keys and
+    values are gathered before something is made of them.
+    """
+    shardings = layout.op_shardings
+    lies = dict(zip(program.inputs, map(parse_placement, layout.inputs), strict=True))
+    ops = dict(layout.ops)
+    for op in program.ops:
+        sharding = shardings.get(op.name)
+        if family_of(op.target).arithmetic == "attention":
+            if sharding is None or not isinstance(sharding.inputs[0], Shard):
+                return None
+            place, *tables = sharding.inputs[0], *sharding.inputs[3:]
+            ring = OpSharding(inputs=(place, place, place, *tables), outputs=sharding.outputs)
+            segments = (place.segments,)
+            served = strategies(op, program.tensor, axis_size, segments=segments, asked=True)
+            if ring not in served or {lies.get(name) for name in op.inputs[1:3]} != {place}:
+                return None
+            ops[op.name] = str(ring)
+        if sharding is not None:
+            lies |= dict(zip(op.outputs, sharding.outputs, strict=True))
+    return layout.model_copy(update={"ops": tuple(ops.items())})
 
 
 def pieces_of_sequences(layouts: Iterable[ClassLayout]) -> int:
