@@ -292,10 +292,9 @@ class SizedCandidates:
 
         `gathered` is that of attention by queries in as many pieces, of which a ring follows.
         """
-        layouts = None
         if attention == "ring" and gathered is not None:
             layouts = self._over_ring(gathered)
-        if layouts is None:
+        else:
             layouts = self._with_outer(by_class, attention, pieces)
         self._check_experts(layouts)
         self._check_expressed(layouts)
@@ -308,27 +307,21 @@ class SizedCandidates:
             on_host=self.candidates.on_host,
         )
 
-    def _over_ring(self, gathered: StageTable) -> tuple[ClassLayout, ...] | None:
-        """Return layouts that have attention over a ring instead, all else as in a table; None
-        where they are to be found anew.
-        """
+    def _over_ring(self, gathered: StageTable) -> tuple[ClassLayout, ...]:
+        """Return the layouts of a table with attention over a ring instead, all else as it is."""
         costs, inside = self.candidates.costs, Degrees()
         layouts: tuple[ClassLayout, ...] = ()
         for axis in lowered_axes():
-            own = [layout for layout in gathered.layouts if layout.axis == axis.name]
-            if own and axis.cuts_sequences:
-                size = self.degrees[axis.name]
-                for layout in own:
+            size = self.degrees[axis.name]
+            for layout in gathered.layouts:
+                if layout.axis == axis.name and axis.cuts_sequences:
                     index = layout.class_index
                     inner = tuple(each for each in layouts if each.class_index == index)
                     program = costs.local(index, self.microbatch_size, inside, inner)
-                    found = over_ring(layout, program, size)
-                    if found is None:
-                        return None
-                    layouts += (found,)
-            else:
-                layouts += tuple(own)
-            inside = inside.with_sizes(**{axis.name: self.degrees[axis.name]})
+                    layouts += (over_ring(layout, program, size),)
+                elif layout.axis == axis.name:
+                    layouts += (layout,)
+            inside = inside.with_sizes(**{axis.name: size})
         return layouts
 
     def _check_experts(self, layouts: tuple[ClassLayout, ...]) -> None:
