@@ -28,7 +28,12 @@ from costmodel.time.block.program import accumulate_seconds
 from costmodel.topology import replica_mesh
 from planner.errors import LayoutError
 from planner.language.layout.axes import Degrees, lowered_axes, split_axes
-from planner.language.lowering.attention_cut import IN_PIECES, AttentionBy, attention_kinds
+from planner.language.lowering.attention_cut import (
+    IN_PIECES,
+    AttentionBy,
+    attention_kinds,
+    over_ring,
+)
 from planner.language.lowering.experts import check_rows
 from planner.language.lowering.propagate import propagate_on
 from planner.language.plan import ClassLayout, Precision
@@ -255,39 +260,42 @@ class SizedCandidates:
         for kind in get_args(AttentionBy):
             if kind not in kinds:
                 with suppress(LayoutError):
-                    kinds[kind] = self._table(by_class, kind)
+                    kinds[kind] = self._table(by_class, kind, gathered=kinds.get("queries"))
                     yield kinds[kind]
+        gathered: dict[int, StageTable] = {}
         for kind in IN_PIECES:
-            if kind in kinds:
-                yield from self._in_pieces(by_class, kind, _seconds(kinds[kind]))
-
-    def _in_pieces(
-        self, by_class: tuple[ClassLayout, ...], attention: AttentionBy, before_s: float
-    ) -> Iterator[StageTable]:
-        """Yield tables with more and more pieces of every sequence on each rank; one takes so many
-        seconds.
-        """
-        for pieces in PIECES:
-            try:
-                table = self._table(by_class, attention, pieces)
-            except LayoutError:
-                return
-            yield table
-            # With k pieces on n ranks the fullest has 1 + (1 - 1/n) / k of the mean causal work:
-            # twice as many halve what is over, so all that follow save less than this one did.
-            after_s = _seconds(table)
-            if before_s - after_s < LEAST_SAVED * before_s:
-                return
-            before_s = after_s
+            before_s = _seconds(kinds[kind]) if kind in kinds else 0.0
+            for pieces in PIECES if kind in kinds else ():
+                try:
+                    table = self._table(by_class, kind, pieces, gathered=gathered.get(pieces))
+                except LayoutError:
+                    break
+                yield table
+                if kind == "queries":
+                    gathered[pieces] = table
+                # With k pieces on n ranks the fullest has 1 + (1 - 1/n) / k of the mean causal
+                # work: twice as many halve what is over, so all that follow save less than this
+                # one did.
+                after_s = _seconds(table)
+                if before_s - after_s < LEAST_SAVED * before_s:
+                    break
+                before_s = after_s
 
     def _table(
         self,
         by_class: tuple[ClassLayout, ...],
         attention: AttentionBy | None = None,
         pieces: int = 1,
+        gathered: StageTable | None = None,
     ) -> StageTable:
-        """Return the table of layouts on tp and one way to divide on outer axes what they make."""
-        layouts = self._with_outer(by_class, attention, pieces)
+        """Return the table of layouts on tp and one way to divide on outer axes what they make.
+
+        `gathered` is that of attention by queries in as many pieces, of which a ring follows.
+        """
+        if attention == "ring" and gathered is not None:
+            layouts = self._over_ring(gathered)
+        else:
+            layouts = self._with_outer(by_class, attention, pieces)
         self._check_experts(layouts)
         self._check_expressed(layouts)
         return StageTable(
@@ -298,6 +306,23 @@ class SizedCandidates:
             precision=self.candidates.precision,
             on_host=self.candidates.on_host,
         )
+
+    def _over_ring(self, gathered: StageTable) -> tuple[ClassLayout, ...]:
+        """Return the layouts of a table with attention over a ring instead, all else as it is."""
+        costs, inside = self.candidates.costs, Degrees()
+        layouts: tuple[ClassLayout, ...] = ()
+        for axis in lowered_axes():
+            size = self.degrees[axis.name]
+            for layout in gathered.layouts:
+                if layout.axis == axis.name and axis.cuts_sequences:
+                    index = layout.class_index
+                    inner = tuple(each for each in layouts if each.class_index == index)
+                    program = costs.local(index, self.microbatch_size, inside, inner)
+                    layouts += (over_ring(layout, program, size),)
+                elif layout.axis == axis.name:
+                    layouts += (layout,)
+            inside = inside.with_sizes(**{axis.name: size})
+        return layouts
 
     def _check_experts(self, layouts: tuple[ClassLayout, ...]) -> None:
         """Raise LayoutError where experts do not lie on ep under the layouts."""

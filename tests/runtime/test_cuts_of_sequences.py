@@ -15,7 +15,7 @@ from planner.capture import capture_source
 from planner.errors import LayoutError
 from planner.language.graph import ModelGraph, from_json, to_json
 from planner.language.layout.axes import find_axis
-from planner.language.lowering.attention_cut import AttentionBy, attention_kinds
+from planner.language.lowering.attention_cut import AttentionBy, attention_kinds, over_ring
 from planner.language.lowering.defaults import default_plan
 from planner.language.lowering.lowering import lower
 from planner.language.lowering.propagate import propagate_on
@@ -131,5 +131,12 @@ def test_what_cannot_be_cut_so_is_refused():
     graph = capture_tiny("gpt")
     with pytest.raises(LayoutError, match=r"lie S\(1\)x16 on 2 ranks; use fewer pieces"):
         propagate_on(graph, find_axis("cp"), size=2, microbatch_size=1, segments=16)
+    crossing = capture_tiny("encoder-decoder")
+    with pytest.raises(LayoutError, match=r"attention .* can't run over a ring: it drops weights"):
+        propagate_on(crossing, find_axis("cp"), size=2, microbatch_size=2, attention="ring")
+    by_heads = propagate_on(graph, find_axis("cp"), size=2, microbatch_size=1, attention="heads")
+    layer = next(layout for layout in by_heads if attention_kinds(graph, [layout]))
+    with pytest.raises(LayoutError, match=r"attention .* can't run over a ring"):
+        over_ring(layer, graph.classes[layer.class_index].bind(1), 2)
     with pytest.raises(LayoutError, match=r"attention.* has no sharding on 8 ranks.*fewer ranks"):
         propagate_on(graph, find_axis("cp"), size=8, microbatch_size=1, attention="heads")

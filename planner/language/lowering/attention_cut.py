@@ -17,10 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
+from planner.errors import LayoutError
 from planner.language.graph import ModelGraph, Op, Program
 from planner.language.layout.class_layout import ClassLayout
-from planner.language.layout.placement import Placement, Shard, parse_placement
+from planner.language.layout.placement import OpSharding, Placement, Shard, parse_placement
 from planner.language.ops.record import family_of
+from planner.language.ops.registry import strategies
 
 AttentionBy = Literal["queries", "heads", "ring"]
 """What each rank has of attention where sequences are cut."""
@@ -33,8 +35,8 @@ IN_PIECES: tuple[AttentionBy, ...] = ("queries", "ring")
 has whole sequences, in however many pieces they came.)"""
 
 _FROM_LAST: Mapping[AttentionBy, int] = {"queries": 2, "heads": 3, "ring": 2}
-"""The dim that is cut of what attention makes, and over a ring of its keys and values: of [...,
-heads, positions, width], from the last."""
+"""The dim that is cut of what attention makes, [..., heads, positions, width]; from the last. Over
+a ring it is that of keys and values, too."""
 
 _WORDS = {
     "queries": "attention by queries, keys and values gathered",
@@ -49,15 +51,11 @@ def anyhow(name: str, placement: Placement) -> bool:
 
 
 def attends_by(program: Program, attention: AttentionBy | None) -> MayLie:
-    """Tell placements of what attention makes, and over a ring of what it takes, that leave it
-    running so; any where None.
-    """
+    """Tell placements of what attention makes that leave it running so; any where None."""
     if attention is None:
         return anyhow
-    cut = [op.outputs[0] for op in _attention(program)]
-    if attention == "ring":
-        cut += [name for op in _attention(program) for name in op.inputs[1:3]]
-    dims = {name: len(program.tensor[name].shape) - _FROM_LAST[attention] for name in cut}
+    results = [op.outputs[0] for op in _attention(program)]
+    dims = {name: len(program.tensor[name].shape) - _FROM_LAST[attention] for name in results}
 
     def attends(name: str, placement: Placement) -> bool:
         return name not in dims or (isinstance(placement, Shard) and placement.dim == dims[name])
@@ -88,6 +86,41 @@ def attention_kinds(
             is_ring = "ring" in kinds and key == made
             found.add(kinds[-1] if is_ring else kinds[0] if kinds else None)
     return frozenset(found)
+
+
+def over_ring(layout: ClassLayout, program: Program, axis_size: int) -> ClassLayout:
+    """Return a layout of a bound program whose attention by queries goes over a ring, all else as
+    it is.
+
+    Raises LayoutError where a ring does not serve, or where keys and values are gathered before
+    something is made of them.
+    """
+    shardings = layout.op_shardings
+    lies = dict(zip(program.inputs, map(parse_placement, layout.inputs), strict=True))
+    ops = dict(layout.ops)
+    for op in program.ops:
+        sharding = shardings.get(op.name)
+        if family_of(op.target).arithmetic == "attention":
+            dim = len(program.tensor[op.outputs[0]].shape) - _FROM_LAST["ring"]
+            place = None if sharding is None else sharding.inputs[0]
+            keys = {lies.get(name) for name in op.inputs[1:3]}
+            ring = None
+            if sharding and isinstance(place, Shard) and place.dim == dim and keys == {place}:
+                tables = sharding.inputs[3:]
+                found = OpSharding(inputs=(place, place, place, *tables), outputs=sharding.outputs)
+                counts = (place.segments,)
+                served = strategies(op, program.tensor, axis_size, segments=counts, asked=True)
+                ring = found if found in served else None
+            if ring is None:
+                raise LayoutError(
+                    f"attention {op.name} can't run over a ring: it drops weights, has a mask that "
+                    "is a tensor or, in half precision, one of windows or tables, or its keys are "
+                    "not cut by position; use attention by queries or by heads"
+                )
+            ops[op.name] = str(ring)
+        if sharding is not None:
+            lies |= dict(zip(op.outputs, sharding.outputs, strict=True))
+    return layout.model_copy(update={"ops": tuple(ops.items())})
 
 
 def pieces_of_sequences(layouts: Iterable[ClassLayout]) -> int:

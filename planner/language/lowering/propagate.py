@@ -15,7 +15,13 @@ from planner.language.layout.axes import Axis
 from planner.language.layout.class_layout import ClassLayout
 from planner.language.layout.pins import Pin, class_pins
 from planner.language.layout.placement import Placement, Replicate, Shard
-from planner.language.lowering.attention_cut import AttentionBy, MayLie, anyhow, attends_by
+from planner.language.lowering.attention_cut import (
+    AttentionBy,
+    MayLie,
+    anyhow,
+    attends_by,
+    over_ring,
+)
 from planner.language.lowering.beam import BeamSearch
 from planner.language.ops.call import divides
 
@@ -31,7 +37,6 @@ def propagate_layout(
     outputs: Sequence[Placement] | None = None,
     whole_params: bool = False,
     may_lie: MayLie = anyhow,
-    asked: bool = False,
 ) -> ClassLayout:
     """Choose the layout of a bound block program on an axis of `axis_size` ranks.
 
@@ -40,8 +45,7 @@ def propagate_layout(
     and `outputs` are the placements at the block's boundary, Replicate by default.
     `whole_params` pins every param Replicate: the axis divides the data only, and gradients
     are summed over it once a step (`lower` with `sum_later`). `may_lie` says of tensors of
-    the program which placements to consider; with `asked` shardings are among them that ops have
-    only where they are asked for. Raises
+    the program which placements to consider. Raises
     LayoutError when a pin names nothing, does not divide, or no op can honour it.
     """
     replicated = Replicate()
@@ -67,7 +71,6 @@ def propagate_layout(
         pins=pins,
         sum_later=whole_params,
         may_lie=may_lie,
-        asked=asked,
         segments=max(p.segments if isinstance(p, Shard) else 1 for p in (*inputs, *outputs)),
     )
     best = search.run(placement, dict(zip(program.outputs, outputs, strict=True)))
@@ -128,7 +131,6 @@ def propagate_graph(
                 program,
                 axis_size,
                 whole_params=whole_params,
-                asked=attention == "ring",
                 may_lie=(
                     _all_of(
                         _keeps_samples(graph.classes[index], microbatch_size),
@@ -217,8 +219,20 @@ def propagate_on(
         boundary=boundary,
         programs=programs,
         whole_params=axis.whole_params,
-        attention=attention,
+        # A ring moves nothing that a beam could weigh: it takes the place of gathers.
+        attention="queries" if attention == "ring" else attention,
     )
+    if attention == "ring":
+        layouts = tuple(
+            over_ring(
+                layout,
+                programs[layout.class_index]
+                if programs
+                else graph.classes[layout.class_index].bind(microbatch_size),
+                size,
+            )
+            for layout in layouts
+        )
     return tuple(layout.model_copy(update={"axis": axis.name}) for layout in layouts)
 
 
