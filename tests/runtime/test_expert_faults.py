@@ -95,10 +95,10 @@ def ends_before_the_exchange(ends: Tensor, group: str, parts: int) -> tuple[Tens
     return dealt, _ends_before(dealt, group, own)
 
 
-def as_they_came(rows: Tensor, dealt: Tensor, group: str, back: bool) -> Tensor:
+def as_they_came(rows: Tensor, dealt: Tensor, group: str, back: bool, **told: bool) -> Tensor:
     """Rows in the order of experts are sent back as if they were in that of the ranks."""
     if not back:
-        return _exchanged(rows, dealt, group, back)
+        return _exchanged(rows, dealt, group, back, **told)
     sent, got = dealt.sum(2).tolist()
     return collectives.all_to_all_rows(rows.contiguous(), group, got, sent)
 
