@@ -80,7 +80,7 @@ def check(name, num_ranks, layouts):
     assert not found, f"apart by more than rounding: {found}"
 
 
-@pytest.mark.parametrize("name", ["hf-mixtral", "hf-gpt-oss"])
+@pytest.mark.parametrize("name", ["hf-mixtral", pytest.param("hf-gpt-oss", marks=pytest.mark.slow)])
 def test_rows_of_each_ranks_own(name):
     """Matrices of experts are whole where rows are cut: their gradient is a sum over the ranks."""
     assert name in model_matrix()

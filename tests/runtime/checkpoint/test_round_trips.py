@@ -99,13 +99,14 @@ def test_copies_of_shards_are_written_once(tmp_path):
     )
 
 
-def test_shards_of_any_dim_are_read_by_any_plan(tmp_path):
+@pytest.mark.parametrize("there", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_shards_of_any_dim_are_read_by_any_plan(tmp_path, there):
     """Three experts on four ranks, in shards of their second dim, on two beside tp, and whole."""
     name, batch = "stacked-gpt", {"num_microbatches": 2}
     four = plan_for(name, **batch, dp=4, zero_stage=3, microbatch_size=2)
     both = plan_for(name, **batch, dp=2, tp=2, zero_stage=1, microbatch_size=4)
     whole = plan_for(name, **batch, dp=2, pp=2, microbatch_size=4)
-    pairs = ((four, both), (both, four), (four, whole), (whole, four))
+    pairs = ((four, both), (whole, four)) if there else ((both, four), (four, whole))
     check([Case(name, *pair, str(tmp_path / str(at))) for at, pair in enumerate(pairs)])
 
 
