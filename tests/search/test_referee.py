@@ -148,6 +148,9 @@ def random_instance(rng: np.random.Generator, names: list[str]) -> Instance:
 
 PARTS = 10
 
+LIKE_ANOTHER = 1e-3
+"""By so much of a step plans differ whose placements an integer program can't tell apart."""
+
 
 @pytest.mark.parametrize(
     ("instances", "names", "seed"),
@@ -199,8 +202,9 @@ def test_the_best_equals_trying_everything(instances, names, seed):
                 if solver == "recursive" and other.plan is None:
                     continue
                 # Of layouts that save next to nothing against each other a solver keeps one, and
-                # an integer program another one than elimination.
-                surely = best_within(limit * (1 - _LEAST_SAVING), every)
+                # an integer program another one than elimination: it tells costs apart to about a
+                # millionth of the largest, and no bytes among equally fast choices.
+                surely = best_within(limit * (1 - _LEAST_SAVING), every) * (1 + LIKE_ANOTHER)
                 if other.plan is None:
                     assert surely == float("inf")
                     continue
