@@ -163,8 +163,10 @@ def test_a_proof_says_what_was_shown_and_what_was_not():
 def test_factors_of_a_calibration_have_their_spread():
     factor = SimpleNamespace(value=1.1, sigma=0.05)
     calibration = SimpleNamespace(factors={"compute": factor}, error_before=0.2, error_after=0.04)
-    profile: Any = SimpleNamespace(file=SimpleNamespace(calibration=calibration))
+    profile: Any = SimpleNamespace(
+        file=SimpleNamespace(calibration=calibration), expert_imbalance=0.3
+    )
     assert data.calibration_data(profile, Path("mine")) == {
         "profile_folder": "mine", "factors": {"compute": {"value": 1.1, "sigma": 0.05}},
-        "error_before": 0.2, "error_after": 0.04,
+        "error_before": 0.2, "error_after": 0.04, "expert_imbalance": 0.3,
     }  # fmt: skip
