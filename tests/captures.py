@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -51,10 +52,15 @@ def capture_module(module: torch.nn.Module, *batches: Any, **options: Any) -> Mo
     if entry.exists():
         return from_json(json.loads(entry.read_text()))
     graph = captured()
-    draft = entry.with_suffix(f".{os.getpid()}")
-    draft.write_text(json.dumps(to_json(graph)))
-    draft.replace(entry)
+    keep(entry, to_json(graph))
     return graph
+
+
+def keep(entry: Path, value: Any) -> None:
+    """Write an entry of the folder at once, whichever processes and threads write it, too."""
+    draft = entry.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+    draft.write_text(json.dumps(value))
+    draft.replace(entry)
 
 
 def capture_tiny(name: str, **options: Any) -> ModelGraph:

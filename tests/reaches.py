@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from planner.runtime.state.optimizers import reach
-from tests.captures import FOLDER
+from tests.captures import FOLDER, keep
 
 measure = reach._reach
 _found: dict[tuple[type, str], reach.Reach | None] = {}
@@ -43,9 +43,7 @@ def _kept(key: str, measured: Callable[[], reach.Reach | None]) -> reach.Reach |
         found: reach.Reach | None = json.loads(entry.read_text())
         return found
     found = measured()
-    draft = entry.with_suffix(f".{os.getpid()}")
-    draft.write_text(json.dumps(found))
-    draft.replace(entry)
+    keep(entry, found)
     return found
 
 
