@@ -13,8 +13,8 @@ import os
 import re
 import shutil
 import tempfile
-import threading
 import types
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +57,11 @@ def capture_module(module: torch.nn.Module, *batches: Any, **options: Any) -> Mo
 
 
 def keep(entry: Path, value: Any) -> None:
-    """Write an entry of the folder at once, whichever processes and threads write it, too."""
-    draft = entry.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+    """Write an entry of the folder at once, whichever processes write it, too."""
+    draft = entry.with_suffix(f".{os.getpid()}")
     draft.write_text(json.dumps(value))
-    draft.replace(entry)
+    with suppress(FileNotFoundError):  # what later ranks of a script without edits write is nothing
+        draft.replace(entry)
 
 
 def capture_tiny(name: str, **options: Any) -> ModelGraph:
