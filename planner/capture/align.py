@@ -14,7 +14,13 @@ BATCH_SIZES = (2, 3)
 
 
 class UnlikeExports(CaptureError):
-    """A model does not compute the same on batches of two sizes."""
+    """A model does not compute the same on batches of two sizes; `place` is the call and its line
+    that tell, if one does.
+    """
+
+    def __init__(self, message: str, place: str = "") -> None:
+        super().__init__(message)
+        self.place = place
 
 
 def align(first: Exported, second: Exported) -> RawGraph:

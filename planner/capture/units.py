@@ -58,7 +58,8 @@ def capture_by_units(
             not isinstance(error, UnlikeExports) and runs_on(batches)
         ):
             raise
-        return _captured(batches_of, capture, _sizes_told(error), otherwise=error)
+        shown = error.place if isinstance(error, UnlikeExports) else ""
+        return _captured(batches_of, capture, _sizes_told(error), otherwise=error, shown=shown)
     found = _mixing(graph)
     sizes = _sizes_shown(graph, found) if found else ()
     shown = f"{found[0].op} at {found[0].line}" if found and found[0].line else ""

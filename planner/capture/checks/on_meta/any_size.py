@@ -91,7 +91,8 @@ def refuse_other_sizes(shapes: Shapes, run: Callable[[Sequence[torch.Tensor]], A
     raise UnlikeExports(
         f"on a batch of {MANY} samples the forward does otherwise than on {BATCH_SIZES[0]}, in "
         f"{name}{line}: what Python computes of the number of samples (a minimum, a branch, a "
-        "whole quotient) must hold for every number; use the size itself, or tensors"
+        "whole quotient) must hold for every number; use the size itself, or tensors",
+        place=f"{name}{line}",
     )
 
 
