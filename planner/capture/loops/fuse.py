@@ -31,6 +31,7 @@ from planner.language.ops.families.entries.routing import (
 )
 from planner.language.ops.families.products.matmul import PRODUCT_OF_RUNS
 from planner.language.ops.record import packet_of
+from planner.units import DTYPE_BYTES
 
 
 def with_told_loops(raw: RawGraph, passes_over: Callable[[str], bool]) -> RawGraph:
@@ -516,9 +517,16 @@ class _Fusing:
             found = {dtype, self._dtype(name)}
             if len(found) > 1:
                 dtype = "float64" if "float64" in found else "float32"
+        made_of = Ref(rows.name)
+        if DTYPE_BYTES[total.dtype] > DTYPE_BYTES[dtype]:
+            # (The sum is not rounded to less than what it is added to.)
+            dtype = total.dtype
+            meta = replace(self._meta(self._tensors[rows.name].shape, rows.name), dtype=dtype)
+            cast_args: tuple[Arg, ...] = (made_of, Symbol("dtype", dtype))
+            made_of = Ref(self._emit("aten.to.dtype", cast_args, meta, step=step)[0])
         grad = total.requires_grad
         made_meta = replace(total, dtype=dtype, kind="activation", requires_grad=grad)
-        unsort: tuple[Arg, ...] = (Ref(rows.name), Ref(self._order), taken, copies)
+        unsort: tuple[Arg, ...] = (made_of, Ref(self._order), taken, copies)
         is_cast, is_sum = dtype != total.dtype, not (is_zero or not adds)
         (name,) = self._emit(
             UNSORT_ROWS, unsort, made_meta, step=step, last=not is_cast and not is_sum

@@ -191,6 +191,7 @@ class LoopTracing(TorchFunctionMode):
         looks: whether the forward looks at how many rows there are.
         picks: how often rows were picked.
         calls: the functions that it called, with the numbers and parameters that these were given.
+        picks_of_first: how many of them for the first expert of those that were chosen.
         last_look: how many calls it had made when it last looked.
         last_own: how many when it last called one with an expert's rows.
     """
@@ -205,6 +206,7 @@ class LoopTracing(TorchFunctionMode):
         self.calls: list[tuple[Any, ...]] = []
         self.last_look = self.last_own = 0
         self._rows, self._empty, self._but = rows, empty, but
+        self.picks_of_first = 0
         self._first: int | None = None
         self._passed_over: set[int] = set()
         self._places: dict[int, list[Tensor]] = {}
@@ -299,6 +301,7 @@ class LoopTracing(TorchFunctionMode):
             before, self._hits = self.picks, [counts]
             yield hit
             self._hits = []
+            self.picks_of_first = self.picks_of_first or self.picks - before
             if self.picks == before:
                 raise _Refused("a loop over the experts that were chosen without their rows")
 
@@ -470,6 +473,8 @@ def traced(
         _, short = run(empty="first", but=but)
     except Exception as error:
         raise NotALoop(type(module), first_line(error)) from error
+    if short.picks != full.picks - full.picks_of_first:
+        raise NotALoop(type(module), "an expert without rows ends the loop")
     for other in (bare, short):
         rest = iter(full.calls)
         if not all(call in rest for call in other.calls) or not _ends_alike(full, other):

@@ -335,7 +335,19 @@ def _weighted(change):
     )(layer, rows, weights, ids)
 
 
+def _ending(layer, rows, weights, ids):
+    """An expert without rows ends the loop."""
+    out = torch.zeros_like(rows)
+    for number, expert in enumerate(layer.experts):
+        which, slot = torch.where(ids == number)
+        if which.numel() == 0:
+            break
+        out.index_add_(0, which, expert(rows[which]) * weights[which, slot, None])
+    return out
+
+
 MISSES = {
+    "an end at an expert without rows": _ending,
     "a look behind the loop": _looking_behind,
     "a look at values": _looking_at_values,
     "a look at the last expert": _of_the_last,
