@@ -298,11 +298,11 @@ class LoopTracing(TorchFunctionMode):
     def _each(self, counts: Tensor, hits: Hits) -> Iterator[Hit]:
         """Go through the experts that were chosen; rows are picked for each."""
         for hit in list.__iter__(hits):
-            before, self._hits = self.picks, [counts]
+            before, calls, self._hits = self.picks, len(self.calls), [counts]
             yield hit
             self._hits = []
             self.picks_of_first = self.picks_of_first or self.picks - before
-            if self.picks == before:
+            if self.picks == before and len(self.calls) > calls:
                 raise _Refused("a loop over the experts that were chosen without their rows")
 
     def _are_any(self, mask: Tensor) -> Any:
