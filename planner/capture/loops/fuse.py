@@ -22,7 +22,7 @@ from planner.capture.loops.tracing import ROWS
 from planner.capture.routing.following import RESHAPED, Following, root_of, times
 from planner.capture.routing.rows import by_rows
 from planner.capture.routing.values import Rows
-from planner.language.graph import Arg, Op, Ref, Size, Symbol, TensorMeta
+from planner.language.graph import Affine, Arg, Op, Ref, Size, Symbol, TensorMeta
 from planner.language.ops.families.entries.routing import (
     BIAS_OF_RUNS,
     SORT_ROWS,
@@ -31,6 +31,7 @@ from planner.language.ops.families.entries.routing import (
 )
 from planner.language.ops.families.products.matmul import PRODUCT_OF_RUNS
 from planner.language.ops.record import packet_of
+from planner.units import DTYPE_BYTES
 
 
 def with_told_loops(raw: RawGraph, passes_over: Callable[[str], bool]) -> RawGraph:
@@ -62,10 +63,24 @@ def with_told_loops(raw: RawGraph, passes_over: Callable[[str], bool]) -> RawGra
     live = live_ops(found)
     if left := picked_in(live):
         raise Unlike(f"rows that are picked are used otherwise at {left[0].op.line}")
+    for item in live:
+        _check_sizes(item.op, tensors)
     kept = {name for item in live for name in item.op.outputs}
     for loop in loops:
         _check_beside(loop, ops, kept, passes_over)
     return found
+
+
+def _check_sizes(op: Op, tensors: Mapping[str, TensorMeta]) -> None:
+    """Raise Unlike where an op beside the loops has the number of rows that a trace gave each
+    expert, as a size or as a value.
+    """
+    metas = [tensors[name] for name in (*op.inputs, *op.outputs)]
+    found = [op.args, op.kwargs, *(meta.shape for meta in metas), *(meta.data for meta in metas)]
+    for value in _found(tuple(found), object):
+        numbers = (value.per_sample, value.fixed) if isinstance(value, Affine) else (value,)
+        if any(isinstance(n, int | float) and n and n % ROWS == 0 for n in numbers):
+            raise Unlike(f"the number of an expert's rows is computed with at {op.line}")
 
 
 def _check_beside(
@@ -301,14 +316,19 @@ class _Fusing:
         """Weights as a column, or cast; rows times weights, and a cast of these."""
         first = values[0]
         if isinstance(first, _Weights) and len(values) == 1:
+            if packet == "detach":
+                return self._detached(first, step)
             if packet in RESHAPED:
                 return first
             if packet in ("to", "_to_copy"):
                 return replace(first, casts=(*first.casts, self._dtype(step.op.outputs[0])))
         if isinstance(first, _Weighted) and len(values) == 1:
             shapes = [self._tensors[n].shape for n in (step.op.inputs[0], step.op.outputs[0])]
-            if packet in ("to", "_to_copy") or (packet in RESHAPED and shapes[0] == shapes[1]):
+            is_cast = packet in ("to", "_to_copy")
+            if is_cast and self._dtype(step.op.outputs[0]) == self._dtype(self._item.op.outputs[0]):
                 return first  # (the sum is cast to what it is added to)
+            if packet in RESHAPED and packet != "detach" and shapes[0] == shapes[1]:
+                return first
         if packet == "mul" and len(values) == 2 and len(step.args) == 2:
             shapes = [self._tensors[name].shape for name in step.op.inputs]
             for one, other, column in ((*values, shapes[1]), (*values[::-1], shapes[0])):
@@ -316,7 +336,8 @@ class _Fusing:
                     if column != (ROWS, 1):
                         raise Unlike(f"weights are no column{_at(step)}")
                     return _Weighted(rows=one, weights=other)
-        if packet in RESHAPED and isinstance(first, _Sorted) and len(values) == 1:
+        is_view = packet in RESHAPED and packet != "detach"
+        if is_view and isinstance(first, _Sorted) and len(values) == 1:
             shapes = [
                 tuple(size for size in self._tensors[n].shape if size != 1)
                 for n in (step.op.inputs[0], step.op.outputs[0])
@@ -327,6 +348,14 @@ class _Fusing:
         if not all(isinstance(each, _Sorted) for each in values):
             raise Unlike(f"weighted rows are computed on by {packet}{_at(step)}")
         return None
+
+    def _detached(self, weights: _Weights, step: Step) -> _Weights:
+        """Weights that have no gradient."""
+        if weights.casts:
+            raise Unlike(f"cast weights are detached{_at(step)}")
+        meta = self._meta(self._tensors[weights.name].shape, weights.name, grad=False)
+        (name,) = self._emit("aten.detach.default", (Ref(weights.name),), meta, step=step)
+        return _Weights(name=name)
 
     def _product(self, step: Step, packet: str, values: Sequence[_Value]) -> _Value:
         """Rows times their experts' matrices, plus their biases."""
@@ -365,7 +394,10 @@ class _Fusing:
 
     def _biased(self, rows: str, each: Each, step: Step) -> _Sorted:
         """Rows plus their experts' biases."""
-        args = (Ref(rows), Ref(self._stacked(each, 2, step)), Ref(self._ends))
+        biases = self._stacked(each, 2, step)
+        if self._tensors[biases].shape[1:] != self._tensors[rows].shape[1:]:
+            raise Unlike(f"rows meet biases of another width{_at(step)}")
+        args = (Ref(rows), Ref(biases), Ref(self._ends))
         (name,) = self._emit(BIAS_OF_RUNS, args, replace(self._tensors[rows], name=""), step=step)
         return _Sorted(name=name)
 
@@ -394,6 +426,9 @@ class _Fusing:
 
     def _by_rows(self, step: Step) -> tuple[str, ...]:
         """An op that computes each row alone, on all of them."""
+        values = [self._values[each.at, each.result] for each in _found(step.args, Made)]
+        if not all(isinstance(each, _Sorted) for each in values):
+            raise Unlike(f"weighted rows are computed on by {packet_of(step.op.target)}{_at(step)}")
         if _found((step.args, step.kwargs), Each) or _found((step.args, step.kwargs), Place):
             raise Unlike(f"rows meet weights by {packet_of(step.op.target)}{_at(step)}")
         is_shape = packet_of(step.op.target) in (*RESHAPED, "expand")
@@ -482,9 +517,16 @@ class _Fusing:
             found = {dtype, self._dtype(name)}
             if len(found) > 1:
                 dtype = "float64" if "float64" in found else "float32"
+        made_of = Ref(rows.name)
+        if DTYPE_BYTES[total.dtype] > DTYPE_BYTES[dtype]:
+            # (The sum is not rounded to less than what it is added to.)
+            dtype = total.dtype
+            meta = replace(self._meta(self._tensors[rows.name].shape, rows.name), dtype=dtype)
+            cast_args: tuple[Arg, ...] = (made_of, Symbol("dtype", dtype))
+            made_of = Ref(self._emit("aten.to.dtype", cast_args, meta, step=step)[0])
         grad = total.requires_grad
         made_meta = replace(total, dtype=dtype, kind="activation", requires_grad=grad)
-        unsort: tuple[Arg, ...] = (Ref(rows.name), Ref(self._order), taken, copies)
+        unsort: tuple[Arg, ...] = (made_of, Ref(self._order), taken, copies)
         is_cast, is_sum = dtype != total.dtype, not (is_zero or not adds)
         (name,) = self._emit(
             UNSORT_ROWS, unsort, made_meta, step=step, last=not is_cast and not is_sum

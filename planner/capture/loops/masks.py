@@ -148,6 +148,9 @@ def _permuted(masks: Masks, op: Op) -> Mask | None:
     else:
         first, second = (normal_dim(dim, rank) for dim in op.args[1:3])  # type: ignore[arg-type]
         order[first], order[second] = order[second], order[first]
+    of_rows = [dim for dim in order if known.dims[dim] == "r"]
+    if of_rows != sorted(of_rows):
+        return None  # (rows in another order)
     return replace(known, dims=tuple(known.dims[dim] for dim in order))
 
 

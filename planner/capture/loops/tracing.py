@@ -13,15 +13,16 @@ none of what is made here stays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from planner.capture.diagnose import first_line
 from planner.errors import CaptureError
@@ -151,16 +152,28 @@ class Hit(int):
 
 
 class Hits(list[Hit]):
-    """The experts that were chosen, one after the other: all of them."""
+    """The experts that were chosen, one after the other. `each` is gone through instead."""
+
+    each: Callable[[Hits], Iterator[Hit]]
+
+    @classmethod
+    def of(cls, hits: Iterable[Hit], each: Callable[[Hits], Iterator[Hit]]) -> Hits:
+        """Return experts whose loop is told."""
+        made = cls(hits)
+        made.each = each
+        return made
+
+    def __iter__(self) -> Iterator[Hit]:
+        return self.each(self)
 
     def _flat(self, *_: int) -> Hits:
-        return Hits(hit.squeeze() for hit in self)
+        return Hits.of((hit.squeeze() for hit in list.__iter__(self)), self.each)
 
     squeeze = flatten = view = reshape = _flat
 
-    def tolist(self) -> list[Any]:
+    def tolist(self) -> Hits:
         """Return the numbers, as of a tensor."""
-        return [hit.tolist() for hit in self]
+        return self
 
 
 _COUNTED = frozenset({"sum", "bincount", "count_nonzero"})
@@ -168,6 +181,7 @@ _ABOVE_NONE = {"gt": 0, "greater": 0, "__gt__": 0, "ne": 0, "not_equal": 0, "__n
 _NUMBERS = frozenset({"numel", "nelement"})
 _LOOKS = frozenset({"__get__", "size", "dim", "__len__", *_NUMBERS})
 _NUMERIC = (bool, int, float, str, NumRows, Hit)
+Empty = Literal["none", "first", "all"]
 
 
 class LoopTracing(TorchFunctionMode):
@@ -176,17 +190,25 @@ class LoopTracing(TorchFunctionMode):
     Attributes:
         looks: whether the forward looks at how many rows there are.
         picks: how often rows were picked.
-        calls: the functions that it called, with the numbers that these were given.
+        calls: the functions that it called, with the numbers and parameters that these were given.
+        picks_of_first: how many of them for the first expert of those that were chosen.
+        last_look: how many calls it had made when it last looked.
+        last_own: how many when it last called one with an expert's rows.
     """
 
-    def __init__(self, rows: int = ROWS, *, are_none: bool = False, but: int = 0) -> None:
-        """With `are_none` experts have no rows, where the forward looks whether they have some. All
-        `but` so many of the experts that are counted have some.
+    def __init__(self, rows: int = ROWS, *, empty: Empty = "none", but: int = 0) -> None:
+        """Experts that are `empty` have no rows, where the forward looks whether they have some:
+        all, or the first one that it looks at. All `but` so many of the experts that are counted
+        have some.
         """
         super().__init__()
         self.looks, self.picks = False, 0
         self.calls: list[tuple[Any, ...]] = []
-        self._rows, self._are_none, self._but = rows, are_none, but
+        self.last_look = self.last_own = 0
+        self._rows, self._empty, self._but = rows, empty, but
+        self.picks_of_first = 0
+        self._first: int | None = None
+        self._passed_over: set[int] = set()
         self._places: dict[int, list[Tensor]] = {}
         self._owner: dict[int, int] = {}
         self._counts: dict[int, Tensor] = {}
@@ -201,7 +223,16 @@ class LoopTracing(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name not in _LOOKS:
             given = _flat((args, tuple(kwargs.values())))
-            self.calls.append((name, *(each for each in given if type(each) in _NUMERIC)))
+            told = (each for each in map(_told, given) if each is not None)
+            self.calls.append((name, *told))
+        made = self._called(func, name, args, kwargs)
+        if name not in _LOOKS and any(
+            id(each) in self._owner for each in _flat((args, tuple(kwargs.values()), made))
+        ):
+            self.last_own = len(self.calls)
+        return made
+
+    def _called(self, func: Any, name: str, args: Sequence[Any], kwargs: Any) -> Any:
         tensor = args[0] if args and isinstance(args[0], Tensor) else None
         if tensor is not None:
             if name == "where" and len(args) == 1 and not kwargs:
@@ -211,19 +242,21 @@ class LoopTracing(TorchFunctionMode):
             if name == "any" and len(args) == 1 and not kwargs and id(tensor) not in self._owner:
                 return self._are_any(tensor)
             if name == "__getitem__":
-                return self._note(func, func(tensor, self._index(tensor, args[1])), args)
+                places = self._index(tensor, args[1])
+                return self._note(func, func(tensor, places), (tensor, places))
             if name == "__setitem__":
                 return func(tensor, self._index(tensor, args[1]), args[2])
             if self._has_rows(tensor):
                 dim = args[1] if name == "size" and len(args) == 2 else None
-                if func is Tensor.shape.__get__ or (name == "size" and len(args) == 1):  # type: ignore[attr-defined]
+                # (A property is another object each time.)
+                is_shape = func == Tensor.shape.__get__ or (name == "size" and len(args) == 1)  # type: ignore[attr-defined]
+                if is_shape and not kwargs:
                     return tuple(self._number(tensor, size) for size in tensor.shape)
                 if type(dim) is int:
                     return self._number(tensor, tensor.shape[dim])
                 if name == "__len__" and tensor.shape[0] == self._rows:
                     # (Python makes an ordinary number of it, which tells of no comparison.)
-                    self.looks, self._within = True, self._owner_of(tensor)
-                    return 0 if self._are_none else self._rows
+                    return self._rows if self._looked(self._owner_of(tensor)) else 0
                 if name in _NUMBERS and tensor.dim() == 1:
                     return self._number(tensor, tensor.shape[0])
                 if name in _NUMBERS or name == "size":
@@ -240,6 +273,8 @@ class LoopTracing(TorchFunctionMode):
             self._alive += [mask, *places]
             self._owner |= {id(each): id(mask) for each in places}
             self.picks += 1
+            if self._hits:
+                self._passed_over.add(id(mask))
         return self._places[id(mask)]
 
     def _nonzero(self, tensor: Tensor, *, as_tuple: bool = False) -> Any:
@@ -248,10 +283,10 @@ class LoopTracing(TorchFunctionMode):
             return tuple(self._picked(tensor))
         if counts is not None and counts is not tensor:
             # (Of numbers themselves nobody said that they are more than none.)
-            self.looks = True
-            self._hits = [counts]
-            number = 0 if self._are_none else len(tensor) - self._but
-            found = Hits(Hit.of(each, 1) for each in range(number))
+            self._noted_look()
+            number = 0 if self._empty == "all" else len(tensor) - self._but
+            numbers = range(int(self._empty == "first"), number)
+            found = Hits.of((Hit.of(each, 1) for each in numbers), partial(self._each, counts))
             return (found.squeeze(),) if as_tuple else found
         if tensor.dim() == 1:
             column = self._picked(tensor)[0].unsqueeze(1)
@@ -260,10 +295,36 @@ class LoopTracing(TorchFunctionMode):
             return column
         raise _Refused("places as a table")
 
+    def _each(self, counts: Tensor, hits: Hits) -> Iterator[Hit]:
+        """Go through the experts that were chosen; rows are picked for each."""
+        for hit in list.__iter__(hits):
+            before, calls, self._hits = self.picks, len(self.calls), [counts]
+            yield hit
+            self._hits = []
+            self.picks_of_first = self.picks_of_first or self.picks - before
+            if self.picks == before and len(self.calls) > calls:
+                raise _Refused("a loop over the experts that were chosen without their rows")
+
     def _are_any(self, mask: Tensor) -> Any:
-        self.looks, self._within = True, id(mask)
-        self._alive.append(mask)
-        return _Answer(not self._are_none)
+        self._picked(mask)  # (what depends on the answer comes behind)
+        return _Answer(self._looked(id(mask)))
+
+    def _looked(self, owner: int) -> bool:
+        """Note that a forward looks whether an expert has rows; return whether it has some."""
+        self._noted_look()
+        self._within = owner
+        self._passed_over.add(owner)
+        if self._first is None:
+            self._first = owner
+        return self._empty == "none" or (self._empty == "first" and owner != self._first)
+
+    def _noted_look(self) -> None:
+        self.looks, self.last_look = True, len(self.calls)
+
+    @property
+    def passes_over_some(self) -> bool:
+        """Whether it looks at some experts, and picks rows of others without a look."""
+        return bool(self._passed_over) and not self._passed_over.issuperset(self._places)
 
     def _index(self, tensor: Tensor, index: Any) -> Any:
         """Return an index of places, where it had a mask or the number of an expert."""
@@ -295,11 +356,7 @@ class LoopTracing(TorchFunctionMode):
         if size != self._rows:
             return size
 
-        def told() -> bool:
-            self.looks, self._within = True, self._owner_of(tensor)
-            return not self._are_none
-
-        return NumRows.of(self._rows, told)
+        return NumRows.of(self._rows, lambda: self._looked(self._owner_of(tensor)))
 
     def _note(self, func: Any, made: Any, args: Sequence[Any]) -> Any:
         """Note whose rows a result has, and whether it counts experts."""
@@ -339,9 +396,17 @@ class _Answer:
         return self._has_some
 
 
+def _told(given: Any) -> Any:
+    """Return what is told of an argument: a number, or which parameter it is."""
+    if isinstance(given, nn.Parameter):
+        return f"parameter {id(given)}"
+    return given if type(given) in _NUMERIC else None
+
+
 def _flat(value: Any) -> Iterator[Any]:
     if isinstance(value, tuple | list):
-        for each in value:
+        # (Hits are not gone through by their loop.)
+        for each in list.__iter__(value) if isinstance(value, list) else value:
             yield from _flat(each)
     else:
         yield value
@@ -392,20 +457,46 @@ def traced(
             made, full = run(but=but)
         if not full.picks:
             raise _Refused("no rows are picked")
-        if not full.looks or is_noted or is_checked:
+        if is_noted or is_checked:
             return made, replace(known, but=but)
         for rows in _OTHERS:
-            _, other = run(rows=rows, but=but)
+            result, other = run(rows=rows, but=but)
             if not _alike(other.calls, full.calls, rows):
                 raise _Refused("what it does depends on how many rows an expert has")
-        _, bare = run(are_none=True, but=but)
+            if _numbers_in(result) != _numbers_in(made):
+                raise _Refused("it returns numbers that depend on how many rows an expert has")
+        if not full.looks:
+            return made, replace(known, but=but)
+        if full.passes_over_some:
+            raise _Refused("some experts are passed over without rows, and others are not")
+        _, bare = run(empty="all", but=but)
+        _, short = run(empty="first", but=but)
     except Exception as error:
         raise NotALoop(type(module), first_line(error)) from error
-    rest = iter(full.calls)
-    if not all(call in rest for call in bare.calls):
-        raise NotALoop(type(module), "it does something else for experts without rows")
+    if short.picks != full.picks - full.picks_of_first:
+        raise NotALoop(type(module), "an expert without rows ends the loop")
+    for other in (bare, short):
+        rest = iter(full.calls)
+        if not all(call in rest for call in other.calls) or not _ends_alike(full, other):
+            raise NotALoop(type(module), "it does something else for experts without rows")
     passes_over = known.passes_over or len(bare.calls) < len(full.calls)
     return made, Course(passes_over=passes_over, but=but)
+
+
+def _numbers_in(result: Any) -> list[Any]:
+    """Return what a result has beside tensors, numbers of rows as whole numbers."""
+    leaves = [each for each in tree_leaves(result) if not isinstance(each, Tensor)]
+    return [int.__index__(each) if isinstance(each, NumRows) else each for each in leaves]
+
+
+def _ends_alike(full: LoopTracing, other: LoopTracing) -> bool:
+    """Whether what comes behind the last expert's rows is done without these, too: no more of it
+    may depend on whether there are some.
+    """
+    last = max(full.last_own, full.last_look)
+    end, since = full.calls[last:], other.calls[other.last_look :]
+    same = len(end) <= len(since) if full.last_own > full.last_look else len(end) == len(since)
+    return same and since[len(since) - len(end) :] == end
 
 
 def _alike(calls: Sequence[tuple[Any, ...]], full: Sequence[tuple[Any, ...]], rows: int) -> bool:

@@ -100,6 +100,8 @@ def _expanded_rows(at: Following) -> Known | None:
 def _reshaped(at: Following) -> Known | None:
     """Weights as a column; copies by row, and back; repeated rows one after the other."""
     known, before, made = at.of(at.op.args[0]), at.shape(at.op.inputs[0]), at.made.shape
+    if packet_of(at.op.target) == "detach":
+        return None  # (it has no gradient, and what it was made of has)
     if isinstance(known, Weights):
         return known if made[0] == before[0] and set(made[1:]) <= {1} and len(made) < 3 else None
     if isinstance(known, Repeated) and len(before) == 3:

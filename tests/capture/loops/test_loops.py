@@ -87,6 +87,77 @@ def test_a_row_alone_may_be_computed_on_between():
     assert STACK_OF_RUNS in check_told(build(loop))
 
 
+def test_a_shape_tells_whether_there_are_rows():
+    def loop(layer, rows, weights, ids):
+        out = torch.zeros_like(rows)
+        for number, expert in enumerate(layer.experts):
+            which, slot = torch.where(ids == number)
+            if which.shape[0] == 0:
+                continue
+            out.index_add_(0, which, expert(rows[which]) * weights[which, slot].unsqueeze(-1))
+        return out
+
+    assert STACK_OF_RUNS in check_told(build(loop))
+
+
+@pytest.mark.parametrize("of", ["rows", "weights", "made"])
+def test_what_is_detached_has_no_gradient(of):
+    def loop(layer, rows, weights, ids):
+        out = torch.zeros_like(rows)
+        for number, expert in enumerate(layer.experts):
+            which, slot = torch.where(ids == number)
+            found = {"rows": rows[which], "weights": weights[which, slot].unsqueeze(-1)}
+            found |= {of: found[of].detach()} if of in found else {}
+            made = expert(found["rows"])
+            made = made.detach() + found["rows"] if of == "made" else made
+            out.index_add_(0, which, made * found["weights"])
+        return out
+
+    check_told(build(loop))
+
+
+class _SequenceFirst(torch.nn.Module):
+    """Rows lie position by position, and their experts are chosen sample by sample."""
+
+    def __init__(self, turn):
+        super().__init__()
+        self.turn = turn
+        self.gate = torch.nn.Linear(WIDTH, EXPERTS)
+        self.experts = torch.nn.ModuleList(Gated() for _ in range(EXPERTS))
+
+    def forward(self, x):
+        weights, ids = self.gate(x).softmax(-1).max(-1)
+        rows, weights = x.transpose(0, 1).reshape(-1, WIDTH), weights.t().reshape(-1)
+        out = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            (which,) = torch.where(self.turn(ids, number).reshape(-1))
+            out = out.index_add(0, which, expert(rows[which]) * weights[which, None])
+        return out.view(x.shape[1], x.shape[0], WIDTH).transpose(0, 1)
+
+
+TURNS = {
+    "transpose": lambda ids, number: (ids == number).transpose(0, 1),
+    "permute": lambda ids, number: F.one_hot(ids, EXPERTS).permute(2, 1, 0)[number],
+}
+
+
+@pytest.mark.parametrize("turn", TURNS)
+def test_rows_in_another_order_than_their_experts(turn):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = _SequenceFirst(TURNS[turn])
+
+        def forward(self, x, labels):
+            return F.cross_entropy(self.layer(x)[..., :EXPERTS].flatten(0, 1), labels.flatten())
+
+    torch.manual_seed(0)
+    module = Model().double()
+    graph = captured(module)
+    keep_modules(graph, module)
+    assert apart(graph, module, batch_of(5)) < WITHIN
+
+
 # ------------------------------------------------------------------------------ near misses
 
 
@@ -181,7 +252,116 @@ def _of_none(layer, rows, weights, ids):
     return out
 
 
+def _looking_behind(layer, rows, weights, ids):
+    """What is added behind the loop depends on the last expert's rows."""
+    out = LOOPS["passing_over"](layer, rows, weights, ids)
+    return layer.shared(out) if (ids == EXPERTS - 1).any() else out
+
+
+def _looking_at_values(layer, rows, weights, ids):
+    """What is done behind the loop depends on values that are no choice."""
+    out = LOOPS["by_where"](layer, rows, weights, ids)
+    return out / 2 if (out.abs() > 100).any() else out
+
+
+def _of_the_last(layer, rows, weights, ids):
+    """An expert has a term of its own where it has rows, behind the rows of all."""
+    out = torch.zeros_like(rows)
+    for number, expert in enumerate(layer.experts):
+        which, slot = torch.where(ids == number)
+        if which.numel() > 0:
+            out = out.index_add(0, which, expert(rows[which]) * weights[which, slot, None])
+    return out + layer.shared(rows) if which.numel() > 0 else out
+
+
+def _hit(ids):
+    mask = F.one_hot(ids, EXPERTS).permute(2, 1, 0)
+    return mask, torch.greater(mask.sum((-1, -2)), 0).nonzero()
+
+
+def _numbered_anew(layer, rows, weights, ids):
+    """Experts by their place among those that were chosen."""
+    out = torch.zeros_like(rows)
+    mask, hit = _hit(ids)
+    for place, number in enumerate(hit):
+        slot, which = torch.where(mask[number].squeeze(0))
+        made = layer.experts[place](rows[which]) * weights[which, slot, None]
+        out.index_add_(0, which, made)
+    return out
+
+
+def _a_term_for_each(layer, rows, weights, ids):
+    """A sum over the experts that were chosen, before the loop."""
+    mask, hit = _hit(ids)
+    out = torch.zeros_like(rows)
+    extra = 0
+    for number in hit:
+        extra = extra + layer.up[number].mean()
+    for number in hit:
+        slot, which = torch.where(mask[number].squeeze(0))
+        out.index_add_(0, which, layer.experts[number](rows[which]) * weights[which, slot, None])
+    return out + extra
+
+
+def _some_passed_over(layer, rows, weights, ids):
+    """The first expert has a gradient without rows, and others have none."""
+    out = torch.zeros_like(rows)
+    for number, expert in enumerate(layer.experts):
+        which, slot = torch.where(ids == number)
+        if number > 0 and which.numel() == 0:
+            continue
+        out.index_add_(0, which, expert(rows[which]) * weights[which, slot, None])
+    return out
+
+
+def _number_beside(count):
+    """The number of an expert's rows is computed with beside the loop."""
+
+    def loop(layer, rows, weights, ids):
+        out, extra = torch.zeros_like(rows), layer.closed.new_zeros(()).to(rows.dtype)
+        for number, expert in enumerate(layer.experts):
+            which, slot = torch.where(ids == number)
+            out.index_add_(0, which, expert(rows[which]) * weights[which, slot, None])
+            extra = extra + count(which, weights.mean())
+        return out + extra
+
+    return loop
+
+
+def _weighted(change):
+    """Weighted rows are computed on before they are added."""
+    return lambda layer, rows, weights, ids: _loop(
+        put=lambda out, which, made: out.index_add(0, which, change(made))
+    )(layer, rows, weights, ids)
+
+
+def _ending(layer, rows, weights, ids):
+    """An expert without rows ends the loop."""
+    out = torch.zeros_like(rows)
+    for number, expert in enumerate(layer.experts):
+        which, slot = torch.where(ids == number)
+        if which.numel() == 0:
+            break
+        out.index_add_(0, which, expert(rows[which]) * weights[which, slot, None])
+    return out
+
+
 MISSES = {
+    "an end at an expert without rows": _ending,
+    "a look behind the loop": _looking_behind,
+    "a look at values": _looking_at_values,
+    "a look at the last expert": _of_the_last,
+    "experts by another number": _numbered_anew,
+    "a sum over those that were chosen": _a_term_for_each,
+    "some passed over": _some_passed_over,
+    "their number times a mean": _number_beside(lambda which, mean: mean * which.numel()),
+    "as many ones": _number_beside(lambda which, mean: mean * torch.ones(len(which)).sum()),
+    "bytes of rows": _loop(skip=lambda ids, n, which: which.nbytes < 20),
+    "weighted rows in half precision": _weighted(lambda made: made.half().double()),
+    "halves of weighted rows": _weighted(lambda made: torch.cat(made.chunk(2, -1)[::-1], -1)),
+    "a bias of one number": _loop(
+        made=lambda layer, n, rows: layer.experts[n](rows) + layer.up.mean((1, 2))[n, None]
+    ),
     "a sum for experts that have rows": _of_those_hit,
     "a sum for experts that have none": _of_none,
     "rows past a capacity": _loop(_capacity),

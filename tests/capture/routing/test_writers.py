@@ -241,3 +241,19 @@ def test_detached_weights_stay_without_a_gradient():
         return by_inverse(made, order, weights.detach())
 
     check_told(build(back=back), torch.float32)
+
+
+def _sorted_weights_detached(made, order, weights):
+    made = made * weights.reshape(-1)[order].detach().unsqueeze(-1)
+    return made[torch.argsort(order)].view(-1, CHOSEN, WIDTH).sum(1)
+
+
+def _copies_detached(made, order, weights):
+    back = made[torch.argsort(order)].detach().view(-1, CHOSEN, WIDTH)
+    return (back * weights.unsqueeze(-1)).sum(1)
+
+
+@pytest.mark.parametrize("back", [_sorted_weights_detached, _copies_detached])
+def test_what_is_detached_on_its_way_back_has_no_gradient(back):
+    module = build(back=back)
+    check_bits(module, captured(module))
