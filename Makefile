@@ -3,7 +3,7 @@
 #   make test        the tests to run before each commit, in WORKERS processes: files of short tests
 #                    (tests/ledger.py), some five minutes
 #   make test-long   the other tests that are not marked slow, half an hour
-#   make test-slow   those that are
+#   make test-slow   those that are, some two hours
 #   make ledger      how long tests took in both tiers, written to tests/durations.csv
 #   make test-gpu    of the rest what no CPU run shows: the engine on a fake CUDA, and messages by
 #                    NCCL's rules (needs g++)
@@ -31,7 +31,7 @@ ledger: test test-long
 	$(BIN)/python -m tests.ledger build/durations-quick.csv build/durations-long.csv
 
 test-slow: .venv/ready-test
-	$(BIN)/python -m pytest -m slow --timeout 1800
+	$(BIN)/python -m pytest -m slow -n $(WORKERS) --dist worksteal --timeout 1800
 
 test-gpu: .venv/ready-test
 	$(BIN)/python -m pytest -n $(WORKERS) --timeout 1800 tests/runtime/test_fake_cuda.py \
