@@ -106,10 +106,10 @@ def _sizes(view: PlanView) -> dict[str, str]:
         flags |= {"group-query-attention": "", "num-query-groups": str(sizes.kv_heads)}
     if not sizes.tied:
         flags["untie-embeddings-and-output-weights"] = ""
-    return flags | (_experts(view, sizes.experts) if sizes.experts else {})
+    return flags | (_experts(sizes.experts) if sizes.experts else {})
 
 
-def _experts(view: PlanView, experts: Experts) -> dict[str, str]:
+def _experts(experts: Experts) -> dict[str, str]:
     flags = {
         "num-experts": str(experts.number),
         "moe-router-topk": str(experts.chosen),
@@ -121,9 +121,6 @@ def _experts(view: PlanView, experts: Experts) -> dict[str, str]:
     if not all(experts.layers):
         runs = [(has, len(list(run))) for has, run in groupby(experts.layers)]
         flags["moe-layer-freq"] = "+".join(f"[{int(has)}]*{count}" for has, count in runs)
-    if view.plan.degrees["ep"] > 1:
-        # As it is priced; where nothing is said, each rank gathers all tokens.
-        flags["moe-token-dispatcher-type"] = "alltoall"
     return flags
 
 
