@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from planner.capture import capture_module
 from planner.language.graph import ModelGraph
 from tests.capture.masks.attending import loss_of_graph
-
-EXPERTS, CHOSEN, WIDTH, INNER, PLACES, LAYERS = 4, 2, 8, 16, 6, 2
+from tests.capture.routing import dealing
+from tests.capture.routing.dealing import CHOSEN, EXPERTS, INNER, LAYERS, WIDTH
 
 Loop = Callable[["Layer", Tensor, Tensor, Tensor], Tensor]
 """Of a layer, rows [r, h], weights [r, k] and numbers of experts [r, k]: the rows' results."""
@@ -219,15 +218,11 @@ class Looping(nn.Module):
 
 
 def batch_of(size: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(size)
-    return {
-        "x": torch.randn(size, PLACES, WIDTH, generator=generator).to(dtype),
-        "labels": torch.randint(EXPERTS, (size, PLACES), generator=generator),
-    }
+    return dealing.batch_of(size, dtype)
 
 
 def captured(module: nn.Module, make_batch: Callable[[int], Any] = batch_of) -> ModelGraph:
-    return capture_module(module, make_batch(2), make_batch(3))
+    return dealing.captured(module, make_batch)
 
 
 def apart(graph: ModelGraph, module: nn.Module, batch: Any) -> float:
