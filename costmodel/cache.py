@@ -53,6 +53,8 @@ class BlockPrice(NamedTuple):
     """What brings rows to its experts; "" where none are exchanged."""
     activations: tuple[tuple[int, int, bool], ...]
     """(Position, bytes, whether it is kept without recomputation) of the other inputs."""
+    spread: frozenset[int]
+    """Parameters that lie on the experts' mesh, by position."""
 
 
 class CostCache:
@@ -308,6 +310,7 @@ class CostCache:
                     for position, edge in enumerate(held.inputs)
                     if edge.requires_grad
                 ),
+                spread=frozenset(map(local.params.index, held.spread)),
             )
         return self._blocks[key]
 

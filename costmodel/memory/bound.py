@@ -77,11 +77,13 @@ def live_on_device(in_flight: Any, *, on_host: bool) -> Any:
 
 
 class Resident(NamedTuple):
-    """Bytes of one part per byte of a stage's trained parameters, of all its frozen tensors, of
-    frozen parameters among these, and of the global batch.
+    """Bytes of one part per byte of a stage's trained parameters (and how many more per byte of
+    those on the experts' mesh), of all its frozen tensors, of frozen parameters among these, and of
+    the global batch.
     """
 
     per_param_byte: float = 0.0
+    per_spread_byte: float = 0.0
     per_frozen_byte: float = 0.0
     per_frozen_param_byte: float = 0.0
     per_batch_byte: float = 0.0
@@ -219,18 +221,20 @@ class RankBound:
 
     def _fixed_bytes(self, phase: Phase) -> Any:
         """Bytes of all parts in a phase that do not depend on trained parameters."""
-        _, per_frozen_byte, per_frozen_param_byte, per_batch_byte = self.slopes[phase]
-        frozen_bytes = per_frozen_byte * self.load.frozen_bytes
-        frozen_bytes = frozen_bytes + per_frozen_param_byte * self.load.frozen_param_bytes
-        return frozen_bytes + per_batch_byte * self.batch_bytes
+        slopes = self.slopes[phase]
+        frozen_bytes = slopes.per_frozen_byte * self.load.frozen_bytes
+        frozen_bytes = frozen_bytes + slopes.per_frozen_param_byte * self.load.frozen_param_bytes
+        return frozen_bytes + slopes.per_batch_byte * self.batch_bytes
 
     @cached_property
     def resident_bytes(self) -> Sequence[Any]:
         """Bytes of all parts, by phase."""
-        params = self.load.param_bytes
-        return [
-            self.slopes[phase].per_param_byte * params + self._fixed_bytes(phase) for phase in Phase
-        ]
+        return [self.trained_bytes(phase) + self._fixed_bytes(phase) for phase in Phase]
+
+    def trained_bytes(self, phase: Phase) -> Any:
+        """Bytes of all parts in a phase that are of trained parameters."""
+        slopes, load = self.slopes[phase], self.load
+        return slopes.per_param_byte * load.param_bytes + slopes.per_spread_byte * load.spread_bytes
 
 
 @lru_cache(maxsize=4096)
@@ -246,11 +250,21 @@ def _sum_of_parts(parts: tuple[Part, ...], ranks: Ranks) -> Sequence[Resident]:
     return tuple(found)
 
 
+def _of_spread(ranks: Ranks) -> State:
+    """Return how much more state a byte of an expert's parameters is than one of others: fewer
+    ranks share an expert, so each has more of it.
+    """
+    shards = ranks.of_experts.shards
+    more = 1 / shards - 1 / ranks.shards
+    return State(trained=-1, alone=1, own=more) if more and shards == 1 else State(own=more)
+
+
 def _states_per_byte(ranks: Ranks) -> tuple[State, ...]:
     """Return the state that is a byte of each amount of `Resident`."""
     shard = 1 / ranks.shards
     return (
         State(trained=1, own=shard),
+        _of_spread(ranks),
         # With moments of tables whose gradients are rows (`block_bytes.rest_bytes`).
         State(frozen=1),
         # `frozen_bytes` has these parameters whole; sharded, they are not among whole tensors.

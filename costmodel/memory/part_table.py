@@ -41,9 +41,11 @@ class State(NamedTuple):
     """Bytes that a rank has of each kind of state; or how many times of each a part takes."""
 
     trained: Amount = 0
-    """Trained parameters, whole."""
+    """Trained parameters, whole, without those that ZeRO leaves whole."""
+    alone: Amount = 0
+    """Trained parameters that ZeRO leaves whole, as no ranks share shards of them: experts."""
     own: Amount = 0
-    """Trained parameters, or shards of them, that the rank updates."""
+    """Trained parameters, or shards of them, that the rank updates; those alone too."""
     frozen: Amount = 0
     """Whole tensors that are not trained: buffers, constants, parameters, tables."""
     own_frozen: Amount = 0
@@ -65,8 +67,10 @@ class State(NamedTuple):
 
 
 def weights(ranks: Ranks, phase: Phase) -> State:
-    """Return the weights at rest: under ZeRO the shard, if that is here."""
-    return State(own=0 if ranks.rests_elsewhere else 1)
+    """Return the weights at rest: under ZeRO the shard, if that is here. What it leaves whole is
+    here in any case, in bf16 beside its master.
+    """
+    return State(alone=1) if ranks.rests_elsewhere else State(own=1)
 
 
 def gathered(ranks: Ranks, phase: Phase) -> State:
@@ -83,12 +87,12 @@ def gradients(ranks: Ranks, phase: Phase) -> State:
     """
     factor = ranks.sum_factor
     if ranks.has_buckets:
-        return State(trained=factor)
+        return State(trained=factor, alone=factor)
     if phase is Phase.BEFORE_BACKWARD:
         return State()
     # ZeRO 1 sums whole gradients over microbatches; the last backward reduces them to shards.
     if not ranks.is_sharded or (ranks.zero_stage == 1 and phase is Phase.AFTER_BACKWARD):
-        return State(trained=factor)
+        return State(trained=factor, alone=factor)
     return State(own=0 if ranks.optimizer_on_host else factor)
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from costmodel import StageCosts, StageLoad
 from costmodel.memory.bound import RankBound, live_on_device
+from costmodel.memory.part_table import Phase
 from costmodel.time.stage_costs.stage_costs import BlockRuns, cut_runs, transfers
 from planner.language.plan import Recompute
 from planner.language.schedule.registry import stage_to_pp_rank
@@ -83,13 +84,19 @@ class EvenCut:
         return np.bincount(self.homes, weights=of_stages).astype(np.float64)
 
     @cached_property
-    def rank_param_bytes(self) -> Floats:
-        """Bytes of each rank's parameters."""
-        sizes = self.by_rank(np.add.reduceat(self.table.blocks.param_bytes, self.first))
-        for i, j, size in self.table.ties:
+    def stage_params(self) -> StageLoad:
+        """Bytes of each stage's parameters, without those that an earlier stage of its rank has."""
+        return StageLoad(
+            **{name: self._without_tied(name) for name in ("param_bytes", "spread_bytes")}
+        )
+
+    def _without_tied(self, name: str) -> Floats:
+        blocks: Floats = getattr(self.table.blocks, name)
+        sizes: Floats = np.add.reduceat(blocks, self.first).astype(np.float64)
+        for i, j, held in self.table.runs.ties:
             # A parameter that stages of one rank share is resident once on it.
-            first, second = self.homes[np.searchsorted(self.cuts, (i, j), side="right") - 1]
-            sizes[first] -= size * (first == second)
+            first, second = np.searchsorted(self.cuts, (i, j), side="right") - 1
+            sizes[second] -= held.get(name, 0.0) * (self.homes[first] == self.homes[second])
         return sizes
 
     def levels(self, choices: tuple[Recompute, ...]) -> RecomputeLevels:
@@ -249,7 +256,7 @@ class InterleavedStages:
             # the host: they prove nothing of the device.
             return ()
         of_ranks, live = self.levels, live_microbatches(self.configuration.pipeline)
-        needed = self._bare_ranks.with_saved(live.most_kept(of_ranks.kept))
+        needed = self._bare_ranks.with_saved(live.most_held(of_ranks.kept, self._gradient_bytes))
         least = of_ranks.lowest(needed <= memory_limit_bytes, levels)
         return tuple(
             self.too_low(int(rank), int(least[rank]) - 1) for rank in np.flatnonzero(least > levels)
@@ -270,8 +277,8 @@ class InterleavedStages:
         # Neighbours may share outputs.
         kept = np.stack([np.diff(along[list(cut.cuts)]) for along in sums])
         if not self.table.on_host.activations:
-            most = live_microbatches(self.configuration.pipeline).most_kept(kept)
-            return self._bare_ranks.with_saved(most)
+            live = live_microbatches(self.configuration.pipeline)
+            return self._bare_ranks.with_saved(live.most_held(kept, self._gradient_bytes))
         least = np.stack([kept[:, cut.homes == r].min(axis=1) for r in range(cut.pp)], axis=1)
         return self._bare_ranks.with_saved(self._live * least)
 
@@ -282,9 +289,21 @@ class InterleavedStages:
         return live_on_device(in_flight, on_host=self.table.on_host.activations)
 
     @property
+    def _gradient_bytes(self) -> Floats:
+        """What the gradients of each stage take from its first backward on, at least."""
+        stages = rank_bound(self.table, self.configuration, self.cut.stage_params)
+        before, after = Phase.BEFORE_BACKWARD, Phase.AFTER_BACKWARD
+        more: Floats = stages.trained_bytes(after) - stages.trained_bytes(before)
+        return more
+
+    @cached_property
     def _bare_ranks(self) -> RankBound:
         """The ranks with nothing but their parameters."""
-        load = StageLoad(param_bytes=self.cut.rank_param_bytes)
+        stages = self.cut.stage_params
+        load = StageLoad(
+            param_bytes=self.cut.by_rank(stages.param_bytes),
+            spread_bytes=self.cut.by_rank(stages.spread_bytes),
+        )
         return rank_bound(self.table, self.configuration, load)
 
 

@@ -5,6 +5,7 @@ A table depends on the `Pipeline` alone: schedule, pp, vpp and microbatches.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -19,6 +20,9 @@ from planner.language.schedule.timing.job_table import job_table
 from search.bounds.copied_jobs import CopiedRow
 from search.space.configuration import Configuration, Pipeline
 
+_MAKE_GRADIENTS = JobKind.FULL_BACKWARD, JobKind.BACKWARD_WEIGHT
+"""Jobs after which a stage has gradients of all its parameters."""
+
 
 @lru_cache(maxsize=1024)
 def copied_rows(pipeline: Pipeline) -> tuple[CopiedRow, ...]:
@@ -30,18 +34,24 @@ def copied_rows(pipeline: Pipeline) -> tuple[CopiedRow, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LiveMicrobatches:
-    """How many microbatches of each of its stages a rank holds at once, by rank: the stages, and a
-    row for each different state after a forward.
+    """What a rank holds at once of each of its stages, by rank: the stages, and a row for each
+    different state after a forward: how many microbatches, and whether (1 or 0) sums of gradients.
     """
 
-    by_rank: tuple[tuple[NDArray[np.intp], NDArray[np.float64]], ...]
+    by_rank: tuple[tuple[NDArray[np.intp], NDArray[np.float64], NDArray[np.float64]], ...]
 
-    def most_kept(self, kept_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the most that each rank keeps at once (level, rank), as
-        `planner.language.schedule.most_kept`, if a microbatch keeps so many bytes (level, stage).
+    def most_held(
+        self, kept_bytes: NDArray[np.float64], gradient_bytes: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Return the most that each rank holds at once (level, rank), as
+        `planner.language.schedule.most_kept`, if a microbatch keeps so many bytes (level, stage)
+        and the gradients of a stage take so many (stage).
         """
         # (level, stage) @ (stage, state): the fullest state of each rank counts.
-        most = [(kept_bytes[:, stages] @ live.T).max(axis=1) for stages, live in self.by_rank]
+        most = [
+            (kept_bytes[:, stages] @ live.T + summed @ gradient_bytes[stages]).max(axis=1)
+            for stages, live, summed in self.by_rank
+        ]
         return np.stack(most, axis=1)
 
 
@@ -51,17 +61,26 @@ def live_microbatches(pipeline: Pipeline) -> LiveMicrobatches:
     by_rank = []
     for row in job_table(*pipeline).schedule.jobs:
         check_time()
+        # What makes a stage's gradients: full backwards, or jobs of weight gradients.
+        makers = Counter(job.stage_index for job in row if job.kind in _MAKE_GRADIENTS)
         live = dict.fromkeys(sorted({job.stage_index for job in row}), 0)
+        summed = dict.fromkeys(live, 0)
         states = set()
         for job in row:
+            stage = job.stage_index
             if job.kind is JobKind.FORWARD:
-                live[job.stage_index] += 1
+                live[stage] += 1
                 # Only a forward can raise what is kept, and
                 # most states come again with each microbatch.
-                states.add(tuple(live.values()))
+                states.add((tuple(live.values()), tuple(summed.values())))
             elif job.kind is not JobKind.BACKWARD_WEIGHT:
-                live[job.stage_index] -= 1
-        by_rank.append((np.array(list(live)), np.array(sorted(states), dtype=float)))
+                live[stage] -= 1
+            if job.kind in _MAKE_GRADIENTS:
+                makers[stage] -= 1
+                # The last one leaves the shards alone that a rank updates.
+                summed[stage] = int(makers[stage] > 0)
+        lives, sums = zip(*sorted(states), strict=True)
+        by_rank.append((np.array(list(live)), np.array(lives, float), np.array(sums, float)))
     return LiveMicrobatches(tuple(by_rank))
 
 
@@ -78,7 +97,7 @@ def whole_in_flight_of(configuration: Configuration) -> tuple[int, ...]:
         # The forwards ahead of the rank's first backward.
         return order.warmup
     most: dict[int, int] = {}
-    for stages, live in live_microbatches(configuration.pipeline).by_rank:
+    for stages, live, _ in live_microbatches(configuration.pipeline).by_rank:
         most.update(zip(stages.tolist(), live.max(axis=0).astype(int).tolist(), strict=True))
     return tuple(most[stage] for stage in sorted(most))
 
@@ -91,7 +110,7 @@ def whole_stages_of(configuration: Configuration) -> tuple[int, ...]:
     if order.warmup:
         return order.warmup
     by_rank = live_microbatches(configuration.pipeline).by_rank
-    return tuple(int(live.sum(axis=1).max()) for _, live in by_rank)
+    return tuple(int(live.sum(axis=1).max()) for _, live, _ in by_rank)
 
 
 def in_flight_of(configuration: Configuration) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """The memory model against its referee: the real engine on fake tensors, rank by rank."""
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -96,9 +97,10 @@ def test_predicted_tensors_are_those_of_the_dry_run(gpt, layout):
         assert abs(error) < 0.01, f"pp rank {pp_rank}: {error:+.2%}"
 
 
-@pytest.fixture(scope="module")
-def routed():
-    graph = capture_module(RoutedGPT(bias=True), gpt_batch(2), gpt_batch(3), name="routed")
+@cache
+def routed(precision="model"):
+    batches = gpt_batch(2), gpt_batch(3)
+    graph = capture_module(RoutedGPT(bias=True), *batches, name="routed", precision=precision)
     # A dry run has no values: each rank gets as many rows as it sends.
     even = replace(find_execution("ours-eager"), expert_imbalance=0.0)
     return graph, CostCache(graph, CpuProfile(), execution=even)
@@ -110,6 +112,13 @@ def routed():
         {"dp": 2, "ep": 2},
         {"dp": 2, "ep": 2, "recompute": "selective"},
         {"dp": 4, "ep": 4, "zero_stage": 1},  # each rank has other experts, which nobody shards
+        {"dp": 4, "ep": 4, "zero_stage": 1, "precision": "bf16"},
+        pytest.param(
+            {"dp": 4, "ep": 2, "zero_stage": 1, "precision": "bf16"}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"dp": 4, "ep": 4, "zero_stage": 3, "precision": "bf16"}, marks=pytest.mark.slow
+        ),
         pytest.param({"dp": 4, "ep": 4, "zero_stage": 3}, marks=pytest.mark.slow),
         pytest.param({"dp": 4, "ep": 2, "zero_stage": 3}, marks=pytest.mark.slow),
         pytest.param({"dp": 2, "tp": 2, "ep": 2}, marks=pytest.mark.slow),
@@ -117,10 +126,13 @@ def routed():
     ],
     ids=str,
 )
-def test_experts_on_ranks_of_their_own_hold_what_the_dry_run_does(routed, layout):
+def test_experts_on_ranks_of_their_own_hold_what_the_dry_run_does(layout):
     """N7: a rank's own experts, rows on their way, and shards; within 0.5%."""
-    graph, costs = routed
-    plan = default_plan(graph, microbatch_size=8, num_microbatches=2, **layout)
+    choices = dict(layout)
+    precision = choices.pop("precision", "model")
+    graph, costs = routed(precision)
+    plan = default_plan(graph, microbatch_size=8, num_microbatches=2, **choices)
+    plan = plan.model_copy(update={"precision": precision})
     (predicted,) = estimate(graph, costs.profile, plan, costs=costs).memory
     run = dry_run(plan, graph, lambda: RoutedGPT(bias=True), rank=plan.world_size - 1, on_gloo=True)
     assert float(predicted.tensor_bytes) == pytest.approx(run.peak_bytes, rel=0.005)

@@ -29,8 +29,9 @@ from search.partition.chain_problem import Cut, RankLimit
 from search.partition.chain_windows import fixed_windows
 from search.priced_configuration import PricedConfiguration
 from search.space.configuration import recompute_choices
-from tests.builders import tiny_models
+from tests.builders import gpt_batch, tiny_models
 from tests.captures import capture_module
+from tests.experts import RoutedGPT
 from tests.model_matrix import model_matrix
 from tests.search.machine import Machine
 
@@ -89,7 +90,13 @@ def test_what_may_fit_is_what_the_least_says(zero, splits_backward, precision):
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [("gpt", "model"), ("gpt", "bf16"), ("tied", "model"), ("masked", "model")],
+    [
+        ("gpt", "model"),
+        ("gpt", "bf16"),
+        ("tied", "model"),
+        ("masked", "model"),
+        ("experts", "bf16"),
+    ],
 )
 def test_the_least_is_never_above_the_estimate(name, precision):
     """M17, X1: what refuses without asking the cost model is below its count on every rank, for
@@ -101,6 +108,9 @@ def test_the_least_is_never_above_the_estimate(name, precision):
         graph = capture_module(Masked(), *batches, name=name)
         (mask,) = graph.preamble.outputs
         assert [mask in block.inputs for block in graph.blocks] == [False, *[True] * 5, False]
+    elif name == "experts":
+        batches = (gpt_batch(size) for size in (2, 3))
+        graph = capture_module(RoutedGPT(6), *batches, name=name, precision=precision)
     else:
         module = model.build()
         if name == "tied":
@@ -117,8 +127,10 @@ def test_the_least_is_never_above_the_estimate(name, precision):
             if shape.cp > 1 or shape.microbatch_size > 1:
                 continue
             for configuration in shape.configurations():
-                table = candidates.tables(configuration.tp, configuration.microbatch_size)[0]
-                parts += list(_parts_of_estimate(candidates, configuration, table, rng))
+                degrees = configuration.degrees
+                sizes = degrees["tp"], configuration.microbatch_size, 1, degrees["ep"]
+                for table in candidates.tables(*sizes, degrees["etp"])[:1]:
+                    parts += list(_parts_of_estimate(candidates, configuration, table, rng))
     assert len(parts) > 80
     assert max(parts) <= 1 + 1e-9
     assert np.median(parts) > 0.7

@@ -66,8 +66,10 @@ class RankState:
     @cached_property
     def state(self) -> State:
         """Bytes of each kind of state."""
+        alone = sum(stage.sharded.alone_bytes for stage in self.stages.values() if stage.sharded)
         return State(
-            trained=int(self.weights.param_bytes),
+            trained=int(self.weights.param_bytes) - alone,
+            alone=alone,
             own=self.own_bytes,
             frozen=_frozen_bytes(self),
             own_frozen=self.frozen_shard_bytes,

@@ -234,10 +234,11 @@ class ChainCosts:
         """What blocks of the chain share."""
         has_backward = [self._prices[block.class_index].has_backward for block in self.graph.blocks]
         shared: dict[tuple[int, int], Counter[str]] = {}
-        for i, j, meta, size in self._shared_tensors():
+        for i, j, meta, size, is_spread in self._shared_tensors():
             is_param = meta.kind == "param" and not meta.table
             if is_param and meta.requires_grad:
                 held = {"param_bytes": size, "num_params": 1}
+                held |= {"spread_bytes": size * is_spread, "num_spread": int(is_spread)}
             else:
                 # Gathered for a backward if any of both has one: blocks with one come last.
                 again = size * (is_param and has_backward[i] and has_backward[j])
@@ -246,21 +247,27 @@ class ChainCosts:
             shared.setdefault((i, j), Counter()).update(held)
         return tuple((i, j, held) for (i, j), held in shared.items())
 
-    def _shared_tensors(self) -> Iterator[tuple[int, int, TensorMeta, int]]:
-        """Yield (i, j, tensor, local bytes): blocks i < j share it, j being the next user."""
+    def _shared_tensors(self) -> Iterator[tuple[int, int, TensorMeta, int, bool]]:
+        """Yield (i, j, tensor, local bytes, whether it lies on the experts' mesh): blocks i < j
+        share it, j being the next user.
+        """
         graph, degrees = self.graph, self.split.degrees
         for name, users in graph.shared_params.items():
             meta = graph.tensor[name]
             # Pairs of neighbouring users: a run with k users counts it k times, less k - 1 pairs.
             for i, j in pairwise(users):
                 block = graph.blocks[j]
-                size = rest_bytes(meta)
+                at = block.params.index(name)
+                price = self._prices[block.class_index]
+                size, is_spread = rest_bytes(meta), at in price.spread
+                if is_spread:
+                    size //= degrees["ep"]
                 for axis, layouts in self.layouts.items():
                     layout = layouts.get(block.class_index)
                     # Sharded on this axis (`Shard` is spelled S(dim)): a rank has its part only.
-                    if layout and layout.params[block.params.index(name)].startswith("S"):
+                    if layout and layout.params[at].startswith("S"):
                         size //= degrees[axis]
-                yield i, j, meta, size
+                yield i, j, meta, size, is_spread
 
     @cached_property
     def ties(self) -> tuple[tuple[int, int, float], ...]:

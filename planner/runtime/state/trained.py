@@ -75,6 +75,7 @@ class TrainedParams:
         """
         self._graph, self._plan, self._mesh = graph, plan, mesh
         self._owners, self._placements, self._sharded = owners, placements, sharded
+        self._stages = tuple(stages.values())
         self._buckets: dict[int, list[GradBuckets]] = {}
         self._unbucketed: list[nn.Parameter] = []
         self._tables = build_tables(
@@ -214,9 +215,8 @@ class TrainedParams:
         for table in self._tables.values():
             table.clear()
         # FSDP2 keeps sums that it has not reduced (ZeRO 1) beside the shards' `grad`.
-        for owner in self._owners.values() if self._sharded else ():
-            assert isinstance(owner, StageModule)
-            zero.forget_gradients(owner)
+        for stage in self._stages if self._sharded else ():
+            zero.forget_gradients(stage)
 
     def start_sums(self, stage_index: int) -> None:
         """Begin summing a stage's gradients over the replicas; they must be complete."""

@@ -90,26 +90,25 @@ def shard_stage(
     if len(cut) > 1:
         raise LayoutError(f"ZeRO goes with one axis that cuts parameters, not {' and '.join(cut)}")
     # Tables with a gradient of rows: their optimizer is given rows, which FSDP2 has no form for.
-    left = {p for fqn, p in stage.named_params().items() if fqn in whole}
-    _refuse_dtypes(stage, left, precision)
-    _make_contiguous(stage, left)
     # Experts lie on a mesh of their own, with replicas of its own: these share them.
     experts = {fqn for fqn in stage.named_params() if placements[fqn].are_of_experts}
-    has_replicas = mesh.group(EXPERT_SHARDS) is not None
-    if experts and not has_replicas:
-        if on_host:  # FSDP2 takes shards there, and has none of them
-            raise LayoutError(
-                f"each rank has other experts ({min(experts)}), which ZeRO leaves as they are, and "
-                "the plan has the optimizer on the host; use a smaller ep, or `zero` 0"
-            )
-        left |= {p for fqn, p in stage.named_params().items() if fqn in experts}
+    alone = experts_alone({fqn: placements[fqn] for fqn in stage.named_params()}, mesh)
+    if alone and on_host:  # FSDP2 takes shards there, and has none of them
+        raise LayoutError(
+            f"each rank has other experts ({min(alone)}), which ZeRO leaves as they are, and "
+            "the plan has the optimizer on the host; use a smaller ep, or `zero` 0"
+        )
+    experts -= alone
+    left = {p for fqn, p in stage.named_params().items() if fqn in whole | alone}
+    _refuse_dtypes(stage, left, precision)
+    _make_contiguous(stage, left)
     ignored = {p for p in stage.parameters() if not can_shard(p, zero_stage)} | left
     # Parameters become DTensors on tp, so that FSDP2's shards are DTensors on both axes and each
     # names its place in the whole.
     for axis in cut:
         _as_dtensors(stage, device_mesh[axis], axis, placements, ignored)
     of_experts: Mapping[nn.Parameter, Any] = {}
-    if experts and has_replicas:
+    if experts:
         of_experts = _experts_mesh(stage, mesh, placements, experts, ignored)
     # On two dims FSDP2 shards over the second and sums shards of gradients over the first (HSDP).
     data_mesh = device_mesh["shards"]
@@ -166,6 +165,13 @@ def shard_stage(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def experts_alone(placements: Mapping[str, Placements], mesh: Mesh) -> frozenset[str]:
+    """Return the parameters of experts of which no ranks share shards: ZeRO leaves them whole."""
+    if mesh.group(EXPERT_SHARDS) is not None:
+        return frozenset()
+    return frozenset(name for name, of in placements.items() if of.are_of_experts)
 
 
 def _experts_mesh(

@@ -63,12 +63,18 @@ def build_stages(
         # FSDP2 keeps shards in fp32 and casts what it gathers.
         in_fp32 = plan.precision == "bf16" and zero_stage > 0
         tensors = pieces if in_fp32 else cast_params(pieces, metas)
+        by_fqn = {meta.fqn: placements[meta.name] for meta in metas}
+        # What it leaves whole has a master of its own, or every forward would cast it.
+        alone = zero.experts_alone(by_fqn, mesh) if in_fp32 else frozenset()
+        cast = cast_params(pieces, [meta for meta in metas if meta.fqn in alone])
+        tensors = {**tensors, **cast}
         for meta in metas:
             if meta.on_host:
                 tensors[meta.name] = _stand_in(pieces[meta.name], meta, mesh)
                 continue
             # What FSDP2 shards gets memory as shards.
-            if meta.table or not (zero_stage and meta.kind == "param"):
+            is_sharded = zero_stage and meta.kind == "param" and meta.fqn not in alone
+            if meta.table or not is_sharded:
                 tensors[meta.name] = materialized(tensors[meta.name], mesh.device)
         stage = StageModule(
             graph=graph,
@@ -85,7 +91,6 @@ def build_stages(
         )
         stages[index] = owners[index] = stage
         if zero_stage:
-            by_fqn = {meta.fqn: placements[meta.name] for meta in metas}
             zero.shard_stage(
                 stage,
                 mesh,
@@ -95,20 +100,37 @@ def build_stages(
                 whole={meta.fqn for meta in metas if meta.table},
                 on_host=plan.optimizer_on_host,
             )
+            if alone:
+                values = _masters(
+                    {m.fqn: m.name for m in metas if m.fqn in alone}, pieces, tensors, mesh
+                )
+                owners[index] = MasterParams(stage.named_params(), values)
             continue
         params = {m.fqn: m.name for m in metas if m.kind == "param" and not m.on_host}
         if plan.optimizer_on_host:
             values = {fqn: pieces[name] for fqn, name in params.items()}
             owners[index] = HostMasters(stage.named_params(), values, host)
         elif plan.precision == "bf16":
-            values = {
-                fqn: tensors[name]
-                if tensors[name].dtype == pieces[name].dtype
-                else materialized(pieces[name], mesh.device)
-                for fqn, name in params.items()
-            }
+            values = _masters(params, pieces, tensors, mesh)
             owners[index] = MasterParams(stage.named_params(), values)
     return stages, owners
+
+
+def _masters(
+    names: Mapping[str, str],
+    pieces: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    mesh: Mesh,
+) -> dict[str, Tensor]:
+    """Return memory for the values that the optimizer steps on, by the user's name of each, whose
+    name in the graph `names` gives: the stage's own where that is as wide.
+    """
+    return {
+        fqn: tensors[name]
+        if tensors[name].dtype == pieces[name].dtype
+        else materialized(pieces[name], mesh.device)
+        for fqn, name in names.items()
+    }
 
 
 def _stand_in(piece: Tensor, meta: TensorMeta, mesh: Mesh) -> Tensor:

@@ -29,6 +29,8 @@ class Unit(NamedTuple):
     """A rank's shard of that."""
     own_bytes: int
     """A rank's shard of the trained parameters themselves."""
+    alone_bytes: int
+    """Part of that in whole parameters, which no ranks share shards of."""
     frozen_shard_bytes: int
     """A rank's shard of the frozen ones."""
     has_backward: bool
@@ -70,6 +72,11 @@ class ShardedStage:
     def own_bytes(self) -> int:
         """A rank's shards of trained parameters, in their own dtype."""
         return sum(unit.own_bytes for unit in self.units.values())
+
+    @property
+    def alone_bytes(self) -> int:
+        """Part of that in whole parameters, which no ranks share shards of."""
+        return sum(unit.alone_bytes for unit in self.units.values())
 
     @property
     def frozen_shard_bytes(self) -> int:
@@ -218,6 +225,7 @@ def _unit(
         message_bytes=gradient_factor * padded,
         shard_bytes=gradient_factor * own,
         own_bytes=own,
+        alone_bytes=alone,
         frozen_shard_bytes=own_frozen,
         has_backward=has_backward,
         has_input_gradient=has_input_gradient,
