@@ -83,6 +83,14 @@ class DrawingExperts(LoopedExperts):
         return F.dropout(super().forward(F.dropout(x, 0.1, self.training)), 0.1, self.training)
 
 
+class TiedExperts(LoopedExperts):
+    """The same with an expert in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts[2] = self.experts[0]
+
+
 class IfMean(nn.Module):
     """A choice by the mean over the batch: samples are not apart."""
 
@@ -122,6 +130,7 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "boolean indexing": PickedRows,
     "item in a while loop": WhileSmall,
     "draws": DrawingExperts,
+    "an expert in two places": TiedExperts,
 }
 """Those that compute samples apart."""
 

@@ -23,7 +23,7 @@ from planner.language.lowering.lowering import local_program
 from planner.language.lowering.propagate import propagate_layout
 from planner.language.plan import Plan
 from planner.runtime.proofs.verify import VerifyReport, compare_with_one_process
-from tests.capture.loops.looping import LOOPS, Looping, batch_of, captured
+from tests.capture.loops.looping import LOOPS, Looping, batch_of, captured, with_ties
 from tests.spawn import run_ranks
 
 TWO: dict[str, dict[str, Any]] = {
@@ -44,7 +44,8 @@ EP: dict[str, dict[str, Any]] = {
 
 def build(name: str) -> Looping:
     torch.manual_seed(0)
-    return Looping(LOOPS[name])
+    name, _, tied = name.partition(" tied ")
+    return with_ties(Looping(LOOPS[name]), tied)
 
 
 def batch(size: int) -> dict[str, torch.Tensor]:
@@ -101,6 +102,12 @@ def check(name: str, layouts: dict[str, dict[str, Any]], num_ranks: int = 2) -> 
 
 def test_modules_of_experts_that_are_passed_over() -> None:
     check("of_qwen2_moe", TWO)
+
+
+@pytest.mark.parametrize("what", ["expert", "layer"])
+def test_a_part_in_two_places(what) -> None:
+    layouts = {name: TWO[name] for name in ("pp2", "cp2", "dp2 zero3")}
+    check(f"of_mixtral tied {what}", layouts)
 
 
 @pytest.mark.slow

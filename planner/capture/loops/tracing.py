@@ -427,15 +427,16 @@ class Course:
 
 def traced(
     forward: Callable[..., Any],
-    module: nn.Module,
+    kind: type[nn.Module],
     args: Any,
     kwargs: Any,
     known: Course,
     *,
     is_checked: bool = False,
 ) -> tuple[Any, Course]:
-    """Return what a forward returns if each expert has rows, and its course as far as it is known:
-    while ops are noted, and where it `is_checked` already, it runs once.
+    """Return what the forward of a module of class `kind` returns if each expert has rows, and its
+    course as far as it is known: while ops are noted, and where it `is_checked` already, it runs
+    once.
 
     Raises NotALoop where it computes with their number, picks none, or does for experts without
     rows what it does for no others.
@@ -444,7 +445,7 @@ def traced(
     def run(**how: Any) -> tuple[Any, LoopTracing]:
         tracing = LoopTracing(**how)
         with tracing:
-            return forward(module, *args, **kwargs), tracing
+            return forward(*args, **kwargs), tracing
 
     but, is_noted = known.but, get_proxy_mode() is not None
     try:
@@ -472,13 +473,13 @@ def traced(
         _, bare = run(empty="all", but=but)
         _, short = run(empty="first", but=but)
     except Exception as error:
-        raise NotALoop(type(module), first_line(error)) from error
+        raise NotALoop(kind, first_line(error)) from error
     if short.picks != full.picks - full.picks_of_first:
-        raise NotALoop(type(module), "an expert without rows ends the loop")
+        raise NotALoop(kind, "an expert without rows ends the loop")
     for other in (bare, short):
         rest = iter(full.calls)
         if not all(call in rest for call in other.calls) or not _ends_alike(full, other):
-            raise NotALoop(type(module), "it does something else for experts without rows")
+            raise NotALoop(kind, "it does something else for experts without rows")
     passes_over = known.passes_over or len(bare.calls) < len(full.calls)
     return made, Course(passes_over=passes_over, but=but)
 

@@ -34,7 +34,9 @@ def called(
     """
     names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
     named = dict(zip(names, own, strict=True))
-    with _cached_weights_kept(module), _reparametrize_module(module, named, tie_weights=True):
+    # A part that is in several places is swapped at each: put back from the last to the first.
+    swapped = _reparametrize_module(module, named, tie_weights=True, stack_weights=True)
+    with _cached_weights_kept(module), swapped:
         return module.forward(*args, **kwargs)
 
 

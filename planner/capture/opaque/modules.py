@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import CodeType, FunctionType, TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.proxy_tensor import _AttrProxy, get_proxy_mode
 from torch.utils._pytree import tree_unflatten
 
 from planner.capture.align import BATCH_SIZES
@@ -59,6 +59,8 @@ class OpaqueModules:
     loops: dict[type[nn.Module], Course] = field(default_factory=dict)
     not_loops: dict[type[nn.Module], str] = field(default_factory=dict)
     _forwards: dict[type[nn.Module], Callable[..., Any]] = field(default_factory=dict)
+    _inherits: set[type[nn.Module]] = field(default_factory=set)
+    """Those of these classes that have no forward of their own."""
     _codes: dict[FunctionType, CodeType] = field(default_factory=dict)
     _because: dict[type[nn.Module] | FunctionType, str] = field(default_factory=dict)
     """Where the forward of each depends on values."""
@@ -126,20 +128,27 @@ class OpaqueModules:
 
     def _replaced(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if type(module) in self.loops:
-                known, key = self.loops[type(module)], module_key(module)
-                made, self.loops[type(module)] = traced(
-                    forward, module, args, kwargs, known, is_checked=key in self._checked
+            own = _as_users(module)
+            if type(own) in self.loops:
+                known, key = self.loops[type(own)], module_key(own)
+                made, self.loops[type(own)] = traced(
+                    partial(forward, module),
+                    type(own),
+                    args,
+                    kwargs,
+                    known,
+                    is_checked=key in self._checked,
                 )
                 if get_proxy_mode() is None:
                     self._checked.add(key)
                 return made
-            return self._call(module, args, kwargs)
+            return self._call(own, args, kwargs)
 
         run.__wrapped__ = forward  # type: ignore[attr-defined] # whose source is read
         return run
 
     def _put_in_place(self) -> None:
+        self._inherits = {kind for kind in self._forwards if "forward" not in vars(kind)}
         for kind, forward in self._forwards.items():
             kind.forward = self._replaced(forward)
         for index, function in enumerate(self._codes):
@@ -147,7 +156,11 @@ class OpaqueModules:
 
     def _put_back(self) -> None:
         for kind, forward in self._forwards.items():
-            kind.forward = forward
+            if kind in self._inherits:
+                # Left there it would be code of the class, which names its modules.
+                del kind.forward
+            else:
+                kind.forward = forward
         for function, code in self._codes.items():
             function.__code__ = code
 
@@ -267,6 +280,17 @@ def _code_that_calls(index: int) -> CodeType:
     return code
 
 
+def _as_users(module: nn.Module) -> nn.Module:
+    """Return a module as the user made it: where any part is in several places, torch's tracer
+    hands out parts of classes of its own, by which it tells where an op is.
+    """
+    if not isinstance(module, _AttrProxy):
+        return module
+    of_proxy: Any = module  # (`get_base` is of its subclass.)
+    base: nn.Module = of_proxy.get_base()
+    return base
+
+
 def _calls_in(error: BaseException) -> tuple[list[nn.Module], list[FunctionType]]:
     """Return the modules in whose forward an error was first raised, and the functions that the
     innermost of them called, the outermost first.
@@ -286,7 +310,7 @@ def _calls_on(trace: TracebackType | None) -> tuple[list[nn.Module], list[Functi
         code, local = frame.f_code, frame.f_locals
         module = local.get(code.co_varnames[0]) if code.co_argcount else None
         if isinstance(module, nn.Module) and code.co_name == "forward":
-            modules.append(module)
+            modules.append(_as_users(module))
             functions.clear()
         elif modules and is_users(code.co_filename) and all(map(_is_held, _given(code, local))):
             function = function_of(code, frame.f_globals)

@@ -217,6 +217,15 @@ class Looping(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+def with_ties(module: Looping, what: str) -> Looping:
+    """Put an expert ("expert"), or a layer ("layer"), of a module in a second place."""
+    if what == "layer":
+        module.layers[-1] = module.layers[0]
+    for layer in module.layers if what == "expert" else ():
+        layer.experts[1] = layer.experts[0]
+    return module
+
+
 def batch_of(size: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     return dealing.batch_of(size, dtype)
 

@@ -22,6 +22,7 @@ from tests.capture.loops.looping import (
     batch_of,
     captured,
     plain,
+    with_ties,
 )
 
 WITHIN = 1e-12
@@ -51,6 +52,12 @@ def check_told(module, make_batch=batch_of):
 def test_a_loop_is_told(name, make):
     found = check_told(build(LOOPS[name], make))
     assert (STACK_OF_RUNS in found) == (name in PASSING_OVER)
+
+
+@pytest.mark.parametrize("what", ["expert", "layer"])
+def test_a_part_in_two_places(what):
+    """torch's tracer hands out parts of classes of its own then."""
+    check_told(with_ties(build(LOOPS["of_mixtral"]), what))
 
 
 @pytest.mark.parametrize("shut", [False, True])

@@ -83,7 +83,8 @@ def check_equal(
 
 def loss_of_graph(graph: ModelGraph, module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Run a graph's programs as a rank does, and return the loss."""
-    held = dict(module.named_parameters()) | dict(module.named_buffers())
+    every = {"remove_duplicate": False}
+    held = dict(module.named_parameters(**every)) | dict(module.named_buffers(**every))
     size = len(next(iter(batch.values())))
     values: dict[str, Tensor] = {}
     for meta in graph.tensors:
