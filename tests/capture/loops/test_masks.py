@@ -12,7 +12,7 @@ from planner.capture.loops.masks import Counts, Mask, Masks
 from planner.language.graph import Op, Ref, Symbol, TensorMeta
 from tests.executed import executed
 
-ROWS, EXPERTS, SEEDS = 4, 5, 400
+ROWS, EXPERTS, SEEDS = 4, 5, 800
 
 
 def random_op(draw: random.Random, name: str, source: str, value: Tensor) -> Op | None:
@@ -26,7 +26,8 @@ def random_op(draw: random.Random, name: str, source: str, value: Tensor) -> Op 
         "eq": ("eq.Scalar", (Ref(source), draw.randrange(EXPERTS))),
         "flags": draw.choice(
             [("ne.Scalar", (Ref(source), 0)), ("gt.Scalar", (Ref(source), 0)),
-             ("ge.Scalar", (Ref(source), 1)), ("gt.Scalar", (Ref(source), 1))]
+             ("ge.Scalar", (Ref(source), 1)), ("gt.Scalar", (Ref(source), 1)),
+             ("eq.Scalar", (Ref(source), 1))]
         ),
         "permute": ("permute.default", (Ref(source), tuple(draw.sample(range(rank), rank)))),
         "transpose": ("transpose.int", (Ref(source), dim, draw.randrange(max(rank, 1)))),

@@ -48,6 +48,14 @@ def by_rows(rows, experts, matrices, biases, weights) -> Tensor:
     )
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_zero_by_chance():
+    """Memory that is not written holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("copies", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(3))
 def test_values_and_gradients_are_those_of_a_loop_over_rows(seed, copies):
