@@ -133,7 +133,9 @@ def test_chains_of_functions_are_computed_once_each_from_what_they_need():
         found, expected = pairs[-1]
         torch.testing.assert_close(real(found), expected)
         assert set(toy.needed) == {output.number for output in outputs_of(found.node)}
-        assert real(found) is real(found)
+        for found, expected in pairs:
+            torch.testing.assert_close(real(found), expected)
+            assert real(found) is real(found)
 
 
 def test_what_is_told_of_a_tensor_needs_no_value():
@@ -182,6 +184,8 @@ def test_the_innermost_scalar_is_the_loss_and_what_is_behind_it_a_factor():
     found, own = loss_of(behind.node, outputs(toy)), loss_of(loss.node, outputs(toy))
     assert found.node is own.node is loss.node
     assert [target is labels for target in found.targets] == [True]
+    single = toy.returned()[0].square().mean()
+    assert loss_of((single / 2).node, outputs(toy)).node is single.node
     # One that the model returns itself has nothing that computes it.
     assert loss_of((toy.returned()[2] / 3).node, outputs(toy, loss=2)).node is None
     assert loss_of(toy.returned()[2].node, outputs(toy)).outputs == []
