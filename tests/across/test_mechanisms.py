@@ -271,6 +271,17 @@ def test_a_counter_may_move():
     assert kinds(found) == []
 
 
+def test_numbers_of_rows_divided_by_another_name_of_the_op():
+    """`torch.divide` is `torch.div`."""
+    for name in ("div", "divide"):
+        found = walk(
+            ("rows", "aten.arange.default", (Affine(per_sample=4, fixed=0),), (Affine(4, 0),)),
+            ("samples", f"aten.{name}.Tensor_mode", (Ref("rows"), 4, "floor"), (Affine(4, 0),)),
+            inputs={"x": (N, 4)},
+        )
+        assert (found.states["samples"].each, kinds(found)) == (1, [])
+
+
 def test_ops_are_named_by_their_records_alone():
     """No second table of ops: what follows samples names none, but what writes in place."""
     rooms = Path(across.__file__).parent
