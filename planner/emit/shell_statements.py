@@ -110,8 +110,24 @@ def _end_of(text: str, at: int, quote: str) -> int:
     """Return where a text in quotes that begins here has ended."""
     at += 1
     while at < len(text) and text[at] != quote:
-        at += 2 if text[at] == "\\" and quote == '"' else 1
+        if quote == '"' and text.startswith("$(", at):
+            at = _end_of_command(text, at + 2)
+        else:
+            at += 2 if text[at] == "\\" and quote == '"' else 1
     return min(at + 1, len(text))
+
+
+def _end_of_command(text: str, at: int) -> int:
+    """Return where a command in ``$(`` that begins here has ended: it has quotes of its own."""
+    depth = 1
+    while at < len(text) and depth:
+        sign = text[at]
+        if sign in "'\"":
+            at = _end_of(text, at, sign)
+            continue
+        depth += (sign == "(") - (sign == ")")
+        at += 2 if sign == "\\" else 1
+    return at
 
 
 def _behind(text: str, at: int, start: re.Match[str]) -> int:

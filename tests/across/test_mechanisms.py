@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
+from planner.language import across
 from planner.language.across.by_rules import by_rules
-from planner.language.across.follow import follow_program
-from planner.language.across.handlers.buffers import written
-from planner.language.across.handlers.losses import _class_loss
-from planner.language.across.handlers.order import _sort
-from planner.language.across.handlers.rows import _repeat
-from planner.language.across.handlers.take_and_put import _index_select
-from planner.language.across.state import (
+from planner.language.across.follow import follow_program, step_of
+from planner.language.across.written import written
+from planner.language.graph import Affine, Op, Program, Ref, TensorMeta
+from planner.language.graph.mixing import Kind
+from planner.language.layout.placement import Shard
+from planner.language.ops.families.entries.order import sorted_rows
+from planner.language.ops.families.losses.counted_labels import class_loss
+from planner.language.ops.families.shapes.indexing import _index_select
+from planner.language.ops.families.shapes.repeats import copies
+from planner.language.ops.record import family_of
+from planner.language.ops.samples.state import (
     ADDED,
     ANY_ORDER,
     CONSTANT,
@@ -19,10 +27,7 @@ from planner.language.across.state import (
     WHOLE,
     State,
 )
-from planner.language.across.step import Edit, Step, Walk, handlers_of
-from planner.language.graph import Affine, Op, Program, Ref, TensorMeta
-from planner.language.layout.placement import Shard
-from planner.language.plan.accepted import Kind
+from planner.language.ops.samples.step import Edit, Walk
 
 N = Affine(per_sample=1, fixed=0)
 BATCH = State(rows=Shard(0))
@@ -75,7 +80,7 @@ def test_entries_stay_with_their_samples():
     found = walk(("y", "aten.relu.default", (Ref("x"),), (N, 4)), inputs={"x": (N, 4)})
     assert found.states["y"] == BATCH
     assert kinds(found) == []
-    assert handlers_of("aten.relu") == ()  # by the rules alone
+    assert family_of("aten.relu").across.handlers == ()  # by the rules alone
 
 
 def test_a_part_counts_once_in_a_sum_and_by_its_samples_in_a_mean():
@@ -170,7 +175,7 @@ def test_rows_repeated_as_a_whole_lie_in_runs():
         inputs={"x": (N, 4)},
     )
     assert found.states["y"] == State(rows=Shard(0, 2))
-    assert _repeat in handlers_of("aten.repeat")
+    assert copies in family_of("aten.repeat").across.handlers
 
 
 def test_sorted_rows_come_back_by_the_order_that_undoes_the_order():
@@ -184,8 +189,8 @@ def test_sorted_rows_come_back_by_the_order_that_undoes_the_order():
     assert found.states["sorted"].order == "there"
     assert found.states["y"] == BATCH
     assert kinds(found) == []
-    assert _sort in handlers_of("aten.argsort")
-    assert _index_select in handlers_of("aten.index_select")
+    assert sorted_rows in family_of("aten.argsort").across.handlers
+    assert _index_select in family_of("aten.index_select").across.handlers
 
 
 def test_rows_of_two_orders_must_not_meet():
@@ -226,7 +231,7 @@ def test_an_op_without_any_rule_is_unknown():
     assert CONSTANT.pure
     assert kinds(found) == ["unknown"]
     op = found.program.ops[0]
-    assert by_rules(Step(walk=found, op=op, states=[WHOLE])) != (WHOLE,)
+    assert by_rules(step_of(found, op, [WHOLE])) != (WHOLE,)
 
 
 def test_class_weights_divide_by_the_weights_of_the_targets():
@@ -235,7 +240,7 @@ def test_class_weights_divide_by_the_weights_of_the_targets():
         inputs={"x": (N, 4), "t": (N,)},
         buffers={"w": (4,)},
     )
-    assert _class_loss in handlers_of("aten.cross_entropy_loss")
+    assert class_loss in family_of("aten.cross_entropy_loss").across.handlers
     assert found.states["y"].sums == ("y",)
     assert kinds(found) == ["normaliser"]  # (of targets that a parameter may have reached)
 
@@ -261,6 +266,38 @@ def test_a_counter_may_move():
         inputs={"x": (N, 4)},
         buffers={"b": (4,)},
     )
-    step = Step(walk=found, op=found.program.ops[0], states=[WHOLE])
+    step = step_of(found, found.program.ops[0], [WHOLE])
     assert written(step) == (WHOLE,)
     assert kinds(found) == []
+
+
+def test_numbers_of_rows_divided_by_another_name_of_the_op():
+    """`torch.divide` is `torch.div`."""
+    for name in ("div", "divide"):
+        found = walk(
+            ("rows", "aten.arange.default", (Affine(per_sample=4, fixed=0),), (Affine(4, 0),)),
+            ("samples", f"aten.{name}.Tensor_mode", (Ref("rows"), 4, "floor"), (Affine(4, 0),)),
+            inputs={"x": (N, 4)},
+        )
+        assert (found.states["samples"].each, kinds(found)) == (1, [])
+
+
+def test_ops_are_named_by_their_records_alone():
+    """No second table of ops: what follows samples names none, but what writes in place."""
+    rooms = Path(across.__file__).parent
+    named = {
+        (file.name, node.value)
+        for file in rooms.glob("*.py")
+        if file.name != "whole.py"  # (makes ops)
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant)
+        and str(node.value).startswith(("aten.", "planner."))
+        and "language" not in str(node.value)
+    }
+    assert named == {
+        ("sums.py", "aten.add"),
+        ("sums.py", "aten.sub"),
+        ("sums.py", "aten.rsub"),
+        ("written.py", "aten.copy_"),
+        ("walk.py", "aten.batch_norm.default"),
+    }

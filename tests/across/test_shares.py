@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from planner.capture import capture_module
 from planner.language.across import across_samples, follows_from_parts, loss_shares
-from planner.language.across.state import ADDED, SAMPLES, SCALED
 from planner.language.graph import ModelGraph, from_json, to_json
 from planner.language.lowering.defaults import default_plan
+from planner.language.ops.samples.state import ADDED, SAMPLES, SCALED
 from planner.runtime.process.groups.mesh import build_mesh
 from planner.runtime.step.engine import Engine
 

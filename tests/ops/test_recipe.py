@@ -32,6 +32,7 @@ from planner.language.ops.record import (
     unregister,
 )
 from planner.language.ops.registry import has_rule, strategies
+from planner.language.ops.samples.step import Across
 from tests.costmodel.test_saved import really_saved_bytes
 from tests.sharding.models import in_double
 from tests.sharding.programs import check_lowered
@@ -157,6 +158,20 @@ def test_its_saved_bytes_are_autograds(graph, family):
 
 
 def test_it_computes_samples_alone(graph, family):
+    assert across_samples(graph) == ()
+
+
+@pytest.fixture
+def handled():
+    """The family without a sharding rule: a handler in its record says what it does to samples."""
+    family = replace(SQUASH, shard=(), across=Across(handlers=(lambda step: (step.states[0],),)))
+    register(family)
+    yield family
+    unregister(family)
+
+
+def test_what_no_rule_says_of_samples_is_a_handler_of_the_record(graph, handled):
+    assert not has_rule("toy.squash.default")
     assert across_samples(graph) == ()
 
 

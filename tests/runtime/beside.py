@@ -10,7 +10,7 @@ The one process is on rank 0, which the others hear its losses from.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,7 @@ class OneProcess:
     def __init__(
         self,
         module: nn.Module,
-        optimizer: Optimizers,
+        optimizer: Optimizers = lambda module: [],
         *,
         loss: Any = None,
         clip: Callable[[nn.Module], Any] = lambda module: None,
@@ -54,14 +54,23 @@ class OneProcess:
 
     def step(self, batch: Any) -> float:
         """Train on a batch; return its loss before that."""
-        for each in self.optimizers:
+        return self.update([batch])[0]
+
+    def update(self, batches: Sequence[Any], shares: Sequence[float] = ()) -> list[float]:
+        """Train once on the losses of batches, each times its share: on their mean without. Return
+        the losses.
+        """
+        for each in (self.module, *self.optimizers):
             each.zero_grad()
-        loss = loss_of(call_with_batch(self.module, batch), batch, self.loss)
-        loss.backward()
+        losses = []
+        for batch, share in zip(batches, shares or [1 / len(batches)] * len(batches), strict=True):
+            loss = loss_of(call_with_batch(self.module, batch), batch, self.loss)
+            (loss * share).backward()
+            losses.append(float(loss.item()))
         self.clip(self.module)
         for each in self.optimizers:
             each.step()
-        return float(loss.item())
+        return losses
 
     def parameters(self) -> dict[str, Tensor]:
         return dict(self.module.named_parameters())

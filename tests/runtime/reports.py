@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import math
 import re
@@ -20,9 +19,9 @@ import planner
 from planner.capture import capture_module
 from planner.errors import PlannerError
 from planner.language.across.cut.batch_statistics import BatchStatisticsWarning
-from planner.language.graph.batch import call_with_batch, loss_of
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
+from tests.runtime.beside import OneProcess
 from tests.spawn import run_ranks
 
 FOLDER = Path(__file__).parent.parent / "reports"
@@ -115,7 +114,7 @@ def trained(name: str, layout: str, plan: Plan) -> Outcome:
     made = program(name)
     loss_function = getattr(made, "loss", None)
     module, batch = made.model(), made.batch(SAMPLES)
-    alone = copy.deepcopy(module)
+    alone = OneProcess(module, _sgd, loss=loss_function)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -124,15 +123,8 @@ def trained(name: str, layout: str, plan: Plan) -> Outcome:
         except PlannerError as error:
             return Outcome(layout, "refused", said=str(error))
     state = engine.full_state_dict()
-    optimizer = _sgd(alone)
-    expected: list[float] = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = loss_of(call_with_batch(alone, batch), batch, loss_function)
-        loss.backward()
-        expected.append(loss.item())
-        optimizer.step()
-    gaps = [_gap(state[n], t) for n, t in alone.state_dict().items() if n in state]
+    expected = [alone.step(batch) for _ in range(STEPS)]
+    gaps = [_gap(state[n], t) for n, t in alone.module.state_dict().items() if n in state]
     gap = max([_gap(torch.tensor(losses), torch.tensor(expected)), *gaps])
     said = [str(w.message) for w in caught if isinstance(w.message, BatchStatisticsWarning)]
     if gap < ROUNDING:

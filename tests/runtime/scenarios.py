@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -13,7 +12,6 @@ from torch.utils._pytree import tree_map
 
 import planner
 from planner.language.graph import ModelGraph
-from planner.language.graph.batch import call_with_batch, loss_of
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
 from planner.runtime.step.engine import Engine
@@ -145,13 +143,16 @@ def clip_many(cases: list[tuple[str, Plan]], max_norm: float) -> list[tuple[floa
     result = []
     for name, plan in cases:
         tiny, module = build(name)
-        alone = copy.deepcopy(module)
+        norms: list[float] = []
+
+        def clip(each: torch.nn.Module, norms: list[float] = norms) -> None:
+            norms.append(torch.nn.utils.clip_grad_norm_(each.parameters(), max_norm).item())
+
+        alone = OneProcess(module, loss=tiny.loss, clip=clip)
         engine = planner.apply(plan, module, max_grad_norm=max_norm)
         batch = tiny.batch(plan.global_batch)
         engine.step(batch)
-        loss_of(call_with_batch(alone, batch), batch, tiny.loss).backward()
-        expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), max_norm)
-        named = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
-        gap = gap_by_tensor(engine.full_gradients(), named)
-        result.append((engine.grad_norm.item(), expected.item(), gap))
+        alone.step(batch)
+        gap = gap_by_tensor(engine.full_gradients(), alone.gradients())
+        result.append((engine.grad_norm.item(), *norms, gap))
     return result

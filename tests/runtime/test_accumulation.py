@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -10,12 +9,11 @@ import torch
 
 import planner
 from planner.errors import PlanError
-from planner.language.graph.batch import call_with_batch, loss_of
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
 from tests.builders import MlpWithTarget, mlp_batch
 from tests.captures import capture_tiny
-from tests.runtime.beside import adamw, gap_by_tensor
+from tests.runtime.beside import OneProcess, adamw, gap_by_tensor
 from tests.runtime.scenarios import build, capture
 from tests.spawn import run_ranks
 
@@ -26,8 +24,12 @@ def train(cases: list[tuple[str, Plan, bool]]) -> list[tuple[float, float, float
     found = []
     for model, plan, weighted in cases:
         tiny, module = build(model)
-        alone = copy.deepcopy(module)
-        optimizer = adamw(alone)
+        clipped: list[float] = []
+
+        def clip(each: torch.nn.Module, norms: list[float] = clipped) -> None:
+            norms.append(torch.nn.utils.clip_grad_norm_(each.parameters(), 0.05).item())
+
+        alone = OneProcess(module, adamw, loss=tiny.loss, clip=clip)
         # By the first number of a sample, between 1 and 3: parts count unequally.
         count: Any = (
             (lambda part: float(len(part["ids"]) + part["ids"][:, 0].sum() % 7 + 1))
@@ -53,33 +55,25 @@ def train(cases: list[tuple[str, Plan, bool]]) -> list[tuple[float, float, float
             parts = [
                 {k: v.split([*sizes, 1])[at] for k, v in whole.items()} for at in range(len(sizes))
             ]
-            optimizer.zero_grad()
             for at, part in enumerate(parts):
                 engine.step(part, update=at == len(parts) - 1)
                 if at == 0:
                     engine.evaluate(part)  # changes nothing of what waits
             if weighted:
                 # The mean over what counts, microbatch by microbatch of each replica.
-                terms = [
-                    (count(piece), loss_of(call_with_batch(alone, piece), piece, tiny.loss))
-                    for part in parts
-                    for piece in _pieces(part, plan)
-                ]
-                total = sum(weight for weight, _ in terms)
-                sum(weight / total * loss for weight, loss in terms).backward()
+                pieces = [piece for part in parts for piece in _pieces(part, plan)]
+                weights = list(map(count, pieces))
+                alone.update(pieces, [weight / sum(weights) for weight in weights])
             else:
-                batch = {k: torch.cat([part[k] for part in parts]) for k in whole}
-                loss_of(call_with_batch(alone, batch), batch, tiny.loss).backward()
-            norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.05)
-            norm_gap = max(norm_gap, abs(engine.grad_norm - norm).item() / norm.item())
-            named = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
-            gradient_gap = max(gradient_gap, gap_by_tensor(engine.full_gradients(), named))
-            optimizer.step()
+                alone.step({k: torch.cat([part[k] for part in parts]) for k in whole})
+            norm_gap = max(norm_gap, abs(engine.grad_norm.item() / clipped[-1] - 1))
+            gap = gap_by_tensor(engine.full_gradients(), alone.gradients())
+            gradient_gap = max(gradient_gap, gap)
         assert engine.steps == 2
         assert engine.samples == 2 * sum(sizes)
         state = engine.full_state_dict()
         engine.close()
-        found.append((norm_gap, gradient_gap, gap_by_tensor(state, dict(alone.named_parameters()))))
+        found.append((norm_gap, gradient_gap, gap_by_tensor(state, alone.parameters())))
     return found
 
 

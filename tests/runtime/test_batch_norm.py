@@ -28,6 +28,7 @@ from planner.runtime.proofs import verify
 from planner.runtime.step.engine import Engine
 from tests.builders import tiny_models
 from tests.captures import capture_module
+from tests.runtime.beside import OneProcess, sgd
 from tests.spawn import run_ranks
 
 STEPS = 2
@@ -219,27 +220,23 @@ def test_a_mean_over_all_steps_moves_by_microbatches_without_deferral():
     """As one process goes by microbatches: each counts as a step."""
     torch.set_default_dtype(torch.float64)
     model = ConvNet()
-    alone = copy.deepcopy(model)
+    alone = OneProcess(model, sgd)
     plan = default_plan(
         captured(torch.float64), microbatch_size=2, num_microbatches=2, recompute="full"
     )
     with pytest.warns(BatchStatisticsWarning):
         engine = planner.apply(plan, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
     for step in range(STEPS):
         whole = batch(4, step)
         engine.step(whole)
-        optimizer.zero_grad()
-        for start in (0, 2):
-            (alone(**{k: v[start : start + 2] for k, v in whole.items()}) / 2).backward()
-        optimizer.step()
+        alone.update([{k: v[start : start + 2] for k, v in whole.items()} for start in (0, 2)])
     state = engine.full_state_dict()
     assert state.pop("forwards") == STEPS  # (of batches; the one process went by halves)
-    for name, expected in alone.state_dict().items():
+    for name, expected in alone.module.state_dict().items():
         if name in state:
             torch.testing.assert_close(state[name], expected, rtol=1e-12, atol=1e-12)
     whole = batch(4, 7)
-    expected = alone.eval()(**whole)
+    expected = alone.module.eval()(**whole)
     torch.testing.assert_close(engine.evaluate(whole), expected, rtol=1e-12, atol=0)
 
 

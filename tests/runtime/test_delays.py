@@ -18,11 +18,11 @@ import pytest
 import torch
 
 import planner
-from planner.language.graph.batch import call_with_batch
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
 from planner.language.schedule.registry import SCHEDULES
 from planner.runtime.step.engine import Engine
+from tests.runtime.beside import OneProcess, gap_by_tensor
 from tests.runtime.scenarios import build, capture
 from tests.runtime.slow_links import Sent, SlowLink
 from tests.spawn import run_ranks
@@ -86,9 +86,9 @@ def run_delayed(plans: list[Plan], repeats: int) -> list[tuple[int, float, float
     process (relative; on rank 0, which alone has the gradients).
     """
     torch.set_default_dtype(torch.float64)
-    tiny, alone = build(_model(plans[0].pp))
-    expected = call_with_batch(alone, tiny.batch(plans[0].global_batch))
-    expected.backward()
+    tiny, module = build(_model(plans[0].pp))
+    alone = OneProcess(module)
+    expected = alone.step(tiny.batch(plans[0].global_batch))
     found = []
     for plan in plans:
         engine, batch = _engine(plan)
@@ -97,14 +97,8 @@ def run_delayed(plans: list[Plan], repeats: int) -> list[tuple[int, float, float
         for _ in range(repeats):
             loss = engine.step(batch)
             digests.add(_digest(engine, loss))
-        grads = engine.full_gradients()
-        gaps = [
-            ((grads[n] - p.grad).norm() / p.grad.norm()).item()
-            for n, p in alone.named_parameters()
-            if n in grads
-        ]
-        loss_gap = abs(loss.item() / expected.item() - 1)
-        found.append((len(digests), loss_gap, max(gaps, default=0.0)))
+        gap = gap_by_tensor(engine.full_gradients(), alone.gradients())
+        found.append((len(digests), abs(loss.item() / expected - 1), gap))
     return found
 
 

@@ -26,6 +26,7 @@ from planner.runtime.state.optimizers.host_optimizer import HostMasters, HostUpd
 from planner.timeline import load_timeline
 from tests.builders import gpt_batch
 from tests.captures import capture_module
+from tests.runtime.beside import OneProcess
 from tests.runtime.test_precision import GPT, TiedGPT, seeded
 from tests.spawn import run_ranks
 
@@ -145,22 +146,20 @@ def test_result_equals_reference_adamw():
     """M24: beside torch's AdamW on the user's own module, in one process."""
     host_optimizer.BUCKET_BYTES, before = SMALL_BUCKET_BYTES, host_optimizer.BUCKET_BYTES
     try:
-        module, alone = seeded(), seeded()
+        module = seeded()
+        alone = OneProcess(module, lambda each: torch.optim.AdamW(each.parameters(), lr=1e-2))
         plan = with_offload(plan_for(num_microbatches=1, microbatch_size=4))
         engine = planner.apply(
             plan, module, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2)
         )
     finally:
         host_optimizer.BUCKET_BYTES = before
-    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2)
     for _ in range(STEPS):
         batch = gpt_batch(plan.global_batch)
-        optimizer.zero_grad()
-        alone(**batch).backward()
-        optimizer.step()
+        alone.step(batch)
         engine.step(batch)
     found = engine.full_state_dict()
-    for name, value in alone.state_dict().items():
+    for name, value in alone.module.state_dict().items():
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
 
 

@@ -118,17 +118,9 @@ def _losses(plan: Plan) -> list[float]:
 
 def test_in_bf16_masters_of_tables_step_wherever_they_are():
     """The same bits on devices and on the host, as devices are CPUs here; near those of fp32."""
-    alone = built(True).float()
-    reference, expected = optimizers(alone), []
+    alone = OneProcess(built(True).float(), optimizers)
     torch.manual_seed(0)
-    for _ in range(3):
-        for each in reference:
-            each.zero_grad()
-        loss = alone(**single(8))
-        loss.backward()
-        expected.append(loss.item())
-        for each in reference:
-            each.step()
+    expected = [alone.step(single(8)) for _ in range(3)]
     for found in run_ranks(losses_of, 2, in_bf16()):
         assert all(losses == found[0] for losses in found)
         assert found[0] == pytest.approx(expected, rel=1e-2)

@@ -27,6 +27,7 @@ from planner.runtime.proofs import verify
 from planner.runtime.stage.randomness import RandomStream
 from planner.runtime.step.engine import Engine
 from tests.captures import capture_module
+from tests.runtime.beside import OneProcess, gap_by_tensor
 from tests.runtime.scenarios import (
     RTOL,
     Outcome,
@@ -319,26 +320,15 @@ def two_matmuls(captured: Any, plan: Plan) -> tuple[float, float, list[tuple[int
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     module = TwoMatmuls()
-    alone = TwoMatmuls()
-    alone.load_state_dict(module.state_dict())
+    alone = OneProcess(module)
     graph: ModelGraph = from_json(captured)
     engine = Engine(plan, graph, module, build_mesh(plan, torch.device("cpu")))
     generator = torch.Generator().manual_seed(1)
-    batch = [torch.randn(plan.global_batch, 16, generator=generator) for _ in range(2)]
-    loss = engine.step(tuple(batch)).item()
-    expected = alone(*batch)
-    expected.backward()
-    grads = engine.full_gradients()
-    gap = (
-        max(
-            ((grads[n] - p.grad).abs().max() / p.grad.abs().max()).item()
-            for n, p in alone.named_parameters()
-        )
-        if grads
-        else 0.0
-    )
+    batch = tuple(torch.randn(plan.global_batch, 16, generator=generator) for _ in range(2))
+    loss_gap = abs(engine.step(batch).item() - alone.step(batch))
+    gap = gap_by_tensor(engine.full_gradients(), alone.gradients())
     shapes = [tuple(p.shape) for stage in engine.stages.values() for p in stage.parameters()]
-    return abs(loss - expected.item()), gap, shapes
+    return loss_gap, gap, shapes
 
 
 def test_two_matmuls_on_two_meshes():

@@ -20,6 +20,7 @@ from planner.language.lowering.holdings import Holdings
 from planner.language.plan import Plan
 from planner.runtime.proofs.verify import VerifyReport, compare_with_one_process
 from tests.captures import capture_module
+from tests.runtime.beside import OneProcess, sgd
 from tests.runtime.test_recompute import in_mode
 from tests.spawn import run_ranks
 
@@ -83,8 +84,8 @@ def gaps(cases: list[tuple[Plan, Path | None]]) -> list[float]:
     """How far losses, parameters and buffers are from those of one process."""
     found = []
     for plan, folder in cases:
-        alone, module = model(), model()
-        own = torch.optim.SGD(alone.parameters(), 0.1)
+        module = model()
+        alone = OneProcess(module, sgd)
         engine = planner.apply(plan, module, optimizer=torch.optim.SGD(module.parameters(), 0.1))
         worst = 0.0
         for step in range(4):
@@ -97,18 +98,14 @@ def gaps(cases: list[tuple[Plan, Path | None]]) -> list[float]:
                 engine.load(folder)
             # The first update is of two batches: one process runs the model once for each.
             parts = [batch(plan.global_batch, seed=10 * step + n) for n in range(1 + (step == 0))]
-            for n, part in enumerate(parts):
-                loss = alone(*part)
-                (loss / len(parts)).backward()
+            for n, (part, loss) in enumerate(zip(parts, alone.update(parts), strict=True)):
                 made = engine.step(part, update=n == len(parts) - 1)
-                worst = max(worst, abs(made - loss).item())
-            own.step()
-            own.zero_grad()
+                worst = max(worst, abs(made.item() - loss))
         given = batch(plan.global_batch)
-        judged = copy.deepcopy(alone).eval()(*given)
+        judged = copy.deepcopy(alone.module).eval()(*given)
         worst = max(worst, abs(engine.evaluate(given) - judged).item())
         state = engine.full_state_dict()
-        for name, value in alone.state_dict().items() if state else ():
+        for name, value in alone.module.state_dict().items() if state else ():
             worst = max(worst, (state[name] - value).abs().max().item())
         engine.close()
         found.append(worst)

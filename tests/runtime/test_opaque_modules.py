@@ -18,7 +18,6 @@ from torch import nn
 import planner
 from planner.capture.source.model_file import ModelSource
 from planner.language.graph import ModelGraph
-from planner.language.graph.batch import call_with_batch, loss_of
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
 from planner.runtime.proofs.by_block.prove import prove
@@ -26,6 +25,7 @@ from planner.runtime.proofs.verify import VerifyReport, compare_with_one_process
 from planner.runtime.stage.calls import opaque_modules
 from tests.captures import capture_module
 from tests.opaque_models import PARTS, Chain, batch
+from tests.runtime.beside import OneProcess
 from tests.spawn import run_ranks
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -130,16 +130,12 @@ def test_an_expert_that_nothing_reaches_is_left_alone_by_optimizers_of_whole_par
             {"tp": 2, "num_microbatches": 2},
         )
     ]
-    alone = build("loop over experts")
-    optimizer = decaying(alone)
+    alone = OneProcess(build("loop over experts"), decaying)
     for step in range(3):
-        optimizer.zero_grad()
-        given = batch_of(step)
-        loss_of(call_with_batch(alone, given), given, None).backward()
-        optimizer.step()
-    assert any(param.grad is None for param in alone.parameters())
+        alone.step(batch_of(step))
+    assert alone.gradients().keys() < alone.parameters().keys()
     for state in run_ranks(train_by_wholes, 2, plans)[0]:
-        torch.testing.assert_close(state, dict(alone.state_dict()), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(state, dict(alone.module.state_dict()), rtol=1e-10, atol=1e-12)
 
 
 class Dropping(nn.Module):
@@ -220,8 +216,7 @@ def test_a_model_that_apply_builds_is_found_again_in_evaluation():
     (found,) = run_ranks(_apply_once, 1, plan)
     torch.manual_seed(1)
     data = batch(4)
-    alone = build("boolean indexing")
-    optimizer = torch.optim.AdamW(alone.parameters())
-    alone(*data).backward()
-    optimizer.step()
-    assert found == pytest.approx(alone.eval()(*data).item(), rel=1e-6)
+    module = build("boolean indexing")
+    alone = OneProcess(module, lambda each: torch.optim.AdamW(each.parameters()))
+    alone.step(data)
+    assert found == pytest.approx(alone.module.eval()(*data).item(), rel=1e-6)

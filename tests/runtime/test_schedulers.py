@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from typing import Any
 
@@ -13,11 +12,11 @@ from torch.optim.swa_utils import SWALR
 
 import planner
 from planner.errors import ModelError
-from planner.language.graph.batch import call_with_batch
 from planner.language.lowering.defaults import default_plan
 from planner.runtime.state.optimizers.optimizer import check_schedulers
 from tests.builders import MlpWithTarget, mlp_batch
 from tests.captures import capture_tiny
+from tests.runtime.beside import OneProcess
 
 MAKE: dict[str, Any] = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: min(1.0, step / 3)),
@@ -96,9 +95,9 @@ def test_schedulers_that_the_engine_cannot_step_are_refused():
 @pytest.mark.parametrize("name", MAKE)
 def test_a_scheduler_sets_what_it_sets_in_one_process(name):
     module = MlpWithTarget()
-    alone = copy.deepcopy(module)
+    alone = OneProcess(module, lambda each: torch.optim.SGD(_groups(each), lr=0.05, momentum=0.9))
     plan = default_plan(capture_tiny("mlp"), num_microbatches=2, microbatch_size=2)
-    single = torch.optim.SGD(_groups(alone), lr=0.05, momentum=0.9)
+    (single,) = alone.optimizers
     own_schedule = MAKE[name](single)
     given = torch.optim.SGD(_groups(module), lr=0.05, momentum=0.9)
     schedule = MAKE[name](given)  # before apply, as a script has it
@@ -106,14 +105,11 @@ def test_a_scheduler_sets_what_it_sets_in_one_process(name):
     for step in range(4):
         batch = tuple(each[4 * step :] for each in mlp_batch(4 * (step + 1)))
         loss = engine.step(batch).item()
-        single.zero_grad()
-        expected = call_with_batch(alone, batch)
-        expected.backward()
-        single.step()
-        assert loss == pytest.approx(expected.item(), rel=1e-5)
+        expected = alone.step(batch)
+        assert loss == pytest.approx(expected, rel=1e-5)
         plateau = name == "ReduceLROnPlateau"
         schedule.step(*((loss,) if plateau else ()))
-        own_schedule.step(*((expected.item(),) if plateau else ()))
+        own_schedule.step(*((expected,) if plateau else ()))
         assert [g["lr"] for g in given.param_groups] == [g["lr"] for g in single.param_groups]
         assert [g["momentum"] for g in given.param_groups] == [
             g["momentum"] for g in single.param_groups

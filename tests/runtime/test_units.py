@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,13 +59,10 @@ def gaps(cases: list[Case]) -> list[tuple[float, int]]:
 def _gap_of(case: Case) -> tuple[float, int]:
     body = getattr(units, case.body)
     module, unit = build(body), UNITS[body]
-    alone = copy.deepcopy(module)
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-    engine = planner.apply(
-        case.plan, module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1)
-    )
+    alone = OneProcess(module, sgd)
+    engine = planner.apply(case.plan, module, optimizer=sgd(module))
     seen: list[torch.Tensor] = []
-    alone.layers[-1].register_forward_hook(lambda module, args, made: seen.append(made))
+    alone.module.layers[-1].register_forward_hook(lambda module, args, made: seen.append(made))
     worst, waiting = 0.0, []
     for number, counts in enumerate(case.steps):
         whole = batch(sum(counts) * unit.size, torch.float64)
@@ -78,29 +74,21 @@ def _gap_of(case: Case) -> tuple[float, int]:
             first = sum(counts[: engine.replica])
             own = places[:, first : first + counts[engine.replica]].reshape(-1)
             given = planner.OwnPart({name: tensor[own] for name, tensor in whole.items()})
-        expected = alone(**whole)
+        expected = alone.module(**whole)
         assert engine.evaluate(given).item() == pytest.approx(expected.item(), rel=RTOL)
         loss = engine.step(given, update=number not in case.waits, fetch=["layers.2/add"])
         worst = max(worst, abs(loss.item() / expected.item() - 1))
         if engine.fetched and not case.as_parts:
             torch.testing.assert_close(engine.fetched["layers.2/add"], seen[-1].detach())
-        waiting.append((expected, sum(counts)))
+        waiting.append((whole, sum(counts)))
         if number in case.waits:
             continue
-        optimizer.zero_grad()
         total = sum(count for _, count in waiting)
-        sum(loss * count / total for loss, count in waiting).backward()
+        alone.update([each for each, _ in waiting], [count / total for _, count in waiting])
         waiting.clear()
-        worst = max(
-            worst,
-            gap_to_largest(
-                engine.full_gradients(),
-                {n: p.grad for n, p in alone.named_parameters() if p.grad is not None},
-            ),
-        )
-        optimizer.step()
-    state = dict(alone.named_parameters())
-    return max(worst, gap_to_largest(engine.full_state_dict(), state)), engine.samples
+        worst = max(worst, gap_to_largest(engine.full_gradients(), alone.gradients()))
+    worst = max(worst, gap_to_largest(engine.full_state_dict(), alone.parameters()))
+    return worst, engine.samples
 
 
 def _check(cases: list[Case], ranks: int) -> None:

@@ -17,6 +17,7 @@ from planner.language.plan import Plan
 from planner.runtime.state.users_module.untouched import Untouched
 from tests.builders import MlpWithTarget, mlp_batch
 from tests.captures import capture_module, capture_tiny
+from tests.runtime.beside import OneProcess, gap_by_tensor
 from tests.spawn import run_ranks
 
 
@@ -161,21 +162,17 @@ def _trained_in_a_loop_for_one_device(plan: Plan) -> tuple[float, list[str]]:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     module = MlpWithTarget()
-    alone = copy.deepcopy(module)
-    given, own = (torch.optim.SGD(m.fc1.parameters(), lr=0.1) for m in (module, alone))
+    alone = OneProcess(module, lambda each: torch.optim.SGD(each.fc1.parameters(), lr=0.1))
+    given = torch.optim.SGD(module.fc1.parameters(), lr=0.1)
     engine = planner.apply(plan, module, optimizer=given)
     for step in range(3):
         torch.manual_seed(step)
         batch = tuple(t.double() for t in mlp_batch(plan.global_batch))
         engine.step(batch)
         given.zero_grad()
-        own.zero_grad()
-        alone(*batch).backward()
-        own.step()
+        alone.step(batch)
     state = engine.full_state_dict()
-    gap = (
-        max((state[n] - p).abs().max().item() for n, p in alone.named_parameters()) if state else 0
-    )
+    gap = gap_by_tensor(state, alone.parameters())
 
     def adds_a_group() -> None:
         given.add_param_group({"params": list(module.fc2.parameters())})

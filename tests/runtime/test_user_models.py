@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
 import planner
 from planner.errors import LayoutError
-from planner.language.graph.batch import call_with_batch, loss_of
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
 from tests.captures import capture_module
-from tests.runtime.beside import gap_to_largest
+from tests.runtime.beside import OneProcess, gap_to_largest, train_beside
 from tests.spawn import run_ranks
 from tests.user_models import USER_MODELS, Stack, batch
 
@@ -60,39 +61,37 @@ def plan_of(name: str, layout: str) -> Plan:
         torch.set_default_dtype(before)
 
 
-def train(cases: list[tuple[str, Plan]]) -> list[tuple[float, float]]:
-    """How far losses and parameters are from one process, on this rank."""
+def train(cases: list[tuple[str, Plan]]) -> list[float]:
+    """How far losses, gradients and parameters are from one process, on this rank."""
     torch.set_default_dtype(torch.float64)
     return [_train(name, plan) for name, plan in cases]
 
 
-def _train(name: str, plan: Plan) -> tuple[float, float]:
-    user, module, alone = USER_MODELS[name], built(name), built(name)
-    given, optimizer = user.optimizer(module), user.optimizer(alone)
-    schedules = [user.schedule(each) for each in (given, optimizer) if user.schedule]
+def _train(name: str, plan: Plan) -> float:
+    user, module = USER_MODELS[name], built(name)
+    alone, given = OneProcess(module, user.optimizer, loss=user.loss), user.optimizer(module)
+    schedules = [user.schedule(each) for each in (given, *alone.optimizers) if user.schedule]
     engine = planner.apply(
         plan, module, optimizer=given, loss=user.loss, scheduler=schedules[0] if schedules else None
     )
-    loss_gap = 0.0
-    for step in range(STEPS):
-        torch.manual_seed(step)
-        data = batch(plan.global_batch)
-        found = engine.step({key: value.clone() for key, value in data.items()})
-        optimizer.zero_grad()
-        expected = loss_of(call_with_batch(alone, data), data, user.loss)
-        expected.backward()
-        optimizer.step()
-        for schedule in schedules[1:]:
-            schedule.step()
-        loss_gap = max(loss_gap, abs(found.item() - expected.item()) / abs(expected.item()))
-    named = {n: p.detach() for n, p in alone.named_parameters()}
-    return loss_gap, gap_to_largest(engine.full_state_dict(), named)
+
+    def batches() -> Iterator[Any]:
+        for step in range(STEPS):
+            torch.manual_seed(step)
+            yield batch(plan.global_batch)
+            for schedule in schedules[1:] if dist.get_rank() == 0 else ():
+                schedule.step()  # where the one process is
+
+    def copied(_: Any, data: Any) -> Any:
+        return {key: value.clone() for key, value in data.items()}
+
+    return train_beside(engine, alone, batches(), given=copied, gap=gap_to_largest).largest
 
 
 def _check(cases: list[tuple[str, str]]) -> None:
     plans = [(name, plan_of(name, layout)) for name, layout in cases]
     for case, found in zip(cases, zip(*run_ranks(train, 2, plans), strict=True), strict=True):
-        assert max(max(gaps) for gaps in found) < 1e-10, (case, found)
+        assert max(found) < 1e-10, (case, found)
 
 
 def test_the_most_telling_of_them():

@@ -7,15 +7,13 @@ is so. In: a `ModelGraph`. Out: `Finding`s, the ops by which the loss of a batch
 from its parts; what each part counts for in the loss; and a graph whose parts take from the whole
 batch what can be made of it before a step. Free of torch.
 
-Read `state` (what a tensor can be along its samples), `step` (one op with the states of its
-inputs), `by_rules` (most ops: by the rules in their records of `planner.language.ops`), then the
-handlers of what rules do not say: `sums` (over samples, and their shares), `rows` (made, repeated,
-taken), `order` and `take_and_put` (rows sorted and put back), `losses` and `buffers`. `follow` goes
-through a program with these, `walk` through a model; `whole` makes the graph and says what parts
-count; `gathers` runs ops that compute across samples on the whole batch of all replicas.
+Read `planner.language.ops.samples` (what a tensor can be along its samples, one op with the states
+of its inputs), then `by_rules` (most ops: by the rules in their records) and `sums` (over samples,
+and their shares); what rules do not say of an op is a handler in the file of its family. `follow`
+goes through a program with these, `walk` through a model; `whole` makes the graph and says what
+parts count. No op has a name here but those that `whole` and `cut` put into a graph.
 """
 
-from planner.language.across import handlers  # noqa: F401 - handlers register themselves
 from planner.language.across.walk import (
     Finding,
     across_samples,

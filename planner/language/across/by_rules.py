@@ -8,19 +8,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.language.across.handlers.sums import (
+from planner.language.across.sums import (
+    as_rules_see,
     is_linear_in_sums,
     levelled,
     number_at,
     of_numbers,
     sum_and_constant,
 )
-from planner.language.across.state import ADDED, ANY_ORDER, IN_ORDER, SAMPLES, WHOLE, State, summed
-from planner.language.across.step import AXIS, MEAN, Step
 from planner.language.layout.placement import OpSharding, Partial, Placement, Replicate, Shard
 from planner.language.ops.call import Call, fits
-from planner.language.ops.record import is_random
+from planner.language.ops.record import family_of, is_random
 from planner.language.ops.registry import apart_strategies_of, has_rule
+from planner.language.ops.samples.state import (
+    ADDED,
+    ANY_ORDER,
+    IN_ORDER,
+    SAMPLES,
+    WHOLE,
+    State,
+    summed,
+)
+from planner.language.ops.samples.step import AXIS, MEAN, Step, in_one_order, numbers_are_values
 
 
 def by_rules(step: Step) -> tuple[State, ...]:
@@ -64,9 +73,7 @@ def _of_sums(step: Step) -> tuple[State, ...] | None:
     """
     meet_rows = any(state.rows or state.lost for state in step.states)
     if not meet_rows and not any(map(step.growing, step.op.outputs)) and not _truncates(step):
-        if len(step.op.inputs) == 1 and (
-            step.facts.algebra == "rearrangement" or step.packet == "aten.to"
-        ):
+        if len(step.op.inputs) == 1 and (step.facts.algebra in ("rearrangement", "cast")):
             return (step.states[0],) * len(step.op.outputs)
         affine = sum_and_constant(step)
         if affine is not None:
@@ -88,7 +95,7 @@ def _match(step: Step) -> OpSharding | None:
         return None
     inputs = tuple(_placement(state, keeps) for state in step.states)
     sums = Partial() in inputs or step.facts.algebra == "sum"
-    plain, metas = step.without_names(whole_numbers_too=sums)
+    plain, metas = as_rules_see(step, whole_numbers_too=sums)
     offered = apart_strategies_of(plain, metas, AXIS, tuple(counts - {1}) if keeps else ())
     offered += _by_own_rule(step, Call(plain, {m.name: m for m in metas}, AXIS))
     fitting = [sharding for sharding in offered if sharding.inputs == inputs]
@@ -166,40 +173,18 @@ def _is_mean(step: Step) -> bool:
     place = step.facts.reduction_arg
     if place is not None:
         return bool(step.arg(place, "reduction", MEAN) == MEAN)
-    return step.packet in ("aten.mean", "aten.nanmean")
+    return step.facts.algebra == "mean"
 
 
 def _truncates(step: Step) -> bool:
     """Whether an op rounds what sums over samples: counts alone are whole numbers already."""
-    if step.packet != "aten.to" or not step.states[0].sums:
+    if step.facts.algebra != "cast" or not step.states[0].sums:
         return False
     (source,), (made,) = step.op.inputs[:1], step.op.outputs
     tensor, maker = step.walk.program.tensor, step.walk.maker.get(source)
     becomes = tensor[made].dtype
     if becomes == "bool":
         return True
-    counts = maker is not None and maker.target.startswith("aten.histc")
+    counts = maker is not None and family_of(maker.target).across.counts
     is_float = tensor[source].dtype.startswith(("float", "bfloat"))
     return is_float and becomes.startswith(("int", "uint")) and not counts
-
-
-def numbers_are_values(step: Step) -> None:
-    """Note where the number of a row in its batch is used as if it said something of it."""
-    made = step.walk.program.tensor[step.op.outputs[0]].dtype
-    keeps = step.facts.algebra == "rearrangement" or step.packet == "aten.repeat_interleave"
-    keeps |= step.packet == "aten.to" and made.startswith("int")
-    if keeps or all(state.points is None for state in step.states):
-        return
-    step.blame("mixed")
-    step.states = [
-        replace(s, points=None, each=0, order=IN_ORDER if s.is_number else s.order)
-        for s in step.states
-    ]
-
-
-def in_one_order(step: Step) -> None:
-    """Note where rows meet that belong to different samples."""
-    orders = {state.order for state in step.states if state.rows} - {ANY_ORDER}
-    if len(orders) > 1:
-        step.blame("mixed")
-        step.states = [replace(s, order=IN_ORDER) if s.rows else s for s in step.states]

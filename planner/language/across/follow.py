@@ -8,27 +8,35 @@ term; only where that does not help, samples meet in a way that parts of the bat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.language.across.by_rules import by_rules
-from planner.language.across.handlers.buffers import written
-from planner.language.across.state import ANY_ORDER, IN_ORDER, State, growing_dims, lies
-from planner.language.across.step import Fault, Step, Walk, handlers_of
-from planner.language.graph import Affine
+from planner.language.across.written import written
+from planner.language.graph import Affine, Op
 from planner.language.graph.function_keys import AUTOGRAD_FUNCTION
+from planner.language.graph.mixing import Kind
 from planner.language.graph.module_keys import OPAQUE_MODULE
-from planner.language.ops.record import is_random, mutates
-from planner.language.plan.accepted import Kind
+from planner.language.ops.record import family_of, is_random, mutates
+from planner.language.ops.samples.state import ANY_ORDER, IN_ORDER, State, growing_dims, lies
+from planner.language.ops.samples.step import Fault, Step, Walk
 
 
 def follow_program(walk: Walk) -> None:
     """Add the states of all tensors that a program makes, the faults of its ops and their edits."""
+    walk.write(filter(mutates, walk.program.ops))
     for op in walk.program.ops:
         states = [walk.states[name] for name in op.inputs]
-        found = _pure(walk, Step(walk=walk, op=op, states=states))
+        found = _pure(walk, step_of(walk, op, states))
         if found is None:
-            found = _reached(walk, Step(walk=walk, op=op, states=states))
+            found = _reached(walk, op, states)
         walk.states.update(zip(op.outputs, found, strict=True))
+
+
+def step_of(walk: Walk, op: Op, states: Sequence[State]) -> Step:
+    """Return an op of a walk with the states of its inputs and what its record says of samples."""
+    facts = family_of(op.target).across
+    return Step(walk=walk, op=op, states=list(states), facts=facts, rules=by_rules)
 
 
 def _pure(walk: Walk, step: Step) -> tuple[State, ...] | None:
@@ -53,14 +61,13 @@ def _loose(walk: Walk, name: str, cause: str, kind: Kind) -> State:
     return State(rows=samples, pure=True, loose=cause, loose_kind=kind)
 
 
-def _reached(walk: Walk, step: Step) -> tuple[State, ...]:
+def _reached(walk: Walk, op: Op, given: Sequence[State]) -> tuple[State, ...]:
     """Return what an op makes of parameters, or of numbers that are drawn."""
-    given = list(step.states)
     best: tuple[Step, tuple[State, ...]] | None = None
     # Values of the whole batch are taken for as few inputs as it needs.
     for is_taken in (_is_loose, _is_loose_or_sum, _is_across):
-        tried = Step(walk=walk, op=step.op, states=list(given))
-        for at, name in enumerate(step.op.inputs):
+        tried = step_of(walk, op, given)
+        for at, name in enumerate(op.inputs):
             if given[at].pure and is_taken(given[at]):
                 whole = _whole(walk, name)
                 if whole is not None:
@@ -68,7 +75,7 @@ def _reached(walk: Walk, step: Step) -> tuple[State, ...]:
                     tried.take_whole(at)
         left = next((state for state in tried.states if state.loose), None)
         if left is not None:
-            fault = Fault(kind=left.loose_kind, op=left.loose, used_by=step.op.name)
+            fault = Fault(kind=left.loose_kind, op=left.loose, used_by=op.name)
             tried.faults[fault] = None
             best = tried, tried.anything()
             break
@@ -114,9 +121,9 @@ def _followed(step: Step) -> tuple[State, ...]:
     if step.compares(op.outputs) and not step.compares(op.inputs):
         step.blame("pairs")
         return step.anything()
-    if mutates(op) and step.packet != "aten.batch_norm":
+    if mutates(op) and not step.facts.handlers:
         return written(step)
-    for handler in handlers_of(step.packet):
+    for handler in step.facts.handlers:
         found = handler(step)
         if found is not None:
             return found

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from planner.language.across.follow import follow_program
-from planner.language.across.state import (
+from planner.language.graph import Program, Unit
+from planner.language.ops.samples.state import (
     ADDED,
     CONSTANT,
     IN_ORDER,
@@ -19,8 +20,7 @@ from planner.language.across.state import (
     growing_dims,
     lies,
 )
-from planner.language.across.step import Walk
-from planner.language.graph import Program, Unit
+from planner.language.ops.samples.step import Walk
 
 
 @dataclass(frozen=True, kw_only=True)

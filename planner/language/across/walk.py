@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from planner.language.across.follow import follow_program
-from planner.language.across.state import (
+from planner.language.graph import Block, ModelGraph, Op, Program, TensorMeta, Unit
+from planner.language.graph.mixing import Kind
+from planner.language.ops.samples.state import (
     ANY_ORDER,
     CONSTANT,
     IN_ORDER,
@@ -16,9 +18,7 @@ from planner.language.across.state import (
     growing_dims,
     lies,
 )
-from planner.language.across.step import Edit, Fault, Walk
-from planner.language.graph import Block, ModelGraph, Op, Program, TensorMeta, Unit
-from planner.language.plan.accepted import Kind
+from planner.language.ops.samples.step import Edit, Fault, Walk
 
 PREAMBLE = -1
 """The place of what comes before the first block."""

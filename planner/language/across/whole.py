@@ -13,8 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from planner.language.across.state import ADDED, SAMPLES, SCALED
-from planner.language.across.step import Edit
 from planner.language.across.walk import PREAMBLE, Followed, follow_model, names_at, program_at
 from planner.language.graph import (
     Affine,
@@ -28,8 +26,10 @@ from planner.language.graph import (
     WholeBatch,
     map_refs,
 )
+from planner.language.graph.mixing import Kind
 from planner.language.ops.record import mutates
-from planner.language.plan.accepted import Kind
+from planner.language.ops.samples.state import ADDED, SAMPLES, SCALED
+from planner.language.ops.samples.step import Edit
 
 PART_OF = "planner.part_of"
 """Target of an op that multiplies a term of a loss by its share; args (Ref of the term, Ref of the
@@ -46,12 +46,12 @@ class LossShares:
     """What parts of a batch count for in a model's loss.
 
     Attributes:
-        share: of a part in the loss (see `planner.language.across.state.State.share`).
+        share: of a part in the loss (see `planner.language.ops.samples.state.State.share`).
         terms: what is in a loss whose terms have their shares in them already.
         program: makes the graph's values of the whole batch, and counts over it; params are named
             as in the graph.
         counts: its output for each share and term that is no word of
-        `planner.language.across.state`.
+        `planner.language.ops.samples.state`.
     """
 
     share: str

@@ -53,7 +53,7 @@ the table, Ref of indices, padding, axis, ranks)."""
 
 GATHER_SAMPLES = "planner.gather_samples.default"
 """Target of the op that puts the rows of all replicas together
-(`planner.language.across.handlers.gathers`); args (Ref, the axes, dim, segments, samples of each
+(`planner.language.across.cut.gathers`); args (Ref, the axes, dim, segments, samples of each
 replica: none where all have equally many)."""
 
 OWN_SAMPLES = "planner.own_samples.default"

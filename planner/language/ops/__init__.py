@@ -8,7 +8,8 @@ registers every family. It works on the graph alone, free of torch, so a search 
 is not installed.
 
 Read `record` first, then `call` and `kernel` (what the functions of a record are given), `letters`
-(most sharding rules in a line) and one of `families`. `docs/contributing.md` adds a family.
+(most sharding rules in a line), `samples` (what an op does to the samples of a batch) and one of
+`families`. `docs/contributing.md` adds a family.
 """
 
 import planner.language.ops.families  # noqa: F401 - registers every family

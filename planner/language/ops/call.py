@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,6 +74,10 @@ class Call:
     def replicated(self) -> OpSharding:
         """Return the sharding every op has: all of it on every rank."""
         return OpSharding(inputs=(R,) * len(self.op.inputs), outputs=(R,) * len(self.op.outputs))
+
+
+Rule = Callable[[Call], Iterable[OpSharding]]
+"""The shardings by which an op computes the right thing on shards."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,13 @@ have no table of ops of their own. A family registers its record in its file of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
 from planner.language.graph import Op
-from planner.language.layout.placement import OpSharding
-from planner.language.ops.call import Call, LocalForm, Placed, ProductArgs, Work
+from planner.language.ops.call import Call, LocalForm, Placed, ProductArgs, Rule, Work
 from planner.language.ops.kernel import (
     KernelCall,
     ResultRule,
@@ -25,15 +24,12 @@ from planner.language.ops.kernel import (
     same_memory,
     saves_differentiable_inputs,
 )
+from planner.language.ops.samples.step import BY_RULES, Across
 
-Rule = Callable[[Call], Iterable[OpSharding]]
 LocalRule = Callable[[Placed], LocalForm]
 
 Arithmetic = Literal["matmul", "convolution", "attention", "memory"]
 """What bounds an op's time: arithmetic of one of three kinds, or the bytes it moves."""
-
-Algebra = Literal["sum", "product", "quotient", "addition", "rearrangement", "other"]
-"""How the size of a result follows from the size of a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +51,6 @@ class ShardRule:
     asked: bool = False
     """Layouts have it only where it is asked for: what ranks exchange inside the op is not among
     the redistributions that solvers of layouts weigh."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Across:
-    """How an op treats the samples of a batch (read by `planner.language.across`)."""
-
-    rule: Rule | None = None
-    """For ops without sharding rule: the shardings by which samples are computed alone."""
-    algebra: Algebra = "other"
-    """How a result grows with the number of samples."""
-    in_runs: bool = False
-    """Where in a dim the rows of a sample lie matters, and is kept."""
-    sizes_only: bool = False
-    """Integer arguments are sizes and places, not values: one may be the batch's size."""
-    reduction_arg: int | None = None
-    """For losses: the position of ATen's `reduction` (0 none, 1 mean, 2 sum)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,8 +148,8 @@ class OpFamily:
     """It writes to one of its inputs (of what capture leaves, a buffer)."""
 
     # ---- samples
-    across: Across = Across()
-    """How it treats the samples of a batch."""
+    across: Across = BY_RULES
+    """How it treats the samples of a batch (`planner.language.ops.samples`)."""
 
 
 ORDINARY = OpFamily(name="ordinary ATen op")

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Literal
 
 from planner.errors import LayoutError
-
-Kind = Literal["mixed", "pairs", "normaliser", "size", "buffer", "repeated", "unknown"]
-"""How an op computes across samples: its result mixes samples ("mixed"), has an entry for each pair
-of them ("pairs"), divides by a sum over the batch that parameters reach ("normaliser"), holds their
-number as a value ("size"); it writes what samples made to a buffer ("buffer"), or moves a buffer in
-every microbatch ("repeated"); or the op has no rule ("unknown")."""
+from planner.language.graph.mixing import Kind
 
 LOCAL_SAMPLES = "local-samples"
 ACCEPTED: Mapping[str, tuple[Kind, ...]] = {

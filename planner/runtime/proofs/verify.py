@@ -33,7 +33,6 @@ from planner.errors import ModelError, PlanError
 from planner.language.across import blocks_across_samples, follows_from_parts
 from planner.language.across.cut.moved_once import moved_once
 from planner.language.across.cut.whole_batch import graph_under, refuse_cut
-from planner.language.across.state import ADDED, SCALED
 from planner.language.graph import ModelGraph, TensorMeta
 from planner.language.graph.batch import flatten_batch, unflatten_batch
 from planner.language.graph.batch_split import BatchSplit
@@ -41,6 +40,7 @@ from planner.language.graph.function_keys import AUTOGRAD_FUNCTION
 from planner.language.graph.module_keys import OPAQUE_MODULE
 from planner.language.layout.axes import own_axes, rest_axis
 from planner.language.lowering.wiring import stage_of
+from planner.language.ops.samples.state import ADDED, SCALED
 from planner.language.plan import Plan, load_plan
 from planner.runtime.apply import shared_capture
 from planner.runtime.batches.inputs.feed import CutBatch, cut_batch

@@ -14,8 +14,8 @@ from functools import cache
 from torch import Tensor
 
 from planner.errors import LayoutError
+from planner.language.across.cut.gathers import BATCH
 from planner.language.across.cut.whole_batch import graph_under
-from planner.language.across.handlers.gathers import BATCH
 from planner.language.graph import ModelGraph
 from planner.language.lowering.lowering import local_program
 from planner.language.ops.recompute_choice import ops_made_again

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from planner.errors import PlanError
-from planner.language.across.state import ADDED
+from planner.language.ops.samples.state import ADDED
 from planner.runtime.batches.inputs.feed import Feed
 
 

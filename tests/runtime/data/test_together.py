@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +19,7 @@ from planner.runtime.batches.loader import _collate_of
 from planner.runtime.batches.order import Order
 from planner.runtime.batches.sampler import ShardedSampler
 from tests import units
+from tests.runtime.beside import OneProcess, sgd
 from tests.runtime.test_units import capture
 from tests.spawn import run_ranks
 from tests.units import Body, batch, build
@@ -108,9 +108,8 @@ def gaps(plans: dict[str, Plan]) -> list[tuple[float, int]]:
 
 def _gap_of(plan: Plan, case: Case) -> tuple[float, int]:
     module = build(getattr(units, case.body))
-    alone = copy.deepcopy(module)
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-    engine = planner.apply(plan, module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    alone = OneProcess(module, sgd)
+    engine = planner.apply(plan, module, optimizer=sgd(module))
     drop = case.options.get("at_end") == "drop"
     usual: Any = DataLoader(
         case.data(), batch_size=case.each, collate_fn=case.collate, drop_last=drop
@@ -119,11 +118,7 @@ def _gap_of(plan: Plan, case: Case) -> tuple[float, int]:
     loader = engine.loader(given, **options, **case.options)
     worst, steps, seen = 0.0, 0, 0
     for part, whole in zip(loader, usual, strict=True):
-        optimizer.zero_grad()
-        expected = alone(**whole)
-        expected.backward()
-        optimizer.step()
-        worst = max(worst, abs(engine.step(part).item() / expected.item() - 1))
+        worst = max(worst, abs(engine.step(part).item() / alone.step(whole) - 1))
         steps, seen = steps + 1, seen + len(whole["x"])
         assert engine.samples == seen
     assert loader.epoch == 1

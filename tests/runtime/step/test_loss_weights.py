@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from planner.errors import ModelError
-from planner.language.across.state import ADDED
 from planner.language.lowering.defaults import default_plan
+from planner.language.ops.samples.state import ADDED
 from planner.runtime.batches.inputs.feed import cut_batch
 from planner.runtime.batches.inputs.loss_weights import LossWeights, own_runs
 from planner.runtime.batches.inputs.whole_batch import WholeBatchValues

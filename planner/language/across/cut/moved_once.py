@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from planner.language.across import across_samples
 from planner.language.across.cut.batch_statistics import batch_norms
-from planner.language.across.handlers.buffers import is_drawn
+from planner.language.across.written import is_drawn
 from planner.language.graph import Affine, ModelGraph, Op, Program
 from planner.language.ops.record import mutates
 

@@ -14,12 +14,13 @@ from functools import lru_cache
 
 from planner.errors import PlanError
 from planner.language.across import Finding, across_samples
-from planner.language.across.handlers.gathers import WholeOps, whole_ops, with_gathers
-from planner.language.across.step import BOUND
+from planner.language.across.cut.gathers import WholeOps, whole_ops, with_gathers
 from planner.language.graph import ModelGraph
+from planner.language.graph.mixing import Kind
 from planner.language.layout.axes import Degrees, batch_axes
+from planner.language.ops.samples.step import BOUND
 from planner.language.plan import Plan
-from planner.language.plan.accepted import ACCEPTED, LOCAL_SAMPLES, Kind
+from planner.language.plan.accepted import ACCEPTED, LOCAL_SAMPLES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,8 @@ from planner.language.layout.placement import OpSharding, Shard
 from planner.language.ops.call import Call, P, R
 from planner.language.ops.kernel import KernelCall, Saved, saves_nothing
 from planner.language.ops.letters import same_dims
-from planner.language.ops.record import Across, OpFamily, ShardRule, aten, register
+from planner.language.ops.record import OpFamily, ShardRule, aten, register
+from planner.language.ops.samples.step import Across
 
 
 def per_channel(call: Call) -> Iterator[OpSharding]:

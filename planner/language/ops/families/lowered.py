@@ -40,6 +40,8 @@ from planner.language.ops.record import (
     register,
 )
 from planner.language.ops.registry import local_ops, strategies
+from planner.language.ops.samples.state import WHOLE, State
+from planner.language.ops.samples.step import Across, Step
 from planner.language.ops.strides import is_contiguous
 
 
@@ -190,6 +192,20 @@ def _saved_inside(call: KernelCall) -> Saved:
     return saved(replace(inner, device_type="cuda") if saved is saves_mask else inner)
 
 
+# ---------------------------------------------------------------------------------------- samples
+
+
+def _the_same_everywhere(step: Step) -> tuple[State, ...]:
+    """The same on all replicas."""
+    return (WHOLE,)
+
+
+def _rows_of_its_own(step: Step) -> tuple[State, ...]:
+    """Each sample's rows of what was computed on all."""
+    (dim,) = step.growing(step.op.outputs[0])
+    return (State(rows=Shard(dim)),)
+
+
 # ---------------------------------------------------------------------------------------- records
 
 register(
@@ -214,6 +230,7 @@ register(
         saved=saves_nothing,
         scratch=_staging_of_samples,
         recomputed=False,  # other ranks would have to take part
+        across=Across(handlers=(_the_same_everywhere,)),
     )
 )
 register(
@@ -224,6 +241,7 @@ register(
         moves_nothing=True,
         view=same_memory,
         saved=saves_nothing,
+        across=Across(handlers=(_rows_of_its_own,)),
     )
 )
 register(

@@ -13,7 +13,8 @@ from planner.language.graph.module_keys import OPAQUE_MODULE
 from planner.language.layout.placement import OpSharding, Replicate, Shard
 from planner.language.ops.call import Call, Work
 from planner.language.ops.kernel import KernelCall, Saved
-from planner.language.ops.record import Across, OpFamily, register
+from planner.language.ops.record import OpFamily, register
+from planner.language.ops.samples.step import Across
 
 
 def samples_apart(call: Call) -> Iterator[OpSharding]:

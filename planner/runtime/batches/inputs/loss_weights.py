@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from planner.errors import ModelError, PlanError
-from planner.language.across.state import ADDED, SAMPLES, SCALED
 from planner.language.graph.batch_split import BatchSplit
+from planner.language.ops.samples.state import ADDED, SAMPLES, SCALED
 from planner.runtime.batches.inputs.feed import CutBatch
 from planner.runtime.batches.inputs.whole_batch import (
     Counted,

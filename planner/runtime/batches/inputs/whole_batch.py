@@ -16,9 +16,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from planner.language.across.halves import Halves, halves
-from planner.language.across.state import ADDED, SAMPLES, SCALED
 from planner.language.across.whole import LossShares, loss_shares
 from planner.language.graph import Affine, ModelGraph, Program, TensorMeta
+from planner.language.ops.samples.state import ADDED, SAMPLES, SCALED
 from planner.runtime.batches.inputs.feed import CutBatch, filled, piece_of
 from planner.runtime.stage.program_fx import to_graph_module
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from planner.errors import PlannerError
-from planner.language.across.handlers.gathers import BATCH
+from planner.language.across.cut.gathers import BATCH
 from planner.language.graph import Program
 from planner.language.layout.axes import Degrees, lowered_axes
 from planner.language.layout.placements import Placements

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from planner.capture.modes.fixed_draws import FixedDraws
 from planner.capture.source.model_file import ModelSource
-from planner.language.across.handlers.gathers import BATCH
+from planner.language.across.cut.gathers import BATCH
 from planner.language.graph import Block, ModelGraph, Program, TensorMeta
 from planner.language.layout.axes import lowered_axes
 from planner.language.layout.pieces import Piece

@@ -19,7 +19,8 @@ from planner.language.ops.kernel import (
     saves_nothing,
 )
 from planner.language.ops.letters import pointwise
-from planner.language.ops.record import Across, OpFamily, ShardRule, aten, register
+from planner.language.ops.record import OpFamily, ShardRule, aten, register
+from planner.language.ops.samples.step import BY_RULES, Across
 from planner.language.ops.strides import is_contiguous
 
 
@@ -105,7 +106,12 @@ register(
     )
 )
 _CAST = replace(
-    _LINEAR, name="cast", targets=aten("to"), view=_cast_view, moves_nothing=_of_one_dtype
+    _LINEAR,
+    name="cast",
+    targets=aten("to"),
+    view=_cast_view,
+    moves_nothing=_of_one_dtype,
+    across=Across(algebra="cast"),
 )
 register(_CAST)
 register(
@@ -125,6 +131,7 @@ register(
         shard=(),
         view=None,
         moves_nothing=False,
+        across=BY_RULES,
     )
 )
 

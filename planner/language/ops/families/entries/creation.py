@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from planner.language.graph import Affine
 from planner.language.layout.placement import OpSharding, Shard
 from planner.language.ops.call import Call, LocalForm, P, Placed, R
 from planner.language.ops.families.images import by_sample
@@ -19,12 +20,13 @@ from planner.language.ops.kernel import (
 from planner.language.ops.letters import pointwise, same_dims
 from planner.language.ops.record import (
     OWN_RANDOM_STREAM,
-    Across,
     OpFamily,
     ShardRule,
     aten,
     register,
 )
+from planner.language.ops.samples.state import ANY_ORDER, IN_ORDER, WHOLE, State
+from planner.language.ops.samples.step import Across, Handler, Step
 
 
 def constant(call: Call) -> Iterator[OpSharding]:
@@ -108,9 +110,57 @@ def like(call: Call) -> Iterator[OpSharding]:
     yield from pointwise(call)
 
 
+# ---------------------------------------------------------------------------------------- samples
+
+
+def filled(value_at: int) -> Handler:
+    """Equal entries; a number among them, the argument at a place, may be that of samples."""
+
+    def handler(step: Step) -> tuple[State, ...]:
+        if isinstance(step.arg(value_at, "fill_value", 0), Affine):
+            step.blame("size")
+        growing = step.growing(step.op.outputs[0])
+        if not growing:
+            return (WHOLE,)
+        return (State(rows=Shard(growing[0]), order=ANY_ORDER, equal=True),)
+
+    return handler
+
+
+def arange(step: Step) -> tuple[State, ...] | None:
+    """Numbers of rows, where there are as many as samples have."""
+    if not step.growing(step.op.outputs[0]):
+        return None
+    bounds = step.op.args
+    start = 0 if step.op.target.endswith("default") else bounds[0]
+    stride = bounds[2] if step.op.target.endswith("start_step") and len(bounds) > 2 else 1
+    rows, each = Shard(0), step.each(step.op.outputs[0], 0)
+    if start != 0 or type(stride) is not int or not each:
+        step.blame("mixed")
+        return (State(rows=rows),)
+    if stride == 1:
+        return (State(rows=rows, order=ANY_ORDER, points=ANY_ORDER, each=each),)
+    return (State(rows=rows, points=IN_ORDER, each=each * stride),)
+
+
+def shuffled(step: Step) -> tuple[State, ...] | None:
+    """Numbers of rows in an order of their own."""
+    each = step.each(step.op.outputs[0], 0)
+    order = step.op.name
+    return (State(rows=Shard(0), order=order, points=IN_ORDER, each=each),) if each else None
+
+
+def drawn(step: Step) -> tuple[State, ...] | None:
+    """Numbers drawn for each sample."""
+    growing = [step.growing(name) for name in step.op.outputs]
+    if step.op.inputs or not any(growing):
+        return None
+    return tuple(State(rows=Shard(dims[0])) for dims in growing)
+
+
 # ---------------------------------------------------------------------------------------- records
 
-_COUNTS = Across(sizes_only=True)
+_FILLED = Across(sizes_only=True, handlers=(filled(1),))
 
 register(
     OpFamily(
@@ -119,7 +169,7 @@ register(
         shard=(ShardRule(constant),),
         local_form=constant_on_shard,
         saved=saves_nothing,
-        across=_COUNTS,
+        across=_FILLED,
     )
 )
 register(
@@ -129,7 +179,7 @@ register(
         shard=(ShardRule(constant),),
         local_form=constant_like_on_shard,
         saved=saves_nothing,
-        across=_COUNTS,
+        across=Across(sizes_only=True, handlers=(filled(2),)),
     )
 )
 register(
@@ -138,14 +188,28 @@ register(
         targets=aten("zeros_like ones_like full_like empty_like"),
         shard=(ShardRule(like),),
         saved=saves_nothing,
-        across=_COUNTS,
+        across=_FILLED,
+    )
+)
+register(
+    OpFamily(
+        name="a number",
+        targets=aten("scalar_tensor"),
+        across=Across(sizes_only=True, handlers=(filled(0),)),
     )
 )
 register(
     OpFamily(
         name="numbers in order",
-        targets=aten("scalar_tensor arange eye linspace"),
-        across=_COUNTS,
+        targets=aten("arange"),
+        across=Across(sizes_only=True, handlers=(arange,)),
+    )
+)
+register(
+    OpFamily(
+        name="other numbers in order",
+        targets=aten("eye linspace"),
+        across=Across(sizes_only=True),
     )
 )
 
@@ -198,15 +262,23 @@ register(
             " normal_functional log_normal cauchy geometric random poisson rrelu rrelu_with_noise"
         ),
         random=True,
-        across=Across(rule=like),
+        across=Across(rule=like, handlers=(drawn,)),
     )
 )
 register(
     OpFamily(
         name="random numbers of a size",
-        targets=aten("randint randperm"),
+        targets=aten("randint"),
         random=True,
-        across=_COUNTS,
+        across=Across(sizes_only=True, handlers=(drawn,)),
+    )
+)
+register(
+    OpFamily(
+        name="numbers in random order",
+        targets=aten("randperm"),
+        random=True,
+        across=Across(sizes_only=True, handlers=(shuffled,)),
     )
 )
 register(
@@ -228,5 +300,6 @@ register(
             "aten.rrelu*",
         ),
         random=True,
+        across=Across(handlers=(drawn,)),
     )
 )

@@ -11,6 +11,7 @@ from typing import Any
 
 from planner.language.layout.placement import OpSharding, Shard
 from planner.language.ops.call import Call, R
+from planner.language.ops.families.entries.arithmetic import numbers_divided, rest_of_numbers
 from planner.language.ops.kernel import (
     KernelCall,
     Saved,
@@ -21,7 +22,8 @@ from planner.language.ops.kernel import (
     saves_result,
 )
 from planner.language.ops.letters import Letters, by_letters, pointwise
-from planner.language.ops.record import Across, OpFamily, ShardRule, aten, register
+from planner.language.ops.record import OpFamily, ShardRule, aten, register
+from planner.language.ops.samples.step import Across
 
 
 def nonlinear(call: Call) -> Iterator[OpSharding]:
@@ -62,9 +64,9 @@ _NONLINEAR = OpFamily(
     name="non-linear",
     targets=aten(
         "acos acosh asin asinh atan atan2 atanh celu clamp_max clamp_min clip copysign cosh"
-        " digamma elu erf erfc erfinv exp2 expm1 floor_divide fmax fmin fmod frac hardshrink"
+        " digamma elu erf erfc erfinv exp2 expm1 fmax fmin frac hardshrink"
         " hardsigmoid hardswish lerp lgamma log10 log1p log2 log_sigmoid logaddexp logit maximum"
-        " minimum mish nan_to_num reciprocal relu6 remainder selu sgn sinc sinh"
+        " minimum mish nan_to_num reciprocal relu6 selu sgn sinc sinh"
         " softshrink square tan threshold xlogy addcmul addcdiv"
         " bitwise_and bitwise_not bitwise_or bitwise_xor"
         " logical_and logical_not logical_or logical_xor"
@@ -83,6 +85,8 @@ def _nonlinear(names: str, **facts: Any) -> None:
     register(replace(_NONLINEAR, name=f"non-linear: {names}", targets=aten(names), **facts))
 
 
+_nonlinear("floor_divide", across=Across(handlers=(numbers_divided,)))
+_nonlinear("fmod remainder", across=Across(handlers=(rest_of_numbers,)))
 _nonlinear("copy", elements_alone=True)
 _nonlinear("ceil floor round sign trunc", saved=saves_nothing)  # their gradient is zero
 _nonlinear("log clamp leaky_relu hardtanh softplus", saved=saves_inputs(0))

@@ -12,7 +12,9 @@ from planner.language.ops.call import Call, LocalForm, Placed
 from planner.language.ops.families.images import by_sample
 from planner.language.ops.kernel import KernelCall, Saved
 from planner.language.ops.letters import Letters, by_letters
-from planner.language.ops.record import Across, OpFamily, ShardRule, aten, register
+from planner.language.ops.record import OpFamily, ShardRule, aten, register
+from planner.language.ops.samples.state import IN_ORDER, State
+from planner.language.ops.samples.step import Across, Step
 
 
 def layer_norm(call: Call) -> Iterator[OpSharding]:
@@ -145,9 +147,36 @@ register(
         across=Across(rule=by_sample),
     )
 )
+
+
+def _running_statistics(step: Step) -> tuple[State, ...] | None:
+    """Running statistics are means over samples, written to buffers."""
+    if step.arg(3, "running_mean") is None or not step.arg(5, "use_input_stats", True):
+        return None
+    step.blame("buffer")
+    return (replace(step.states[0], equal=False),)
+
+
 register(
-    OpFamily(name="instance norm", targets=aten("instance_norm"), shard=(ShardRule(instance_norm),))
+    OpFamily(
+        name="instance norm",
+        targets=aten("instance_norm"),
+        shard=(ShardRule(instance_norm),),
+        across=Across(handlers=(_running_statistics,)),
+    )
 )
+
+
+def _statistics_of_the_batch(step: Step) -> tuple[State, ...] | None:
+    """In training it computes across samples, of which
+    `planner.language.across.cut.batch_statistics` tells.
+    """
+    if not step.arg(5, "training", True):
+        return None
+    step.blame_sums()
+    return (replace(step.states[0], points=None, equal=False, order=IN_ORDER),)
+
+
 register(
     OpFamily(
         name="batch norm",
@@ -157,6 +186,7 @@ register(
         flop_per_element=8,
         saved=_batch_statistics,
         mutates=True,
+        across=Across(handlers=(_statistics_of_the_batch,)),
     )
 )
 register(

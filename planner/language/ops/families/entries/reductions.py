@@ -16,7 +16,9 @@ from planner.language.ops.kernel import (
     saves_result,
 )
 from planner.language.ops.letters import Letters, by_letters, pointwise, same_dims
-from planner.language.ops.record import Across, OpFamily, ShardRule, aten, register
+from planner.language.ops.record import OpFamily, ShardRule, aten, register
+from planner.language.ops.samples.state import State
+from planner.language.ops.samples.step import Across, Step
 
 
 def _reduced(call: Call, dims: tuple[int, ...]) -> tuple[Letters, Letters]:
@@ -105,16 +107,6 @@ def along_dims(call: Call) -> Iterator[OpSharding]:
     yield from same_dims(call, fixed=fixed)
 
 
-def order(call: Call) -> Iterator[OpSharding]:
-    """Orders the entries along one dim, which stays whole."""
-    index = {"aten.topk": 2, "aten.kthvalue": 2}.get(call.packet, 1)
-    dim = call.arg(index, "dim", -1)
-    if isinstance(dim, bool):  # sort.stable's second argument is `stable`
-        dim = call.arg(2, "dim", -1)
-    rank = len(call.inputs[0])
-    yield from same_dims(call, fixed=(normal_dim(dim, rank),) if rank else ())
-
-
 def diff(call: Call) -> Iterator[OpSharding]:
     """Differences along one dim, with what is put before and after."""
     rank = len(call.inputs[0])
@@ -158,6 +150,12 @@ def _extreme(call: KernelCall) -> Saved:
     return Saved(tensors=call.op.inputs) if len(call.op.inputs) > 1 else _input_and_result(call)
 
 
+def sum_of_sum(step: Step) -> tuple[State, ...] | None:
+    """Samples' side: linear in a tensor that samples were summed to."""
+    state = step.states[0]
+    return (state,) if state.sums and len(step.states) == 1 else None
+
+
 # ---------------------------------------------------------------------------------------- records
 
 _SUM = OpFamily(
@@ -166,25 +164,40 @@ _SUM = OpFamily(
     shard=(ShardRule(sum_or_mean),),
     local_form=mean_on_shard,
     saved=saves_nothing,
+    across=Across(algebra="mean", handlers=(sum_of_sum,)),
 )
 register(_SUM)
 register(
-    replace(_SUM, name="sum", targets=aten("sum"), local_form=None, across=Across(algebra="sum"))
+    replace(
+        _SUM,
+        name="sum",
+        targets=aten("sum"),
+        local_form=None,
+        across=Across(algebra="sum", handlers=(sum_of_sum,)),
+    )
 )
 register(
     OpFamily(
         name="counts",
         targets=aten("histc"),
         shard=(ShardRule(histc),),
-        across=Across(algebra="sum"),
+        across=Across(algebra="sum", counts=True),
     )
 )
 _REDUCTION = OpFamily(
     name="other reductions",
-    targets=aten("argmax argmin any all var var_mean std_mean nansum nanmean"),
+    targets=aten("argmax argmin any all var var_mean std_mean nansum"),
     shard=(ShardRule(other_reductions),),
 )
 register(_REDUCTION)
+register(
+    replace(
+        _REDUCTION,
+        name="mean of what is a number",
+        targets=aten("nanmean"),
+        across=Across(algebra="mean"),
+    )
+)
 register(
     replace(
         _REDUCTION,
@@ -235,40 +248,21 @@ register(
         saved=saves_result,
     )
 )
-register(replace(_ALONG, name="running sum", targets=aten("cumsum"), saved=saves_nothing))
+register(
+    replace(
+        _ALONG,
+        name="running sum",
+        targets=aten("cumsum"),
+        saved=saves_nothing,
+        across=Across(handlers=(sum_of_sum,)),
+    )
+)
 register(
     replace(
         _ALONG,
         name="running extreme",
         targets=aten("cummax cummin"),
         saved=saves_indices_of_result,
-    )
-)
-register(
-    replace(
-        _ALONG,
-        name="turned dims",
-        targets=aten("flip roll"),
-        saved=saves_nothing,
-        across=Across(sizes_only=True),
-    )
-)
-_ORDER = OpFamily(
-    name="order along a dim",
-    targets=aten("sort topk argsort kthvalue"),
-    shard=(ShardRule(order),),
-    saved=saves_indices_of_result,
-    recomputed=False,
-    across=Across(sizes_only=True),
-)
-register(_ORDER)
-register(
-    replace(
-        _ORDER,
-        name="searches",
-        targets=aten("unique_dim searchsorted"),
-        shard=(),
-        across=Across(),
     )
 )
 register(

@@ -25,8 +25,11 @@ from collections.abc import Iterator
 
 from planner.language.layout.placement import OpSharding, Own, Replicate, Shard
 from planner.language.ops.call import Call, P
+from planner.language.ops.families.products.runs_of_rows import of_runs
 from planner.language.ops.kernel import KernelCall, Saved, saves_nothing
 from planner.language.ops.record import OpFamily, ShardRule, register
+from planner.language.ops.samples.state import ADDED, State
+from planner.language.ops.samples.step import Across, Step
 from planner.units import DTYPE_BYTES
 
 SORT_ROWS = "planner.sort_rows"
@@ -91,6 +94,43 @@ def _for_weights(call: KernelCall) -> Saved:
     return Saved(tensors=(order, *(name for name, other in factors if call.needs_grad(other))))
 
 
+# ---------------------------------------------------------------------------------------- samples
+
+
+def _by_expert(step: Step) -> tuple[State, ...] | None:
+    """Copies of rows by expert, where before they were, and where each expert's run ends."""
+    rows, experts = step.states[:2]
+    if rows.rows != Shard(0) or (experts.rows, experts.order) != (rows.rows, rows.order):
+        return None
+    order, each = step.op.name, step.each(step.op.outputs[1], 0)
+    return (
+        State(rows=rows.rows, order=order),
+        State(rows=rows.rows, order=order, points=rows.order, each=each),
+        State(sums=(step.op.name,), share=ADDED),
+    )
+
+
+def _weights_of_runs(step: Step) -> tuple[State, ...] | None:
+    """Weights of experts: the ends of their runs tell alone which of them has a gradient."""
+    ends, *weights = step.states
+    plain = not any(each.rows or each.sums or each.loose or each.lost for each in weights)
+    return (weights[0],) if plain and ends.sums else None
+
+
+def _back_from_experts(step: Step) -> tuple[State, ...] | None:
+    """Sums of the copies of a row, in the order that rows had."""
+    rows, order, *weights = step.states
+    if rows.rows != Shard(0) or (order.rows, order.order) != (rows.rows, rows.order):
+        return None
+    if order.points is None:
+        return None
+    if any((each.rows, each.order) != (rows.rows, order.points) for each in weights):
+        return None
+    return (State(rows=rows.rows, order=order.points),)
+
+
+# ---------------------------------------------------------------------------------------- scratch
+
 _NUMBER = DTYPE_BYTES["int64"]
 
 
@@ -124,6 +164,7 @@ register(
         targets=(SORT_ROWS,),
         scratch=_numbers,
         shard=(ShardRule(sort_rows),),
+        across=Across(handlers=(_by_expert,)),
         saved=saves_nothing,  # its backward needs the order, which `unsort_rows` saves
     )
 )
@@ -132,6 +173,7 @@ register(
         name="weights of experts, of modules of their own",
         targets=(STACK_OF_RUNS,),
         shard=(ShardRule(stack_of_runs),),
+        across=Across(handlers=(_weights_of_runs,)),
         saved=_runs_of,
         recomputed=False,
     )
@@ -142,6 +184,7 @@ register(
         targets=(BIAS_OF_RUNS,),
         scratch=_runs,
         shard=(ShardRule(bias_of_runs),),
+        across=Across(handlers=(of_runs,)),
         saved=_ends,
     )
 )
@@ -151,6 +194,7 @@ register(
         targets=(UNSORT_ROWS,),
         scratch=_copies,
         shard=(ShardRule(unsort_rows),),
+        across=Across(handlers=(_back_from_experts,)),
         saved=_for_weights,
     )
 )

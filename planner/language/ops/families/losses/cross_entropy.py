@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from planner.language.layout.placement import OpSharding, Shard
 from planner.language.ops.call import Call, LocalForm, Placed, R
+from planner.language.ops.families.losses.counted_labels import class_loss
 from planner.language.ops.families.losses.targets import (
     MEAN,
     NONE,
@@ -16,7 +17,8 @@ from planner.language.ops.families.losses.targets import (
 )
 from planner.language.ops.kernel import KernelCall, Saved
 from planner.language.ops.letters import Letters, by_letters
-from planner.language.ops.record import Across, OpFamily, ShardRule, aten, register
+from planner.language.ops.record import OpFamily, ShardRule, aten, register
+from planner.language.ops.samples.step import Across
 
 VOCAB_CROSS_ENTROPY = "planner.vocab_cross_entropy"
 SIZED_CROSS_ENTROPY = "planner.sized_vocab_cross_entropy"
@@ -150,7 +152,7 @@ register(
         flop_per_element=6,
         saved=_log_probabilities,
         scratch=_log_probabilities_gradient,
-        across=Across(reduction_arg=3),
+        across=Across(reduction_arg=3, handlers=(class_loss,)),
     )
 )
 register(

@@ -9,6 +9,7 @@ from math import prod
 from planner.language.layout.placement import OpSharding, Shard
 from planner.language.ops.call import Call, LocalForm, P, Placed, R, normal_dim
 from planner.language.ops.families.entries.reductions import along_dims
+from planner.language.ops.families.losses.counted_labels import class_loss
 from planner.language.ops.families.losses.cross_entropy import (
     vocab_cross_entropy,
     vocab_cross_entropy_on_shard,
@@ -22,7 +23,8 @@ from planner.language.ops.families.losses.targets import (
 )
 from planner.language.ops.kernel import KernelCall, Saved, saves_result
 from planner.language.ops.letters import Letters, by_letters, same_dims
-from planner.language.ops.record import Across, OpFamily, ShardRule, aten, register
+from planner.language.ops.record import OpFamily, ShardRule, aten, register
+from planner.language.ops.samples.step import Across
 
 
 def nll_loss(call: Call) -> Iterator[OpSharding]:
@@ -120,7 +122,7 @@ register(
         local_form=nll_loss_on_shard,
         worth_moving=True,
         saved=_targets_and_count,
-        across=Across(reduction_arg=3),
+        across=Across(reduction_arg=3, handlers=(class_loss,)),
     )
 )
 register(

@@ -13,7 +13,8 @@ from planner.language.ops.families.entries.reductions import scaled_by_shards
 from planner.language.ops.families.losses.targets import MEAN, NONE
 from planner.language.ops.kernel import KernelCall, Saved
 from planner.language.ops.letters import broadcast, by_letters
-from planner.language.ops.record import Across, OpFamily, ShardRule, aten, family_of, register
+from planner.language.ops.record import OpFamily, ShardRule, aten, family_of, register
+from planner.language.ops.samples.step import Across
 
 
 def elementwise_loss(call: Call) -> Iterator[OpSharding]:

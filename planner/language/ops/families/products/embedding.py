@@ -8,10 +8,13 @@ from planner.language.graph.tables import TABLE_LOOKUP
 from planner.language.layout.placement import OpSharding, Shard
 from planner.language.layout.redistribute import EXCHANGED_EMBEDDING
 from planner.language.ops.call import Call, LocalForm, P, Placed, R, Work
+from planner.language.ops.families.shapes.rows_by_number import taken
 from planner.language.ops.flops import arriving_bytes, made_bytes
 from planner.language.ops.kernel import KernelCall, Saved, saves_inputs
 from planner.language.ops.letters import by_letters
 from planner.language.ops.record import OpFamily, ShardRule, aten, register
+from planner.language.ops.samples.state import IN_ORDER, WHOLE, State
+from planner.language.ops.samples.step import Across, Step
 
 
 def embedding_by_vocabulary(call: Call) -> Iterator[OpSharding]:
@@ -126,6 +129,34 @@ def _rows_on_the_way(call: KernelCall, *, forward: bool) -> int:
     return 2 * rows * width * call.element_bytes(call.op.inputs[0])
 
 
+# ---------------------------------------------------------------------------------------- samples
+
+
+def _rows_of_the_table(step: Step) -> tuple[State, ...] | None:
+    """Table, numbers: its rows may be those of the batch."""
+    table, index = step.op.args[:2]
+    return taken(step, table, {0: index})
+
+
+def _bags(step: Step) -> tuple[State, ...] | None:
+    """Table, numbers of all bags in a row, where each bag begins: a row for each bag.
+
+    Where bags begin at numbers that come with the batch, a part's numbers are other samples'.
+    """
+    table, numbers, begins = step.states[:3]
+    starts_in_rows = begins.points == IN_ORDER and begins.order == IN_ORDER
+    starts_in_rows &= begins.each == step.each(step.op.inputs[1], 0)
+    if not table.is_whole or numbers.rows != Shard(0) or numbers.order or not starts_in_rows:
+        if not any(state.rows for state in step.states):
+            return None
+        step.blame("mixed")
+        return step.anything()
+    growing = [step.growing(name) for name in step.op.outputs]
+    return tuple(State(rows=Shard(dims[0])) if dims else WHOLE for dims in growing)
+
+
+# ---------------------------------------------------------------------------------------- records
+
 register(
     OpFamily(
         name="embedding",
@@ -142,6 +173,14 @@ register(
         backward=_backward,
         reads=_gathered_bytes,
         saved=saves_inputs(1),
+        across=Across(handlers=(_rows_of_the_table,)),
+    )
+)
+register(
+    OpFamily(
+        name="sums of rows",
+        targets=aten("embedding_bag _embedding_bag"),
+        across=Across(handlers=(_bags,)),
     )
 )
 register(

@@ -13,7 +13,8 @@ from planner.language.layout.placement import OpSharding, Shard
 from planner.language.ops.call import Call, R, normal_dim, normal_dims
 from planner.language.ops.families.images import by_sample
 from planner.language.ops.letters import Letters, broadcast, by_letters, same_dims
-from planner.language.ops.record import Across, OpFamily, aten, register
+from planner.language.ops.record import OpFamily, aten, register
+from planner.language.ops.samples.step import Across
 
 
 def of_matrices(call: Call) -> Iterator[OpSharding]:

@@ -9,6 +9,7 @@ from math import prod
 from planner.language.graph import Op, Ref
 from planner.language.layout.placement import OpSharding, Own, Replicate, Shard
 from planner.language.ops.call import Call, ProductArgs, Shape
+from planner.language.ops.families.products.runs_of_rows import of_runs
 from planner.language.ops.flops import output_numel, product_backward
 from planner.language.ops.kernel import (
     KernelCall,
@@ -17,7 +18,8 @@ from planner.language.ops.kernel import (
     saves_differentiable_inputs,
 )
 from planner.language.ops.letters import Letters, broadcast, by_letters
-from planner.language.ops.record import Across, OpFamily, ShardRule, aten, register
+from planner.language.ops.record import OpFamily, ShardRule, aten, register
+from planner.language.ops.samples.step import BY_RULES, Across
 from planner.language.ops.strides import has_rows, reshaped_strides
 from planner.language.ops.weight_products import LARGE_BYTES
 
@@ -243,7 +245,7 @@ register(
         saved=_rows,
         rows_alone=True,
         weight_product=_linear_product,
-        across=Across(),
+        across=BY_RULES,
     )
 )
 register(
@@ -256,7 +258,7 @@ register(
         saved=_factors_after_addend,
         first_factor=1,
         weight_product=_addmm_product,
-        across=Across(),
+        across=BY_RULES,
     )
 )
 register(
@@ -295,6 +297,7 @@ register(
         arithmetic="matmul",
         flop=_contracted_flop(0),
         backward=product_backward,
+        across=Across(handlers=(of_runs,)),
         deals_rows=True,
         recomputed=False,
     )

@@ -10,8 +10,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from planner.language.graph import Ref
-from planner.language.layout.placement import OpSharding
+from planner.language.layout.placement import OpSharding, Shard
 from planner.language.ops.call import Call, P, R, Shape, normal_dim
+from planner.language.ops.families.shapes.rows_by_number import (
+    by_dim,
+    dim_of,
+    placed,
+    places_in,
+    put,
+    rows_each,
+    taken,
+)
 from planner.language.ops.kernel import (
     KernelCall,
     Saved,
@@ -20,7 +29,9 @@ from planner.language.ops.kernel import (
     saves_other_inputs,
 )
 from planner.language.ops.letters import Letters, broadcast, by_letters
-from planner.language.ops.record import Across, OpFamily, ShardRule, aten, register
+from planner.language.ops.record import OpFamily, ShardRule, aten, register
+from planner.language.ops.samples.state import State
+from planner.language.ops.samples.step import BY_RULES, Across, Step
 
 
 def along_dim(call: Call) -> Iterator[OpSharding]:
@@ -135,7 +146,7 @@ def one_hot(call: Call) -> Iterator[OpSharding]:
 # --------------------------------------------------------------------------- saved for backward
 
 
-def _index(call: KernelCall) -> Saved:
+def _index_alone(call: KernelCall) -> Saved:
     """Tensor, index, what is written: the index alone."""
     return Saved(tensors=call.op.inputs[1:2])
 
@@ -143,6 +154,55 @@ def _index(call: KernelCall) -> Saved:
 def _indices_written_to(call: KernelCall) -> Saved:
     """Tensor, indices, values: the indices."""
     return Saved(tensors=call.op.inputs[1:-1])
+
+
+# ---------------------------------------------------------------------------------------- samples
+
+
+def _index(step: Step) -> tuple[State, ...] | None:
+    """Tensor, numbers for some of its dims."""
+    return taken(step, step.op.args[0], by_dim(step.op.args[1]))
+
+
+def _index_select(step: Step) -> tuple[State, ...] | None:
+    """Tensor, dim, numbers."""
+    source, dim, index = step.op.args[:3]
+    return taken(step, source, {dim_of(step, source, dim): index})
+
+
+def _index_put(step: Step) -> tuple[State, ...] | None:
+    """Tensor, numbers for some of its dims, rows to put there."""
+    target, indices, values = step.op.args[:3]
+    return put(step, target, by_dim(indices), values)
+
+
+def _index_add(step: Step) -> tuple[State, ...] | None:
+    """Tensor, dim, numbers, rows to put there."""
+    target, dim, index, values = step.op.args[:4]
+    return put(step, target, {dim_of(step, target, dim): index}, values)
+
+
+def _gather(step: Step) -> tuple[State, ...] | None:
+    """Tensor, dim, a number for each entry of the result."""
+    source, dim, index = step.op.args[:3]
+    state = step.of(source)
+    at = Shard(dim_of(step, source, dim))
+    numbers = places_in(step.of(index), state, rows_each(step, source, at))
+    if state.rows != at or numbers is None:
+        return None
+    return (
+        (replace(state, order=numbers.order, equal=False),) if numbers.rows == state.rows else None
+    )
+
+
+def _scatter(step: Step) -> tuple[State, ...] | None:
+    """Tensor, dim, a number for each entry of the source."""
+    target, dim, index, values = step.op.args[:4]
+    at = Shard(dim_of(step, target, dim))
+    if step.of(target).rows != at or step.of(index).rows != at:
+        return None
+    each = rows_each(step, target, at)
+    return placed(step.of(target), step.of(index), step.of(values), at, each)
 
 
 # ---------------------------------------------------------------------------------------- records
@@ -153,6 +213,7 @@ register(
         targets=aten("gather"),
         shard=(ShardRule(along_dim),),
         saved=saves_inputs(0, 1),  # the tensor too: its gradient may be sparse
+        across=Across(handlers=(_gather,)),
     )
 )
 _CHOICE = OpFamily(
@@ -160,6 +221,7 @@ _CHOICE = OpFamily(
     targets=aten("index"),
     shard=(ShardRule(index),),
     saved=saves_other_inputs,
+    across=Across(handlers=(_index,)),
 )
 """Reads by indices, which are all that its gradient needs."""
 
@@ -170,7 +232,7 @@ register(
         name="chosen entries of a dim",
         targets=aten("index_select"),
         shard=(ShardRule(index_select),),
-        across=Across(sizes_only=True),
+        across=Across(sizes_only=True, handlers=(_index_select,)),
     )
 )
 
@@ -178,7 +240,8 @@ _SCATTER = OpFamily(
     name="scatter",
     targets=aten("scatter scatter_add"),
     shard=(ShardRule(along_dim),),
-    saved=_index,
+    saved=_index_alone,
+    across=Across(handlers=(_scatter,)),
 )
 """Writes by indices."""
 
@@ -189,15 +252,24 @@ register(
         name="scatter with a reduction",
         targets=aten("scatter_reduce"),
         saved=lambda call: Saved(tensors=(*call.op.inputs, *call.op.outputs)),
+        across=BY_RULES,
     )
 )
+_WRITTEN = replace(
+    _SCATTER,
+    name="rows of a dim written",
+    targets=aten("index_add index_copy"),
+    shard=(ShardRule(index_write),),
+    saved=saves_other_inputs,  # the source for its shape
+    across=Across(handlers=(_index_add,)),
+)
+register(_WRITTEN)
 register(
     replace(
-        _SCATTER,
+        _WRITTEN,
         name="entries of a dim written",
-        targets=aten("index_add index_copy index_fill"),
-        shard=(ShardRule(index_write),),
-        saved=saves_other_inputs,  # the source for its shape
+        targets=aten("index_fill"),
+        across=BY_RULES,
     )
 )
 register(
@@ -217,6 +289,7 @@ register(
         targets=aten("index_put _unsafe_index_put"),
         shard=(ShardRule(index_put),),
         saved=_indices_written_to,
+        across=Across(handlers=(_index_put,)),
     )
 )
 register(

@@ -1,4 +1,4 @@
-"""Parts of tensors: slice, split, join, pad and repeat."""
+"""Parts of tensors: slice, split, join and pad."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from planner.language.ops.families.products.linear_algebra import of_matrices
 from planner.language.ops.families.shapes.views import VIEW
 from planner.language.ops.kernel import KernelCall, View, saves_nothing
 from planner.language.ops.letters import Letters, by_letters, same_dims
-from planner.language.ops.record import Across, OpFamily, ShardRule, aten, register
+from planner.language.ops.record import OpFamily, ShardRule, aten, register
+from planner.language.ops.samples.state import State
+from planner.language.ops.samples.step import BOUND, BY_RULES, Across, Step
 
 _PARTIAL = OpSharding(inputs=(P,), outputs=(P,))
 
@@ -90,32 +92,6 @@ def pad(call: Call) -> Iterator[OpSharding]:
         yield _PARTIAL
 
 
-def repeat(call: Call) -> Iterator[OpSharding]:
-    """Dims that are not repeated can be sharded."""
-    offset = len(call.outputs[0]) - len(call.inputs[0])
-    whole = call.outputs[0]
-    letters = [
-        d + offset if size == whole[d + offset] else None for d, size in enumerate(call.inputs[0])
-    ]
-    out = [d if d in letters else None for d in range(len(whole))]
-    yield from by_letters([letters], [out])
-    yield _PARTIAL
-
-
-def repeat_interleave(call: Call) -> Iterator[OpSharding]:
-    """Copies of an entry stay neighbours, so even the repeated dim can be sharded."""
-    if not isinstance(call.arg(1, "repeats"), int) or call.arg(2, "dim") is None:
-        return
-    yield from by_letters([range(len(call.inputs[0]))], [range(len(call.outputs[0]))])
-    yield _PARTIAL
-
-
-def repeat_interleave_on_shard(placed: Placed) -> LocalForm:
-    """Without the output size of the whole, which is optional."""
-    op = placed.op
-    return LocalForm((replace(op, kwargs=tuple(k for k in op.kwargs if k[0] != "output_size")),))
-
-
 # ------------------------------------------------------------------------------------- strides
 
 
@@ -167,6 +143,44 @@ def _given_strides(call: KernelCall, position: int) -> View | None:
     return View(call.op.inputs[0], tuple(call.arg(2, "stride")))
 
 
+# ---------------------------------------------------------------------------------------- samples
+
+
+def runs_of_samples(step: Step) -> tuple[State, ...] | None:
+    """Whole runs of the batch's samples, where their dim holds several; or one row of each."""
+    state, call = step.states[0], step.call
+    rank = len(call.inputs[0])
+    dim = int(call.arg(1, "dim", 0)) % rank if rank else 0
+    if state.rows is None or state.rows.dim != dim:
+        return None
+    size, stride = call.inputs[0][dim], call.arg(4, "step", 1)
+    start, stop, _ = slice(call.arg(2, "start"), call.arg(3, "end")).indices(size)
+    if len(range(start, stop, stride)) != call.outputs[0][dim]:
+        # All rows of the batches of two and three that were captured, and not of larger ones.
+        step.blame("mixed")
+        return step.anything()
+    if call.inputs == call.outputs:
+        return None
+    run = size // state.rows.segments
+    if stride == 1:
+        if start % run or stop % run:
+            return None
+        return (replace(state, rows=Shard(dim, (stop - start) // run)),)
+    if start >= stride or stop != size or state.rows.segments > 1 or (size // BOUND) % stride:
+        return None
+    return (state,) if state.points is None else None
+
+
+def equal_parts(step: Step) -> tuple[State, ...] | None:
+    """The runs of the batch's samples, equally many in each of several tensors."""
+    state, call = step.states[0], step.call
+    dim, count = normal_dim(call.arg(2, "dim", 0), len(call.inputs[0])), len(call.outputs)
+    if count < 2 or len(set(call.outputs)) > 1 or state.rows is None or state.rows.dim != dim:
+        return None
+    runs, rest = divmod(state.rows.segments, count)
+    return None if rest else (replace(state, rows=Shard(dim, runs)),) * count
+
+
 # ---------------------------------------------------------------------------------------- records
 
 _PART = replace(
@@ -177,7 +191,15 @@ _PART = replace(
     across=Across(sizes_only=True),
 )
 register(_PART)
-register(replace(_PART, name="slice", targets=aten("slice"), view=_every_so_many))
+register(
+    replace(
+        _PART,
+        name="slice",
+        targets=aten("slice"),
+        view=_every_so_many,
+        across=Across(sizes_only=True, handlers=(runs_of_samples,)),
+    )
+)
 register(replace(_PART, name="entry of a dim", targets=aten("select"), view=_without_dim))
 register(replace(_PART, name="windows", targets=aten("unfold"), view=_windows))
 register(
@@ -210,7 +232,7 @@ _SPLIT = replace(
     targets=aten("split unsafe_split split_with_sizes"),
     shard=(ShardRule(split),),
     local_form=split_on_shard,
-    across=Across(in_runs=True, sizes_only=True),
+    across=Across(in_runs=True, sizes_only=True, handlers=(equal_parts,)),
 )
 register(_SPLIT)
 register(
@@ -227,7 +249,7 @@ register(
         name="split at places",
         targets=aten("tensor_split"),
         local_form=None,
-        across=Across(sizes_only=True),
+        across=Across(sizes_only=True, handlers=(equal_parts,)),
     )
 )
 register(
@@ -237,7 +259,7 @@ register(
         targets=aten("unbind"),
         local_form=None,
         view=_without_dim,
-        across=Across(),
+        across=BY_RULES,
     )
 )
 
@@ -257,21 +279,11 @@ register(
         across=Across(algebra="addition"),
     )
 )
-_PAD = OpFamily(
-    name="padding",
-    targets=aten("pad constant_pad_nd"),
-    shard=(ShardRule(pad),),
-    saved=saves_nothing,
-)
-register(_PAD)
-register(replace(_PAD, name="repetition", targets=aten("repeat tile"), shard=(ShardRule(repeat),)))
 register(
-    replace(
-        _PAD,
-        name="repetition of entries",
-        targets=aten("repeat_interleave"),
-        shard=(ShardRule(repeat_interleave),),
-        local_form=repeat_interleave_on_shard,
-        across=Across(sizes_only=True),
+    OpFamily(
+        name="padding",
+        targets=aten("pad constant_pad_nd"),
+        shard=(ShardRule(pad),),
+        saved=saves_nothing,
     )
 )

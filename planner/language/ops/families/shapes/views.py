@@ -11,7 +11,9 @@ from planner.language.layout.placement import OpSharding, Shard
 from planner.language.ops.call import Call, LocalForm, P, Placed, R, Shape, normal_dim, normal_dims
 from planner.language.ops.kernel import KernelCall, View, same_memory, saves_nothing
 from planner.language.ops.letters import Letters, broadcast, by_letters
-from planner.language.ops.record import Across, OpFamily, ShardRule, aten, packet_of, register
+from planner.language.ops.record import OpFamily, ShardRule, aten, packet_of, register
+from planner.language.ops.samples.state import WHOLE, State
+from planner.language.ops.samples.step import BY_RULES, Across, Step
 from planner.language.ops.strides import reshaped_strides
 
 _PARTIAL = OpSharding(inputs=(P,), outputs=(P,))
@@ -223,7 +225,7 @@ _RESHAPE = replace(
     name="reshape",
     targets=(
         "aten.view.default",
-        *aten("_unsafe_view reshape flatten unflatten squeeze unsqueeze view_as"),
+        *aten("_unsafe_view reshape flatten unflatten squeeze unsqueeze"),
     ),
     shard=(ShardRule(reshape, contiguous=True),),
     local_form=reshape_on_shard,
@@ -232,6 +234,22 @@ _RESHAPE = replace(
     across=Across(algebra="rearrangement", in_runs=True, sizes_only=True),
 )
 register(_RESHAPE)
+
+
+def _like_another(step: Step) -> tuple[State, ...] | None:
+    """Of the second tensor only the shape is taken, which the first has room for."""
+    step.states[1] = WHOLE
+    return None
+
+
+register(
+    replace(
+        _RESHAPE,
+        name="reshape like another tensor",
+        targets=aten("view_as"),
+        across=replace(_RESHAPE.across, handlers=(_like_another,)),
+    )
+)
 register(
     replace(
         _RESHAPE,
@@ -268,10 +286,10 @@ register(
         targets=aten("broadcast_tensors"),
         shard=(ShardRule(broadcast_together),),
         view=_expanded,
-        across=Across(),
+        across=BY_RULES,
     )
 )
-register(replace(VIEW, name="lift", targets=aten("lift_fresh lift_fresh_copy"), across=Across()))
+register(replace(VIEW, name="lift", targets=aten("lift_fresh lift_fresh_copy"), across=BY_RULES))
 register(
     replace(
         VIEW,

@@ -1,22 +1,28 @@
-"""One op on its way through a program, with the states of its inputs.
+"""How a record says that its ops treat samples, and one op with the states of its inputs.
 
-A `Walk` is a pass over a program; a `Step` is its op of the moment, on which handlers note where
-samples meet. Handlers of single ops register here; ops without handler follow `by_rules`.
+A `Walk` is a pass over a program (`planner.language.across.follow`); a `Step` is its op of the
+moment. `Across` has what the walk needs of an op's record; its handlers say what sharding rules do
+not, and note on the step where samples meet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
-from planner.language.across.state import WHOLE, State, growing_dims, joined_sums
 from planner.language.graph import SAMPLE, Affine, Arg, Op, Program, Ref, Size, TensorMeta, Unit
+from planner.language.graph.mixing import Kind
 from planner.language.layout.placement import Shard
-from planner.language.ops.call import Call
-from planner.language.ops.record import Across, family_of, mutates
-from planner.language.ops.registry import without_names
-from planner.language.plan.accepted import Kind
+from planner.language.ops.call import Call, Rule
+from planner.language.ops.samples.state import (
+    ANY_ORDER,
+    IN_ORDER,
+    WHOLE,
+    State,
+    growing_dims,
+    joined_sums,
+)
 
 BOUND = 2 * 1009
 """The microbatch size at which rules are evaluated: even, and no size that a model has."""
@@ -24,6 +30,41 @@ BOUND = 2 * 1009
 AXIS = 2
 NONE, MEAN = 0, 1
 """ATen's numbers for a loss's `reduction`."""
+
+
+Algebra = Literal[
+    "sum", "mean", "product", "quotient", "addition", "rearrangement", "cast", "other"
+]
+"""How the size of a result follows from the size of a batch."""
+
+Handler = Callable[["Step"], tuple[State, ...] | None]
+"""What an op leaves of its inputs' states; None where the rules decide."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Across:
+    """How an op treats the samples of a batch (read by `planner.language.across`)."""
+
+    rule: Rule | None = None
+    """For ops without sharding rule: the shardings by which samples are computed alone."""
+    handlers: tuple[Handler, ...] = ()
+    """What no rule says, in the order in which they are tried before the rules."""
+    algebra: Algebra = "other"
+    """How a result grows with the number of samples."""
+    in_runs: bool = False
+    """Where in a dim the rows of a sample lie matters, and is kept."""
+    sizes_only: bool = False
+    """Integer arguments are sizes and places, not values: one may be the batch's size."""
+    keeps_numbers: bool = False
+    """Entries that are numbers of rows stay the same numbers, in more places."""
+    counts: bool = False
+    """The entries of a result are whole numbers, whatever its dtype."""
+    reduction_arg: int | None = None
+    """For losses: the position of ATen's `reduction` (0 none, 1 mean, 2 sum)."""
+
+
+BY_RULES = Across()
+"""Of an op whose sharding rules say all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +110,7 @@ class Walk:
     """The op that makes a tensor."""
     users: dict[str, list[Op]] = field(init=False)
     """The ops that read a tensor."""
-    written: set[str] = field(init=False)
+    written: set[str] = field(default_factory=set)
     """Buffers that are written, and what follows from them."""
     counted: dict[tuple[object, ...], str] = field(default_factory=dict)
     """The op of the first mean over some labels that count: others are over the same."""
@@ -82,13 +123,17 @@ class Walk:
         self.bound = self.program.bind(BOUND).tensor
         self.maker = {name: op for op in self.program.ops for name in op.outputs}
         self.users = {}
-        self.written = {op.inputs[0] for op in self.program.ops if mutates(op)}
         for op in self.program.ops:
             for name in dict.fromkeys(op.inputs):
                 self.users.setdefault(name, []).append(op)
+
+    def write(self, ops: Iterable[Op]) -> None:
+        """Note the ops that write to their first input: what follows is no constant of a step."""
+        self.written.update(op.inputs[0] for op in ops)
+        for op in self.program.ops:
             if self.written.intersection(op.inputs):
                 self.written.update(op.outputs)  # what follows from buffers that are written
-        for name in self.written:
+        for name in self.written.intersection(self.program.params):
             if name in self.states:
                 self.states[name] = replace(self.states[name], pure=False)
 
@@ -109,6 +154,10 @@ class Step:
     walk: Walk
     op: Op
     states: list[State]
+    facts: Across
+    """What the op's record says of samples."""
+    rules: Callable[[Step], tuple[State, ...]]
+    """What the rules of the record say, for handlers that add to it."""
     faults: dict[Fault, None] = field(default_factory=dict)
     edits: dict[Edit, None] = field(default_factory=dict)
 
@@ -143,11 +192,6 @@ class Step:
     def packet(self) -> str:
         """The op's name without its overload, if it has any (some ops of ours have none)."""
         return ".".join(self.op.target.split(".")[:2])
-
-    @property
-    def facts(self) -> Across:
-        """What the op's record says of samples."""
-        return family_of(self.op.target).across
 
     @property
     def call(self) -> Call:
@@ -190,16 +234,6 @@ class Step:
         values = (*self.op.args, *(value for _, value in self.op.kwargs))
         return [value for value in values if isinstance(value, Affine)]
 
-    def without_names(self, *, whole_numbers_too: bool) -> tuple[Op, tuple[TensorMeta, ...]]:
-        """Return the op as rules see it; they sum over ranks what can carry a gradient only."""
-        plain, metas = without_names(self.op.bind(BOUND), self.walk.bound)
-        if whole_numbers_too:
-            whole = ("int", "uint", "bool")
-            metas = tuple(
-                replace(m, dtype="float32") if m.dtype.startswith(whole) else m for m in metas
-            )
-        return plain, metas
-
     def compares(self, names: Iterable[str]) -> bool:
         """Whether a tensor has an entry for each pair of samples."""
         return any(len(self.growing(name)) > 1 for name in names)
@@ -237,23 +271,24 @@ class Step:
         return State(rows=Shard(growing[0]), lost=lost)
 
 
-Handler = Callable[[Step], tuple[State, ...] | None]
-"""What an op leaves of its inputs' states; None where the rules decide."""
-
-_HANDLERS: dict[str, list[Handler]] = {}
-
-
-def handles(*packets: str) -> Callable[[Handler], Handler]:
-    """Register a handler for op packets, of ATen where they name no library."""
-
-    def register(handler: Handler) -> Handler:
-        for packet in packets:
-            _HANDLERS.setdefault(packet if "." in packet else f"aten.{packet}", []).append(handler)
-        return handler
-
-    return register
+def numbers_are_values(step: Step) -> None:
+    """Note where the number of a row in its batch is used as if it said something of it."""
+    made = step.walk.program.tensor[step.op.outputs[0]].dtype
+    algebra = step.facts.algebra
+    keeps = step.facts.keeps_numbers or algebra == "rearrangement"
+    keeps |= algebra == "cast" and made.startswith("int")
+    if keeps or all(state.points is None for state in step.states):
+        return
+    step.blame("mixed")
+    step.states = [
+        replace(s, points=None, each=0, order=IN_ORDER if s.is_number else s.order)
+        for s in step.states
+    ]
 
 
-def handlers_of(packet: str) -> tuple[Handler, ...]:
-    """Return the handlers of an op packet, in the order in which they are tried."""
-    return tuple(_HANDLERS.get(packet, ()))
+def in_one_order(step: Step) -> None:
+    """Note where rows meet that belong to different samples."""
+    orders = {state.order for state in step.states if state.rows} - {ANY_ORDER}
+    if len(orders) > 1:
+        step.blame("mixed")
+        step.states = [replace(s, order=IN_ORDER) if s.rows else s for s in step.states]

@@ -1,33 +1,11 @@
-"""Statistics over the batch and buffers that a forward writes."""
+"""Buffers that a forward writes."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from planner.language.across.state import IN_ORDER, WHOLE, State
-from planner.language.across.step import Step, handles
 from planner.language.graph import Op, Program
 from planner.language.ops.record import is_random
-
-
-@handles("batch_norm")
-def _batch_norm(step: Step) -> tuple[State, ...] | None:
-    """In training it computes across samples, of which
-    `planner.language.across.cut.batch_statistics` tells.
-    """
-    if not step.arg(5, "training", True):
-        return None
-    step.blame_sums()
-    return (replace(step.states[0], points=None, equal=False, order=IN_ORDER),)
-
-
-@handles("instance_norm")
-def _instance_norm(step: Step) -> tuple[State, ...] | None:
-    """Running statistics are means over samples, written to buffers."""
-    if step.arg(3, "running_mean") is None or not step.arg(5, "use_input_stats", True):
-        return None
-    step.blame("buffer")
-    return (replace(step.states[0], equal=False),)
+from planner.language.ops.samples.state import WHOLE, State
+from planner.language.ops.samples.step import Step
 
 
 def written(step: Step) -> tuple[State, ...]:

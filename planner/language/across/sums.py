@@ -9,17 +9,30 @@ that the parts' sums just add up. A divisor that no parameter reaches is taken o
 
 from __future__ import annotations
 
-from planner.language.across.state import ADDED, SAMPLES, SCALED, State, joined_sums, summed
-from planner.language.across.step import AXIS, Step, handles
-from planner.language.graph import Affine, Ref
+from dataclasses import replace
+
+from planner.language.graph import Affine, Op, Ref, TensorMeta
 from planner.language.layout.placement import OpSharding, Partial, Replicate
-from planner.language.ops.registry import apart_strategies_of
+from planner.language.ops.registry import apart_strategies_of, without_names
+from planner.language.ops.samples.state import ADDED, SAMPLES, SCALED, State, joined_sums, summed
+from planner.language.ops.samples.step import AXIS, BOUND, Step
+
+
+def as_rules_see(step: Step, *, whole_numbers_too: bool) -> tuple[Op, tuple[TensorMeta, ...]]:
+    """Return a step's op as rules see it; they sum over ranks what can carry a gradient only."""
+    plain, metas = without_names(step.op.bind(BOUND), step.walk.bound)
+    if whole_numbers_too:
+        whole = ("int", "uint", "bool")
+        metas = tuple(
+            replace(m, dtype="float32") if m.dtype.startswith(whole) else m for m in metas
+        )
+    return plain, metas
 
 
 def is_linear_in_sums(step: Step) -> bool:
     """Whether an op is linear in the inputs that are sums, taken together."""
     terms = tuple(Partial() if state.sums else Replicate() for state in step.states)
-    plain, metas = step.without_names(whole_numbers_too=True)
+    plain, metas = as_rules_see(step, whole_numbers_too=True)
     outputs = (Partial(),) * len(step.op.outputs)
     return OpSharding(inputs=terms, outputs=outputs) in apart_strategies_of(plain, metas, AXIS, ())
 
@@ -113,39 +126,3 @@ def number_at(step: Step) -> int | None:
     values = [at for at, arg in enumerate(step.op.args) if isinstance(arg, Affine)]
     is_second = values == [1] and not any(isinstance(v, Affine) for _, v in step.op.kwargs)
     return 1 if arithmetic and is_second and isinstance(step.op.args[0], Ref) else None
-
-
-@handles("div", "divide", "true_divide")
-def _quotient(step: Step) -> tuple[State, ...] | None:
-    """A sum over samples, divided by a value of the whole batch or by another sum."""
-    if len(step.states) != 2:
-        return None
-    above, below = step.states
-    if above.sums and below.whole and step.arg(2, "rounding_mode") is None:
-        if above.share in (ADDED, SCALED) and step.walk.bound[step.op.inputs[1]].numel_at(1) == 1:
-            terms = (*(t for t in above.terms if t != ADDED), below.whole)
-            return (State(sums=above.sums, share=SCALED, terms=tuple(sorted(set(terms)))),)
-        return None
-    if not below.sums or below.pure or not (above.sums or above.rows):
-        return None
-    step.blame("normaliser", *below.sums)
-    if above.sums:
-        return (State(sums=above.sums),)
-    return (State(rows=above.rows, order=above.order),)
-
-
-@handles("cumsum", "sum", "mean", "flip", "roll")
-def _sum_of_sum(step: Step) -> tuple[State, ...] | None:
-    """Linear in a tensor that samples were summed to."""
-    state = step.states[0]
-    return (state,) if state.sums and len(step.states) == 1 else None
-
-
-@handles("planner.part_of")
-def _part_of(step: Step) -> tuple[State, ...] | None:
-    """A term times its share (`planner.language.across.whole`), which is in the graph already."""
-    state, share = step.states
-    if not share.whole or not (state.sums or state.is_whole):
-        return None
-    sums = state.sums or (step.op.name,)
-    return (State(sums=sums, share=SCALED, terms=(share.whole,)),)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from planner.language.across.by_rules import by_rules, in_one_order, numbers_are_values
-from planner.language.across.state import ADDED, SAMPLES, State
-from planner.language.across.step import MEAN, NONE, Step, handles
 from planner.language.graph import Op, Ref
 from planner.language.layout.placement import Shard
+from planner.language.ops.samples.state import ADDED, SAMPLES, State
+from planner.language.ops.samples.step import MEAN, NONE, Step, in_one_order, numbers_are_values
 from planner.units import DTYPE_BYTES
 
 _IGNORED = 4
@@ -32,8 +31,7 @@ _SAME_NUMBERS = {*_SAME_LABELS, "expand", "gather", "index", "index_select", "se
 """Ops whose numbers are among those of the first input."""
 
 
-@handles("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
-def _class_loss(step: Step) -> tuple[State, ...] | None:
+def class_loss(step: Step) -> tuple[State, ...] | None:
     """A mean is over the labels that are not ignored, each by the weight of its class.
 
     On a part of the batch it is one over that part's: its share of the whole is what counts in it,
@@ -44,7 +42,7 @@ def _class_loss(step: Step) -> tuple[State, ...] | None:
     of_classes = step.call.is_floating(step.op.inputs[1])
     weight = step.arg(2, "weight")
     is_mean = step.arg(3, "reduction", MEAN) == MEAN
-    found = _weighted(step) if isinstance(weight, Ref) or of_classes else by_rules(step)
+    found = _weighted(step) if isinstance(weight, Ref) or of_classes else step.rules(step)
     if found is None or not is_mean or not found[0].sums or of_classes:
         return found
     counted = [step.states[1]] + ([step.of(weight)] if isinstance(weight, Ref) else [])

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from planner.language.graph import SAMPLES, Affine, TensorMeta, Unit
+from planner.language.graph.mixing import Kind
 from planner.language.layout.placement import Shard
-from planner.language.plan.accepted import Kind
 
 IN_ORDER = ""
 """The order of rows in which the batch came."""

@@ -18,15 +18,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from planner.language.across.state import IN_ORDER, WHOLE, State, growing_dims
-from planner.language.across.step import BOUND, Step, handles
 from planner.language.across.walk import PREAMBLE, follow_model, states_of_blocks
 from planner.language.graph import Affine, ModelGraph, Op, Program, Ref, Size, TensorMeta, map_refs
+from planner.language.graph.mixing import Kind
 from planner.language.graph.module_keys import OPAQUE_MODULE
 from planner.language.layout.placement import Shard
 from planner.language.layout.redistribute import GATHER_SAMPLES, OWN_SAMPLES
 from planner.language.ops.record import is_random, mutates
-from planner.language.plan.accepted import Kind
+from planner.language.ops.samples.state import IN_ORDER, State, growing_dims
+from planner.language.ops.samples.step import BOUND
 
 BATCH = "batch"
 """The axes that cut a batch, as an argument."""
@@ -265,16 +265,3 @@ class _Rewrite:
 
 def _grows(meta: TensorMeta) -> bool:
     return bool(growing_dims(meta))
-
-
-@handles("planner.gather_samples")
-def _gather(step: Step) -> tuple[State, ...]:
-    """The same on all replicas."""
-    return (WHOLE,)
-
-
-@handles("planner.own_samples")
-def _own(step: Step) -> tuple[State, ...]:
-    """Each sample's rows of what was computed on all."""
-    (dim,) = step.growing(step.op.outputs[0])
-    return (State(rows=Shard(dim)),)
