@@ -76,6 +76,15 @@ ROUTED = (
     *("hf-qwen3-moe", "hf-olmoe", "hf-gpt-oss"),
     *("hf-deepseek-v2", "hf-deepseek-v3"),
 )
+FUNCTIONS = ("hf-phimoe", "hf-bloom")
+"""Those with autograd functions of their own, which may compute across samples for all a plan can
+tell: `accept` says that they do not."""
+COMPARED = ("hf-clip",)
+"""Those that compare samples with each other: a plan keeps the batch whole."""
+WHOLE = {
+    "tp2-whole": {"tp": 2, "num_microbatches": 1},
+    "tp2-whole-recompute": {"tp": 2, "num_microbatches": 1, "recompute": "full"},
+}
 FIRST_TRIED = ("gpt", "hf-gpt2", "hf-llama")
 WITHOUT_SEQUENCES = ("mlp", "batchnorm-mlp", "resnet", "unet", "vit")
 
@@ -93,7 +102,8 @@ def verify_layouts(name, captured, layouts, precision):
     apart = {}
     for label, layout in layouts.items():
         plan = default_plan(graph, microbatch_size=2, **layout)
-        plan = plan.model_copy(update={"precision": precision})
+        accept = ("unknown-ops",) if name in FUNCTIONS else ()
+        plan = plan.model_copy(update={"precision": precision, "accept": accept})
         report = compare_with_one_process(plan, source_of(name), steps=2, graph=graph)
         if report is not None and not report.passed:
             apart[label] = str(report)
@@ -120,7 +130,7 @@ def test_two_ranks(name):
 )
 def test_two_ranks_of_many_families(name):
     """N3: no false alarm on the wide matrix, whose gradients span seven decades."""
-    check(name, 2, TWO_RANKS)
+    check(name, 2, WHOLE if name in COMPARED else TWO_RANKS)
 
 
 WINDOWED = {
