@@ -34,6 +34,8 @@ from planner.language.plan.accepted import LOCAL_SAMPLES
 from planner.language.plan.schedule_of import schedule_of
 from planner.language.schedule import Job
 from planner.language.schedule.step_jobs import StepJobKind, step_jobs
+from planner.runtime.batches.inputs.dealing import Dealt
+from planner.runtime.batches.inputs.documents import Documents
 from planner.runtime.batches.inputs.feed import Feed
 from planner.runtime.batches.inputs.feeder import Feeder, Shaped
 from planner.runtime.batches.inputs.loss_weights import LossWeight, LossWeights
@@ -105,6 +107,8 @@ class Engine:
         state: what this rank holds.
         grad_norm: of the last step's gradients before clipping, when they are clipped.
         fetched: what the last step was told to fetch.
+        dealt: how samples of the last batch were dealt to replicas and microbatches by their work;
+            None where they are no packed documents, or stay in the order they were given.
         average: the average of weights, once `average_weights` began it.
         after_step: functions that are given each step's loss.
         after_load: functions that run when a training was loaded.
@@ -130,6 +134,7 @@ class Engine:
         pad: Mapping[str, float] | None = None,
         capture_evaluation: Callable[[], tuple[ModelGraph, ...]] | None = None,
         accept: Iterable[str] = (),
+        balance_documents: bool = True,
     ) -> None:
         """`graph` is the capture of `model`; `values` brings first values (None: those of the
         model, which rank 0 gives to all ranks). `host` takes what the plan puts there (None: this
@@ -137,7 +142,9 @@ class Engine:
         are loaded afterwards. `buckets` are its captures
         on the other shapes of the plan, and `pad` fills batches up to them. `capture_evaluation`
         gives all of them in evaluation mode, on every rank; None: they are the same. `accept` names
-        what is accepted beside what the plan accepts.
+        what is accepted beside what the plan accepts. With `balance_documents` samples of packed
+        documents are dealt to parts of a batch by attention's work on them, where that changes
+        nothing.
         """
         # The merge counts values per channel by the shapes of a single capture.
         if buckets and deferred_batch_norm:
@@ -208,6 +215,7 @@ class Engine:
         self._max_grad_norm = max_grad_norm
         self.grad_norm: Tensor | None = None
         self.fetched: dict[str, Tensor] = {}
+        self.dealt: Dealt | None = None
         self._runs_of_fetched: dict[tuple[int, str], int] = {}
         self._statistics = (
             DeferredStatistics(captured[0], plan, mesh, state.stages)
@@ -257,6 +265,7 @@ class Engine:
             plan,
             mesh,
             pad=pad or {},
+            documents=Documents(captured, plan, pad=pad or {}) if balance_documents else None,
             side_inputs={s: stage.wiring.side_inputs for s, stage in state.stages.items()},
             loss_weights=LossWeights(
                 mesh,
@@ -628,6 +637,7 @@ class Engine:
     def _feed(self, batch: Any) -> Feed:
         with self._executor.phase("its part of the batch, which all ranks agree on"):
             feed = self._feeder.feed(batch)
+        self.dealt = feed.dealt
         if self.state.zero_stage:
             zero.quiet_views()
         count = self.num_replicas
@@ -694,7 +704,8 @@ class Engine:
         return watching(self.state, names, programs or self._programs, lambda: self._executor.job)
 
     def _gathered(self, seen: Seen) -> dict[str, Tensor]:
-        return gathered(self.state, seen, self._runs_of_fetched)
+        order = None if self.dealt is None else self.dealt.order
+        return gathered(self.state, seen, self._runs_of_fetched, order)
 
     def shard_tensor(self, tensor: Tensor, **dims: int) -> DTensor:
         """Return a tensor of the script's, equal on all ranks, cut over those of this stage's mesh:
