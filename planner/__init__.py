@@ -78,8 +78,8 @@ def apply(
     step whose loss or gradients are NaN or infinite raises, before weights change, and says where
     that began. With `balance_documents` samples of packed documents change places in their global
     batch, so that replicas and microbatches get about as much of attention's work, where one
-    process computes the same. Raises PlanError or ModelError when plan, model and processes do not belong
-    together.
+    process computes the same. Raises PlanError or ModelError when plan, model and processes do not
+    belong together.
     """
     from planner.runtime.apply import apply_plan
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-PLACES, WIDTH, TOKENS = 16, 8, 32
+PLACES, WIDTH, TOKENS = 64, 8, 16
 
 
 class Packed(nn.Module):

@@ -8,6 +8,7 @@ one and takes the same path.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ from planner.runtime.step.executor import Executor, Hooks
 from planner.runtime.step.intermediates import Seen, gathered, watching
 from planner.runtime.step.messages.p2p import Post
 from planner.runtime.step.values import Look, ValueCheck
-from planner.timeline import CHECK
+from planner.timeline import CHECK, DEAL
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -216,6 +217,7 @@ class Engine:
         self.grad_norm: Tensor | None = None
         self.fetched: dict[str, Tensor] = {}
         self.dealt: Dealt | None = None
+        self._has_told_dealt = False
         self._runs_of_fetched: dict[tuple[int, str], int] = {}
         self._statistics = (
             DeferredStatistics(captured[0], plan, mesh, state.stages)
@@ -265,7 +267,10 @@ class Engine:
             plan,
             mesh,
             pad=pad or {},
-            documents=Documents(captured, plan, pad=pad or {}) if balance_documents else None,
+            # (Parts that count or compute in a way of their own are those of the user's order.)
+            documents=Documents(captured, plan, pad=pad or {})
+            if balance_documents and LOCAL_SAMPLES not in {*plan.accept, *accept}
+            else None,
             side_inputs={s: stage.wiring.side_inputs for s, stage in state.stages.items()},
             loss_weights=LossWeights(
                 mesh,
@@ -637,7 +642,7 @@ class Engine:
     def _feed(self, batch: Any) -> Feed:
         with self._executor.phase("its part of the batch, which all ranks agree on"):
             feed = self._feeder.feed(batch)
-        self.dealt = feed.dealt
+        self._take_dealt(feed.dealt)
         if self.state.zero_stage:
             zero.quiet_views()
         count = self.num_replicas
@@ -646,6 +651,18 @@ class Engine:
         # (Another engine of the script may have run since.)
         collectives.record(self._record_collective)
         return feed
+
+    def _take_dealt(self, dealt: Dealt | None) -> None:
+        """Show how a batch was dealt: in the timeline, and the first time in a line of rank 0."""
+        self.dealt = dealt
+        if dealt is None:
+            return
+        if self._recorder is not None:
+            with self._recorder.span(DEAL, dealt.told, on_host=True):
+                pass
+        if not self._has_told_dealt and self.mesh.global_rank == 0:
+            self._has_told_dealt = True
+            print(f"planner: {dealt.told}", file=sys.stderr, flush=True)
 
     def _after_forward(self, stage_index: int, num_samples: int) -> None:
         # FSDP2 keeps weights gathered for a backward that never comes.

@@ -1,4 +1,4 @@
-"""What attention's work on each sample of a batch is, where samples are packed documents.
+"""How much work each sample of a batch is, where samples are packed documents.
 
 A document's tokens meet each other alone, so causal attention to a sample of documents of d tokens
 takes about the sum of d squared over two: a sample of one long document many times as much as one
@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from planner.language.across.cut.batch_statistics import batch_norms
 from planner.language.across.walk import across_samples
 from planner.language.across.whole import Making
-from planner.language.graph import Affine, ModelGraph, Program, Ref
+from planner.language.graph import Affine, Arg, ModelGraph, Program, Ref
+from planner.language.ops.attention_pairs import pairs_met
 from planner.language.ops.families.products.masked_attention import MASKED
+from planner.language.ops.flops import backward_work, model_flop, op_work
 from planner.language.ops.record import is_random
 
 _TABLES = 8, 9
@@ -31,7 +33,8 @@ class Attended:
         keys: the output that is true at places that count; None where all do.
         low, high, chunk: as attention has them (`planner.language.ops.attention_pairs`).
         rows: rows of the tables for each sample that a graph counts.
-        pair_flop: of each pair of places that meet, in all blocks that attend so.
+        pair_flop: of each pair of places that meet, in all blocks that attend so, forward and
+            backward.
     """
 
     same: str
@@ -45,21 +48,29 @@ class Attended:
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentWork:
-    """What tells attention's work on samples: a program of the batch alone, and what reads it."""
+    """What tells the work of samples.
+
+    Attributes:
+        program: makes the tables, of the batch alone.
+        patterns: how blocks attend by them.
+        other_flop: of all else for one sample, forward and backward: alike for all.
+    """
 
     program: Program
     patterns: tuple[Attended, ...]
+    other_flop: int
 
 
 def document_work(graph: ModelGraph) -> DocumentWork | None:
-    """Return what tells attention's work on each sample of a captured model; None where samples are
-    no packed documents, or where it matters which are together in a part of the batch.
+    """Return what tells the work of each sample of a captured model; None where samples are no
+    packed documents, or where it matters which are together in a part of the batch.
 
     Samples may change places in a batch where its loss follows from those of the samples. It does
     not where an op computes across them, or normalises by those of its part (BatchNorm).
     """
     making = Making(graph)
     found: Counter[tuple[str, str | None, int | None, int | None, int | None, int]] = Counter()
+    priced = 0.0
     for block in graph.blocks:
         program = graph.classes[block.class_index]
         for op in program.ops:
@@ -70,19 +81,21 @@ def document_work(graph: ModelGraph) -> DocumentWork | None:
                 making.value(block.index, table.name) if isinstance(table, Ref) else None
                 for table in tables
             )
-            query, value = (program.tensor[op.inputs[at]].shape for at in (0, 2))
-            rows, heads, width, width_of_value = query[0], query[1], query[-1], value[-1]
-            if not isinstance(rows, Affine) or rows.fixed:
+            query = program.tensor[op.inputs[0]].shape
+            rows, places = query[0], query[2]
+            if not isinstance(rows, Affine) or rows.fixed or isinstance(places, Affine):
                 return None
-            if isinstance(heads, Affine) or isinstance(width, Affine):
-                return None
-            if isinstance(width_of_value, Affine):
-                return None
-            low, high, chunk = op.args[3:6]
+            low, high, chunk = (_number(arg) for arg in op.args[3:6])
             assert same is not None, "it is a Ref"
-            key = (same, keys, low, high, chunk, rows.per_sample)
-            # A score, and its product with a value.
-            found[key] += 2 * heads * (width + width_of_value)
+            bound = program.bind(1)
+            bound_op = next(each for each in bound.ops if each.name == op.name)
+            flop = op_work(bound_op, bound.tensor).flop + backward_work(bound_op, bound.tensor).flop
+            priced += flop
+            # (Prices are of sequences of one document.)
+            pairs = pairs_met(places, places, low=low, high=high, chunk=chunk)
+            found[same, keys, low, high, chunk, rows.per_sample] += round(
+                flop / max(1.0, pairs * rows.per_sample)
+            )
     if not found:
         return None
     outputs = dict.fromkeys(name for key in found for name in key[:2] if name is not None)
@@ -96,4 +109,10 @@ def document_work(graph: ModelGraph) -> DocumentWork | None:
         Attended(same=same, keys=keys, low=low, high=high, chunk=chunk, rows=rows, pair_flop=flop)
         for (same, keys, low, high, chunk, rows), flop in found.items()
     )
-    return DocumentWork(program=program, patterns=patterns)
+    other = round(model_flop(graph, 1) - priced)
+    return DocumentWork(program=program, patterns=patterns, other_flop=other)
+
+
+def _number(arg: Arg) -> int | None:
+    assert arg is None or isinstance(arg, int), "bounds are numbers"
+    return arg

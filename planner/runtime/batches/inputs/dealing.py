@@ -25,7 +25,7 @@ LEAST_GAIN = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imbalance:
-    """How much more work the fullest part of a batch has than the mean, by each sample: 1 is even.
+    """How much more work the fullest part of a batch has than the mean, by its share: 1 is even.
 
     Attributes:
         replica: of all microbatches of the fullest replica.
@@ -50,44 +50,59 @@ class Dealt:
     given: Imbalance
     now: Imbalance
 
+    @property
+    def told(self) -> str:
+        """What it has come to, in words."""
+        return (
+            f"documents dealt by work: fullest replica {self.now.replica:.2f} of the mean "
+            f"({self.given.replica:.2f} as given), fullest microbatch {self.now.microbatch:.2f} "
+            f"({self.given.microbatch:.2f})"
+        )
 
-def deal(work: Sequence[int], split: BatchSplit) -> Dealt:
-    """Return how samples of so much work each are dealt to the parts of a split."""
-    given = imbalance(work, split, range(split.num_samples))
+
+def deal(work: Sequence[int], split: BatchSplit, shares: Sequence[int] = ()) -> Dealt:
+    """Return how samples of so much work each are dealt to the parts of a split.
+
+    `shares` are the parts' shares of the work, which they do in equal time (none: equal ones).
+    """
+    shares = shares or (1,) * len(split.sizes[0])
+    given = imbalance(work, split, range(split.num_samples), shares)
     kept = Dealt(order=None, given=given, now=given)
     if max(given.replica, given.microbatch) <= 1 + LEAST_GAIN:
         return kept
-    order = _dealt(work, split)
-    now = imbalance(work, split, order)
+    order = _dealt(work, split, shares)
+    now = imbalance(work, split, order, shares)
     is_better = now.replica <= given.replica - LEAST_GAIN or (
         now.replica <= given.replica and now.microbatch <= given.microbatch - LEAST_GAIN
     )
     return Dealt(order=tuple(order), given=given, now=now) if is_better else kept
 
 
-def imbalance(work: Sequence[int], split: BatchSplit, order: Sequence[int]) -> Imbalance:
+def imbalance(
+    work: Sequence[int], split: BatchSplit, order: Sequence[int], shares: Sequence[int]
+) -> Imbalance:
     """Return the imbalance of samples in an order."""
-    replicas: dict[int, tuple[int, int]] = {}
-    mean, fullest, start = sum(work) / split.num_samples, 0.0, 0
+    replicas = [0] * len(shares)
+    mean, fullest, start = sum(work) / sum(shares), 0.0, 0
     if not mean:
         return Imbalance(replica=1.0, microbatch=1.0)
     for sizes in split.sizes:
         for part, size in enumerate(sizes):
             own = sum(work[sample] for sample in order[start : start + size])
-            total, count = replicas.get(part, (0, 0))
-            replicas[part] = total + own, count + size
-            fullest = max(fullest, own / size if size else 0.0)
+            replicas[part] += own
+            fullest = max(fullest, own / shares[part])
             start += size
-    most = max(total / count for total, count in replicas.values() if count)
-    return Imbalance(replica=most / mean, microbatch=fullest / mean)
+    most = max(own / share for own, share in zip(replicas, shares, strict=True))
+    return Imbalance(replica=most / mean, microbatch=fullest * split.num_microbatches / mean)
 
 
-def _dealt(work: Sequence[int], split: BatchSplit) -> list[int]:
+def _dealt(work: Sequence[int], split: BatchSplit, shares: Sequence[int]) -> list[int]:
     by_part = list(zip(*split.sizes, strict=True))
-    replicas = _shared_out(range(split.num_samples), work, [sum(sizes) for sizes in by_part])
+    counts = [sum(sizes) for sizes in by_part]
+    replicas = _shared_out(range(split.num_samples), work, counts, shares)
     dealt = []
     for samples, sizes in zip(replicas, by_part, strict=True):
-        own = _shared_out(samples, work, sizes)
+        own = _shared_out(samples, work, sizes, (1,) * len(sizes))
         if len(set(sizes)) == 1:
             # Under ZeRO 3 replicas wait for each other's microbatch of one number.
             own.sort(key=lambda each: -sum(work[sample] for sample in each))
@@ -98,20 +113,19 @@ def _dealt(work: Sequence[int], split: BatchSplit) -> list[int]:
 
 
 def _shared_out(
-    samples: Sequence[int], work: Sequence[int], sizes: Sequence[int]
+    samples: Sequence[int], work: Sequence[int], sizes: Sequence[int], shares: Sequence[int]
 ) -> list[list[int]]:
-    """Return samples in bins of these sizes."""
+    """Return samples in bins of these sizes, which have shares of the work."""
     bins: list[list[int]] = [[] for _ in sizes]
     loads = [0] * len(sizes)
-    # (Of bins of several sizes each is to have work by its size.)
     emptiest = [(0.0, number) for number, size in enumerate(sizes) if size]
     for sample in sorted(samples, key=lambda each: (-work[each], each)):
         _, number = heapq.heappop(emptiest)
         bins[number].append(sample)
         loads[number] += work[sample]
         if len(bins[number]) < sizes[number]:
-            heapq.heappush(emptiest, (loads[number] / sizes[number], number))
-    if len(set(sizes)) == 1:
+            heapq.heappush(emptiest, (loads[number] / shares[number], number))
+    if len(set(shares)) == 1:
         _swap(bins, loads, work)
     return bins
 

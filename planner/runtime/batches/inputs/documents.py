@@ -46,7 +46,7 @@ class Documents:
         return not any(each is None or isinstance(each, FakeTensor) for each in given)
 
     def work(self, cut: CutBatch, samples: range) -> tuple[int, ...]:
-        """Return the flop of attention's pairs, of each of some samples: the forward's."""
+        """Return the flop of each of some samples, forward and backward."""
         told, graph = self._works[cut.bucket], self._graphs[cut.bucket]
         key = cut.bucket, len(samples)
         if key not in self._programs:
@@ -58,7 +58,7 @@ class Documents:
             values[name] = filled(piece, meta.shape_at(len(samples)), self._pad.get(meta.fqn, 0))
         held = {name: constant(graph.tensor[name]) for name in told.program.params}
         tables = self._programs[key](values, held)
-        total = torch.zeros(len(samples), dtype=torch.int64)
+        total = torch.full((len(samples),), told.other_flop, dtype=torch.int64)
         for pattern in told.patterns:
             pairs = _pairs(tables, pattern)
             runs = graph.unit.runs_of(pattern.rows)

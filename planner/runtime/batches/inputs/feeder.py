@@ -141,7 +141,8 @@ class Feeder:
         told = self._documents
         if told is None or not told.are_told(cut.leaves, cut.bucket):
             return None
-        return deal(told.work(cut, range(cut.split.num_samples)), cut.split)
+        work = told.work(cut, range(cut.split.num_samples))
+        return deal(work, cut.split, self._plan.shares)
 
     def _fitting(self, leaves: Mapping[str, Tensor]) -> tuple[tuple[int, ...], int]:
         """Return the shapes that tensors have or may be filled up to, and their samples.
@@ -210,7 +211,7 @@ class Feeder:
             for replica in range(count)
             for _ in split.part(m, count, replica)
         ]
-        return deal(work, split)
+        return deal(work, split, self._plan.shares)
 
     def _asked(self, part: OwnPart) -> Agreed:
         refuse_other_cuts(self._plan)
