@@ -15,6 +15,7 @@ from planner.errors import ModelError
 from planner.language.graph import Affine, ModelGraph, TensorMeta
 from planner.language.graph.batch import flatten_batch
 from planner.language.graph.batch_split import BatchSplit
+from planner.language.layout.sequences import longest_sequence
 from planner.language.plan import Plan
 from planner.runtime.batches.inputs.agreement import (
     Agreed,
@@ -96,9 +97,14 @@ class Feeder:
         )
 
     def _varying(self, path: str) -> frozenset[int]:
-        """The dims of a tensor of which a batch may have less."""
+        """The dims of a tensor of which a batch may have less: those in which shapes differ, and
+        those along a sequence where there is one shape alone.
+        """
         own = self._metas[0][path].shape
         others = [metas[path].shape for metas in self._metas[1:]]
+        if not others:
+            length = longest_sequence(self._graph)
+            return frozenset(dim for dim, size in enumerate(own) if size == length)
         return frozenset(
             dim
             for dim, size in enumerate(own)
