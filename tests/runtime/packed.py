@@ -39,6 +39,25 @@ class Packed(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
+class Numbering(Packed):
+    """Each of its layers numbers the documents itself, by the places where they begin."""
+
+    def hidden(self, ids: Tensor, documents: Tensor) -> Tensor:
+        begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0)).long()
+        x, at = self.embed(ids), torch.arange(PLACES)
+        for layer in self.layers:
+            numbers = begins.cumsum(-1)
+            same = numbers[:, None, :, None] == numbers[:, None, None, :]
+            query, key, value = (
+                each.unflatten(-1, (2, WIDTH // 2)).transpose(1, 2)
+                for each in layer(x).chunk(3, -1)
+            )
+            mask = same & (at[:, None] >= at[None, :])
+            made = F.scaled_dot_product_attention(query, key, value, mask)
+            x = x + made.transpose(1, 2).flatten(2)
+        return self.norm(x)
+
+
 class Ordered(Packed):
     """Its loss weighs a sample by its place in the batch."""
 

@@ -27,11 +27,11 @@ from planner.runtime.batches.inputs.feed import cut_batch, rows_of
 from planner.timeline import DEAL, dealt_by_work, load_timeline
 from tests.captures import capture_module
 from tests.runtime.beside import OneProcess, gap_to_largest, sgd, train_beside
-from tests.runtime.packed import Normed, Ordered, Packed, batch_of
+from tests.runtime.packed import Normed, Numbering, Ordered, Packed, batch_of
 from tests.spawn import run_ranks
 
 SAMPLES = 8
-MODELS = {"packed": Packed, "ordered": Ordered, "normed": Normed}
+MODELS = {"packed": Packed, "ordered": Ordered, "normed": Normed, "numbering": Numbering}
 
 
 @cache
@@ -80,6 +80,22 @@ def test_work_is_the_pairs_that_the_mask_lets_through():
     assert len(others) == 1
     products = 3 * 2 * 64 * (2 * 8 * 24 + 8 * 16)
     assert products < others.pop() < 1.15 * products
+
+
+def test_tables_that_layers_make_alike_are_made_once():
+    """Each layer's cumsum is an op of its own."""
+    graph = captured("numbering")
+    told = document_work(graph)
+    assert told is not None
+    assert len(told.pair_flop) == len(told.program.outputs) == 1
+    plan = default_plan(graph, dp=2, num_microbatches=1, microbatch_size=4)
+    batch = batch_of(SAMPLES)
+    works = [
+        Documents((each,), plan, pad={}).work(cut_batch(batch, each, plan), range(SAMPLES))
+        for each in (graph, captured("packed"))
+    ]
+    longest = [max(work) - min(work) for work in works]
+    assert longest[0] == longest[1]
 
 
 def test_only_documents_whose_place_in_a_batch_does_not_count_are_dealt():
@@ -330,7 +346,7 @@ def given_by_rank_0(engine: Any) -> Any:
 
 def test_values_come_back_in_the_order_of_the_batch(tmp_path, capfd):
     """And logs and timelines say what dealing has come to."""
-    plans = {name: plan_of(name, **QUICK["dp2"]) for name in MODELS}
+    plans = {name: plan_of(name, **QUICK["dp2"]) for name in ("packed", "ordered", "normed")}
     first, second = run_ranks(orders, 2, plans, str(tmp_path))
     figures, left = (first.pop(f"figures, {is_dealt}")[0] for is_dealt in (True, False))
     assert not any("work" in name for name in left)

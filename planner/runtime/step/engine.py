@@ -660,7 +660,8 @@ class Engine:
         if self._recorder is not None:
             with self._recorder.span(DEAL, dealt.told, on_host=True):
                 pass
-        if not self._has_told_dealt and self.mesh.global_rank == 0:
+        is_new = dealt.order is not None and not self._has_told_dealt
+        if is_new and self.mesh.global_rank == 0:
             self._has_told_dealt = True
             print(f"planner: {dealt.told}", file=sys.stderr, flush=True)
 

@@ -9,41 +9,38 @@ of the batch alone; all else takes as long for each sample, as all have one shap
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from planner.language.across.cut.batch_statistics import batch_norms
 from planner.language.across.walk import across_samples
 from planner.language.across.whole import Making
-from planner.language.graph import Affine, Arg, ModelGraph, Program, Ref
+from planner.language.graph import Affine, Arg, ModelGraph, Op, Program, Ref, map_refs
 from planner.language.ops.attention_pairs import pairs_met
 from planner.language.ops.families.products.masked_attention import MASKED
 from planner.language.ops.flops import backward_work, model_flop, op_work
 from planner.language.ops.record import is_random
 
-_TABLES = 8, 9
+_SAME, _KEYS = 8, 9
 """Which arguments of attention its tables are: numbers of documents, and the keys that count."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attended:
-    """A pattern by which blocks attend to documents.
-
-    Attributes:
-        same: the output that numbers each place's document, [rows, places].
-        keys: the output that is true at places that count; None where all do.
-        low, high, chunk: as attention has them (`planner.language.ops.attention_pairs`).
-        rows: rows of the tables for each sample that a graph counts.
-        pair_flop: of each pair of places that meet, in all blocks that attend so, forward and
-            backward.
-    """
+class Pattern(NamedTuple):
+    """By what blocks attend to documents."""
 
     same: str
+    """The table that numbers each place's document, [rows, places]."""
     keys: str | None
+    """The table that is true at places that count; None where all do."""
     low: int | None
+    """The least by which a query is ahead of a key (`planner.language.ops.attention_pairs`)."""
     high: int | None
+    """The most."""
     chunk: int | None
+    """Places of a run in which both are."""
     rows: int
-    pair_flop: int
+    """Rows of the tables for each sample that a graph counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +49,13 @@ class DocumentWork:
 
     Attributes:
         program: makes the tables, of the batch alone.
-        patterns: how blocks attend by them.
+        pair_flop: of each pair of places that meet, by pattern with tables of the program, in all
+            blocks that attend so, forward and backward.
         other_flop: of all else for one sample, forward and backward: alike for all.
     """
 
     program: Program
-    patterns: tuple[Attended, ...]
+    pair_flop: dict[Pattern, int]
     other_flop: int
 
 
@@ -68,49 +66,100 @@ def document_work(graph: ModelGraph) -> DocumentWork | None:
     Samples may change places in a batch where its loss follows from those of the samples. It does
     not where an op computes across them, or normalises by those of its part (BatchNorm).
     """
+    by_class = [_attended(program) for program in graph.classes]
+    if not any(by_class) or across_samples(graph) or batch_norms(graph):
+        return None
     making = Making(graph)
-    found: Counter[tuple[str, str | None, int | None, int | None, int | None, int]] = Counter()
-    priced = 0.0
+    found: list[tuple[Pattern, _Attention]] = []
     for block in graph.blocks:
-        program = graph.classes[block.class_index]
-        for op in program.ops:
-            if op.target != MASKED or not isinstance(op.args[_TABLES[0]], Ref):
-                continue
-            tables = [op.args[at] for at in _TABLES]
-            same, keys = (
-                making.value(block.index, table.name) if isinstance(table, Ref) else None
-                for table in tables
-            )
-            query = program.tensor[op.inputs[0]].shape
-            rows, places = query[0], query[2]
-            if not isinstance(rows, Affine) or rows.fixed or isinstance(places, Affine):
+        for each in by_class[block.class_index]:
+            if not each.pairs:
                 return None
-            low, high, chunk = (_number(arg) for arg in op.args[3:6])
-            assert same is not None, "it is a Ref"
-            bound = program.bind(1)
-            bound_op = next(each for each in bound.ops if each.name == op.name)
-            flop = op_work(bound_op, bound.tensor).flop + backward_work(bound_op, bound.tensor).flop
-            priced += flop
-            # (Prices are of sequences of one document.)
-            pairs = pairs_met(places, places, low=low, high=high, chunk=chunk)
-            found[same, keys, low, high, chunk, rows.per_sample] += round(
-                flop / max(1.0, pairs * rows.per_sample)
-            )
-    if not found:
+            same = making.value(block.index, each.pattern.same)
+            keys = each.pattern.keys
+            keys = None if keys is None else making.value(block.index, keys)
+            found.append((each.pattern._replace(same=same, keys=keys), each))
+    tables = [name for pattern, _ in found for name in pattern[:2] if name is not None]
+    program = making.program(tuple(dict.fromkeys(tables)))
+    is_plain = all(op.target.startswith("aten.") and not is_random(op) for op in program.ops)
+    if not is_plain or any(graph.tensor[name].kind != "constant" for name in program.params):
         return None
-    outputs = dict.fromkeys(name for key in found for name in key[:2] if name is not None)
-    program = making.program(tuple(outputs))
-    held = [graph.tensor[name] for name in program.params]
-    if any(meta.kind != "constant" for meta in held) or any(map(is_random, program.ops)):
-        return None
-    if across_samples(graph) or batch_norms(graph):
-        return None
-    patterns = tuple(
-        Attended(same=same, keys=keys, low=low, high=high, chunk=chunk, rows=rows, pair_flop=flop)
-        for (same, keys, low, high, chunk, rows), flop in found.items()
+    # Blocks that make tables in one way have the same.
+    first = _first_alike(program)
+    pair_flop: Counter[Pattern] = Counter()
+    for pattern, each in found:
+        keys = None if pattern.keys is None else first[pattern.keys]
+        pair_flop[pattern._replace(same=first[pattern.same], keys=keys)] += round(
+            each.flop / each.pairs
+        )
+    return DocumentWork(
+        program=program.only(tuple(dict.fromkeys(first.values()))),
+        pair_flop=dict(pair_flop),
+        other_flop=round(model_flop(graph, 1) - sum(each.flop for _, each in found)),
     )
-    other = round(model_flop(graph, 1) - priced)
-    return DocumentWork(program=program, patterns=patterns, other_flop=other)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attention:
+    """Attention of a class of blocks: its tables by names there, its flop, forward and backward, as
+    if each sample were one document, and how many pairs meet then (0 where that is not known).
+    """
+
+    pattern: Pattern
+    flop: float
+    pairs: float
+
+
+def _attended(program: Program) -> list[_Attention]:
+    """Return the attention of a class of blocks that is told of documents."""
+    ops = [op for op in program.ops if op.target == MASKED and isinstance(op.args[_SAME], Ref)]
+    bound = program.bind(1) if ops else program
+    at = {op.name: op for op in bound.ops}
+    return [_attention(op, program, at[op.name], bound) for op in ops]
+
+
+def _attention(op: Op, program: Program, of_one: Op, bound: Program) -> _Attention:
+    rows, _, places, _ = program.tensor[op.inputs[0]].shape
+    low, high, chunk = (_number(arg) for arg in op.args[3:6])
+    same, keys = (_name(op.args[number]) for number in (_SAME, _KEYS))
+    assert same is not None, "documents are numbered"
+    pairs, per_sample = 0.0, 1
+    if isinstance(rows, Affine) and not rows.fixed and isinstance(places, int):
+        per_sample = rows.per_sample
+        pairs = pairs_met(places, places, low=low, high=high, chunk=chunk) * per_sample
+    forward = op_work(of_one, bound.tensor)
+    return _Attention(
+        pattern=Pattern(same, keys, low, high, chunk, per_sample),
+        flop=forward.flop + backward_work(of_one, bound.tensor, forward).flop,
+        pairs=pairs,
+    )
+
+
+def _first_alike(program: Program) -> dict[str, str]:
+    """Return for each output the first that is made by the same ops of the same inputs."""
+    made = {name: (op, at) for op in program.ops for at, name in enumerate(op.outputs)}
+    numbers: dict[Hashable, int] = {}
+    known: dict[str, str] = {}
+
+    def told(name: str) -> str:
+        """What a tensor is made of, in a word: alike for tensors that are equal."""
+        if name not in made:
+            return name
+        if name not in known:
+            op, at = made[name]
+            args, kwargs = (
+                map_refs(each, lambda ref: Ref(told(ref.name))) for each in (op.args, op.kwargs)
+            )
+            # (No name of a tensor begins with a digit.)
+            known[name] = f"{numbers.setdefault((op.target, args, kwargs, at), len(numbers))}"
+        return known[name]
+
+    first: dict[str, str] = {}
+    return {name: first.setdefault(told(name), name) for name in program.outputs}
+
+
+def _name(arg: Arg) -> str | None:
+    return arg.name if isinstance(arg, Ref) else None
 
 
 def _number(arg: Arg) -> int | None:

@@ -1,7 +1,7 @@
 """Samples of a batch dealt to replicas and microbatches so that each gets about as much work.
 
-    given     [ 9 1 | 1 1 ]  [ 8 1 | 1 2 ]      two replicas of two microbatches of two samples
-    dealt     [ 9 1 | 1 1 ]  [ 8 1 | 2 1 ]      work of replicas 12 and 12, of microbatches 10 to 2
+    given     [ 9 8 | 1 1 ]  [ 1 1 | 2 1 ]      two replicas of two microbatches of two samples:
+    dealt     [ 9 1 | 1 1 ]  [ 8 1 | 1 2 ]      work 19 and 5, then 12 and 12
 
 Replicas wait for the fullest of them at the end of a step (under ZeRO 3 in each block), stages of a
 pipeline for the fullest microbatch in every job. So samples are dealt to replicas first, then those

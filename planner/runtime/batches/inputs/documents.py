@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from planner.language.across.cut.documents import Attended, DocumentWork, document_work
+from planner.language.across.cut.documents import DocumentWork, Pattern, document_work
 from planner.language.graph import ModelGraph
 from planner.language.plan import Plan
 from planner.runtime.batches.inputs.feed import CutBatch, filled
@@ -59,15 +59,15 @@ class Documents:
         held = {name: constant(graph.tensor[name]) for name in told.program.params}
         tables = self._programs[key](values, held)
         total = torch.full((len(samples),), told.other_flop, dtype=torch.int64)
-        for pattern in told.patterns:
+        for pattern, flop in told.pair_flop.items():
             pairs = _pairs(tables, pattern)
             runs = graph.unit.runs_of(pattern.rows)
             by_sample = pairs.view(runs, -1, pattern.rows // runs).sum((0, 2))
-            total += pattern.pair_flop * by_sample
+            total += flop * by_sample
         return tuple(total.tolist())
 
 
-def _pairs(tables: Mapping[str, Tensor], pattern: Attended) -> Tensor:
+def _pairs(tables: Mapping[str, Tensor], pattern: Pattern) -> Tensor:
     """Return how many pairs of places meet in each row of a table.
 
     A document is a run of places with one number. Places that don't count are counted out of it
