@@ -138,6 +138,7 @@ def search(
     from planner.language.across.cut.batch_statistics import batch_norm_messages
     from planner.language.across.cut.whole_batch import accepted_messages
     from planner.language.graph.called_modules import called_modules_messages
+    from planner.language.lowering.attention_cut import uncut_sequences_messages
     from planner.language.lowering.routed_experts import routing_messages
     from planner.language.ops.held_pairs import held_pairs_messages
     from planner.language.plan import OURS, save_plan
@@ -238,6 +239,7 @@ def search(
         *short_sums_messages(graph, chosen),
         *called_modules_messages(graph),
         *held_pairs_messages(graph),
+        *uncut_sequences_messages(graph, chosen),
         *routing_messages(graph),
     ):
         show_note(message)

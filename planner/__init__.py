@@ -49,6 +49,7 @@ def apply(
     weights: str | os.PathLike[str] | None = None,
     check_values: bool = True,
     pad: Mapping[str, float] | None = None,
+    balance_documents: bool = True,
 ) -> Engine:
     """Return an engine that trains `model`, an unmodified nn.Module, as the plan says.
 
@@ -75,8 +76,10 @@ def apply(
     rank reads its own pieces. `pad` gives by path what fills a batch's tensors up to the next of
     the shapes that the plan states, such as ``{"ids": 0, "labels": -100}``. With `check_values` a
     step whose loss or gradients are NaN or infinite raises, before weights change, and says where
-    that began. Raises PlanError or ModelError when plan, model and processes do not belong
-    together.
+    that began. With `balance_documents` samples of packed documents change places in their global
+    batch, so that replicas and microbatches get about as much of attention's work, where one
+    process computes the same. Raises PlanError or ModelError when plan, model and processes do not
+    belong together.
     """
     from planner.runtime.apply import apply_plan
 
@@ -93,6 +96,7 @@ def apply(
         weights=weights,
         check_values=check_values,
         pad=pad,
+        balance_documents=balance_documents,
     )
 
 

@@ -11,7 +11,8 @@ scheduler, once a step (`planner.language.schedule.step_jobs`); R, what a backwa
 its gradient has come; COLLECTIVE, inside a job, from its start until its result is used, so without
 what it hides, with `rows` where it brings rows to a rank's experts (`ROWS`); REDUCE and CHECK,
 between the table and O: sums and norms of gradients, and the look
-for NaN, for which ranks wait for each other; WAIT, for a tensor that has not come yet; and with
+for NaN, for which ranks wait for each other; DEAL, of how samples of packed documents were dealt by
+their work, in words; WAIT, for a tensor that has not come yet; and with
 offload COPY, between device and host, and UPDATE, what of O is on the host. (Version 1 wrote
 OPTIMIZE for O.) Times are on the rank's own
 clock; adding its offset gives rank 0's. A simulated timetable is written the same way, so
@@ -24,7 +25,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as _quoted
 from pathlib import Path
@@ -41,11 +42,13 @@ COLLECTIVE = "COLLECTIVE"
 ROWS = "rows to experts"
 """What a collective is called that brings rows to a rank's experts."""
 COPY, UPDATE = "COPY", "UPDATE"
+DEAL = "DEAL"
 STEP_JOB_KINDS = OPTIMIZER, LEARNING_RATE = "O", "L"
 CHECK = "CHECK"
-KINDS = (*JOB_KINDS, *STEP_JOB_KINDS, REMAKE, COLLECTIVE, "REDUCE", CHECK, "WAIT", COPY, UPDATE)
+BESIDE_JOBS = (REMAKE, COLLECTIVE, "REDUCE", CHECK, DEAL, "WAIT", COPY, UPDATE)
+KINDS = (*JOB_KINDS, *STEP_JOB_KINDS, *BESIDE_JOBS)
 _RENAMED = {"OPTIMIZE": OPTIMIZER}
-_TRACKS = {"WAIT": 1, "REDUCE": 1, CHECK: 1, COLLECTIVE: 1, COPY: 2, UPDATE: 3}
+_TRACKS = {"WAIT": 1, "REDUCE": 1, CHECK: 1, DEAL: 1, COLLECTIVE: 1, COPY: 2, UPDATE: 3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,6 +262,14 @@ class RankBubble:
     def bubble_fraction(self) -> float:
         """Part of the step in no job."""
         return self.bubble_s / self.step_s
+
+
+def dealt_by_work(timeline: Sequence[RankTimeline]) -> list[str]:
+    """Return how documents of the last recorded batch were dealt, in words; nothing where none
+    were.
+    """
+    # (All ranks have one order.)
+    return [span.name for span in timeline[0].spans if span.kind == DEAL][-1:] if timeline else []
 
 
 def bubbles(timeline: Iterable[RankTimeline]) -> tuple[RankBubble, ...]:

@@ -1,7 +1,8 @@
 """A DeepSpeed json beside a model: the batch, the precision, and how its own run shares the state.
 
 Source: deepspeedai/DeepSpeed at edaa72212672 (2026-08-22), deepspeed/runtime/config.py,
-zero/config.py, precision_config.py. "auto" is what a trainer fills in: it says nothing here.
+zero/config.py, precision_config.py; of experts 0.19.8, module_inject/auto_ep_config.py. "auto" is
+what a trainer fills in: it says nothing here.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def read_deepspeed(path: Path, gpus: int | None) -> tuple[dict[str, Any], dict[s
         raise PlannerError(f"--deepspeed {path} is no DeepSpeed configuration; give one")
     zero = _section(path, said, "zero_optimization")
     tensor = _section(path, said, "tensor_parallel")
+    experts = _section(path, said, "expert_parallel")
     micro = _number(path, said, "train_micro_batch_size_per_gpu")
     accumulated = _number(path, said, "gradient_accumulation_steps")
     batch = _number(path, said, "train_batch_size")
@@ -47,6 +49,8 @@ def read_deepspeed(path: Path, gpus: int | None) -> tuple[dict[str, Any], dict[s
     if type(stage) is not int or stage not in (0, 1, 2, 3):
         raise PlannerError(f"--deepspeed {path} has stage {stage!r} of ZeRO; it takes 0 to 3")
     layout: dict[str, Any] = {"tp": tp, "pp": 1, "zero": stage}
+    if _switch(path, "expert_parallel", experts) is True:
+        layout["ep"] = _number(path, experts, "autoep_size") or 1
     if micro is not None:
         layout["microbatch_size"] = micro
     if _is_offloaded(zero.get("offload_optimizer")):

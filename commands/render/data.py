@@ -204,7 +204,7 @@ def timeline_data(timeline: Timeline, step_s: float) -> dict[str, Any]:
 
 def recording_data(folder: Path, timeline: Sequence[RankTimeline]) -> dict[str, Any]:
     """Return medians over the steps of a recorded run, of each rank."""
-    from planner.timeline import RankBubble, bubbles
+    from planner.timeline import RankBubble, bubbles, dealt_by_work
 
     by_rank: dict[int, list[RankBubble]] = {}
     for bubble in bubbles(timeline):
@@ -224,6 +224,7 @@ def recording_data(folder: Path, timeline: Sequence[RankTimeline]) -> dict[str, 
             }
             for rank, found in sorted(by_rank.items())
         ],
+        "documents": next(iter(dealt_by_work(timeline)), None),
     }
 
 

@@ -15,7 +15,7 @@ from planner.language.schedule.draw import Behind
 from planner.language.schedule.step_jobs import StepJobKind, step_jobs
 from planner.language.schedule.timing.job_seconds import JobSeconds
 from planner.language.schedule.timing.simulate import Timeline
-from planner.timeline import RankBubble, RankTimeline, bubbles
+from planner.timeline import RankBubble, RankTimeline, bubbles, dealt_by_work
 from planner.units import format_seconds
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def describe_recording(timeline: Sequence[RankTimeline]) -> list[RenderableType]
             f"{median(bubble.bubble_fraction for bubble in found):.1%}",
             format_seconds(median(bubble.optimizer_s for bubble in found)),
         )
-    return [table]
+    return [table, *map(Text, dealt_by_work(timeline))]
 
 
 def describe_run(comparison: RunComparison) -> list[RenderableType]:

@@ -56,6 +56,10 @@ def _cp(stack: Stack, view: PlanView) -> str:
     return rules.why_no_cp(stack, view.cp_kind(), view.plan.cp, view.seq_len)
 
 
+def _ep(stack: Stack, view: PlanView) -> str:
+    return "" if view.graph is None else rules.why_not_ep(stack, view.graph)
+
+
 def _etp(stack: Stack, view: PlanView) -> str:
     return "" if view.plan.degrees["ep"] > 1 else "etp is written beside ep"
 
@@ -123,6 +127,7 @@ def _layouts(stack: Stack, view: PlanView) -> str:
 _RULES: Mapping[str, _Why] = {
     "tp": _tp,
     "cp": _cp,
+    "ep": _ep,
     "etp": _etp,
     "microbatches": _microbatches,
     "schedule": _schedule,

@@ -50,6 +50,7 @@ def apply_plan(
     weights: str | os.PathLike[str] | None = None,
     check_values: bool = True,
     pad: Mapping[str, float] | None = None,
+    balance_documents: bool = True,
 ) -> Engine:
     """Join the plan's ranks, capture the model, and return its engine; see `planner.apply`."""
     load_plugins()
@@ -90,6 +91,7 @@ def apply_plan(
         pad=pad,
         capture_evaluation=_evaluation_captures(plan, model, loss, mesh),
         accept=accept,
+        balance_documents=balance_documents,
     )
     if weights is not None:
         engine.load_weights(weights)

@@ -38,6 +38,9 @@ class StepLog:
     samples_per_s      and tokens_per_s, where `tokens_per_sample` is given
     model_tflop_per_s  of one device: the flop of the model's ops forward and backward, once each,
                        whatever is recomputed; mfu is its share of `peak_tflop_per_s`
+    replica_work       work of the last batch's fullest replica over the mean, where samples are
+                       packed documents, dealt by it; replica_work_given is that in their own order
+    microbatch_work    that of the fullest microbatch, and microbatch_work_given
     memory_gb          most bytes in use on this device since the log began, those that a stream
                        still needs among them (on a CPU: the process's since it began), in 1e9
     """
@@ -118,6 +121,13 @@ class StepLog:
         figures["model_tflop_per_s"] = rate * self._flop / engine.plan.world_size / 1e12
         if self._peak is not None:
             figures["mfu"] = figures["model_tflop_per_s"] / self._peak
+        if engine.dealt is not None:
+            now, given = engine.dealt.now, engine.dealt.given
+            figures |= {"replica_work": now.replica, "replica_work_given": given.replica}
+            figures |= {
+                "microbatch_work": now.microbatch,
+                "microbatch_work_given": given.microbatch,
+            }
         figures["memory_gb"] = _peak_bytes(engine.mesh.device) / 1e9
         return figures
 

@@ -188,6 +188,7 @@ def test_a_deepspeed_json_is_a_run(tmp_path: Path) -> None:
                 "bf16": {"enabled": True},
                 "gradient_clipping": 1.0,
                 "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+                "expert_parallel": {"enabled": True, "autoep_size": 4},
             }
         )
     )
@@ -195,7 +196,9 @@ def test_a_deepspeed_json_is_a_run(tmp_path: Path) -> None:
     assert trained["global_batch"] == 64
     assert trained["precision"] == "bf16"
     assert trained["clip_gradients"]
-    assert layout == {"tp": 1, "pp": 1, "zero": 3, "microbatch_size": 2, "offload": "optimizer"}
+    assert layout == {
+        "tp": 1, "pp": 1, "zero": 3, "microbatch_size": 2, "offload": "optimizer", "ep": 4,
+    }  # fmt: skip
 
 
 def without(values: dict, *names: str) -> dict:
@@ -274,6 +277,7 @@ def test_what_other_files_lack_is_told_in_a_line(tmp_path: Path, name: str) -> N
         ('{"zero_optimization": {"offload_param": {"device": "cpu"}}}', "not priced"),
         ('{"train_batch_size": -1}', "takes 1 or more"),
         ('{"bf16": 1}', "takes a section"),
+        ('{"expert_parallel": {"enabled": true, "autoep_size": 0}}', "autoep_size 0; it takes 1"),
     ],
 )
 def test_what_is_wrong_with_a_deepspeed_json_is_told_in_a_line(

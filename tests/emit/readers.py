@@ -115,6 +115,7 @@ DEEPSPEED_FIELDS = {
     "bf16": {"enabled": bool},
     "data_types": {"grad_accum_dtype": ("fp32", "fp16", "bf16")},
     "tensor_parallel": {"autotp_size": int},
+    "expert_parallel": {"enabled": bool, "autoep_size": int},
 }
 
 NANOTRON_FIELDS = {

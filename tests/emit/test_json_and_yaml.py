@@ -10,11 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from planner.emit import emit, find_emitter, refusals
+from planner.emit import PlanView, emit, find_emitter, refusals
 from planner.emit.targets.accelerate import ACCELERATE
 from planner.emit.targets.deepspeed import DEEPSPEED
 from planner.emit.targets.megatron_bridge import MEGATRON_BRIDGE, overrides
+from planner.language.lowering.defaults import default_plan
 from planner.language.stacks.layered import LayeredModel
+from planner.language.templates import Experts, Transformer, build_transformer
 from tests.emit.readers import (
     ACCELERATE_FIELDS,
     DEEPSPEED_FIELDS,
@@ -73,6 +75,57 @@ def test_deepspeed_refuses_by_name():
     assert json.loads(files["deepspeed.json"])["tensor_parallel"] == {"autotp_size": 2}
     whole = changed(view_of(**FLAT, zero_stage=0), optimizer_on_host=True)
     assert named(whole, "deepspeed") == {"optimizer-on-host"}
+
+
+def of_experts(accepted: tuple[str, ...] = (), **choices: int) -> PlanView:
+    """A plan of a small Mixtral, by Hugging Face's code."""
+    graph = build_transformer(
+        Transformer(
+            layers=2, hidden=128, heads=4, kv_heads=4, ffn_hidden=256, vocab=1000, seq_len=256,
+            experts=Experts(number=8, per_token=2, width=256), code="huggingface",
+        )
+    )  # fmt: skip
+    plan = default_plan(graph, zero_stage=2, **choices).model_copy(update={"precision": "bf16"})
+    return PlanView(plan=plan, graph=graph, accepted=accepted)
+
+
+def test_deepspeed_lays_experts_out():
+    """X11, N16: on groups of ranks that follow each other, read by its own parser where it is."""
+    view = of_experts(dp=8, ep=4)
+    emitted = emit(view, find_emitter("deepspeed"))
+    config = json.loads(emitted.files["deepspeed.json"])
+    assert_documented(config, DEEPSPEED_FIELDS)
+    assert config["expert_parallel"] == {"enabled": True, "autoep_size": 4}
+    (note,) = (note for note in emitted.notes if "AutoEP" in note)
+    assert "preset of the model's config.model_type (mixtral, qwen2_moe," in note
+    (without,) = emit(of_experts(dp=8), find_emitter("deepspeed")).files.values()
+    assert "expert_parallel" not in without
+    own = pytest.importorskip("deepspeed.module_inject.auto_ep_config")
+    folding = pytest.importorskip("deepspeed.module_inject.auto_ep_folding")
+    read = own.parse_autoep_config(config["expert_parallel"])
+    own.validate_autoep_config(read, world_size=8, pp_size=1, tp_size=1, sp_size=1, zero_stage=2)
+    sizes = {"world_size": 8, "pp_size": 1, "tp_size": 1, "ep_size": read.autoep_size}
+    tables = folding.expected_folding_group_tables(folding.build_folding_spec(**sizes))
+    assert set(tables.ep_groups) == set(view.plan.mesh(0).folded.groups("ep"))
+
+
+def renamed(view: PlanView, old: str, new: str) -> PlanView:
+    """A view of the model with other names of parameters."""
+    assert view.graph is not None
+    tensors = tuple(replace(m, fqn=m.fqn.replace(old, new)) for m in view.graph.tensors)
+    return replace(view, graph=replace(view.graph, tensors=tensors))
+
+
+def test_deepspeed_refuses_experts_that_it_does_not_find():
+    view = of_experts(dp=8, ep=4)
+    (refused,) = refusals(renamed(view, "mlp.experts", "moe.experts"), find_emitter("deepspeed"))
+    assert refused.feature == "ep"
+    assert refused.why.startswith("DeepSpeed finds experts by names, and model.layers.0.moe.exp")
+    (refused,) = refusals(renamed(view, "mlp.gate.", "mlp.router."), find_emitter("deepspeed"))
+    assert refused.why.endswith("there is no model.layers.0.mlp.gate.weight")
+    beside_tp = changed(of_experts(("layouts",), dp=4, tp=2, ep=4), optimizer_on_host=True)
+    whys = {refusal.why for refusal in refusals(beside_tp, find_emitter("deepspeed"))}
+    assert "AutoEP beside AutoTP has no optimizer on the host" in whys
 
 
 @pytest.mark.parametrize("changes", [{}, {"recompute": "full", "cp": 2, "gpus": 16}, {"sp": 0}])

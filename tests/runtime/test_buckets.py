@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import planner
-from planner.errors import ModelError, PlannerError
+from planner.errors import LayoutError, ModelError, PlannerError
 from planner.language.graph import ModelGraph
+from planner.language.lowering.attention_cut import uncut_sequences_messages
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan, load_plan, save_plan
 from planner.language.plan.buckets import check_bucket, with_buckets
@@ -131,6 +132,38 @@ def test_lengths_equal_one_process():
     ]
     for case, gap in zip(cases, run_ranks(gaps_of_lengths, 2, cases)[0], strict=True):
         assert gap < RTOL[case.model], case
+
+
+def test_lengths_that_do_not_divide_are_filled_up():
+    """N8: a plan of one shape, whose sequences cp and tp divide; batches have fewer positions."""
+    two = {"num_microbatches": 2, "microbatch_size": 2}
+    plans = [default_plan(graph_of("gpt", SEQUENCE), **{axis: 2}, **two) for axis in ("cp", "tp")]
+    cases = [Case("gpt", plan, ((SEQUENCE - 1,), (9,))) for plan in plans]
+    for case, gap in zip(cases, run_ranks(gaps_of_lengths, 2, cases)[0], strict=True):
+        assert gap < RTOL[case.model], case
+
+
+def test_lengths_that_do_not_divide_are_named():
+    graph = graph_of("gpt", SEQUENCE - 1)
+    with pytest.raises(LayoutError) as refused:
+        default_plan(graph, cp=2)
+    assert str(refused.value).endswith(
+        "its sequence of 15 does not divide by 2; use a cp that divides it, or sequences of 14 or "
+        "16: planner.apply(..., pad=) fills shorter ones up to 16"
+    )
+    (told,) = uncut_sequences_messages(graph, default_plan(graph, tp=2))
+    assert told.startswith("dp=1 cp=1 tp=2 does not divide sequences of 15, so between products")
+    assert "of 16 it may have 1/2" in told
+    whole = graph_of("gpt", SEQUENCE)
+    assert uncut_sequences_messages(whole, default_plan(whole, tp=2)) == ()
+    engine = planner.apply(default_plan(whole, microbatch_size=2), build("gpt").double())
+    with pytest.raises(ModelError, match=r"ids has shape \(2, 15\).* it must be \(2, 16\)"):
+        engine.step(batch_of("gpt", 2, 15))
+    plan = default_plan(whole, microbatch_size=2)
+    engine = planner.apply(plan, build("gpt").double(), pad=PAD["gpt"])
+    longer = {k: torch.cat([v, v], 1) for k, v in batch_of("gpt", 2).items()}
+    with pytest.raises(ModelError, match=r"must be \(2, 16\) or less, filled up"):
+        engine.step(longer)
 
 
 @pytest.mark.slow

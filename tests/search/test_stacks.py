@@ -353,3 +353,20 @@ def test_nothing_is_left_out_of_a_search_for_our_own_runtime():
     found = find_plan(small(), h100(), replace(TWO_NODES, execution="ours-eager", zero=1))
     assert found.plan is not None
     assert found.not_written == ""
+
+
+def test_experts_that_deepspeed_finds_are_searched_and_written():
+    """X11, B5: by names; those of other code stay on all ranks, and ep asked for is refused."""
+    of = {"experts": Experts(number=8, per_token=2, width=1024)}
+    request = SearchRequest(
+        num_devices=8, global_batch=16, execution="deepspeed-zero3", precision="bf16", ep=4
+    )
+    graph = small(**of, code="huggingface")
+    plan = find_plan(graph, h100(), request).plan
+    assert plan is not None
+    assert plan.degrees["ep"] == 4
+    emitted = emit(PlanView(plan=plan, graph=graph), find_emitter("deepspeed"))
+    config = json.loads(emitted.files["deepspeed.json"])
+    assert config["expert_parallel"] == {"enabled": True, "autoep_size": 4}
+    with pytest.raises(LayoutError, match=r"finds experts by names, and decoder\.layers\.0\.mlp"):
+        find_plan(small(**of, code="modules"), h100(), request)

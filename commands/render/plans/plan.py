@@ -25,7 +25,7 @@ from commands.render.tables import light_table
 from planner.language.graph import ModelGraph
 from planner.language.graph.called_modules import called_modules_messages
 from planner.language.layout.axes import Degrees, batch_axes, lowered_axes, own_axes, rest_axis
-from planner.language.lowering.attention_cut import cut_in_words
+from planner.language.lowering.attention_cut import cut_in_words, uncut_sequences_messages
 from planner.language.lowering.captured_ops import WorkOfJobs, work_of_jobs
 from planner.language.lowering.match_model import validate_model
 from planner.language.lowering.routed_experts import routing_messages
@@ -61,6 +61,7 @@ def describe_plan(plan: Plan, graph: ModelGraph | None = None) -> list[Renderabl
     if graph is not None:
         told = (called_modules_messages, held_pairs_messages, routing_messages)
         parts += [Text(message) for messages in told for message in messages(graph)]
+        parts += [Text(message) for message in uncut_sequences_messages(graph, plan)]
     schedule = schedule_of(plan)
     if plan.pp > 1:
         drawn = (

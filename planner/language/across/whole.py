@@ -81,7 +81,7 @@ def loss_shares(graph: ModelGraph) -> LossShares:
     if any(edit.share is not None for edits in followed.edits.values() for edit in edits):
         # (Terms without their shares, of a loss that does not follow from parts.)
         followed = replace(followed, share=SAMPLES, terms=())
-    making = _Making(graph)
+    making = Making(graph)
     counts = {}
     values: tuple[str, ...] = ()
     if graph.whole is not None:
@@ -100,7 +100,7 @@ def loss_shares(graph: ModelGraph) -> LossShares:
 
 
 @dataclass(kw_only=False)
-class _Making:
+class Making:
     """Collects ops that make values of the batch alone. Mutable: it grows value by value."""
 
     graph: ModelGraph
@@ -247,7 +247,7 @@ class _Edited:
 
     def __init__(self, graph: ModelGraph, followed: Followed) -> None:
         self._graph, self._followed = graph, followed
-        self._making = _Making(graph)
+        self._making = Making(graph)
         self._values: dict[str, str] = {}
         self._shares: dict[tuple[str, str], str] = {}
         self._metas: dict[str, TensorMeta] = {}

@@ -40,6 +40,11 @@ def longest_sequence(graph: ModelGraph) -> int:
     return max((length for length in lengths if isinstance(length, int)), default=0)
 
 
+def can_be_filled_up(graph: ModelGraph, length: int) -> bool:
+    """Whether sequences of so many positions come with the batch, which may be filled up behind."""
+    return any(length in graph.tensor[name].shape for name in graph.batch_inputs)
+
+
 def _check_block(graph: ModelGraph, block: Block, axis: str, parts: int) -> None:
     trained = [graph.tensor[n] for n in block.outputs if graph.tensor[n].requires_grad]
     handed = [t for t in trained if t.name != graph.loss]
@@ -53,11 +58,14 @@ def _check_block(graph: ModelGraph, block: Block, axis: str, parts: int) -> None
     shape = list(worst.shape_at(1))
     if sequences:
         less = shape[1] // parts * parts
-        lengths = f"{less} or {less + parts}" if less else str(parts)
+        more = less + parts
+        lengths = f"{less} or {more}" if less else str(more)
         why = (
             f"its sequence of {shape[1]} does not divide by {parts}; use a {axis} that divides it, "
             f"or sequences of {lengths}"
         )
+        if can_be_filled_up(graph, shape[1]):
+            why += f": planner.apply(..., pad=) fills shorter ones up to {more}"
     else:
         why = f"it is not [batch, sequence, hidden]; use {axis}=1 for this model"
     raise LayoutError(

@@ -21,8 +21,10 @@ from planner.errors import LayoutError
 from planner.language.graph import ModelGraph, Op, Program
 from planner.language.layout.class_layout import ClassLayout
 from planner.language.layout.placement import OpSharding, Placement, Shard, parse_placement
+from planner.language.layout.sequences import can_be_filled_up, longest_sequence
 from planner.language.ops.record import family_of
 from planner.language.ops.registry import strategies
+from planner.language.plan import Plan
 
 AttentionBy = Literal["queries", "heads", "ring"]
 """What each rank has of attention where sequences are cut."""
@@ -135,6 +137,24 @@ def cut_in_words(graph: ModelGraph | None, layouts: Sequence[ClassLayout]) -> st
     words = f"{pieces} pieces of each on every rank" if pieces > 1 else "a piece of each on a rank"
     kinds = frozenset() if graph is None else attention_kinds(graph, layouts)
     return "; ".join([words, *(text for kind, text in _WORDS.items() if kind in kinds)])
+
+
+def uncut_sequences_messages(graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
+    """Return what to tell a user whose sequences tp does not divide: they lie whole between its
+    products, on each of its ranks (no sequence parallelism).
+    """
+    degrees, length = plan.degrees, longest_sequence(graph)
+    parts = degrees["tp"] * degrees["cp"]
+    if degrees["tp"] == 1 or length < parts or length % parts == 0:
+        return ()
+    if not can_be_filled_up(graph, length):
+        return ()
+    more = length // parts * parts + parts
+    return (
+        f"{degrees} does not divide sequences of {length}, so between products each rank of tp has "
+        f"all that the others have; of {more} it may have 1/{degrees['tp']}, and "
+        "planner.apply(..., pad=) fills shorter ones up to that",
+    )
 
 
 def _attention(program: Program) -> list[Op]:

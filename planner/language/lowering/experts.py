@@ -139,6 +139,17 @@ def expert_params(program: Program) -> frozenset[str]:
     return frozenset(name for name in found if name is not None)
 
 
+def experts_params(graph: ModelGraph) -> frozenset[str]:
+    """Return the same of all blocks of a model, by names in the graph."""
+    found = set()
+    of_class = [expert_params(program) for program in graph.classes]
+    for block in graph.blocks:
+        inner = graph.classes[block.class_index].params
+        named = dict(zip(inner, block.params, strict=True))
+        found |= {named[name] for name in of_class[block.class_index] if name in named}
+    return frozenset(found)
+
+
 def _by_expert(program: Program, makers: Mapping[str, Op], name: str) -> str | None:
     """Return the parameter whose experts' weights are taken, transposed, cast or brought to their
     place; None where they are put together, or cut from a parameter without a dim of experts.

@@ -119,11 +119,17 @@ class Expressed:
             return f"{self.stack.title} has none"
         if name == "tp":
             return rules.why_not_placed_on_tp(self.stack) or rules.why_not_tp(self.usual, size)
+        if name == "ep":
+            return self._why_not_ep
         if name == "cp" and self.model is not None:
             return rules.why_not_pieces(self.stack, size, self.model.seq_len)
         if name == "pp":
             return self.why_no_cuts(size)
         return ""
+
+    @cached_property
+    def _why_not_ep(self) -> str:
+        return rules.why_not_ep(self.stack, self.graph)
 
     def why_not_parts(self, degrees: Degrees, num_microbatches: int) -> str:
         """Of a mesh whose ranks take samples of their own."""

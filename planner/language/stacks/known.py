@@ -76,8 +76,10 @@ DEEPSPEED = register_stack(
         name="deepspeed",
         title="DeepSpeed",
         executions=("deepspeed-zero3",),
-        degrees=("dp", "tp"),
+        degrees=("dp", "tp", "ep"),
         zero_stages=(0, 1, 2, 3),
+        # Where AutoEP finds experts: `moe_layer_pattern` of all its presets (transformers 5).
+        experts_named=r"model\.layers\.\d+\.mlp\.experts\.(gate_up_proj|down_proj)",
         # AutoTP goes with ZeRO 0 to 2.
         zero_beside=(("tp", (0, 1, 2)), ("optimizer-on-host", (1, 2, 3))),
         on_host=("optimizer",),

@@ -6,8 +6,11 @@ Emitters refuse plans by these (`planner.emit.declared`), and a search leaves ou
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 
+from planner.language.graph import ModelGraph
+from planner.language.lowering.experts import experts_params
 from planner.language.plan.parts import Precision
 from planner.language.schedule import Job, build_schedule, find_schedule
 from planner.language.schedule.placements import fold_placement, loop_placement
@@ -110,6 +113,20 @@ def why_not_experts(stack: Stack, laid: LaidOut) -> str:
         return ""
     or_none = ", or of none" if "whole" in ways.experts else ""
     return f"{stack.title} cuts the matrices of all experts on tp{or_none}"
+
+
+def why_not_ep(stack: Stack, graph: ModelGraph) -> str:
+    """Of experts on ranks of their own."""
+    if not stack.experts_named:
+        return ""
+    held = {graph.tensor[name].fqn for name in experts_params(graph)}
+    for fqn in sorted(held):
+        if not re.fullmatch(stack.experts_named, fqn):
+            return f"{stack.title} finds experts by names, and {fqn} is none that it has"
+    # Beside its experts a block's router is looked for by name, too.
+    routers = {f"{fqn.rpartition('.experts.')[0]}.gate.weight" for fqn in held}
+    missing = sorted(routers - {meta.fqn for meta in graph.params})
+    return f"{stack.title} finds routers by names, and there is no {missing[0]}" if missing else ""
 
 
 def why_no_cp(stack: Stack, kind: CpKind, cp: int, seq_len: int) -> str:

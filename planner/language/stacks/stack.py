@@ -74,6 +74,9 @@ class Stack:
     """What it may have in the host's memory."""
     tensor_parallel: TensorParallel | None = None
     """How it splits layers over tp; None: in ways that no plan tells."""
+    experts_named: str = ""
+    """A pattern of the names of experts' matrices that it finds, where it finds experts by names;
+    empty: it is told them, or has no ep."""
     cp_kinds: tuple[CpKind, ...] = ()
     """How attention may be split over cp."""
     cp_pieces: int = 1

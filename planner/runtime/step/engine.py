@@ -8,6 +8,7 @@ one and takes the same path.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from planner.language.plan.accepted import LOCAL_SAMPLES
 from planner.language.plan.schedule_of import schedule_of
 from planner.language.schedule import Job
 from planner.language.schedule.step_jobs import StepJobKind, step_jobs
+from planner.runtime.batches.inputs.dealing import Dealt
+from planner.runtime.batches.inputs.documents import Documents
 from planner.runtime.batches.inputs.feed import Feed
 from planner.runtime.batches.inputs.feeder import Feeder, Shaped
 from planner.runtime.batches.inputs.loss_weights import LossWeight, LossWeights
@@ -72,7 +75,7 @@ from planner.runtime.step.executor import Executor, Hooks
 from planner.runtime.step.intermediates import Seen, gathered, watching
 from planner.runtime.step.messages.p2p import Post
 from planner.runtime.step.values import Look, ValueCheck
-from planner.timeline import CHECK
+from planner.timeline import CHECK, DEAL
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -105,6 +108,8 @@ class Engine:
         state: what this rank holds.
         grad_norm: of the last step's gradients before clipping, when they are clipped.
         fetched: what the last step was told to fetch.
+        dealt: how samples of the last batch were dealt to replicas and microbatches by their work;
+            None where they are no packed documents, or stay in the order they were given.
         average: the average of weights, once `average_weights` began it.
         after_step: functions that are given each step's loss.
         after_load: functions that run when a training was loaded.
@@ -130,6 +135,7 @@ class Engine:
         pad: Mapping[str, float] | None = None,
         capture_evaluation: Callable[[], tuple[ModelGraph, ...]] | None = None,
         accept: Iterable[str] = (),
+        balance_documents: bool = True,
     ) -> None:
         """`graph` is the capture of `model`; `values` brings first values (None: those of the
         model, which rank 0 gives to all ranks). `host` takes what the plan puts there (None: this
@@ -137,7 +143,9 @@ class Engine:
         are loaded afterwards. `buckets` are its captures
         on the other shapes of the plan, and `pad` fills batches up to them. `capture_evaluation`
         gives all of them in evaluation mode, on every rank; None: they are the same. `accept` names
-        what is accepted beside what the plan accepts.
+        what is accepted beside what the plan accepts. With `balance_documents` samples of packed
+        documents are dealt to parts of a batch by attention's work on them, where that changes
+        nothing.
         """
         # The merge counts values per channel by the shapes of a single capture.
         if buckets and deferred_batch_norm:
@@ -208,6 +216,8 @@ class Engine:
         self._max_grad_norm = max_grad_norm
         self.grad_norm: Tensor | None = None
         self.fetched: dict[str, Tensor] = {}
+        self.dealt: Dealt | None = None
+        self._has_told_dealt = False
         self._runs_of_fetched: dict[tuple[int, str], int] = {}
         self._statistics = (
             DeferredStatistics(captured[0], plan, mesh, state.stages)
@@ -257,6 +267,10 @@ class Engine:
             plan,
             mesh,
             pad=pad or {},
+            # (Parts that count or compute in a way of their own are those of the user's order.)
+            documents=Documents(captured, plan, pad=pad or {})
+            if balance_documents and LOCAL_SAMPLES not in {*plan.accept, *accept}
+            else None,
             side_inputs={s: stage.wiring.side_inputs for s, stage in state.stages.items()},
             loss_weights=LossWeights(
                 mesh,
@@ -628,6 +642,7 @@ class Engine:
     def _feed(self, batch: Any) -> Feed:
         with self._executor.phase("its part of the batch, which all ranks agree on"):
             feed = self._feeder.feed(batch)
+        self._take_dealt(feed.dealt)
         if self.state.zero_stage:
             zero.quiet_views()
         count = self.num_replicas
@@ -636,6 +651,19 @@ class Engine:
         # (Another engine of the script may have run since.)
         collectives.record(self._record_collective)
         return feed
+
+    def _take_dealt(self, dealt: Dealt | None) -> None:
+        """Show how a batch was dealt: in the timeline, and the first time in a line of rank 0."""
+        self.dealt = dealt
+        if dealt is None:
+            return
+        if self._recorder is not None:
+            with self._recorder.span(DEAL, dealt.told, on_host=True):
+                pass
+        is_new = dealt.order is not None and not self._has_told_dealt
+        if is_new and self.mesh.global_rank == 0:
+            self._has_told_dealt = True
+            print(f"planner: {dealt.told}", file=sys.stderr, flush=True)
 
     def _after_forward(self, stage_index: int, num_samples: int) -> None:
         # FSDP2 keeps weights gathered for a backward that never comes.
@@ -694,7 +722,8 @@ class Engine:
         return watching(self.state, names, programs or self._programs, lambda: self._executor.job)
 
     def _gathered(self, seen: Seen) -> dict[str, Tensor]:
-        return gathered(self.state, seen, self._runs_of_fetched)
+        order = None if self.dealt is None else self.dealt.order
+        return gathered(self.state, seen, self._runs_of_fetched, order)
 
     def shard_tensor(self, tensor: Tensor, **dims: int) -> DTensor:
         """Return a tensor of the script's, equal on all ranks, cut over those of this stage's mesh:

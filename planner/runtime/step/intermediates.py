@@ -7,7 +7,7 @@ that blocks are lowered on (sums taken), and over replicas and microbatches alon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -94,12 +94,18 @@ def watching(
             block._program = program
 
 
-def gathered(state: RankState, seen: Seen, known: dict[tuple[int, str], int]) -> dict[str, Tensor]:
-    """Return what was seen of a global batch, whole, on rank 0's CPU.
+def gathered(
+    state: RankState,
+    seen: Seen,
+    known: dict[tuple[int, str], int],
+    order: Sequence[int] | None = None,
+) -> dict[str, Tensor]:
+    """Return what was seen of a global batch, whole, on rank 0's CPU, in the batch's own order.
 
     Other ranks get {}; all of them call it. A value without a dim that counts samples comes
     stacked, one for each microbatch and replica. `known` keeps what `runs_of_samples` found, by
-    block and name: steps fetch the same again.
+    block and name: steps fetch the same again. `order` says by place in the split which sample of
+    the batch was there (None: each its own).
     """
     mesh = state.mesh
     mine: list[tuple[str, int, int, Tensor]] = []
@@ -115,7 +121,7 @@ def gathered(state: RankState, seen: Seen, known: dict[tuple[int, str], int]) ->
             if mesh.is_first_of_samples and is_first:
                 mine.append((watched.name, microbatch, mesh.rank("batch"), value.cpu()))
     runs = {} if mesh.global_rank else _runs(state.graph, seen.wanted, known)
-    return _on_rank_0(mine, seen.wanted, mesh.control, runs)
+    return _on_rank_0(mine, seen.wanted, mesh.control, runs, order)
 
 
 def _find(graph: ModelGraph, name: str, modules: Mapping[str, type[nn.Module]]) -> Watched:
@@ -198,6 +204,7 @@ def _on_rank_0(
     wanted: Iterable[Watched],
     control: dist.ProcessGroup,
     runs: Mapping[str, int],
+    order: Sequence[int] | None,
 ) -> dict[str, Tensor]:
     is_first = dist.get_rank() == 0
     everyone: list[Any] = [None] * dist.get_world_size() if is_first else []
@@ -207,7 +214,7 @@ def _on_rank_0(
         parts.setdefault(name, []).append((microbatch, number, value))
     if not is_first:
         return {}
-    return {w.name: _joined(w.meta, parts[w.name], runs[w.name]) for w in wanted}
+    return {w.name: _joined(w.meta, parts[w.name], runs[w.name], order) for w in wanted}
 
 
 def _runs(
@@ -220,13 +227,24 @@ def _runs(
     return {name: known[place] for name, place in places.items()}
 
 
-def _joined(meta: TensorMeta, parts: list[tuple[int, int, Tensor]], runs: int) -> Tensor:
+def _joined(
+    meta: TensorMeta,
+    parts: list[tuple[int, int, Tensor]],
+    runs: int,
+    order: Sequence[int] | None,
+) -> Tensor:
     values = [value for _, _, value in sorted(parts, key=lambda part: part[:2])]
     counts_samples = [d for d, size in enumerate(meta.shape) if isinstance(size, Affine)]
     if not counts_samples:
         return torch.stack(values)
     dim = counts_samples[0]
-    if runs == 1:
+    if runs == 1 and order is None:
         return torch.cat(values, dim)
     # Each part has its own samples of every run: [runs, samples of a run].
-    return torch.cat([v.unflatten(dim, (runs, -1)) for v in values], dim + 1).flatten(dim, dim + 1)
+    whole = torch.cat([v.unflatten(dim, (runs, -1)) for v in values], dim + 1)
+    if order is not None:
+        # Place p has sample order[p]: each goes back to where it was given.
+        by_sample = whole.unflatten(dim + 1, (len(order), -1))
+        back = torch.tensor(order).argsort()
+        whole = by_sample.index_select(dim + 1, back).flatten(dim + 1, dim + 2)
+    return whole.flatten(dim, dim + 1)

@@ -24,6 +24,8 @@ from planner.runtime.batches.inputs.whole_batch import OfPart
 from planner.runtime.process.groups.mesh import Mesh
 from planner.runtime.process.groups.together import together
 
+_ORDER = "the tables by which samples are dealt"
+
 _CHECKED_ELEMENTS = 512
 """Of a tensor: enough to tell samples apart, in some microseconds."""
 
@@ -45,6 +47,8 @@ class Said:
         has_ended: whether its data have come to an end; None where it read none.
         counted: what the user's loss weight counts in it; None where others say it.
         part: what others need of its samples; None where others say it, or nothing is needed.
+        work: how much each of its samples is, where parts are dealt by it; None where others say
+            it, or it is not known.
         marks: a checksum of some elements of each tensor, by path.
         progress: samples read so far of the shards it is made of.
     """
@@ -58,6 +62,7 @@ class Said:
     has_ended: bool | None = None
     counted: float | None = None
     part: OfPart | None = None
+    work: tuple[int, ...] | None = None
     marks: Mapping[str, int] = field(default_factory=dict)
     progress: Mapping[int, int] = field(default_factory=dict)
 
@@ -65,8 +70,9 @@ class Said:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreed:
     """What all ranks know of a batch: its cut, which of the plan's shapes it has, what the loss
-    weight counts in all of it, what was told of its replicas' parts, in their order, and how far
-    shards of the data were read for it.
+    weight counts in all of it, what was told of its replicas' parts, in their order, how far
+    shards of the data were read for it, and how much work the samples of each part are (() where
+    that is not known).
     """
 
     split: BatchSplit
@@ -74,6 +80,7 @@ class Agreed:
     counted: float | None
     parts: tuple[OfPart, ...]
     progress: Mapping[int, int]
+    work: tuple[tuple[int, ...], ...] = ()
 
 
 def agree(mesh: Mesh, plan: Plan, say: Callable[[], Said]) -> Agreed | None:
@@ -124,7 +131,18 @@ def agree(mesh: Mesh, plan: Plan, say: Callable[[], Said]) -> Agreed | None:
         counted=sum(counts) if counts else None,
         parts=tuple(told[number] for number in sorted(told)),
         progress=progress,
+        work=_work_of_all(said),
     )
+
+
+def _work_of_all(said: Sequence[Said]) -> tuple[tuple[int, ...], ...]:
+    """Return how much work samples are, replica by replica; () where one's is not known."""
+    by_number = {each.number: each.work for each in said if each.work is not None}
+    # Stages that cut a batch in other numbers of parts have other samples by one number.
+    counts = {each.parts for each in said}
+    if len(counts) > 1 or set(by_number) != set(range(max(counts))):
+        return ()
+    return tuple(by_number[number] for number in sorted(by_number))
 
 
 def _common_shape(said: Sequence[Said]) -> int:
@@ -196,12 +214,17 @@ class Alike:
     shuffles by a seed of each process) would train on samples of one and labels of another.
     """
 
-    def __init__(self, mesh: Mesh, leaves: Mapping[str, Tensor]) -> None:
-        """Every rank begins it at the same time. Tensors on other devices are not looked at."""
+    def __init__(
+        self, mesh: Mesh, leaves: Mapping[str, Tensor], order: Sequence[int] | None = None
+    ) -> None:
+        """Every rank begins it at the same time. Tensors on other devices are not looked at;
+        `order` is that in which the rank takes the samples.
+        """
         marks = marks_of(leaves)
         self._paths = sorted(leaves)
         self._num_ranks = dist.get_world_size()
-        own = torch.tensor([marks.get(path, 0) for path in self._paths])
+        of_order = 0 if order is None else zlib.crc32(repr(order).encode())
+        own = torch.tensor([*(marks.get(path, 0) for path in self._paths), of_order])
         # The largest of marks and of their negatives: equal where all ranks have one mark.
         self._found = torch.stack([own, -own])
         self._work = dist.all_reduce(
@@ -214,7 +237,9 @@ class Alike:
         largest, smallest = self._found[0], -self._found[1]
         different = [
             path
-            for path, is_one in zip(self._paths, (largest == smallest).tolist(), strict=True)
+            for path, is_one in zip(
+                (*self._paths, _ORDER), (largest == smallest).tolist(), strict=True
+            )
             if not is_one
         ]
         if different:

@@ -16,6 +16,7 @@ from planner.language.graph import SAMPLE, Affine, ModelGraph, TensorMeta, Unit
 from planner.language.graph.batch import Tree, flatten_batch, plain_values, unflatten_batch
 from planner.language.graph.batch_split import BatchSplit
 from planner.language.plan import Plan
+from planner.runtime.batches.inputs.dealing import Dealt
 from planner.runtime.stage.program_fx import to_graph_module
 
 SideInputs = Callable[[int, int], tuple[Tensor, ...]]
@@ -38,6 +39,7 @@ class Feed:
         bucket: which of the plan's shapes it has (0: its own).
         check: waits for what ranks exchange of the batch beside the step, and raises ModelError
             where they were given different ones.
+        dealt: how samples were dealt by their work; None where it is not known, or does not count.
     """
 
     split: BatchSplit
@@ -47,6 +49,7 @@ class Feed:
     totals: Callable[[], Mapping[str, float]]
     bucket: int = 0
     check: Callable[[], None] = lambda: None
+    dealt: Dealt | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +58,8 @@ class CutBatch:
 
     Its `leaves` are of the whole batch, or of the samples of one replica; `bucket` says which of
     the plan's shapes `metas` are of (0: its own). Its samples, as those of the split, are units of
-    those that belong together.
+    those that belong together. `order` says by place in the split which of them is there; None: as
+    they lie.
     """
 
     split: BatchSplit
@@ -64,9 +68,13 @@ class CutBatch:
     metas: Mapping[str, TensorMeta]
     bucket: int = 0
     unit: Unit = SAMPLE
+    order: tuple[int, ...] | None = None
 
     def tensor(self, path: str, samples: range) -> Tensor:
         """Return some samples of a tensor; one without a batch dim is in every part."""
+        if self.order is not None:
+            places = self.order[samples.start : samples.stop]
+            return rows_of(self.leaves[path], self.metas[path], places, self.unit)
         return piece_of(self.leaves[path], self.metas[path], samples, self.unit)
 
     def part(self, samples: range) -> Any:
@@ -233,6 +241,20 @@ def piece_of(tensor: Tensor, meta: TensorMeta, samples: range, unit: Unit) -> Te
                 # Of each run its own part: [runs, samples of a run].
                 in_runs = tensor.unflatten(dim, (runs, -1)).narrow(dim + 1, start, length)
                 tensor = in_runs.flatten(dim, dim + 1)
+    return tensor
+
+
+def rows_of(tensor: Tensor, meta: TensorMeta, samples: Sequence[int], unit: Unit) -> Tensor:
+    """Return the same of samples that lie anywhere, in this order."""
+    piece_of(tensor, meta, range(0), unit)  # (raises for what can't be cut)
+    for dim, size in enumerate(meta.shape):
+        if isinstance(size, Affine) and size.per_sample:
+            runs = unit.runs_of(size.per_sample)
+            rows = tensor.unflatten(dim, (runs, -1, size.per_sample // runs))
+            places = torch.tensor(samples, dtype=torch.int64, device=tensor.device)
+            taken = rows.index_select(dim + 1, places).flatten(dim, dim + 2)
+            # What lay in pinned memory does so again, or the host would wait for its copy.
+            tensor = taken.pin_memory() if tensor.is_pinned() else taken
     return tensor
 
 

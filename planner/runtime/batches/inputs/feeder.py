@@ -15,6 +15,7 @@ from planner.errors import ModelError
 from planner.language.graph import Affine, ModelGraph, TensorMeta
 from planner.language.graph.batch import flatten_batch
 from planner.language.graph.batch_split import BatchSplit
+from planner.language.layout.sequences import longest_sequence
 from planner.language.plan import Plan
 from planner.runtime.batches.inputs.agreement import (
     Agreed,
@@ -24,6 +25,8 @@ from planner.runtime.batches.inputs.agreement import (
     marks_of,
     refuse_other_cuts,
 )
+from planner.runtime.batches.inputs.dealing import Dealt, deal
+from planner.runtime.batches.inputs.documents import Documents
 from planner.runtime.batches.inputs.feed import (
     CutBatch,
     Feed,
@@ -35,6 +38,7 @@ from planner.runtime.batches.inputs.feed import (
     whole_split,
 )
 from planner.runtime.batches.inputs.loss_weights import LossWeights, own_runs
+from planner.runtime.batches.inputs.moving import can_move, with_samples_of_others
 from planner.runtime.batches.inputs.whole_batch import OfWhole
 from planner.runtime.batches.sampler import OwnPart
 from planner.runtime.process.groups.mesh import Mesh
@@ -63,11 +67,13 @@ class Feeder:
         side_inputs: Mapping[int, tuple[str, ...]],
         loss_weights: LossWeights,
         pad: Mapping[str, float],
+        documents: Documents | None = None,
     ) -> None:
         """The first of `shapes` is the plan's own, its buckets follow, the smallest first.
 
         `side_inputs` names what each stage takes beside activations; `pad` gives by path what
-        tensors are filled up with. Raises ModelError for a path that is not in the batch.
+        tensors are filled up with; by `documents` samples are dealt to parts of a batch, where they
+        are packed (None: as they are given). Raises ModelError for a path that is not in the batch.
         """
         self._graph, self._plan, self._mesh = shapes[0].graph, plan, mesh
         self._shapes, self._side_inputs, self._weights = shapes, side_inputs, loss_weights
@@ -79,6 +85,8 @@ class Feeder:
                 "name tensors of the batch"
             )
         self.pad = pad
+        is_dealt = documents is not None and documents.are_dealt and can_move(self._metas[0])
+        self._documents = documents if is_dealt else None
         self._filled_up = {path: self._varying(path) for path in pad}
         self._smallest_first = (*range(1, len(shapes)), 0)
         used = {name for preamble in shapes[0].preambles.values() for name in preamble.inputs}
@@ -89,9 +97,14 @@ class Feeder:
         )
 
     def _varying(self, path: str) -> frozenset[int]:
-        """The dims of a tensor of which a batch may have less."""
+        """The dims of a tensor of which a batch may have less: those in which shapes differ, and
+        those along a sequence where there is one shape alone.
+        """
         own = self._metas[0][path].shape
         others = [metas[path].shape for metas in self._metas[1:]]
+        if not others:
+            length = longest_sequence(self._graph)
+            return frozenset(dim for dim, size in enumerate(own) if size == length)
         return frozenset(
             dim
             for dim, size in enumerate(own)
@@ -118,11 +131,24 @@ class Feeder:
         )
         runs = own_runs(cut.split, self._mesh)
         whole = self._weights.of_whole(cut)
+        dealt = self._dealt(cut)
+        order = None if dealt is None else dealt.order
+        if order is not None:
+            cut = replace(cut, order=order)
+            whole = self._weights.in_order(whole, cut.bucket, order)
         # (Begun when nothing can raise any more: every rank takes part.)
-        feed = self._feed(cut, runs, runs, whole, None)
+        feed = replace(self._feed(cut, runs, runs, whole, None), dealt=dealt)
         if self._plan.world_size == 1 or any(isinstance(t, FakeTensor) for t in leaves.values()):
             return feed  # (in a dry run there are no values to compare)
-        return replace(feed, check=Alike(self._mesh, leaves).check)
+        return replace(feed, check=Alike(self._mesh, leaves, order).check)
+
+    def _dealt(self, cut: CutBatch) -> Dealt | None:
+        """Return how a whole batch is dealt, on every rank alike."""
+        told = self._documents
+        if told is None or not told.are_told(cut.leaves, cut.bucket):
+            return None
+        work = told.work(cut, range(cut.split.num_samples))
+        return deal(work, cut.split, self._plan.shares)
 
     def _fitting(self, leaves: Mapping[str, Tensor]) -> tuple[tuple[int, ...], int]:
         """Return the shapes that tensors have or may be filled up to, and their samples.
@@ -170,7 +196,28 @@ class Feeder:
         runs = agreed.split.own(self._mesh.size("batch"), self._mesh.rank("batch"))
         whole = self._weights.joined(agreed.bucket, agreed.split.num_samples, agreed.parts)
         places = own_runs(agreed.split, self._mesh)
-        return self._feed(cut, runs, places, whole, agreed.counted)
+        dealt = self._dealt_of_parts(agreed)
+        if dealt is not None and dealt.order is not None:
+            cut = with_samples_of_others(
+                cut, dealt.order, self._mesh, reads=self.reads, pad=self.pad
+            )
+            whole = self._weights.in_order(whole, cut.bucket, dealt.order)
+        feed = self._feed(cut, runs, places, whole, agreed.counted)
+        return replace(feed, dealt=dealt)
+
+    def _dealt_of_parts(self, agreed: Agreed) -> Dealt | None:
+        """Return how a batch of which each replica has its part is dealt, on every rank alike."""
+        if not agreed.work:
+            return None
+        split, count = agreed.split, len(agreed.work)
+        parts = [iter(own) for own in agreed.work]
+        work = [
+            next(parts[replica])
+            for m in range(split.num_microbatches)
+            for replica in range(count)
+            for _ in split.part(m, count, replica)
+        ]
+        return deal(work, split, self._plan.shares)
 
     def _asked(self, part: OwnPart) -> Agreed:
         refuse_other_cuts(self._plan)
@@ -190,7 +237,7 @@ class Feeder:
         check_structure(tree, leaves, self._graph, needed=self.reads)
         fits, found = self._fitting(leaves)
         samples = found if self._counts_samples(leaves) else None
-        counted = told = None
+        counted = told = work = None
         if samples is not None:
             # Where others have no say in it, the replica's part is all there is.
             split, parts, place = self._split(samples), 1, 0
@@ -203,16 +250,16 @@ class Feeder:
                     f"its loader made {samples * unit} samples of {runs[-1].stop * unit}; a "
                     "collate_fn keeps the number of samples"
                 )
+            cut = CutBatch(
+                split=split,
+                tree=tree,
+                leaves=leaves,
+                metas=self._metas[fits[0]],
+                bucket=fits[0],
+                unit=self._plan.unit,
+            )
+            work = self._work_of_part(cut, samples)
             if self._weights.tells:
-                metas = self._metas[fits[0]]
-                cut = CutBatch(
-                    split=split,
-                    tree=tree,
-                    leaves=leaves,
-                    metas=metas,
-                    bucket=fits[0],
-                    unit=self._plan.unit,
-                )
                 told = self._weights.of_part(cut, runs)
                 if self._weights.is_counted:
                     counted = sum(self._weights.count(cut, runs))
@@ -226,8 +273,17 @@ class Feeder:
             whole=whole,
             counted=counted,
             part=told,
+            work=work,
             **more,
         )
+
+    def _work_of_part(self, cut: CutBatch, samples: int) -> tuple[int, ...] | None:
+        """Return how much work the samples of the rank's part are, if it is the rank to say it."""
+        told = self._documents
+        is_first = self._mesh.is_first_of_samples
+        if told is None or not is_first or not told.are_told(cut.leaves, cut.bucket):
+            return None
+        return told.work(cut, range(samples))
 
     def samples_of(self, batch: Any) -> int:
         """Return the samples of a batch that may hold more than the plan takes."""

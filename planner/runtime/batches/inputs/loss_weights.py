@@ -121,6 +121,10 @@ class LossWeights:
         """Return what is made of a batch of which replicas have parts."""
         return self._wholes[bucket].joined(parts) if parts else OfWhole(samples=samples)
 
+    def in_order(self, whole: OfWhole, bucket: int, order: Sequence[int]) -> OfWhole:
+        """Return what is made of a batch whose samples change places (`WholeBatchValues`)."""
+        return self._wholes[bucket].in_order(whole, order)
+
     def parts(self, cut: CutBatch, runs: Sequence[range]) -> list[Counted]:
         """Return what counts in each of this rank's microbatches, for what follows."""
         if not (self._has_loss or self._takes):

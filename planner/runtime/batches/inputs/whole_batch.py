@@ -9,7 +9,7 @@ samples and rows that meet those of other parts; and, once ranks told each other
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from planner.language.across.halves import Halves, halves
 from planner.language.across.whole import LossShares, loss_shares
 from planner.language.graph import Affine, ModelGraph, Program, TensorMeta
 from planner.language.ops.samples.state import ADDED, SAMPLES, SCALED
-from planner.runtime.batches.inputs.feed import CutBatch, filled, piece_of
+from planner.runtime.batches.inputs.feed import CutBatch, filled, piece_of, rows_of
 from planner.runtime.stage.program_fx import to_graph_module
 
 _CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ class WholeBatchValues:
         program = self.shares.program
         self._halves: Halves = halves(program, graph.unit)
         self.tensors = {name: tensor_of(graph.tensor[name]) for name in program.params}
-        self._programs: dict[tuple[str, int], _Made] = {}
+        self._programs: dict[tuple[str, int], HostProgram] = {}
         whole = graph.whole
         self._values = () if whole is None else whole.values
         self._shares = () if whole is None else whole.shares
@@ -190,6 +190,17 @@ class WholeBatchValues:
             made[name] = _share(count, whole, part).to(dtype)
         return made
 
+    def in_order(self, whole: OfWhole, order: Sequence[int]) -> OfWhole:
+        """Return the same of a batch whose samples change places: values that each sample has do,
+        too. They were made of the batch as it was given, on whose order they may depend.
+        """
+        moved = dict(whole.values)
+        for name, output in self._values:
+            if output in moved:
+                meta = self._graph.tensor[name]
+                moved[output] = rows_of(whole.values[output], meta, order, self._graph.unit)
+        return replace(whole, values=moved)
+
     def totals(self, whole: OfWhole) -> dict[str, float]:
         """Return what counts in a batch, for each term of its loss; of sums over samples 1.
 
@@ -222,18 +233,18 @@ class WholeBatchValues:
             values[name] = filled(piece, meta.shape_at(len(samples)), self._pad.get(meta.fqn, 0))
         return program(values, self.tensors)
 
-    def _program(self, what: str, samples: int) -> _Made:
+    def _program(self, what: str, samples: int) -> HostProgram:
         if (what, samples) not in self._programs:
             program = {
                 "whole": self.shares.program,
                 "first": self._halves.first,
                 "second": self._halves.second,
             }.get(what) or self.shares.program.only(self._counts)
-            self._programs[what, samples] = _Made(program.bind(samples))
+            self._programs[what, samples] = HostProgram(program.bind(samples))
         return self._programs[what, samples]
 
 
-class _Made:
+class HostProgram:
     """A program without parameters, on the host."""
 
     def __init__(self, program: Program) -> None:
@@ -244,6 +255,7 @@ class _Made:
     def __call__(
         self, values: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
+        """Return what it makes of a batch's tensors and its buffers, by names in the program."""
         given = (*(values[name] for name in self.inputs), *(tensors[n] for n in self._buffers))
         return dict(zip(self._outputs, self._run(*given), strict=True))
 

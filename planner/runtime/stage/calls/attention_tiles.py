@@ -5,18 +5,21 @@
 
 Forward goes over the tiles of a row with a running maximum and sum (Milakov and Gimelshein 2018,
 arXiv 1805.02867); backward makes each tile again from `lse` (Dao et al. 2022, arXiv 2205.14135,
-algorithm 4). Tiles without a pair are left out. Exact in any dtype and on any device, to be held
-against one process; kernels for GPUs are in `attention_kernels`.
+algorithm 4). Tiles without a pair are left out, on the CPU those between documents too. Exact in
+any dtype and on any device, to be held against one process; kernels for GPUs are in
+`attention_kernels`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from planner.language.ops.attention_pairs import TILE, keys_met
 
@@ -104,7 +107,8 @@ class _Tiles(torch.autograd.Function):
         work = Work(query, key, same, keys, scale, sight)
         out = like(query, value.shape[-1])
         lse = query.new_empty(query.shape[:-1], dtype=work.dtype)
-        work.attend(query, key, value, out, lse)
+        for own, at in work.by_sample(len(query)):
+            own.attend(query[at], key[at], value[at], out[at], lse[at])
         # Of a query that sees no key lse is 0, so that the backward makes exp(-inf - 0) = 0.
         lse.masked_fill_(lse == -torch.inf, 0)
         ctx.save_for_backward(query, key, value, same, keys, out, lse)
@@ -117,12 +121,13 @@ class _Tiles(torch.autograd.Function):
         work = Work(query, key, same, keys, ctx.scale, ctx.sight)
         of_query = torch.empty_like(query)
         of_key, of_value = (torch.zeros_like(each, dtype=work.dtype) for each in (key, value))
-        work.slopes(
-            (query, key, value, out, lse, gradient),
-            partial(work.put, of_query),
-            of_key=of_key,
-            of_value=of_value,
-        )
+        for own, at in work.by_sample(len(query)):
+            own.slopes(
+                tuple(each[at] for each in (query, key, value, out, lse, gradient)),
+                partial(own.put, of_query[at]),
+                of_key=of_key[at],
+                of_value=of_value[at],
+            )
         return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None, None, None
 
 
@@ -144,6 +149,27 @@ class Work:
         self.count, self.num_keys = query.shape[-2], key.shape[-2]
         self.groups = query.shape[1] // key.shape[1]
         self.same, self.keys, self.scale, self.sight = same, keys, scale, sight
+        # (A GPU would be waited for, and what is traced or has no values can't be looked at.)
+        self._looks = (
+            same is not None
+            and same.device.type == "cpu"
+            and not isinstance(same, FakeTensor)
+            and not torch.compiler.is_compiling()
+        )
+
+    def by_sample(self, samples: int) -> Iterator[tuple[Work, slice]]:
+        """Yield what is left out alike, and for which samples: where tiles between documents are,
+        each sample has its own.
+        """
+        if not self._looks or samples == 1 or self.num_keys <= TILE:
+            yield self, slice(None)
+            return
+        for number in range(samples):
+            at = slice(number, number + 1)
+            own = copy(self)
+            own.same = None if self.same is None else self.same[at]
+            own.keys = None if self.keys is None else self.keys[at]
+            yield own, at
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> None:
         """Write the result, and the log of each query's sum of exponentials; 0 and -inf of one that
@@ -155,7 +181,7 @@ class Work:
             # of exp(score) * value.
             most = rows.new_full(rows.shape[:-1], -torch.inf)
             total, summed = torch.zeros_like(most), rows.new_zeros(*most.shape, value.shape[-1])
-            for tile in tiles:
+            for tile in self._seen(tiles):
                 scores = self.scores(rows, key, tile)
                 higher = torch.maximum(most, scores.amax(-1))
                 # A query that has seen no key yet: -inf - -inf would be NaN; exp(-inf - 0) is 0, as
@@ -199,7 +225,7 @@ class Work:
             # product of a row's gradient and output, so no row of g is needed whole.
             shared = (above * self.rows_of(out, queries)).sum(-1, keepdim=True)
             of_rows = torch.zeros_like(rows)
-            for tile in tiles:
+            for tile in self._seen(tiles):
                 # exp(s - lse) is the softmax itself, so the forward keeps one number a row and no
                 # scores.
                 weights = self.scores(rows, key, tile).sub_(level).exp_()
@@ -242,6 +268,22 @@ class Work:
                 moved = run * piece - place
                 tiles.append(_Tile(queries, first, slice(at + moved, stop + moved), at))
         return tiles
+
+    def _seen(self, tiles: Sequence[_Tile]) -> Iterator[_Tile]:
+        """Yield the tiles but those between other documents, which make zeros.
+
+        Rounds of a ring are left out by sizes alone, on all ranks alike: `rows` has these tiles.
+        """
+        for tile in tiles:
+            if not (self._looks and self._is_between_documents(tile)):
+                yield tile
+
+    def _is_between_documents(self, tile: _Tile) -> bool:
+        """Whether no query has the number of any key, where documents are numbered in order."""
+        assert self.same is not None, "it looks at tables"
+        queries, keys = self.same[:, tile.places], self.same[:, tile.key_places]
+        apart = (queries.amin(1) > keys.amax(1)) | (queries.amax(1) < keys.amin(1))
+        return bool(apart.all())
 
     def rows_of(self, x: Tensor, queries: slice) -> Tensor:
         """Return some queries of [b, h, q, d] as [b, g, rows, d]: heads of one key as rows."""

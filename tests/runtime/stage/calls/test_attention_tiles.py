@@ -69,6 +69,29 @@ def test_tiles_have_the_result_and_gradients_of_the_whole(monkeypatch, tile, seg
             torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
+def test_tiles_between_documents_are_left_out(monkeypatch):
+    """B12: of causal attention to 12 places by tiles of 3 there are 10 a sample; two documents of 6
+    leave 6, one document all of them, in the forward and in the backward.
+    """
+    monkeypatch.setattr(attention_tiles, "TILE", 3)
+    made: list[int] = []
+    scores = attention_tiles.Work.scores
+
+    def counted(work, *args):
+        made.append(1)
+        return scores(work, *args)
+
+    monkeypatch.setattr(attention_tiles.Work, "scores", counted)
+    sight = Sight(0, None, None, 1, 1, 0)
+    two, one = torch.arange(KEYS) // 6, torch.zeros(KEYS, dtype=torch.int64)
+    for first, second, tiles in ((two, two, 12), (two, one, 16), (one, one, 20), (-two, two, 12)):
+        attention_by_tiles(
+            *drawn(KEYS), torch.stack([first, second]), None, 0.3, sight
+        ).sum().backward()
+        assert len(made) == 2 * tiles
+        made.clear()
+
+
 def test_half_precision_is_summed_in_single():
     """N9: as fused kernels do."""
     query, key, value = (each.detach().bfloat16() for each in drawn(KEYS))
