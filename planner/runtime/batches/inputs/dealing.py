@@ -151,7 +151,7 @@ def _swap(bins: list[list[int]], loads: list[int], work: Sequence[int]) -> None:
         if best is None:
             return
         place, at = best
-        one, two = bins[fullest][place], bins[emptiest][at]
-        bins[fullest][place], bins[emptiest][at] = two, one
-        loads[fullest] += work[two] - work[one]
-        loads[emptiest] += work[one] - work[two]
+        heavy, light = bins[fullest][place], bins[emptiest][at]
+        bins[fullest][place], bins[emptiest][at] = light, heavy
+        loads[fullest] += work[light] - work[heavy]
+        loads[emptiest] += work[heavy] - work[light]
