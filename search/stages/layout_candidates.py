@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from costmodel import CostCache
 from costmodel.memory.bound import NOTHING, OnHost, kept_bytes
@@ -43,8 +43,19 @@ from search.op_layout.layouts import LayoutSolver, SizedLayouts
 from search.space.configuration import BlockSizes, Shape
 from search.stages.stage_table import StageTable
 
-PIECES = (2, 4, 8)
-"""Pieces of every sequence that a rank has, beside one."""
+
+class Border(NamedTuple):
+    """How blocks hand on sequences that an axis cuts (`Shard`)."""
+
+    pieces: int = 1
+    mirrored: bool = False
+
+
+ONE_PIECE = Border()
+"""What blocks hand on in a plan made without a search."""
+
+BORDERS = (Border(2), Border(2, mirrored=True), Border(4), Border(8))
+"""What is tried beside one piece a rank, in this order."""
 
 LEAST_SAVED = 0.005
 """Of a microbatch's seconds: what more pieces have to save for still more to be tried."""
@@ -233,7 +244,7 @@ class SizedCandidates:
 
     def _ways(self, by_class: tuple[ClassLayout, ...]) -> Iterator[StageTable]:
         """Yield tables of layouts on tp: where an axis cuts sequences, of all kinds of attention
-        with one piece a rank, and with queries on each rank in more and more pieces.
+        with one piece a rank, and with queries on each rank in more and more pieces, and mirrored.
 
         Raises LayoutError where outer axes cannot divide what the layouts make.
         """
@@ -262,40 +273,45 @@ class SizedCandidates:
                 with suppress(LayoutError):
                     kinds[kind] = self._table(by_class, kind, gathered=kinds.get("queries"))
                     yield kinds[kind]
-        gathered: dict[int, StageTable] = {}
+        gathered: dict[Border, StageTable] = {}
         for kind in IN_PIECES:
-            before_s = _seconds(kinds[kind]) if kind in kinds else 0.0
-            for pieces in PIECES if kind in kinds else ():
+            least_s = before_s = floor_s = enough_s = (
+                _seconds(kinds[kind]) if kind in kinds else 0.0
+            )
+            for border in BORDERS if kind in kinds else ():
                 try:
-                    table = self._table(by_class, kind, pieces, gathered=gathered.get(pieces))
+                    table = self._table(by_class, kind, border, gathered=gathered.get(border))
                 except LayoutError:
                     break
                 yield table
                 if kind == "queries":
-                    gathered[pieces] = table
-                # With k pieces on n ranks the fullest has 1 + (1 - 1/n) / k of the mean causal
-                # work: twice as many halve what is over, so all that follow save less than this
-                # one did.
+                    gathered[border] = table
                 after_s = _seconds(table)
-                if before_s - after_s < LEAST_SAVED * before_s:
+                least_s = min(least_s, after_s)
+                if not border.mirrored:
+                    # With k pieces on n ranks the fullest has 1 + (1 - 1/n) / k of the mean causal
+                    # work: twice as many halve what is over. So all that follow, mirrored ones too,
+                    # save at most as much as these did.
+                    floor_s, enough_s = 2 * after_s - before_s, LEAST_SAVED * before_s
+                    before_s = after_s
+                if least_s - floor_s < enough_s:
                     break
-                before_s = after_s
 
     def _table(
         self,
         by_class: tuple[ClassLayout, ...],
         attention: AttentionBy | None = None,
-        pieces: int = 1,
+        border: Border = ONE_PIECE,
         gathered: StageTable | None = None,
     ) -> StageTable:
         """Return the table of layouts on tp and one way to divide on outer axes what they make.
 
-        `gathered` is that of attention by queries in as many pieces, of which a ring follows.
+        `gathered` is that of attention by queries with the same border, of which a ring follows.
         """
         if attention == "ring" and gathered is not None:
             layouts = self._over_ring(gathered)
         else:
-            layouts = self._with_outer(by_class, attention, pieces)
+            layouts = self._with_outer(by_class, attention, border)
         self._check_experts(layouts)
         self._check_expressed(layouts)
         return StageTable(
@@ -341,7 +357,7 @@ class SizedCandidates:
                 raise LayoutError(f"{self.degrees}: {why}")
 
     def _with_outer(
-        self, layouts: tuple[ClassLayout, ...], attention: AttentionBy | None, pieces: int
+        self, layouts: tuple[ClassLayout, ...], attention: AttentionBy | None, border: Border
     ) -> tuple[ClassLayout, ...]:
         """Return the layouts with those on each axis outside, of what is lowered inside it."""
         costs, degrees = self.candidates.costs, self.degrees
@@ -366,7 +382,8 @@ class SizedCandidates:
                 microbatch_size=self.microbatch_size,
                 programs=programs,
                 attention=attention,
-                segments=pieces,
+                segments=border.pieces,
+                mirrored=border.mirrored,
             )
             inside = inside.with_sizes(**{axis.name: degrees[axis.name]})
         return layouts

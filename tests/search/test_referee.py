@@ -20,7 +20,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from planner.language.graph import ModelGraph
-from planner.language.lowering.attention_cut import attention_kinds, pieces_of_sequences
+from planner.language.lowering.attention_cut import (
+    are_mirrored,
+    attention_kinds,
+    pieces_of_sequences,
+)
 from search import SearchRequest, find_plan
 from search.op_layout.layouts import _LEAST_SAVING
 from search.request import LEAST_ODDS
@@ -288,7 +292,8 @@ def test_ways_to_cut_sequences_are_chosen_by_cost(instances, seed):
             continue
         assert gap < 1e-9
         on_cp = [layout for layout in result.plan.layouts if layout.axis == "cp"]
-        ways.add((*attention_kinds(instance.graph, on_cp), pieces_of_sequences(on_cp)))
+        border = pieces_of_sequences(on_cp), are_mirrored(on_cp)
+        ways.add((*attention_kinds(instance.graph, on_cp), *border))
     print(ways)
     if instances > 10:
-        assert ways >= {("ring", 8), ("heads", 1)}
+        assert ways >= {("ring", 2, True), ("heads", 1, False)}

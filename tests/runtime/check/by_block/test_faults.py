@@ -23,7 +23,7 @@ from planner.runtime.proofs.by_block.cut import cut_down
 from planner.runtime.proofs.by_block.prove import Derived, derive
 from planner.runtime.stage.calls import local_ops
 from tests.runtime.check.by_block.cases import captured, plan_of, proof_of
-from tests.runtime.test_cuts_of_sequences import cut_so
+from tests.runtime.test_cuts_of_sequences import Way, cut_so
 
 BLOCKS, WIRING, MESSAGES, PARTS, TABLE, HELD, VALUES, ORDER = (
     "blocks", "wiring", "messages", "parts of messages", "job table", "parameters",
@@ -461,7 +461,7 @@ RINGS: dict[str, tuple[Callable[[Program, int], Program], str]] = {
 def test_a_fault_of_a_ring_is_found(name):
     """N6, B10: and without a fault there is none."""
     change, says = RINGS.get(name, (None, ""))
-    way = cut_so(captured("gpt")[0], ("ring", 2), cp=2)
+    way = cut_so(captured("gpt")[0], Way("ring", 2), cp=2)
     proof = proof_of("gpt", way, change=None if change is None else programs(change))
     found = [text for part in proof.parts if part.name.startswith(BLOCKS) for text in part.faults]
     assert proof.passed == (not name)
