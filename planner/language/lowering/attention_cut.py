@@ -150,7 +150,7 @@ def cut_in_words(graph: ModelGraph | None, layouts: Sequence[ClassLayout]) -> st
     """Return how layouts on one axis cut sequences; without a graph not how attention runs."""
     pieces = pieces_of_sequences(layouts)
     words = f"{pieces} pieces of each on every rank" if pieces > 1 else "a piece of each on a rank"
-    words += ", from start and end in turns" if are_mirrored(layouts) else ""
+    words += ", mirrored (zig-zag)" if are_mirrored(layouts) else ""
     kinds = frozenset() if graph is None else attention_kinds(graph, layouts)
     return "; ".join([words, *(text for kind, text in _WORDS.items() if kind in kinds)])
 

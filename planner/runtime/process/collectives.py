@@ -208,8 +208,8 @@ def _run_at_mirrored(x: Tensor, group: str, kind: str, first: Shard, second: Sha
     dim, own = first.dim, rank(group)
     match kind:
         case "all_gather":
-            by_rank = _all_gather(x, group, 0).chunk(size(group))
-            return torch.cat(_in_order(by_rank, first), dim)
+            gathered = _all_gather(x, group, 0).chunk(size(group))
+            return torch.cat(_in_order(gathered, first), dim)
         case "reduce_scatter":
             # Along dim 0, which the collective scatters, what goes to each rank.
             by_rank = _by_rank(x, first, size(group))
