@@ -114,15 +114,14 @@ class LayoutCandidates:
     _accumulate_s: dict[bool, float] = field(default_factory=dict)
     """Seconds of adding up gradients, by whether an axis cuts parameters."""
 
-    def at(
-        self, tp: int, microbatch_size: int, cp: int = 1, ep: int = 1, etp: int = 1
-    ) -> SizedCandidates:
-        """Return those of some sizes of blocks."""
-        key = BlockSizes(tp, microbatch_size, cp, ep, etp)
+    def at(self, tp: int, microbatch_size: int, *others: int) -> SizedCandidates:
+        """Return those of some sizes of blocks (`BlockSizes`)."""
+        key = BlockSizes(tp, microbatch_size, *others)
         if key not in self._sized:
+            sizes = {"tp": tp, "cp": key.cp, "hp": key.hp, "ep": key.ep, "etp": key.etp}
             self._sized[key] = SizedCandidates(
                 candidates=self,
-                degrees=replica_mesh(self.given.with_sizes(tp=tp, cp=cp, ep=ep, etp=etp)),
+                degrees=replica_mesh(self.given.with_sizes(**sizes)),
                 microbatch_size=microbatch_size,
             )
         return self._sized[key]
@@ -209,7 +208,7 @@ class SizedCandidates:
         cp cannot divide their blocks.
         """
         if self._adds_ops:
-            if self.degrees["cp"] == 1 < self.degrees["tp"]:
+            if self.degrees["cp"] * self.degrees["hp"] == 1 < self.degrees["tp"]:
                 # Sums of ops alone bound a layout only where the runtime runs ops one by one.
                 yield (self.optimistic,)
             yield self.fastest
@@ -250,8 +249,11 @@ class SizedCandidates:
         """
         of = self.candidates
         cheapest = self._table(by_class)
-        axes = {axis.name for axis in lowered_axes() if axis.cuts_sequences}
-        cuts_sequences = any(self.degrees[axis] > 1 for axis in axes)
+        axes = [axis for axis in lowered_axes() if axis.cuts_sequences]
+        cuts_sequences = any(self.degrees[axis.name] > 1 for axis in axes)
+        # Along one of them attention is by heads; the others have their choice.
+        choosing = {axis.name for axis in axes if not axis.by_heads}
+        is_by_heads = any(self.degrees[axis.name] > 1 for axis in axes if axis.by_heads)
         if cuts_sequences and of.expressed is not None:
             # Of a stack's own cut of sequences a layout tells no more than the kind it has.
             if of.costs.execution.rings_attention:
@@ -263,13 +265,14 @@ class SizedCandidates:
         yield cheapest
         if not cuts_sequences:
             return
-        on_cp = [layout for layout in cheapest.layouts if layout.axis in axes]
+        on_cp = [layout for layout in cheapest.layouts if layout.axis in choosing]
         found = attention_kinds(of.costs.graph, on_cp)
         kinds = dict.fromkeys(found, cheapest)
         if len(kinds) != 1:  # without attention, or of several kinds
             return
         for kind in get_args(AttentionBy):
-            if kind not in kinds:
+            # (By heads along both axes is by heads along one as large.)
+            if kind not in kinds and not (kind == "heads" and is_by_heads):
                 with suppress(LayoutError):
                     kinds[kind] = self._table(by_class, kind, gathered=kinds.get("queries"))
                     yield kinds[kind]
@@ -330,7 +333,7 @@ class SizedCandidates:
         for axis in lowered_axes():
             size = self.degrees[axis.name]
             for layout in gathered.layouts:
-                if layout.axis == axis.name and axis.cuts_sequences:
+                if layout.axis == axis.name and axis.cuts_sequences and not axis.by_heads:
                     index = layout.class_index
                     inner = tuple(each for each in layouts if each.class_index == index)
                     program = costs.local(index, self.microbatch_size, inside, inner)

@@ -15,13 +15,13 @@ import pytest
 from planner.capture import capture_source
 from planner.errors import LayoutError
 from planner.language.graph import ModelGraph, from_json, to_json
-from planner.language.layout.axes import find_axis
+from planner.language.layout.axes import find_axis, lowered_axes
 from planner.language.layout.placement import Shard
 from planner.language.lowering.attention_cut import AttentionBy, attention_kinds, over_ring
 from planner.language.lowering.defaults import default_plan
 from planner.language.lowering.lowering import lower
 from planner.language.lowering.propagate import propagate_on
-from planner.language.plan import Plan
+from planner.language.plan import ClassLayout, Plan
 from planner.runtime.proofs.verify import compare_with_one_process
 from tests.captures import capture_tiny
 from tests.model_matrix import model_matrix
@@ -59,23 +59,35 @@ WAYS = (
 
 
 HALVES = tuple(way for way in WAYS if way.pieces == 2)
+ENDS = tuple(way for way in WAYS if way.mirrored)
 
 
 def cut_so(graph: ModelGraph, way: Way, **choices: Any) -> Plan:
     """Return the default plan with sequences cut in a way."""
     plan = default_plan(graph, microbatch_size=2, **choices)
-    on_tp = {layout.class_index: layout for layout in plan.layouts if layout.axis == "tp"}
-    programs = [
-        lower(program.bind(2), on_tp.get(index), axis="tp", axis_size=plan.tp)
-        for index, program in enumerate(graph.classes)
-    ]
-    cut = propagate_on(
-        graph, find_axis("cp"), size=plan.cp, microbatch_size=2, programs=programs,
-        attention=way.attention, segments=way.pieces, mirrored=way.mirrored,
-    )  # fmt: skip
-    assert attention_kinds(graph, cut) == {way.attention}
-    assert {way.border} == {place for layout in cut for place in layout.outputs if place != "R"}
-    return plan.model_copy(update={"layouts": (*on_tp.values(), *cut)})
+    programs = [program.bind(2) for program in graph.classes]
+    layouts: list[ClassLayout] = []
+    for axis in (axis for axis in lowered_axes() if plan.degrees[axis.name] > 1):
+        size = plan.degrees[axis.name]
+        found = [layout for layout in plan.layouts if layout.axis == axis.name]
+        if axis.cuts_sequences:
+            found = propagate_on(
+                graph, axis, size=size, microbatch_size=2, programs=programs,
+                attention=way.attention, segments=way.pieces, mirrored=way.mirrored,
+            )  # fmt: skip
+            assert attention_kinds(graph, found) == {"heads" if axis.by_heads else way.attention}
+            borders = {place for layout in found for place in layout.outputs if place != "R"}
+            assert borders == {"S(1)" if axis.by_heads else way.border}
+        by_class = {layout.class_index: layout for layout in found}
+        programs = [
+            lower(
+                program, by_class.get(index), axis=axis.name, axis_size=size,
+                sum_later=axis.whole_params,
+            )
+            for index, program in enumerate(programs)
+        ]  # fmt: skip
+        layouts += found
+    return plan.model_copy(update={"layouts": tuple(layouts)})
 
 
 def compare(name: str, captured: Any, ways: tuple[Way, ...], choices: dict) -> dict[Way, str]:
@@ -121,11 +133,48 @@ def test_masks_and_key_heads(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "hf-llama", "hf-mistral", "hf-llama-packed"])
-def test_four_ranks_and_beside_tp(name):
+@pytest.mark.parametrize(
+    ("ways", "choices"),
+    [
+        (WAYS[:7], {"cp": 4}),
+        (WAYS[7:], {"cp": 4}),
+        (WAYS[:7], {"cp": 2, "tp": 2}),
+        (WAYS[7:], {"cp": 2, "tp": 2}),
+        (HALVES, {"cp": 2, "pp": 2, "zero_stage": 1, "recompute": "full"}),
+    ],
+    ids=["cp4", "cp4 ring", "tp2", "tp2 ring", "pp2"],
+)
+def test_four_ranks_and_beside_tp(name, ways, choices):
     """Four ranks share the two heads of keys of all models but the first."""
-    check(name, 4, WAYS, cp=4)
-    check(name, 4, WAYS, cp=2, tp=2)
-    check(name, 4, HALVES, cp=2, pp=2, zero_stage=1, recompute="full")
+    check(name, 4, ways, **choices)
+
+
+def two_levels(ways: tuple[Way, ...]) -> tuple[Way, ...]:
+    """Ways of the outer axis, whose ranks have some heads of what those of the inner one have."""
+    return tuple(way for way in ways if way.attention != "heads")
+
+
+def test_two_levels():
+    """Heads are exchanged on the inner axis; keys are gathered, or go round, on the outer one."""
+    check("gpt", 4, (Way("queries", 2, mirrored=True), Way("ring")), cp=2, hp=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", "hf-llama", "hf-mistral", "hf-llama-packed", "hf-bert"])
+@pytest.mark.parametrize(
+    ("ways", "choices"),
+    [
+        (two_levels(WAYS), {}),
+        (two_levels(ENDS), {"zero_stage": 3, "recompute": "full"}),
+        (two_levels(ENDS), {"tp": 2}),
+        (two_levels(ENDS), {"pp": 2}),
+    ],
+    ids=["every way", "zero", "tp2", "pp2"],
+)
+def test_ways_on_two_levels(name, ways, choices):
+    """All masks; and half as many heads of keys as of queries, two."""
+    ranks = 4 * choices.get("tp", 1) * choices.get("pp", 1)
+    check(name, ranks, ways, cp=2, hp=2, **choices)
 
 
 @pytest.mark.slow

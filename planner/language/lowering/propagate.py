@@ -207,10 +207,14 @@ def propagate_on(
     `programs` are those of the classes as lowered on the axes before it, bound; None where there
     are none. Where the axis cuts sequences, these lie between blocks in `segments` (striped: a rank
     has a piece of each), `mirrored` or not (`Shard`), and `attention` runs as given, or as is
-    cheapest. Raises LayoutError for a model that can't be divided so.
+    cheapest; where the axis divides it by heads, so and in one piece. Raises LayoutError for a
+    model that can't be divided so.
     """
     boundary = axis.boundary
     if isinstance(boundary, Shard):
+        # Whole sequences of some heads are the same, in whatever pieces they came.
+        if axis.by_heads:
+            attention, segments, mirrored = "heads", 1, False
         boundary = replace(boundary, segments=segments, mirrored=mirrored)
     else:
         attention = None
