@@ -68,7 +68,7 @@ class WarmStart:
         self.bounds[key] = max(bound, self.bounds.get(key, 0.0))
 
 
-OfBlocks = tuple[int, int, int, int]
+OfBlocks = tuple[int, int, int, int, int]
 """Degrees that blocks' programs depend on (`BlockSizes.degrees`)."""
 
 

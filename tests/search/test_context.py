@@ -1,6 +1,7 @@
 """N8: cp in the space: sequences are divided where that is the best plan, and where asked (D19)."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -77,16 +78,17 @@ def test_short_sequences_are_divided_only_when_asked(gpt):
 
 @pytest.mark.parametrize(
     "choices",
-    [{"cp": 2, "pp": 2}, {"cp": 2, "tp": 2}, {"cp": 4, "zero": 1}, {"cp": 2, "dp": 2, "zero": 3}],
+    [
+        *({"cp": 2, "pp": 2}, {"cp": 2, "tp": 2}, {"cp": 4, "zero": 1}),
+        *({"cp": 2, "dp": 2, "zero": 3}, {"cp": 2, "hp": 2, "zero": 1}),
+    ],
 )
 def test_the_quick_price_of_cp_is_the_estimate(gpt, choices):
     """So that what it prunes the estimate would not have taken."""
     request = ask(4, 16, recompute="none", **choices)
     candidates = Candidates.of(gpt, MACHINE, request)
     configuration = next(candidates.shapes(request)[0].configurations())
-    for table in candidates.tables(
-        configuration.tp, configuration.microbatch_size, configuration.cp
-    ):
+    for table in candidates.tables(*configuration.block_sizes):
         priced = PricedConfiguration(candidates, configuration, table)
         problem = priced.problem(float("inf"))
         cut = solve_chain(problem).cut
@@ -160,6 +162,49 @@ def test_a_ring_is_as_fast_as_its_messages(long_llama, machine, fastest):
     assert min(of_kinds, key=of_kinds.__getitem__) == fastest
 
 
+@pytest.fixture(scope="module")
+def long_heads():
+    """The same with four heads of keys, which two ranks can share."""
+    return capture_wide_llama(
+        LENGTH,
+        hidden_size=1024,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        intermediate_size=2048,
+    )
+
+
+def test_two_levels_are_taken_where_nodes_are_far_apart(long_heads):
+    """Heads are exchanged inside nodes of two, and between these go half the keys and values, which
+    rings hide or gathers do not. On one node no two levels are tried.
+    """
+    nodes = replace(MACHINE, devices_per_node=2, inter_bytes_per_s=2e9)
+    found = find_plan(long_heads, nodes, ask(4, 1))
+    degrees = found.plan.degrees
+    assert (degrees["cp"], degrees["hp"], found.certificate.gap) == (2, 2, 0)
+    on_hp, on_cp = (
+        attention_kinds(long_heads, [one for one in found.plan.layouts if one.axis == axis])
+        for axis in ("hp", "cp")
+    )
+    assert on_hp == {"heads"}
+    assert on_cp <= set(IN_PIECES)
+    flat = find_plan(long_heads, nodes, ask(4, 1, hp=1)).plan
+    assert flat.estimate["step_s"] > found.plan.estimate["step_s"]
+    meshes = [
+        shape.degrees for shape in Candidates.of(long_heads, MACHINE, ask(4, 1)).shapes(ask(4, 1))
+    ]
+    assert {mesh["hp"] for mesh in meshes} == {1}
+
+
+def test_the_inner_level_alone_is_the_other(long_heads):
+    """hp without cp is cp by heads: it is left out, but where it is asked for."""
+    nodes = replace(MACHINE, devices_per_node=2)
+    for request, expected in ((ask(4, 1), {(2, 2)}), (ask(4, 1, hp=2), {(1, 2), (2, 2)})):
+        shapes = Candidates.of(long_heads, nodes, request).shapes(request)
+        both = {(shape.cp, shape.degrees["hp"]) for shape in shapes}
+        assert {pair for pair in both if pair[1] > 1} == expected
+
+
 def test_samples_that_replicas_can_take_whole_are_not_cut(gpt):
     """cp 2 of microbatches of 2 is outdone by twice the replicas and microbatches of 1."""
     shapes = Candidates.of(gpt, MACHINE, ask()).shapes(ask(4, 8, allow=(("cp", "1"), ("cp", "2"))))
@@ -172,14 +217,15 @@ def test_samples_that_replicas_can_take_whole_are_not_cut(gpt):
 
 
 def test_work_without_cp_bounds_work_with_it(gpt, long_llama):
-    """No table of cp is below the bounds made of one without it."""
-    for graph, batch in ((gpt, 8), (long_llama, 4)):
-        request = ask(4, batch, cp=2, microbatch_size=1)
+    """No table of cp, or of both levels, is below the bounds made of one without."""
+    for (graph, batch), hp in product(((gpt, 8), (long_llama, 4)), (1, 2)):
+        request = ask(4, batch, cp=2, hp=hp, microbatch_size=1)
         candidates = Candidates.of(graph, MACHINE, request)
         for shape in candidates.shapes(request):
             whole = candidates.tables(shape.tp, 1)
             least = min(
-                DividedBounds(table=table, parts=2).least_step_of_shape(shape) for table in whole
+                DividedBounds(table=table, parts=2 * hp).least_step_of_shape(shape)
+                for table in whole
             )
             for table in candidates.tables(*shape.block_sizes):
                 assert least <= TableBounds(table=table).least_step_of_shape(shape)

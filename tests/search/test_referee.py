@@ -247,14 +247,16 @@ def instance_of_cuts(rng: np.random.Generator) -> Instance:
     devices = int(rng.choice([2, 4]))
     machine = (Machine, Overlapping)[rng.integers(2)](
         context_bytes=0.0,
-        devices_per_node=devices,
+        devices_per_node=devices // int(rng.choice([1, 2])),
         flop_per_s=float(10 ** rng.uniform(8, 10)),
         bytes_per_s=float(10 ** rng.uniform(9, 11)),
         intra_bytes_per_s=float(10 ** rng.uniform(7.5, 10)),
-        inter_bytes_per_s=1e8,
+        inter_bytes_per_s=float(10 ** rng.uniform(7.5, 9)),
         alpha_s=float(10 ** rng.uniform(-7, -4)),
     )
     allow = [
+        ("hp", "1"),
+        ("hp", "2"),
         ("cp", "1"),
         ("cp", "2"),
         ("cp", "4"),
@@ -293,7 +295,9 @@ def test_ways_to_cut_sequences_are_chosen_by_cost(instances, seed):
         assert gap < 1e-9
         on_cp = [layout for layout in result.plan.layouts if layout.axis == "cp"]
         border = pieces_of_sequences(on_cp), are_mirrored(on_cp)
-        ways.add((*attention_kinds(instance.graph, on_cp), *border))
+        hp = result.plan.degrees["hp"]
+        ways.add((*attention_kinds(instance.graph, on_cp), *border, hp))
     print(ways)
     if instances > 10:
-        assert ways >= {("ring", 2, True), ("heads", 1, False)}
+        assert ways >= {("ring", 2, True, 1), ("heads", 1, False, 1)}
+        assert any(way[-1] == 2 for way in ways)
