@@ -170,6 +170,8 @@ def test_attention_that_is_told_of_a_window_takes_tiles(layout):
             Way("ring", 2, mirrored=True), {"cp": 4, "recompute": "full"}, marks=pytest.mark.slow
         ),
         pytest.param(Way("queries", 2), {"cp": 2}, marks=pytest.mark.slow),
+        pytest.param(Way("ring", 2, mirrored=True), {"cp": 2, "hp": 2}, marks=pytest.mark.slow),
+        pytest.param(Way("queries"), {"cp": 2, "hp": 2}, marks=pytest.mark.slow),
         pytest.param(Way("queries", 2, mirrored=True), {"cp": 2}, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -166,13 +166,14 @@ def causal_attention(
     segments: int,
     group: str,
     outer_group: str = "",
+    outermost_group: str = "",
     mirrored: bool = False,
 ) -> Tensor:
     """Causal attention of one rank's queries [b, h, q / ranks, d] to all keys [b, h, k, d].
 
     The queries are this rank's piece of each of `segments` equal parts of the sequence, which are
     `mirrored` or not (`layout.placement.Shard`). Dropout differs on each rank, also of
-    `outer_group`, over which heads may be divided.
+    `outer_group` and `outermost_group`, over which heads may be divided.
     """
     sight = _of_queries((0, None, None), segments, group, mirrored)
     if dropout_p == 0:
@@ -180,7 +181,7 @@ def causal_attention(
     # Kernels that drop weights take a mask for each pair.
     positions = sight.positions(query.shape[-2], query.device)
     mask = positions.unsqueeze(-1) >= torch.arange(key.shape[-2], device=query.device)
-    stream = stream_of(group, outer_group)
+    stream = stream_of(group, outer_group, outermost_group)
     return own_attention(
         stream, query, key, value, mask, dropout_p, scale=scale, enable_gqa=enable_gqa
     )
