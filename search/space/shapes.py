@@ -139,18 +139,22 @@ class Space:
                 yield from self._of(others, {**before, axis.name: size})
 
     def _has_two_levels(self, sizes: dict[str, int]) -> bool:
-        """Whether sequences that are cut by heads along an axis are cut along another, too, and
-        into no more parts than a search tries; what the request names is honoured.
+        """Whether sequences that are cut by heads along an axis, inside nodes, are cut along
+        another between nodes, too, and into no more parts than a search tries; what the request
+        names is honoured.
         """
         cuts = [axis for axis in lowered_axes() if axis.cuts_sequences]
         parts = prod(sizes[axis.name] for axis in cuts)
-        for axis in cuts:
+        inside = 1
+        for axis in lowered_axes():
             size = sizes[axis.name]
+            inside *= size
             if not axis.by_heads or size == 1 or self.request.names(axis.name, size):
                 continue
-            if size == parts:  # the other axis does the same alone
-                return False
-            if axis.most is not None and parts > axis.most(self.graph):
+            most = parts if axis.most is None else axis.most(self.graph)
+            per_node = self.cluster.devices_per_node
+            # (Alone it is what the other axis does.)
+            if not inside <= per_node < inside * parts // size or parts > most:
                 return False
         return True
 
