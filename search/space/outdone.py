@@ -37,8 +37,6 @@ def _outdoing(shape: Shape) -> Shape:
     """Return the shape that has more replicas for what cp and the microbatch size share."""
     shared, replicas = gcd(shape.cp, shape.microbatch_size), rest_axis().name
     sizes = {"cp": shape.cp // shared, replicas: shape.degrees[replicas] * shared}
-    if sizes["cp"] == 1:  # what is left is cut by heads, which cp does alone
-        sizes |= {"cp": shape.degrees["hp"], "hp": 1}
     return replace(
         shape,
         degrees=shape.degrees.with_sizes(**sizes),
