@@ -163,3 +163,25 @@ def test_a_mesh_in_any_order_on_six_ranks():
     for shape, joined in run_ranks(gather_from_odd_mesh, 6):
         assert shape == (2, 1)
         assert torch.equal(torch.from_numpy(joined), torch.arange(12.0).view(4, 3))
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [("S(1)x2", "R"), ("S(1)z2", "R"), ("R", "S(1)x2"), ("S(0)", "S(1)z2"), ("S(1)x2", "S(2)x2")],
+)
+def test_pieces_of_segments_compile(src, dst):
+    """D20: as one graph, with the shapes that they have."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    name = default_group().group_name
+    torch._dynamo.reset()
+    change = torch.compile(
+        lambda x: redistribute(x, name, src, dst, dst == "R"), backend="aot_eager", fullgraph=True
+    )
+    x = torch.ones(local_shape((4, 16, 8), parse_placement(src), 2), requires_grad=True)
+    y = change(x)
+    y.sum().backward()
+    assert y.shape == local_shape((4, 16, 8), parse_placement(dst), 2)
+    assert x.grad is not None
+    assert x.grad.shape == x.shape

@@ -243,15 +243,17 @@ def test_a_larger_microbatch_may_fit_where_a_smaller_one_does_not():
 
 
 def instance_of_cuts(rng: np.random.Generator) -> Instance:
-    """Draw fewer samples than devices, on a machine of fast or slow links."""
+    """Draw fewer samples than devices, on a machine of fast or slow links, on one node or two."""
     devices = int(rng.choice([2, 4]))
+    intra_bytes_per_s = float(10 ** rng.uniform(7.5, 10))
     machine = (Machine, Overlapping)[rng.integers(2)](
         context_bytes=0.0,
         devices_per_node=devices // int(rng.choice([1, 2])),
         flop_per_s=float(10 ** rng.uniform(8, 10)),
         bytes_per_s=float(10 ** rng.uniform(9, 11)),
-        intra_bytes_per_s=float(10 ** rng.uniform(7.5, 10)),
-        inter_bytes_per_s=float(10 ** rng.uniform(7.5, 9)),
+        intra_bytes_per_s=intra_bytes_per_s,
+        # (Links between nodes are no faster than those inside: fewer ranks exchange in less time.)
+        inter_bytes_per_s=intra_bytes_per_s / float(10 ** rng.uniform(0, 1.5)),
         alpha_s=float(10 ** rng.uniform(-7, -4)),
     )
     allow = [

@@ -194,7 +194,8 @@ def _run_at_shards(x: Tensor, group: str, kind: str, first: Shard, second: Shard
     by_dim = sorted(places, key=lambda place: place.dim)
     for place in reversed(by_dim):
         x = x.unflatten(place.dim, (place.segments, -1))
-    inner = [place.dim + 1 + by_dim.index(place) for place in places]
+    # (Compilers can't look a placement up in a list.)
+    inner = [place.dim + 1 + sum(p.dim < place.dim for p in places) for place in places]
     y = run_step(x, group, (kind, inner[0], inner[-1]))
     for place in by_dim:
         y = y.flatten(place.dim, place.dim + 1)
