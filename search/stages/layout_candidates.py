@@ -54,7 +54,7 @@ class Border(NamedTuple):
 ONE_PIECE = Border()
 """What blocks hand on in a plan made without a search."""
 
-BORDERS = (Border(2), Border(2, mirrored=True), Border(4), Border(8))
+BORDERS = (Border(2, mirrored=True), Border(2), Border(4), Border(8))
 """What is tried beside one piece a rank, in this order."""
 
 LEAST_SAVED = 0.005
@@ -278,9 +278,7 @@ class SizedCandidates:
                     yield kinds[kind]
         gathered: dict[Border, StageTable] = {}
         for kind in IN_PIECES:
-            least_s = before_s = floor_s = enough_s = (
-                _seconds(kinds[kind]) if kind in kinds else 0.0
-            )
+            least_s = before_s = _seconds(kinds[kind]) if kind in kinds else 0.0
             for border in BORDERS if kind in kinds else ():
                 try:
                     table = self._table(by_class, kind, border, gathered=gathered.get(border))
@@ -290,13 +288,18 @@ class SizedCandidates:
                 if kind == "queries":
                     gathered[border] = table
                 after_s = _seconds(table)
-                least_s = min(least_s, after_s)
-                if not border.mirrored:
-                    # With k pieces on n ranks the fullest has 1 + (1 - 1/n) / k of the mean causal
-                    # work: twice as many halve what is over. So all that follow, mirrored ones too,
-                    # save at most as much as these did.
-                    floor_s, enough_s = 2 * after_s - before_s, LEAST_SAVED * before_s
-                    before_s = after_s
+                least_s, enough_s = min(least_s, after_s), LEAST_SAVED * before_s
+                if border.mirrored:
+                    # All ranks have the mean of causal work: where it makes no difference, no
+                    # pieces do. It is tried for each size of cp, as shapes with a smaller one stand
+                    # for shapes with a larger one (`outdone`).
+                    if abs(before_s - after_s) < enough_s:
+                        break
+                    continue
+                # With k pieces on n ranks the fullest has 1 + (1 - 1/n) / k of the mean causal
+                # work: twice as many halve what is over. So all that follow save at most as much as
+                # these did.
+                floor_s, before_s = 2 * after_s - before_s, after_s
                 if least_s - floor_s < enough_s:
                     break
 
