@@ -26,8 +26,10 @@ from planner.language.lowering.attention_cut import (
     pieces_of_sequences,
 )
 from search import SearchRequest, find_plan
+from search.candidates import Candidates
 from search.op_layout.layouts import _LEAST_SAVING
 from search.request import LEAST_ODDS
+from search.space.outdone import without_outdone
 from tests.builders import PlainGPT, gpt_batch, tiny_models
 from tests.captures import capture_module
 from tests.experts import RoutedGPT
@@ -283,18 +285,33 @@ def instance_of_cuts(rng: np.random.Generator) -> Instance:
     ],
 )
 def test_ways_to_cut_sequences_are_chosen_by_cost(instances, seed):
-    """B10: no way of cp and no shape left out for replicas of whole samples beats the answer."""
+    """B10: no way of cp beats the answer, nor, but for a thousandth, a shape that is left out for
+    replicas of whole samples.
+    """
     rng, ways = np.random.default_rng(seed), set()
     for _ in range(instances):
         instance = instance_of_cuts(rng)
-        every = seconds_and_bytes(every_answer(instance.graph, instance.machine, instance.request))
+        answers = list(every_answer(instance.graph, instance.machine, instance.request))
+        every = seconds_and_bytes(answers)
         limit = int(min(every)[1] * rng.choice([0.8, 1.0, 2.0]))
         request = replace(instance.request, memory_limit_bytes=limit)
         result = find_plan(instance.graph, instance.machine, request)
-        gap = check_against(best_within(limit, every), limit, result)
-        if gap is None:
+        candidates = Candidates.of(instance.graph, instance.machine, request)
+        shapes = without_outdone(tuple(candidates.shapes(request)))
+        sizes = {(shape.degrees, shape.pp, shape.microbatch_size) for shape in shapes}
+        of_shapes = seconds_and_bytes(
+            answer
+            for answer in answers
+            for c in (answer.configuration,)
+            if (c.degrees, c.pp, c.microbatch_size) in sizes
+        )
+        best_s = best_within(limit, of_shapes)
+        if check_against(best_s, limit, result) is None:
             continue
-        assert gap < 1e-9
+        assert result.certificate.gap < 1e-9
+        # Of what is left out no more is faster than work on positions alone, which all samples of a
+        # microbatch share.
+        assert best_s <= best_within(limit, every) * (1 + 1e-3)
         on_cp = [layout for layout in result.plan.layouts if layout.axis == "cp"]
         border = pieces_of_sequences(on_cp), are_mirrored(on_cp)
         hp = result.plan.degrees["hp"]
