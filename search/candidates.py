@@ -218,13 +218,13 @@ class Candidates:
         return [layouts.solver for layouts in every]
 
     def tables_of_groups(
-        self, tp: int, microbatch_size: int, cp: int = 1, ep: int = 1, etp: int = 1
+        self, tp: int, microbatch_size: int, *others: int
     ) -> tuple[Mapping[str, StageTable], ...]:
         """Return, for each layout worth trying on any group of devices, its table on every group.
 
-        Stages of equal degrees have one layout, wherever they lie.
+        Stages of equal degrees have one layout, wherever they lie. `others` are of `BlockSizes`.
         """
-        key = BlockSizes(tp, microbatch_size, cp, ep, etp)
+        key = BlockSizes(tp, microbatch_size, *others)
         if key not in self._group_tables:
             found = {
                 table.layouts: table
@@ -239,20 +239,18 @@ class Candidates:
         return self._group_tables[key]
 
     def tables_of_parts(
-        self, tp: int, microbatch_size: int, cp: int = 1, ep: int = 1, etp: int = 1, *, pp: int
+        self, tp: int, microbatch_size: int, *others: int, pp: int
     ) -> Iterator[Mapping[str, StageTable]]:
         """Yield the same for pipelines that have a part of each of `pp` stages on every group."""
-        for tables in self.tables_of_groups(tp, microbatch_size, cp, ep, etp):
+        for tables in self.tables_of_groups(tp, microbatch_size, *others):
             yield {
                 name: replace(table, costs=table.costs.part(self.costs.group_sizes[name] // pp))
                 for name, table in tables.items()
             }
 
-    def tables(
-        self, tp: int, microbatch_size: int, cp: int = 1, ep: int = 1, etp: int = 1
-    ) -> tuple[StageTable, ...]:
-        """Return one table per layout worth trying at these degrees and microbatch size."""
-        return self.layouts.at(tp, microbatch_size, cp, ep, etp).tables
+    def tables(self, tp: int, microbatch_size: int, *others: int) -> tuple[StageTable, ...]:
+        """Return one table per layout worth trying at these sizes (`BlockSizes`)."""
+        return self.layouts.at(tp, microbatch_size, *others).tables
 
     def interleaved(self, configuration: Configuration, table: StageTable) -> InterleavedStages:
         """Return a configuration's interleaved stages, as even as blocks allow."""

@@ -21,7 +21,8 @@ SOLVERS = ("dp", "recursive", "ilp")
 INEXACT_SOLVER = "recursive"
 """The value of its stage boundaries proves nothing."""
 _NAMED = ("schedule", "recompute")
-CHOICES = ("dp", "tp", "pp", "vpp", "cp", "rp", "ep", "microbatch_size", "zero", *_NAMED)
+_SIZES = ("dp", "tp", "pp", "vpp", "cp", "hp", "rp", "ep", "microbatch_size")
+CHOICES = (*_SIZES, "zero", *_NAMED)
 """What can be fixed, allowed or forbidden by value."""
 
 Meshes = Literal["same", "own"]
@@ -42,7 +43,7 @@ class SearchRequest:
     """
 
     num_devices: int
-    """All of them are used: rp * dp * cp * tp * pp of the plan."""
+    """All of them are used: rp * dp * cp * hp * tp * pp of the plan."""
     global_batch: int
     """Samples per step."""
     memory_limit_bytes: int | None = None
@@ -60,6 +61,8 @@ class SearchRequest:
     """Stages per pipeline rank."""
     cp: int | None = None
     """Context-parallel degree."""
+    hp: int | None = None
+    """Ranks inside each of its parts that exchange positions for heads in attention."""
     rp: int | None = None
     """Copies of ZeRO's shards: dp replicas shard, and so many times they are copied (HSDP)."""
     ep: int | None = None
@@ -152,7 +155,7 @@ class SearchRequest:
                 f"`global_batch` {self.global_batch} was given; a step needs at least one sample, "
                 "so use `global_batch` 1 or more"
             )
-        for name in ("dp", "tp", "pp", "vpp", "cp", "rp", "ep", "microbatch_size"):
+        for name in _SIZES:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise LayoutError(

@@ -68,7 +68,7 @@ class WarmStart:
         self.bounds[key] = max(bound, self.bounds.get(key, 0.0))
 
 
-OfBlocks = tuple[int, int, int, int]
+OfBlocks = tuple[int, int, int, int, int]
 """Degrees that blocks' programs depend on (`BlockSizes.degrees`)."""
 
 
@@ -128,16 +128,17 @@ class SearchState(BranchAndBound):
         """Return a step time that a shape with cp cannot beat, 0 where nothing is known: its blocks
         take at best a cp-th of what they take without it.
         """
-        without = self.without_cp.get(shape.block_sizes._replace(cp=1), ())
+        without = self.without_cp.get(shape.block_sizes.with_whole_sequences, ())
         return min((self._least_divided_s(layout, shape) for layout in without), default=0.0)
 
     def _least_divided_s(self, layout: LayoutCandidate | StageTable, shape: Shape) -> float:
         """Return the least step time of a shape whose cp divides at best all of a layout's work."""
         if isinstance(layout, LayoutCandidate):
-            return replace(layout, least_s=layout.least_s / shape.cp).least_step_s(shape)
-        key = layout.key, shape.cp
+            least_s = layout.least_s / shape.sequence_parts
+            return replace(layout, least_s=least_s).least_step_s(shape)
+        key = layout.key, shape.sequence_parts
         if key not in self._divided:
-            self._divided[key] = DividedBounds(table=layout, parts=shape.cp)
+            self._divided[key] = DividedBounds(table=layout, parts=shape.sequence_parts)
         return self._divided[key].least_step_of_shape(shape)
 
     def certificate(self, best: EvaluatedPlan) -> Certificate:
@@ -179,7 +180,7 @@ MIXED_PARTITIONS: Wave = (4,)
 
 
 def _is_late(sizes: BlockSizes) -> int:
-    return int(sizes.cp > 1 or sizes.ep > 1)
+    return int(sizes.cp * sizes.hp > 1 or sizes.ep > 1)
 
 
 def degrees_wave(sizes: BlockSizes) -> Wave:

@@ -1,6 +1,6 @@
 """A mesh axis is an entry of a table: two more, added here, are planned with and trained with.
 
-`xp` cuts the batch a second time, between replicas that are farther apart than those of dp. `hp`
+`xp` cuts the batch a second time, between replicas that are farther apart than those of dp. `qp`
 cuts parameters a second time, outside tp.
 """
 
@@ -38,7 +38,7 @@ def more_axes() -> Iterator[None]:
         Axis(name="xp", divides="samples, again", cuts_batch=True, whole_params=True), outside="dp"
     )
     register_axis(
-        Axis(name="hp", divides="parameters, again", cuts_batch=False, whole_params=False),
+        Axis(name="qp", divides="parameters, again", cuts_batch=False, whole_params=False),
         outside="tp",
     )
     try:
@@ -97,7 +97,7 @@ def test_a_size_must_be_a_count(tmp_path, size, says):
 
 @pytest.mark.usefixtures("registered")
 def test_its_ranks_are_the_farthest_apart():
-    """rank = ((xp_rank * dp + dp_rank) * hp + hp_rank) * tp + tp_rank."""
+    """rank = ((xp_rank * dp + dp_rank) * qp + qp_rank) * tp + tp_rank."""
     mesh = plan_of(xp=2, dp=2, tp=2).mesh(0)
     assert list(mesh.groups("tp")) == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert list(mesh.groups("xp")) == [(0, 4), (1, 5), (2, 6), (3, 7)]
@@ -109,7 +109,7 @@ def test_its_ranks_are_the_farthest_apart():
 
 
 def test_an_axis_without_a_table_entry_has_no_size():
-    with pytest.raises(LayoutError, match="mesh axis 'xp' is unknown; axes are rp, dp, cp, tp"):
+    with pytest.raises(LayoutError, match="mesh axis 'xp' is unknown; axes are rp, dp, cp, hp, tp"):
         Degrees(xp=2)
 
 
@@ -126,14 +126,14 @@ def test_who_takes_other_samples_needs_all_parameters():
 
 @pytest.mark.usefixtures("registered")
 def test_a_coarse_cut_changes_while_nothing_finer_cuts_the_dim():
-    """tp cuts first, then hp, then cp: the order of lowering."""
-    src = Placements.of({"tp": Shard(1), "hp": Shard(1), "cp": Shard(1)})
-    dst = Placements.of({"tp": Replicate(), "hp": Shard(0), "cp": Shard(1)})
+    """tp cuts first, then qp, then cp: the order of lowering."""
+    src = Placements.of({"tp": Shard(1), "qp": Shard(1), "cp": Shard(1)})
+    dst = Placements.of({"tp": Replicate(), "qp": Shard(0), "cp": Shard(1)})
     assert [(m.axis, str(m.src), str(m.dst)) for m in moves_between(src, dst)] == [
         ("cp", "S(1)", "R"),
-        ("hp", "S(1)", "R"),
+        ("qp", "S(1)", "R"),
         ("tp", "S(1)", "R"),
-        ("hp", "R", "S(0)"),
+        ("qp", "R", "S(0)"),
         ("cp", "R", "S(1)"),
     ]
 
@@ -164,17 +164,17 @@ def test_an_axis_that_blocks_are_lowered_on_costs_what_tp_does(choices):
     graph, machine = capture("gpt", torch.float32), Machine(devices_per_node=2)
     on_hp, on_tp = (
         estimate(graph, machine, default_plan(graph, **sizes, **choices))
-        for sizes in ({"hp": 2}, {"tp": 2})
+        for sizes in ({"qp": 2}, {"tp": 2})
     )
     assert on_hp.to_dict() == on_tp.to_dict()
 
 
 @pytest.mark.usefixtures("registered")
 def test_the_outer_of_two_axes_has_the_slower_links():
-    """hp is outside tp: between nodes of two. Both cut parameters, each a part of them."""
+    """qp is outside tp: between nodes of two. Both cut parameters, each a part of them."""
     graph = capture("gpt", torch.float32)
     near, far = (
-        estimate(graph, Machine(devices_per_node=count), default_plan(graph, hp=2, tp=2))
+        estimate(graph, Machine(devices_per_node=count), default_plan(graph, qp=2, tp=2))
         for count in (4, 2)
     )
     assert far.step_s > near.step_s
@@ -206,9 +206,9 @@ def test_a_search_honours_its_size():
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_search_places_what_is_lowered_on_it(tp):
     """Its answer is the estimate of its plan, which trains: ZeRO takes one axis that cuts."""
-    found = search(axes=(("hp", 2),), tp=tp)
-    assert (found.degrees["hp"], found.degrees["tp"]) == (2, tp)
-    assert {layout.axis for layout in found.layouts} == ({"hp", "tp"} if tp > 1 else {"hp"})
+    found = search(axes=(("qp", 2),), tp=tp)
+    assert (found.degrees["qp"], found.degrees["tp"]) == (2, tp)
+    assert {layout.axis for layout in found.layouts} == ({"qp", "tp"} if tp > 1 else {"qp"})
     assert found.zero_stage == 0 or tp == 1
     again = estimate(capture("gpt", torch.float32), Machine(), found)
     assert again.step_s == pytest.approx(found.estimate["step_s"])
@@ -223,7 +223,9 @@ def test_a_search_that_is_not_given_its_size_takes_one():
 def test_sizes_that_do_not_go_together_are_refused():
     with pytest.raises(LayoutError, match=r"xp=3 does not divide `num_devices` 4"):
         search(axes=(("xp", 3),))
-    with pytest.raises(LayoutError, match=r"rp \* xp \* dp \* cp \* hp \* tp \* pp must equal 4"):
+    with pytest.raises(
+        LayoutError, match=r"rp \* xp \* dp \* cp \* hp \* qp \* tp \* pp must equal 4"
+    ):
         search(axes=(("xp", 2),), dp=4)
     with pytest.raises(LayoutError, match="an axis that has a field here is fixed by it"):
         search(axes=(("dp", 2),))
@@ -271,8 +273,8 @@ def test_tied_weights_on_two_stages_of_it():
 
 
 def test_a_second_cut_of_parameters_trains_as_one_process():
-    """Pieces of pieces: blocks are lowered on tp, then on hp."""
-    check(4, [("gpt", {"hp": 2, "tp": 2}), ("gpt", {"hp": 2, "cp": 2})])
+    """Pieces of pieces: blocks are lowered on tp, then on qp."""
+    check(4, [("gpt", {"qp": 2, "tp": 2}), ("gpt", {"qp": 2, "cp": 2})])
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -70,6 +70,13 @@ class Question:
     cp: Annotated[
         int | None, typer.Option(help="Fix the context-parallel degree.", rich_help_panel=CHOICES)
     ] = None
+    hp: Annotated[
+        int | None,
+        typer.Option(
+            help="Fix the ranks of each part of cp that exchange positions for heads.",
+            rich_help_panel=CHOICES,
+        ),
+    ] = None
     rp: Annotated[
         int | None,
         typer.Option(
@@ -222,6 +229,7 @@ class Question:
             pp=self.pp,
             vpp=self.vpp,
             cp=self.cp,
+            hp=self.hp,
             rp=self.rp,
             ep=self.ep,
             expert_imbalance=self.expert_imbalance,

@@ -19,6 +19,7 @@ SPELLINGS = {
     "pp": "--pp",
     "vpp": "--vpp",
     "cp": "--cp",
+    "hp": "--hp",
     "rp": "--rp",
     "ep": "--ep",
     "expert_imbalance": "--expert-imbalance",

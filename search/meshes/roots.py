@@ -49,7 +49,10 @@ class MeshesNode(Node[SearchState]):
             options = {option for shape in group for option in shape.options}
             zeros = {zero for shape in group for zero in shape.zeros}
             # Quick: layouts with cp are found only where the work without it, divided, may win.
-            if group[0].cp > 1 and self._least_with_cp(search, group) >= search.to_beat_s:
+            if (
+                group[0].sequence_parts > 1
+                and self._least_with_cp(search, group) >= search.to_beat_s
+            ):
                 search.num_considered += len(options) * len(zeros)
                 search.prune(BEATEN, len(options) * len(zeros))
                 continue
@@ -63,7 +66,7 @@ class MeshesNode(Node[SearchState]):
             for shape in group
             for table in search.candidates.tables(shape.tp, shape.microbatch_size)
         )
-        return Mix(members=without).least_step_s() / group[0].cp
+        return Mix(members=without).least_step_s() / group[0].sequence_parts
 
 
 def meshes_node(shapes: Sequence[Shape]) -> MeshesNode:

@@ -57,13 +57,13 @@ class DegreesNode(Node[SearchState]):
         for shape in self.shapes:
             of_degrees = groups.setdefault(shape.block_sizes.degrees, {})
             of_degrees.setdefault(shape.microbatch_size, []).append(shape)
-        for (ep, cp, tp, etp), by_size in sorted(groups.items()):
+        for (ep, cp, hp, tp, etp), by_size in sorted(groups.items()):
             sizes = tuple(tuple(by_size[size]) for size in sorted(by_size))
             search.num_considered += _count(sizes)
             # cp divides at best all that blocks do without it. (ep also spares a rank the reading
             # of other experts' matrices: what it leaves is not known from the work without it.)
-            is_known = cp > 1 and ep == 1 and not search.candidates.across_samples
-            without = 1, 1, tp, etp
+            is_known = cp * hp > 1 and ep == 1 and not search.candidates.across_samples
+            without = 1, 1, 1, tp, etp
             per_sample_s = search.least_per_sample_s.get(without, 0.0) if is_known else 0.0
             bounds = tuple(_least_step_s(shapes, per_sample_s) for shapes in sizes)
             wave = sizes_wave(sizes[0][0].block_sizes)
@@ -135,7 +135,7 @@ def _shape_nodes(search: SearchState, shapes: Sequence[Shape]) -> Generator[Shap
             bound = layout.least_step_s(shape)
             wave = shapes_wave(sizes, shape.pp)
             yield ShapeNode(bound=bound, wave=wave, shape=shape, find_table=layout.find_table)
-    if sizes.cp == 1:
+    if sizes.cp * sizes.hp == 1:
         search.without_cp[sizes] = *beaten, *tables
     fits, seconds = bool(beaten), float("inf")
     for table in tables:
@@ -167,7 +167,7 @@ def _shape_nodes(search: SearchState, shapes: Sequence[Shape]) -> Generator[Shap
 
 def _may_win(search: SearchState, shapes: Sequence[Shape]) -> Sequence[Shape]:
     """Return the shapes that may win with cp, by what their blocks take without it."""
-    if shapes[0].cp == 1 or search.candidates.across_samples:
+    if shapes[0].sequence_parts == 1 or search.candidates.across_samples:
         return shapes
     left = [shape for shape in shapes if search.least_with_cp_s(shape) < search.to_beat_s]
     search.prune(BEATEN, _count([shapes]) - _count([left]))
@@ -243,10 +243,13 @@ def _larger_may_fit(search: SearchState, shapes: Sequence[Shape]) -> bool:
 def _least_step_s(shapes: Sequence[Shape], per_sample_s: float) -> float:
     """Return a step time that shapes cannot beat, from a sample's seconds without cp.
 
-    samples of a replica * seconds of a sample / (cp * pp): the work, dealt evenly.
+    samples of a replica * seconds of a sample / (cp * hp * pp): the work, dealt evenly.
     """
     return min(
-        shape.num_microbatches * shape.microbatch_size * per_sample_s / (shape.cp * shape.pp)
+        shape.num_microbatches
+        * shape.microbatch_size
+        * per_sample_s
+        / (shape.sequence_parts * shape.pp)
         for shape in shapes
     )
 

@@ -143,7 +143,8 @@ def _num_jobs(node: Waiting) -> int:
 
 
 def _degrees_of(configuration: Configuration | Shape) -> tuple[int, ...]:
-    return (configuration.batch_parts, configuration.cp, configuration.tp, configuration.pp)
+    sequences = configuration.cp, configuration.degrees["hp"]
+    return (configuration.batch_parts, *sequences, configuration.tp, configuration.pp)
 
 
 def _cut(search: SearchState, node: ConfigurationNode, ceiling: float) -> Cut | None:

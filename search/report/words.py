@@ -25,7 +25,7 @@ PART_MEANING = {
     "compute_s": "forward and backward, mean over pipeline ranks",
     "recompute_s": "forward work that runs again in the backward",
     "host_s": "the device waits for the host to launch kernels",
-    "tp_comm_s": "collectives inside blocks, over tp, cp and ep",
+    "tp_comm_s": "collectives inside blocks, over tp, cp, hp and ep",
     "dp_comm_s": "gradients and weights between replicas, what compute does not hide",
     "optimizer_s": "the update of the weights",
     "offload_s": "copies to and from host memory that outlast the jobs beside them",

@@ -33,11 +33,18 @@ class BlockSizes(NamedTuple):
     """Parts of the experts."""
     etp: int = 1
     """Parts of each expert's matrices."""
+    hp: int = 1
+    """Parts of each of those of the sequences, and of the heads."""
 
     @property
-    def degrees(self) -> tuple[int, int, int, int]:
+    def degrees(self) -> tuple[int, int, int, int, int]:
         """All but the microbatch size, in the order in which searches open them."""
-        return self.ep, self.cp, self.tp, self.etp
+        return self.ep, self.cp, self.hp, self.tp, self.etp
+
+    @property
+    def with_whole_sequences(self) -> BlockSizes:
+        """The sizes without those that cut sequences."""
+        return self._replace(cp=1, hp=1)
 
 
 class _OnMesh:
@@ -51,7 +58,8 @@ class _OnMesh:
     def block_sizes(self) -> BlockSizes:
         """What names the tables that hold its blocks' prices."""
         of = self.degrees
-        return BlockSizes(of["tp"], self.microbatch_size, of["cp"], of["ep"], of["etp"])
+        sizes = of["tp"], self.microbatch_size, of["cp"], of["ep"], of["etp"], of["hp"]
+        return BlockSizes(*sizes)
 
     @property
     def batch_parts(self) -> int:
@@ -60,8 +68,13 @@ class _OnMesh:
 
     @property
     def cp(self) -> int:
-        """Parts of every sequence."""
+        """Parts of every sequence, but for those that heads are exchanged for (hp)."""
         return self.degrees["cp"]
+
+    @property
+    def sequence_parts(self) -> int:
+        """Parts of every sequence between blocks."""
+        return self.degrees["cp"] * self.degrees["hp"]
 
     @property
     def tp(self) -> int:

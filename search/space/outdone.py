@@ -8,6 +8,10 @@ rounds), and the rank with the last positions meets no more keys. So nothing spe
 g divides: neither time nor memory.
 
     dp 1, cp 4, microbatches of 2      is outdone by      dp 2, cp 2, microbatches of 1
+
+With a level inside cp (hp) the same holds of the outer one. Left out of account is work on
+positions alone (a table of positions, angles of rotary ones), which the samples of a microbatch
+share: with more cp a rank has less of it.
 """
 
 from __future__ import annotations

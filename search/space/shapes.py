@@ -86,6 +86,8 @@ class Space:
         rest = rest_axis()
         chosen = [axis for axis in (*lowered_axes(), *reversed(batch_axes())) if axis is not rest]
         for sizes in self._of(chosen, {}):
+            if not self._has_two_levels(sizes):
+                continue
             left = self.request.num_devices // prod(sizes.values())
             for pp in self.request.values("pp", divisors(left)):
                 # The axis that is not chosen gets the ranks that are left.
@@ -135,6 +137,26 @@ class Space:
         for size in self.request.values(axis.name, self._searched(axis)):
             if left % size == 0 and (size == 1 or self._can_have(axis, size)):
                 yield from self._of(others, {**before, axis.name: size})
+
+    def _has_two_levels(self, sizes: dict[str, int]) -> bool:
+        """Whether sequences that are cut by heads along an axis, inside nodes, are cut along
+        another between nodes, too, and into no more parts than a search tries; what the request
+        names is honoured.
+        """
+        cuts = [axis for axis in lowered_axes() if axis.cuts_sequences]
+        parts = prod(sizes[axis.name] for axis in cuts)
+        inside = 1
+        for axis in lowered_axes():
+            size = sizes[axis.name]
+            inside *= size
+            if not axis.by_heads or size == 1 or self.request.names(axis.name, size):
+                continue
+            most = parts if axis.most is None else axis.most(self.graph)
+            per_node = self.cluster.devices_per_node
+            # (Alone it is what the other axis does.)
+            if not inside <= per_node < inside * parts // size or parts > most:
+                return False
+        return True
 
     def _searched(self, axis: Axis) -> list[int]:
         """Return the sizes to try of an axis that the request does not name."""

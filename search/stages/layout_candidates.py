@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from costmodel import CostCache
 from costmodel.memory.bound import NOTHING, OnHost, kept_bytes
@@ -43,8 +43,19 @@ from search.op_layout.layouts import LayoutSolver, SizedLayouts
 from search.space.configuration import BlockSizes, Shape
 from search.stages.stage_table import StageTable
 
-PIECES = (2, 4, 8)
-"""Pieces of every sequence that a rank has, beside one."""
+
+class Border(NamedTuple):
+    """How blocks hand on sequences that an axis cuts (`Shard`)."""
+
+    pieces: int = 1
+    mirrored: bool = False
+
+
+ONE_PIECE = Border()
+"""What blocks hand on in a plan made without a search."""
+
+BORDERS = (Border(2, mirrored=True), Border(2), Border(4), Border(8))
+"""What is tried beside one piece a rank, in this order."""
 
 LEAST_SAVED = 0.005
 """Of a microbatch's seconds: what more pieces have to save for still more to be tried."""
@@ -103,15 +114,14 @@ class LayoutCandidates:
     _accumulate_s: dict[bool, float] = field(default_factory=dict)
     """Seconds of adding up gradients, by whether an axis cuts parameters."""
 
-    def at(
-        self, tp: int, microbatch_size: int, cp: int = 1, ep: int = 1, etp: int = 1
-    ) -> SizedCandidates:
-        """Return those of some sizes of blocks."""
-        key = BlockSizes(tp, microbatch_size, cp, ep, etp)
+    def at(self, tp: int, microbatch_size: int, *others: int) -> SizedCandidates:
+        """Return those of some sizes of blocks (`BlockSizes`)."""
+        key = BlockSizes(tp, microbatch_size, *others)
         if key not in self._sized:
+            sizes = {"tp": tp, "cp": key.cp, "hp": key.hp, "ep": key.ep, "etp": key.etp}
             self._sized[key] = SizedCandidates(
                 candidates=self,
-                degrees=replica_mesh(self.given.with_sizes(tp=tp, cp=cp, ep=ep, etp=etp)),
+                degrees=replica_mesh(self.given.with_sizes(**sizes)),
                 microbatch_size=microbatch_size,
             )
         return self._sized[key]
@@ -198,7 +208,7 @@ class SizedCandidates:
         cp cannot divide their blocks.
         """
         if self._adds_ops:
-            if self.degrees["cp"] == 1 < self.degrees["tp"]:
+            if self.degrees["cp"] * self.degrees["hp"] == 1 < self.degrees["tp"]:
                 # Sums of ops alone bound a layout only where the runtime runs ops one by one.
                 yield (self.optimistic,)
             yield self.fastest
@@ -233,14 +243,17 @@ class SizedCandidates:
 
     def _ways(self, by_class: tuple[ClassLayout, ...]) -> Iterator[StageTable]:
         """Yield tables of layouts on tp: where an axis cuts sequences, of all kinds of attention
-        with one piece a rank, and with queries on each rank in more and more pieces.
+        with one piece a rank, and with queries on each rank in more and more pieces, and mirrored.
 
         Raises LayoutError where outer axes cannot divide what the layouts make.
         """
         of = self.candidates
         cheapest = self._table(by_class)
-        axes = {axis.name for axis in lowered_axes() if axis.cuts_sequences}
-        cuts_sequences = any(self.degrees[axis] > 1 for axis in axes)
+        axes = [axis for axis in lowered_axes() if axis.cuts_sequences]
+        cuts_sequences = any(self.degrees[axis.name] > 1 for axis in axes)
+        # Along one of them attention is by heads; the others have their choice.
+        choosing = {axis.name for axis in axes if not axis.by_heads}
+        is_by_heads = any(self.degrees[axis.name] > 1 for axis in axes if axis.by_heads)
         if cuts_sequences and of.expressed is not None:
             # Of a stack's own cut of sequences a layout tells no more than the kind it has.
             if of.costs.execution.rings_attention:
@@ -252,50 +265,59 @@ class SizedCandidates:
         yield cheapest
         if not cuts_sequences:
             return
-        on_cp = [layout for layout in cheapest.layouts if layout.axis in axes]
+        on_cp = [layout for layout in cheapest.layouts if layout.axis in choosing]
         found = attention_kinds(of.costs.graph, on_cp)
         kinds = dict.fromkeys(found, cheapest)
         if len(kinds) != 1:  # without attention, or of several kinds
             return
         for kind in get_args(AttentionBy):
-            if kind not in kinds:
+            # (By heads along both axes is by heads along one as large.)
+            if kind not in kinds and not (kind == "heads" and is_by_heads):
                 with suppress(LayoutError):
                     kinds[kind] = self._table(by_class, kind, gathered=kinds.get("queries"))
                     yield kinds[kind]
-        gathered: dict[int, StageTable] = {}
+        gathered: dict[Border, StageTable] = {}
         for kind in IN_PIECES:
-            before_s = _seconds(kinds[kind]) if kind in kinds else 0.0
-            for pieces in PIECES if kind in kinds else ():
+            least_s = before_s = _seconds(kinds[kind]) if kind in kinds else 0.0
+            for border in BORDERS if kind in kinds else ():
                 try:
-                    table = self._table(by_class, kind, pieces, gathered=gathered.get(pieces))
+                    table = self._table(by_class, kind, border, gathered=gathered.get(border))
                 except LayoutError:
                     break
                 yield table
                 if kind == "queries":
-                    gathered[pieces] = table
-                # With k pieces on n ranks the fullest has 1 + (1 - 1/n) / k of the mean causal
-                # work: twice as many halve what is over, so all that follow save less than this
-                # one did.
+                    gathered[border] = table
                 after_s = _seconds(table)
-                if before_s - after_s < LEAST_SAVED * before_s:
+                least_s, enough_s = min(least_s, after_s), LEAST_SAVED * before_s
+                if border.mirrored:
+                    # All ranks have the mean of causal work: where it makes no difference, no
+                    # pieces do. It is tried for each size of cp, as shapes with a smaller one stand
+                    # for shapes with a larger one (`outdone`).
+                    if abs(before_s - after_s) < enough_s:
+                        break
+                    continue
+                # With k pieces on n ranks the fullest has 1 + (1 - 1/n) / k of the mean causal
+                # work: twice as many halve what is over. So all that follow save at most as much as
+                # these did.
+                floor_s, before_s = 2 * after_s - before_s, after_s
+                if least_s - floor_s < enough_s:
                     break
-                before_s = after_s
 
     def _table(
         self,
         by_class: tuple[ClassLayout, ...],
         attention: AttentionBy | None = None,
-        pieces: int = 1,
+        border: Border = ONE_PIECE,
         gathered: StageTable | None = None,
     ) -> StageTable:
         """Return the table of layouts on tp and one way to divide on outer axes what they make.
 
-        `gathered` is that of attention by queries in as many pieces, of which a ring follows.
+        `gathered` is that of attention by queries with the same border, of which a ring follows.
         """
         if attention == "ring" and gathered is not None:
             layouts = self._over_ring(gathered)
         else:
-            layouts = self._with_outer(by_class, attention, pieces)
+            layouts = self._with_outer(by_class, attention, border)
         self._check_experts(layouts)
         self._check_expressed(layouts)
         return StageTable(
@@ -314,7 +336,7 @@ class SizedCandidates:
         for axis in lowered_axes():
             size = self.degrees[axis.name]
             for layout in gathered.layouts:
-                if layout.axis == axis.name and axis.cuts_sequences:
+                if layout.axis == axis.name and axis.cuts_sequences and not axis.by_heads:
                     index = layout.class_index
                     inner = tuple(each for each in layouts if each.class_index == index)
                     program = costs.local(index, self.microbatch_size, inside, inner)
@@ -341,7 +363,7 @@ class SizedCandidates:
                 raise LayoutError(f"{self.degrees}: {why}")
 
     def _with_outer(
-        self, layouts: tuple[ClassLayout, ...], attention: AttentionBy | None, pieces: int
+        self, layouts: tuple[ClassLayout, ...], attention: AttentionBy | None, border: Border
     ) -> tuple[ClassLayout, ...]:
         """Return the layouts with those on each axis outside, of what is lowered inside it."""
         costs, degrees = self.candidates.costs, self.degrees
@@ -366,7 +388,8 @@ class SizedCandidates:
                 microbatch_size=self.microbatch_size,
                 programs=programs,
                 attention=attention,
-                segments=pieces,
+                segments=border.pieces,
+                mirrored=border.mirrored,
             )
             inside = inside.with_sizes(**{axis.name: degrees[axis.name]})
         return layouts

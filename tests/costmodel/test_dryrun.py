@@ -22,7 +22,7 @@ from tests.builders import PlainGPT, build_hf, gpt_batch, telling_first, text_ba
 from tests.captures import capture_module
 from tests.cpu_profile import CpuProfile
 from tests.experts import RoutedGPT
-from tests.runtime.test_cuts_of_sequences import cut_so
+from tests.runtime.test_cuts_of_sequences import Way, cut_so
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
@@ -176,10 +176,15 @@ def test_attention_that_is_told_of_a_window_takes_tiles(layout):
 @pytest.mark.parametrize(
     ("way", "layout"),
     [
-        (("ring", 1), {"cp": 4}),
-        pytest.param(("ring", 2), {"cp": 2}, marks=pytest.mark.slow),
-        pytest.param(("ring", 2), {"cp": 4, "recompute": "full"}, marks=pytest.mark.slow),
-        pytest.param(("queries", 2), {"cp": 2}, marks=pytest.mark.slow),
+        (Way("ring"), {"cp": 4}),
+        pytest.param(Way("ring", 2), {"cp": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            Way("ring", 2, mirrored=True), {"cp": 4, "recompute": "full"}, marks=pytest.mark.slow
+        ),
+        pytest.param(Way("queries", 2), {"cp": 2}, marks=pytest.mark.slow),
+        pytest.param(Way("ring", 2, mirrored=True), {"cp": 2, "hp": 2}, marks=pytest.mark.slow),
+        pytest.param(Way("queries"), {"cp": 2, "hp": 2}, marks=pytest.mark.slow),
+        pytest.param(Way("queries", 2, mirrored=True), {"cp": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -77,7 +77,7 @@ def test_all_that_a_plan_may_hold_is_refused_by_an_emitter_without_entries():
     )
     bucket = Bucket(inputs=view.plan.model.inputs, fingerprint="0" * 64)
     model = view.plan.model.model_copy(update={"buckets": (bucket,), "unit": Unit(size=2)})
-    degrees = view.plan.degrees.with_sizes(rp=2)
+    degrees = view.plan.degrees.with_sizes(rp=2, hp=2)
     own = {"degrees": degrees, "optimizer_on_host": True, "precision": "model", "model": model}
     own |= {"shares": (1, 3), "tables_on_host": ("word_embeddings.weight",)}
     full = changed(view, stages=stages, **own).plan

@@ -140,7 +140,7 @@ def test_its_size_is_in_the_plan_and_adds_no_ranks(tmp_path) -> None:
     graph = build_transformer(MODEL)
     plan = default_plan(graph, dp=4, ep=2)
     assert (plan.world_size, plan.degrees["ep"]) == (4, 2)
-    assert dict(plan.degrees) == {"rp": 1, "dp": 4, "cp": 1, "tp": 1}
+    assert dict(plan.degrees) == {"rp": 1, "dp": 4, "cp": 1, "hp": 1, "tp": 1}
     assert plan.degrees.with_sizes(dp=2)["ep"] == 2
     save_plan(plan, tmp_path / "plan.json")
     assert json.loads((tmp_path / "plan.json").read_text())["ep"] == 2

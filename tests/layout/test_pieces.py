@@ -63,6 +63,33 @@ def test_unwhole_splits_are_refused():
         piece_of((6,), Placements((("x", Shard(0, 2)),)), mesh(2), 0, name="w")
 
 
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("S(0)x2", [(0, 4), (1, 5), (2, 6), (3, 7)]),
+        ("S(0)z2", [(0, 7), (1, 6), (2, 5), (3, 4)]),
+    ],
+)
+def test_pieces_of_segments(text, pieces):
+    """Eight pieces on four ranks, in stripes and mirrored: from both ends to the middle."""
+    placements = Placements((("x", parse_placement(text)),))
+    for rank, (first, second) in enumerate(pieces):
+        (runs,) = piece_of((24,), placements, mesh(4), rank).runs
+        expected = [*range(3 * first, 3 * first + 3), *range(3 * second, 3 * second + 3)]
+        assert [at for start, n in runs for at in range(start, start + n)] == expected
+
+
+@pytest.mark.parametrize("text", ["R", "P", "S(1)", "S(0)x3", "S(2)z4", "S(0)z20", "O", "O(1)z2"])
+def test_placements_are_read_as_they_are_written(text):
+    assert str(parse_placement(text)) == text
+
+
+@pytest.mark.parametrize("text", ["S(0)z3", "S(0)z1", "S(0)z0", "S(0)z", "S(0)x0", "Oz5"])
+def test_mirrored_segments_come_in_pairs(text):
+    with pytest.raises(LayoutError, match="is unknown"):
+        parse_placement(text)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_transfers_are_minimal_and_complete(data):

@@ -9,12 +9,14 @@ import pytest
 from planner.language.ops.attention_pairs import pairs_met
 
 
-def counted(queries, keys, low, high, chunk, segments):
+def counted(queries, keys, low, high, chunk, segments, mirrored=False):
     """The pairs of the rank that has most of them, one by one."""
     ranks, piece = keys // queries, queries // segments
     most = 0
     for rank in range(ranks):
-        starts = [(segment * ranks + rank) * piece for segment in range(segments)]
+        turned = ranks - 1 - rank if mirrored else rank
+        own = [turned if segment % 2 else rank for segment in range(segments)]
+        starts = [(segment * ranks + own[segment]) * piece for segment in range(segments)]
         places = [start + at for start in starts for at in range(piece)]
         most = max(
             most,
@@ -29,14 +31,14 @@ def counted(queries, keys, low, high, chunk, segments):
     return most
 
 
-@pytest.mark.parametrize("segments", [1, 2])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_pairs_by_formula_are_those_counted(ranks, segments):
+@pytest.mark.parametrize(("segments", "mirrored"), [(1, False), (2, False), (2, True), (4, True)])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+def test_pairs_by_formula_are_those_counted(ranks, segments, mirrored):
     """N9: causal, windows of one and of two sides, and no bounds."""
-    for low, high in itertools.product((None, 0, -3), (None, 2, 50)):
-        given = {"low": low, "high": high, "segments": segments}
+    for low, high in itertools.product((None, 0, -3), (None, 2, 9, 50)):
+        given = {"low": low, "high": high, "segments": segments, "mirrored": mirrored}
         found = pairs_met(24 // ranks, 24, **given)
-        assert found == counted(24 // ranks, 24, low, high, None, segments)
+        assert found == counted(24 // ranks, 24, low, high, None, segments, mirrored)
 
 
 def test_runs_are_sequences_of_their_own():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -11,7 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planner.language.layout.pieces import piece_of
-from planner.language.layout.placement import Shard, parse_placement
+from planner.language.layout.placement import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    parse_placement,
+)
 from planner.language.layout.placements import Placements
 from planner.language.layout.process_mesh import ProcessMesh
 from planner.language.ops.call import local_shape
@@ -19,10 +27,12 @@ from planner.runtime.process.collectives import redistribute, run_step
 from planner.runtime.process.groups.mesh import default_group
 from planner.runtime.stage.calls import local_ops
 from planner.runtime.state.weights import read
+from tests.sharding.programs import place, whole
+from tests.sharding.ranks import on_ranks
 from tests.spawn import run_ranks
 
 SHAPE = (4, 6, 8)
-PLACEMENTS = ("R", "P", "S(0)", "S(1)", "S(2)", "S(2)x2")
+PLACEMENTS = ("R", "P", "S(0)", "S(1)", "S(2)", "S(2)x2", "S(0)z2", "S(2)z2")
 CHANGES = [
     (src, dst, grad_partial)
     for src in PLACEMENTS
@@ -62,6 +72,49 @@ def test_fake_shapes_are_real_shapes():
     for (src, dst, _), (shape, _, grad_shape, _) in zip(CHANGES, fake, strict=False):
         assert shape == local_shape(SHAPE, parse_placement(dst), 2)
         assert grad_shape == local_shape(SHAPE, parse_placement(src), 2)
+
+
+MIRRORED = ("R", "P", "S(0)", "S(2)", "S(1)x3", "S(0)z2", "S(1)z2", "S(2)z2", "S(1)z4")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_values_and_gradients_of_every_change(ranks):
+    """Between mirrored segments, which no rank has side by side, and all else."""
+    torch.manual_seed(0)
+    tensor, above = torch.randn(2, 12, 72, 12, dtype=torch.float64)
+    changes = [
+        (src, dst, grad_partial)
+        for src, dst in itertools.product(MIRRORED, repeat=2)
+        if "z" in src + dst
+        for grad_partial in ([False, True] if dst == "R" else [False])
+    ]
+
+    def change(rank: int) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        found = []
+        for src, dst, grad_partial in changes:
+            source, target = map(parse_placement, (src, dst))
+            x = place(tensor, source, rank, ranks).requires_grad_()
+            y = redistribute(x, dist.group.WORLD.group_name, src, dst, grad_partial)
+            of_y = Partial() if grad_partial else of_gradient(target)
+            y.backward(place(above, of_y, rank, ranks))
+            found.append((y.detach(), x.grad))
+        return found
+
+    by_change = zip(*on_ranks(ranks, change), strict=True)
+    for (src, dst, grad_partial), found in zip(changes, by_change, strict=True):
+        what = f"{src} to {dst}{', terms of its gradient' if grad_partial else ''}"
+        target, of_x = parse_placement(dst), of_gradient(parse_placement(src))
+        for values, expected, placement in (
+            ([y for y, _ in found], tensor, target),
+            ([grad for _, grad in found], above, of_x),
+        ):
+            for joined in whole(values, placement):
+                torch.testing.assert_close(joined, expected, msg=lambda m, w=what: f"{w}: {m}")
+
+
+def of_gradient(placement: Placement) -> Placement:
+    """How the gradient of a value lies: of a sum it is whole."""
+    return Replicate() if isinstance(placement, Partial) else placement
 
 
 def look_up_rows(indices: torch.Tensor, table: torch.Tensor) -> Any:
@@ -110,3 +163,25 @@ def test_a_mesh_in_any_order_on_six_ranks():
     for shape, joined in run_ranks(gather_from_odd_mesh, 6):
         assert shape == (2, 1)
         assert torch.equal(torch.from_numpy(joined), torch.arange(12.0).view(4, 3))
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [("S(1)x2", "R"), ("S(1)z2", "R"), ("R", "S(1)x2"), ("S(0)", "S(1)z2"), ("S(1)x2", "S(2)x2")],
+)
+def test_pieces_of_segments_compile(src, dst):
+    """D20: as one graph, with the shapes that they have."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    name = default_group().group_name
+    torch._dynamo.reset()
+    change = torch.compile(
+        lambda x: redistribute(x, name, src, dst, dst == "R"), backend="aot_eager", fullgraph=True
+    )
+    x = torch.ones(local_shape((4, 16, 8), parse_placement(src), 2), requires_grad=True)
+    y = change(x)
+    y.sum().backward()
+    assert y.shape == local_shape((4, 16, 8), parse_placement(dst), 2)
+    assert x.grad is not None
+    assert x.grad.shape == x.shape

@@ -1,7 +1,7 @@
 """N8: cp in the space: sequences are divided where that is the best plan, and where asked (D19)."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import product
 
 import pytest
 
@@ -9,6 +9,7 @@ from costmodel.memory.bound import kept_bytes
 from planner.errors import LayoutError
 from planner.language.lowering.attention_cut import (
     IN_PIECES,
+    are_mirrored,
     attention_kinds,
     pieces_of_sequences,
 )
@@ -18,6 +19,7 @@ from search.candidates import Candidates
 from search.partition.chain_dp import solve_chain
 from search.priced_configuration import PricedConfiguration
 from search.space.outdone import without_outdone
+from search.stages.layout_candidates import LEAST_SAVED, Border
 from tests.captures import capture_tiny, capture_wide_llama
 from tests.search.machine import Machine
 
@@ -76,16 +78,17 @@ def test_short_sequences_are_divided_only_when_asked(gpt):
 
 @pytest.mark.parametrize(
     "choices",
-    [{"cp": 2, "pp": 2}, {"cp": 2, "tp": 2}, {"cp": 4, "zero": 1}, {"cp": 2, "dp": 2, "zero": 3}],
+    [
+        *({"cp": 2, "pp": 2}, {"cp": 2, "tp": 2}, {"cp": 4, "zero": 1}),
+        *({"cp": 2, "dp": 2, "zero": 3}, {"cp": 2, "hp": 2, "zero": 1}),
+    ],
 )
 def test_the_quick_price_of_cp_is_the_estimate(gpt, choices):
     """So that what it prunes the estimate would not have taken."""
     request = ask(4, 16, recompute="none", **choices)
     candidates = Candidates.of(gpt, MACHINE, request)
     configuration = next(candidates.shapes(request)[0].configurations())
-    for table in candidates.tables(
-        configuration.tp, configuration.microbatch_size, configuration.cp
-    ):
+    for table in candidates.tables(*configuration.block_sizes):
         priced = PricedConfiguration(candidates, configuration, table)
         problem = priced.problem(float("inf"))
         cut = solve_chain(problem).cut
@@ -96,29 +99,52 @@ def test_the_quick_price_of_cp_is_the_estimate(gpt, choices):
 
 def test_ways_to_cut_sequences_are_tables_of_their_own(long_llama):
     """B10: by queries and over a ring in one piece and more, and by heads: what causal work the
-    fullest rank has. No rank of a ring saves keys and values whole.
+    fullest rank has, which is the mean where pieces are mirrored, so that no more are tried. No
+    rank of a ring saves keys and values whole.
     """
     tables = Candidates.of(long_llama, MACHINE, ask(4, 1)).layouts.at(1, 1, 4).every
-    seconds, saved = {}, {}
-    for table in (candidate.table for candidate in tables):
-        way = (*attention_kinds(long_llama, table.layouts), pieces_of_sequences(table.layouts))
-        seconds[way] = float((table.forward_s + table.backward_s).sum())
-        saved[way] = float(kept_bytes(table.blocks, recompute="none").sum())
-    assert {
-        ("queries", 1),
-        ("queries", 2),
-        ("heads", 1),
-        ("ring", 1),
-        ("ring", 2),
-    } <= seconds.keys()
+    seconds = {way_of(long_llama, c.table): seconds_of(c.table) for c in tables}
+    saved = {
+        way_of(long_llama, c.table): float(kept_bytes(c.table.blocks, recompute="none").sum())
+        for c in tables
+    }
+    borders = [Border(), Border(2), Border(2, mirrored=True)]
+    assert set(seconds) == {
+        ("heads", Border()),
+        *((kind, border) for kind in IN_PIECES for border in borders),
+    }
     for kind in IN_PIECES:
-        of_pieces = [seconds[way] for way in sorted(seconds) if way[0] == kind]
-        assert of_pieces == sorted(of_pieces, reverse=True)
-        # What is over the mean, 1 - 1/n, halves; what lies beside causal attention is the same.
-        first, second, *_ = (a - b for a, b in pairwise(of_pieces))
-        assert second == pytest.approx(first / 2, rel=1e-2)
+        one, two, mirrored = (seconds[kind, border] for border in borders)
+        # What is over the mean, 1 - 1/n, halves with twice the pieces and is nothing mirrored; what
+        # lies beside causal attention is the same.
+        assert two < one
+        assert two - mirrored == pytest.approx(one - two, rel=1e-2)
     # Of a head of 128 numbers in bf16: keys and values of three other ranks, in two layers.
-    assert saved["queries", 1] - saved["ring", 1] == 2 * 2 * 3 / 4 * LENGTH * 128 * 2
+    extra = saved["queries", Border()] - saved["ring", Border()]
+    assert extra == 2 * 2 * 3 / 4 * LENGTH * 128 * 2
+
+
+def test_borders_that_are_left_out_save_little(long_llama):
+    """With 2, 4 and 8 pieces a rank, and with these mirrored, no plan is half a percent faster."""
+    sized = Candidates.of(long_llama, MACHINE, ask(4, 1)).layouts.at(1, 1, 4)
+    tried = {way_of(long_llama, c.table): seconds_of(c.table) for c in sized.every}
+    for kind in IN_PIECES:
+        least_s = min(s for way, s in tried.items() if way[0] == kind)
+        for border in (Border(n, mirrored=m) for n in (2, 4, 8) for m in (False, True)):
+            table = sized._table((), kind, border)
+            assert way_of(long_llama, table) == (kind, border)
+            assert seconds_of(table) >= least_s * (1 - LEAST_SAVED)
+
+
+def way_of(graph, table):
+    """How a table's layouts run attention, and hand on sequences."""
+    layouts = table.layouts
+    border = Border(pieces_of_sequences(layouts), mirrored=are_mirrored(layouts))
+    return (*attention_kinds(graph, layouts), border)
+
+
+def seconds_of(table):
+    return float((table.forward_s + table.backward_s).sum())
 
 
 @pytest.mark.parametrize(
@@ -131,14 +157,52 @@ def test_ways_to_cut_sequences_are_tables_of_their_own(long_llama):
 def test_a_ring_is_as_fast_as_its_messages(long_llama, machine, fastest):
     """B10: of two ways in as many pieces, the search takes the one that the links are good for."""
     layouts = Candidates.of(long_llama, machine, ask(4, 1)).layouts.at(1, 1, 4)
-    seconds = {
-        (*attention_kinds(long_llama, table.layouts), pieces_of_sequences(table.layouts)): float(
-            (table.forward_s + table.backward_s).sum()
-        )
-        for table in (candidate.table for candidate in layouts.every)
-    }
+    seconds = {way_of(long_llama, c.table): seconds_of(c.table) for c in layouts.every}
     of_kinds = {kind: min(s for way, s in seconds.items() if way[0] == kind) for kind in IN_PIECES}
     assert min(of_kinds, key=of_kinds.__getitem__) == fastest
+
+
+@pytest.fixture(scope="module")
+def long_heads():
+    """The same with four heads of keys, which two ranks can share."""
+    return capture_wide_llama(
+        LENGTH,
+        hidden_size=1024,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        intermediate_size=2048,
+    )
+
+
+def test_two_levels_are_taken_where_nodes_are_far_apart(long_heads):
+    """Heads are exchanged inside nodes of two, and between these go half the keys and values, which
+    rings hide or gathers do not. On one node no two levels are tried.
+    """
+    nodes = replace(MACHINE, devices_per_node=2, inter_bytes_per_s=2e9)
+    found = find_plan(long_heads, nodes, ask(4, 1))
+    degrees = found.plan.degrees
+    assert (degrees["cp"], degrees["hp"], found.certificate.gap) == (2, 2, 0)
+    on_hp, on_cp = (
+        attention_kinds(long_heads, [one for one in found.plan.layouts if one.axis == axis])
+        for axis in ("hp", "cp")
+    )
+    assert on_hp == {"heads"}
+    assert on_cp <= set(IN_PIECES)
+    flat = find_plan(long_heads, nodes, ask(4, 1, hp=1)).plan
+    assert flat.estimate["step_s"] > found.plan.estimate["step_s"]
+    meshes = [
+        shape.degrees for shape in Candidates.of(long_heads, MACHINE, ask(4, 1)).shapes(ask(4, 1))
+    ]
+    assert {mesh["hp"] for mesh in meshes} == {1}
+
+
+def test_the_inner_level_alone_is_the_other(long_heads):
+    """hp without cp is cp by heads: it is left out, but where it is asked for."""
+    nodes = replace(MACHINE, devices_per_node=2)
+    for request, expected in ((ask(4, 1), {(2, 2)}), (ask(4, 1, hp=2), {(1, 2), (2, 2)})):
+        shapes = Candidates.of(long_heads, nodes, request).shapes(request)
+        both = {(shape.cp, shape.degrees["hp"]) for shape in shapes}
+        assert {pair for pair in both if pair[1] > 1} == expected
 
 
 def test_samples_that_replicas_can_take_whole_are_not_cut(gpt):
@@ -153,14 +217,15 @@ def test_samples_that_replicas_can_take_whole_are_not_cut(gpt):
 
 
 def test_work_without_cp_bounds_work_with_it(gpt, long_llama):
-    """No table of cp is below the bounds made of one without it."""
-    for graph, batch in ((gpt, 8), (long_llama, 4)):
-        request = ask(4, batch, cp=2, microbatch_size=1)
+    """No table of cp, or of both levels, is below the bounds made of one without."""
+    for (graph, batch), hp in product(((gpt, 8), (long_llama, 4)), (1, 2)):
+        request = ask(4, batch, cp=2, hp=hp, microbatch_size=1)
         candidates = Candidates.of(graph, MACHINE, request)
         for shape in candidates.shapes(request):
             whole = candidates.tables(shape.tp, 1)
             least = min(
-                DividedBounds(table=table, parts=2).least_step_of_shape(shape) for table in whole
+                DividedBounds(table=table, parts=2 * hp).least_step_of_shape(shape)
+                for table in whole
             )
             for table in candidates.tables(*shape.block_sizes):
                 assert least <= TableBounds(table=table).least_step_of_shape(shape)

@@ -96,12 +96,12 @@ def test_shortfall_in_words_that_add_up(gpt, machine):
     ("choices", "message"),
     [
         ({"tp": 3}, "tp=3 does not divide `num_devices` 4, and degrees are never changed silently; "
-         "rp * dp * cp * tp * pp must equal 4, so use divisors of 4: 1, 2, 4"),
+         "rp * dp * cp * hp * tp * pp must equal 4, so use divisors of 4: 1, 2, 4"),
         ({"pp": 4, "vpp": 4}, "pp=4 * vpp=4 makes 16 stages, but the model has 6 blocks and a "
          "stage holds at least one; use pp * vpp <= 6"),
         ({"cp": 2, "dp": 4}, "dp=4 * cp=2 does not divide `num_devices` 4, and degrees are never "
-         "changed silently; rp * dp * cp * tp * pp must equal 4, so leave one of them out, or use "
-         "`num_devices` 8"),
+         "changed silently; rp * dp * cp * hp * tp * pp must equal 4, so leave one of them out, or "
+         "use `num_devices` 8"),
         ({"dp": 4, "microbatch_size": 4}, "`microbatch_size` 4 does not divide the 2 samples of a "
          "replica; use a divisor: 1, 2"),
         ({"pp": 4, "microbatch_size": 4}, "pp=4 needs at least 4 microbatches, but the batch gives "

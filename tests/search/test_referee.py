@@ -20,10 +20,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from planner.language.graph import ModelGraph
-from planner.language.lowering.attention_cut import attention_kinds, pieces_of_sequences
+from planner.language.lowering.attention_cut import (
+    are_mirrored,
+    attention_kinds,
+    pieces_of_sequences,
+)
 from search import SearchRequest, find_plan
+from search.candidates import Candidates
 from search.op_layout.layouts import _LEAST_SAVING
 from search.request import LEAST_ODDS
+from search.space.outdone import without_outdone
 from tests.builders import PlainGPT, gpt_batch, tiny_models
 from tests.captures import capture_module
 from tests.experts import RoutedGPT
@@ -239,18 +245,22 @@ def test_a_larger_microbatch_may_fit_where_a_smaller_one_does_not():
 
 
 def instance_of_cuts(rng: np.random.Generator) -> Instance:
-    """Draw fewer samples than devices, on a machine of fast or slow links."""
+    """Draw fewer samples than devices, on a machine of fast or slow links, on one node or two."""
     devices = int(rng.choice([2, 4]))
+    intra_bytes_per_s = float(10 ** rng.uniform(7.5, 10))
     machine = (Machine, Overlapping)[rng.integers(2)](
         context_bytes=0.0,
-        devices_per_node=devices,
+        devices_per_node=devices // int(rng.choice([1, 2])),
         flop_per_s=float(10 ** rng.uniform(8, 10)),
         bytes_per_s=float(10 ** rng.uniform(9, 11)),
-        intra_bytes_per_s=float(10 ** rng.uniform(7.5, 10)),
-        inter_bytes_per_s=1e8,
+        intra_bytes_per_s=intra_bytes_per_s,
+        # (Links between nodes are no faster than those inside: fewer ranks exchange in less time.)
+        inter_bytes_per_s=intra_bytes_per_s / float(10 ** rng.uniform(0, 1.5)),
         alpha_s=float(10 ** rng.uniform(-7, -4)),
     )
     allow = [
+        ("hp", "1"),
+        ("hp", "2"),
         ("cp", "1"),
         ("cp", "2"),
         ("cp", "4"),
@@ -275,20 +285,38 @@ def instance_of_cuts(rng: np.random.Generator) -> Instance:
     ],
 )
 def test_ways_to_cut_sequences_are_chosen_by_cost(instances, seed):
-    """B10: no way of cp and no shape left out for replicas of whole samples beats the answer."""
+    """B10: no way of cp beats the answer, nor, but for a thousandth, a shape that is left out for
+    replicas of whole samples.
+    """
     rng, ways = np.random.default_rng(seed), set()
     for _ in range(instances):
         instance = instance_of_cuts(rng)
-        every = seconds_and_bytes(every_answer(instance.graph, instance.machine, instance.request))
+        answers = list(every_answer(instance.graph, instance.machine, instance.request))
+        every = seconds_and_bytes(answers)
         limit = int(min(every)[1] * rng.choice([0.8, 1.0, 2.0]))
         request = replace(instance.request, memory_limit_bytes=limit)
         result = find_plan(instance.graph, instance.machine, request)
-        gap = check_against(best_within(limit, every), limit, result)
-        if gap is None:
+        candidates = Candidates.of(instance.graph, instance.machine, request)
+        shapes = without_outdone(tuple(candidates.shapes(request)))
+        sizes = {(shape.degrees, shape.pp, shape.microbatch_size) for shape in shapes}
+        of_shapes = seconds_and_bytes(
+            answer
+            for answer in answers
+            for c in (answer.configuration,)
+            if (c.degrees, c.pp, c.microbatch_size) in sizes
+        )
+        best_s = best_within(limit, of_shapes)
+        if check_against(best_s, limit, result) is None:
             continue
-        assert gap < 1e-9
+        assert result.certificate.gap < 1e-9
+        # Of what is left out no more is faster than work on positions alone, which all samples of a
+        # microbatch share.
+        assert best_s <= best_within(limit, every) * (1 + 1e-3)
         on_cp = [layout for layout in result.plan.layouts if layout.axis == "cp"]
-        ways.add((*attention_kinds(instance.graph, on_cp), pieces_of_sequences(on_cp)))
+        border = pieces_of_sequences(on_cp), are_mirrored(on_cp)
+        hp = result.plan.degrees["hp"]
+        ways.add((*attention_kinds(instance.graph, on_cp), *border, hp))
     print(ways)
     if instances > 10:
-        assert ways >= {("ring", 8), ("heads", 1)}
+        assert ways >= {("ring", 2, True, 1), ("heads", 1, False, 1)}
+        assert any(way[-1] == 2 for way in ways)

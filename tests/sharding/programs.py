@@ -91,7 +91,10 @@ def place(tensor: Tensor, placement: Placement, rank: int, world_size: int) -> T
     """Return one rank's part; terms of a Partial are random and add up to the tensor."""
     if isinstance(placement, Shard):
         segments = tensor.chunk(placement.segments, placement.dim)
-        pieces = [segment.chunk(world_size, placement.dim)[rank] for segment in segments]
+        pieces = [
+            segment.chunk(world_size, placement.dim)[-1 - rank if turned else rank]
+            for segment, turned in zip(segments, turns(placement), strict=True)
+        ]
         return torch.cat(pieces, placement.dim)
     if isinstance(placement, Replicate):
         return tensor.clone()
@@ -103,11 +106,20 @@ def place(tensor: Tensor, placement: Placement, rank: int, world_size: int) -> T
     return [tensor - sum(terms), *terms][rank] if terms else tensor.clone()
 
 
+def turns(placement: Shard) -> list[bool]:
+    """Whether each segment is dealt to the ranks from the last."""
+    return [placement.mirrored and bool(i % 2) for i in range(placement.segments)]
+
+
 def whole(parts: Sequence[Tensor], placement: Placement) -> list[Tensor]:
     """Return the whole tensor as each rank knows it: all must agree with the dense one."""
     if isinstance(placement, Shard):
         pieces = [part.chunk(placement.segments, placement.dim) for part in parts]
-        in_order = [piece[i] for i in range(placement.segments) for piece in pieces]
+        in_order = [
+            piece[i]
+            for i, turned in enumerate(turns(placement))
+            for piece in pieces[:: -1 if turned else 1]
+        ]
         return [torch.cat(in_order, placement.dim)]
     if isinstance(placement, Replicate):
         return list(parts)

@@ -23,11 +23,13 @@ def random_layout(program: Program, rng: random.Random, axis_size: int) -> Class
     ops: list[tuple[str, OpSharding]] = []
     wanted: dict[str, list[Placement]] = {}
     made: dict[str, Placement] = {}
-    counts = segment_counts(program)
+    counts = segment_counts(program, rng.choice([1, 2]))
     for op in program.ops:
         offered = [
             sharding
-            for sharding in strategies(op, program.tensor, axis_size, segments=counts)
+            for sharding in strategies(
+                op, program.tensor, axis_size, segments=counts, mirrored=True
+            )
             if all(
                 has_way(made.get(name, Replicate()), placement)
                 for name, placement in zip(op.inputs, sharding.inputs, strict=True)

@@ -40,7 +40,14 @@ def test_every_strategy_equals_the_whole_op(case, seed):
     torch.manual_seed(seed)
     single = CASES[case](random.Random(f"{case}{seed}"), axis_size)
     assert has_rule(single.op.target)
-    offered = strategies(single.op, single.program.tensor, axis_size, segments=(2, 3), asked=True)
+    offered = strategies(
+        single.op,
+        single.program.tensor,
+        axis_size,
+        segments=(2, 3),
+        mirrored=True,
+        asked=True,
+    )
     assert offered[0] == OpSharding(
         inputs=(Replicate(),) * len(single.op.inputs),
         outputs=(Replicate(),) * len(single.op.outputs),
@@ -88,6 +95,34 @@ def check(single: OneOp, sharding: OpSharding, axis_size: int) -> None:
             placement = Replicate()
         for joined in whole(locals_, placement):
             close(joined, grads[name], f"gradient of {name} of {label}")
+
+
+@pytest.mark.parametrize(("ranks", "pieces"), [(2, 2), (3, 2), (2, 4)])
+@pytest.mark.parametrize(
+    "bounds",
+    [(0, None, None), (None, None, None), (0, 5, None), (-4, 3, None), (0, None, 8)],
+    ids=str,
+)
+@pytest.mark.parametrize("is_told", [False, True], ids=["", "documents, padding"])
+def test_attention_of_mirrored_pieces_equals_the_whole(ranks, pieces, bounds, is_told):
+    """Keys gathered and on a ring: causal, without a mask, windows, chunks, tables."""
+    torch.manual_seed(0)
+    length = 24
+    query, key, value = (torch.randn(2, h, length, 4, dtype=torch.float64) for h in (4, 2, 2))
+    tables = [torch.randint(0, 3, (2, length)).sort(-1)[0], torch.rand(2, length) > 0.3]
+    told = tables if is_told else [None, None]
+    single = one_op("planner.masked_attention", query, key, value, *bounds, None, True, *told)
+    rest = ",R,R" if is_told else ""
+    cut = f"S(2)z{pieces}"
+    for keys in ("R", cut):
+        sharding = OpSharding.parse(f"{cut},{keys},{keys}{rest}->{cut}")
+        check(single, sharding, ranks)
+    if bounds == (0, None, None) and not is_told:
+        causal = one_op(
+            "aten.scaled_dot_product_attention.default",
+            query, key, value, is_causal=True, enable_gqa=True,
+        )  # fmt: skip
+        check(causal, OpSharding.parse(f"{cut},R,R->{cut}"), ranks)
 
 
 def _locals(tensor, placement, axis_size):

@@ -16,6 +16,7 @@ AXIS_WORDS = {
     "dp": "data parallel",
     "tp": "tensor parallel",
     "cp": "context parallel",
+    "hp": "heads parallel",
     "pp": "pipeline",
     "rp": "copies of ZeRO's shards",
     "ep": "expert parallel",

@@ -9,10 +9,17 @@ farthest apart.
     dp    the samples            gradients (sum)                         once a step
     cp    every sequence         gradients (sum)                         once a step
                                  keys and values, or queries and heads   inside blocks
+    hp    every sequence         gradients (sum)                         once a step
+                                 queries and heads                       inside blocks
     tp    parameters and heads   activations (gathers, sums, scatters)   inside blocks
 
-    rank = (((pp_rank * rp + rp_rank) * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
-                                                                     (sizes rp, dp, cp, tp)
+    rank = ((((pp_rank * rp + rp_rank) * dp + dp_rank) * cp + cp_rank) * hp + hp_rank) * tp
+           + tp_rank                                              (sizes rp, dp, cp, hp, tp)
+
+Sequences are cut on two levels: by all ranks of hp and cp between blocks; inside attention each
+rank of hp has some heads of what these ranks have together, and only then cp gathers keys and
+values, or passes them on, of those heads (Fang and Zhao 2024, arXiv 2405.07719). So neighbours
+exchange all heads at once, and farther ranks hp times less.
 
 Two properties of an axis decide how everything else treats it:
 
@@ -83,6 +90,8 @@ class Axis:
     the difference, since all stages have the same number of ranks."""
     takes_rest: bool = False
     """Whether it gets the ranks that a stage's own sizes leave; true for one axis."""
+    by_heads: bool = False
+    """Whether attention is divided by heads along it, whatever is asked for along other axes."""
     searched: bool = False
     """Whether a search tries sizes of it on its own; else it is 1 unless its size is given."""
     within_node: bool = False
@@ -145,6 +154,20 @@ AXES: tuple[Axis, ...] = (
         check=check_hands_on_sequences,
         searched=True,
         most=most_parts,
+    ),
+    Axis(
+        name="hp",
+        divides="sequences between blocks, and heads inside attention",
+        cuts_batch=False,
+        whole_params=True,
+        boundary=Shard(SEQUENCE_DIM),
+        by_heads=True,
+        check=check_hands_on_sequences,
+        searched=True,
+        within_node=True,
+        between_nodes=True,
+        most=most_parts,
+        is_quiet=True,
     ),
     Axis(
         name="tp",

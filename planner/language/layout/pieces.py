@@ -19,7 +19,7 @@ from math import prod
 
 from planner.errors import LayoutError
 from planner.language.layout.boxes import Box, Shape
-from planner.language.layout.placement import Shard
+from planner.language.layout.placement import Shard, piece_in
 from planner.language.layout.placements import Placements
 from planner.language.layout.process_mesh import ProcessMesh
 from planner.language.layout.sharing import shard_dim
@@ -65,7 +65,11 @@ class Piece:
         length = self.local_shape[placement.dim] // placement.segments
         each = length // parts
         # The rank's stretch of every segment, in the coordinates of what is left so far.
-        spans = [(s * length + number * each, each) for s in range(placement.segments)]
+        pieces = (
+            piece_in(s, number, parts, mirrored=placement.mirrored)
+            for s in range(placement.segments)
+        )
+        spans = [(s * length + piece * each, each) for s, piece in enumerate(pieces)]
         return self._taking(placement.dim, spans)
 
     def chunk(self, parts: int, number: int) -> Piece:

@@ -20,13 +20,19 @@ class Shard:
     With `segments` the dim is a row of that many equal parts (the q, k and v of a fused
     projection; the sequences of a flattened batch) and each part is split in equal
     contiguous pieces: a rank holds its piece of every part, side by side.
+
+    `mirrored`, every second part is dealt to the ranks from the last to the first (`piece_in`). Of
+    two parts of a sequence a rank then has as far a piece from the end as from the start, and
+    causal work is dealt evenly ("zig-zag": Liu et al. 2023, arXiv 2310.01889, and Megatron-LM's
+    head and tail). There is an even number of parts then.
     """
 
     dim: int
     segments: int = 1
+    mirrored: bool = False
 
     def __str__(self) -> str:
-        return f"S({self.dim})" + (f"x{self.segments}" if self.segments > 1 else "")
+        return f"S({self.dim}){_in_parts(self)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +58,29 @@ class Own:
     Such are the order in which a rank sorted its rows, and the ends of its runs. Nothing is
     redistributed from or to it (`has_way`). Along `dim` a rank's value has as many entries as
     a shard of it (None: it is as large as the whole). `segments` are those of the shard whose
-    rows the value is about: it counts for rows that lie so, and for no others.
+    rows the value is about, and `mirrored` too: it counts for rows that lie so, and for no others.
     """
 
     dim: int | None = None
     segments: int = 1
+    mirrored: bool = False
 
     def __str__(self) -> str:
         along = "" if self.dim is None else f"({self.dim})"
-        return f"O{along}" + (f"x{self.segments}" if self.segments > 1 else "")
+        return f"O{along}{_in_parts(self)}"
+
+
+def _in_parts(placement: Shard | Own) -> str:
+    sign = "z" if placement.mirrored else "x"
+    return f"{sign}{placement.segments}" if placement.segments > 1 else ""
+
+
+def piece_in(segment: int, rank: int, ranks: int, *, mirrored: bool) -> int:
+    """Return which piece of a segment a rank has. It is also the rank that has the piece `rank`.
+
+    Mirrored, on four ranks and in two segments: rank 0 has pieces 0 and 3, rank 1 has 1 and 2.
+    """
+    return ranks - 1 - rank if mirrored and segment % 2 else rank
 
 
 Placement = Shard | Replicate | Partial | Own
@@ -78,23 +98,26 @@ def cut_dim(placement: Placement) -> int | None:
     return placement.dim if isinstance(placement, Shard | Own) else None
 
 
-_CUT = re.compile(r"S\((\d+)\)(?:x([1-9]\d*))?")
-_OWN = re.compile(r"O(?:\((\d+)\))?(?:x([1-9]\d*))?")
+_PARTS = r"(?:x([1-9]\d*)|z([1-9]\d*[02468]|[2468]))?"
+_CUT = re.compile(r"S\((\d+)\)" + _PARTS)
+_OWN = re.compile(r"O(?:\((\d+)\))?" + _PARTS)
 
 
 @lru_cache(maxsize=1024)
 def parse_placement(text: str) -> Placement:
-    """Parse ``R``, ``P``, ``S(dim)``, ``S(dim)xSEGMENTS``, or the same with ``O`` (`Own`, whose dim
-    may be left out); raise LayoutError on anything else.
+    """Parse ``R``, ``P``, ``S(dim)``, ``S(dim)xSEGMENTS``, ``S(dim)zSEGMENTS`` (mirrored, an even
+    number), or the same with ``O`` (`Own`, whose dim may be left out); raise LayoutError on
+    anything else.
     """
     if text == "R":
         return Replicate()
     if text == "P":
         return Partial()
     if match := _CUT.fullmatch(text):
-        return Shard(int(match[1]), int(match[2] or 1))
+        return Shard(int(match[1]), int(match[2] or match[3] or 1), match[3] is not None)
     if match := _OWN.fullmatch(text):
-        return Own(None if match[1] is None else int(match[1]), int(match[2] or 1))
+        dim = None if match[1] is None else int(match[1])
+        return Own(dim, int(match[2] or match[3] or 1), match[3] is not None)
     raise LayoutError(f"placement {text!r} is unknown; use R, P or S(dim), for example S(0)")
 
 

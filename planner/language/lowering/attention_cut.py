@@ -9,12 +9,13 @@
 A causal query meets the keys before it. So of n ranks with one piece of the sequence each, the
 last has 2 - 1/n of the mean work; with k pieces on each rank (`S(1)xk` between blocks; striped
 attention, Brandon et al. 2023, arXiv 2311.09431) the fullest rank has 1 + (1 - 1/n) / k of it, also
-over a ring. By heads all have the same.
+over a ring. With two pieces, of which one is as far from the end as the other from the start
+(`S(1)z2`, zig-zag), all ranks have the mean, as they have by heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from planner.errors import LayoutError
@@ -111,7 +112,14 @@ def over_ring(layout: ClassLayout, program: Program, axis_size: int) -> ClassLay
                 tables = sharding.inputs[3:]
                 found = OpSharding(inputs=(place, place, place, *tables), outputs=sharding.outputs)
                 counts = (place.segments,)
-                served = strategies(op, program.tensor, axis_size, segments=counts, asked=True)
+                served = strategies(
+                    op,
+                    program.tensor,
+                    axis_size,
+                    segments=counts,
+                    mirrored=place.mirrored,
+                    asked=True,
+                )
                 ring = found if found in served else None
             if ring is None:
                 raise LayoutError(
@@ -127,14 +135,24 @@ def over_ring(layout: ClassLayout, program: Program, axis_size: int) -> ClassLay
 
 def pieces_of_sequences(layouts: Iterable[ClassLayout]) -> int:
     """Return the pieces of every sequence that a rank has between blocks."""
+    return max((place.segments for place in _handed_on(layouts)), default=1)
+
+
+def are_mirrored(layouts: Iterable[ClassLayout]) -> bool:
+    """Whether every second of them is as far from the end as the one before from the start."""
+    return any(place.mirrored for place in _handed_on(layouts))
+
+
+def _handed_on(layouts: Iterable[ClassLayout]) -> Iterator[Shard]:
     handed = (parse_placement(place) for layout in layouts for place in layout.outputs)
-    return max((place.segments for place in handed if isinstance(place, Shard)), default=1)
+    return (place for place in handed if isinstance(place, Shard))
 
 
 def cut_in_words(graph: ModelGraph | None, layouts: Sequence[ClassLayout]) -> str:
     """Return how layouts on one axis cut sequences; without a graph not how attention runs."""
     pieces = pieces_of_sequences(layouts)
     words = f"{pieces} pieces of each on every rank" if pieces > 1 else "a piece of each on a rank"
+    words += ", mirrored (zig-zag)" if are_mirrored(layouts) else ""
     kinds = frozenset() if graph is None else attention_kinds(graph, layouts)
     return "; ".join([words, *(text for kind, text in _WORDS.items() if kind in kinds)])
 

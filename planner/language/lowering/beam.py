@@ -86,7 +86,7 @@ class BeamSearch:
     With `sum_later` gradients of whole parameters are summed outside (`lowering.lower`), so
     their uses cost nothing here, and what repeats a smaller tensor is gathered as that one.
     `may_lie` says which placements of a tensor to consider, and `segments` in how many segments
-    what the axis cuts is handed on between blocks.
+    what the axis cuts is handed on between blocks, `mirrored` or not.
     """
 
     program: Program
@@ -95,6 +95,7 @@ class BeamSearch:
     sum_later: bool = False
     may_lie: Callable[[str, Placement], bool] = lambda name, placement: True
     segments: int = 1
+    mirrored: bool = False
 
     def __post_init__(self) -> None:
         """Work out sizes once; the sweep reads them at every state."""
@@ -167,7 +168,13 @@ class BeamSearch:
 
     def _allowed(self, op: Op) -> list[OpSharding]:
         """Return the shardings of an op that honour every pin on its tensors."""
-        offered = strategies(op, self.program.tensor, self.axis_size, segments=self._segments)
+        offered = strategies(
+            op,
+            self.program.tensor,
+            self.axis_size,
+            segments=self._segments,
+            mirrored=self.mirrored,
+        )
         names = (*op.inputs, *op.outputs)
         offered = tuple(
             s for s in offered if all(map(self.may_lie, names, (*s.inputs, *s.outputs)))

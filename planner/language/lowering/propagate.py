@@ -65,13 +65,15 @@ def propagate_layout(
     for name in program.params:
         if name in fixed or program.tensor[name].kind != "param":
             placement[name] = fixed.get(name, replicated)
+    handed = [p for p in (*inputs, *outputs) if isinstance(p, Shard)]
     search = BeamSearch(
         program=program,
         axis_size=axis_size,
         pins=pins,
         sum_later=whole_params,
         may_lie=may_lie,
-        segments=max(p.segments if isinstance(p, Shard) else 1 for p in (*inputs, *outputs)),
+        segments=max((p.segments for p in handed), default=1),
+        mirrored=any(p.mirrored for p in handed),
     )
     best = search.run(placement, dict(zip(program.outputs, outputs, strict=True)))
     placement |= dict(best.params)
@@ -197,20 +199,25 @@ def propagate_on(
     microbatch_size: int,
     programs: Sequence[Program] | None = None,
     segments: int = 1,
+    mirrored: bool = False,
     attention: AttentionBy | None = None,
 ) -> tuple[ClassLayout, ...]:
     """Return a layout of every class on an axis of `size` ranks.
 
     `programs` are those of the classes as lowered on the axes before it, bound; None where there
     are none. Where the axis cuts sequences, these lie between blocks in `segments` (striped: a rank
-    has a piece of each), and `attention` runs as given, or as is cheapest. Raises LayoutError for a
+    has a piece of each), `mirrored` or not (`Shard`), and `attention` runs as given, or as is
+    cheapest; where the axis divides it by heads, so and in one piece. Raises LayoutError for a
     model that can't be divided so.
     """
     boundary = axis.boundary
     if isinstance(boundary, Shard):
-        boundary = replace(boundary, segments=segments)
+        # Whole sequences of some heads are the same, in whatever pieces they came.
+        if axis.by_heads:
+            attention, segments, mirrored = "heads", 1, False
+        boundary = replace(boundary, segments=segments, mirrored=mirrored)
     else:
-        segments, attention = 1, None
+        attention = None
     axis.check(graph, axis.name, size)
     layouts = propagate_graph(
         graph,
@@ -274,7 +281,7 @@ def _at_boundary(
         fits = name in graph.producer and name != graph.loss and meta.requires_grad
         if fits and isinstance(boundary, Shard):
             shape = meta.shape_at(1)
-            fits = divides(replace(boundary, segments=1), shape, axis_size)
+            fits = divides(Shard(boundary.dim), shape, axis_size)
             if fits and not divides(boundary, shape, axis_size):
                 raise LayoutError(
                     f"{name} of shape {list(shape)} can't lie {boundary} on {axis_size} ranks; use "

@@ -9,12 +9,14 @@ from __future__ import annotations
 from functools import lru_cache
 from math import prod
 
+from planner.language.layout.placement import piece_in
 from planner.language.ops.kernel import KernelCall
 
 TILE = 512
 """Queries and keys of a tile of scores, at most, where no fused kernel computes attention."""
 
 
+@lru_cache(maxsize=1024)
 def pairs_met(
     queries: int,
     keys: int,
@@ -23,10 +25,12 @@ def pairs_met(
     high: int | None,
     chunk: int | None = None,
     segments: int = 1,
+    mirrored: bool = False,
 ) -> float:
     """Return how many pairs the rank computes that has the most of them.
 
-    `queries` are a rank's, a piece of each of `segments` equal parts of the `keys`' positions.
+    `queries` are a rank's, a piece of each of `segments` equal parts of the `keys`' positions, with
+    `mirrored` parts or without (`Shard`).
     """
     ranks = max(1, keys // queries)
     if chunk is not None:
@@ -36,16 +40,15 @@ def pairs_met(
         runs, rest = divmod(keys, chunk)
         total = runs * _pairs(0, chunk, chunk, low, high) + _pairs(0, rest, rest, low, high)
         return total / ranks
-    # How many keys a query meets rises, stays and falls with its position: both ends and the middle
-    # of the ranks are looked at.
     piece = queries // segments
     return float(
         max(
             sum(
-                _pairs((segment * ranks + rank) * piece, piece, keys, low, high)
+                _pairs((segment * ranks + own) * piece, piece, keys, low, high)
                 for segment in range(segments)
+                for own in (piece_in(segment, rank, ranks, mirrored=mirrored),)
             )
-            for rank in {0, ranks // 2, ranks - 1}
+            for rank in range(ranks)
         )
     )
 
@@ -79,18 +82,25 @@ def rounds_met(
     low: int | None,
     high: int | None,
     chunk: int | None = None,
+    mirrored: bool = False,
 ) -> tuple[int, ...]:
     """Return by how many ranks those lie behind a rank whose keys it meets, on any rank.
 
     A rank has a piece of so many positions of each of `segments` parts of a sequence. 0 is the rank
-    itself; with a causal window of less than a piece and one segment 0 and 1 are met.
+    itself; with a causal window of less than a piece and one segment 0 and 1 are met, in `mirrored`
+    segments those of the next rank, too.
     """
     pieces = segments * ranks
+
+    def owner(number: int) -> int:
+        segment, at = divmod(number, ranks)
+        return piece_in(segment, at, ranks, mirrored=mirrored)
+
     found: set[int] = set()
     for own in range(pieces):
         begin, end = keys_met(own * piece, piece, pieces * piece, low=low, high=high, chunk=chunk)
-        # Piece p lies on rank p mod n.
-        found.update((own - other) % ranks for other in range(begin // piece, -(-end // piece)))
+        others = range(begin // piece, -(-end // piece))
+        found.update((owner(own) - owner(other)) % ranks for other in others)
         if len(found) == ranks:
             break
     return tuple(sorted(found))

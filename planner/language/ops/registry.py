@@ -20,6 +20,7 @@ from planner.language.layout.placement import (
     Placement,
     Replicate,
     Shard,
+    parse_placement,
 )
 from planner.language.layout.redistribute import REDISTRIBUTE
 from planner.language.ops.call import Call, LocalForm, Placed, divides, fits
@@ -42,16 +43,17 @@ def strategies(
     axis_size: int,
     *,
     segments: Iterable[int] = (),
+    mirrored: bool = False,
     asked: bool = False,
 ) -> tuple[OpSharding, ...]:
     """Return every sharding of an op that computes the right thing, all-replicated first.
 
     `tensor` has whole shapes as numbers. Only shardings whose sizes divide are offered.
     `segments` are the counts of segments to offer beside plain shards, for example those of
-    `segment_counts(program)`. With `asked` those of rules are among them that layouts have only
-    where they are asked for.
+    `segment_counts(program)`; `mirrored`, those in even counts are offered so, too. With `asked`
+    those of rules are among them that layouts have only where they are asked for.
     """
-    return strategies_of(*without_names(op, tensor), axis_size, tuple(segments), asked)
+    return strategies_of(*without_names(op, tensor), axis_size, tuple(segments), mirrored, asked)
 
 
 def without_names(op: Op, tensor: Mapping[str, TensorMeta]) -> tuple[Op, tuple[TensorMeta, ...]]:
@@ -84,6 +86,7 @@ def strategies_of(
     metas: tuple[TensorMeta, ...],
     axis_size: int,
     segments: tuple[int, ...],
+    mirrored: bool = False,
     asked: bool = False,
 ) -> tuple[OpSharding, ...]:
     """Return the `strategies` of all ops that are alike, given as `without_names` does.
@@ -105,6 +108,9 @@ def strategies_of(
             for count in () if rule.contiguous else segments:
                 if fits(places, shapes, axis_size * count):
                     found[_in_segments(sharding, count)] = None
+    for sharding in tuple(found) if mirrored and not _sends_mirrored(op) else ():
+        if _may_be_mirrored(sharding):
+            found[_mirrored(sharding)] = None
     # `local_ops` runs what was offered once, whatever counts of segments were looked at then.
     _proved(op, metas, axis_size).update(found)
     return tuple(found)
@@ -146,6 +152,35 @@ def _in_segments(sharding: OpSharding, count: int) -> OpSharding:
     )
 
 
+def _may_be_mirrored(sharding: OpSharding) -> bool:
+    """Whether an op that runs as a sharding also runs with its segments mirrored.
+
+    It does where all tensors that are cut have even counts of segments. Segments that an op splits,
+    joins or has several of for each of another tensor's are then whole pairs, of which the second
+    is turned round on every tensor alike; and what ranks are called makes no difference to an op
+    in segments (those that count positions are told, `piece_in`).
+    """
+    cuts = [p for p in (*sharding.inputs, *sharding.outputs) if isinstance(p, Shard | Own)]
+    return bool(cuts) and all(cut.segments % 2 == 0 for cut in cuts)
+
+
+def _sends_mirrored(op: Op) -> bool:
+    """Whether it moves mirrored pieces over another axis: what it puts side by side is no row of
+    pairs of segments.
+    """
+    ends = op.args[2:4] if op.target == REDISTRIBUTE else ()
+    places = (parse_placement(str(end)) for end in ends)
+    return any(isinstance(place, Shard | Own) and place.mirrored for place in places)
+
+
+def _mirrored(sharding: OpSharding) -> OpSharding:
+    inputs, outputs = (
+        tuple(replace(p, mirrored=True) if isinstance(p, Shard | Own) else p for p in places)
+        for places in (sharding.inputs, sharding.outputs)
+    )
+    return OpSharding(inputs=inputs, outputs=outputs)
+
+
 @lru_cache(maxsize=1024)
 def _cut(placement: Placement, count: int) -> Placement:
     if not isinstance(placement, Shard | Own):
@@ -167,9 +202,10 @@ def local_ops(
             # Not offered yet in this process: a plan from a file names its own counts of segments.
             counts = {p.segments for p in placements if isinstance(p, Shard | Own)}
             segments = tuple(sorted(counts - {1}))
-            offered = strategies_of(*like, axis_size, segments)
+            mirrored = any(isinstance(p, Shard | Own) and p.mirrored for p in placements)
+            offered = strategies_of(*like, axis_size, segments, mirrored)
             if sharding not in offered:  # a plan names what it has: that is to ask for it
-                strategies_of(*like, axis_size, segments, True)
+                strategies_of(*like, axis_size, segments, mirrored, True)
             if sharding not in _proved(*like, axis_size):
                 shapes = ", ".join(str(list(tensor[name].shape)) for name in op.inputs)
                 raise LayoutError(

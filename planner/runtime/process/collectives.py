@@ -22,7 +22,7 @@ runs eagerly, under `torch.compile` and on fake tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, cast
 
@@ -39,6 +39,7 @@ from planner.language.layout.placement import (
     Shard,
     has_way,
     parse_placement,
+    piece_in,
 )
 from planner.timeline import ROWS
 
@@ -187,15 +188,77 @@ def _run_at_shards(x: Tensor, group: str, kind: str, first: Shard, second: Shard
     if kind == "all_to_all" and first.dim == second.dim:
         whole = run_step(x, group, ("all_gather", first, 0))
         return run_step(whole, group, ("slice", second, 0))
+    if any(place.mirrored for place in places):
+        return _run_at_mirrored(x, group, kind, first, second)
     # [..., segments * n, ...] as [..., segments, n, ...]: each segment is then cut as a plain dim.
     by_dim = sorted(places, key=lambda place: place.dim)
     for place in reversed(by_dim):
         x = x.unflatten(place.dim, (place.segments, -1))
-    inner = [place.dim + 1 + by_dim.index(place) for place in places]
+    # (Compilers can't look a placement up in a list.)
+    inner = [place.dim + 1 + sum(p.dim < place.dim for p in places) for place in places]
     y = run_step(x, group, (kind, inner[0], inner[-1]))
     for place in by_dim:
         y = y.flatten(place.dim, place.dim + 1)
     return y
+
+
+def _run_at_mirrored(x: Tensor, group: str, kind: str, first: Shard, second: Shard) -> Tensor:
+    """Run a step on pieces of mirrored segments: they are no plain dim, so each is put in its place
+    by itself, in the copy that puts pieces side by side in any case.
+    """
+    dim, own = first.dim, rank(group)
+    match kind:
+        case "all_gather":
+            gathered = _all_gather(x, group, 0).chunk(size(group))
+            return torch.cat(_in_order(gathered, first), dim)
+        case "reduce_scatter":
+            # Along dim 0, which the collective scatters, what goes to each rank.
+            by_rank = _by_rank(x, first, size(group))
+            mine = _reduce_scatter(torch.cat([p for pieces in by_rank for p in pieces]), group, 0)
+            return mine if dim == 0 else torch.cat(mine.chunk(first.segments), dim)
+        case "slice":
+            return torch.cat(_by_rank(x, first, size(group))[own], dim)
+        case "pad":
+            shape = [s * (size(group) if d == dim else 1) for d, s in enumerate(x.shape)]
+            whole = x.new_zeros(shape)
+            places = _by_rank(whole, first, size(group))[own]
+            for place, piece in zip(places, x.chunk(first.segments, dim), strict=True):
+                place.copy_(piece)
+            return whole
+        case "all_to_all":
+            # Each rank's pieces side by side are a piece of a plain dim.
+            plain = [Shard(p.dim) if p.mirrored else p for p in (first, second)]
+            if second.mirrored:
+                by_rank = _by_rank(x, second, size(group))
+                x = torch.cat([p for pieces in by_rank for p in pieces], second.dim)
+            y = _run_at_shards(x, group, kind, *plain)
+            if first.mirrored:
+                y = torch.cat(_in_order(y.chunk(size(group), dim), first), dim)
+            return y
+    raise AssertionError(kind)
+
+
+def _by_rank(whole: Tensor, place: Shard, ranks: int) -> list[list[Tensor]]:
+    """Return views of the pieces that each rank has of a whole, by segment."""
+    _check_divides(whole, place.dim, ranks * place.segments)
+    pieces = whole.chunk(ranks * place.segments, place.dim)
+    return [
+        [
+            pieces[segment * ranks + piece_in(segment, rank, ranks, mirrored=place.mirrored)]
+            for segment in range(place.segments)
+        ]
+        for rank in range(ranks)
+    ]
+
+
+def _in_order(by_rank: Sequence[Tensor], place: Shard) -> list[Tensor]:
+    """Return views of pieces of a whole in their order, of what each rank has."""
+    pieces, ranks = [part.chunk(place.segments, place.dim) for part in by_rank], len(by_rank)
+    return [
+        pieces[piece_in(segment, at, ranks, mirrored=place.mirrored)][segment]
+        for segment in range(place.segments)
+        for at in range(ranks)
+    ]
 
 
 # A group keeps its size and ranks, so a compiled graph may hold them as constants.

@@ -209,7 +209,7 @@ def _emit_own(
         bound.arguments["own_names"] = own_params(program, op)
     if op.target == STACK_OF_RUNS:
         bound.arguments["own_names"] = own_params(program, op)
-    for argument in ("group", "outer_group"):
+    for argument in ("group", "outer_group", "outermost_group"):
         axis = bound.arguments.get(argument)
         if axis is None:
             continue

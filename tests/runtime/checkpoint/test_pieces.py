@@ -37,10 +37,13 @@ def test_pieces_are_what_the_runtime_cuts(seed):
     for _ in range(draw.choice([0, 1, 2])):
         dim = draw.randrange(len(shape))
         fitting = [s for s in (1, 2, 3) if local.shape[dim] % (2 * s) == 0]
-        placement, number = Shard(dim, draw.choice(fitting)), draw.randrange(2)
-        # [..., segments, length, ...]: the rank's chunk of each segment, side by side again.
-        by_segment = local.unflatten(dim, (placement.segments, -1))
-        local = by_segment.chunk(2, dim + 1)[number].flatten(dim, dim + 1)
+        segments, number = draw.choice(fitting), draw.randrange(2)
+        placement = Shard(dim, segments, mirrored=segments == 2 and draw.random() < 0.5)
+        # The rank's chunk of each segment, side by side again; of mirrored ones from both ends.
+        chunks = [segment.chunk(2, dim) for segment in local.chunk(segments, dim)]
+        if placement.mirrored:
+            chunks[1] = chunks[1][::-1]
+        local = torch.cat([of_segment[number] for of_segment in chunks], dim)
         piece = piece.cut(placement, 2, number)
     if draw.random() < 0.5:
         parts, number = draw.choice([2, 5, 7]), draw.randrange(2)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import lcm, prod
 
+from planner.language.graph import Arg, Op
 from planner.language.layout.placement import (
     OpSharding,
     Own,
@@ -93,8 +94,10 @@ def along_samples(call: Call) -> Iterator[OpSharding]:
 
 
 def own_random_stream(call: Call) -> Iterator[OpSharding]:
-    """A random op divided on another axis can be divided as ever on this one."""
-    inner = op_inside(call.op)
+    """A random op divided on another axis can be divided as ever on this one, and on a third."""
+    inner, axes = _without_axes(call.op)
+    if len(axes) > len(_OUTER):
+        return
     yield from strategies(inner, call.tensor, call.axis_size, segments=call.segments)[1:]
 
 
@@ -103,12 +106,24 @@ def own_random_stream_on_shard(placed: Placed) -> LocalForm:
     op, call = placed.op, placed.call
     if not isinstance(placed.sharding.outputs[0], Shard):
         return LocalForm((op,))
+    inner, axes = _without_axes(op)
     form = local_ops(
-        op_inside(op), placed.sharding, call.tensor, axis=placed.axis, axis_size=call.axis_size
+        inner, placed.sharding, call.tensor, axis=placed.axis, axis_size=call.axis_size
     )
     *before, local = form.ops
-    local = replace(local, kwargs=(*local.kwargs, ("outer_group", op.args[1])))
-    return LocalForm((*before, local), form.tensors)
+    outer = zip(_OUTER, axes, strict=False)
+    return LocalForm((*before, replace(local, kwargs=(*local.kwargs, *outer))), form.tensors)
+
+
+_OUTER = ("outer_group", "outermost_group")
+"""What says on which axes beside its own an op draws numbers of a rank's own."""
+
+
+def _without_axes(op: Op) -> tuple[Op, list[Arg]]:
+    """Return a random op as it was before it was divided, and the axes on which it is."""
+    inner, told = op_inside(op), dict(op.kwargs)
+    axes = [op.args[1], *(told[name] for name in _OUTER if name in told)]
+    return replace(inner, kwargs=tuple(kw for kw in op.kwargs if kw[0] not in _OUTER)), axes
 
 
 # ------------------------------------------------------------------------------------- memory

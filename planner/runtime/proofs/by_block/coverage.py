@@ -155,8 +155,14 @@ def _planned_piece(
     for axis, placement in placements.pairs:
         if isinstance(placement, Shard):
             parts, number = mesh.size(axis), mesh.number(rank, axis)
-            by_segment = left[placement.dim].unflatten(0, (placement.segments, -1))
-            left[placement.dim] = by_segment.chunk(parts, 1)[number].flatten()
+            by_segment = left[placement.dim].chunk(placement.segments)
+            left[placement.dim] = torch.cat(
+                [
+                    # (Mirrored, every second segment is dealt from its end.)
+                    segment.chunk(parts)[-1 - number if placement.mirrored and at % 2 else number]
+                    for at, segment in enumerate(by_segment)
+                ]
+            )
     if shards > 1:
         dim = shard_dim([len(indices) for indices in left], shards)
         chunks = left[dim].chunk(shards)

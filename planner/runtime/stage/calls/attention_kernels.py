@@ -58,7 +58,7 @@ def causal_by_pieces(
     for segment, piece in enumerate(query.split(count, -2)):
         # Behind the piece's last position no key counts, so with keys cut there the last query is
         # beside the last key.
-        end = (segment * sight.ranks + sight.rank + 1) * count
+        end = (sight.place(segment, sight.rank) + 1) * count
         mask: Any = causal_lower_right(count, end)
         seen = key[..., :end, :], value[..., :end, :]
         made.append(

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from planner.language.layout.placement import piece_in
 from planner.language.ops.attention_pairs import TILE, keys_met
 
 
@@ -38,16 +39,22 @@ class Sight(NamedTuple):
     ranks: int
     """Pieces of each part."""
     rank: int
-    """Which piece of each part."""
+    """Which piece of each part, of mirrored ones of every second."""
     of_rank: int | None = None
     """The rank whose pieces the keys are, as queries are this rank's; None: of all positions."""
+    mirrored: bool = False
+    """Whether parts are dealt to the ranks in turns from the first and from the last (`Shard`)."""
+
+    def place(self, segment: int, rank: int) -> int:
+        """Return which piece of the sequence it is that a rank has of a segment."""
+        return segment * self.ranks + piece_in(segment, rank, self.ranks, mirrored=self.mirrored)
 
     def positions(self, count: int, device: torch.device) -> Tensor:
         """Return the positions of so many queries, those of this rank."""
         piece = count // self.segments
-        starts = torch.arange(self.segments, device=device) * (piece * self.ranks)
-        within = torch.arange(piece, device=device) + self.rank * piece
-        return (starts.unsqueeze(-1) + within).flatten()
+        places = [self.place(segment, self.rank) for segment in range(self.segments)]
+        starts = torch.tensor(places, device=device) * piece
+        return (starts.unsqueeze(-1) + torch.arange(piece, device=device)).flatten()
 
 
 class _Tile(NamedTuple):
@@ -245,7 +252,7 @@ class Work:
         piece = self.count // self.sight.segments
         for segment in range(self.sight.segments):
             # Position in the whole sequence: the rank's piece of this segment.
-            first = (segment * self.sight.ranks + self.sight.rank) * piece
+            first = self.sight.place(segment, self.sight.rank) * piece
             for start in range(0, piece, TILE):
                 length = min(TILE, piece - start)
                 queries = slice(segment * piece + start, segment * piece + start + length)
@@ -261,7 +268,7 @@ class Work:
         begin, end = keys_met(first, length, total, low=low, high=high, chunk=chunk)
         tiles = []
         for run in range(runs):
-            place = 0 if of_rank is None else (run * ranks + of_rank) * piece
+            place = 0 if of_rank is None else self.sight.place(run, of_rank) * piece
             for at in range(max(begin, place), min(end, place + piece), TILE):
                 stop = min(at + TILE, end, place + piece)
                 # From positions to places among the keys at hand.

@@ -166,19 +166,22 @@ def causal_attention(
     segments: int,
     group: str,
     outer_group: str = "",
+    outermost_group: str = "",
+    mirrored: bool = False,
 ) -> Tensor:
     """Causal attention of one rank's queries [b, h, q / ranks, d] to all keys [b, h, k, d].
 
-    The queries are this rank's piece of each of `segments` equal parts of the sequence.
-    Dropout differs on each rank, also of `outer_group`, over which heads may be divided.
+    The queries are this rank's piece of each of `segments` equal parts of the sequence, which are
+    `mirrored` or not (`layout.placement.Shard`). Dropout differs on each rank, also of
+    `outer_group` and `outermost_group`, over which heads may be divided.
     """
-    sight = Sight(0, None, None, segments, collectives.size(group), collectives.rank(group))
+    sight = _of_queries((0, None, None), segments, group, mirrored)
     if dropout_p == 0:
         return attend(query, key, value, None, None, scale, sight)
     # Kernels that drop weights take a mask for each pair.
     positions = sight.positions(query.shape[-2], query.device)
     mask = positions.unsqueeze(-1) >= torch.arange(key.shape[-2], device=query.device)
-    stream = stream_of(group, outer_group)
+    stream = stream_of(group, outer_group, outermost_group)
     return own_attention(
         stream, query, key, value, mask, dropout_p, scale=scale, enable_gqa=enable_gqa
     )
@@ -231,10 +234,19 @@ def masked_attention_of_queries(
     keys: Tensor | None,
     segments: int,
     group: str,
+    mirrored: bool = False,
 ) -> Tensor:
     """The same of one rank's queries: its piece of each of `segments` parts of the sequence."""
-    sight = Sight(low, high, chunk, segments, collectives.size(group), collectives.rank(group))
+    sight = _of_queries((low, high, chunk), segments, group, mirrored)
     return attend(query, key, value, same, keys, scale, sight)
+
+
+def _of_queries(
+    bounds: tuple[int | None, int | None, int | None], segments: int, group: str, mirrored: bool
+) -> Sight:
+    """Return what this rank's queries see of all keys."""
+    ranks, rank = collectives.size(group), collectives.rank(group)
+    return Sight(*bounds, segments, ranks, rank, mirrored=mirrored)
 
 
 class _VocabCrossEntropy(torch.autograd.Function):

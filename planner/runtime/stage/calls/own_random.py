@@ -28,13 +28,19 @@ _ALPHA = 1.7580993408473766
 
 
 def with_own_random_stream(
-    target: str, group: str, *args: Any, outer_group: str = "", **kwargs: Any
+    target: str,
+    group: str,
+    *args: Any,
+    outer_group: str = "",
+    outermost_group: str = "",
+    **kwargs: Any,
 ) -> Any:
     """Run the ATen op `target` with random numbers that differ on each rank of the group.
 
-    With an `outer_group` (of another mesh axis) they differ on each rank of both.
+    With an `outer_group` and an `outermost_group` (of other mesh axes) they differ on each rank of
+    all.
     """
-    stream = stream_of(group, outer_group)
+    stream = stream_of(group, outer_group, outermost_group)
     match target.split(".")[1]:
         case "dropout":
             return _dropout(stream, *args, **kwargs)
@@ -49,9 +55,13 @@ def with_own_random_stream(
     raise AssertionError(target)
 
 
-def stream_of(group: str, outer_group: str) -> int:
-    """Return this rank's number among the ranks of both groups, which names its stream."""
-    return collectives.rank(group) + collectives.size(group) * collectives.rank(outer_group)
+def stream_of(*groups: str) -> int:
+    """Return this rank's number among the ranks of all groups, which names its stream."""
+    number, ranks = 0, 1
+    for group in groups:
+        number += ranks * collectives.rank(group)
+        ranks *= collectives.size(group)
+    return number
 
 
 def own_attention(

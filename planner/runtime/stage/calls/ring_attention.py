@@ -41,15 +41,18 @@ def ring_attention(
     rounds: Sequence[int],
     ranks: int,
     group: str,
+    mirrored: bool = False,
 ) -> Tensor:
     """Return attention of one rank's queries [b, h, q, d] to the keys [b, g, q, d] of all ranks.
 
-    A rank has its piece of each of `segments` equal parts of the queries, keys and values; `same`
+    A rank has its piece of each of `segments` equal parts of the queries, keys and values, which
+    are `mirrored` or not (`layout.placement.Shard`); `same`
     and `keys` [b, ranks * q] are whole. `rounds` are by how many ranks the keys lie behind that
     any rank meets. The rest is as of `local_ops.masked_attention`.
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    sight = Sight(low, high, chunk, segments, ranks, collectives.rank(group))
+    own = collectives.rank(group)
+    sight = Sight(low, high, chunk, segments, ranks, own, mirrored=mirrored)
     result: Tensor = _Ring.apply(query, key, value, same, keys, scale, sight, tuple(rounds), group)
     return result
 

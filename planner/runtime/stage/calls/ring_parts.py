@@ -139,8 +139,9 @@ class FlashParts:
             return
         for segment in range(segments):
             queries = slice(segment * piece, (segment + 1) * piece)
-            # Of its own segment a rank sees pieces of ranks before it.
-            before = segment + (of_rank < rank)
+            # Of its own segment a rank sees the pieces before its own.
+            own, other = (self._sight.place(segment, each) for each in (rank, of_rank))
+            before = segment + (other < own)
             if before:
                 yield _Seen(queries, slice(0, before * piece), False)
             if of_rank == rank:

@@ -12,6 +12,7 @@ from planner.language.layout.placement import OpSharding
 from planner.language.ops.attention_pairs import rounds_met
 from planner.language.ops.flops import op_work
 from planner.language.ops.registry import local_ops, strategies
+from planner.runtime.stage.calls.attention_tiles import Sight
 from tests.sharding.programs import one_op
 
 SDPA, MASKED = "aten.scaled_dot_product_attention.default", "planner.masked_attention"
@@ -57,29 +58,40 @@ BOUNDS = [(0, None, None), (None, None, None), (0, 2, None), (-5, 5, None), (0, 
 
 
 @pytest.mark.parametrize("bounds", BOUNDS, ids=str)
-@pytest.mark.parametrize(("ranks", "segments"), [(2, 1), (4, 1), (5, 1), (3, 2), (4, 3)])
-def test_rounds_are_those_in_which_a_rank_meets_a_key(bounds, ranks, segments):
+@pytest.mark.parametrize(
+    ("ranks", "segments", "mirrored"),
+    [
+        *((2, 1, False), (4, 1, False), (5, 1, False), (3, 2, False), (4, 3, False)),
+        *((2, 2, True), (5, 2, True), (3, 4, True)),
+    ],
+)
+def test_rounds_are_those_in_which_a_rank_meets_a_key(bounds, ranks, segments, mirrored):
     """Pair by pair."""
     low, high, chunk = bounds
     piece = 4
+    sight = Sight(low, high, chunk, segments, ranks, 0, mirrored=mirrored)
+    owner = {sight.place(s, rank): rank for s in range(segments) for rank in range(ranks)}
+    assert len(owner) == segments * ranks
     found = set()
     for query, key in product(range(piece * ranks * segments), repeat=2):
         ahead = query - key
         within = (low is None or ahead >= low) and (high is None or ahead <= high)
         if within and (chunk is None or query // chunk == key // chunk):
-            found.add((query // piece - key // piece) % ranks)
-    told = rounds_met(piece, ranks=ranks, segments=segments, low=low, high=high, chunk=chunk)
+            found.add((owner[query // piece] - owner[key // piece]) % ranks)
+    told = rounds_met(
+        piece, ranks=ranks, segments=segments, low=low, high=high, chunk=chunk, mirrored=mirrored
+    )
     assert told == tuple(sorted(found))
 
 
-@pytest.mark.parametrize("segments", [1, 2])
-def test_work_is_that_of_the_rank_with_most_pairs(segments):
-    """Causal, 16 positions on 2 ranks: the last has 100 of 136 pairs, in two pieces 84."""
+@pytest.mark.parametrize(("cut", "pairs"), [("S(2)", 100), ("S(2)x2", 84), ("S(2)z2", 68)])
+def test_work_is_that_of_the_rank_with_most_pairs(cut, pairs):
+    """Causal, 16 positions on 2 ranks: the last has 100 of 136 pairs, in two pieces 84, mirrored
+    half.
+    """
     single = one_op(SDPA, *heads(), is_causal=True)
-    cut = f"S(2)x{segments}" if segments > 1 else "S(2)"
     sharding = OpSharding.parse(f"{cut},{cut},{cut}->{cut}")
     (op,) = local_ops(single.op, sharding, single.program.tensor, axis="cp", axis_size=2).ops
     whole = single.program.tensor
     local = {name: replace(meta, shape=(2, 2, 8, 8)) for name, meta in whole.items()}
-    pairs = {1: 100, 2: 84}[segments]
     assert op_work(op, local).flop == 2 * 2 * pairs * 2 * (8 + 8)

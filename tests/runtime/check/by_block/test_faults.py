@@ -23,7 +23,7 @@ from planner.runtime.proofs.by_block.cut import cut_down
 from planner.runtime.proofs.by_block.prove import Derived, derive
 from planner.runtime.stage.calls import local_ops
 from tests.runtime.check.by_block.cases import captured, plan_of, proof_of
-from tests.runtime.test_cuts_of_sequences import cut_so
+from tests.runtime.test_cuts_of_sequences import Way, cut_so
 
 BLOCKS, WIRING, MESSAGES, PARTS, TABLE, HELD, VALUES, ORDER = (
     "blocks", "wiring", "messages", "parts of messages", "job table", "parameters",
@@ -432,10 +432,13 @@ def ring(program: Program, **to: Any) -> Program:
     """Change what attention over a ring is told of its pieces, rounds or mask."""
     names = {"high": 4, "segments": 10, "rounds": 11}
     op = next(op for op in program.ops if op.target == RING)
-    args = list(op.args)
+    args, kwargs = list(op.args), dict(op.kwargs)
     for name, value in to.items():
-        args[names[name]] = value
-    return with_op(program, op, replace(op, args=tuple(args)))
+        if name in kwargs:
+            kwargs[name] = value
+        else:
+            args[names[name]] = value
+    return with_op(program, op, replace(op, args=tuple(args), kwargs=tuple(kwargs.items())))
 
 
 RINGS: dict[str, tuple[Callable[[Program, int], Program], str]] = {
@@ -446,6 +449,7 @@ RINGS: dict[str, tuple[Callable[[Program, int], Program], str]] = {
     ),
     "pieces of others": (lambda program, rank: ring(program, segments=1), "output"),
     "another mask": (lambda program, rank: ring(program, high=3), "output"),
+    "pieces not mirrored": (lambda program, rank: ring(program, mirrored=False), "output"),
 }
 """Faults of attention over a ring, and what is said of the block."""
 
@@ -455,13 +459,18 @@ RINGS: dict[str, tuple[Callable[[Program, int], Program], str]] = {
     [
         "",
         "a round short on one",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in RINGS if "on one" not in name),
+        "pieces not mirrored",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in RINGS
+            if "on one" not in name and "mirrored" not in name
+        ),
     ],
 )
 def test_a_fault_of_a_ring_is_found(name):
     """N6, B10: and without a fault there is none."""
     change, says = RINGS.get(name, (None, ""))
-    way = cut_so(captured("gpt")[0], ("ring", 2), cp=2)
+    way = cut_so(captured("gpt")[0], Way("ring", 2, mirrored=True), cp=2)
     proof = proof_of("gpt", way, change=None if change is None else programs(change))
     found = [text for part in proof.parts if part.name.startswith(BLOCKS) for text in part.faults]
     assert proof.passed == (not name)

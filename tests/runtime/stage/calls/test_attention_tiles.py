@@ -44,12 +44,14 @@ def by_mask(query, key, value, mask):
 
 
 BOUNDS = list(itertools.product((None, 0, -2), (None, 3), (None, 5)))
-CUTS = [(1, 1), (2, 1), (1, 2), (2, 3)]
+CUTS = [(1, 1, False), (2, 1, False), (1, 2, False), (2, 3, False), (2, 3, True)]
 
 
 @pytest.mark.parametrize("tile", [3, 512])
-@pytest.mark.parametrize(("segments", "ranks"), CUTS)
-def test_tiles_have_the_result_and_gradients_of_the_whole(monkeypatch, tile, segments, ranks):
+@pytest.mark.parametrize(("segments", "ranks", "mirrored"), CUTS)
+def test_tiles_have_the_result_and_gradients_of_the_whole(
+    monkeypatch, tile, segments, ranks, mirrored
+):
     """N9: bounds, chunks, documents and padding; whole sequences, and pieces of ranks."""
     monkeypatch.setattr(attention_tiles, "TILE", tile)
     torch.manual_seed(0)
@@ -57,7 +59,7 @@ def test_tiles_have_the_result_and_gradients_of_the_whole(monkeypatch, tile, seg
     keys = torch.rand(2, KEYS) > 0.5
     tables = itertools.product((None, same), (None, keys))
     for (low, high, chunk), (documents, counts) in itertools.product(BOUNDS, tables):
-        sight = Sight(low, high, chunk, segments, ranks, ranks - 1)
+        sight = Sight(low, high, chunk, segments, ranks, ranks - 1, mirrored=mirrored)
         query, key, value = drawn(KEYS // ranks)
         mask = whole_mask(sight, documents, counts, KEYS // ranks)
         wanted = by_mask(query, key, value, mask)
@@ -104,8 +106,8 @@ def test_half_precision_is_summed_in_single():
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize(("segments", "ranks"), CUTS)
-def test_kernels_of_gpus_are_told_the_same(segments, ranks):
+@pytest.mark.parametrize(("segments", "ranks", "mirrored"), CUTS)
+def test_kernels_of_gpus_are_told_the_same(segments, ranks, mirrored):
     """N9: what a flash kernel and `flex_attention` are told, computed here without a GPU. Their
     backward needs one.
     """
@@ -114,11 +116,11 @@ def test_kernels_of_gpus_are_told_the_same(segments, ranks):
     keys = torch.rand(2, KEYS) > 0.5
     query, key, value = (each.detach() for each in drawn(KEYS // ranks, width=4))
     for low, high, chunk in ((0, 3, None), (-2, None, 5)):
-        sight = Sight(low, high, chunk, segments, ranks, 0)
+        sight = Sight(low, high, chunk, segments, ranks, 0, mirrored=mirrored)
         mask = whole_mask(sight, same, keys, KEYS // ranks)
         found = by_blocks(query, key, value, same, keys, 0.3, sight)
         torch.testing.assert_close(found, by_mask(query, key, value, mask))
-    causal = Sight(0, None, None, segments, ranks, 0)
+    causal = Sight(0, None, None, segments, ranks, 0, mirrored=mirrored)
     mask = whole_mask(causal, None, None, KEYS // ranks)
     found = causal_by_pieces(query, key, value, 0.3, causal)
     torch.testing.assert_close(found, by_mask(query, key, value, mask))

@@ -12,7 +12,7 @@ X = torch.ones(4, 6, 8, 8)
 
 
 def drawn(target: str, stream: int, *args, monkeypatch) -> torch.Tensor:
-    monkeypatch.setattr(own_random, "stream_of", lambda group, outer: stream)
+    monkeypatch.setattr(own_random, "stream_of", lambda *groups: stream)
     torch.manual_seed(0)
     result = own_random.with_own_random_stream(target, "tp", X, *args)
     return result[0] if isinstance(result, tuple) else result

@@ -25,14 +25,15 @@ class OnCpu(FlashParts):
 
 
 @pytest.mark.parametrize("low", [0, None], ids=["causal", "whole"])
-@pytest.mark.parametrize("segments", [1, 2])
+@pytest.mark.parametrize(("segments", "mirrored"), [(1, False), (2, False), (2, True), (4, True)])
 @pytest.mark.parametrize("of_rank", range(RANKS))
-def test_pieces_by_flash_are_those_by_tiles(low, segments, of_rank):
+def test_pieces_by_flash_are_those_by_tiles(low, segments, mirrored, of_rank):
     """Results and sums of exponentials, and gradients given those of all parts; heads of 5 numbers
     are filled up to 8.
     """
     torch.manual_seed(0)
-    sight = Sight(low, None, None, segments, RANKS, rank=1)
+    # (In the middle all is as in stripes.)
+    sight = Sight(low, None, None, segments, RANKS, rank=0 if mirrored else 1, mirrored=mirrored)
     query, key, value, gradient, out = torch.randn(5, 2, 2, 4 * segments, 5, dtype=torch.float64)
     lse = torch.rand(2, 2, 4 * segments, dtype=torch.float64) + 3
     flash, tiles = OnCpu(SCALE, sight), TileParts(query, key, None, None, SCALE, sight)

@@ -12,7 +12,13 @@ from planner.language.ops.attention_pairs import pairs_met, tile_scratch
 from planner.language.ops.call import Call, LocalForm, Placed, R, Work
 from planner.language.ops.families.entries.creation import own_stream
 from planner.language.ops.families.products.grouped_heads import heads_of_queries, with_own_keys
-from planner.language.ops.families.products.rings import is_on_ring, plain_on_ring, ring_form
+from planner.language.ops.families.products.rings import (
+    are_mirrored,
+    is_on_ring,
+    pieces_told,
+    plain_on_ring,
+    ring_form,
+)
 from planner.language.ops.flops import arriving_bytes, made_bytes
 from planner.language.ops.kernel import KernelCall, Saved
 from planner.language.ops.letters import Letters, broadcast, by_letters
@@ -86,6 +92,7 @@ def attention_on_shard(placed: Placed) -> LocalForm:
             place.segments,
             placed.axis,
             target="planner.causal_attention",
+            kwargs=pieces_told(place),
         )
     return own_stream(placed) if dropout > 0 else LocalForm((placed.op,))
 
@@ -138,14 +145,14 @@ def _fused_saved(call: KernelCall) -> Saved:
 
 
 def _flop_of_causal_shard(call: Call) -> float:
-    """Scores that count, on the rank whose queries are the last; all where weights are dropped,
+    """Scores that count, on the rank that has the most of them; all where weights are dropped,
     as a mask is made then.
     """
     if call.arg(3, "dropout_p", 0.0):
         return _flop_of_all_scores(call)
     query, key = call.inputs[:2]
-    segments = call.arg(6, "segments", 1)
-    pairs = pairs_met(query[-2], key[-2], low=0, high=None, segments=segments)
+    told = {"segments": call.arg(6, "segments", 1), "mirrored": are_mirrored(call)}
+    pairs = pairs_met(query[-2], key[-2], low=0, high=None, **told)
     return _flop_of_all_scores(call) * pairs / (query[-2] * key[-2])
 
 

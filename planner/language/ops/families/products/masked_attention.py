@@ -17,7 +17,13 @@ from planner.language.ops.attention_pairs import (
 from planner.language.ops.call import Call, LocalForm, Placed, R
 from planner.language.ops.families.products.attention import ATTENTION
 from planner.language.ops.families.products.grouped_heads import heads_of_queries, with_own_keys
-from planner.language.ops.families.products.rings import is_on_ring, masked_on_ring, ring_form
+from planner.language.ops.families.products.rings import (
+    are_mirrored,
+    is_on_ring,
+    masked_on_ring,
+    pieces_told,
+    ring_form,
+)
 from planner.language.ops.kernel import KernelCall, Saved
 from planner.language.ops.letters import Letters, by_letters
 from planner.language.ops.record import ShardRule, register
@@ -30,7 +36,7 @@ is what bounds nothing.
 """
 
 MASKED_SHARD = "planner.masked_attention_of_queries"
-"""The same for some of the queries; further args (segments, axis)."""
+"""The same for some of the queries; further args (segments, axis), keyword `mirrored`."""
 
 GROUPED_ARGUMENT = 7
 """Where both are told whether each head of keys is that of several heads of queries."""
@@ -63,7 +69,8 @@ def on_shard(placed: Placed) -> LocalForm:
     place = placed.sharding.outputs[0]
     if not isinstance(place, Shard) or place.dim != 2:
         return LocalForm((placed.op,))
-    return placed.with_args(*placed.op.args, place.segments, placed.axis, target=MASKED_SHARD)
+    args = (*placed.op.args, place.segments, placed.axis)
+    return placed.with_args(*args, target=MASKED_SHARD, kwargs=pieces_told(place))
 
 
 def _flop(call: Call) -> float:
@@ -72,8 +79,8 @@ def _flop(call: Call) -> float:
     """
     query, key, value = call.inputs[:3]
     low, high, chunk = (call.arg(index, "") for index in (3, 4, 5))
-    segments = call.arg(10, "segments", 1)
-    pairs = pairs_met(query[-2], key[-2], low=low, high=high, chunk=chunk, segments=segments)
+    told = {"segments": call.arg(10, "segments", 1), "mirrored": are_mirrored(call)}
+    pairs = pairs_met(query[-2], key[-2], low=low, high=high, chunk=chunk, **told)
     return 2.0 * prod(query[:-2]) * pairs * (query[-1] + value[-1])
 
 

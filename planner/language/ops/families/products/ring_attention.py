@@ -13,7 +13,7 @@ from planner.language.ops.attention_pairs import (
 )
 from planner.language.ops.call import Call
 from planner.language.ops.families.products.attention import ATTENTION
-from planner.language.ops.families.products.rings import POSITIONS, RING
+from planner.language.ops.families.products.rings import POSITIONS, RING, are_mirrored
 from planner.language.ops.kernel import KernelCall, Saved
 from planner.language.ops.record import register
 
@@ -25,7 +25,8 @@ def _flop(call: Call) -> float:
     segments, ranks = call.arg(10, "segments"), call.arg(12, "ranks")
     queries, keys = query[POSITIONS], key[POSITIONS] * ranks
     if segments:
-        pairs = pairs_met(queries, keys, low=low, high=high, chunk=chunk, segments=segments)
+        told = {"segments": segments, "mirrored": are_mirrored(call)}
+        pairs = pairs_met(queries, keys, low=low, high=high, chunk=chunk, **told)
     else:  # causal, dealt evenly: half of all
         pairs = queries * keys / 2
     return 2.0 * prod(query[:-2]) * pairs * (query[-1] + value[-1])

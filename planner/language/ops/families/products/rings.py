@@ -20,8 +20,8 @@ RING = "planner.ring_attention"
 positions of a run in which both are, scale, whether heads of keys are grouped, a table with one
 number for positions that meet, a table of the keys that count, segments, rounds, ranks, axis). The
 first ten are those of `masked_attention.MASKED`; rounds are by how many ranks the keys of each lie
-behind. Segments are 0 where positions are dealt so that each rank meets as many keys: other
-runtimes do so, ours has no such order.
+behind. Segments are 0 where a runtime of others deals positions so that each rank meets as many
+keys, whatever a plan says. Keyword `mirrored` (`pieces_told`).
 """
 
 POSITIONS = 2
@@ -61,11 +61,25 @@ def ring_form(placed: Placed, *sight: Arg) -> LocalForm:
     assert isinstance(place, Shard)
     low, high, chunk = (None if part is None else int(part) for part in sight[:3])  # type: ignore[arg-type]
     piece = call.inputs[0][POSITIONS] // (call.axis_size * place.segments)
-    sizes = {"ranks": call.axis_size, "segments": place.segments}
+    told = {"segments": place.segments, "mirrored": place.mirrored}
     # Where no query meets a key at all the result is 0, which a round of a rank's own keys yields.
-    rounds = rounds_met(piece, **sizes, low=low, high=high, chunk=chunk) or (0,)
+    rounds = rounds_met(piece, ranks=call.axis_size, low=low, high=high, chunk=chunk, **told) or (
+        0,
+    )
     args = (*placed.op.args[:3], *sight, place.segments, rounds, call.axis_size, placed.axis)
-    return placed.with_args(*args, target=RING)
+    return placed.with_args(*args, target=RING, kwargs=pieces_told(place))
+
+
+def pieces_told(place: Shard) -> tuple[tuple[str, Arg], ...]:
+    """Return what an op that counts positions is told of its queries' pieces beside how many
+    segments they are of: whether these are mirrored, where they are.
+    """
+    return (("mirrored", True),) if place.mirrored else ()
+
+
+def are_mirrored(call: Call) -> bool:
+    """Whether an op was told so."""
+    return bool(dict(call.op.kwargs).get("mirrored", False))
 
 
 def _cut_by_position(call: Call) -> Iterator[OpSharding]:
