@@ -17,6 +17,7 @@ from search.candidates import Candidates
 from search.partition.chain_problem import Cut
 from search.priced_configuration import PricedConfiguration
 from search.space.configuration import Configuration, recompute_choices
+from search.space.outdone import without_outdone
 from search.stages.stage_table import StageTable
 
 
@@ -32,6 +33,25 @@ class Answer:
 def seconds_and_bytes(answers: Iterable[Answer]) -> list[tuple[float, int]]:
     """Return each answer's step time and peak memory."""
     return [(answer.estimate.step_s, answer.estimate.peak_bytes) for answer in answers]
+
+
+OUTDONE_WITHIN = 1e-3
+"""By so much of a step a shape that the search leaves out as outdone may win: work on positions
+alone, which all samples of a microbatch share."""
+
+
+def of_kept_shapes(
+    answers: Iterable[Answer], graph: ModelGraph, machine, request: SearchRequest
+) -> list[Answer]:
+    """Return the answers of shapes that no other shape outdoes (`search.space.outdone`)."""
+    shapes = without_outdone(tuple(Candidates.of(graph, machine, request).shapes(request)))
+    kept = {(shape.degrees, shape.pp, shape.microbatch_size) for shape in shapes}
+    return [
+        answer
+        for answer in answers
+        for c in (answer.configuration,)
+        if (c.degrees, c.pp, c.microbatch_size) in kept
+    ]
 
 
 def best_within(limit_bytes: float, some: Iterable[tuple[float, float]]) -> float:
