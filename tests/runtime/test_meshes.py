@@ -64,13 +64,14 @@ def check(world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> None:
 def test_coordinates_match_ranks():
     """M3, D1: eight ranks as pp 2 x dp 2 x tp 2, and with a pp rank cut its own way."""
     plan = plan_for("gpt", dp=2, tp=2, pp=2)
-    expected = [(p, 0, d, 0, t) for p in range(2) for d in range(2) for t in range(2)]
+    expected = [(p, 0, d, 0, 0, t) for p in range(2) for d in range(2) for t in range(2)]
     assert [coordinate_of(plan, rank) for rank in range(8)] == expected
     plan = plan_for("gpt", dp=2, tp=2, pp=2, by_stage={"tp": (4, 1)})
     found = [coordinate_of(plan, rank) for rank in range(8)]
-    assert found == [(0, 0, 0, 0, t) for t in range(4)] + [(1, 0, d, 0, 0) for d in range(4)]
+    of_first = [(0, 0, 0, 0, 0, t) for t in range(4)]
+    assert found == of_first + [(1, 0, d, 0, 0, 0) for d in range(4)]
     plan = plan_for("gpt", dp=2, cp=2, tp=2)
-    expected = [(0, 0, d, c, t) for d in range(2) for c in range(2) for t in range(2)]
+    expected = [(0, 0, d, c, 0, t) for d in range(2) for c in range(2) for t in range(2)]
     assert [coordinate_of(plan, rank) for rank in range(8)] == expected
 
 
