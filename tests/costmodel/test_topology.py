@@ -34,6 +34,7 @@ def test_each_axis_is_as_far_apart_as_those_inside_it():
     assert group_along(cluster, degrees, "data") == Group(ranks_per_node=2, num_nodes=2)
     assert {name: axis.size for name, axis in lowered_groups(cluster, degrees).items()} == {
         "tp": 2,
+        "hp": 1,
         "cp": 2,
         "ep": 1,
     }

@@ -64,7 +64,7 @@ def test_a_plan_has_what_the_row_says() -> None:
     run, _, _ = run_of(LLAMA)
     model = transformer_of(run)
     plan = plan_of(run, model, devices_per_node=8)
-    assert dict(plan.degrees) == {"rp": 1, "dp": 2, "cp": 2, "tp": 4}
+    assert dict(plan.degrees) == {"rp": 1, "dp": 2, "cp": 2, "hp": 1, "tp": 4}
     assert (plan.pp, plan.vpp, plan.schedule) == (4, 5, "interleaved_1f1b")
     assert (plan.global_batch, plan.num_microbatches) == (64, 32)
     blocks = [len(stage.blocks) for stage in plan.stages]

@@ -29,8 +29,6 @@ class Unit(NamedTuple):
     """A rank's shard of that."""
     own_bytes: int
     """A rank's shard of the trained parameters themselves."""
-    alone_bytes: int
-    """Part of that in whole parameters, which no ranks share shards of."""
     frozen_shard_bytes: int
     """A rank's shard of the frozen ones."""
     has_backward: bool
@@ -41,6 +39,8 @@ class Unit(NamedTuple):
     last_part: Fraction
     """Part of the gradients that stay until their sum is there: the last parameter's, and that of
     the last one whose shards are not of its first dim."""
+    alone_bytes: int = 0
+    """Part of `own_bytes` in whole parameters, which no ranks share shards of."""
     turned_bytes: int = 0
     """Parameters whose shards are not of their first dim: they are gathered by way of a copy."""
     turned_part: Fraction = Fraction(0)
