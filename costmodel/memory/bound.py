@@ -254,9 +254,11 @@ def _of_spread(ranks: Ranks) -> State:
     """Return how much more state a byte of an expert's parameters is than one of others: fewer
     ranks share an expert, so each has more of it.
     """
-    shards = ranks.of_experts.shards
-    more = 1 / shards - 1 / ranks.shards
-    return State(trained=-1, alone=1, own=more) if more and shards == 1 else State(own=more)
+    of_experts = ranks.of_experts
+    more = State(own=1 / of_experts.shards - 1 / ranks.shards)
+    # Those of which no ranks share shards are not gathered: they are whole.
+    is_alone = ranks.is_sharded and not of_experts.is_sharded
+    return more._replace(trained=-1, alone=1) if is_alone else more
 
 
 def _states_per_byte(ranks: Ranks) -> tuple[State, ...]:

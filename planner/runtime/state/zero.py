@@ -89,7 +89,6 @@ def shard_stage(
     cut = [axis.name for axis in split_axes() if mesh.size(axis.name) > 1]
     if len(cut) > 1:
         raise LayoutError(f"ZeRO goes with one axis that cuts parameters, not {' and '.join(cut)}")
-    # Tables with a gradient of rows: their optimizer is given rows, which FSDP2 has no form for.
     # Experts lie on a mesh of their own, with replicas of its own: these share them.
     experts = {fqn for fqn in stage.named_params() if placements[fqn].are_of_experts}
     alone = experts_alone({fqn: placements[fqn] for fqn in stage.named_params()}, mesh)
@@ -99,6 +98,8 @@ def shard_stage(
             "the plan has the optimizer on the host; use a smaller ep, or `zero` 0"
         )
     experts -= alone
+    # Of tables with a gradient of rows (`whole`) the optimizer is given rows: FSDP2 has no form for
+    # them.
     left = {p for fqn, p in stage.named_params().items() if fqn in whole | alone}
     _refuse_dtypes(stage, left, precision)
     _make_contiguous(stage, left)
