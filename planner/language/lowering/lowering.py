@@ -32,6 +32,7 @@ from planner.language.ops.registry import (
     is_linear,
     local_ops,
     repeated,
+    terms_of,
     why_not_divided,
 )
 
@@ -359,7 +360,8 @@ class _Lowering:
         return tuple(reversed(kept))
 
     def _stays_a_sum(self, op: Op) -> bool:
-        is_of_params = bool(op.inputs) and self.summed_later.issuperset(op.inputs)
+        terms = terms_of(op)
+        is_of_params = bool(terms) and self.summed_later.issuperset(terms)
         return is_of_params and is_linear(op, self.program.tensor)
 
     def _counted_once(self, name: str) -> str:

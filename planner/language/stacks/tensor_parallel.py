@@ -16,7 +16,7 @@ from planner.language.graph import Size
 from planner.language.layout.class_layout import ClassLayout
 from planner.language.layout.placement import Placement, Replicate, Shard
 from planner.language.lowering.attention_cut import pieces_of_sequences
-from planner.language.lowering.experts import expert_params
+from planner.language.lowering.experts import params_of_all_experts
 from planner.language.stacks.layered import LayeredModel
 from planner.language.stacks.stack import CpKind, ExpertsOnTp, TensorParallel
 from planner.language.stacks.transformer_graph import router_weights, usual_dims
@@ -49,7 +49,7 @@ class UsualTp:
             for name, dim in usual_dims(program, is_layer=index in self.model.layer_classes):
                 # Every rank of tp scores all experts.
                 found[index, name] = (None, dim) if name in routers else (dim,)
-            for name in expert_params(program):
+            for name in params_of_all_experts(program):
                 found[index, name] = _EXPERTS_CUT if "cut" in self.ways.experts else (None,)
         return found
 
@@ -147,7 +147,7 @@ class LaidOut:
         for layout in self._of_layers("tp"):
             program = self.model.graph.classes[layout.class_index]
             places = dict(zip(program.params, layout.param_placements, strict=True))
-            for name in expert_params(program):
+            for name in params_of_all_experts(program):
                 dim = dim_of(places[name])
                 # dim 0 counts experts
                 kinds.add("whole" if dim is None else "cut" if dim else "other")
