@@ -112,7 +112,7 @@ def test_the_least_is_never_above_the_estimate(name, precision):
     elif name.startswith("experts"):
         kind = ExpertModules if name.endswith("modules") else RoutedExperts
         batches = (gpt_batch(size) for size in (2, 3))
-        graph = capture_module(RoutedGPT(6, kind), *batches, name=name, precision=precision)
+        graph = capture_module(RoutedGPT(6, kind=kind), *batches, name=name, precision=precision)
     else:
         module = model.build()
         if name == "tied":
