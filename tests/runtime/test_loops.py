@@ -109,6 +109,17 @@ def test_a_part_in_two_places(what) -> None:
 
 
 @pytest.mark.slow
+def test_a_layer_in_two_places_with_experts_on_ranks_of_their_own() -> None:
+    """Ranks at one place of both stages have the same experts, and sum their gradients."""
+    layouts: dict[str, dict[str, Any]] = {
+        "dp4 ep2": {"dp": 4, "ep": 2},
+        "pp2 ep2": {"pp": 2, "dp": 2, "ep": 2},
+        "ep2 zero3": {"dp": 4, "ep": 2, "zero_stage": 3},
+    }
+    check("of_mixtral tied layer", layouts, 4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in LOOPS if name != "of_qwen2_moe"])
 def test_loops_of_other_forms(name) -> None:
     check(name, TWO | EP)
