@@ -19,8 +19,8 @@ from planner.language.lowering.experts.weights import (
     expert_params,
     experts_params,
     grouped_products,
+    matrix_dims,
     on_experts_mesh,
-    params_of_all_experts,
     params_of_rank,
 )
 
@@ -34,8 +34,8 @@ __all__ = [
     "experts_of",
     "experts_params",
     "grouped_products",
+    "matrix_dims",
     "on_experts_mesh",
-    "params_of_all_experts",
     "params_of_rank",
     "spread_experts",
     "spread_params",

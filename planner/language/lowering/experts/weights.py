@@ -155,14 +155,17 @@ def _used_alone(program: Program, found: list[Weights], makers: Mapping[str, Op]
 
 def expert_params(program: Program) -> frozenset[str]:
     """Return the parameters that have weights of experts: of all of them, or of one."""
-    found = weights_of_experts(program)
-    return frozenset(name for each in found if not each.why_not for name in each.params)
+    return frozenset(matrix_dims(program))
 
 
-def params_of_all_experts(program: Program) -> frozenset[str]:
-    """Return those that have a dim of experts."""
-    found = (each for each in weights_of_experts(program) if not each.are_modules)
-    return frozenset(name for each in found if not each.why_not for name in each.params)
+def matrix_dims(program: Program) -> dict[str, tuple[int, int]]:
+    """Return the dims of an expert's matrix in each of these parameters, behind that of experts."""
+    return {
+        name: (0, 1) if each.are_modules else (1, 2)
+        for each in weights_of_experts(program)
+        if not each.why_not
+        for name in each.params
+    }
 
 
 def experts_params(graph: ModelGraph) -> frozenset[str]:
