@@ -94,7 +94,8 @@ def local_program(
     if degrees["ep"] == 1:
         return programs[0]
     check_rows(whole, placed_on, degrees)
-    return spread_experts(programs[0], degrees["ep"], etp=degrees["etp"])
+    on_ep = plan.layout(class_index, axis="ep", degrees=degrees)
+    return spread_experts(programs[0], degrees["ep"], etp=degrees["etp"], layout=on_ep)
 
 
 def _resized(

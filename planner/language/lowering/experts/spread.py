@@ -20,8 +20,6 @@ from planner.errors import LayoutError
 from planner.language.graph import Op, Program, Ref, TensorMeta, map_refs
 from planner.language.layout.redistribute import DEAL_RUNS, EXCHANGE_ROWS, REDISTRIBUTE
 from planner.language.lowering.experts.weights import (
-    check_placed,
-    expert_params,
     matrices,
     others_weights,
     stacked,
@@ -30,27 +28,7 @@ from planner.language.lowering.experts.weights import (
 from planner.language.ops.families.entries.routing import STACK_OF_RUNS
 
 
-def spread_params(program: Program) -> frozenset[str]:
-    """Return the parameters of a rank's program that lie on the experts' mesh."""
-    is_spread = any(op.target == EXCHANGE_ROWS for op in program.ops)
-    return expert_params(program) if is_spread else frozenset()
-
-
-def spread_experts(program: Program, ep: int, *, etp: int = 1, fullest: float = 1.0) -> Program:
-    """Return what a rank of `ep` runs for a bound program; without experts the program.
-
-    Its rows, inside, are as many as the rank has that gets `fullest` times the mean: how many a
-    step brings is known by the step alone. Raises LayoutError where experts do not divide, or rows
-    meet others inside that are not exchanged with them.
-    """
-    taking = [op for op in program.ops if takes_runs(op)]
-    if ep == 1 or not taking:
-        return program
-    check_placed(program, f"ep={ep} etp={etp}")
-    return _Spreading(program, ep, etp, fullest).run(taking)
-
-
-class _Spreading:
+class Spreading:
     """Rewrites a program op by op. Mutable: ops and tensors are added.
 
     Attributes:
@@ -67,6 +45,7 @@ class _Spreading:
         self.runs: dict[str, str] = {}
 
     def run(self, taking: list[Op]) -> Program:
+        """Return the program of a rank; `taking` are its ops on runs."""
         program = self._program
         others = others_weights(program, self._ep)
         weights = {name: has_all for name, has_all in matrices(program) if name not in others}
@@ -75,7 +54,7 @@ class _Spreading:
                 self.tensors[name] = self._own_experts(self.tensors[name])
         going, inside = _rows_of_experts(program, taking)
         for name in inside:
-            self.tensors[name] = _with_rows(self.tensors[name], self._fullest)
+            self.tensors[name] = self._with_fullest(self.tensors[name])
         self._follow_runs(going | inside)
         for op in program.ops:
             if others.issuperset(op.outputs):
@@ -100,7 +79,7 @@ class _Spreading:
         own = tuple(Ref(name) for name in stacked(op) if name not in others)
         if op.target != STACK_OF_RUNS:
             return replace(op, args=(own, *op.args[1:]))
-        return replace(op, args=(Ref(self._dealt(self._root(op.inputs[0]))[1]), own))
+        return replace(op, args=(Ref(self._own_ends(self._root(op.inputs[0]))), own))
 
     def _own_experts(self, meta: TensorMeta) -> TensorMeta:
         number, *rest = meta.shape_at(1)
@@ -138,7 +117,7 @@ class _Spreading:
             if name in (going if is_inside else inside)
         }
         if takes_runs(op):
-            moved[op.inputs[2]] = self._dealt(self._root(op.inputs[2]))[1]
+            moved[op.inputs[2]] = self._own_ends(self._root(op.inputs[2]))
         elif is_inside:
             self._check_alone(op, going | inside | weights)
         self.ops.append(_renamed(op, moved) if moved else op)
@@ -154,6 +133,14 @@ class _Spreading:
                     f"op {op.name} of the experts adds rows that are not sent with theirs; write "
                     "biases as the libraries do, or use ep=1"
                 )
+
+    def _with_fullest(self, meta: TensorMeta) -> TensorMeta:
+        rows, *rest = meta.shape_at(1)
+        return replace(meta, shape=(ceil(self._fullest * rows), *rest), kind="activation")
+
+    def _own_ends(self, ends: str) -> str:
+        """Return the name of where runs of own experts end."""
+        return self._dealt(ends)[1]
 
     def _dealt(self, ends: str) -> tuple[str, str]:
         """Return the names of the numbers of rows that ranks send each other, and of where runs of
@@ -178,7 +165,7 @@ class _Spreading:
         if moved not in self.tensors:
             dealt, _ = self._dealt(self.runs[name])
             rows = self._program.tensor[name]
-            meta = rows if back else _with_rows(rows, self._fullest)
+            meta = rows if back else self._with_fullest(rows)
             self.tensors[moved] = replace(meta, name=moved, kind="activation")
             args = (Ref(name), Ref(dealt), "ep", back)
             self.ops.append(Op(name=moved, target=EXCHANGE_ROWS, args=args, outputs=(moved,)))
@@ -214,11 +201,6 @@ def _rows_of_experts(program: Program, products: list[Op]) -> tuple[set[str], se
         if op.target == REDISTRIBUTE and after.intersection(op.inputs) & inside:
             inside.update(op.outputs)
     return going - inside, inside
-
-
-def _with_rows(meta: TensorMeta, factor: float) -> TensorMeta:
-    rows, *rest = meta.shape_at(1)
-    return replace(meta, shape=(ceil(factor * rows), *rest))
 
 
 def _renamed(op: Op, names: dict[str, str]) -> Op:
