@@ -179,6 +179,7 @@ def inner_collectives(
     if op.target in (GATHER_ROWS, SCATTER_ROWS):
         whole, small = _of_all_tokens(op, tensor)
         is_there = op.target == GATHER_ROWS
+        # (At last the tokens, whose gradients come back.)
         return (("all_gather", small), ("all_gather" if is_there else "reduce_scatter", whole))
     if op.target == GATHER_SAMPLES:
         whole = tensor[op.outputs[0]].bytes_at(1)
