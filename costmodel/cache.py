@@ -244,7 +244,11 @@ class CostCache:
             if executes.prices == "rates":
                 program = with_sized_losses(program, executes.loss_bytes)
             self._local[key] = spread_experts(
-                program, degrees["ep"], etp=degrees["etp"], fullest=fullest
+                program,
+                degrees["ep"],
+                etp=degrees["etp"],
+                fullest=fullest,
+                layout=placed.get("ep"),
             )
         return self._local[key]
 

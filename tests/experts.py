@@ -1,4 +1,6 @@
-"""A tiny decoder with routed experts, in plain PyTorch; its products of runs also take fp64."""
+"""A tiny decoder with routed experts, in plain PyTorch: matrices of all of them in products of
+runs, which also take fp64, or modules of their own in a loop.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +47,42 @@ class RoutedExperts(nn.Module):
         return found if self.shared is None else found + self.shared(x)
 
 
+class ExpertModules(nn.Module):
+    """Experts as transformers 4 has them: modules, gone through by number, those alone that rows
+    were routed to. No row chooses the last of them where it is `shut`.
+    """
+
+    def __init__(self, number: int = 4, per_token: int = 2, *, bias: bool = False, shut=False):
+        super().__init__()
+        self.number, self.per_token, self.shut = number, per_token, shut
+        self.router = nn.Linear(HIDDEN, number, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(HIDDEN, WIDTH, bias=bias), nn.SiLU(), nn.Linear(WIDTH, HIDDEN, bias=bias)
+            )
+            for _ in range(number)
+        )
+
+    def forward(self, x):
+        rows = x.reshape(-1, x.shape[-1])
+        scores = self.router(rows)
+        if self.shut:
+            scores = scores - 1e9 * (torch.arange(self.number, device=x.device) == self.number - 1)
+        weights, chosen = scores.softmax(-1).topk(self.per_token)
+        made = torch.zeros_like(rows)
+        mask = F.one_hot(chosen, num_classes=self.number).permute(2, 1, 0)
+        for number in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+            slot, which = torch.where(mask[number].squeeze(0))
+            of_expert = self.experts[number](rows[None, which].reshape(-1, rows.shape[1]))
+            made.index_add_(0, which, of_expert * weights[which, slot, None])
+        return made.view_as(x)
+
+
 class RoutedLayer(nn.Module):
-    def __init__(self, **experts):
+    def __init__(self, kind=RoutedExperts, **experts):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
-        self.attention, self.experts = PlainAttention(), RoutedExperts(**experts)
+        self.attention, self.experts = PlainAttention(), kind(**experts)
 
     def forward(self, x):
         x = x + self.attention(self.norm1(x))

@@ -23,6 +23,7 @@ from math import inf
 from typing import NamedTuple, get_args
 
 from costmodel import CostCache
+from costmodel.execution.dispatch.choice import may_gather
 from costmodel.memory.bound import NOTHING, OnHost, kept_bytes
 from costmodel.time.block.program import accumulate_seconds
 from costmodel.topology import replica_mesh
@@ -34,7 +35,7 @@ from planner.language.lowering.attention_cut import (
     attention_kinds,
     over_ring,
 )
-from planner.language.lowering.experts import check_rows
+from planner.language.lowering.experts import check_rows, gathered_layout
 from planner.language.lowering.propagate import propagate_on
 from planner.language.plan import ClassLayout, Precision
 from planner.language.stacks import Expressed
@@ -242,6 +243,27 @@ class SizedCandidates:
         return self._tables_of[by_class]
 
     def _ways(self, by_class: tuple[ClassLayout, ...]) -> Iterator[StageTable]:
+        """Yield tables of layouts on tp, of all ways on outer axes, and to bring tokens to experts.
+
+        Raises LayoutError where outer axes cannot divide what the layouts make.
+        """
+        for table in self._ways_on_outer(by_class):
+            yield table
+            with suppress(LayoutError):
+                yield from self._gathering(table.layouts)
+
+    def _gathering(self, layouts: tuple[ClassLayout, ...]) -> Iterator[StageTable]:
+        """Yield the table of layouts with tokens of experts gathered over ep, where the runtime has
+        that. Raises LayoutError where rows are used beside experts.
+        """
+        costs = self.candidates.costs
+        if self.degrees["ep"] == 1 or not may_gather(costs.execution):
+            return
+        on_ep = (gathered_layout(each, at) for at, each in enumerate(costs.graph.classes))
+        if found := tuple(layout for layout in on_ep if layout is not None):
+            yield self._table_of((*layouts, *found))
+
+    def _ways_on_outer(self, by_class: tuple[ClassLayout, ...]) -> Iterator[StageTable]:
         """Yield tables of layouts on tp: where an axis cuts sequences, of all kinds of attention
         with one piece a rank, and with queries on each rank in more and more pieces, and mirrored.
 
@@ -318,6 +340,9 @@ class SizedCandidates:
             layouts = self._over_ring(gathered)
         else:
             layouts = self._with_outer(by_class, attention, border)
+        return self._table_of(layouts)
+
+    def _table_of(self, layouts: tuple[ClassLayout, ...]) -> StageTable:
         self._check_experts(layouts)
         self._check_expressed(layouts)
         return StageTable(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -100,3 +100,16 @@ def test_a_key_is_the_same_under_every_hash_seed():
         for seed in ("1", "2")
     }
     assert len(keys) == 1
+
+
+def test_what_a_capture_notes_by_hooks_does_not_tell():
+    """A note that grows with each op would make the keys of all layers long, and unlike."""
+    plain, noted, users = Part(), Part(), Part()
+
+    def note(*_):
+        pass
+
+    users.layer.register_forward_hook(note)
+    note_of_ours = FunctionType(note.__code__, {"__name__": "planner.capture.repeats.trace"})
+    noted.layer.register_forward_hook(note_of_ours)
+    assert module_key(noted) == module_key(plain) != module_key(users)

@@ -18,7 +18,7 @@ from planner.runtime.step.engine import Engine
 from tests.builders import PlainGPT, TinyModel, gpt_batch, tiny_models
 from tests.captures import capture_module
 from tests.empty import EmptyGPT
-from tests.experts import RoutedGPT
+from tests.experts import ExpertModules, RoutedGPT
 from tests.frozen import TiedGPT, frozen_models
 from tests.runtime.beside import Gaps, OneProcess, adamw, gap_by_tensor, train_beside
 from tests.spawn import run_ranks
@@ -38,6 +38,8 @@ def models() -> dict[str, TinyModel]:
         "empty-gpt": EmptyGPT,
         "routed-gpt": RoutedGPT,
         "biased-routed-gpt": lambda: RoutedGPT(bias=True),
+        "modules-gpt": lambda: RoutedGPT(kind=ExpertModules, shut=True),
+        "biased-modules-gpt": lambda: RoutedGPT(kind=ExpertModules, bias=True),
         "stacked-gpt": StackedGPT,
     }
     gpts = {name: TinyModel(name, build, gpt_batch) for name, build in more.items()}

@@ -14,12 +14,10 @@ import pytest
 import torch
 
 from planner.capture.source.model_file import ModelSource
-from planner.errors import LayoutError
 from planner.language.graph import ModelGraph, from_json, to_json
 from planner.language.layout.placement import Shard
 from planner.language.lowering.defaults import default_plan
-from planner.language.lowering.experts import cuts_rows, experts_of, grouped_products
-from planner.language.lowering.lowering import local_program
+from planner.language.lowering.experts import cuts_rows, grouped_products
 from planner.language.lowering.propagate import propagate_layout
 from planner.language.plan import Plan
 from planner.runtime.proofs.verify import VerifyReport, compare_with_one_process
@@ -111,9 +109,20 @@ def test_a_part_in_two_places(what) -> None:
 
 
 @pytest.mark.slow
+def test_a_layer_in_two_places_with_experts_on_ranks_of_their_own() -> None:
+    """Ranks at one place of both stages have the same experts, and sum their gradients."""
+    layouts: dict[str, dict[str, Any]] = {
+        "dp4 ep2": {"dp": 4, "ep": 2},
+        "pp2 ep2": {"pp": 2, "dp": 2, "ep": 2},
+        "ep2 zero3": {"dp": 4, "ep": 2, "zero_stage": 3},
+    }
+    check("of_mixtral tied layer", layouts, 4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in LOOPS if name != "of_qwen2_moe"])
 def test_loops_of_other_forms(name) -> None:
-    check(name, TWO | (EP if name == "of_stacks" else {}))
+    check(name, TWO | EP)
 
 
 def test_experts_of_one_parameter_lie_on_ranks_of_their_own() -> None:
@@ -129,19 +138,8 @@ def test_on_four_ranks(name) -> None:
         "pp2 cp2": {"pp": 2, "cp": 2},
         "dp4 zero1": {"dp": 4, "zero_stage": 1},
     }
-    if name == "of_stacks":
-        layouts |= {
-            "dp2 tp2 ep2": {"dp": 2, "tp": 2, "ep": 2},
-            "pp2 ep2": {"pp": 2, "dp": 2, "ep": 2},
-        }
+    layouts |= {
+        "dp2 tp2 ep2": {"dp": 2, "tp": 2, "ep": 2},
+        "pp2 ep2": {"pp": 2, "dp": 2, "ep": 2},
+    }
     check(name, layouts, 4)
-
-
-def test_experts_of_modules_of_their_own_are_refused_on_ep() -> None:
-    graph = graph_of("of_mixtral")
-    assert experts_of(graph) == 1
-    assert experts_of(graph_of("of_stacks")) == 4
-    plan = default_plan(graph, dp=2)
-    degrees = plan.degrees.with_sizes(ep=2)
-    with pytest.raises(LayoutError, match=r"experts\.\d\.w\d\.weight, are a parameter"):
-        local_program(graph, plan, 0, degrees=degrees, microbatch_size=1)

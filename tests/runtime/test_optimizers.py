@@ -121,6 +121,9 @@ def test_whole_matrices_on_two_ranks(tmp_path):
             ("small-gpt", "adafactor", {"tp": 2}),
             ("small-gpt", "shampoo", {"dp": 2, "zero_stage": 2}),
             ("small-gpt", "adagrad", {"dp": 2, "zero_stage": 3}),
+            # (A matrix of all experts is cut; one of an expert's own is whole on its rank.)
+            ("routed-gpt", "adafactor", {"dp": 2, "ep": 2}),
+            ("biased-modules-gpt", "muon", {"dp": 2, "ep": 2}),
         ],
         str(tmp_path),
     )

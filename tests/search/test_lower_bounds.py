@@ -31,7 +31,7 @@ from search.priced_configuration import PricedConfiguration
 from search.space.configuration import recompute_choices
 from tests.builders import gpt_batch, tiny_models
 from tests.captures import capture_module
-from tests.experts import RoutedGPT
+from tests.experts import ExpertModules, RoutedExperts, RoutedGPT
 from tests.model_matrix import model_matrix
 from tests.search.machine import Machine
 
@@ -96,6 +96,7 @@ def test_what_may_fit_is_what_the_least_says(zero, splits_backward, precision):
         ("tied", "model"),
         ("masked", "model"),
         ("experts", "bf16"),
+        pytest.param("experts of modules", "bf16", marks=pytest.mark.slow),
     ],
 )
 def test_the_least_is_never_above_the_estimate(name, precision):
@@ -108,9 +109,10 @@ def test_the_least_is_never_above_the_estimate(name, precision):
         graph = capture_module(Masked(), *batches, name=name)
         (mask,) = graph.preamble.outputs
         assert [mask in block.inputs for block in graph.blocks] == [False, *[True] * 5, False]
-    elif name == "experts":
+    elif name.startswith("experts"):
+        kind = ExpertModules if name.endswith("modules") else RoutedExperts
         batches = (gpt_batch(size) for size in (2, 3))
-        graph = capture_module(RoutedGPT(6), *batches, name=name, precision=precision)
+        graph = capture_module(RoutedGPT(6, kind=kind), *batches, name=name, precision=precision)
     else:
         module = model.build()
         if name == "tied":

@@ -30,7 +30,7 @@ from search.op_layout.layouts import _LEAST_SAVING
 from search.request import LEAST_ODDS
 from tests.builders import PlainGPT, gpt_batch, tiny_models
 from tests.captures import capture_module
-from tests.experts import RoutedGPT
+from tests.experts import ExpertModules, RoutedGPT
 from tests.referees.plans import (
     OUTDONE_WITHIN,
     best_within,
@@ -78,6 +78,7 @@ SHAPES: dict[str, Callable[[], nn.Module]] = {
 
 
 ATTENTION, LONG_ATTENTION, EXPERTS = "attention", "long attention", "experts"
+MODULES = "experts of modules"
 
 
 class LongGPT(PlainGPT):
@@ -104,6 +105,9 @@ def graph_of(name: str) -> ModelGraph:
         return capture_module(LongGPT(), long_batch(2), long_batch(3), name=name)
     if name == EXPERTS:
         return capture_module(RoutedGPT(layers=2), gpt_batch(2), gpt_batch(3), name=name)
+    if name == MODULES:
+        model = RoutedGPT(layers=2, kind=ExpertModules)
+        return capture_module(model, gpt_batch(2), gpt_batch(3), name=name)
     batch = tiny_models()["mlp"].batch
     return capture_module(SHAPES[name](), batch(2), batch(3), name=name)
 
@@ -139,7 +143,7 @@ def random_instance(rng: np.random.Generator, names: list[str]) -> Instance:
     graph = graph_of(name)
     if name == ATTENTION:
         allow += [("cp", "1"), ("cp", "2")]
-    if name == EXPERTS:
+    if name in (EXPERTS, MODULES):
         allow += [("ep", "1"), ("ep", "2"), ("ep", "4")]
     for most_pp in (4, 3, 2):
         pps = [("pp", str(pp)) for pp in range(1, most_pp + 1)]
@@ -163,8 +167,13 @@ LIKE_ANOTHER = 1e-3
     [
         pytest.param(2, ["uneven", "tied"], 31, id="quick"),
         pytest.param(2, [EXPERTS], 5, id="experts"),
+        pytest.param(1, [MODULES], 5, marks=pytest.mark.slow, id="experts of modules"),
         pytest.param(
-            60, [EXPERTS], 6, marks=[pytest.mark.slow, pytest.mark.timeout(3000)], id="many experts"
+            60,
+            [EXPERTS, MODULES],
+            6,
+            marks=[pytest.mark.slow, pytest.mark.timeout(3000)],
+            id="many experts",
         ),
         *(
             pytest.param(
@@ -188,7 +197,7 @@ def test_the_best_equals_trying_everything(instances, names, seed):
         instance = random_instance(rng, names)
         # With the odds of a limit that is given: rows of the fullest rank are held so.
         request = replace(instance.request, memory_odds=LEAST_ODDS)
-        if instance.graph.name == EXPERTS:
+        if instance.graph.name in (EXPERTS, MODULES):
             request = replace(request, expert_imbalance=(None, 0.0, 1.2)[number % 3])
         answers = list(every_answer(instance.graph, instance.machine, request))
         every = seconds_and_bytes(answers)

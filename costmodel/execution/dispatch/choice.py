@@ -9,17 +9,28 @@ from costmodel.execution.dispatch.exchange import exchanges_of
 from costmodel.execution.execution import Execution
 from costmodel.topology import Axis
 from planner.language.graph import Program
+from planner.language.layout.redistribute import GATHER_ROWS
+
+GATHERED = "gathered-rows"
+"""The dispatcher of blocks whose layout on ep says that tokens are gathered."""
+
+
+def may_gather(execution: Execution) -> bool:
+    """Whether a runtime has both forms of exchanges."""
+    return GATHERED in execution.dispatchers
 
 
 def dispatchers_of(
     execution: Execution, local: Program, device: str, axes: Mapping[str, Axis]
 ) -> tuple[Dispatcher, ...]:
     """Return the dispatchers of a runtime that exchange a rank's program's rows on a device; of a
-    program without exchanges the runtime's first.
+    program without exchanges the runtime's first. What gathers tokens is another program.
 
     A run that has one dispatcher alone is taken at its word.
     """
-    found = tuple(find_dispatcher(name) for name in execution.dispatchers)
+    if any(op.target == GATHER_ROWS for op in local.ops):
+        return (find_dispatcher(GATHERED),)
+    found = tuple(find_dispatcher(name) for name in execution.dispatchers if name != GATHERED)
     ranks = axes["ep"].size
     if len(found) == 1 or ranks == 1 or not exchanges_of(local):
         return found[:1]

@@ -15,9 +15,18 @@ from costmodel.execution.dispatch.dispatcher import Dispatcher
 from costmodel.execution.dispatch.imbalance import experts_per_token
 from costmodel.topology import Axis
 from planner.language.graph import Op, Program
-from planner.language.layout.redistribute import EXCHANGE_ROWS
+from planner.language.layout.redistribute import (
+    EXCHANGE_ROWS,
+    GATHER_ROWS,
+    SCATTER_ROWS,
+    CollectiveKind,
+    inner_collectives,
+)
 from planner.units import DTYPE_BYTES
 from profiles import Group, Profile
+
+EXCHANGES = (EXCHANGE_ROWS, GATHER_ROWS, SCATTER_ROWS)
+"""Targets of the ops that bring tokens to experts, and back."""
 
 MEASURED_RANKS = 8
 """Ranks of a node among which collectives were measured."""
@@ -31,6 +40,8 @@ def exchange_seconds(
     """
     if axis.size == 1:
         return 0.0, 0.0
+    if op.target != EXCHANGE_ROWS:
+        return _gathered_seconds(op, local, profile, axis)
     group = axis.group
     sizes = [local.tensor[name].bytes_at(1) for name in (op.inputs[0], *op.outputs)]
     rows = max(sizes) if dispatcher.waits_for_fullest else min(sizes)
@@ -47,6 +58,27 @@ def exchange_seconds(
     # Rows go there in fewer bytes; results, and all gradients, keep their own.
     is_there = not op.args[3]
     return seconds(sent * narrow if is_there else sent), seconds(sent)
+
+
+def _gathered_seconds(op: Op, local: Program, profile: Profile, axis: Axis) -> tuple[float, float]:
+    """Return the same where tokens of all ranks are gathered, or sums scattered, one of which is
+    the other's gradient.
+    """
+    *told, (kind, whole) = inner_collectives(op, local.tensor)
+    back: list[tuple[CollectiveKind, int]] = [
+        ("reduce_scatter" if kind == "all_gather" else "all_gather", whole)
+    ]
+    if op.target == SCATTER_ROWS:  # (Of weights; experts' numbers have no gradient.)
+        back += [("reduce_scatter", size) for _, size in told]
+
+    def seconds(collectives: list[tuple[CollectiveKind, int]]) -> float:
+        return sum(
+            profile.collective_seconds(each, size, axis.group).seconds
+            for each, size in collectives
+            if size
+        )
+
+    return seconds([*told, (kind, whole)]), seconds(back)
 
 
 def _narrow_part(dtype: str, dispatcher: Dispatcher) -> float:
@@ -71,7 +103,7 @@ def sent_part(dispatcher: Dispatcher, per_token: int, group: Group) -> float:
 
 def exchanges_of(local: Program) -> list[Op]:
     """Return the exchanges of rows of a rank's program."""
-    return [op for op in local.ops if op.target == EXCHANGE_ROWS]
+    return [op for op in local.ops if op.target in EXCHANGES]
 
 
 def buffer_bytes(local: Program, group: Group, dispatcher: Dispatcher) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from costmodel.execution.dispatch.dispatcher import Dispatcher
-from costmodel.execution.dispatch.exchange import exchange_seconds
+from costmodel.execution.dispatch.exchange import EXCHANGES, exchange_seconds
 from costmodel.table.fusion import Kernels, fused_seconds, num_kernels
 from costmodel.time.block.compute import (
     ProgramTimes,
@@ -25,7 +25,7 @@ from costmodel.time.block.compute import (
 )
 from costmodel.topology import Axis
 from planner.language.graph import Program
-from planner.language.layout.redistribute import EXCHANGE_ROWS, goes_back
+from planner.language.layout.redistribute import goes_back
 from planner.language.ops.call import Work
 from planner.language.ops.families.products.rings import RING
 from planner.language.ops.flops import op_kernels
@@ -89,10 +89,13 @@ def profiled_times(
             continue
         if op.target.startswith("planner."):
             inner = inner_back = inner_seconds(op, tensor, profile, axes)
-            if op.target == EXCHANGE_ROWS and inner:
+            if op.target in EXCHANGES and inner:
                 sent_s, sent_back_s = exchange_seconds(op, local, profile, axes["ep"], dispatcher)
-                inner = (sent_s + dispatcher.call_s,)
-                inner_back = (sent_back_s + dispatcher.call_s,)
+                # (The host waits for each of the collectives.)
+                inner, inner_back = (
+                    ((each_s + dispatcher.call_s) / len(inner),) * len(inner)
+                    for each_s in (sent_s, sent_back_s)
+                )
             forward_comm_s += sum(inner)
             again_comm_s += sum(inner) if op.name in recomputed else 0.0
             forward_waits += len(inner)

@@ -77,7 +77,8 @@ class ChainCosts:
         """Layouts by axis and class."""
         found: dict[str, dict[int, ClassLayout]] = {axis.name: {} for axis in lowered_axes()}
         for layout in self.split.layouts:
-            found[layout.axis][layout.class_index] = layout
+            if layout.axis in found:  # (On ep nothing lies otherwise at the ends of blocks.)
+                found[layout.axis][layout.class_index] = layout
         return found
 
     @cached_property

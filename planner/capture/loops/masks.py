@@ -67,7 +67,7 @@ class Masks:
         """Return the choice that a tensor of whole numbers is, and its dims."""
         root = root_of(name, self._makers, self._tensors, casts=True)
         maker = self._makers.get(root)
-        if maker is None or root != maker.outputs[-1]:
+        if maker is None or not maker.inputs or root != maker.outputs[-1]:
             return None
         packet, source = packet_of(maker.target), maker.inputs[0]
         rank = len(self._tensors[source].shape)

@@ -58,12 +58,17 @@ def class_of(key: str) -> str:
 def attributes(module: Any) -> list[tuple[str, Any]]:
     """Return what a module holds beside tensors and parts, and without what a forward cached."""
     return [
-        # Hooks are kept by numbers that count on through the whole process.
-        (name, list(value.values()) if "_hooks" in name else value)
+        # Hooks are kept by numbers that count on through the whole process. (What a capture notes
+        # by hooks of its own is none of the module's, and grows with each op.)
+        (name, list(filter(_is_users, value.values())) if "_hooks" in name else value)
         for name, value in vars(module).items()
         if name not in (*_OF_EVERY_MODULE, *_OF_VALUES, *CACHED_WEIGHTS)
         and not isinstance(getattr(type(module), name, None), cached_property)
     ]
+
+
+def _is_users(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).partition(".")[0] != "planner"
 
 
 def _own_tensors(module: Any) -> list[tuple[str, Any]]:

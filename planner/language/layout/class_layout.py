@@ -15,7 +15,14 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
-from planner.language.layout.axes import Degrees, OwnSizes, find_axis, lowered_axes, own_axes
+from planner.language.layout.axes import (
+    FOLDED,
+    Degrees,
+    OwnSizes,
+    find_axis,
+    lowered_axes,
+    own_axes,
+)
 from planner.language.layout.placement import (
     OpSharding,
     Own,
@@ -27,6 +34,8 @@ from planner.language.layout.placement import (
 MOST = 2**20
 """The most ranks, jobs of a kind, samples of a microbatch, blocks: beyond any cluster there is, and
 what a damaged file must not ask for, since lists of so many are made."""
+
+_OF_EXPERTS = tuple(axis.name for axis in FOLDED)
 
 SIZE_FIELDS = ("degrees", "own_sizes")
 """Fields whose entries are fields of their own in a file, by the names of axes."""
@@ -101,7 +110,7 @@ class ClassLayout(WithOwnSizes):
         class_index: position of the class in the graph's `classes`.
         axis: name of the axis, the innermost if not given. The layout is of the program as lowered
             on the axes before it (`planner.language.layout.axes.lowered_axes`), of the class's own
-            program on the first.
+            program on the first, and on ep.
         own_sizes: of the stages that it is for, see `StagePlan`; empty: those of the plan's sizes.
         inputs: placement of each of the program's inputs, in order.
         params: placement in which each parameter rests.
@@ -129,7 +138,8 @@ class ClassLayout(WithOwnSizes):
 
     @model_validator(mode="after")
     def _parses(self) -> ClassLayout:
-        if find_axis(self.axis).cuts_batch:
+        # (On the experts' mesh: how tokens come to experts, `planner.language.lowering.experts`.)
+        if self.axis not in _OF_EXPERTS and find_axis(self.axis).cuts_batch:
             raise ValueError(f"axis {self.axis} cuts the batch; blocks have no layouts on it")
         for text in (*self.inputs, *self.outputs):
             if isinstance(parse_placement(text), Own):

@@ -1,4 +1,4 @@
-"""How a tensor lies on one mesh axis: Shard(dim), Replicate or Partial, as in DTensor; or Own.
+"""How a tensor lies on one mesh axis: Shard(dim), Replicate or Partial, as in DTensor; Own or Held.
 
 Torch-free: the search and the plan file use these; `planner.runtime` turns them into
 `torch.distributed.tensor` placements at the edges.
@@ -70,6 +70,19 @@ class Own:
         return f"O{along}{_in_parts(self)}"
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The whole tensor on rank `number` of the axis, and nothing of it on the others.
+
+    So lie parameters of experts' own modules on ep. Nothing is redistributed from or to it.
+    """
+
+    number: int
+
+    def __str__(self) -> str:
+        return f"H({self.number})"
+
+
 def _in_parts(placement: Shard | Own) -> str:
     sign = "z" if placement.mirrored else "x"
     return f"{sign}{placement.segments}" if placement.segments > 1 else ""
@@ -83,12 +96,14 @@ def piece_in(segment: int, rank: int, ranks: int, *, mirrored: bool) -> int:
     return ranks - 1 - rank if mirrored and segment % 2 else rank
 
 
-Placement = Shard | Replicate | Partial | Own
+Placement = Shard | Replicate | Partial | Own | Held
 
 
 def has_way(source: Placement, target: Placement) -> bool:
     """Whether a tensor that lies as `source` can be brought to lie as `target`."""
-    return source == target or not (isinstance(source, Own) or isinstance(target, Own))
+    return source == target or not (
+        isinstance(source, Own | Held) or isinstance(target, Own | Held)
+    )
 
 
 def cut_dim(placement: Placement) -> int | None:

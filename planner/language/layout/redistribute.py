@@ -47,6 +47,16 @@ EXCHANGE_ROWS = "planner.exchange_rows"
 """Target of the op that sends rows to the ranks of their experts, or back; args (Ref of rows, Ref
 of what `DEAL_RUNS` gives, axis, back)."""
 
+GATHER_ROWS = "planner.gather_rows"
+"""Target of the op that brings the tokens of all ranks to each, which takes a copy for each of its
+experts; args (Ref of rows, Ref of their experts, axis, ranks, number of experts, whether the copies
+of an expert stay in order). It gives the copies, their order, where runs of own experts end, and
+the numbers of tokens of the ranks, on the host."""
+
+SCATTER_ROWS = "planner.scatter_rows"
+"""Target of the op that sums copies by token, over all ranks; args (Ref of copies, Ref of their
+order, Ref of weights or None, Ref of the numbers of tokens, copies of a token, axis)."""
+
 EXCHANGED_EMBEDDING = "planner.exchanged_embedding"
 """Target of the lookup in a table that is cut by rows, each rank for its own samples; args (Ref of
 the table, Ref of indices, padding, axis, ranks)."""
@@ -60,7 +70,7 @@ OWN_SAMPLES = "planner.own_samples.default"
 """Target of the op that takes a replica's own rows of all; args (Ref, the axes, dim, samples of
 each replica)."""
 
-_THERE_AND_BACK = (EXCHANGE_ROWS, EXCHANGED_EMBEDDING)
+_THERE_AND_BACK = (EXCHANGE_ROWS, EXCHANGED_EMBEDDING, GATHER_ROWS, SCATTER_ROWS)
 
 
 def goes_back(op: Op, tensor: Mapping[str, TensorMeta]) -> bool:
@@ -131,6 +141,19 @@ def op_collectives(
     return kinds, numel * DTYPE_BYTES[local.dtype]
 
 
+def _of_all_tokens(op: Op, tensor: Mapping[str, TensorMeta]) -> tuple[int, int]:
+    """Return the bytes of the tokens of all ranks of a gather or scatter, and of what is told of
+    each: its experts' numbers, or weights (which are none where it has none).
+    """
+    if op.target == GATHER_ROWS:
+        ranks = int(op.args[3])  # type: ignore[arg-type]
+        return tuple(ranks * tensor[name].bytes_at(1) for name in op.inputs)  # type: ignore[return-value]
+    _, _, *weights, tokens = op.inputs
+    ranks = tensor[tokens].shape_at(1)[0]
+    told = sum(tensor[name].bytes_at(1) for name in weights)
+    return ranks * tensor[op.outputs[0]].bytes_at(1), ranks * told
+
+
 def inner_collectives(
     op: Op, tensor: dict[str, TensorMeta]
 ) -> tuple[tuple[CollectiveKind, int], ...]:
@@ -153,6 +176,11 @@ def inner_collectives(
     if op.target == EXCHANGE_ROWS:
         # What a rank gets is never less than what it sends where it waits for the fullest.
         return (("all_to_all", max(tensor[n].bytes_at(1) for n in (op.inputs[0], *op.outputs))),)
+    if op.target in (GATHER_ROWS, SCATTER_ROWS):
+        whole, small = _of_all_tokens(op, tensor)
+        is_there = op.target == GATHER_ROWS
+        # (At last the tokens, whose gradients come back.)
+        return (("all_gather", small), ("all_gather" if is_there else "reduce_scatter", whole))
     if op.target == GATHER_SAMPLES:
         whole = tensor[op.outputs[0]].bytes_at(1)
         return (("all_gather", whole),) if replicas_of(op, tensor) > 1 else ()

@@ -2,8 +2,9 @@
 
 The gradient's norm counts each element once, checkpoints write each once, ties add pieces of other
 stages, and an optimizer that needs a parameter whole collects its pieces: all of them read the
-same answer. A tensor that lies on the experts' mesh is shared along its sides, any other along the
-axes of the mesh of all.
+same answer. Of a tensor that a rank of an axis holds alone (`Held`) the others have nothing, and
+share nothing. A tensor that lies on the experts' mesh is shared along its sides, any other along
+the axes of the mesh of all.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.language.layout.axes import EXPERTS_MESH, axis_names, members
-from planner.language.layout.placement import Shard
+from planner.language.layout.placement import Held, Shard
 from planner.language.layout.placements import Placements
+from planner.language.layout.process_mesh import ProcessMesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +58,20 @@ def shard_dim(shape: Sequence[int], shards: int) -> int:
 def sharing(placements: Placements, *, is_sharded: bool) -> Sharing:
     """Return which axes' ranks share a tensor; `is_sharded` says that FSDP2 cuts it."""
     cut = tuple(axis for axis, placement in placements.pairs if isinstance(placement, Shard))
+    alone = tuple(axis for axis, placement in placements.pairs if isinstance(placement, Held))
     axes = EXPERTS_MESH if placements.are_of_experts else axis_names()
     chunked = members(placements.shards) if is_sharded else ()
     return Sharing(
         cut=cut,
         chunked=chunked,
-        alike=tuple(axis for axis in axes if axis not in (*cut, *chunked)),
+        alike=tuple(axis for axis in axes if axis not in (*cut, *chunked, *alone)),
+    )
+
+
+def holds(placements: Placements, mesh: ProcessMesh, rank: int) -> bool:
+    """Whether a rank of a mesh has some of a tensor: not where another holds it alone."""
+    return all(
+        mesh.number(rank, axis) == placement.number
+        for axis, placement in placements.pairs
+        if isinstance(placement, Held)
     )

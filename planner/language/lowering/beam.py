@@ -29,6 +29,7 @@ from planner.language.ops.registry import (
     repeated,
     segment_counts,
     strategies,
+    terms_of,
 )
 
 BEAM = 64
@@ -114,7 +115,8 @@ class BeamSearch:
         """Return the parameters, and what linear ops make of them alone."""
         found = {n for n in self.program.params if self.program.tensor[n].requires_grad}
         for op in self.program.ops:
-            if op.inputs and found.issuperset(op.inputs) and is_linear(op, self.program.tensor):
+            terms = terms_of(op)
+            if terms and found.issuperset(terms) and is_linear(op, self.program.tensor):
                 found.update(op.outputs)
         return found
 

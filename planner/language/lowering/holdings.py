@@ -16,7 +16,7 @@ from planner.language.layout.axes import members
 from planner.language.layout.pieces import Piece, piece_of
 from planner.language.layout.placements import Placements
 from planner.language.layout.process_mesh import ProcessMesh
-from planner.language.layout.sharing import Sharing, sharing
+from planner.language.layout.sharing import Sharing, holds, sharing
 from planner.language.lowering.wiring import param_placements, stage_params
 from planner.language.ops.record import mutates
 from planner.language.plan import Plan
@@ -79,7 +79,7 @@ class Holdings:
         mesh, found = plan.mesh(pp_rank), {}
         for name, placements in self._placements[pp_rank].items():
             meta = self._graph.tensor[name]
-            if meta.kind not in ("param", "buffer"):
+            if meta.kind not in ("param", "buffer") or not holds(placements, mesh, rank):
                 continue
             home = next(plan.stages[s].pp_rank for s, own in enumerate(self._used) if name in own)
             is_written = name in self._written

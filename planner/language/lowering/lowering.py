@@ -32,6 +32,7 @@ from planner.language.ops.registry import (
     is_linear,
     local_ops,
     repeated,
+    terms_of,
     why_not_divided,
 )
 
@@ -93,7 +94,8 @@ def local_program(
     if degrees["ep"] == 1:
         return programs[0]
     check_rows(whole, placed_on, degrees)
-    return spread_experts(programs[0], degrees["ep"], etp=degrees["etp"])
+    on_ep = plan.layout(class_index, axis="ep", degrees=degrees)
+    return spread_experts(programs[0], degrees["ep"], etp=degrees["etp"], layout=on_ep)
 
 
 def _resized(
@@ -359,7 +361,8 @@ class _Lowering:
         return tuple(reversed(kept))
 
     def _stays_a_sum(self, op: Op) -> bool:
-        is_of_params = bool(op.inputs) and self.summed_later.issuperset(op.inputs)
+        terms = terms_of(op)
+        is_of_params = bool(terms) and self.summed_later.issuperset(terms)
         return is_of_params and is_linear(op, self.program.tensor)
 
     def _counted_once(self, name: str) -> str:

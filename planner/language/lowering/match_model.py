@@ -69,7 +69,7 @@ def _check_layout(layout: ClassLayout, graph: ModelGraph) -> None:
                 f"the plan places {given} {what} of block class {program.name!r} on "
                 f"{layout.axis} and it has {has}; the plan is damaged, so search again"
             )
-    if layout.axis != lowered_axes()[0].name:
+    if layout.axis not in (lowered_axes()[0].name, "ep"):
         return  # of the program as lowered on axes before, which has more ops
     ops = {op.name: op for op in program.ops}
     for name, sharding in layout.op_shardings.items():

@@ -93,7 +93,7 @@ def block_placements(
     params = _joined(len(block.params), tuple((axis, layout.params) for axis, layout in layouts))
     if degrees["ep"] > 1:
         program = graph.classes[block.class_index]
-        params = on_experts_mesh(program, params, etp=degrees["etp"])
+        params = on_experts_mesh(program, params, ep=degrees["ep"], etp=degrees["etp"])
     return (
         _joined(len(block.inputs), tuple((axis, layout.inputs) for axis, layout in layouts)),
         params,

@@ -112,6 +112,9 @@ class OpFamily:
     first_factor: int = 0
     """The input that is a product's left factor; the right one follows."""
 
+    first_term: int = 0
+    """The first input of whose entries results are made; those before it say which."""
+
     weight_product: Callable[[Op], ProductArgs | None] | None = None
     """What is multiplied, for products whose weight gradient may be deferred."""
 

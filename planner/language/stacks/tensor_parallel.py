@@ -16,16 +16,13 @@ from planner.language.graph import Size
 from planner.language.layout.class_layout import ClassLayout
 from planner.language.layout.placement import Placement, Replicate, Shard
 from planner.language.lowering.attention_cut import pieces_of_sequences
-from planner.language.lowering.experts import expert_params
+from planner.language.lowering.experts import matrix_dims
 from planner.language.stacks.layered import LayeredModel
 from planner.language.stacks.stack import CpKind, ExpertsOnTp, TensorParallel
 from planner.language.stacks.transformer_graph import router_weights, usual_dims
 
 Dims = tuple[int | None, ...]
 """Dims along which a tensor may be split over an axis; None: it may be whole."""
-
-_EXPERTS_CUT: Dims = (1, 2)
-"""Dims of the experts' matrices that are not their number."""
 
 
 def dim_of(place: Placement) -> int | None:
@@ -49,8 +46,8 @@ class UsualTp:
             for name, dim in usual_dims(program, is_layer=index in self.model.layer_classes):
                 # Every rank of tp scores all experts.
                 found[index, name] = (None, dim) if name in routers else (dim,)
-            for name in expert_params(program):
-                found[index, name] = _EXPERTS_CUT if "cut" in self.ways.experts else (None,)
+            for name, dims in matrix_dims(program).items():
+                found[index, name] = dims if "cut" in self.ways.experts else (None,)
         return found
 
     @property
@@ -147,10 +144,9 @@ class LaidOut:
         for layout in self._of_layers("tp"):
             program = self.model.graph.classes[layout.class_index]
             places = dict(zip(program.params, layout.param_placements, strict=True))
-            for name in expert_params(program):
+            for name, dims in matrix_dims(program).items():
                 dim = dim_of(places[name])
-                # dim 0 counts experts
-                kinds.add("whole" if dim is None else "cut" if dim else "other")
+                kinds.add("whole" if dim is None else "cut" if dim in dims else "other")
         if not kinds:
             return "none"
         return kinds.pop() if len(kinds) == 1 else "other"

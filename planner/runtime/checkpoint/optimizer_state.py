@@ -139,17 +139,17 @@ def whole_states(rank: RankState) -> dict[str, dict[str, Any]]:
     for of_rank in every:
         for fqn, states in of_rank.items():
             merged.setdefault(fqn, states)
-    found: dict[str, dict[str, Any]] = {}
-    for fqn in metas:
-        for name, value in merged.get(fqn, {}).items():
-            if value is None:
+    # (Each kind of state of all parameters at once: who holds what is looked up for all of them.)
+    for name in dict.fromkeys(name for states in merged.values() for name in states):
+        shaped = [metas[f] for f in metas if merged.get(f, {}).get(name, 0) is None]
 
-                def piece(meta: TensorMeta, name: str = name) -> tuple[Tensor, Placements]:
-                    return held[meta.fqn][name], piece_of(meta)[1]
+        def piece(meta: TensorMeta, name: str = name) -> tuple[Tensor, Placements]:
+            return held[meta.fqn][name], piece_of(meta)[1]
 
-                value = rank.gathered([metas[fqn]], piece).get(fqn)
-            found.setdefault(fqn, {})[name] = value
-    return found if dist.get_rank() == 0 else {}
+        for fqn, value in rank.gathered(shaped, piece).items():
+            if fqn in metas:
+                merged[fqn][name] = value
+    return {f: merged[f] for f in metas if f in merged} if dist.get_rank() == 0 else {}
 
 
 class Assembly:

@@ -340,6 +340,15 @@ def all_to_all_rows(
     return run(kind, lambda: _funcol.all_to_all_single(x, got, sent, group), rows=rows)
 
 
+def all_gather_rows(x: Tensor, group: str, *, to_experts: int | None = None) -> Tensor:
+    """Return the rows of all ranks, which have as many. So many copies of them are recorded as
+    brought `to_experts` of this rank.
+    """
+    x, parts = x.contiguous(), size(group)
+    kind = "all_gather" if to_experts is None else ROWS
+    return run(kind, lambda: _funcol.all_gather_into_tensor(x, parts, group), rows=to_experts or 0)
+
+
 class Shift(NamedTuple):
     """A message that is on its way round a group."""
 

@@ -35,6 +35,7 @@ from planner.runtime.stage.calls import local_ops
 from planner.runtime.stage.calls.autograd_functions import autograd_function
 from planner.runtime.stage.calls.complex_writes import COMPLEX_WRITES
 from planner.runtime.stage.calls.exchanges.experts import deal_runs, exchange_rows
+from planner.runtime.stage.calls.exchanges.gathered_experts import gather_rows, scatter_rows
 from planner.runtime.stage.calls.exchanges.samples import gather_samples, own_samples
 from planner.runtime.stage.calls.exchanges.table_rows import exchanged_embedding
 from planner.runtime.stage.calls.opaque_modules import find_module, opaque_module, own_params
@@ -228,6 +229,8 @@ _OWN: dict[str, Callable[..., Any]] = {
     "exchanged_embedding": exchanged_embedding,
     "deal_runs": deal_runs,
     "exchange_rows": exchange_rows,
+    "gather_rows": gather_rows,
+    "scatter_rows": scatter_rows,
     "part_of": part_of,
     "redistribute": collectives.redistribute,
     "table_lookup": table_lookup,

@@ -162,6 +162,7 @@ class StageModule(nn.Module):
         plan: StagePlan,
         wiring: StageWiring,
         placements: Callable[[int], BlockPlacements],
+        params: Mapping[int, Mapping[str, str]],
         programs: Programs,
         tensors: Mapping[str, Tensor],
         groups: Mapping[str, str],
@@ -170,10 +171,11 @@ class StageModule(nn.Module):
         away: ActivationsOnHost | None = None,
         moved_once: frozenset[str] = frozenset(),
     ) -> None:
-        """`tensors` holds local weights by name, `groups` the names of the groups of
-        the axes that blocks are lowered on; with selective recomputation the programs' kept ops
-        listen to `keeper`. `away` is for plans with activations on the host. `moved_once` is that
-        of `planner.language.across.cut.moved_once`, of the whole model.
+        """`params` gives, by block, which of the model's tensors each param of the program is that
+        this rank runs for it. `tensors` holds local weights by name, `groups` the names of the
+        groups of the axes that blocks are lowered on; with selective recomputation the programs'
+        kept ops listen to `keeper`. `away` is for plans with activations on the host. `moved_once`
+        is that of `planner.language.across.cut.moved_once`, of the whole model.
         """
         super().__init__()
         self.wiring = wiring
@@ -185,7 +187,7 @@ class StageModule(nn.Module):
         self._placement_of |= dict.fromkeys(wiring.side_inputs, WHOLE)
         # In how many blocks of the stage each tensor is used: what several share belongs to the
         # stage, since FSDP2 gathers a parameter with one unit alone.
-        uses = Counter(n for b in plan.blocks for n in dict.fromkeys(graph.blocks[b].params))
+        uses = Counter(n for b in plan.blocks for n in dict.fromkeys(params[b].values()))
         self.passed: dict[str, Tensor] = {}
         self._shared: dict[str, str] = {}
         for name in uses:
@@ -206,17 +208,19 @@ class StageModule(nn.Module):
         again = plan.recompute_by_block
         for position, index in enumerate(plan.blocks):
             block = graph.blocks[index]
-            own = [
+            # A class's program has names of its own; the block says which of its tensors each is.
+            names = params[index]
+            own = dict.fromkeys(
                 n
-                for n in block.params
+                for n in names.values()
                 if n in tables or (graph.tensor[n].kind == "param" and uses[n] == 1)
-            ]
+            )
             # Of the block's own parameters FSDP2 swaps the attribute; all else the stage passes by
             # position.
-            passed = tuple(dict.fromkeys(n for n in block.params if n not in own))
+            passed = tuple(dict.fromkeys(n for n in names.values() if n not in own))
             slots = tuple(
                 attribute(graph.tensor[n].fqn) if n in own else passed.index(n)
-                for n in block.params
+                for n in names.values()
             )
             recomputed = None
             # A block before the model's first trained parameter has no backward to run again for.
@@ -230,8 +234,6 @@ class StageModule(nn.Module):
                     draws=any(is_random(op) for op in graph.classes[block.class_index].ops),
                 )
             program = programs.of_class(block.class_index)
-            # A class's program has names of its own; the block says which of its tensors each is.
-            names = dict(zip(graph.classes[block.class_index].params, block.params, strict=True))
             written = frozenset(
                 passed.index(names[name])
                 for name in written_buffers(graph.classes[block.class_index])
@@ -249,7 +251,7 @@ class StageModule(nn.Module):
                     if inner in optional and name in own
                 },
             )
-            for n in dict.fromkeys(own):
+            for n in own:
                 meta = graph.tensor[n]
                 tensor = tables.get(n, tensors[n])
                 self._register(module, meta.fqn, tensor, meta.requires_grad, f"blocks.{position}.")

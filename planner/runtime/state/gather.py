@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from planner.language.graph import ModelGraph, TensorMeta
 from planner.language.layout.placement import Shard
 from planner.language.layout.placements import Placements
-from planner.language.layout.sharing import shard_dim
-from planner.language.lowering.wiring import stage_params
+from planner.language.layout.sharing import holds, shard_dim
+from planner.language.lowering.wiring import param_placements, stage_params
 from planner.language.ops.call import local_shape
 from planner.language.plan import Plan
 from planner.runtime.process.collectives import run_step
@@ -36,14 +37,19 @@ def gather(
     """
     result: dict[str, Tensor] = {}
     stages = stage_params(graph, plan)
+    placements = cache(partial(param_placements, graph, plan))
     for meta in wanted:
         holders = [plan.stages[s].pp_rank for s, names in enumerate(stages) if meta.name in names]
         if not holders:
             continue
         home = holders[0]
-        found = whole(*piece(meta), mesh) if mesh.rank("pp") == home else None
+        ranks = mesh.meshes[home].ranks
+        if plan.degrees["ep"] > 1:
+            lies = placements(home)[meta.name]
+            ranks = tuple(rank for rank in ranks if holds(lies, mesh.meshes[home], rank))
+        found = whole(*piece(meta), mesh) if mesh.global_rank in ranks else None
         dtype = rest_dtype(meta, plan.precision)
-        received = _to_rank_0(found, meta, dtype, mesh.meshes[home].ranks[0], mesh)
+        received = _to_rank_0(found, meta, dtype, ranks[0], mesh)
         if received is not None:
             result |= dict.fromkeys((meta.fqn, *meta.aliases), received)
     return result

@@ -164,8 +164,9 @@ class TrainedParams:
 
     def _make_whole(self, optimizer: torch.optim.Optimizer) -> None:
         """Give the optimizer whole parameters where pieces would be another training."""
-        # Pieces arise from ZeRO's shards or from tp; stages (pp) only spread whole parameters.
-        is_cut = self._sharded or any(self._mesh.size(axis.name) > 1 for axis in split_axes())
+        # Pieces arise from ZeRO's shards, tp or ep; stages (pp) only spread whole parameters.
+        axes = (*(axis.name for axis in split_axes()), "ep")
+        is_cut = self._sharded or any(self._mesh.size(axis) > 1 for axis in axes)
         wanted = {
             id(param)
             for param in read_beyond_elements(optimizer, is_cut=is_cut, is_spread=self._plan.pp > 1)

@@ -201,6 +201,7 @@ class Engine:
             state.stages,
             mesh,
             [[graph.tensor[n].fqn for n in names] for names in stage_params(graph, plan)],
+            {graph.tensor[name].fqn: lies for name, lies in state.placements.items()},
         )
         take_first_values(state, values or ModuleValues(model, mesh))
         # First values are given to what the optimizer steps on (fp32 masters, copies on the host);

@@ -9,12 +9,8 @@ from torch import Tensor, nn
 
 from planner.language.graph import ModelGraph, TensorMeta
 from planner.language.layout.placements import Placements
-from planner.language.lowering.wiring import (
-    Edge,
-    block_placements,
-    stage_params,
-    wire_stage,
-)
+from planner.language.lowering.experts import params_of_rank
+from planner.language.lowering.wiring import Edge, block_placements, wire_stage
 from planner.language.plan import Plan
 from planner.runtime.process.groups.mesh import Mesh
 from planner.runtime.stage.host import Host
@@ -52,11 +48,15 @@ def build_stages(
     is 0 where there is one replica; `moved_once` is that of
     `planner.language.across.cut.moved_once`.
     """
-    names = stage_params(graph, plan)
     stages: dict[int, StageModule] = {}
     owners: dict[int, Owner] = {}
     for index in indices:
-        metas = [graph.tensor[name] for name in names[index]]
+        params = {
+            block: params_of_rank(graph, graph.blocks[block], mesh.size("ep"), mesh.rank("ep"))
+            for block in plan.stages[index].blocks
+        }
+        names = dict.fromkeys(name for each in params.values() for name in each.values())
+        metas = [graph.tensor[name] for name in names]
         pieces = {
             meta.name: _piece(model, meta, plan, mesh, placements[meta.name]) for meta in metas
         }
@@ -81,6 +81,7 @@ def build_stages(
             plan=plan.stages[index],
             wiring=wire_stage(graph, plan, edges, index),
             placements=lambda block: block_placements(graph, plan, block),
+            params=params,
             programs=programs,
             tensors=tensors,
             groups={axis: mesh.group_name(axis) for axis in mesh.lowered_groups()},
@@ -106,12 +107,12 @@ def build_stages(
                 )
                 owners[index] = MasterParams(stage.named_params(), values)
             continue
-        params = {m.fqn: m.name for m in metas if m.kind == "param" and not m.on_host}
+        own = {m.fqn: m.name for m in metas if m.kind == "param" and not m.on_host}
         if plan.optimizer_on_host:
-            values = {fqn: pieces[name] for fqn, name in params.items()}
+            values = {fqn: pieces[name] for fqn, name in own.items()}
             owners[index] = HostMasters(stage.named_params(), values, host)
         elif plan.precision == "bf16":
-            values = _masters(params, pieces, tensors, mesh)
+            values = _masters(own, pieces, tensors, mesh)
             owners[index] = MasterParams(stage.named_params(), values)
     return stages, owners
 

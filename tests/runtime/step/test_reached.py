@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from planner.language.layout.placements import WHOLE
 from planner.runtime.state.gradients.reached import Reached, without_gradients
 from tests.spawn import run_ranks
 
@@ -35,7 +36,8 @@ def mesh(group=None):
 def test_what_one_stage_s_backwards_missed():
     stage = Stage(["a", "b", "shared"], reached=["a"])
     # Another stage has a copy of one: its gradient is a sum over both.
-    found = Reached({0: stage}, mesh(), [["a", "b", "shared", "dense"], ["shared"]])
+    names = ["a", "b", "shared", "dense"]
+    found = Reached({0: stage}, mesh(), [names, ["shared"]], dict.fromkeys(names, WHOLE))
     assert found.missing() == {"b"}
     found.begin()
     assert found.missing() == {"a", "b"}
@@ -44,7 +46,8 @@ def test_what_one_stage_s_backwards_missed():
 def _missing(names):
     own = names[dist.get_rank()]
     stage = Stage(["a", "b", "c"], reached=own)
-    return Reached({0: stage}, mesh(dist.group.WORLD), [["a", "b", "c"]]).missing()
+    placements = dict.fromkeys(["a", "b", "c"], WHOLE)
+    return Reached({0: stage}, mesh(dist.group.WORLD), [[*placements]], placements).missing()
 
 
 def test_what_another_replica_reached_is_reached():

@@ -23,9 +23,11 @@ from planner.language.layout.placement import (
 from planner.language.layout.redistribute import (
     DEAL_RUNS,
     EXCHANGE_ROWS,
+    GATHER_ROWS,
     GATHER_SAMPLES,
     OWN_SAMPLES,
     REDISTRIBUTE,
+    SCATTER_ROWS,
     collectives,
 )
 from planner.language.ops.call import Call, LocalForm, P, Placed
@@ -44,6 +46,7 @@ from planner.language.ops.registry import local_ops, strategies
 from planner.language.ops.samples.state import WHOLE, State
 from planner.language.ops.samples.step import Across, Step
 from planner.language.ops.strides import is_contiguous
+from planner.units import DTYPE_BYTES
 
 
 def redistribute(call: Call) -> Iterator[OpSharding]:
@@ -193,6 +196,43 @@ def _rows_in_other_order(call: KernelCall, *, forward: bool) -> int:
     return call.num_bytes(call.op.inputs[0] if is_back else call.op.outputs[0])
 
 
+_TOKEN = DTYPE_BYTES["int64"]
+"""Bytes of the number of the token that a copy is of, where tokens have several."""
+
+
+def _tokens_of_all(call: KernelCall, *, forward: bool) -> int:
+    """The tokens of all ranks, or the sums of their gradients, and which of them each copy is."""
+    rows, experts = call.op.inputs
+    ranks = int(call.op.args[3])  # type: ignore[arg-type]
+    several = call.numel(experts) > call.shape(rows)[0]
+    return ranks * call.num_bytes(rows) + _TOKEN * call.numel(call.op.outputs[1]) * several
+
+
+def _sums_of_all(call: KernelCall, *, forward: bool) -> int:
+    """Sums of the tokens of all ranks, or their gradients; copies times their weights, or what sums
+    are gradients of these.
+    """
+    copies, order, *weights, tokens = call.op.inputs
+    ranks, made = call.shape(tokens)[0], call.op.outputs[0]
+    every = ranks * call.num_bytes(made) + _TOKEN * call.numel(order) * (call.op.args[4] != 1)
+    if not weights:
+        return every
+    product = call.numel(copies) * call.element_bytes(made)
+    if forward:
+        return every + product + ranks * call.num_bytes(weights[0])
+    return max(every, product * call.needs_grad(weights[0]))
+
+
+def _saved_of_sums(call: KernelCall) -> Saved:
+    """The order; copies and their weights, each where the other one trains."""
+    copies, order, *weights, _ = call.op.inputs
+    if not weights:
+        return Saved(tensors=(order,))
+    kept = (order, copies) if call.needs_grad(weights[0]) else (order,)
+    picked = call.numel(order) * call.element_bytes(weights[0]) * call.needs_grad(copies)
+    return Saved(tensors=kept, extra_bytes=picked)
+
+
 def _ends(call: KernelCall) -> tuple[Placement, Placement]:
     src, dst = (parse_placement(str(placement)) for placement in call.op.args[2:4])
     return src, dst
@@ -274,6 +314,24 @@ register(
         targets=(EXCHANGE_ROWS,),
         scratch=_rows_in_other_order,
         saved=saves_nothing,  # what comes back goes the same way
+        recomputed=False,  # other ranks would have to take part
+    )
+)
+register(
+    OpFamily(
+        name="tokens of all ranks, for a rank's experts",
+        targets=(GATHER_ROWS,),
+        scratch=_tokens_of_all,
+        saved=lambda call: Saved(tensors=call.op.outputs[1:2]),
+        recomputed=False,  # other ranks would have to take part
+    )
+)
+register(
+    OpFamily(
+        name="sums by token, over all ranks",
+        targets=(SCATTER_ROWS,),
+        scratch=_sums_of_all,
+        saved=_saved_of_sums,
         recomputed=False,  # other ranks would have to take part
     )
 )

@@ -57,10 +57,12 @@ def tied_copies(
             by_holders.setdefault(holders, []).append(meta)
     result = []
     # Sorted: all ranks make the groups in the same order, those that hold no copy too.
-    for holders, metas in sorted(by_holders.items()):
+    named = [owner.named_params() for owner in owners.values()]
+    for holders, shared in sorted(by_holders.items()):
+        # (Of experts' own parameters a rank, and those at its place on other meshes, have some.)
+        metas = [meta for meta in shared if any(meta.fqn in params for params in named)]
         exchange = _exchange(graph, plan, mesh, holders, metas)
         if mesh.rank("pp") in holders:
-            named = [owner.named_params() for owner in owners.values()]
             copies = [[p[meta.fqn] for p in named if meta.fqn in p] for meta in metas]
             result.append(TiedCopies(copies, exchange))
     return result

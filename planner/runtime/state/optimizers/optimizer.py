@@ -57,7 +57,7 @@ def read_beyond_elements(
             raise ModelError(
                 f"{type(optimizer).__name__} updates a parameter by the gradients of others or by "
                 "its place among them, and the plan gives each rank a part of the model; use "
-                f"another optimizer, or search with `pp` 1, {sizes} and `zero` 0"
+                f"another optimizer, or search with `pp` 1, {sizes}, `ep` 1 and `zero` 0"
             )
         if reach is None and is_cut:
             warnings.warn(

@@ -55,9 +55,11 @@ def bias_of_runs(call: Call) -> Iterator[OpSharding]:
 
 
 def stack_of_runs(call: Call) -> Iterator[OpSharding]:
-    """Whole weights, where ranks have runs of their own or all; or a part of each weight."""
+    """Whole weights, where ranks have runs of their own or all; a part of each weight, or terms."""
     each = len(call.inputs) - 1
     yield OpSharding(inputs=(_OWN_ENDS, *(_WHOLE,) * each), outputs=(_WHOLE,))
+    for ends in (_WHOLE, _OWN_ENDS):
+        yield OpSharding(inputs=(ends, *(P,) * each), outputs=(P,))
     for dim in range(len(call.inputs[1])):
         yield OpSharding(inputs=(_WHOLE, *(Shard(dim),) * each), outputs=(Shard(dim + 1),))
 
@@ -172,6 +174,7 @@ register(
     OpFamily(
         name="weights of experts, of modules of their own",
         targets=(STACK_OF_RUNS,),
+        first_term=1,
         shard=(ShardRule(stack_of_runs),),
         across=Across(handlers=(_weights_of_runs,)),
         saved=_runs_of,

@@ -41,12 +41,12 @@ class _SortRows(torch.autograd.Function):
         ends = torch.searchsorted(ordered, runs, right=True, out_int32=True)
         ctx.save_for_backward(order)
         ctx.mark_non_differentiable(order, ends)
-        return rows[_row_of(order, ctx.copies)], order, ends
+        return rows[row_of(order, ctx.copies)], order, ends
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
         (order,) = ctx.saved_tensors
-        return _summed(grad, _row_of(order, ctx.copies), ctx.shape), None, None, None
+        return summed(grad, row_of(order, ctx.copies), ctx.shape), None, None, None
 
 
 def bias_of_runs(rows: Tensor, biases: Tensor, ends: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class _BiasOfRuns(torch.autograd.Function):
         of_biases = None
         if ctx.needs_input_grad[1]:
             (ends,) = ctx.saved_tensors
-            of_biases = _summed(grad.to(dtype), _run_of(len(grad), ends), shape)
+            of_biases = summed(grad.to(dtype), _run_of(len(grad), ends), shape)
         return grad.to(of_rows), of_biases, None
 
 
@@ -178,13 +178,13 @@ class _UnsortRows(torch.autograd.Function):
         )
         back = rows[_places(order)].view(len(order) // copies, copies, rows.shape[1])
         if weights is not None:
-            back = _times(back, weights.reshape(len(back), copies, 1))
+            back = times(back, weights.reshape(len(back), copies, 1))
         return back.sum(1) if copies > 1 else back.squeeze(1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
         order, rows, weights = ctx.saved_tensors
-        of_copies = grad[_row_of(order, ctx.copies)]
+        of_copies = grad[row_of(order, ctx.copies)]
         of_weights = None
         if rows is not None:
             sums = (of_copies * rows).sum(1).to(ctx.dtypes[1])
@@ -194,11 +194,12 @@ class _UnsortRows(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, None, of_weights, None
         if weights is not None:
-            of_copies = _times(of_copies, weights.reshape(-1)[order].unsqueeze(1))
+            of_copies = times(of_copies, weights.reshape(-1)[order].unsqueeze(1))
         return of_copies.to(ctx.dtypes[0]), None, of_weights, None
 
 
-def _row_of(order: Tensor, copies: int) -> Tensor:
+def row_of(order: Tensor, copies: int) -> Tensor:
+    """Return which row each copy is of."""
     return order if copies == 1 else order // copies
 
 
@@ -209,7 +210,7 @@ def _places(order: Tensor) -> Tensor:
     return places
 
 
-def _times(rows: Tensor, weights: Tensor) -> Tensor:
+def times(rows: Tensor, weights: Tensor) -> Tensor:
     """Return rows times weights, in the memory of the rows where they have the product's dtype."""
     if torch.result_type(rows, weights) == rows.dtype:
         return rows.mul_(weights)
@@ -223,6 +224,6 @@ def _run_of(number: int, ends: Tensor) -> Tensor:
     )
 
 
-def _summed(grad: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
+def summed(grad: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
     """Return rows added where they belong, as the gradient of rows taken by number is made."""
     return grad.new_zeros(shape).index_put_((places,), grad, accumulate=True)
