@@ -104,9 +104,9 @@ def _experts(run: Run) -> Iterator[str]:
             f"--moe-expert-capacity-factor {factor:g}: priced with all rows, or with 1, an even "
             "number for each expert"
         )
-    if run.etp not in (1, run.tp) and run.tp % run.etp:
+    if run.etp not in (1, run.tp):
         yield (
-            f"--expert-tensor-parallel-size {run.etp}: priced where it divides "
+            f"--expert-tensor-parallel-size {run.etp}: priced where it is 1 or "
             f"--tensor-model-parallel-size {run.tp}"
         )
 

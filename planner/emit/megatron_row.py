@@ -65,7 +65,8 @@ USUAL_DROPOUT = 0.1
 def row_of(run: Run, columns: dict[str, int], model: str, gpu: str) -> dict[str, Any]:
     """Return the run as a row of numbers."""
     named = model if columns and not model.endswith(".py") and "=" not in model else ""
-    row: dict[str, Any] = {"stack": "megatron-core", "gpu": gpu, "model": named, **columns}
+    stack = "megatron-local" if run.word("transformer-impl") == "local" else "megatron-core"
+    row: dict[str, Any] = {"stack": stack, "gpu": gpu, "model": named, **columns}
     row |= _sizes(run)
     if not row.get("layers") or not row.get("hidden"):
         raise PlannerError(
@@ -189,6 +190,7 @@ def _experts(run: Run) -> dict[str, Any]:
         )
     if run.ep > 1 or run.tp > 1:
         row["etp"] = run.etp
+    row["grouped_experts"] = int(run.has("moe-grouped-gemm"))
     return row | {"dispatcher": _dispatcher(run)}
 
 
@@ -288,7 +290,12 @@ def _runtime(run: Run) -> dict[str, Any]:
     row: dict[str, Any] = {"recompute": _recompute(run), "dtype": _dtype(run)}
     if run.word("recompute-method") == "block":
         row["recompute_layers"] = run.number("recompute-num-layers")
-    row["attention"] = "unfused" if is_unfused(run) else "fused"
+    names_flash = run.has("use-flash-attn") or run.word("attention-backend") == "flash"
+    row["attention"] = "unfused" if is_unfused(run) else "flash" if names_flash else "fused"
+    if run.has("deterministic-mode"):
+        row["deterministic"] = 1
+    if run.has("tp-comm-overlap"):
+        row["cut_products"] = 1
     if run.has("cross-entropy-loss-fusion"):
         row["loss_bytes"] = FUSED_LOSS_BYTES
     if run.cp > 1:

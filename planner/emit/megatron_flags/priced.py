@@ -34,7 +34,7 @@ PRICED: dict[str, dict[str, str]] = {
         "str": "moe-layer-freq moe-token-dispatcher-type moe-flex-dispatcher-backend",
         "": (
             "moe-enable-deepep moe-router-force-load-balancing overlap-moe-expert-parallel-comm "
-            "moe-shared-expert-overlap moe-pad-expert-input-to-capacity"
+            "moe-shared-expert-overlap moe-pad-expert-input-to-capacity moe-grouped-gemm"
         ),
         "float": "moe-expert-capacity-factor",
     },
@@ -73,7 +73,10 @@ PRICED: dict[str, dict[str, str]] = {
         "str": "fp8-format fp8-recipe fp4-format fp4-recipe",
     },
     "which kernels run": {
-        "": ("use-flash-attn enable-cuda-graph external-cuda-graph cross-entropy-loss-fusion"),
+        "": (
+            "use-flash-attn enable-cuda-graph external-cuda-graph cross-entropy-loss-fusion "
+            "deterministic-mode"
+        ),
         "str": "attention-backend transformer-impl cuda-graph-impl cross-entropy-fusion-impl",
         "str+": "cuda-graph-modules cuda-graph-scope",
     },

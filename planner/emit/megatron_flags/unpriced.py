@@ -92,7 +92,6 @@ UNPRICED: dict[str, dict[str, str]] = {
     },
     "which small kernels are one: within the interval of a price": {
         "": (
-            "deterministic-mode "
             "ep-overlap-early-attn-memory-release apply-query-key-layer-scaling "
             "disable-bf16-reduced-precision-matmul use-fused-weighted-squared-relu "
             "fused-residual-rmsnorm use-transformer-engine-op-fuser use-kitchen-attention "
@@ -165,7 +164,7 @@ UNPRICED: dict[str, dict[str, str]] = {
     "how weights lie together": {
         "": (
             "use-grouped-gemm-for-shared-expert moe-router-padding-for-quantization "
-            "moe-router-padding-for-fp8 use-grouped-gemm-for-dense-mlp moe-grouped-gemm "
+            "moe-router-padding-for-fp8 use-grouped-gemm-for-dense-mlp "
             "moe-use-grouped-tensor moe-single-grouped-weight moe-single-grouped-bias"
         ),
         "int": "moe-shared-expert-glu-interleave-size moe-mlp-glu-interleave-size",
