@@ -45,6 +45,7 @@ VOCABULARIES_BY_NAME = (
     (r"qwen-?3", 151669),
     (r"qwen-?2\.5", 151665),
     (r"gpt-?2", 50257),
+    (r"nemotron.*256k", 256000),
 )
 """Tokens of the vocabularies that well-known names of --tokenizer-model have, added ones among
 them, from the files that their authors published (tokenizer.json of the model cards)."""
@@ -232,7 +233,7 @@ def _vocabulary(run: Run, row: dict[str, Any]) -> dict[str, Any]:
 def _known_vocabulary(run: Run) -> int:
     """Return the tokens that a well-known tokenizer has; 0 where it is none."""
     kind, model = run.word("tokenizer-type") or USUAL_TOKENIZER, run.word("tokenizer-model")
-    if kind in ("HuggingFaceTokenizer", "SFTTokenizer"):
+    if kind in ("HuggingFaceTokenizer", "SFTTokenizer", "GPTSentencePieceTokenizer"):
         named = (n for words, n in VOCABULARIES_BY_NAME if re.search(words, model, re.I))
         return next(named, 0)
     return VOCABULARIES.get(kind, 0)

@@ -90,6 +90,8 @@ def peak_gib(more: str, gpus: int = 16, flags: str = FLAGS) -> float:
         ("", {"vocab": 50257, "vocab_multiple": 128}),
         ("--tokenizer-type Llama2Tokenizer --make-vocab-size-divisible-by 64",
          {"vocab": 32000, "vocab_multiple": 64}),
+        ("--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model utils/nemotron_2_256k.model",
+         {"vocab": 256000, "vocab_multiple": 128}),
         ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model meta-llama/Llama-3.1-8B",
          {"vocab": 128256}),
         ("--vocab-size 99", {"vocab": 99, "vocab_multiple": 128}),
