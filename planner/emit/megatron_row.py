@@ -51,7 +51,8 @@ VOCABULARIES_BY_NAME = (
 them, from the files that their authors published (tokenizer.json of the model cards)."""
 
 USUAL_TOKENIZER = "GPT2BPETokenizer"
-"""Of pretrain_gpt.py, where a line names none."""
+"""Of pretrain_gpt.py, where a line names none; BertWordPieceLowerCase of pretrain_bert.py and
+pretrain_t5.py."""
 
 FUSED_LOSS_BYTES = 10
 """Memory of a logit in a loss that one kernel computes: two copies in fp32, as exponentials are
@@ -88,6 +89,10 @@ def notes_of(run: Run) -> list[str]:
         notes.append("--sequence-parallel: Megatron-LM switches it off without tensor parallelism")
     if run.has("num-query-groups") and not run.has("group-query-attention"):
         notes.append("--num-query-groups: without --group-query-attention it is not read")
+    if run.is_bert and not run.has("bert-no-binary-head"):
+        notes.append(
+            "priced without BERT's head that tells whether two sentences follow each other"
+        )
     if 0 < run.query_groups < run.tp and not run.has("multi-latent-attention"):
         notes.append(
             f"priced with a head of keys and values on each of {run.tp} tensor-parallel ranks, and "
@@ -120,6 +125,11 @@ def _sizes(run: Run) -> dict[str, Any]:
         row["kv_heads"] = run.query_groups
     if run.has("swiglu") or run.has("quick-geglu"):
         row["gated_ffn"] = 1
+    if run.is_t5:
+        row["encoder_layers"] = run.number("encoder-num-layers") or run.number("num-layers")
+        row["encoder_seq_len"] = run.number("encoder-seq-length") or run.number("seq-length")
+    if run.is_bert:
+        row |= {"sees_all": 1, "transforms_head": 1}
     if run.number("kv-channels"):
         row["head_dim"] = run.number("kv-channels")
     if run.has("mtp-num-layers"):
@@ -232,11 +242,14 @@ def _vocabulary(run: Run, row: dict[str, Any]) -> dict[str, Any]:
 
 def _known_vocabulary(run: Run) -> int:
     """Return the tokens that a well-known tokenizer has; 0 where it is none."""
-    kind, model = run.word("tokenizer-type") or USUAL_TOKENIZER, run.word("tokenizer-model")
+    usual = "BertWordPieceLowerCase" if run.is_bert or run.is_t5 else USUAL_TOKENIZER
+    kind, model = run.word("tokenizer-type") or usual, run.word("tokenizer-model")
     if kind in ("HuggingFaceTokenizer", "SFTTokenizer", "GPTSentencePieceTokenizer"):
         named = (n for words, n in VOCABULARIES_BY_NAME if re.search(words, model, re.I))
         return next(named, 0)
-    return VOCABULARIES.get(kind, 0)
+    # (Words that stand for parts left out are added to these alone.)
+    more = run.number("vocab-extra-ids") if kind.startswith("BertWordPiece") else 0
+    return VOCABULARIES[kind] + more if kind in VOCABULARIES else 0
 
 
 def _layout(run: Run) -> dict[str, Any]:

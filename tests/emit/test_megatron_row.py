@@ -200,11 +200,30 @@ def test_what_is_not_priced_is_refused_by_name(more, told):
 
 
 def test_scripts_of_other_models_are_refused():
-    line = f"torchrun --nproc-per-node 8 /opt/megatron/pretrain_bert.py {FLAGS} --bf16"
+    line = f"torchrun --nproc-per-node 8 /opt/megatron/pretrain_mamba.py {FLAGS} --bf16"
     assert refusals(run_of(flags=line)) == [
-        "pretrain_bert.py: BERT's encoder and heads are not priced"
+        "pretrain_mamba.py: layers of other kinds are not priced"
     ]
-    assert not refusals(run_of(flags=line.replace("bert", "gpt")))
+    assert not refusals(run_of(flags=line.replace("mamba", "gpt")))
+
+
+def test_bert_and_t5_are_other_rows():
+    of_bert = row_of(run_of(flags=f"pretrain_bert.py {FLAGS} --bf16"), {}, "", "H100")
+    assert (of_bert["sees_all"], of_bert["transforms_head"]) == (1, 1)
+    assert of_bert["vocab"] == 30522
+    line = (
+        f"pretrain_t5.py {FLAGS} --bf16 --encoder-num-layers 3 --decoder-num-layers 5 "
+        "--encoder-seq-length 512 --decoder-seq-length 128 --vocab-extra-ids 100"
+    )
+    of_t5 = row_of(run_of(flags=line), {}, "", "H100")
+    assert {name: of_t5[name] for name in ("layers", "seq_len", "vocab")} == {
+        "layers": 5, "seq_len": 128, "vocab": 30622,
+    }  # fmt: skip
+    assert (of_t5["encoder_layers"], of_t5["encoder_seq_len"]) == (3, 512)
+    told = refusals(run_of(flags=f"{line} --pipeline-model-parallel-size 2"))
+    assert told == [
+        "--pipeline-model-parallel-size 2: an encoder beside a decoder is priced with 1"
+    ]
 
 
 def test_refused_options_with_values_that_say_nothing_are_sound():

@@ -11,9 +11,9 @@ PRICED: dict[str, dict[str, str]] = {
         "int": (
             "num-layers encoder-num-layers hidden-size ffn-hidden-size num-attention-heads "
             "num-query-groups kv-channels seq-length encoder-seq-length max-position-embeddings "
-            "mtp-num-layers"
+            "mtp-num-layers decoder-num-layers decoder-seq-length"
         ),
-        "": "group-query-attention swiglu quick-geglu",
+        "": "group-query-attention swiglu quick-geglu bert-no-binary-head",
     },
     "parts of a layer": {
         "": (
@@ -39,7 +39,7 @@ PRICED: dict[str, dict[str, str]] = {
         "float": "moe-expert-capacity-factor",
     },
     "the vocabulary": {
-        "int": "vocab-size padded-vocab-size make-vocab-size-divisible-by",
+        "int": "vocab-size padded-vocab-size make-vocab-size-divisible-by vocab-extra-ids",
         "": "no-pad-vocab-size disable-pad-vocab-size",
         "str": "tokenizer-type tokenizer-model",
     },

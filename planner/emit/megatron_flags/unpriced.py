@@ -271,7 +271,7 @@ UNPRICED: dict[str, dict[str, str]] = {
     "without effect in Megatron-LM": {
         "": ("no-position-embedding use-mcore-models use-dist-ckpt ckpt-fully-parallel-save"),
         "str": "dist-ckpt-format",
-        "int": "dist-ckpt-workers vocab-extra-ids",
+        "int": "dist-ckpt-workers",
     },
     "how the batch grows to --global-batch-size, which is priced": {
         "int3": "rampup-batch-size",
