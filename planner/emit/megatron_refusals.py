@@ -116,10 +116,11 @@ def _experts(run: Run) -> Iterator[str]:
             f"--moe-expert-capacity-factor {factor:g}: priced with all rows, or with 1, an even "
             "number for each expert"
         )
-    if run.etp not in (1, run.tp):
+    if run.cuts_some and (run.tp % run.etp or run.number("num-experts") % (run.ep * run.etp)):
         yield (
             f"--expert-tensor-parallel-size {run.etp}: priced where it is 1 or "
-            f"--tensor-model-parallel-size {run.tp}"
+            f"--tensor-model-parallel-size {run.tp}, or divides that, and it times "
+            f"--expert-model-parallel-size {run.ep} the experts"
         )
 
 

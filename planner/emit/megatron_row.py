@@ -89,6 +89,11 @@ def notes_of(run: Run) -> list[str]:
         notes.append("--sequence-parallel: Megatron-LM switches it off without tensor parallelism")
     if run.has("num-query-groups") and not run.has("group-query-attention"):
         notes.append("--num-query-groups: without --group-query-attention it is not read")
+    if run.has_experts and run.cuts_some:
+        notes.append(
+            f"--expert-tensor-parallel-size {run.etp}: priced as whole experts on "
+            f"{run.ep * run.etp} ranks, which multiply as much and take fewer rows each"
+        )
     if run.is_bert and not run.has("bert-no-binary-head"):
         notes.append(
             "priced without BERT's head that tells whether two sentences follow each other"
@@ -200,7 +205,7 @@ def _experts(run: Run) -> dict[str, Any]:
             or (_ffn(run, {"hidden": run.number("hidden-size")})["ffn_hidden"])
         )
     if run.ep > 1 or run.tp > 1:
-        row["etp"] = run.etp
+        row["etp"] = 1 if run.cuts_some else run.etp
     row["grouped_experts"] = int(run.has("moe-grouped-gemm"))
     return row | {"dispatcher": _dispatcher(run)}
 
@@ -263,7 +268,8 @@ def _layout(run: Run) -> dict[str, Any]:
         "schedule": "interleaved" if run.vpp > 1 else "1F1B",
         "pp_layout": pipeline_layout(run),
         "microbatch_group": run.number("microbatch-group-size-per-virtual-pipeline-stage"),
-        "ep": run.ep,
+        # Where a few tp ranks share an expert, they are priced with whole experts: as many weights.
+        "ep": run.ep * run.etp if run.has_experts and run.cuts_some else run.ep,
         "sp": int(run.sequence_parallel),
         "micro_batch": run.number("micro-batch-size"),
         "global_batch": run.number("global-batch-size") or run.number("micro-batch-size") * run.dp,

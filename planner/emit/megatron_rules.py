@@ -64,6 +64,11 @@ class Run:
         return self.flags.number("expert-tensor-parallel-size", self.tp)
 
     @property
+    def cuts_some(self) -> bool:
+        """Whether some of the tp ranks, and not all of them, share an expert's matrices."""
+        return self.etp not in (1, self.tp)
+
+    @property
     def has_experts(self) -> bool:
         """Whether feed-forwards are of experts."""
         return self.number("num-experts") > 0

@@ -207,6 +207,17 @@ def test_scripts_of_other_models_are_refused():
     assert not refusals(run_of(flags=line.replace("mamba", "gpt")))
 
 
+def test_experts_that_a_few_tp_ranks_share_are_priced_whole():
+    line = (
+        f"--bf16 {EXPERTS} --tensor-model-parallel-size 4 --expert-model-parallel-size 2 "
+        "--expert-tensor-parallel-size 2 --sequence-parallel"
+    )
+    row = row_of(run_of(line), {}, "", "H100")
+    assert (row["ep"], row["etp"]) == (4, 1)
+    assert any("whole experts on 4 ranks" in note for note in notes_of(run_of(line)))
+    assert refusals(run_of(line.replace("--num-experts 8", "--num-experts 2")))
+
+
 def test_bert_and_t5_are_other_rows():
     of_bert = row_of(run_of(flags=f"pretrain_bert.py {FLAGS} --bf16"), {}, "", "H100")
     assert (of_bert["sees_all"], of_bert["transforms_head"]) == (1, 1)
