@@ -278,7 +278,8 @@ def _arrival_seconds(op: Op, local: Program, profile: ExecutedProfile) -> Kernel
     experts = local.tensor[grouped[0].inputs[1]].shape_at(1)[0] if grouped else 1
     # Rows of a single expert are in its order as they come.
     passes = int(experts > 1 or not profile.dispatcher.sorts_ahead)
-    passes += profile.execution.pads_rows and profile.multiplies_narrow
+    pads = profile.execution.pads_rows and not profile.dispatcher.pads_rows
+    passes += pads and profile.multiplies_narrow
     num_bytes = bytes_of(local, (op.inputs[0], *op.outputs))
     seconds = profile.pass_seconds(passes * num_bytes, passes)
     is_trained = local.tensor[op.outputs[0]].requires_grad

@@ -388,7 +388,8 @@ def _dtype(run: Run) -> str:
     if run.has("fp4-format"):
         return "nvfp4"
     if run.has("fp8-format"):
-        return "mxfp8" if run.word("fp8-recipe") == "mxfp8" else "fp8"
+        recipe = run.word("fp8-recipe")
+        return {"mxfp8": "mxfp8", "blockwise": "fp8 blockwise"}.get(recipe, "fp8")
     return "bf16" if run.has("bf16") else "fp16" if run.has("fp16") else "fp32"
 
 

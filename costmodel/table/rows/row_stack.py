@@ -125,6 +125,10 @@ def stack_of_row(cells: Cells) -> Execution:
         stack = replace(stack, expert_imbalance=sigma)
     if stack.name in COMPILED_AS and COMPILED.search(said):
         stack = find_execution(COMPILED_AS[stack.name])
+    if stack.scaling == "delayed" and re.search(r"(?i)block", cells.text("dtype")):
+        # (On Blackwell the same recipe runs as blocks of 32, which its products take as they are.)
+        is_blackwell = BLACKWELL.search(cells.text("gpu").upper()) is not None
+        stack = stack if is_blackwell else replace(stack, scaling="tiles")
     if stack.scaling == "tensorwise":
         stack = replace(stack, scaling=_scaling(cells.text("dtype")))
     if dispatcher := _dispatcher(cells.text("dispatcher"), said):
