@@ -312,6 +312,10 @@ def _runtime(run: Run) -> dict[str, Any]:
         row["recompute_layers"] = run.number("recompute-num-layers")
     names_flash = run.has("use-flash-attn") or run.word("attention-backend") == "flash"
     row["attention"] = "unfused" if is_unfused(run) else "flash" if names_flash else "fused"
+    # A softmax that no kernel fuses, of layers of Megatron-LM's own (fusions/fused_softmax.py).
+    in_fp32 = run.has("attention-softmax-in-fp32") or run.has("apply-query-key-layer-scaling")
+    if run.word("transformer-impl") == "local" and run.has("no-masked-softmax-fusion") and in_fp32:
+        row["wide_softmax"] = 1
     if run.has("deterministic-mode"):
         row["deterministic"] = 1
     if run.has("tp-comm-overlap"):

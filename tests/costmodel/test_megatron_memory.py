@@ -80,6 +80,12 @@ def priced(flags: str, gpu: str) -> PricedRow:
         # Layers of Megatron-LM's own: no such workspace, and a buffer of scores.
         (f"{EXACT} --transformer-impl local --pipeline-model-parallel-size 2", "H100", 3465),
         (f"{EXACT} --transformer-impl local --pipeline-model-parallel-size 4", "A100", 2621),
+        (
+            f"{EXACT.replace('--bf16', '--fp16')} --transformer-impl local {TWO_BY_TWO} "
+            "--no-masked-softmax-fusion",
+            "A100",
+            1990,
+        ),
         # cuDNN's attention on H100; a portable kernel elsewhere, whose result is copied.
         (f"{EXACT} {TWO_BY_TWO}", "H100", 1362),
         (f"{EXACT} {TWO_BY_TWO}", "A100", 1345),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from math import prod
 
 from costmodel.cache import CostCache
+from costmodel.execution.execution import BF16_BYTES
 from costmodel.memory.block.placed_block import PlacedBlock
 from planner.language.graph import Program
 from planner.language.lowering.experts import grouped_products
@@ -43,10 +45,9 @@ def workspace_bytes(costs: CostCache, blocks: Sequence[PlacedBlock]) -> int:
 
 
 def _scores_bytes(program: Program) -> int:
-    """Return the bytes of attention's scores (samples, heads, queries, keys), where they are
-    written out.
+    """Return the bytes of attention's scores (samples, heads, queries, keys) in 16 bits, where they
+    are written out.
     """
-    scores = (
-        program.tensor[op.inputs[0]] for op in program.ops if packet_of(op.target) == "softmax"
-    )
-    return max((meta.bytes_at(1) for meta in scores if len(meta.shape) == 4), default=0)
+    scores = (program.tensor[o.inputs[0]] for o in program.ops if packet_of(o.target) == "softmax")
+    shapes = (meta.shape_at(1) for meta in scores if len(meta.shape) == 4)
+    return max((BF16_BYTES * prod(shape) for shape in shapes), default=0)

@@ -118,6 +118,7 @@ def sizes_of_row(cells: Cells, stack: Execution) -> Transformer:
         sees_all=bool(_part(cells, "sees_all", 0)),
         transforms_head=bool(_part(cells, "transforms_head", 0)),
         encoder=_encoder(cells),
+        wide_softmax=bool(_part(cells, "wide_softmax", 0)),
     )
 
 

@@ -75,7 +75,8 @@ PRICED: dict[str, dict[str, str]] = {
     "which kernels run": {
         "": (
             "use-flash-attn enable-cuda-graph external-cuda-graph cross-entropy-loss-fusion "
-            "deterministic-mode"
+            "deterministic-mode no-masked-softmax-fusion attention-softmax-in-fp32 "
+            "apply-query-key-layer-scaling"
         ),
         "str": "attention-backend transformer-impl cuda-graph-impl cross-entropy-fusion-impl",
         "str+": "cuda-graph-modules cuda-graph-scope",

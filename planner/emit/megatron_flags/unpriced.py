@@ -92,15 +92,15 @@ UNPRICED: dict[str, dict[str, str]] = {
     },
     "which small kernels are one: within the interval of a price": {
         "": (
-            "ep-overlap-early-attn-memory-release apply-query-key-layer-scaling "
+            "ep-overlap-early-attn-memory-release "
             "disable-bf16-reduced-precision-matmul use-fused-weighted-squared-relu "
             "fused-residual-rmsnorm use-transformer-engine-op-fuser use-kitchen-attention "
             "moe-permute-fusion moe-router-fusion "
             "no-clone-scatter-output-in-embedding disable-clone-scatter-output-in-embedding "
-            "batch-invariant-mode use-te-activation-func no-masked-softmax-fusion "
+            "batch-invariant-mode use-te-activation-func "
             "no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion "
             "no-rope-fusion no-persist-layer-norm no-gradient-accumulation-fusion "
-            "attention-softmax-in-fp32 disable-jit-fuser mla-down-proj-fusion"
+            "disable-jit-fuser mla-down-proj-fusion"
         ),
         "str": (
             "fp8-quantizer-factory kitchen-attention-backend "

@@ -296,7 +296,11 @@ def _attended_by_parts(
     )[0]
     tape.module = f"{module}.softmax"
     scores = tape.pointwise("aten.mul.Tensor", scores, model.head_width**-0.5)
+    if model.wide_softmax:
+        scores = tape.cast(scores, "float32")
     weights = tape.pointwise("aten.softmax.int", scores, -1)
+    if model.wide_softmax:
+        weights = tape.cast(weights, model.dtype)
     weights = _dropped(tape, weights, model, f"{module}.attention_dropout")
     tape.module = f"{module}.core_attention"
     return tape.call(

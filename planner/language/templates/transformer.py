@@ -131,6 +131,9 @@ class Transformer:
     """What the layers attend to besides (of `modules` code)."""
     fused_attention: bool = True
     """Attention is one kernel; else its scores are written out (until about 2022)."""
+    wide_softmax: bool = False
+    """Scores that are written out are cast to fp32 ahead of their softmax, and its result back, by
+    ops of their own."""
     latent: Latent | None = None
     """Latent attention."""
     experts: Experts | None = None
