@@ -70,7 +70,20 @@ GOLDENS = "megatron_goldens"
 """Megatron-LM's own regression runs: lines of flags, with the memory that was allocated at most."""
 
 DEVICES = {"a100": "A100", "h100": "H100", "gb200": "B200"}
-"""Devices of these, by words of their platform; H100 where there is none."""
+"""Devices of these, by words of their platform."""
+
+USUAL_DEVICE = "A100"
+"""Of those whose platform the table leaves out: 89 of 94 are of files named ``..dgxa100_dracooci``
+or ``lts.json``, which A100 ran."""
+
+SCRIPTS = {
+    "bert": "pretrain_bert.py",
+    "hybrid": "pretrain_hybrid.py",
+    "mimo": "pretrain_vlm.py",
+    "multimodal-llava": "pretrain_vlm.py",
+    "t5": "pretrain_t5.py",
+}
+"""Scripts of these whose flags do not tell what model they train; pretrain_gpt.py else."""
 
 MOST_MEMORY_ROWS = 60
 """Rows of a source whose memory is walked, evenly spaced: a walk takes a tenth of a second."""
@@ -197,9 +210,11 @@ def golden_runs(path: Path) -> list[MemoryRun]:
         if not line["mem_max_mib"]:
             continue
         gpus = int(float(line["nodes"] or 1)) * int(float(line["gpus_per_node"] or 8))
-        run = Run(flags=parse_flags(line["flags"]), num_devices=gpus, model={})
+        script = SCRIPTS.get(line["model"], "pretrain_gpt.py")
+        flags = parse_flags(f"{script} {line['flags']}")
+        run = Run(flags=flags, num_devices=gpus, model={})
         platform = line["platform"]
-        gpu = next((name for word, name in DEVICES.items() if word in platform), "H100")
+        gpu = next((name for word, name in DEVICES.items() if word in platform), USUAL_DEVICE)
         try:
             if broken_rules(run) or refusals(run):
                 continue

@@ -11,7 +11,10 @@ tensorwise       the tensor's own largest value: one more pass, unless the kerne
                  backward
 rowwise          each row's, each column's: the turned copy is made in 16 bits, and cast after that
 rowwise-forward  the same, with the gradient of weights in 16 bits
-blocks           that of 32 elements, once along either side
+blocks           that of 32 elements, once along either side, which products take as they are
+                 (since Blackwell)
+tiles            that of 128 elements, or 128 x 128 of a weight, which products apply beside their
+                 sums (Hopper: DeepGEMM; Transformer Engine, Float8BlockScaling)
 
 Bytes of the last four: pytorch/ao at 0598012907 (2025), testing/training/roofline_utils.py,
 get_tensor_memory_traffic_ovhd_s, kernel by kernel; of tensorwise weights float8/fsdp_utils.py and
@@ -50,6 +53,12 @@ CUTLASS_PART = 0.95
 """PyTorch's kernel with a scale a row reaches 0.90 to 1.00 of cuBLAS's rate with one a tensor
 (pytorch/pytorch issue 147971, February 2025, H100): the middle of both."""
 
+TILES_PART = 0.9
+"""Products of 4 groups of 8,192 rows reach 1,297 (7,168 deep) and 1,099 TFLOP/s (2,048 deep) with a
+scale a tile on H800 (DeepGEMM's README at a6d97a1); with one a tensor Hopper reaches 1,403 in the
+best case (ml-engineering, MAMF), of which steps of such depths leave 1,374 and 1,307: 0.94 and
+0.84."""
+
 CASTS: Mapping[str, Casts] = {
     "delayed": Casts(ready_bytes=0, alone_bytes=4, saves_narrow=True),
     "tensorwise": Casts(ready_bytes=4, alone_bytes=6, weight_back_bytes=2, gathers_narrow=True),
@@ -65,4 +74,12 @@ CASTS: Mapping[str, Casts] = {
         rate_part=CUTLASS_PART,
     ),
     "blocks": Casts(ready_bytes=4, alone_bytes=6, weight_bytes=3, weight_back_bytes=3),
+    "tiles": Casts(
+        ready_bytes=4,
+        alone_bytes=6,
+        weight_bytes=3,
+        weight_back_bytes=3,
+        saves_narrow=True,
+        rate_part=TILES_PART,
+    ),
 }

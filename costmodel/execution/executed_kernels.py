@@ -23,7 +23,7 @@ from costmodel.time.block.compute import bytes_of, op_works
 from planner.language.graph import Op, Program
 from planner.language.layout.redistribute import EXCHANGE_ROWS, REDISTRIBUTE
 from planner.language.ops.flops import needing_gradient
-from planner.language.ops.record import family_of, packet_of
+from planner.language.ops.record import family_of, op_inside, packet_of
 from profiles.lookup.families import ATTENTION, MATMUL, matmul_sizes
 
 LOSSES = (
@@ -109,7 +109,7 @@ def is_product(op: Op) -> bool:
 
 def is_attention(op: Op) -> bool:
     """Whether an op is attention as one kernel."""
-    return family_of(op.target).arithmetic == ATTENTION
+    return family_of(op_inside(op).target).arithmetic == ATTENTION
 
 
 def is_layer_product(op: Op, local: Program) -> bool:
@@ -257,7 +257,7 @@ def _cast_seconds(
 
 
 def _attention_seconds(op: Op, local: Program, profile: ExecutedProfile) -> KernelSeconds:
-    work, _ = op_works(op, local.tensor)
+    work, _ = op_works(op_inside(op), local.tensor)
     vendor = profile.execution.vendor_attention
     flop = work.flop
     return KernelSeconds(
@@ -278,7 +278,8 @@ def _arrival_seconds(op: Op, local: Program, profile: ExecutedProfile) -> Kernel
     experts = local.tensor[grouped[0].inputs[1]].shape_at(1)[0] if grouped else 1
     # Rows of a single expert are in its order as they come.
     passes = int(experts > 1 or not profile.dispatcher.sorts_ahead)
-    passes += profile.execution.pads_rows and profile.multiplies_narrow
+    pads = profile.execution.pads_rows and not profile.dispatcher.pads_rows
+    passes += pads and profile.multiplies_narrow
     num_bytes = bytes_of(local, (op.inputs[0], *op.outputs))
     seconds = profile.pass_seconds(passes * num_bytes, passes)
     is_trained = local.tensor[op.outputs[0]].requires_grad

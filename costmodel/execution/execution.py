@@ -30,7 +30,7 @@ every token goes through."""
 RunKind = Literal["dense", "experts", "adapters"]
 """What is trained: all of a dense model, a mixture of experts, adapters of a frozen model."""
 
-Scaling = Literal["delayed", "tensorwise", "rowwise", "rowwise-forward", "blocks"]
+Scaling = Literal["delayed", "tensorwise", "rowwise", "rowwise-forward", "blocks", "tiles"]
 """What the scale of a tensor in 8 bits is of (`costmodel.execution.casts`)."""
 
 Prices = Literal["profile", "rates"]
@@ -78,12 +78,34 @@ class Execution:
     grouped_streams: int
     """Streams on which experts' products run side by side, each with a workspace of its own among
     the allocator's tensors, from the first step on; 0: none that is counted."""
+    layer_workspaces: int
+    """Workspaces that its library of layers has for products, of the size of those of experts."""
+    product_workspaces: int
+    """Workspaces of torch's own products, of output matrices and routers, among the allocator's
+    tensors: one for each thread and stream that multiplies. 0: none that is counted."""
+    deterministic: bool
+    """Runs are asked to give the same numbers each time, for which these workspaces are as large on
+    all devices (CUBLAS_WORKSPACE_CONFIG=:4096:8)."""
     expert_imbalance: float
     """How unevenly ranks that share a layer's experts receive rows: standard deviation of the
     logarithm of a rank's rows, from layer to layer (`costmodel.execution.dispatch.imbalance`); 0
     where routing is forced to be even."""
+    weighs_inside: bool
+    """Rows of experts are weighed between an expert's products, so that what comes back is not
+    saved; behind an activation that is not gated by a pass of its own, which saves what it takes.
+    Else they are weighed as they are summed."""
     fused_saves: bool
     """A fused kernel saves what it takes for its backward, not what it makes inside."""
+    attention_copies: bool
+    """Fused attention copies queries, keys and values that lie inside a larger tensor, and saves
+    the copies in place of that."""
+    samples_first: bool
+    """Its attention takes samples ahead of positions, and all else positions ahead of samples: of a
+    microbatch of several samples what it makes is saved twice, as it made it and as it is laid for
+    the next product."""
+    scores_stay: bool
+    """Attention that is not fused has a buffer as large as a layer's scores, from the first step
+    on."""
     regathers: bool
     """What tp ranks gather for a product is saved in parts, and gathered again for the backward."""
     loss_bytes: int

@@ -2,6 +2,9 @@
 
 fused_saves      a fused kernel saves what it takes and makes the rest again: a gated activation
                  saves the product before it, rotary positions save nothing of what they turn
+attention_copies attention saves its own copies of queries, keys and values, and not the tensor that
+                 they were made in together
+weighs_inside    rows of experts that come back are not saved
 regathers        what tp ranks gather for a product is saved as each rank's part, and gathered
                  again for the weight's gradient (Korthikanti et al. 2022, arXiv 2205.05198,
                  section 4.2.2)
@@ -22,12 +25,19 @@ from dataclasses import replace
 from functools import partial
 
 from costmodel.execution.executed import ExecutedProfile
-from costmodel.execution.executed_kernels import is_layer_product, kernels_of, products_of_head
+from costmodel.execution.executed_kernels import (
+    is_attention,
+    is_layer_product,
+    kernels_of,
+    products_of_head,
+)
 from costmodel.execution.execution import Execution
-from costmodel.memory.saved import SavedInstead
+from costmodel.memory.saved import SavedInstead, StorageMap, map_storages
 from planner.language.graph import Op, Program, Ref, TensorMeta, map_refs
 from planner.language.layout.placement import Replicate, Shard, parse_placement
 from planner.language.layout.redistribute import REDISTRIBUTE
+from planner.language.lowering.experts import grouped_products
+from planner.language.ops.families.entries.routing import UNSORT_ROWS
 from planner.language.ops.families.losses.cross_entropy import (
     SIZED_CROSS_ENTROPY,
     VOCAB_CROSS_ENTROPY,
@@ -58,11 +68,47 @@ def saved_instead(local: Program, execution: Execution) -> SavedInstead:
             inside = _inside(ops)
             for op in ops:
                 found[op.name] |= inside
+    if execution.weighs_inside:
+        _weigh_inside(local, found)
+    if execution.attention_copies:
+        storages = map_storages(local)
+        for op in local.ops:
+            if is_attention(op):
+                # It makes nothing again, its own result neither.
+                copied = _parts_of_others(op, storages)
+                if execution.samples_first and local.tensor[op.outputs[0]].shape_at(1)[0] > 1:
+                    copied += op.outputs[:1]
+                found[op.name] = dict.fromkeys(copied, ())
     if execution.regathers:
         gathered = {op.outputs[0]: op.inputs for op in local.ops if _gathers(op, local)}
-        for op in local.ops:
+        # (Rows of experts are put in order behind the gather, and saved whole.)
+        for op in set(local.ops).difference(grouped_products(local)):
             found[op.name] |= {name: gathered[name] for name in op.inputs if name in gathered}
     return found
+
+
+def _parts_of_others(op: Op, storages: StorageMap) -> tuple[str, ...]:
+    """Return the inputs of an op that lie in larger storages."""
+    tensor, storage = storages.program.tensor, storages.storage
+    return tuple(n for n in op.inputs if tensor[n].bytes_at(1) < storage[n].num_bytes)
+
+
+def _weigh_inside(local: Program, found: dict[str, dict[str, tuple[str, ...]]]) -> None:
+    """Note what is saved of experts whose rows are weighed between their products."""
+    maker = {name: op for op in local.ops for name in op.outputs}
+    grouped = grouped_products(local)
+    for op in local.ops:
+        if op.target == UNSORT_ROWS:
+            # The weights' gradients come from inside: the order alone is saved.
+            rows, order = op.inputs[:2]
+            found[op.name][rows] = (order,)
+    for op in grouped:
+        active = maker.get(op.inputs[0])
+        if active is not None and maker.get(active.inputs[0]) in grouped:
+            # Not gated: what the activation makes is saved to weigh it, what that makes by the
+            # product.
+            found[active.name][active.inputs[0]] = (active.inputs[0], active.outputs[0])
+            found[op.name][active.outputs[0]] = ()
 
 
 def _makes_weights(op: Op, local: Program) -> bool:

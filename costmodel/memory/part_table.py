@@ -59,7 +59,7 @@ class State(NamedTuple):
     batch: Amount = 0
     """The global batch."""
     workspaces: Amount = 0
-    """Workspaces of experts' products, one for each stream that they run on."""
+    """Workspaces of matrix products."""
 
     def of(self, amounts: State) -> Amount:
         """Return the bytes of a part that takes each kind so many times."""
@@ -139,7 +139,7 @@ def batch(ranks: Ranks, phase: Phase) -> State:
 
 
 def workspaces(ranks: Ranks, phase: Phase) -> State:
-    """Return the workspaces of experts' products; the bound has none."""
+    """Return the workspaces of matrix products; the bound has none."""
     return State(workspaces=1)
 
 

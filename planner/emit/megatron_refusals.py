@@ -14,8 +14,6 @@ from planner.emit.megatron_flags import OPTIONS
 from planner.emit.megatron_rules import Run
 
 OTHER_SCRIPTS = {
-    "pretrain_bert.py": "BERT's encoder and heads are not priced",
-    "pretrain_t5.py": "an encoder beside the decoder is not priced",
     "pretrain_hybrid.py": "layers of other kinds are not priced",
     "pretrain_mamba.py": "layers of other kinds are not priced",
     "pretrain_vlm.py": "parts that see images are not priced",
@@ -89,6 +87,20 @@ def _attention(run: Run) -> Iterator[str]:
         )
 
 
+def _encoder(run: Run) -> Iterator[str]:
+    if not run.is_t5:
+        return
+    for name in ("pipeline-model-parallel-size", "context-parallel-size"):
+        if run.flags.number(name) > 1:
+            yield f"--{name} {run.flags.number(name)}: an encoder beside a decoder is priced with 1"
+    if run.has_experts:
+        yield "--num-experts: an encoder beside a decoder is priced without experts"
+    if is_rotary(run) or run.has("multi-latent-attention"):
+        yield "an encoder beside a decoder is priced with learned positions and ordinary attention"
+    if run.word("recompute-granularity"):
+        yield "--recompute-granularity: an encoder beside a decoder is priced without recomputation"
+
+
 def _experts(run: Run) -> Iterator[str]:
     if not run.has_experts:
         return
@@ -104,10 +116,11 @@ def _experts(run: Run) -> Iterator[str]:
             f"--moe-expert-capacity-factor {factor:g}: priced with all rows, or with 1, an even "
             "number for each expert"
         )
-    if run.etp not in (1, run.tp) and run.tp % run.etp:
+    if run.cuts_some and (run.tp % run.etp or run.number("num-experts") % (run.ep * run.etp)):
         yield (
-            f"--expert-tensor-parallel-size {run.etp}: priced where it divides "
-            f"--tensor-model-parallel-size {run.tp}"
+            f"--expert-tensor-parallel-size {run.etp}: priced where it is 1 or "
+            f"--tensor-model-parallel-size {run.tp}, or divides that, and it times "
+            f"--expert-model-parallel-size {run.ep} the experts"
         )
 
 
@@ -137,6 +150,7 @@ RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
     _script,
     _dtype,
     _attention,
+    _encoder,
     _experts,
     _recompute,
     _ranks,

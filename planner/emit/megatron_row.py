@@ -45,12 +45,14 @@ VOCABULARIES_BY_NAME = (
     (r"qwen-?3", 151669),
     (r"qwen-?2\.5", 151665),
     (r"gpt-?2", 50257),
+    (r"nemotron.*256k", 256000),
 )
 """Tokens of the vocabularies that well-known names of --tokenizer-model have, added ones among
 them, from the files that their authors published (tokenizer.json of the model cards)."""
 
 USUAL_TOKENIZER = "GPT2BPETokenizer"
-"""Of pretrain_gpt.py, where a line names none."""
+"""Of pretrain_gpt.py, where a line names none; BertWordPieceLowerCase of pretrain_bert.py and
+pretrain_t5.py."""
 
 FUSED_LOSS_BYTES = 10
 """Memory of a logit in a loss that one kernel computes: two copies in fp32, as exponentials are
@@ -65,7 +67,8 @@ USUAL_DROPOUT = 0.1
 def row_of(run: Run, columns: dict[str, int], model: str, gpu: str) -> dict[str, Any]:
     """Return the run as a row of numbers."""
     named = model if columns and not model.endswith(".py") and "=" not in model else ""
-    row: dict[str, Any] = {"stack": "megatron-core", "gpu": gpu, "model": named, **columns}
+    stack = "megatron-local" if run.word("transformer-impl") == "local" else "megatron-core"
+    row: dict[str, Any] = {"stack": stack, "gpu": gpu, "model": named, **columns}
     row |= _sizes(run)
     if not row.get("layers") or not row.get("hidden"):
         raise PlannerError(
@@ -86,6 +89,15 @@ def notes_of(run: Run) -> list[str]:
         notes.append("--sequence-parallel: Megatron-LM switches it off without tensor parallelism")
     if run.has("num-query-groups") and not run.has("group-query-attention"):
         notes.append("--num-query-groups: without --group-query-attention it is not read")
+    if run.has_experts and run.cuts_some:
+        notes.append(
+            f"--expert-tensor-parallel-size {run.etp}: priced as whole experts on "
+            f"{run.ep * run.etp} ranks, which multiply as much and take fewer rows each"
+        )
+    if run.is_bert and not run.has("bert-no-binary-head"):
+        notes.append(
+            "priced without BERT's head that tells whether two sentences follow each other"
+        )
     if 0 < run.query_groups < run.tp and not run.has("multi-latent-attention"):
         notes.append(
             f"priced with a head of keys and values on each of {run.tp} tensor-parallel ranks, and "
@@ -118,6 +130,11 @@ def _sizes(run: Run) -> dict[str, Any]:
         row["kv_heads"] = run.query_groups
     if run.has("swiglu") or run.has("quick-geglu"):
         row["gated_ffn"] = 1
+    if run.is_t5:
+        row["encoder_layers"] = run.number("encoder-num-layers") or run.number("num-layers")
+        row["encoder_seq_len"] = run.number("encoder-seq-length") or run.number("seq-length")
+    if run.is_bert:
+        row |= {"sees_all": 1, "transforms_head": 1}
     if run.number("kv-channels"):
         row["head_dim"] = run.number("kv-channels")
     if run.has("mtp-num-layers"):
@@ -188,7 +205,8 @@ def _experts(run: Run) -> dict[str, Any]:
             or (_ffn(run, {"hidden": run.number("hidden-size")})["ffn_hidden"])
         )
     if run.ep > 1 or run.tp > 1:
-        row["etp"] = run.etp
+        row["etp"] = 1 if run.cuts_some else run.etp
+    row["grouped_experts"] = int(run.has("moe-grouped-gemm"))
     return row | {"dispatcher": _dispatcher(run)}
 
 
@@ -229,11 +247,14 @@ def _vocabulary(run: Run, row: dict[str, Any]) -> dict[str, Any]:
 
 def _known_vocabulary(run: Run) -> int:
     """Return the tokens that a well-known tokenizer has; 0 where it is none."""
-    kind, model = run.word("tokenizer-type") or USUAL_TOKENIZER, run.word("tokenizer-model")
-    if kind in ("HuggingFaceTokenizer", "SFTTokenizer"):
+    usual = "BertWordPieceLowerCase" if run.is_bert or run.is_t5 else USUAL_TOKENIZER
+    kind, model = run.word("tokenizer-type") or usual, run.word("tokenizer-model")
+    if kind in ("HuggingFaceTokenizer", "SFTTokenizer", "GPTSentencePieceTokenizer"):
         named = (n for words, n in VOCABULARIES_BY_NAME if re.search(words, model, re.I))
         return next(named, 0)
-    return VOCABULARIES.get(kind, 0)
+    # (Words that stand for parts left out are added to these alone.)
+    more = run.number("vocab-extra-ids") if kind.startswith("BertWordPiece") else 0
+    return VOCABULARIES[kind] + more if kind in VOCABULARIES else 0
 
 
 def _layout(run: Run) -> dict[str, Any]:
@@ -247,7 +268,8 @@ def _layout(run: Run) -> dict[str, Any]:
         "schedule": "interleaved" if run.vpp > 1 else "1F1B",
         "pp_layout": pipeline_layout(run),
         "microbatch_group": run.number("microbatch-group-size-per-virtual-pipeline-stage"),
-        "ep": run.ep,
+        # Where a few tp ranks share an expert, they are priced with whole experts: as many weights.
+        "ep": run.ep * run.etp if run.has_experts and run.cuts_some else run.ep,
         "sp": int(run.sequence_parallel),
         "micro_batch": run.number("micro-batch-size"),
         "global_batch": run.number("global-batch-size") or run.number("micro-batch-size") * run.dp,
@@ -288,7 +310,16 @@ def _runtime(run: Run) -> dict[str, Any]:
     row: dict[str, Any] = {"recompute": _recompute(run), "dtype": _dtype(run)}
     if run.word("recompute-method") == "block":
         row["recompute_layers"] = run.number("recompute-num-layers")
-    row["attention"] = "unfused" if is_unfused(run) else "fused"
+    names_flash = run.has("use-flash-attn") or run.word("attention-backend") == "flash"
+    row["attention"] = "unfused" if is_unfused(run) else "flash" if names_flash else "fused"
+    # A softmax that no kernel fuses, of layers of Megatron-LM's own (fusions/fused_softmax.py).
+    in_fp32 = run.has("attention-softmax-in-fp32") or run.has("apply-query-key-layer-scaling")
+    if run.word("transformer-impl") == "local" and run.has("no-masked-softmax-fusion") and in_fp32:
+        row["wide_softmax"] = 1
+    if run.has("deterministic-mode"):
+        row["deterministic"] = 1
+    if run.has("tp-comm-overlap"):
+        row["cut_products"] = 1
     if run.has("cross-entropy-loss-fusion"):
         row["loss_bytes"] = FUSED_LOSS_BYTES
     if run.cp > 1:
@@ -361,7 +392,8 @@ def _dtype(run: Run) -> str:
     if run.has("fp4-format"):
         return "nvfp4"
     if run.has("fp8-format"):
-        return "mxfp8" if run.word("fp8-recipe") == "mxfp8" else "fp8"
+        recipe = run.word("fp8-recipe")
+        return {"mxfp8": "mxfp8", "blockwise": "fp8 blockwise"}.get(recipe, "fp8")
     return "bf16" if run.has("bf16") else "fp16" if run.has("fp16") else "fp32"
 
 

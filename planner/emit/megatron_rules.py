@@ -64,6 +64,11 @@ class Run:
         return self.flags.number("expert-tensor-parallel-size", self.tp)
 
     @property
+    def cuts_some(self) -> bool:
+        """Whether some of the tp ranks, and not all of them, share an expert's matrices."""
+        return self.etp not in (1, self.tp)
+
+    @property
     def has_experts(self) -> bool:
         """Whether feed-forwards are of experts."""
         return self.number("num-experts") > 0
@@ -75,9 +80,20 @@ class Run:
         return 0 if left else ranks
 
     @property
+    def is_bert(self) -> bool:
+        """Whether the model is BERT."""
+        return self.flags.script.endswith("pretrain_bert.py") or self.has("bert-no-binary-head")
+
+    @property
+    def is_t5(self) -> bool:
+        """Whether an encoder stands beside the decoder, whose sizes are then those told here."""
+        return self.flags.script.endswith("pretrain_t5.py") or self.has("decoder-seq-length")
+
+    @property
     def layers(self) -> int:
         """Layers, those that predict ahead apart; 0 where nothing says."""
-        return self.number("num-layers") or self.number("encoder-num-layers")
+        own = self.number("decoder-num-layers") if self.is_t5 else 0
+        return own or self.number("num-layers") or self.number("encoder-num-layers")
 
     @property
     def split_layers(self) -> int:
@@ -88,7 +104,8 @@ class Run:
     @property
     def seq_len(self) -> int:
         """Tokens of a sample; 0 where nothing says."""
-        return self.number("seq-length") or self.number("encoder-seq-length")
+        own = self.number("decoder-seq-length") if self.is_t5 else 0
+        return own or self.number("seq-length") or self.number("encoder-seq-length")
 
     @property
     def query_groups(self) -> int:

@@ -11,14 +11,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_lone_layers_are_within_15_percent_on_most_dispatchers():
-    """12 layers of 8 H100, forward and backward. What is not: DeepSeek-V3's in bf16, whose
-    backward is 16 to 26% too long, and its forward on HybridEP."""
+def test_lone_layers_are_within_15_percent_on_all_dispatchers():
+    """12 layers of 8 H100, forward and backward."""
     found = list(dispatchers.layers())
     assert len(found) == 24
-    assert sum(abs(each.error) < 0.15 for each in found) >= 19
-    assert max(abs(each.error) for each in found) < 0.27
-    assert fmean(abs(each.error) for each in found) < 0.12
+    assert max(abs(each.error) for each in found) < 0.15
+    assert fmean(abs(each.error) for each in found) < 0.07
 
 
 def test_the_dispatcher_that_won_wins():
@@ -34,7 +32,7 @@ def test_the_dispatcher_that_won_wins():
 
 
 def test_natural_routing_takes_longer():
-    """Measured 1.51 and 1.91 times as long as forced; told are 1.1 and 1.2 to 1.3."""
+    """Measured 1.50 and 1.90 times as long as forced; told are 1.73 and 1.70."""
     for each in dispatchers.routings():
-        assert 1.05 < each.predicted < each.measured
-        assert abs(each.error) < 0.40
+        assert each.predicted > 1.05
+        assert abs(each.error) < 0.20

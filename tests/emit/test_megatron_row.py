@@ -79,8 +79,9 @@ def peak_gib(more: str, gpus: int = 16, flags: str = FLAGS) -> float:
          {"norm": "rms", "positions": "rotary", "bias": 0, "tied": 0, "dropout": 0}),
         ("--position-embedding-type none --qk-layernorm", {"positions": "none", "qk_norm": 1}),
         ("--attention-backend unfused", {"attention": "unfused"}),
-        ("--transformer-impl local", {"attention": "unfused"}),
-        ("--transformer-impl local --use-flash-attn", {"attention": "fused"}),
+        ("--transformer-impl local", {"attention": "unfused", "stack": "megatron-local"}),
+        ("--deterministic-mode --tp-comm-overlap", {"deterministic": 1, "cut_products": 1}),
+        ("--transformer-impl local --use-flash-attn", {"attention": "flash"}),
         # Without --group-query-attention there is a head of keys for each of queries.
         ("--num-query-groups 8", {"heads": 32, "kv_heads": 32, "gated_ffn": 0}),
         ("--group-query-attention --num-query-groups 8", {"kv_heads": 8}),
@@ -89,6 +90,8 @@ def peak_gib(more: str, gpus: int = 16, flags: str = FLAGS) -> float:
         ("", {"vocab": 50257, "vocab_multiple": 128}),
         ("--tokenizer-type Llama2Tokenizer --make-vocab-size-divisible-by 64",
          {"vocab": 32000, "vocab_multiple": 64}),
+        ("--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model utils/nemotron_2_256k.model",
+         {"vocab": 256000, "vocab_multiple": 128}),
         ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model meta-llama/Llama-3.1-8B",
          {"vocab": 128256}),
         ("--vocab-size 99", {"vocab": 99, "vocab_multiple": 128}),
@@ -184,7 +187,7 @@ def test_what_is_assumed_is_said(more, notes):
         (f"--bf16 {EXPERTS} --moe-layer-freq 2", "--moe-layer-freq 2: priced where first layers"),
         (f"--bf16 {EXPERTS} --moe-layer-freq [1]*3", "[1]*3: priced where first layers"),
         (f"--bf16 {EXPERTS} --moe-expert-capacity-factor 2", "factor 2: priced with all rows"),
-        (f"--bf16 {EXPERTS} --expert-tensor-parallel-size 4", "4: priced where it divides"),
+        (f"--bf16 {EXPERTS} --expert-tensor-parallel-size 4", "4: priced where it is 1 or"),
         ("--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 4",
          "chunks of several layers are not priced"),
         ("--bf16 --recompute-granularity selective --recompute-modules mhc", "modules mhc: priced"),
@@ -197,11 +200,41 @@ def test_what_is_not_priced_is_refused_by_name(more, told):
 
 
 def test_scripts_of_other_models_are_refused():
-    line = f"torchrun --nproc-per-node 8 /opt/megatron/pretrain_bert.py {FLAGS} --bf16"
+    line = f"torchrun --nproc-per-node 8 /opt/megatron/pretrain_mamba.py {FLAGS} --bf16"
     assert refusals(run_of(flags=line)) == [
-        "pretrain_bert.py: BERT's encoder and heads are not priced"
+        "pretrain_mamba.py: layers of other kinds are not priced"
     ]
-    assert not refusals(run_of(flags=line.replace("bert", "gpt")))
+    assert not refusals(run_of(flags=line.replace("mamba", "gpt")))
+
+
+def test_experts_that_a_few_tp_ranks_share_are_priced_whole():
+    line = (
+        f"--bf16 {EXPERTS} --tensor-model-parallel-size 4 --expert-model-parallel-size 2 "
+        "--expert-tensor-parallel-size 2 --sequence-parallel"
+    )
+    row = row_of(run_of(line), {}, "", "H100")
+    assert (row["ep"], row["etp"]) == (4, 1)
+    assert any("whole experts on 4 ranks" in note for note in notes_of(run_of(line)))
+    assert refusals(run_of(line.replace("--num-experts 8", "--num-experts 2")))
+
+
+def test_bert_and_t5_are_other_rows():
+    of_bert = row_of(run_of(flags=f"pretrain_bert.py {FLAGS} --bf16"), {}, "", "H100")
+    assert (of_bert["sees_all"], of_bert["transforms_head"]) == (1, 1)
+    assert of_bert["vocab"] == 30522
+    line = (
+        f"pretrain_t5.py {FLAGS} --bf16 --encoder-num-layers 3 --decoder-num-layers 5 "
+        "--encoder-seq-length 512 --decoder-seq-length 128 --vocab-extra-ids 100"
+    )
+    of_t5 = row_of(run_of(flags=line), {}, "", "H100")
+    assert {name: of_t5[name] for name in ("layers", "seq_len", "vocab")} == {
+        "layers": 5, "seq_len": 128, "vocab": 30622,
+    }  # fmt: skip
+    assert (of_t5["encoder_layers"], of_t5["encoder_seq_len"]) == (3, 512)
+    told = refusals(run_of(flags=f"{line} --pipeline-model-parallel-size 2"))
+    assert told == [
+        "--pipeline-model-parallel-size 2: an encoder beside a decoder is priced with 1"
+    ]
 
 
 def test_refused_options_with_values_that_say_nothing_are_sound():

@@ -13,7 +13,14 @@ from planner.errors import PlannerError
 from planner.language.graph import ModelGraph, Op
 from planner.language.lowering.defaults import default_plan
 from planner.language.lowering.lowering import lower
-from planner.language.templates import Adapters, Experts, Latent, Transformer, build_transformer
+from planner.language.templates import (
+    Adapters,
+    Encoder,
+    Experts,
+    Latent,
+    Transformer,
+    build_transformer,
+)
 from planner.language.templates.build import template_of
 from planner.language.templates.splits import tp_layouts
 from profiles import load_profile
@@ -282,3 +289,37 @@ def test_templates_need_no_torch() -> None:
         "vocab=100, seq_len=8)); assert 'torch' not in sys.modules"
     )
     assert run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_each_layer_of_a_decoder_attends_to_an_encoder() -> None:
+    """Params: an embedding of both, layers of 12 and of 16 h^2, norms; the head is tied."""
+    h, ffn = 64, 256
+    model = Transformer(
+        layers=3, hidden=h, heads=4, kv_heads=4, ffn_hidden=ffn, vocab=512, seq_len=16, bias=False,
+        norm="layer", gated=False, tied=True, positions="learned", max_positions=32,
+        encoder=Encoder(layers=2, seq_len=32),
+    )  # fmt: skip
+    graph = build_transformer(model)
+    encoder = graph.blocks[3]
+    decoders = [block for block in graph.blocks if block.name.startswith("decoder.layers")]
+    assert [block.inputs[1] for block in decoders] == [*encoder.outputs] * 3
+    params = sum(prod(map(int, t.shape)) for t in graph.tensors if t.kind == "param")
+    norms = 2 * h * (2 * 2 + 1 + 3 * 3 + 1)
+    assert params == (512 + 32) * h + 2 * 12 * h * h + 3 * 16 * h * h + norms
+    causal = {
+        op.module: op.args[5]
+        for program in graph.classes
+        for op in program.ops
+        if op.target == "aten.scaled_dot_product_attention.default"
+    }
+    # (The encoder's own attention comes first, and has the same name as the decoder's.)
+    assert causal["self_attention.core_attention"] is True
+    assert causal["cross_attention.core_attention"] is False
+    assert graph.tensor["decoder_ids"].shape[1] == 16
+    assert len(tp_layouts(model, sequence_parallel=True)) == len(graph.classes)
+
+
+def test_parts_of_other_models_are_of_modules_code() -> None:
+    for part in ({"sees_all": True}, {"encoder": Encoder(layers=1, seq_len=8)}):
+        with pytest.raises(PlannerError, match="encoder"):
+            build_transformer(replace(TINY, **part))

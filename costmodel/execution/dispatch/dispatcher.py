@@ -57,6 +57,9 @@ class Dispatcher:
     sorts_ahead: bool
     """A kernel puts copies of tokens in the order of experts ahead of an exchange; else they are
     copied where they arrive."""
+    pads_rows: bool
+    """Rows arrive filled up to a whole number of tiles for each expert; else a runtime that needs
+    that copies them (`Execution.pads_rows`)."""
     buffer_rows: int
     """Rows of memory, outside the allocator, for each place that is sent to: each rank of the
     node, and each node where there are several."""

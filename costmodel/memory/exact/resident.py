@@ -17,6 +17,7 @@ import numpy as np
 
 from costmodel.cache import CostCache
 from costmodel.memory.exact.stage.jobs import StageJobs
+from costmodel.memory.exact.workspaces import workspace_bytes
 from costmodel.memory.part_table import PARTS, Phase, State, gradients, update_scratch
 from costmodel.memory.parts import ADAMW_STATES, COUNTER_BYTES, Ranks
 from costmodel.time.offload import HOST_BUCKET_BYTES
@@ -28,7 +29,7 @@ from planner.language.layout.placements import Placements
 from planner.language.lowering.wiring import block_placements
 from planner.language.plan import Plan
 from planner.language.plan.replication import Replication
-from planner.units import DTYPE_BYTES, MIB
+from planner.units import DTYPE_BYTES
 from profiles.profile import Amount
 
 
@@ -78,7 +79,9 @@ class RankState:
             # Before a table's are more than the table has rows, each is added up.
             table_rows=sum(min(t.rows, t.looked_up) * t.row_bytes for t in self.device_tables),
             batch=_batch_bytes(self.plan, self.costs.graph),
-            workspaces=_workspace_bytes(self),
+            workspaces=workspace_bytes(
+                self.costs, [block for stage in self.stages.values() for block in stage.walk.blocks]
+            ),
         )
 
     @cached_property
@@ -140,23 +143,6 @@ def _frozen_bytes(rank: RankState) -> int:
     # What the preamble makes once for all microbatches; what it makes for each is an activation.
     side_values = costs.side_values(plan.stage_microbatch_size(first))
     return total + side_values.num_bytes(frozenset().union(*given), fixed=True)
-
-
-HOPPER_WORKSPACE_BYTES, WORKSPACE_BYTES = 32 * MIB, 4 * MIB
-"""Of a stream of products, since Hopper and before (Transformer Engine, pytorch/module/base.py:
-get_cublas_workspace_size_bytes)."""
-
-
-def _workspace_bytes(rank: RankState) -> int:
-    """Return the bytes of workspaces of a rank that has experts."""
-    costs, plan = rank.costs, rank.plan
-    blocks = (b for s in rank.stages for b in plan.stages[s].blocks)
-    if not any(costs.has_experts(costs.graph.blocks[block].class_index) for block in blocks):
-        return 0
-    # What multiplies in 8 bits is Hopper or newer.
-    is_hopper = "float8_e4m3fn" in dict(costs.profile.cluster.peak_flop_per_s)
-    each = HOPPER_WORKSPACE_BYTES if is_hopper else WORKSPACE_BYTES
-    return costs.execution.grouped_streams * each
 
 
 def _batch_bytes(plan: Plan, graph: ModelGraph) -> int:

@@ -94,10 +94,14 @@ def plan_of(run: RunRow, model: Transformer, *, devices_per_node: int) -> Plan:
         # With so few, the order of 1F1B is that of all forwards first.
         schedule, table = "fthenb", _all_forwards_first(run.pp, microbatches)
     num_stages = run.pp * vpp
+    if model.encoder is not None and num_stages > 1:
+        raise RowError(f"pp={run.pp} with encoder_layers is not priced; use pp=1")
     if run.stage_blocks and schedule == SCHEDULES[run.schedule]:
         bounds = [0, *accumulate(run.stage_blocks)]
     elif run.stack.balances_stages and num_stages > 1:
         bounds = _balanced_bounds(model, num_stages)
+    elif num_stages == 1:
+        bounds = [0, len(build_transformer(model).blocks)]
     else:
         bounds = _bounds(model.layers + model.ahead, num_stages)
     on_tp: tuple[ClassLayout, ...] = ()

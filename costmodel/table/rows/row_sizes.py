@@ -14,7 +14,7 @@ from costmodel.table.rows.named_models import (
 )
 from costmodel.table.rows.row_stack import seq_len_of
 from costmodel.table.rows.row_words import Cells, RowError, gated_of, real
-from planner.language.templates import Experts, Latent, Transformer
+from planner.language.templates import Encoder, Experts, Latent, Transformer
 
 ACTIVE_PARAMS = re.compile(r"\d[bB]-?[aA]\d+(\.\d+)?[bB]")
 """A name such as ``80B-A3B`` says that few of its parameters see a token: its size alone tells
@@ -115,6 +115,10 @@ def sizes_of_row(cells: Cells, stack: Execution) -> Transformer:
         max_positions=_part(cells, "max_positions", 0),
         bias=bool(_part(cells, "bias", int(not gated))),
         query_key_norm=bool(_part(cells, "qk_norm", 0)),
+        sees_all=bool(_part(cells, "sees_all", 0)),
+        transforms_head=bool(_part(cells, "transforms_head", 0)),
+        encoder=_encoder(cells),
+        wide_softmax=bool(_part(cells, "wide_softmax", 0)),
     )
 
 
@@ -122,6 +126,14 @@ def _part(cells: Cells, name: str, usual: int | None) -> int:
     """Return what a column says of a part that models may lack, or what they usually have of it."""
     given = cells.given(name, least=0)
     return (usual or 0) if given is None else given
+
+
+def _encoder(cells: Cells) -> Encoder | None:
+    layers = cells.given("encoder_layers", least=0)
+    if not layers:
+        return None
+    seq_len = cells.number("encoder_seq_len", seq_len_of(cells))
+    return Encoder(layers=layers, seq_len=seq_len)
 
 
 def _norm(cells: Cells, *, gated: bool) -> Literal["rms", "layer"]:

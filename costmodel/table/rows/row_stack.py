@@ -22,6 +22,13 @@ EAGER_FLASH = find_execution("eager-flash")
 OLDER_DEVICES = ("V100", "A100", "A800", "P100", "T4", "MI2")
 """Devices that were trained on before fused attention was usual."""
 
+BLACKWELL = re.compile(r"\bG?B[123]00")
+"""Names of devices of that generation."""
+
+CUT_STREAMS = 3
+"""Streams of products that are cut to run beside their collectives, each with a workspace
+(Transformer Engine, pytorch/module/base.py: initialize_ub, _NUM_MAX_UB_STREAMS)."""
+
 LONGEST_UNFUSED = 2048
 """Tokens of a sample up to which attention was usually unfused."""
 
@@ -118,6 +125,10 @@ def stack_of_row(cells: Cells) -> Execution:
         stack = replace(stack, expert_imbalance=sigma)
     if stack.name in COMPILED_AS and COMPILED.search(said):
         stack = find_execution(COMPILED_AS[stack.name])
+    if stack.scaling == "delayed" and re.search(r"(?i)block", cells.text("dtype")):
+        # (On Blackwell the same recipe runs as blocks of 32, which its products take as they are.)
+        is_blackwell = BLACKWELL.search(cells.text("gpu").upper()) is not None
+        stack = stack if is_blackwell else replace(stack, scaling="tiles")
     if stack.scaling == "tensorwise":
         stack = replace(stack, scaling=_scaling(cells.text("dtype")))
     if dispatcher := _dispatcher(cells.text("dispatcher"), said):
@@ -144,12 +155,21 @@ def _said_parts(cells: Cells, stack: Execution) -> Execution:
     """Return a stack with what columns say of its attention, dropout, gradients and overlaps."""
     attention = cells.text("attention").lower()
     if attention:
-        if attention not in ("fused", "unfused"):
-            raise RowError(f"attention {attention!r} is not priced; use fused or unfused")
-        stack = replace(stack, flash_attention=attention == "fused")
+        if attention not in ("fused", "flash", "unfused"):
+            raise RowError(f"attention {attention!r} is not priced; use fused, flash or unfused")
+        stack = replace(stack, flash_attention=attention != "unfused")
     dropout = cells.given("dropout", least=0)
     if dropout is not None:
         stack = replace(stack, dropout=bool(dropout))
+    if cells.given("deterministic", least=0):
+        stack = replace(stack, deterministic=True)
+    if attention and stack.attention_copies:
+        takes_flash = attention == "flash" or _takes_flash(cells, stack)
+        stack = replace(stack, samples_first=takes_flash)
+    if cells.given("grouped_experts", least=0) == 0:
+        stack = replace(stack, grouped_streams=0)
+    if cells.given("cut_products", least=0):
+        stack = replace(stack, layer_workspaces=CUT_STREAMS)
     gradient_bytes = cells.given("gradient_bytes")
     if gradient_bytes is not None:
         if gradient_bytes not in (2, 4):
@@ -169,6 +189,16 @@ def _said_parts(cells: Cells, stack: Execution) -> Execution:
     if not shown:
         return stack
     return replace(stack, overlaps=tuple(name for name in stack.overlaps if name not in shown))
+
+
+def _takes_flash(cells: Cells, stack: Execution) -> bool:
+    """Whether Transformer Engine picks the portable kernel over cuDNN's: before Hopper, and on
+    Blackwell where runs must be deterministic (pytorch/attention/dot_product_attention/utils.py,
+    get_attention_backend).
+    """
+    gpu = cells.text("gpu").upper()
+    is_older = any(word in gpu for word in OLDER_DEVICES)
+    return is_older or (stack.deterministic and BLACKWELL.search(gpu) is not None)
 
 
 def _scaling(dtype: str) -> Scaling:

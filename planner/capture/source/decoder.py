@@ -36,6 +36,11 @@ class Decoder(nn.Module):
 
     def __init__(self, sizes: Transformer) -> None:
         super().__init__()
+        if sizes.sees_all or sizes.transforms_head or sizes.encoder:
+            raise PlannerError(
+                "a module is written for decoders alone; build_transformer has the graphs of "
+                "encoders, and `planner check` prices them"
+            )
         if sizes.code != "modules" or sizes.adapters:
             raise PlannerError(
                 "a module is written for code='modules' without adapters; build_transformer has "

@@ -11,9 +11,9 @@ PRICED: dict[str, dict[str, str]] = {
         "int": (
             "num-layers encoder-num-layers hidden-size ffn-hidden-size num-attention-heads "
             "num-query-groups kv-channels seq-length encoder-seq-length max-position-embeddings "
-            "mtp-num-layers"
+            "mtp-num-layers decoder-num-layers decoder-seq-length"
         ),
-        "": "group-query-attention swiglu quick-geglu",
+        "": "group-query-attention swiglu quick-geglu bert-no-binary-head",
     },
     "parts of a layer": {
         "": (
@@ -34,12 +34,12 @@ PRICED: dict[str, dict[str, str]] = {
         "str": "moe-layer-freq moe-token-dispatcher-type moe-flex-dispatcher-backend",
         "": (
             "moe-enable-deepep moe-router-force-load-balancing overlap-moe-expert-parallel-comm "
-            "moe-shared-expert-overlap moe-pad-expert-input-to-capacity"
+            "moe-shared-expert-overlap moe-pad-expert-input-to-capacity moe-grouped-gemm"
         ),
         "float": "moe-expert-capacity-factor",
     },
     "the vocabulary": {
-        "int": "vocab-size padded-vocab-size make-vocab-size-divisible-by",
+        "int": "vocab-size padded-vocab-size make-vocab-size-divisible-by vocab-extra-ids",
         "": "no-pad-vocab-size disable-pad-vocab-size",
         "str": "tokenizer-type tokenizer-model",
     },
@@ -73,7 +73,11 @@ PRICED: dict[str, dict[str, str]] = {
         "str": "fp8-format fp8-recipe fp4-format fp4-recipe",
     },
     "which kernels run": {
-        "": ("use-flash-attn enable-cuda-graph external-cuda-graph cross-entropy-loss-fusion"),
+        "": (
+            "use-flash-attn enable-cuda-graph external-cuda-graph cross-entropy-loss-fusion "
+            "deterministic-mode no-masked-softmax-fusion attention-softmax-in-fp32 "
+            "apply-query-key-layer-scaling"
+        ),
         "str": "attention-backend transformer-impl cuda-graph-impl cross-entropy-fusion-impl",
         "str+": "cuda-graph-modules cuda-graph-scope",
     },

@@ -11,14 +11,10 @@ _ELSEWHERE = "sizes and layout stand in another file; give them as flags"
 _BYTES = "the optimizer's state is priced in fp32 alone"
 _NARROW = "weights that are kept and gathered in 4 bits are not priced"
 _OLD = "Megatron-LM takes it no longer; "
-_ENCODER = "an encoder beside the decoder is not priced"
 _IMAGES = "parts that see images are not priced"
 
 REFUSED: dict[str, tuple[str, str, str]] = {
     # Kinds of models.
-    "decoder-num-layers": ("int", "", _ENCODER),
-    "decoder-seq-length": ("int", "", _ENCODER),
-    "bert-no-binary-head": ("", "", "BERT's encoder and heads are not priced"),
     "hybrid-layer-pattern": ("str", "", _LAYERS),
     "hybrid-override-pattern": ("str", "", _LAYERS),
     "is-hybrid-model": ("", "", _LAYERS),

@@ -92,16 +92,15 @@ UNPRICED: dict[str, dict[str, str]] = {
     },
     "which small kernels are one: within the interval of a price": {
         "": (
-            "deterministic-mode "
-            "ep-overlap-early-attn-memory-release apply-query-key-layer-scaling "
+            "ep-overlap-early-attn-memory-release "
             "disable-bf16-reduced-precision-matmul use-fused-weighted-squared-relu "
             "fused-residual-rmsnorm use-transformer-engine-op-fuser use-kitchen-attention "
             "moe-permute-fusion moe-router-fusion "
             "no-clone-scatter-output-in-embedding disable-clone-scatter-output-in-embedding "
-            "batch-invariant-mode use-te-activation-func no-masked-softmax-fusion "
+            "batch-invariant-mode use-te-activation-func "
             "no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion "
             "no-rope-fusion no-persist-layer-norm no-gradient-accumulation-fusion "
-            "attention-softmax-in-fp32 disable-jit-fuser mla-down-proj-fusion"
+            "disable-jit-fuser mla-down-proj-fusion"
         ),
         "str": (
             "fp8-quantizer-factory kitchen-attention-backend "
@@ -165,7 +164,7 @@ UNPRICED: dict[str, dict[str, str]] = {
     "how weights lie together": {
         "": (
             "use-grouped-gemm-for-shared-expert moe-router-padding-for-quantization "
-            "moe-router-padding-for-fp8 use-grouped-gemm-for-dense-mlp moe-grouped-gemm "
+            "moe-router-padding-for-fp8 use-grouped-gemm-for-dense-mlp "
             "moe-use-grouped-tensor moe-single-grouped-weight moe-single-grouped-bias"
         ),
         "int": "moe-shared-expert-glu-interleave-size moe-mlp-glu-interleave-size",
@@ -272,7 +271,7 @@ UNPRICED: dict[str, dict[str, str]] = {
     "without effect in Megatron-LM": {
         "": ("no-position-embedding use-mcore-models use-dist-ckpt ckpt-fully-parallel-save"),
         "str": "dist-ckpt-format",
-        "int": "dist-ckpt-workers vocab-extra-ids",
+        "int": "dist-ckpt-workers",
     },
     "how the batch grows to --global-batch-size, which is priced": {
         "int3": "rampup-batch-size",

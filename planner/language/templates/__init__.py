@@ -10,6 +10,6 @@ layouts of its blocks on tp and cp.
 """
 
 from planner.language.templates.build import build_transformer
-from planner.language.templates.transformer import Adapters, Experts, Latent, Transformer
+from planner.language.templates.transformer import Adapters, Encoder, Experts, Latent, Transformer
 
-__all__ = ["Adapters", "Experts", "Latent", "Transformer", "build_transformer"]
+__all__ = ["Adapters", "Encoder", "Experts", "Latent", "Transformer", "build_transformer"]

@@ -1,9 +1,12 @@
-"""The chain of a template: an embedding, layers of one or two classes, a head."""
+"""The chain of a template: an embedding, layers of one or two classes, a head; ahead of them those
+of an encoder, if there is one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from planner.errors import PlannerError
@@ -13,7 +16,8 @@ from planner.language.templates.preamble import preamble
 from planner.language.templates.tape import Tape, Value
 from planner.language.templates.transformer import Transformer
 
-BATCH_TREE = {"dict": (("input_ids", {"tensor": "input_ids"}), ("labels", {"tensor": "labels"}))}
+STREAM, MEMORY = "x", "memory"
+"""What the block before makes; and what an encoder makes, which a decoder's layers take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +29,15 @@ class BlockClass:
     program: Program
     """The ops."""
     takes: tuple[str, ...]
-    """What its inputs are: "x" for what the block before makes, else a value of the preamble or
-    of the batch."""
+    """What its inputs are: `STREAM`, `MEMORY`, else a value of the preamble or of the batch."""
     places: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
     """How inputs, parameters and outputs lie on tp where it is split as usual (`tape`)."""
     shardings: tuple[tuple[str, str], ...]
     """Of each op, the same."""
+    makes: str = STREAM
+    """What its output is to later blocks."""
+    shared: Mapping[int, int] = field(default_factory=dict)
+    """Which of its parameters are the first block's, by their positions in both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +73,19 @@ def template_of(model: Transformer) -> Template:
     values = preamble(model)
     dense_first = model.experts.dense_layers if model.experts else 0
     names = code.block_names(model)
-    classes = [_written(names[0], model, code.embed, ("input_ids", "positions"))]
-    kinds: list[int] = []
-    side = values.outputs
+    classes: list[BlockClass] = []
+    order: list[int] = []
+    takes: tuple[str, ...] = (STREAM,)
+    embedding = _written(names[0], model, code.embed, ("input_ids", "positions"))
+    if model.encoder is not None:
+        classes, order = _encoder(model)
+        takes = (STREAM, MEMORY)
+        embedding = _written(f"decoder.{names[0]}", model, code.embed, ("decoder_ids", "positions"))
+        own = embedding.program.params
+        embedding = replace(embedding, shared={index: index for index in range(len(own))})
+    order.append(len(classes))
+    classes.append(embedding)
+    takes += values.outputs
     # Where the embedding is frozen, nothing that the first layer takes needs a gradient.
     kinds_of_layers = [
         (index < dense_first, index > 0 or model.adapters is None)
@@ -84,11 +101,30 @@ def template_of(model: Transformer) -> Template:
         ) -> Value:
             return code.layer(tape, model, dense=dense, differentiable=differentiable)
 
-        kinds += [len(classes)] * kinds_of_layers.count((dense, differentiable))
-        classes.append(_written(names[1], model, write, ("x", *side)))
-    classes.append(_written(names[2], model, code.head, ("x", "labels")))
-    order = [0, *kinds, len(classes) - 1]
+        order += [len(classes)] * kinds_of_layers.count((dense, differentiable))
+        classes.append(_written(names[1], model, write, takes))
+    last = _written(names[2], model, code.head, (STREAM, "labels"))
+    if model.tied:
+        last = replace(last, shared={len(last.program.params) - 1: 0})
+    order.append(len(classes))
+    classes.append(last)
     return Template(graph=_chain(model, classes, order, values), classes=tuple(classes))
+
+
+def _encoder(model: Transformer) -> tuple[list[BlockClass], list[int]]:
+    """Return the classes of a model's encoder, and the order of their blocks."""
+    assert model.encoder is not None
+    layers = model.encoder.layers
+    own = replace(model, layers=layers, seq_len=model.encoder.seq_len, encoder=None, sees_all=True)
+    names = modules.block_names(own)
+
+    def write(tape: Tape, model: Transformer) -> Value:
+        return modules.layer(tape, model, dense=True)
+
+    embedding = _written(names[0], own, modules.embed, ("input_ids", "encoder_positions"))
+    layer = _written("encoder.layers.{}", own, write, (STREAM,))
+    end = _written("encoder.final_layernorm", own, modules.memory, (STREAM,))
+    return [embedding, layer, replace(end, makes=MEMORY)], [0, *[1] * layers, 2]
 
 
 def _check_written(model: Transformer) -> None:
@@ -104,10 +140,19 @@ def _check_written(model: Transformer) -> None:
         )
     if model.latent and model.positions != "rotary":
         raise PlannerError("latent attention turns its keys; give positions='rotary'")
+    if model.encoder and (model.positions == "rotary" or model.experts or model.adapters):
+        raise PlannerError(
+            "an encoder is written with a table of positions, without experts and adapters; give "
+            "positions='learned'"
+        )
     if model.code != "huggingface":
         return
     if model.ahead:
         raise PlannerError(f"ahead={model.ahead} is of code='modules'; leave it out")
+    if model.encoder or model.sees_all or model.transforms_head:
+        raise PlannerError(
+            "encoder, sees_all and transforms_head are of code='modules'; leave them out"
+        )
     if model.norm == "rms" and not (model.gated and model.positions == "rotary"):
         raise PlannerError(
             "code='huggingface' with norm='rms' is Llama's: give gated=True and "
@@ -151,29 +196,28 @@ def _written(
 def _chain(
     model: Transformer, classes: Sequence[BlockClass], order: Sequence[int], values: Program
 ) -> ModelGraph:
+    lengths = {"input_ids": model.seq_len, "labels": model.seq_len}
+    if model.encoder is not None:
+        lengths |= {"input_ids": model.encoder.seq_len, "decoder_ids": model.seq_len}
     ids = [
-        TensorMeta(
-            name=name,
-            shape=(Affine(1), model.seq_len),
-            dtype="int64",
-            kind="input",
-            fqn=name,
-        )
-        for name in ("input_ids", "labels")
+        TensorMeta(name=name, shape=(Affine(1), length), dtype="int64", kind="input", fqn=name)
+        for name, length in lengths.items()
     ]
     held: dict[str, TensorMeta] = {n: values.tensor[n] for n in values.params}
     made: list[TensorMeta] = [values.tensor[n] for n in values.outputs]
     blocks: list[Block] = []
-    stream = ""
+    numbers: Counter[str] = Counter()
+    latest: dict[str, str] = {}
     for index, kind in enumerate(order):
         of = classes[kind]
-        block_name = of.name.format(index - 1)
+        block_name = of.name.format(numbers[of.name])
+        numbers[of.name] += 1
         names = []
-        for own in of.program.params:
+        for position, own in enumerate(of.program.params):
             path = of.program.tensor[own].fqn
             fqn = f"{block_name}.{path}" if "{}" in of.name else path
-            if model.tied and kind == len(classes) - 1 and own == of.program.params[-1]:
-                names.append(blocks[0].params[0])
+            if position in of.shared:
+                names.append(blocks[0].params[of.shared[position]])
                 continue
             name = fqn.replace(".", "_")
             held[name] = replace(of.program.tensor[own], name=name, fqn=fqn)
@@ -186,17 +230,17 @@ def _chain(
                 index=index,
                 name=block_name,
                 class_index=kind,
-                inputs=tuple(stream if name == "x" else name for name in of.takes),
+                inputs=tuple(latest.get(name, name) for name in of.takes),
                 params=tuple(names),
                 outputs=(output,),
             )
         )
-        stream = output
+        latest[of.makes] = output
     return ModelGraph(
         name=f"transformer of {model.layers} layers",
         tensors=(*ids, *held.values(), *made),
-        batch_inputs=("input_ids", "labels"),
-        batch_tree=BATCH_TREE,
+        batch_inputs=tuple(lengths),
+        batch_tree={"dict": tuple((name, {"tensor": name}) for name in lengths)},
         preamble=values,
         blocks=tuple(blocks),
         classes=tuple(of.program for of in classes),

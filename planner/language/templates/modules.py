@@ -48,6 +48,9 @@ def layer(tape: Tape, model: Transformer, *, dense: bool, differentiable: bool =
     input.
     """
     x = tape.input(BATCH, model.seq_len, model.hidden, differentiable=differentiable, place=STREAM)
+    memory = None
+    if model.encoder is not None:
+        memory = tape.input(BATCH, model.encoder.seq_len, model.hidden, place=STREAM)
     turned: tuple[Value, ...] = ()
     if model.positions == "rotary":
         width = model.latent.rope_dim if model.latent else model.head_width
@@ -55,12 +58,21 @@ def layer(tape: Tape, model: Transformer, *, dense: bool, differentiable: bool =
     normed = _norm(tape, x, model, "input_layernorm")
     attend = _latent if model.latent else _attention
     x = _added(tape, x, attend(tape, model, normed, turned), model, "self_attention")
+    if memory is not None:
+        normed = _norm(tape, x, model, "pre_cross_attn_layernorm")
+        x = _added(tape, x, _crossed(tape, model, normed, memory), model, "cross_attention")
     normed = _norm(tape, x, model, "pre_mlp_layernorm")
     if dense or model.experts is None:
         made = _feed_forward(tape, model, normed, model.ffn_hidden, "mlp")
     else:
         made = _experts(tape, model, model.experts, normed)
     return _added(tape, x, made, model, "mlp")
+
+
+def memory(tape: Tape, model: Transformer) -> Value:
+    """Write the last norm of an encoder, whose result a decoder's layers attend to."""
+    x = tape.input(BATCH, model.seq_len, model.hidden, place=STREAM)
+    return _norm(tape, x, model, "encoder.final_layernorm")
 
 
 def head(tape: Tape, model: Transformer) -> Value:
@@ -80,6 +92,10 @@ def head(tape: Tape, model: Transformer) -> Value:
             )
         )
     x = _norm(tape, x, model, "final_layernorm")
+    if model.transforms_head:
+        tape.module = "lm_head.dense"
+        x = tape.linear(x, model.hidden, bias=model.bias)
+        x = _norm(tape, tape.pointwise("aten.gelu.default", x), model, "lm_head.layer_norm")
     tape.module = "output_layer"
     logits = tape.linear(x, model.vocab, split="columns")
     weight = tape.params[-1]
@@ -175,6 +191,23 @@ def _attention(tape: Tape, model: Transformer, x: Value, turned: tuple[Value, ..
     return _attended(tape, model, query, key, value)
 
 
+def _crossed(tape: Tape, model: Transformer, x: Value, memory: Value) -> Value:
+    """Attention of a decoder's positions to all of an encoder's."""
+    heads, width = model.heads, model.head_width
+    tape.module = "cross_attention.q"
+    query = tape.linear(x, heads * width, split="columns", bias=model.bias)
+    tape.module = "cross_attention.kv"
+    joined = tape.linear(memory, 2 * heads * width, split="columns", bias=model.bias)
+    tape.module = "cross_attention"
+
+    def of_heads(made: Value, width: int) -> Value:
+        shape = (*made.shape[:2], heads, width)
+        return tape.view(made, shape, said=(*made.shape[:2], -1, width), place="S(2)")
+
+    key, value = tape.split(of_heads(joined, 2 * width), (width, width), -1)
+    return _attended(tape, model, of_heads(query, width), key, value, module="cross_attention")
+
+
 def _turned(tape: Tape, x: Value, cos: Value, sin: Value) -> Value:
     """Rotary positions: each head's halves are turned against each other."""
     half = width_of(x) // 2
@@ -185,10 +218,17 @@ def _turned(tape: Tape, x: Value, cos: Value, sin: Value) -> Value:
     return tape.pointwise("aten.add.Tensor", straight, crossed)
 
 
-def _attended(tape: Tape, model: Transformer, query: Value, key: Value, value: Value) -> Value:
+def _attended(
+    tape: Tape,
+    model: Transformer,
+    query: Value,
+    key: Value,
+    value: Value,
+    module: str = "self_attention",
+) -> Value:
     """Attention of heads in dim 2, and the product that follows it."""
     s, width = model.seq_len, width_of(value)
-    tape.module = "self_attention.core_attention"
+    tape.module = f"{module}.core_attention"
     query, key, value = (tape.transpose(each, 1, 2) for each in (query, key, value))
     if model.fused_attention:
         made = tape.call(
@@ -198,18 +238,18 @@ def _attended(tape: Tape, model: Transformer, query: Value, key: Value, value: V
             value,
             None,
             0.1 if model.dropout else 0.0,
-            True,
+            not model.sees_all and module == "self_attention",
             shapes=((*query.shape[:-1], width),),
             places=("S(1)",),
             kwargs=shared_heads(query, key),
         )[0]
     else:
-        made = _attended_by_parts(tape, model, query, key, value)
-    tape.module = "self_attention"
+        made = _attended_by_parts(tape, model, query, key, value, module)
+    tape.module = module
     made = tape.transpose(made, 1, 2)
     made = tape.call("aten.contiguous.default", made, shapes=(made.shape,), places=(made.place,))[0]
     made = tape.view(made, (BATCH, s, model.heads * width), said=(BATCH, s, -1))
-    tape.module = "self_attention.proj"
+    tape.module = f"{module}.proj"
     return _adapted(tape, model, made, tape.linear(made, model.hidden, split="rows", bias=False))
 
 
@@ -240,14 +280,13 @@ def _adapted(tape: Tape, model: Transformer, x: Value, made: Value) -> Value:
 
 
 def _attended_by_parts(
-    tape: Tape, model: Transformer, query: Value, key: Value, value: Value
+    tape: Tape, model: Transformer, query: Value, key: Value, value: Value, module: str
 ) -> Value:
     """Scores are written out, masked, turned into weights and summed up."""
-    s = model.seq_len
     if model.kv_heads != model.heads:
         shared = model.heads // model.kv_heads
         key, value = (_repeated(tape, each, shared) for each in (key, value))
-    shape = (BATCH, model.heads, s, s)
+    shape = (*query.shape[:3], key.shape[2])
     scores = tape.call(
         "aten.matmul.default",
         query,
@@ -255,11 +294,15 @@ def _attended_by_parts(
         shapes=(shape,),
         places=("S(1)",),
     )[0]
-    tape.module = "self_attention.softmax"
+    tape.module = f"{module}.softmax"
     scores = tape.pointwise("aten.mul.Tensor", scores, model.head_width**-0.5)
+    if model.wide_softmax:
+        scores = tape.cast(scores, "float32")
     weights = tape.pointwise("aten.softmax.int", scores, -1)
-    weights = _dropped(tape, weights, model, "self_attention.attention_dropout")
-    tape.module = "self_attention.core_attention"
+    if model.wide_softmax:
+        weights = tape.cast(weights, model.dtype)
+    weights = _dropped(tape, weights, model, f"{module}.attention_dropout")
+    tape.module = f"{module}.core_attention"
     return tape.call(
         "aten.matmul.default",
         weights,

@@ -28,6 +28,9 @@ def preamble(model: Transformer) -> Program:
             outputs.append((name, table))
     if model.code != "huggingface" and model.positions == "learned":
         outputs.append(("positions", positions))
+        if model.encoder is not None:
+            seen = written_positions(tape, model.encoder.seq_len)
+            outputs.append(("encoder_positions", seen))
     program = tape.program(*(value for _, value in outputs))
     names = {value.meta.name: name for name, value in outputs}
     names |= dict(zip(program.params, ("inv_freq",), strict=False))

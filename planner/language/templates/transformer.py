@@ -1,4 +1,4 @@
-"""What a decoder-only transformer is: its sizes, and how its code is written."""
+"""What a transformer is: its sizes, and how its code is written."""
 
 from __future__ import annotations
 
@@ -52,6 +52,18 @@ class Latent:
     """Width of what keys and values are made from."""
     rope_dim: int
     """Entries of a query's or key's head that are turned by their position, besides the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoder:
+    """Layers that see all of a sequence of their own, and whose result a decoder's layers attend to
+    (T5: Raffel et al. 2019, arXiv 1910.10683); as wide as the decoder's, with its embedding.
+    """
+
+    layers: int
+    """Number of layers."""
+    seq_len: int
+    """Tokens of its sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +122,18 @@ class Transformer:
     ahead: int = 0
     """Tokens after the next that are predicted too (DeepSeek-AI 2024, arXiv 2412.19437, section
     2.2): each by a layer more, and by the head again (of `modules` code)."""
+    sees_all: bool = False
+    """Each position attends to all, not to those before it alone (BERT)."""
+    transforms_head: bool = False
+    """Ahead of the vocabulary the stream goes through a product, GELU and a norm (BERT: Devlin et
+    al. 2018, arXiv 1810.04805; of `modules` code)."""
+    encoder: Encoder | None = None
+    """What the layers attend to besides (of `modules` code)."""
     fused_attention: bool = True
     """Attention is one kernel; else its scores are written out (until about 2022)."""
+    wide_softmax: bool = False
+    """Scores that are written out are cast to fp32 ahead of their softmax, and its result back, by
+    ops of their own."""
     latent: Latent | None = None
     """Latent attention."""
     experts: Experts | None = None

@@ -217,7 +217,7 @@ def test_sums_of_gradients_may_stay_whole_with_buckets_beside(h100: Profile, zer
 
 def test_narrow_sums_of_gradients_are_widened_for_the_update(h100: Profile) -> None:
     """2 bytes of a sum in place of 4; the optimizer's step makes fp32 copies of them all."""
-    core = replace(find_execution("megatron-core"), copies_update=False)
+    core = replace(find_execution("megatron-core"), copies_update=False, sums_stay=False)
 
     def memory(size: int, num_microbatches: int) -> MemoryParts:
         plan = plan_of(dp=1, tp=8, num_microbatches=num_microbatches)

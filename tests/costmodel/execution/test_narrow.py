@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from costmodel.execution import find_execution
-from costmodel.execution.casts import CASTS, CUTLASS_PART
+from costmodel.execution.casts import CASTS, CUTLASS_PART, TILES_PART
 from costmodel.execution.executed import ExecutedProfile
 from costmodel.execution.executed_exchange import executed_exchange
 from costmodel.execution.executed_kernels import is_layer_product, kernel_seconds
@@ -38,6 +38,7 @@ def profile_of(scaling: str, dtype: str = "float8_e4m3fn") -> ExecutedProfile:
         ("rowwise", 8 + 3, 6 + 7, CUTLASS_PART, "float8_e4m3fn"),
         ("rowwise-forward", 3 + 3, 1 + 3, CUTLASS_PART, "bfloat16"),
         ("blocks", 6 + 3, 4 + 3, 1.0, "float8_e4m3fn"),
+        ("tiles", 6 + 3, 4 + 3, TILES_PART, "float8_e4m3fn"),
     ],
 )
 def test_bytes_of_a_product_of_a_blocks_input(scaling, there_bytes, back_bytes, part, weight_dtype):
@@ -136,3 +137,9 @@ def test_a_row_names_torchaos_recipe(dtype, scaling):
     assert parse_row({**row, "stack": "torchtitan"}).stack.scaling == scaling
     assert parse_row({**row, "stack": "megatron-core"}).stack.scaling == "delayed"
     assert scaling in CASTS
+
+
+@pytest.mark.parametrize(("gpu", "scaling"), [("H100-SXM", "tiles"), ("B200", "delayed")])
+def test_megatrons_blocks_are_tiles_before_blackwell(gpu, scaling):
+    row = {**ROW, "dtype": "fp8 blockwise", "gpu": gpu, "stack": "megatron-core"}
+    assert parse_row(row).stack.scaling == scaling

@@ -109,7 +109,9 @@ def test_memory_is_the_exact_walk() -> None:
     assert len(found.memory) == 2
     # Weights and sums of gradients, masters and moments in 2 + 4 + 12 bytes of half the model each.
     params = 24 * 12 * 2048**2 / 4 + 50304 * 2048 / 2
-    assert found.memory[0].parameter_bytes == pytest.approx(2 * params, rel=0.02)
+    # Beside weights, a workspace of products for each of two threads.
+    weights = found.memory[0].parameter_bytes - 2 * (8 * 2**20 + 2**17)
+    assert weights == pytest.approx(2 * params, rel=0.02)
     assert found.memory[0].optimizer_bytes == pytest.approx(12 * params, rel=0.02)
 
 

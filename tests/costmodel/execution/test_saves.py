@@ -29,7 +29,11 @@ HIDDEN, WIDE, TOKENS, VOCAB = 64, 96, 32, 256
 MODEL = Transformer(
     layers=1, hidden=HIDDEN, heads=4, kv_heads=4, ffn_hidden=WIDE, vocab=VOCAB, seq_len=TOKENS
 )  # fmt: skip
-BASE = replace(find_execution("megatron-core"), fused_saves=False, regathers=False, loss_bytes=14)
+BASE = replace(
+    find_execution("megatron-core"),
+    **dict.fromkeys(("fused_saves", "regathers", "attention_copies", "weighs_inside"), False),
+    loss_bytes=14,
+)
 
 
 @lru_cache

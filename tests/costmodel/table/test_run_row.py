@@ -220,7 +220,7 @@ def test_a_row_says_parts_of_its_model(cells, field, meant):
     [
         ({"norm": "batch"}, "norm 'batch' is not priced; use rms or layer"),
         ({"positions": "relative"}, "positions 'relative' are not priced; use rotary"),
-        ({"attention": "half"}, "attention 'half' is not priced; use fused or unfused"),
+        ({"attention": "half"}, "attention 'half' is not priced; use fused, flash or unfused"),
         ({"gradient_bytes": "3"}, "gradient_bytes=3 is not priced; use 2 or 4"),
         ({"not_overlapped": "moe"}, "not_overlapped=moe is no kind of collective; use some of"),
     ],
