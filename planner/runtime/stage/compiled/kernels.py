@@ -1,0 +1,49 @@
+"""Graphs of ATen calls through the compiler; its cache on disk has those of runs before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+Kernels = Callable[[list[Tensor]], Sequence[Tensor]]
+"""Takes a list, which it may empty: what nobody else holds is freed as soon as it is used."""
+
+
+class CompilerFailed(Exception):
+    """The compiler of this machine failed; the message says how, as a clause."""
+
+
+def compiled(module: fx.GraphModule) -> Kernels:
+    """Return a graph's kernels, on the sizes that it was traced with.
+
+    Raises CompilerFailed where this machine has no compiler, or it takes not this graph.
+    """
+    from torch._inductor import config, standalone_compile
+
+    from planner.capture.diagnose import first_line
+
+    inputs = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+    try:
+        # The generators of eager ops: recomputation restores them, and replicas share their states.
+        with torch.no_grad(), config.patch(fallback_random=True):
+            artifact: Any = standalone_compile(module, inputs, dynamic_shapes="from_graph")
+    except Exception as error:
+        raise CompilerFailed(f"{type(error).__name__}: {first_line(error)}") from error
+    call = artifact._compiled_fn
+    # (The wrapper takes arguments one by one and holds them to its end.)
+    boxed = getattr(call, "__wrapped__", None)
+    return boxed if boxed is not None else lambda tensors: call(*tensors)
+
+
+def op_by_op(module: fx.GraphModule) -> Kernels:
+    """Return the same without a compiler: what dry runs count the bytes of."""
+
+    def run(tensors: list[Tensor]) -> Sequence[Tensor]:
+        interpreter = fx.Interpreter(module)
+        made: Sequence[Tensor] = interpreter.boxed_run(tensors)
+        return made
+
+    return run
