@@ -22,10 +22,11 @@ from planner.language.plan.parts import (
     precision_named,
     recompute_fields,
 )
-from planner.language.plan.plan import OURS, Plan
+from planner.language.plan.plan import OURS, RUNTIME_OF, Kernels, Plan
 
 __all__ = [
     "OURS",
+    "RUNTIME_OF",
     "BlocksRecompute",
     "ClassLayout",
     "ClassRecompute",

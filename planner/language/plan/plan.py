@@ -40,6 +40,12 @@ PLAN_VERSION = 2
 OURS = "ours-eager"
 """This project's runtime, for which plans are priced where nothing else is said."""
 
+Kernels = Literal["eager", "compiled"]
+"""How this project's runtime runs blocks: op by op, or as compiled graphs."""
+
+RUNTIME_OF: dict[Kernels, str] = {"eager": OURS, "compiled": "ours-compiled"}
+"""The name under which this project's runtime is priced with each."""
+
 
 class Plan(Record):
     """How to train: degrees, microbatches, schedule, precision, stages and layouts.
@@ -78,6 +84,7 @@ class Plan(Record):
         accept: what users accept of a batch that is cut, by the names of
         `planner.language.plan.accepted`:
             where the model computes across samples, parts of the batch compute with their own.
+        kernels: "compiled" runs blocks as compiled graphs where their ops allow it, "eager" op by op.
         estimate: what the search predicted, in named parts (seconds and bytes), for `show` and
             `compare`; running ignores it.
         execution: the runtime whose step `estimate` is; running ignores it, too.
@@ -104,6 +111,7 @@ class Plan(Record):
     stages: tuple[StagePlan, ...]
     layouts: tuple[ClassLayout, ...]
     accept: tuple[str, ...] = ()
+    kernels: Kernels = "eager"
     estimate: dict[str, Any] = Field(default_factory=dict)
     execution: str = OURS
 
@@ -122,8 +130,9 @@ class Plan(Record):
         spread: dict[str, Any] = {}
         for key, value in handler(self).items():
             spread |= value if key == "degrees" else {key: value}
-        if not self.accept:  # the rule, which plans need not state
-            spread.pop("accept", None)
+        for name in ("accept", "kernels"):  # the rule, which plans need not state
+            if spread.get(name) == type(self).model_fields[name].default:
+                spread.pop(name)
         return spread
 
     @field_validator("accept")

@@ -146,6 +146,7 @@ def _track(
     start_host_bytes: int = 0,
 ) -> DryRun:
     from planner.runtime.proofs.counted_host import count_tables_as_host
+    from planner.runtime.stage.compiled.kernels import op_by_op
     from planner.runtime.step.engine import Engine
 
     ledger = Ledger(is_dry=is_dry, copies_to_reduce=is_dry and on_gloo)
@@ -162,6 +163,8 @@ def _track(
             # Fused: the plain loop reads step counters, which have no value in a dry run.
             optimizer=lambda p: AdamOfRows(p, holding=host.holding, fused=True),
             host=host,
+            # Its bytes are those of the graphs' own ops; a compiler takes no shapes without values.
+            compiler=op_by_op if is_dry else None,
             values=values,
         )
         start_bytes = ledger.peak_bytes - batch_bytes

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from planner.language.ops.weight_products import LARGE_BYTES
 from planner.runtime.stage.compiled.halves import Halves
-from planner.runtime.stage.compiled.kernels import Kernels
+from planner.runtime.stage.compiled.kernels import Compiler
 from planner.runtime.stage.weight_grads import Pending, WeightQueue, weight_gradient
 
 
@@ -20,7 +20,7 @@ class CompiledBlock:
     def __init__(
         self,
         halves: Halves,
-        compile: Callable[[fx.GraphModule], Kernels],
+        compiler: Compiler,
         *,
         eager: Callable[..., tuple[Tensor, ...]],
         queue: WeightQueue | None,
@@ -29,8 +29,8 @@ class CompiledBlock:
         gradients wait for W jobs, if they do.
         """
         self.halves, self.queue, self._eager = halves, queue, eager
-        self.forward = compile(halves.forward)
-        self.backward = None if halves.backward is None else compile(halves.backward)
+        self.forward = compiler(halves.forward)
+        self.backward = None if halves.backward is None else compiler(halves.backward)
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the block on inputs and params."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,9 @@ from torch import Tensor, fx
 
 Kernels = Callable[[list[Tensor]], Sequence[Tensor]]
 """Takes a list, which it may empty: what nobody else holds is freed as soon as it is used."""
+
+Compiler = Callable[[fx.GraphModule], Kernels]
+"""Makes kernels of a graph."""
 
 
 class CompilerFailed(Exception):
@@ -33,9 +37,20 @@ def compiled(module: fx.GraphModule) -> Kernels:
     except Exception as error:
         raise CompilerFailed(f"{type(error).__name__}: {first_line(error)}") from error
     call = artifact._compiled_fn
-    # (The wrapper takes arguments one by one and holds them to its end.)
-    boxed = getattr(call, "__wrapped__", None)
-    return boxed if boxed is not None else lambda tensors: call(*tensors)
+    return _taking_a_list(call) or (lambda tensors: call(*tensors))
+
+
+def _taking_a_list(call: Any) -> Kernels | None:
+    """Return what a compiled function wraps that takes its arguments in a list (torch 2.13,
+    _functorch/aot_autograd.py): the wrapper holds them until it has ended.
+    """
+    while call is not None:
+        code = getattr(call, "__code__", None)
+        if code is not None and code.co_argcount == 1 and not code.co_flags & inspect.CO_VARARGS:
+            kernels: Kernels = call
+            return kernels
+        call = getattr(call, "__wrapped__", None)
+    return None
 
 
 def op_by_op(module: fx.GraphModule) -> Kernels:
