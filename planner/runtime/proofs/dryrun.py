@@ -208,10 +208,14 @@ def _fake_ranks(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def _all_say_the_same(found: list[Any], own: Any, group: Any = None) -> None:
+    found[:] = [own] * len(found)
+
+
 @contextmanager
 def _without_values() -> Iterator[None]:
     """Let the runtime make meshes and FSDP2 join them for real, as ranks can't be looked up
-    without values; let what rank 0 tells the others be what each would have said itself; and let
+    without values; let what ranks tell each other be what each would have said itself; and let
     FSDP2 make only the shards that it reads.
     """
     from torch.distributed.device_mesh import DeviceMesh
@@ -228,15 +232,16 @@ def _without_values() -> Iterator[None]:
     kept = {name: getattr(DeviceMesh, name) for name in ("_concatenate", "from_group")}
     for name, function in kept.items():
         setattr(DeviceMesh, name, staticmethod(real(function)))
-    broadcast = dist.broadcast_object_list
+    broadcast, gather = dist.broadcast_object_list, dist.all_gather_object
     dist.broadcast_object_list = lambda *args, **kwargs: None
+    dist.all_gather_object = _all_say_the_same
     chunks = _fsdp_param._chunk_with_empty
     _fsdp_param._chunk_with_empty = LazyChunks  # type: ignore[assignment]
     try:
         yield
     finally:
         _fsdp_param._chunk_with_empty = chunks
-        dist.broadcast_object_list = broadcast
+        dist.broadcast_object_list, dist.all_gather_object = broadcast, gather
         for name, function in kept.items():
             setattr(DeviceMesh, name, staticmethod(function))
 

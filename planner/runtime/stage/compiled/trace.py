@@ -126,8 +126,9 @@ class _Tracing:
     def joint(self, num_inputs: int) -> Joint:
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.proxy_tensor import make_fx
+        from torch.utils._python_dispatch import _disable_current_modes
 
-        with FakeTensorMode(), _compiling():
+        with _disable_current_modes(), FakeTensorMode(), _compiling():
             tensors = [self._empty(meta) for meta in self._tensors]
             grads = [self._empty(meta) for meta in self._outputs if _is_continuous(meta)]
             run = lambda tensors, grads: self._run(tensors, grads)  # noqa: E731  # make_fx counts arguments
