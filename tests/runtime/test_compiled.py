@@ -12,7 +12,7 @@ from planner.capture import capture_source
 from planner.language.graph import from_json, to_json
 from planner.language.lowering.defaults import default_plan
 from planner.runtime.proofs.verify import compare_with_one_process
-from planner.runtime.stage.compiled.kernels import compiled, op_by_op
+from planner.runtime.stage.compiled.kernels import op_by_op
 from planner.runtime.step.engine import Engine
 from tests.model_matrix import model_matrix
 from tests.runtime.test_verify_matrix import source_of

@@ -47,6 +47,11 @@ RUNTIME_OF: dict[Kernels, str] = {"eager": OURS, "compiled": "ours-compiled"}
 """The name under which this project's runtime is priced with each."""
 
 
+def kernels_of(execution: str) -> Kernels:
+    """Return the kernels of a plan that is priced for a runtime; of other systems', the usual."""
+    return next((kernels for kernels, name in RUNTIME_OF.items() if name == execution), "eager")
+
+
 class Plan(Record):
     """How to train: degrees, microbatches, schedule, precision, stages and layouts.
 
@@ -84,7 +89,8 @@ class Plan(Record):
         accept: what users accept of a batch that is cut, by the names of
         `planner.language.plan.accepted`:
             where the model computes across samples, parts of the batch compute with their own.
-        kernels: "compiled" runs blocks as compiled graphs where their ops allow it, "eager" op by op.
+        kernels: "compiled" runs blocks as compiled graphs where their ops allow it; "eager" op by
+            op.
         estimate: what the search predicted, in named parts (seconds and bytes), for `show` and
             `compare`; running ignores it.
         execution: the runtime whose step `estimate` is; running ignores it, too.
@@ -147,6 +153,11 @@ class Plan(Record):
         if estimate:
             Predicted.model_validate(estimate)
         return estimate
+
+    @property
+    def runs_as(self) -> str:
+        """The name under which this project's runtime is priced with the plan's kernels."""
+        return RUNTIME_OF[self.kernels]
 
     @property
     def dp(self) -> int:

@@ -234,7 +234,7 @@ def _without_values() -> Iterator[None]:
         setattr(DeviceMesh, name, staticmethod(real(function)))
     broadcast, gather = dist.broadcast_object_list, dist.all_gather_object
     dist.broadcast_object_list = lambda *args, **kwargs: None
-    dist.all_gather_object = _all_say_the_same
+    dist.all_gather_object = _all_say_the_same  # type: ignore[assignment]
     chunks = _fsdp_param._chunk_with_empty
     _fsdp_param._chunk_with_empty = LazyChunks  # type: ignore[assignment]
     try:

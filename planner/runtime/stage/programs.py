@@ -2,8 +2,8 @@
 
 All blocks of a class share its program. A batch that does not divide evenly brings
 microbatches of two sizes; the program of a size is made when the size is first met. Compiled are
-those of the plan's own size, before the training: other sizes run eagerly, so that no step waits for
-a compiler.
+those of the plan's own size, before the training: other sizes run eagerly, so that no step waits
+for a compiler.
 """
 
 from __future__ import annotations

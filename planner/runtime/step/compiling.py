@@ -67,7 +67,7 @@ def compile_blocks(
 
 def _forms(plan: Plan, graph: ModelGraph, stages: Sequence[int]) -> list[tuple[int, bool]]:
     """Return (class, whether it makes cheap ops again in its backward) of what stages run."""
-    forms = {}
+    forms: dict[tuple[int, bool], None] = {}
     for stage in (plan.stages[index] for index in stages):
         for block, choice in zip(stage.blocks, stage.recompute_by_block, strict=True):
             class_index = graph.blocks[block].class_index

@@ -142,8 +142,8 @@ class Engine:
     ) -> None:
         """`graph` is the capture of `model`; `values` brings first values (None: those of the
         model, which rank 0 gives to all ranks). `host` takes what the plan puts there (None: this
-        machine's memory), `compiler` makes its compiled kernels (None: this machine's). A model that
-        `may_be_empty` has tensors on the meta device, whose values
+        machine's memory), `compiler` makes kernels of compiled blocks (None: this machine's).
+        A model that `may_be_empty` has tensors on the meta device, whose values
         are loaded afterwards. `buckets` are its captures
         on the other shapes of the plan, and `pad` fills batches up to them. `capture_evaluation`
         gives all of them in evaluation mode, on every rank; None: they are the same. `accept` names

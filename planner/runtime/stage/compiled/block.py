@@ -86,7 +86,8 @@ class _Block(torch.autograd.Function):
         needs = ctx.needs_input_grad[2:]
         for index, (position, transposed, x_at, grad_at) in enumerate(halves.products):
             x, grad = made[x_at], made[grad_at]
-            assert x is not None and grad is not None
+            assert x is not None
+            assert grad is not None
             if not needs[position]:
                 continue
             weight = None if weights is None else weights[index]

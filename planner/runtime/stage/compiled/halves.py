@@ -126,9 +126,7 @@ def _borrowed(joint: Joint, results: Sequence[fx.Node]) -> set[fx.Node]:
     shared = Counter(_base(node) for node in results)
     of_params = (node for node in joint.made[joint.num_inputs :] if node is not None)
     return {
-        node
-        for node in of_params
-        if _base(node).op == "placeholder" or shared[_base(node)] > 1
+        node for node in of_params if _base(node).op == "placeholder" or shared[_base(node)] > 1
     }
 
 
@@ -153,7 +151,7 @@ def _extracted(
         assert node.op != "placeholder", f"{node} is neither given nor made"
         needed.add(node)
         waiting.extend(node.all_input_nodes)
-    for node in joint.graph.nodes:
+    for node in joint.module.graph.nodes:
         if node not in needed:
             continue
         if node.target is torch.ops.aten.detach.default:
@@ -169,4 +167,4 @@ def _extracted(
         )
     )
     graph.lint()
-    return fx.GraphModule(joint.graph.owning_module, graph)
+    return fx.GraphModule(joint.module, graph)

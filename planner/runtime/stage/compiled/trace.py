@@ -19,22 +19,9 @@ from torch import Tensor, fx
 from torch.distributed import ProcessGroup
 
 from planner.language.graph import Program, TensorMeta
+from planner.language.ops.compilable import why_eager
 from planner.runtime.stage.program_fx import to_graph_module
 from planner.runtime.stage.weight_grads import Pending, WeightQueue, weight_gradient
-
-EAGER_OPS = {
-    "planner.autograd_function": "it calls an autograd function of the model's own",
-    "planner.opaque_module": "it calls a module as it is",
-    "planner.table_lookup": "the gradient of its table is of rows",
-    "planner.exchanged_embedding": "which rows ranks exchange follows from the batch",
-    "planner.deal_runs": "how many rows experts get follows from their values",
-    "planner.exchange_rows": "how many rows experts get follows from their values",
-    "planner.product_of_runs": "how many rows experts get follows from their values",
-    "planner.bias_of_runs": "how many rows experts get follows from their values",
-    "planner.stack_of_runs": "how many rows experts get follows from their values",
-    "planner.ring_attention": "its messages run beside its kernels",
-}
-"""Ops that no graph of fixed sizes holds, and why."""
 
 
 class NotCompilable(Exception):
@@ -58,8 +45,8 @@ class Product:
 class Joint:
     """A program's forward and backward as one functional graph, on a rank's own shapes."""
 
-    graph: fx.Graph
-    """All nodes, forward first; each has its value without memory in `meta["val"]`."""
+    module: fx.GraphModule
+    """All nodes are of its graph, forward first; `meta["val"]` has the value, without memory."""
     tensors: tuple[fx.Node, ...]
     """Placeholders of inputs and params, in order."""
     num_inputs: int
@@ -88,13 +75,9 @@ def trace(
     program: Program, groups: Mapping[str, ProcessGroup | None], device: torch.device
 ) -> Joint:
     """Return a bound program's joint graph; raise NotCompilable where none holds it."""
-    for op in program.ops:
-        reason = EAGER_OPS.get(".".join(op.target.split(".")[:2]))
-        if reason is not None:
-            raise NotCompilable(reason)
-        if op.target.startswith("planner.with_own_random_stream") and "attention" in str(op.args):
-            # Compiled it would be the plain formula, which saves all scores.
-            raise NotCompilable("its attention drops numbers of this rank's own")
+    reason = why_eager(program)
+    if reason is not None:
+        raise NotCompilable(reason)
     queue = WeightQueue()
     module = to_graph_module(program, groups, device, weight_queue=queue)
     metas = [program.tensor[name] for name in (*program.inputs, *program.params)]
@@ -133,13 +116,11 @@ class _Tracing:
             grads = [self._empty(meta) for meta in self._outputs if _is_continuous(meta)]
             run = lambda tensors, grads: self._run(tensors, grads)  # noqa: E731  # make_fx counts arguments
             traced = make_fx(run, tracing_mode="fake")(tensors, grads)
-        return self._read(traced.graph, len(tensors), num_inputs)
+        return self._read(traced, len(tensors), num_inputs)
 
     def _empty(self, meta: TensorMeta) -> Tensor:
         # Contiguous, as the block that is compiled makes its arguments.
-        return torch.empty(
-            meta.shape_at(1), dtype=getattr(torch, meta.dtype), device=self._device
-        )
+        return torch.empty(meta.shape_at(1), dtype=getattr(torch, meta.dtype), device=self._device)
 
     def _run(self, tensors: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         """The program and its backward; all that either makes, in one list."""
@@ -152,7 +133,7 @@ class _Tracing:
         results = [_plain(x) for x in made]
         written = []
         for x, after in zip(tensors, functional, strict=True):
-            if torch._functionalize_has_data_mutation(after.elem):
+            if torch._functionalize_has_data_mutation(after.elem):  # type: ignore[attr-defined]
                 written.append(x.copy_(_plain(after)))
         self._num_written = len(written)
         return [*results, *written]
@@ -228,17 +209,17 @@ class _Tracing:
         add(hidden)
         return [total.get(id(leaf)) for leaf in leaves]
 
-    def _read(self, graph: fx.Graph, count: int, num_inputs: int) -> Joint:
-        nodes = list(graph.nodes)
+    def _read(self, module: fx.GraphModule, count: int, num_inputs: int) -> Joint:
+        nodes = list(module.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
         tensors, grads = placeholders[:count], placeholders[count:]
         (results,) = next(node for node in nodes if node.op == "output").args
-        results = list(results)  # type: ignore[arg-type]
+        results = list(results)
         outputs = results[: len(self._outputs)]
         rest = iter(results[len(self._outputs) :])
         made = tuple(next(rest) if has else None for has in self._has)
         products = tuple(Product(at, way, next(rest), next(rest)) for at, way in self._products)
-        op_of = {}
+        op_of: dict[fx.Node, str] = {}
         begin = 0
         for name, end in self._spans:
             op_of |= dict.fromkeys(nodes[begin:end], name)
@@ -247,7 +228,7 @@ class _Tracing:
         given = iter(grads)
         by_output = [next(given) if there else None for there in continuous]
         return Joint(
-            graph=graph,
+            module=module,
             tensors=tuple(tensors),
             num_inputs=num_inputs,
             gradients=tuple(
