@@ -27,9 +27,9 @@ from costmodel.topology import Axis
 from planner.language.graph import Program
 from planner.language.layout.redistribute import EXCHANGE_ROWS, goes_back
 from planner.language.ops.call import Work
-from planner.language.ops.compilable import why_eager
 from planner.language.ops.families.products.rings import RING
 from planner.language.ops.flops import op_kernels
+from planner.language.ops.record import why_eager
 from planner.language.ops.weight_products import deferrable_products
 from profiles import Profile
 from profiles.records import Direction

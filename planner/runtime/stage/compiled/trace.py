@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.distributed import ProcessGroup
 
 from planner.language.graph import Program, TensorMeta
-from planner.language.ops.compilable import why_eager
+from planner.language.ops.record import why_eager
 from planner.runtime.stage.program_fx import to_graph_module
 from planner.runtime.stage.weight_grads import Pending, WeightQueue, weight_gradient
 
