@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,12 +31,19 @@ def compiled(module: fx.GraphModule) -> Kernels:
     from planner.capture.diagnose import first_line
 
     inputs = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
-    try:
+    settings = {
         # The generators of eager ops: recomputation restores them, and replicas share their states.
-        with torch.no_grad(), config.patch(fallback_random=True):
+        "fallback_random": True,
+        # Ranks that run this block eagerly (on a batch of another size) meet those that do not in
+        # collectives, which keep the program's order.
+        "reorder_for_locality": False,
+    }
+    try:
+        with torch.no_grad(), warnings.catch_warnings(), config.patch(settings):
+            warnings.simplefilter("ignore")  # the compiler's own
             artifact: Any = standalone_compile(module, inputs, dynamic_shapes="from_graph")
     except Exception as error:
-        raise CompilerFailed(f"{type(error).__name__}: {first_line(error)}") from error
+        raise CompilerFailed(first_line(error)) from error
     call = artifact._compiled_fn
     return _taking_a_list(call) or (lambda tensors: call(*tensors))
 
