@@ -51,9 +51,6 @@ class CompiledBlock:
 
 
 class _Block(torch.autograd.Function):
-    # Each saved tensor goes with the kernel that reads it last.
-    clear_saved_tensors_on_access = True
-
     @staticmethod
     def forward(
         ctx: Any, block: CompiledBlock, pending: list[Pending] | None, *tensors: Tensor
@@ -77,9 +74,12 @@ class _Block(torch.autograd.Function):
         block: CompiledBlock = ctx.block
         halves, pending, weights = block.halves, ctx.pending, ctx.weights
         assert block.backward is not None
-        # Nodes outlive what they saved: to the end of their stage's backward.
-        ctx.pending = ctx.weights = None
         taken = list(ctx.saved_tensors)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            # Nodes outlive what they saved: to the end of their stage's backward. Without this
+            # hold each saved tensor goes with the kernel that reads it last.
+            ctx.maybe_clear_saved_tensors()
+            ctx.pending = ctx.weights = None
         taken += [g.contiguous() for g, has in zip(grads, halves.has_gradient, strict=True) if has]
         made: list[Tensor | None] = list(block.backward(taken))
         found = [None if at is None else made[at] for at in halves.gradients]
