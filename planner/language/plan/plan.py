@@ -136,9 +136,11 @@ class Plan(Record):
         spread: dict[str, Any] = {}
         for key, value in handler(self).items():
             spread |= value if key == "degrees" else {key: value}
-        for name in ("accept", "kernels"):  # the rule, which plans need not state
-            if spread.get(name) == type(self).model_fields[name].default:
-                spread.pop(name)
+        # The rule, which plans need not state.
+        if not self.accept:
+            spread.pop("accept", None)
+        if self.kernels == "eager":
+            spread.pop("kernels", None)
         return spread
 
     @field_validator("accept")
