@@ -64,7 +64,7 @@ def compare(
     from commands.render.data import run_data
     from commands.render.run import describe_run
     from costmodel.compare import as_rank_timelines, compare_run
-    from planner.language.plan import OURS
+    from planner.language.plan import load_plan
     from planner.timeline import load_timeline
 
     model = given.file_of(plan)
@@ -76,7 +76,10 @@ def compare(
         raise PlannerError(
             "--calibrate corrects one profile and --cluster has a file of groups; drop one of them"
         )
-    predicted = predict(plan, model, profile, cluster=cluster, doing="simulating", execution=OURS)
+    predicted = predict(
+        plan, model, profile, cluster=cluster, doing="simulating",
+        execution=load_plan(plan).runs_as,
+    )  # fmt: skip
     estimated = predicted.estimate
     show_note(predicted.note)
     compared = compare_run(estimated.timeline, estimated.step_s, measured)

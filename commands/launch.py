@@ -38,6 +38,10 @@ def launch(
         ),
     ] = False,
     device: DeviceOption = None,
+    kernels: Annotated[
+        str | None,
+        typer.Option(help="Of blocks: eager or compiled. Default: as the plan says."),
+    ] = None,
     num_nodes: Annotated[
         int | None,
         typer.Option(
@@ -106,15 +110,18 @@ def launch(
             devices=None if devices is None else _numbers(devices), profile=profile,
             cluster=cluster, as_json=as_json,
         )  # fmt: skip
-    from planner.language.plan import OURS, load_plan
+    from planner.language.plan import RUNTIME_OF, load_plan
     from planner.runtime.start.course import Keeping
     from planner.runtime.start.launch import launch as launch_ranks
 
-    priced_for = load_plan(plan).execution
-    if priced_for != OURS:
+    planned = load_plan(plan)
+    runs_as = RUNTIME_OF.get(kernels or planned.kernels)  # type: ignore[call-overload]
+    if runs_as is None:
+        raise PlanError(f"`kernels` {kernels} was given; use {' or '.join(RUNTIME_OF)}")
+    if planned.execution != runs_as:
         show_note(
-            f"{plan} is priced for {priced_for}; this is {OURS}, which takes other times: "
-            f"`planner estimate {plan} MODEL --execution {OURS}` tells them"
+            f"{plan} is priced for {planned.execution}; this is {runs_as}, which takes other "
+            f"times: `planner estimate {plan} MODEL --execution {runs_as}` tells them"
         )
     if on_oom not in ("stop", "replan"):
         raise PlanError(f"`on_oom` {on_oom} was given; use stop or replan")
@@ -147,6 +154,7 @@ def launch(
             devices=None if devices is None else _numbers(devices),
             keeping=keeping,
             unmodified=unmodified,
+            kernels=kernels,
         )
     if code == 0 and timeline is not None and not as_json and not node_rank:
         from commands.render.tables import NextCommands

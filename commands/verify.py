@@ -46,7 +46,7 @@ def verify(
     from commands.render.tables import NextCommands
     from planner.capture.source.model_file import load_model_file
     from planner.language.across.cut.whole_batch import refuse_cut
-    from planner.language.plan import OURS, load_plan
+    from planner.language.plan import load_plan
 
     if by_block and (steps is not None or device is not None):
         flag = "--device" if steps is None else "--steps"
@@ -92,6 +92,6 @@ def verify(
         show_json(verification_data(report))
     else:
         show_results(*describe_verification(report))
-        if report.passed and loaded.execution == OURS:
+        if report.passed and loaded.execution == loaded.runs_as:
             show_results(NextCommands((f"planner launch {plan} train.py", _TRAINS)))
     return 0 if report.passed else 1

@@ -9,6 +9,7 @@ from commands.common.models import GivenModel
 from commands.common.options import JsonOption, spread
 from commands.common.question import Question
 from commands.render.console import show_json, show_note, show_progress, show_results
+from planner.errors import PlannerError
 
 
 @spread(Question)
@@ -23,6 +24,11 @@ def why(given: GivenModel, question: Question, as_json: JsonOption = False) -> N
     from search.report.explain import compare_choices
 
     model, question, said = question.with_model(given)
+    if len(question.executions) > 1:
+        raise PlannerError(
+            f"--kernels {question.kernels} was given, and why compares plans of one kind; give "
+            "eager or compiled"
+        )
     request = question.request(model)
     profile, note = profile_named(question.profile, question.cluster)
     with show_progress("comparing") as progress:

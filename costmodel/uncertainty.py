@@ -232,17 +232,22 @@ def _ranks_of(plan: Plan, profile: Profile) -> list[tuple[MemoryParts, Profile]]
     ]
 
 
-def step_interval(graph: ModelGraph, profile: Profile, plan: Plan) -> Interval:
+def step_interval(
+    graph: ModelGraph, profile: Profile, plan: Plan, execution: Execution | None = None
+) -> Interval:
     """Return where the step of a plan lies, as far as can be told from the profile's own errors.
 
-    `profile` as it was loaded; raises as `estimate` does.
+    `profile` as it was loaded, `execution` one that is priced with it (None: this project's
+    runtime, op by op); raises as `estimate` does.
     """
 
     def step_s_of(answers: Callable[[Profile], Profile]) -> float:
         """Return the step with these answers of the profile in training."""
 
         def on(profile: Profile) -> CostCache:
-            return CostCache(graph, answers(in_training(profile, plan.world_size)))
+            return CostCache(
+                graph, answers(in_training(profile, plan.world_size)), execution=execution
+            )
 
         return step_seconds(plan, costs_of_groups(profile, on))
 

@@ -15,7 +15,7 @@ from itertools import pairwise, product
 import numpy as np
 
 from planner.language.graph.encoder_decoder import first_decoder_block
-from planner.language.plan import Plan, Recompute, StagePlan, recompute_fields
+from planner.language.plan import Plan, Recompute, StagePlan, kernels_of, recompute_fields
 from planner.language.schedule.registry import stage_to_pp_rank
 from search.bounds.copied_jobs import CopiedRow
 from search.candidates import Candidates
@@ -175,6 +175,7 @@ class PricedConfiguration:
             shares=tuple(share * configuration.unit for share in configuration.shares),
             schedule=configuration.schedule,
             precision=self.table.precision,
+            kernels=kernels_of(candidates.costs.execution.name),
             execution=candidates.costs.execution.name,
             receive_ahead=candidates.receive_ahead,
             optimizer_on_host=self.table.on_host.optimizer,

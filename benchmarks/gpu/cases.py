@@ -101,7 +101,7 @@ def plan_of(case: StepCase, graph: Any) -> Any:
     if case.compiled:
         if "kernels" not in Plan.model_fields:
             return None
-        changes["kernels"] = "compiled"
+        changes |= {"kernels": "compiled", "execution": "ours-compiled"}
     if case.activations_on_host:
         away = {"activations_on_host": True}
         changes["stages"] = tuple(stage.model_copy(update=away) for stage in plan.stages)

@@ -94,5 +94,5 @@ def interval_of(predicted: Prediction) -> Interval:
     # The interval stands on what the profile's own answers, or the runtime's, were held against.
     runtime, graph = predicted.costs.execution, predicted.costs.graph
     if runtime.prices == "profile":
-        return step_interval(graph, predicted.profile, predicted.plan)
+        return step_interval(graph, predicted.profile, predicted.plan, runtime)
     return runtime_interval(graph, runtime, predicted.estimate.step_s)

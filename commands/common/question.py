@@ -138,6 +138,14 @@ class Question:
             rich_help_panel=TRAINING,
         ),
     ] = None
+    kernels: Annotated[
+        str | None,
+        typer.Option(
+            help="Of blocks on this runtime: eager, compiled, or auto: those priced faster. "
+            "Default: as --execution says.",
+            rich_help_panel=CHOICES,
+        ),
+    ] = None
     receive_ahead: Annotated[
         int,
         typer.Option(
@@ -209,12 +217,30 @@ class Question:
             raise PlannerError("--gpus was not given; say how many devices train, such as --gpus 8")
         return model, question, said.notes
 
+    @property
+    def executions(self) -> tuple[str, ...]:
+        """The runtimes that plans may be for: two where blocks may be compiled or not."""
+        from planner.language.plan import OURS, RUNTIME_OF
+
+        if self.kernels is None:
+            return (self.execution or OURS,)
+        of = {"auto": tuple(RUNTIME_OF.values())}
+        of |= {kernels: (name,) for kernels, name in RUNTIME_OF.items()}
+        if self.kernels not in of:
+            raise PlannerError(f"--kernels {self.kernels} was given; use {', '.join(of)}")
+        if self.execution not in (None, *of[self.kernels]):
+            raise PlannerError(
+                f"--kernels {self.kernels} was given with --execution {self.execution}, and says "
+                f"how blocks run on {' or '.join(of[self.kernels])}; drop one of them"
+            )
+        return of[self.kernels]
+
     def request(self, model: Path, **more: Any) -> SearchRequest:
-        """Return the question as the search takes it; `more` are fields of the request.
+        """Return the question as the search takes it; `more` are fields of the request. Of several
+        `executions` it is about the first.
 
         Pins are left out: what they name is known with the graph (`pins_in`).
         """
-        from planner.language.plan import OURS
         from search import SearchRequest
 
         gpus = 1 if self.gpus is None else self.gpus
@@ -246,7 +272,7 @@ class Question:
             offload=self.offload,  # type: ignore[arg-type]  # the request checks it
             meshes=self.meshes,  # type: ignore[arg-type]  # the request checks it
             precision=self.precision or "model",  # type: ignore[arg-type]  # the request checks it
-            execution=self.execution or OURS,
+            execution=self.executions[0],
             receive_ahead=self.receive_ahead,
             clip_gradients=bool(self.clip_gradients),
             accept=tuple(dict.fromkeys(self.accept or ())),

@@ -20,6 +20,7 @@ def replanner(plan: Plan, profile_name: str | None) -> Callable[[Sequence[int], 
     searched. Raises PlanError now where the plan does not lead to its model file or profile.
     """
     import profiles
+    from planner.language.plan import RUNTIME_OF
 
     model = Path(plan.model.file)
     if not model.is_file():
@@ -37,6 +38,8 @@ def replanner(plan: Plan, profile_name: str | None) -> Callable[[Sequence[int], 
             "may have to be searched; name the machine with `profile`"
         ) from error
 
+    is_ours = plan.execution in RUNTIME_OF.values()
+
     def replan(counts: Sequence[int], memory_limit_bytes: int | None) -> Plan:
         from search import SearchRequest, find_plan_once
 
@@ -50,7 +53,7 @@ def replanner(plan: Plan, profile_name: str | None) -> Callable[[Sequence[int], 
                     memory_limit_bytes=memory_limit_bytes,
                     model_file=str(model),
                     precision=plan.precision,
-                    execution=plan.execution,
+                    execution=plan.runs_as if is_ours else plan.execution,
                     receive_ahead=plan.receive_ahead,
                     accept=plan.accept,
                 )

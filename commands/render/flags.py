@@ -50,6 +50,7 @@ SPELLINGS = {
     "profile": "--profile",
     "measure": "--measure",
     "device": "--device",
+    "kernels": "--kernels",
     "accept": "--accept",
     "devices": "--devices",
     "plugin": "planner --plugin",

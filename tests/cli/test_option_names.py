@@ -18,6 +18,7 @@ BY_COMMAND = {
     "expert_imbalance": "`what-if` takes others, with commas; `check` has a line, no profile",
     "global_batch": "`what-if` takes others, with commas",
     "gpus": "`what-if` takes others; `profile` and `check` say what their count is for",
+    "kernels": "`launch` has a plan, which says them",
     "memory_limit": "`what-if` takes others, with commas",
     "model": "`check` has no plan: names and sizes are models there, too",
     "num_nodes": "`launch` reads its launcher's",

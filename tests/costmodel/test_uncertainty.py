@@ -56,6 +56,11 @@ def test_a_shipped_profile_is_as_sure_as_its_published_runs(gpt, h100):
     assert sqrt(found.low_s * found.high_s) == pytest.approx(step_s)
     assert found.holds(step_s)
     assert not found.holds(1.01 * found.high_s)
+    fused = find_execution("ours-compiled")
+    found = step_interval(gpt, h100, plan, fused)
+    fused_s = estimate(gpt, h100, plan, execution=fused).step_s
+    assert sqrt(found.low_s * found.high_s) == pytest.approx(fused_s)
+    assert fused_s < step_s
 
 
 def test_answers_that_extrapolate_widen_it(gpt, h100):

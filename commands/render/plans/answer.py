@@ -35,7 +35,7 @@ from commands.render.plans.parts import (
 from commands.render.plans.pipeline import draw_step
 from commands.render.plans.words import compact, experts_words, loses, plan_sentence
 from commands.render.tables import NextCommands, light_table
-from planner.language.plan import OURS, Plan
+from planner.language.plan import Plan
 from planner.timeline import RankTimeline
 from planner.units import TFLOP, format_bytes, format_seconds
 from search.report.overview import Overview
@@ -81,7 +81,7 @@ class Answer:
             (f"planner show {plan} {model} --html report.html{self.machine}", "see it drawn"),
             (f"planner verify {plan} {model}", "prove that it trains as one device would"),
             (f"planner launch {plan} train.py", "train, by your script that calls planner.apply")
-            if self.plan.execution == OURS
+            if self.plan.execution == self.plan.runs_as
             else (f"planner emit {plan} {model} --to SYSTEM", "write it for what trains it"),
         ]
 

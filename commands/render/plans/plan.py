@@ -99,7 +99,8 @@ def _summary(plan: Plan, graph: ModelGraph | None) -> Table:
         *(("also takes", shapes_of(bucket.inputs)) for bucket in plan.model.buckets),
         ("schedule", plan.schedule),
         ("ZeRO stage", str(plan.zero_stage)),
-        *([("priced for", plan.execution)] if plan.execution != OURS else []),
+        *([("kernels", "compiled blocks")] if plan.kernels == "compiled" else []),
+        *([("priced for", plan.execution)] if plan.execution != plan.runs_as else []),
         *([("on the host", ", ".join(plan.tables_on_host))] if plan.tables_on_host else []),
         *([("on the host", "optimizer and its state")] if plan.optimizer_on_host else []),
     ):

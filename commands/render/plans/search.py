@@ -18,7 +18,7 @@ from commands.render.plans.parts import memory_range
 from commands.render.tables import light_table
 from costmodel.uncertainty import plan_memory_interval
 from planner.language.layout.axes import own_axes
-from planner.language.plan import OURS, Plan
+from planner.language.plan import Plan
 from planner.language.plan.spelled import spell_choices
 from planner.runtime.proofs.trials import Trial
 from planner.units import format_bytes, format_seconds
@@ -148,7 +148,7 @@ def _memory_of(plan: Plan, profile: Profile) -> str:
 def _chosen(plan: Plan, profile: Profile) -> Text:
     measured = plan.estimate.get("measured")
     found = "" if measured is None else f"measured: {format_seconds(measured['step_s'])} a step\n"
-    runtime = "" if plan.execution == OURS else f" for {plan.execution}"
+    runtime = "" if plan.execution == plan.runs_as else f" for {plan.execution}"
     return Text(
         f"best plan{runtime}: {choices_of(plan)}\n{found}"
         f"expected: {format_seconds(plan.estimate['step_s'])} a step, "

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from planner.language.plan import OURS, Plan
+from planner.language.plan import Plan
 from planner.language.plan.spelled import spell_degrees, spell_microbatches
 from planner.units import format_seconds
 from search.report.overview import Overview, recompute_spelled
@@ -45,7 +45,9 @@ def plan_sentence(plan: Plan, overview: Overview) -> str:
     parts.append("no recomputation" if recompute == "none" else f"recomputation {recompute}")
     if plan.on_host:
         parts.append(f"{' and '.join(plan.on_host)} on the host")
-    runtime = "" if plan.execution == OURS else f", as {plan.execution} runs it"
+    if plan.kernels == "compiled":
+        parts.append("compiled blocks")
+    runtime = "" if plan.execution == plan.runs_as else f", as {plan.execution} runs it"
     return ", ".join(parts) + runtime + "."
 
 

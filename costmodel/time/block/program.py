@@ -29,6 +29,7 @@ from planner.language.layout.redistribute import goes_back
 from planner.language.ops.call import Work
 from planner.language.ops.families.products.rings import RING
 from planner.language.ops.flops import op_kernels
+from planner.language.ops.record import why_eager
 from planner.language.ops.weight_products import deferrable_products
 from profiles import Profile
 from profiles.records import Direction
@@ -60,8 +61,10 @@ def profiled_times(
     """Return the times of a bound program that was lowered on `axes`.
 
     Rows of experts go by `dispatcher`. `recomputed` names the ops that run again in the backward,
-    collectives among them. Fused `kernels` take less time.
+    collectives among them. Fused `kernels` take less time, where a program can be compiled.
     """
+    if why_eager(local) is not None:
+        kernels = "eager"
     products = deferrable_products(local)
     tensor = local.tensor
     works = {

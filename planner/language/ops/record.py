@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from planner.language.graph import Op
+from planner.language.graph import Op, Program
+from planner.language.graph.function_keys import AUTOGRAD_FUNCTION
 from planner.language.ops.call import Call, LocalForm, Placed, ProductArgs, Rule, Work
 from planner.language.ops.kernel import (
     KernelCall,
@@ -150,6 +151,10 @@ class OpFamily:
     mutates: bool = False
     """It writes to one of its inputs (of what capture leaves, a buffer)."""
 
+    eager: str = ""
+    """Why a block with it runs op by op where others are compiled, as a clause; empty: it need
+    not."""
+
     # ---- samples
     across: Across = BY_RULES
     """How it treats the samples of a batch (`planner.language.ops.samples`)."""
@@ -264,3 +269,17 @@ def is_random(op: Op) -> bool:
 def mutates(op: Op) -> bool:
     """Whether an op writes into one of its inputs (a buffer, in what capture leaves)."""
     return family_of(op.target).mutates
+
+
+def why_eager(program: Program) -> str | None:
+    """Return why a lowered program runs op by op in any case, as a clause; None: it need not."""
+    for op in program.ops:
+        if op.target == AUTOGRAD_FUNCTION:
+            return "it calls an autograd function of the model's own"
+        inside = op_inside(op)
+        if family_of(op.target).eager:
+            return family_of(op.target).eager
+        if inside is not op and is_random(inside) and "attention" in inside.target:
+            # Compiled it would be the plain formula, which saves all scores.
+            return "its attention drops numbers of this rank's own"
+    return None

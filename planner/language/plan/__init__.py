@@ -22,14 +22,16 @@ from planner.language.plan.parts import (
     precision_named,
     recompute_fields,
 )
-from planner.language.plan.plan import OURS, Plan
+from planner.language.plan.plan import OURS, RUNTIME_OF, Kernels, Plan, kernels_of
 
 __all__ = [
     "OURS",
+    "RUNTIME_OF",
     "BlocksRecompute",
     "ClassLayout",
     "ClassRecompute",
     "ClusterRef",
+    "Kernels",
     "ModelRef",
     "Plan",
     "Precision",
@@ -37,6 +39,7 @@ __all__ = [
     "StagePlan",
     "ZeroStage",
     "batch_spec",
+    "kernels_of",
     "load_plan",
     "precision_named",
     "recompute_fields",

@@ -40,6 +40,17 @@ PLAN_VERSION = 2
 OURS = "ours-eager"
 """This project's runtime, for which plans are priced where nothing else is said."""
 
+Kernels = Literal["eager", "compiled"]
+"""How this project's runtime runs blocks: op by op, or as compiled graphs."""
+
+RUNTIME_OF: dict[Kernels, str] = {"eager": OURS, "compiled": "ours-compiled"}
+"""The name under which this project's runtime is priced with each."""
+
+
+def kernels_of(execution: str) -> Kernels:
+    """Return the kernels of a plan that is priced for a runtime; of other systems', the usual."""
+    return next((kernels for kernels, name in RUNTIME_OF.items() if name == execution), "eager")
+
 
 class Plan(Record):
     """How to train: degrees, microbatches, schedule, precision, stages and layouts.
@@ -78,6 +89,8 @@ class Plan(Record):
         accept: what users accept of a batch that is cut, by the names of
         `planner.language.plan.accepted`:
             where the model computes across samples, parts of the batch compute with their own.
+        kernels: "compiled" runs blocks as compiled graphs where their ops allow it; "eager" op by
+            op.
         estimate: what the search predicted, in named parts (seconds and bytes), for `show` and
             `compare`; running ignores it.
         execution: the runtime whose step `estimate` is; running ignores it, too.
@@ -104,6 +117,7 @@ class Plan(Record):
     stages: tuple[StagePlan, ...]
     layouts: tuple[ClassLayout, ...]
     accept: tuple[str, ...] = ()
+    kernels: Kernels = "eager"
     estimate: dict[str, Any] = Field(default_factory=dict)
     execution: str = OURS
 
@@ -122,8 +136,11 @@ class Plan(Record):
         spread: dict[str, Any] = {}
         for key, value in handler(self).items():
             spread |= value if key == "degrees" else {key: value}
-        if not self.accept:  # the rule, which plans need not state
+        # The rule, which plans need not state.
+        if not self.accept:
             spread.pop("accept", None)
+        if self.kernels == "eager":
+            spread.pop("kernels", None)
         return spread
 
     @field_validator("accept")
@@ -138,6 +155,11 @@ class Plan(Record):
         if estimate:
             Predicted.model_validate(estimate)
         return estimate
+
+    @property
+    def runs_as(self) -> str:
+        """The name under which this project's runtime is priced with the plan's kernels."""
+        return RUNTIME_OF[self.kernels]
 
     @property
     def dp(self) -> int:

@@ -23,3 +23,6 @@ LAUNCHED = "PLANNER_LAUNCHED_PLAN"
 
 PLAN = "PLANNER_PLAN"
 """Names the plan that ranks train by instead of the one that the script names."""
+
+KERNELS = "PLANNER_KERNELS"
+"""Names the kernels that blocks run, eager or compiled, instead of those of the plan."""

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from planner.errors import PlanError
 from planner.language.plan import Plan, load_plan
-from planner.runtime.process.environment import LAUNCHED, PLAN
+from planner.runtime.process.environment import KERNELS, LAUNCHED, PLAN
 
 _stands_for: dict[str, str] = {}
 """By launched file, the file of the script whose place it has."""
@@ -31,10 +31,15 @@ class LaunchedPlanWarning(UserWarning):
 
 
 def followed_plan(given: Plan | str | os.PathLike[str]) -> Plan:
-    """Return the plan that an engine made with `given` follows.
+    """Return the plan that an engine made with `given` follows, with the kernels of the launch.
 
     Raises PlanError where it can't be told which engine the launched plan is for.
     """
+    plan, kernels = _followed(given), os.environ.get(KERNELS)
+    return plan if kernels is None else plan.model_copy(update={"kernels": kernels})
+
+
+def _followed(given: Plan | str | os.PathLike[str]) -> Plan:
     launched = os.environ.get(LAUNCHED)
     if launched is None:
         return given if isinstance(given, Plan) else load_plan(given)

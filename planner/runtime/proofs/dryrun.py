@@ -146,6 +146,7 @@ def _track(
     start_host_bytes: int = 0,
 ) -> DryRun:
     from planner.runtime.proofs.counted_host import count_tables_as_host
+    from planner.runtime.stage.compiled.kernels import op_by_op
     from planner.runtime.step.engine import Engine
 
     ledger = Ledger(is_dry=is_dry, copies_to_reduce=is_dry and on_gloo)
@@ -162,6 +163,8 @@ def _track(
             # Fused: the plain loop reads step counters, which have no value in a dry run.
             optimizer=lambda p: AdamOfRows(p, holding=host.holding, fused=True),
             host=host,
+            # Its bytes are those of the graphs' own ops; a compiler takes no shapes without values.
+            compiler=op_by_op if is_dry else None,
             values=values,
         )
         start_bytes = ledger.peak_bytes - batch_bytes
@@ -205,10 +208,14 @@ def _fake_ranks(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def _all_say_the_same(found: list[Any], own: Any, group: Any = None) -> None:
+    found[:] = [own] * len(found)
+
+
 @contextmanager
 def _without_values() -> Iterator[None]:
     """Let the runtime make meshes and FSDP2 join them for real, as ranks can't be looked up
-    without values; let what rank 0 tells the others be what each would have said itself; and let
+    without values; let what ranks tell each other be what each would have said itself; and let
     FSDP2 make only the shards that it reads.
     """
     from torch.distributed.device_mesh import DeviceMesh
@@ -225,15 +232,16 @@ def _without_values() -> Iterator[None]:
     kept = {name: getattr(DeviceMesh, name) for name in ("_concatenate", "from_group")}
     for name, function in kept.items():
         setattr(DeviceMesh, name, staticmethod(real(function)))
-    broadcast = dist.broadcast_object_list
+    broadcast, gather = dist.broadcast_object_list, dist.all_gather_object
     dist.broadcast_object_list = lambda *args, **kwargs: None
+    dist.all_gather_object = _all_say_the_same  # type: ignore[assignment]
     chunks = _fsdp_param._chunk_with_empty
     _fsdp_param._chunk_with_empty = LazyChunks  # type: ignore[assignment]
     try:
         yield
     finally:
         _fsdp_param._chunk_with_empty = chunks
-        dist.broadcast_object_list = broadcast
+        dist.broadcast_object_list, dist.all_gather_object = broadcast, gather
         for name, function in kept.items():
             setattr(DeviceMesh, name, staticmethod(function))
 

@@ -1,7 +1,9 @@
 """The programs a rank runs: one for each block class, bucket and number of samples.
 
 All blocks of a class share its program. A batch that does not divide evenly brings
-microbatches of two sizes; the program of a size is made when the size is first met.
+microbatches of two sizes; the program of a size is made when the size is first met. Compiled are
+those of the plan's own size, before the training: other sizes run eagerly, so that no step waits
+for a compiler.
 """
 
 from __future__ import annotations
@@ -12,15 +14,21 @@ from contextlib import suppress
 from functools import cache
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from planner.errors import LayoutError
 from planner.language.across.cut.gathers import BATCH
 from planner.language.across.cut.whole_batch import graph_under
-from planner.language.graph import ModelGraph
+from planner.language.graph import ModelGraph, Program
 from planner.language.lowering.lowering import local_program
 from planner.language.ops.recompute_choice import ops_made_again
+from planner.language.ops.record import is_random
 from planner.language.plan import Plan
 from planner.runtime.process.groups.mesh import Mesh
+from planner.runtime.stage.compiled.block import CompiledBlock
+from planner.runtime.stage.compiled.halves import cut
+from planner.runtime.stage.compiled.kernels import Compiler
+from planner.runtime.stage.compiled.trace import NotCompilable, trace
 from planner.runtime.stage.program_fx import to_graph_module
 from planner.runtime.stage.recompute import Keeper
 from planner.runtime.stage.weight_grads import WeightQueue
@@ -59,17 +67,49 @@ class Programs:
         self._own_size = shares[mesh.rank("batch")] if shares else self._full_size
         self._chosen = {entry.class_index: entry.ops for entry in plan.recomputed}
         self._of_class: dict[int, Callable[[int], Run]] = {}
+        self._compiled: dict[tuple[int, int, bool], CompiledBlock] = {}
         # Ops on the whole batch are made for each way in which replicas share it.
         self._planned = [graph_under(graph, plan) for graph in graphs]
         self.runs_whole = [of is not graph for of, graph in zip(self._planned, graphs, strict=True)]
         count = mesh.size("batch")
         self.parts = tuple(len(plan.split.part(0, count, part)) for part in range(count))
+        self._own_parts = self.parts
 
-    def of_class(self, class_index: int) -> Callable[[int], Run]:
+    def compile(self, class_index: int, compiler: Compiler, *, recomputes: bool) -> None:
+        """Compile a class's program, which from now on runs for the plan's own number of samples.
+
+        `recomputes`: that which makes cheap ops again in its backward; else that which saves all.
+        Raises NotCompilable where no graph holds the program, CompilerFailed where the compiler
+        fails.
+        """
+        for bucket in range(len(self._graphs)):
+            parts = self._parts(bucket)
+            program = self._lowered(class_index, bucket, self._own_size, parts)
+            again = self._made_again(class_index, bucket, program) if recomputes else frozenset()
+            if any(op.name in again and is_random(op) for op in program.ops):
+                raise NotCompilable("it draws random numbers in ops that recomputation runs again")
+            block = CompiledBlock(
+                cut(trace(program, self._groups(), self._mesh.device), made_again=again),
+                compiler,
+                eager=self.of_class(class_index)(self._own_size),
+                queue=self._weight_queue,
+            )
+            self._compiled[class_index, bucket, recomputes] = block
+
+    def run_eagerly(self, class_index: int) -> None:
+        """Take a class's compiled programs back."""
+        self._compiled = {key: run for key, run in self._compiled.items() if key[0] != class_index}
+
+    def is_compiled(self, class_index: int) -> bool:
+        """Whether a class's program is compiled."""
+        return any(index == class_index for index, *_ in self._compiled)
+
+    def of_class(self, class_index: int, *, recomputes: bool = False) -> Callable[[int], Run]:
         """Return what gives a class's program for a number of samples.
 
-        Raises LayoutError now if the class can't run on a full microbatch as planned, and
-        later if it can't run on another number.
+        `recomputes`: that which makes cheap ops again in its backward, of a compiled class. Raises
+        LayoutError now if the class can't run on a full microbatch as planned, and later if it
+        can't run on another number.
         """
         if class_index not in self._of_class:
             made = cache(
@@ -80,11 +120,24 @@ class Programs:
             # Made now for a full microbatch of each bucket, so that a class that can't run shows
             # before training.
             for bucket in range(len(self._graphs)):
-                made(bucket, self._own_size, self.parts if self.runs_whole[bucket] else ())
+                made(bucket, self._own_size, self._parts(bucket))
             self._of_class[class_index] = lambda num_samples: made(
-                self.bucket, num_samples, self.parts if self.runs_whole[self.bucket] else ()
+                self.bucket, num_samples, self._parts(self.bucket)
             )
-        return self._of_class[class_index]
+        eager = self._of_class[class_index]
+        if not self.is_compiled(class_index):
+            return eager
+
+        def run(num_samples: int) -> Run:
+            parts = self._parts(self.bucket)
+            is_planned = num_samples == self._own_size and parts in ((), self._own_parts)
+            compiled = self._compiled.get((class_index, self.bucket, recomputes))
+            return compiled if compiled is not None and is_planned else eager(num_samples)
+
+        return run
+
+    def _parts(self, bucket: int) -> tuple[int, ...]:
+        return self.parts if self.runs_whole[bucket] else ()
 
     def handing_out(self, class_index: int, tensors: tuple[str, ...]) -> Callable[[int], Run]:
         """Return the same, where these tensors of the class come as further outputs."""
@@ -93,9 +146,7 @@ class Programs:
                 class_index, bucket, num_samples, parts, tensors
             )
         )
-        return lambda num_samples: made(
-            self.bucket, num_samples, self.parts if self.runs_whole[self.bucket] else ()
-        )
+        return lambda num_samples: made(self.bucket, num_samples, self._parts(self.bucket))
 
     def _make(
         self,
@@ -105,11 +156,36 @@ class Programs:
         parts: tuple[int, ...],
         watched: tuple[str, ...] = (),
     ) -> Run:
+        program = self._lowered(class_index, bucket, num_samples, parts, watched)
+        return to_graph_module(
+            program,
+            self._groups(),
+            self._mesh.device,
+            weight_queue=self._weight_queue,
+            keeper=self._keeper,
+            made_again=self._made_again(class_index, bucket, program),
+        ).forward
+
+    def _groups(self) -> dict[str, ProcessGroup | None]:
+        return self._mesh.lowered_groups() | {BATCH: self._mesh.group(BATCH)}
+
+    def _made_again(self, class_index: int, bucket: int, program: Program) -> frozenset[str]:
+        whole = self._graphs[bucket].classes[class_index]
+        return ops_made_again(whole, program, self._chosen.get(class_index))
+
+    def _lowered(
+        self,
+        class_index: int,
+        bucket: int,
+        num_samples: int,
+        parts: tuple[int, ...],
+        watched: tuple[str, ...] = (),
+    ) -> Program:
         graph = self._graphs[bucket]
         if parts:
             graph = graph_under(graph, self._plan, parts)
         try:
-            program = local_program(
+            return local_program(
                 graph,
                 self._plan,
                 class_index,
@@ -130,13 +206,3 @@ class Programs:
                 "a rank "
                 f"can't be run as planned ({error}); {remedy}"
             ) from error
-        whole = graph.classes[class_index]
-        module = to_graph_module(
-            program,
-            self._mesh.lowered_groups() | {BATCH: self._mesh.group(BATCH)},
-            self._mesh.device,
-            weight_queue=self._weight_queue,
-            keeper=self._keeper,
-            made_again=ops_made_again(whole, program, self._chosen.get(class_index)),
-        )
-        return module.forward

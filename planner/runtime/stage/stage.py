@@ -44,7 +44,8 @@ class BlockModule(nn.Module):
     its params, the attribute holding it here, or the position of a tensor that the stage
     passes (a shared parameter, a buffer, a constant); `written` are the positions of buffers
     that the program reads and writes. `recomputed` makes a run one that
-    keeps little; `away` takes activations to the host, and no parameters.
+    keeps little; a compiled program that does so by itself is `recomputing`, and runs where not all
+    is to be kept. `away` takes activations to the host, and no parameters.
     `unreached` gives, by the program's names, the user's names of parameters that a backward may
     not reach; `reached` has those that it did, by the program's.
     `params_are_dtensors` and `frees_params` (their memory goes when the block has run) are set by
@@ -58,11 +59,13 @@ class BlockModule(nn.Module):
         *,
         written: frozenset[int] = frozenset(),
         recomputed: Callable[[Run], Recomputed] | None = None,
+        recomputing: Callable[[int], Run] | None = None,
         away: ActivationsOnHost | None = None,
         unreached: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
         self._program, self._slots, self._away = program, slots, away
+        self._recomputing, self._keeps_all = recomputing or program, True
         self._written = written
         self.unreached, self.reached = unreached or {}, set[str]()
         self.params_are_dtensors = self.frees_params = self.casts_whole = False
@@ -76,6 +79,7 @@ class BlockModule(nn.Module):
         keep_all: bool = False,
     ) -> tuple[Tensor, ...]:
         """Run the block on local tensors; with `keep_all` there is no recomputation."""
+        self._keeps_all = keep_all
         if self.recomputed is not None and not keep_all:
             # The second run reads what the first one read: other microbatches have written since.
             found = {position: passed[position].clone() for position in self._written}
@@ -105,7 +109,7 @@ class BlockModule(nn.Module):
             params = [_cast_whole(param) for param in params]
         if self._away is not None:
             self._away.hold(params)
-        program = self._program(num_samples)
+        program = (self._program if self._keeps_all else self._recomputing)(num_samples)
         with noting_reached(self.reached) if self.unreached else nullcontext():
             made = program(*inputs, *params)
         return _apart(made, params) if self.frees_params else made
@@ -225,7 +229,10 @@ class StageModule(nn.Module):
             recomputed = None
             # A block before the model's first trained parameter has no backward to run again for.
             has_backward = any(graph.tensor[n].requires_grad for n in block.outputs)
-            if again[position] != "none" and has_backward:
+            recomputing = None
+            if again[position] == "selective" and programs.is_compiled(block.class_index):
+                recomputing = programs.of_class(block.class_index, recomputes=True)
+            elif again[position] != "none" and has_backward:
                 recomputed = partial(
                     Recomputed,
                     device=device,
@@ -244,6 +251,7 @@ class StageModule(nn.Module):
                 slots,
                 written=written,
                 recomputed=recomputed,
+                recomputing=recomputing,
                 away=away,
                 unreached={
                     inner: graph.tensor[name].fqn

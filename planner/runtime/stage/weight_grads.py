@@ -45,7 +45,7 @@ class Pending(NamedTuple):
     def accumulate(self) -> None:
         """Add the gradient to the weight's, or pass it on to what the weight was made from."""
         weight, bias = self.weight, self.bias
-        fresh = _weight_gradient(weight, self.x, self.grad, transposed=self.transposed)
+        fresh = weight_gradient(weight, self.x, self.grad, transposed=self.transposed)
         if fresh is not None:
             _give(weight, fresh)
         if bias is not None and bias.requires_grad:
@@ -66,12 +66,16 @@ def _give(tensor: Tensor, grad: Tensor) -> None:
         hook(tensor)
 
 
-def _weight_gradient(weight: Tensor, x: Tensor, grad: Tensor, *, transposed: bool) -> Tensor | None:
-    """Add a weight's gradient to the sum so far and return None, or return it if there is none."""
+def weight_gradient(
+    weight: Tensor | None, x: Tensor, grad: Tensor, *, transposed: bool
+) -> Tensor | None:
+    """Add a weight's gradient to the sum so far and return None; return it if there is no sum, or
+    no weight is given.
+    """
     # The gradient by a factor of a product is the other factor's conjugate: of y = x @ w, x^H @ dy.
     # (Autograd's convention for complex tensors; `conj` of a real one is the tensor itself.)
     left, right = (grad, x.conj()) if transposed else (x.conj(), grad)
-    if weight.is_leaf and weight.grad is not None:
+    if weight is not None and weight.is_leaf and weight.grad is not None:
         weight.grad.addmm_(left.t(), right)
         return None
     return torch.mm(left.t(), right)
@@ -121,6 +125,8 @@ class WeightProduct(nn.Module):
     def __init__(self, queue: WeightQueue, *, transposed: bool) -> None:
         super().__init__()
         self._queue, self._transposed = queue, transposed
+        self.anchor: Tensor | None = None
+        """What a deferred product hangs on where its x has no gradient; None: made for each."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply. Not `forward`: looking for a module's hooks costs as much as the rest."""
@@ -132,7 +138,9 @@ class WeightProduct(nn.Module):
         # Hidden from autograd: in I the graph behind the weight must not be walked.
         held = (weight, bias, self._transposed, pending)
         # With the weight hidden, an x from the batch would leave no graph at all.
-        anchor = None if x.requires_grad else x.new_empty(0).requires_grad_()
+        anchor = self.anchor
+        if anchor is None and not x.requires_grad:
+            anchor = x.new_empty(0).requires_grad_()
         return _DeferredProduct.apply(x, held, anchor)
 
 
@@ -176,7 +184,7 @@ class _Product(torch.autograd.Function):
         ctx.weight = None  # nodes outlive what they saved: to the end of their stage's backward
         return (
             _input_gradient(rows, weight, x, transposed=transposed) if needs_x else None,
-            _weight_gradient(weight, _rows(x), rows, transposed=transposed)
+            weight_gradient(weight, _rows(x), rows, transposed=transposed)
             if needs_weight
             else None,
             rows.sum(0) if needs_bias else None,

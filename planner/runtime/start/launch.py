@@ -13,7 +13,7 @@ from planner.language.plan.node_runs import described, node_runs, ranks_of_nodes
 from planner.language.plan.schedule_of import schedule_of
 from planner.nodes.launchers import Started, started
 from planner.runtime.checkpoint.kept import KEEP, SAVE_EVERY
-from planner.runtime.process.environment import DEVICES, LAUNCHED, TIMELINE_DIR, UNMODIFIED
+from planner.runtime.process.environment import DEVICES, KERNELS, LAUNCHED, TIMELINE_DIR, UNMODIFIED
 from planner.runtime.process.watchdog import ENDS_S
 from planner.runtime.start.course import Keeping
 from planner.runtime.start.workers import become_rank, run_workers
@@ -39,6 +39,7 @@ def launch(
     devices: Sequence[int] | None = None,
     keeping: Keeping | None = None,
     unmodified: bool = False,
+    kernels: str | None = None,
 ) -> int:
     """Run `script` on every rank of the plan; return the run's exit code.
 
@@ -52,7 +53,8 @@ def launch(
     `timeline`, every rank records its jobs in that folder (see `planner.timeline`). `devices` are
     the numbers of the accelerators that this node's ranks take, in their order. A run of which
     `keeping` is given starts again after failures, from its newest checkpoint. An `unmodified`
-    script is one for a single process, whose model and loop are taken over.
+    script is one for a single process, whose model and loop are taken over. `kernels` run blocks
+    instead of those of the plan.
     """
     if unmodified and keeping is not None:
         raise PlanError(
@@ -72,6 +74,8 @@ def launch(
     )  # fmt: skip
     device, extra = node.device, node.variables
     extra[LAUNCHED] = os.path.abspath(plan_path)
+    if kernels is not None:
+        extra[KERNELS] = kernels
     if unmodified:
         extra[UNMODIFIED] = "1"
     if timeline is not None:

@@ -50,6 +50,7 @@ from planner.runtime.process.ended import counted_step
 from planner.runtime.process.groups.mesh import Mesh
 from planner.runtime.process.recorder import start_recorder
 from planner.runtime.process.watchdog import start_watchdog
+from planner.runtime.stage.compiled.kernels import Compiler, compiled
 from planner.runtime.stage.host import Host
 from planner.runtime.stage.host_activations import ActivationsOnHost
 from planner.runtime.stage.programs import Programs
@@ -69,6 +70,7 @@ from planner.runtime.step.build import (
     check_tables,
     zero_stage_of,
 )
+from planner.runtime.step.compiling import compile_blocks
 from planner.runtime.step.device_marks import DeviceMarks
 from planner.runtime.step.evaluation import Evaluation
 from planner.runtime.step.executor import Executor, Hooks
@@ -128,6 +130,7 @@ class Engine:
         deferred_batch_norm: bool = False,
         loss_weight: LossWeight | None = None,
         host: Host | None = None,
+        compiler: Compiler | None = None,
         may_be_empty: bool = False,
         values: FirstValues | None = None,
         check_values: bool = False,
@@ -139,7 +142,8 @@ class Engine:
     ) -> None:
         """`graph` is the capture of `model`; `values` brings first values (None: those of the
         model, which rank 0 gives to all ranks). `host` takes what the plan puts there (None: this
-        machine's memory). A model that `may_be_empty` has tensors on the meta device, whose values
+        machine's memory), `compiler` makes kernels of compiled blocks (None: this machine's).
+        A model that `may_be_empty` has tensors on the meta device, whose values
         are loaded afterwards. `buckets` are its captures
         on the other shapes of the plan, and `pad` fills batches up to them. `capture_evaluation`
         gives all of them in evaluation mode, on every rank; None: they are the same. `accept` names
@@ -179,6 +183,9 @@ class Engine:
         # no header.
         edges = build_edges(graph, plan)
         self._programs = self._lowered.of(graphs)
+        if plan.kernels == "compiled":
+            own = self.schedule.stages_of(mesh.rank("pp"))
+            compile_blocks(self._programs, graph, plan, mesh, own, compiler or compiled)
         held = build_rank_state(
             plan,
             graphs,

@@ -11,6 +11,10 @@ import torch
 from torch import Tensor
 
 from planner.language.graph import Ref, Symbol, from_json
+from planner.runtime.stage.compiled.block import CompiledBlock
+from planner.runtime.stage.compiled.halves import cut
+from planner.runtime.stage.compiled.kernels import compiled
+from planner.runtime.stage.compiled.trace import trace
 from planner.runtime.stage.program_fx import aten_overload, to_graph_module
 
 ARENA_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
@@ -80,12 +84,12 @@ class Functions:
             return aten_overload(op.target), op.args, op.kwargs, op.target
         key = json.dumps([probe["program"], probe["compiled"]], sort_keys=True)
         if key not in self._blocks:
-            module: Callable[..., Any] = to_graph_module(
-                from_json(probe["program"]), {}, self._device
-            )
-            self._blocks[key] = (
-                torch.compile(module, dynamic=False) if probe["compiled"] else module
-            )
+            program = from_json(probe["program"])
+            block: Callable[..., Any] = to_graph_module(program, {}, self._device)
+            if probe["compiled"]:
+                halves = cut(trace(program, {}, self._device))
+                block = CompiledBlock(halves, compiled, eager=block, queue=None)
+            self._blocks[key] = block
         args = tuple(Ref(f"t{position}") for position in range(len(probe["tensors"])))
         return self._blocks[key], args, (), "a block"
 

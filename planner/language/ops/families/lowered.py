@@ -32,6 +32,7 @@ from planner.language.layout.redistribute import (
 )
 from planner.language.ops.call import Call, LocalForm, P, Placed
 from planner.language.ops.families.entries.creation import saves_mask
+from planner.language.ops.families.products.runs_of_rows import ROWS_BY_VALUES
 from planner.language.ops.kernel import KernelCall, Saved, View, same_memory, saves_nothing
 from planner.language.ops.letters import same_dims
 from planner.language.ops.record import (
@@ -306,6 +307,7 @@ register(
         moves_nothing=True,  # its collective is priced apart
         saved=saves_nothing,
         recomputed=False,  # other ranks would have to take part
+        eager=ROWS_BY_VALUES,
     )
 )
 register(
@@ -315,6 +317,7 @@ register(
         scratch=_rows_in_other_order,
         saved=saves_nothing,  # what comes back goes the same way
         recomputed=False,  # other ranks would have to take part
+        eager=ROWS_BY_VALUES,
     )
 )
 register(

@@ -73,6 +73,7 @@ register(
         saved=_saved,
         scratch=_scratch,
         recomputed=False,
+        eager="it calls a module as it is",
         across=Across(rule=samples_apart, sizes_only=True),
     )
 )

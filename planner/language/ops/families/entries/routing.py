@@ -25,7 +25,7 @@ from collections.abc import Iterator
 
 from planner.language.layout.placement import OpSharding, Own, Replicate, Shard
 from planner.language.ops.call import Call, P
-from planner.language.ops.families.products.runs_of_rows import of_runs
+from planner.language.ops.families.products.runs_of_rows import ROWS_BY_VALUES, of_runs
 from planner.language.ops.kernel import KernelCall, Saved, saves_nothing
 from planner.language.ops.record import OpFamily, ShardRule, register
 from planner.language.ops.samples.state import ADDED, State
@@ -179,6 +179,7 @@ register(
         across=Across(handlers=(_weights_of_runs,)),
         saved=_runs_of,
         recomputed=False,
+        eager=ROWS_BY_VALUES,
     )
 )
 register(
@@ -189,6 +190,7 @@ register(
         shard=(ShardRule(bias_of_runs),),
         across=Across(handlers=(of_runs,)),
         saved=_ends,
+        eager=ROWS_BY_VALUES,
     )
 )
 register(

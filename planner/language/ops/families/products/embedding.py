@@ -192,6 +192,7 @@ register(
         reads=_gathered_bytes,
         saved=_numbers_on_the_device,
         recomputed=False,  # rows may come from the host
+        eager="the gradient of its table is of rows",
     )
 )
 register(
@@ -212,5 +213,6 @@ register(
         saved=_numbers,
         scratch=_rows_on_the_way,
         recomputed=False,  # other ranks would have to take part
+        eager="which rows ranks exchange follows from the batch",
     )
 )

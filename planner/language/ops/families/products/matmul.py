@@ -9,7 +9,7 @@ from math import prod
 from planner.language.graph import Op, Ref
 from planner.language.layout.placement import OpSharding, Own, Replicate, Shard
 from planner.language.ops.call import Call, ProductArgs, Shape
-from planner.language.ops.families.products.runs_of_rows import of_runs
+from planner.language.ops.families.products.runs_of_rows import ROWS_BY_VALUES, of_runs
 from planner.language.ops.flops import output_numel, product_backward
 from planner.language.ops.kernel import (
     KernelCall,
@@ -284,15 +284,10 @@ register(
 GROUPED_MM = "planner.grouped_mm"
 PRODUCT_OF_RUNS = "planner.product_of_runs"
 
-register(
+_OF_RUNS = register(
     OpFamily(
         name="products of runs of rows",
-        targets=(
-            "aten._grouped_mm",
-            "transformers.grouped_mm_fallback",
-            GROUPED_MM,
-            PRODUCT_OF_RUNS,
-        ),
+        targets=("aten._grouped_mm", "transformers.grouped_mm_fallback", GROUPED_MM),
         shard=(ShardRule(grouped_mm),),
         arithmetic="matmul",
         flop=_contracted_flop(0),
@@ -300,5 +295,13 @@ register(
         across=Across(handlers=(of_runs,)),
         deals_rows=True,
         recomputed=False,
+    )
+)
+register(
+    replace(
+        _OF_RUNS,
+        name="products of runs of rows, expert by expert",
+        targets=(PRODUCT_OF_RUNS,),
+        eager=ROWS_BY_VALUES,
     )
 )

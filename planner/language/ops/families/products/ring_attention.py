@@ -116,6 +116,7 @@ register(
         ATTENTION,
         name="attention over a ring",
         targets=(RING,),
+        eager="its messages run beside its kernels",
         shard=(),
         local_form=None,
         flop=_flop,

@@ -10,6 +10,9 @@ from planner.language.ops.record import family_of
 from planner.language.ops.samples.state import ANY_ORDER, IN_ORDER, State
 from planner.language.ops.samples.step import Step
 
+ROWS_BY_VALUES = "how many rows experts get follows from their values"
+"""Why blocks of experts are not compiled (`OpFamily.eager`)."""
+
 
 def of_runs(step: Step) -> tuple[State, ...] | None:
     """Rows in the order of their experts, matrices or biases, the last row of each expert's run."""

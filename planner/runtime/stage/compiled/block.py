@@ -1,0 +1,101 @@
+"""A compiled block as autograd sees it: one node, which saves what its ops would have saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planner.language.ops.weight_products import LARGE_BYTES
+from planner.runtime.stage.compiled.halves import Halves
+from planner.runtime.stage.compiled.kernels import Compiler
+from planner.runtime.stage.weight_grads import Pending, WeightQueue, weight_gradient
+
+
+class CompiledBlock:
+    """What a stage calls instead of a class's eager program, with the same tensors."""
+
+    def __init__(
+        self,
+        halves: Halves,
+        compiler: Compiler,
+        *,
+        eager: Callable[..., tuple[Tensor, ...]],
+        queue: WeightQueue | None,
+    ) -> None:
+        """`eager` runs where nothing is saved (an evaluation); `queue` is where the stage's weight
+        gradients wait for W jobs, if they do.
+        """
+        self.halves, self.queue, self._eager = halves, queue, eager
+        self.forward = compiler(halves.forward)
+        self.backward = None if halves.backward is None else compiler(halves.backward)
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Run the block on inputs and params."""
+        if not torch.is_grad_enabled() or any(
+            x.requires_grad and not needs
+            for x, needs in zip(tensors, self.halves.needs, strict=True)
+        ):
+            return self._eager(*tensors)
+        # Kernels are made for one order in memory.
+        given = [x if x.is_contiguous() else x.contiguous() for x in tensors]
+        if self.backward is None:
+            with torch.no_grad():
+                made = self.forward(given)
+            return tuple(made[at] for at in self.halves.outputs)
+        pending = None if self.queue is None else self.queue.current
+        outputs: tuple[Tensor, ...] = _Block.apply(self, pending, *given)
+        return outputs
+
+
+class _Block(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, block: CompiledBlock, pending: list[Pending] | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        halves = block.halves
+        made = block.forward(list(tensors))
+        outputs = tuple(made[at] for at in halves.outputs)
+        ctx.block, ctx.pending = block, pending
+        # Apart from what is saved, which may come back detached from where its gradient is.
+        ctx.weights = [tensors[at] for at, *_ in halves.products] if block.queue else None
+        ctx.save_for_backward(
+            *(tensors[at] for at in halves.saved_tensors), *(made[at] for at in halves.saved_made)
+        )
+        ctx.mark_non_differentiable(
+            *(x for x, has in zip(outputs, halves.has_gradient, strict=True) if not has)
+        )
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        block: CompiledBlock = ctx.block
+        halves, pending, weights = block.halves, ctx.pending, ctx.weights
+        assert block.backward is not None
+        taken = list(ctx.saved_tensors)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            # Nodes outlive what they saved: to the end of their stage's backward. Without this
+            # hold each saved tensor goes with the kernel that reads it last.
+            ctx.maybe_clear_saved_tensors()
+            ctx.pending = ctx.weights = None
+        taken += [g.contiguous() for g, has in zip(grads, halves.has_gradient, strict=True) if has]
+        made: list[Tensor | None] = list(block.backward(taken))
+        found = [None if at is None else made[at] for at in halves.gradients]
+        needs = ctx.needs_input_grad[2:]
+        for index, (position, transposed, x_at, grad_at) in enumerate(halves.products):
+            x, grad = made[x_at], made[grad_at]
+            assert x is not None
+            assert grad is not None
+            if not needs[position]:
+                continue
+            weight = None if weights is None else weights[index]
+            if weight is not None and weight.is_leaf and pending is not None:
+                pending.append(Pending(weight, None, transposed, x, grad))
+                continue
+            adds = weight is not None and weight.nbytes >= LARGE_BYTES
+            fresh = weight_gradient(weight if adds else None, x, grad, transposed=transposed)
+            before = found[position]
+            found[position] = fresh if before is None or fresh is None else before + fresh
+        return (None, None, *found)

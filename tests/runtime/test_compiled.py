@@ -1,0 +1,136 @@
+"""Compiled blocks train as one process does, with each kind of parallelism and recomputation.
+
+Most run the graphs' own ops instead of a compiler's kernels: what is cut, saved, deferred and made
+again is all the same, and a compiler takes half a minute for a model.
+"""
+
+import io
+from contextlib import redirect_stderr
+from functools import partial
+
+import pytest
+
+from planner.capture import capture_source
+from planner.errors import PlanError
+from planner.language.graph import from_json, to_json
+from planner.language.lowering.defaults import default_plan
+from planner.runtime.process.environment import KERNELS
+from planner.runtime.proofs.verify import compare_with_one_process
+from planner.runtime.stage.compiled.kernels import CompilerFailed, compiled, op_by_op
+from planner.runtime.step.engine import Engine
+from tests.model_matrix import model_matrix
+from tests.runtime.test_verify_matrix import source_of
+from tests.spawn import run_ranks
+
+LAYOUTS = {
+    "dp2": {"dp": 2},
+    "tp2": {"tp": 2},
+    "pp2-zb_h1": {"pp": 2, "schedule": "zb_h1"},
+    "dp2-zero3-recompute": {"dp": 2, "zero_stage": 3, "recompute": "full"},
+    "tp2-selective": {"tp": 2, "recompute": "selective"},
+}
+MORE = {
+    "pp2-recompute": {"pp": 2, "recompute": "full"},
+    "pp2-zb_h1-selective": {"pp": 2, "schedule": "zb_h1", "recompute": "selective"},
+    "dp2-zero3-selective": {"dp": 2, "zero_stage": 3, "recompute": "selective"},
+    "dp2-zero1": {"dp": 2, "zero_stage": 1},
+    "tp2-recompute": {"tp": 2, "recompute": "full"},
+}
+MODELS = ("gpt", "hf-llama", "vit", "hf-mixtral")
+
+
+def verify_layouts(name, captured, layouts, compiler):
+    """On each rank: verify a model under each layout; rank 0 returns what is too far apart."""
+    graph = from_json(captured)
+    apart, counts = {}, {}
+    for label, layout in layouts.items():
+        plan = default_plan(graph, microbatch_size=2, **layout)
+        plan = plan.model_copy(update={"kernels": "compiled"})
+        made = []
+
+        def counting(module, made=made):
+            made.append(module)
+            return compiler(module)
+
+        report = compare_with_one_process(
+            plan,
+            source_of(name),
+            steps=2,
+            graph=graph,
+            make_engine=partial(Engine, compiler=counting),
+        )
+        counts[label] = len(made)
+        if report is not None and not report.passed:
+            apart[label] = str(report)
+    return apart, counts
+
+
+def check(name, layouts, compiler=op_by_op):
+    if model_matrix()[name].needs_transformers:
+        pytest.importorskip("transformers")
+    captured = to_json(capture_source(source_of(name)))
+    apart, counts = run_ranks(verify_layouts, 2, name, captured, layouts, compiler)[0]
+    assert not apart, f"apart by more than rounding: {apart}"
+    return counts
+
+
+def test_graphs_equal_one_process():
+    counts = check("gpt", LAYOUTS)
+    # Embeddings, layers and head are a class each; each has a forward and a backward.
+    assert counts["dp2"] == 6
+    assert counts["pp2-zb_h1"] == 4
+    # (Rows of a cut table are exchanged by the batch, which stays eager.)
+    assert counts["tp2-selective"] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in model_matrix() if n in MODELS and n != "gpt"])
+def test_graphs_of_more_models_equal_one_process(name):
+    check(name, LAYOUTS | MORE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_a_compiler_equals_one_process(name):
+    names = ("dp2", "dp2-zero3-recompute") if name == "vit" else ("tp2", "pp2-zb_h1-selective")
+    layouts = LAYOUTS | MORE
+    check(name, {label: layouts[label] for label in names}, compiled)
+
+
+def failing(module):
+    raise CompilerFailed("InvalidCxxCompiler: no compiler")
+
+
+def train_without_a_compiler(captured, kernels):
+    """On a rank: what is told while a model is verified whose compiler fails, and if it passed."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(io.StringIO()) as told:
+        if kernels is not None:
+            patch.setenv(KERNELS, kernels)
+        plan = default_plan(from_json(captured), microbatch_size=2)
+        plan = plan.model_copy(update={"kernels": "compiled"})
+        try:
+            report = compare_with_one_process(
+                plan,
+                source_of("mlp"),
+                steps=1,
+                graph=from_json(captured),
+                make_engine=partial(Engine, compiler=failing),
+            )
+        except PlanError as error:
+            return str(error), False
+    return told.getvalue(), report.passed
+
+
+def test_a_failing_compiler_leaves_blocks_eager_unless_compiled_ones_are_asked_for():
+    captured = to_json(capture_source(source_of("mlp")))
+    told, passed = run_ranks(train_without_a_compiler, 1, captured, None)[0]
+    assert passed
+    assert told == (
+        "planner: eager kernels run in fc1, fc2, fc3 (InvalidCxxCompiler: no compiler)\n"
+    )
+    told, passed = run_ranks(train_without_a_compiler, 1, captured, "compiled")[0]
+    assert not passed
+    assert told == (
+        "compiled `kernels` were asked for, and the compiler fails here: InvalidCxxCompiler: no "
+        "compiler; install what it lacks, or launch with eager `kernels`"
+    )
