@@ -97,6 +97,7 @@ def priced(flags: str, gpu: str) -> PricedRow:
         (f"{EXACT} --use-distributed-optimizer", "A100", 2586),
         # Attention keeps copies of keys and values, and not what they were made in together.
         (SEVEN_B, "A100", 57687),
+        (SEVEN_B, "GB200", 57716),
         (f"{EXACT} --pipeline-model-parallel-size 2 --position-embedding-type rope", "A100", 2476),
         # Three workspaces where products are cut to run beside collectives.
         (NARROW, "H100", 843),
@@ -115,4 +116,4 @@ def priced(flags: str, gpu: str) -> PricedRow:
 )
 def test_memory_is_what_megatrons_own_runs_allocate(flags, gpu, measured_mib):
     last = priced(flags, gpu).estimate.memory[-1]
-    assert float(last.tensor_bytes) / MIB == pytest.approx(measured_mib, rel=0.025)
+    assert float(last.tensor_bytes) / MIB == pytest.approx(measured_mib, rel=0.024)
