@@ -7,14 +7,18 @@ d98e8a64ddf3, tests/functional_tests/test_cases/{gpt,moe,bert,t5}/*/golden_value
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from benchmarks.published import PUBLISHED, intervals
 from costmodel.table.rows.rows import PricedRow, price_row
 from planner.emit.megatron_options import parse_flags
 from planner.emit.megatron_refusals import refusals
 from planner.emit.megatron_row import row_of
 from planner.emit.megatron_rules import Run, broken_rules
 from planner.units import MIB
+
+GOLDENS = PUBLISHED / "megatron_goldens.csv"
 
 SMALL = (
     "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --bf16 "
@@ -61,6 +65,16 @@ UNEVEN = (
     "--pipeline-model-parallel-size 4 --untie-embeddings-and-output-weights "
     "--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2"
 )
+
+
+@pytest.mark.skipif(not GOLDENS.exists(), reason="needs tables of published runs")
+def test_nine_of_ten_regression_runs_are_within_8_percent():
+    """Of 327 with a known number of devices; 28 of older software are 9 to 47% above others."""
+    errors = np.abs([run.error for run in intervals.golden_runs(GOLDENS)])
+    assert len(errors) >= 320
+    assert np.median(errors) < 0.01
+    assert np.quantile(errors, 0.9) < 0.07
+    assert (errors > 0.09).sum() <= 28
 
 
 def priced(flags: str, gpu: str) -> PricedRow:
