@@ -104,7 +104,8 @@ class Gathering(Spreading):
         assert isinstance(order, Ref)
         tokens = self._tokens[order.name]
         args = (rows, Ref(f"{order.name}_own"), weights, Ref(tokens), copies, "ep")
-        return replace(op, target=SCATTER_ROWS, args=args)
+        # (Not the sum's name: what a plan says of that, to run it again, is not of this.)
+        return replace(op, name=f"{op.name}_scattered", target=SCATTER_ROWS, args=args)
 
     def _own_ends(self, ends: str) -> str:
         if f"{ends}_own" not in self.tensors:
