@@ -72,10 +72,24 @@ class Gathering(Spreading):
         left = made | {*found.inputs, *found.params}
         return replace(found, tensors=tuple(meta for meta in found.tensors if meta.name in left))
 
+    def _borders(self, taking: list[Op]) -> tuple[set[str], set[str]]:
+        """Return the copies of tokens, and all that is made of them until they are summed."""
+        going = {op.outputs[0] for op in self._sorts}
+        after, before = set(going), set[str]()
+        for op in self._program.ops:
+            if op.target == UNSORT_ROWS:
+                before.add(op.inputs[0])
+            elif after.intersection(op.inputs):
+                after.update(op.outputs)
+        for op in reversed(self._program.ops):
+            if before.intersection(op.outputs):
+                before.update(op.inputs)
+        return going, (after & before) - going
+
     def _add(self, op: Op, going: set[str], inside: set[str], weights: set[str]) -> None:
-        if op.target == SORT_ROWS and op.outputs[0] in going:
+        if op.target == SORT_ROWS:
             self.ops.append(self._gather(op))
-        elif op.target == UNSORT_ROWS and op.inputs[0] in inside and op.inputs[1] in self._tokens:
+        elif op.target == UNSORT_ROWS and op.inputs[0] in inside:
             self.ops.append(self._scatter(op))
         else:
             takes_ends = takes_runs(op) or op.target == STACK_OF_RUNS

@@ -196,6 +196,20 @@ def _rows_in_other_order(call: KernelCall, *, forward: bool) -> int:
     return call.num_bytes(call.op.inputs[0] if is_back else call.op.outputs[0])
 
 
+def _picked_bytes(call: Call) -> float:
+    """The tokens that are picked: as many as copies."""
+    return call.tensor[call.op.outputs[0]].bytes_at(1)
+
+
+def _summed_bytes(call: Call) -> float:
+    """Copies, these times their weights, and the sums of all ranks that they are added to."""
+    copies, *_, tokens = call.op.inputs
+    ranks = call.tensor[tokens].shape_at(1)[0]
+    products = 2 * (len(call.op.inputs) > 3)  # written, and read again
+    each = call.tensor[copies].bytes_at(1)
+    return (1 + products + 2) * each + ranks * call.tensor[call.op.outputs[0]].bytes_at(1)
+
+
 _TOKEN = DTYPE_BYTES["int64"]
 """Bytes of the number of the token that a copy is of, where tokens have several."""
 
@@ -323,6 +337,7 @@ register(
     OpFamily(
         name="tokens of all ranks, for a rank's experts",
         targets=(GATHER_ROWS,),
+        reads=_picked_bytes,
         scratch=_tokens_of_all,
         saved=lambda call: Saved(tensors=call.op.outputs[1:2]),
         recomputed=False,  # other ranks would have to take part
@@ -332,6 +347,7 @@ register(
     OpFamily(
         name="sums by token, over all ranks",
         targets=(SCATTER_ROWS,),
+        reads=_summed_bytes,
         scratch=_sums_of_all,
         saved=_saved_of_sums,
         recomputed=False,  # other ranks would have to take part
