@@ -112,7 +112,7 @@ def _rows(plan: Plan) -> str:
     """Say how tokens and experts come together."""
     gathered = sum(layout.axis == "ep" for layout in plan.layouts)
     if not gathered:
-        return f"over ep: each token goes to the ranks of its experts, of {plan.degrees['ep']}"
+        return f"over ep: a token goes to those of {plan.degrees['ep']} ranks that have its experts"
     return f"over ep: all {plan.degrees['ep']} ranks get all tokens, each for its own experts"
 
 

@@ -67,6 +67,9 @@ class Gathering(Spreading):
         """Return the program of a rank. Raises LayoutError where rows are used beside experts."""
         self._sorts = [op for op in self._program.ops if op.target == SORT_ROWS]
         self._tokens: dict[str, str] = {}
+        for sort in self._sorts:
+            if {*sort.outputs}.intersection(self._program.outputs):
+                self._refuse(sort)
         found = super().run(taking)
         made = {name for op in found.ops for name in op.outputs}
         left = made | {*found.inputs, *found.params}
