@@ -69,7 +69,7 @@ class Gathering(Spreading):
         self._tokens: dict[str, str] = {}
         for sort in self._sorts:
             if {*sort.outputs}.intersection(self._program.outputs):
-                self._refuse(sort)
+                self._refuse(sort.outputs[0])
         found = super().run(taking)
         made = {name for op in found.ops for name in op.outputs}
         left = made | {*found.inputs, *found.params}
@@ -98,7 +98,7 @@ class Gathering(Spreading):
             takes_ends = takes_runs(op) or op.target == STACK_OF_RUNS
             made = {name for sort in self._sorts for name in sort.outputs[: 3 - takes_ends]}
             if not inside.intersection(op.outputs) and (inside | made).intersection(op.inputs):
-                self._refuse(op)
+                self._refuse(op.outputs[0])
             super()._add(op, going, inside, weights)
 
     def _gather(self, sort: Op) -> Op:
@@ -126,16 +126,16 @@ class Gathering(Spreading):
 
     def _own_ends(self, ends: str) -> str:
         if f"{ends}_own" not in self.tensors:
-            self._refuse(self._maker[ends])
+            self._refuse(ends)
         return f"{ends}_own"
 
     def _exchanged(self, name: str, *, back: bool) -> str:
         if back or f"{name}_sent" not in self.tensors:
-            self._refuse(self._maker[name])
+            self._refuse(name)
         return f"{name}_sent"
 
-    def _refuse(self, op: Op) -> NoReturn:
+    def _refuse(self, name: str) -> NoReturn:
         raise LayoutError(
-            f"tokens of experts can't be gathered over ep: rows at op {op.name} are not sorted "
-            "for them, or are used beside them; exchange rows instead, with no layout on ep"
+            f"tokens of experts can't be gathered over ep: rows at {name} are not sorted for them, "
+            "or are used beside them; exchange rows instead, with no layout on ep"
         )
