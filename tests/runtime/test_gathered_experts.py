@@ -72,8 +72,8 @@ def test_on_four_ranks() -> None:
 
 def test_ranks_with_fewer_tokens_fill_theirs_up() -> None:
     """Of 7 samples a rank has 4 and another 3; of an evaluation some have none."""
-    _, plan = gathering("routed-gpt", dp=2, ep=2, microbatch_size=4, num_microbatches=2)
-    gaps, loss, expected = run_ranks(train_with_tails, 2, plan, [8, 7, 5])[0]
+    name, plan = gathering("modules-gpt", dp=2, ep=2, microbatch_size=4, num_microbatches=2)
+    gaps, loss, expected = run_ranks(train_with_tails, 2, plan, [8, 7, 5], name)[0]
     assert gaps.largest < RTOL
     assert loss == pytest.approx(expected, rel=1e-12)
 
