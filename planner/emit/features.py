@@ -108,7 +108,9 @@ def _shares(plan: Plan) -> str:
 
 
 def _layouts(plan: Plan) -> str:
-    axes = sorted({layout.axis for layout in plan.layouts if plan.degrees[layout.axis] > 1})
+    # (How tokens come to experts over ep is every system's own.)
+    of_ops = {layout.axis for layout in plan.layouts if layout.axis != "ep"}
+    axes = sorted(axis for axis in of_ops if plan.degrees[axis] > 1)
     return f"placements of ops on {_joined(axes)}" if axes else ""
 
 
