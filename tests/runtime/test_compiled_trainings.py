@@ -99,7 +99,9 @@ def planned(graph, choices) -> Plan:
 
 
 def losses_of(case: str) -> list[list[float]]:
-    """On a rank: losses with either kernels, of whole batches, a smaller one, and an evaluation."""
+    """On a rank: losses with either kernels, of whole batches, a smaller one and an evaluation; and
+    what is fetched.
+    """
     sizes, choices = CASES[case]
     found = []
     for kernels in ("eager", "compiled"):
@@ -121,6 +123,8 @@ def losses_of(case: str) -> list[list[float]]:
         fewer = plan.global_batch - ("tp" not in choices)
         losses = [engine.step(batch(n)) for n in (plan.global_batch, plan.global_batch, fewer)]
         losses.append(engine.evaluate(batch(plan.global_batch)))
+        losses.append(engine.step(batch(plan.global_batch), fetch=["layers.1"]))
+        losses += [value.double().sum() for value in engine.fetched.values()]  # on rank 0
         found.append([float(loss) for loss in losses])
         engine.close()
     return found
@@ -130,4 +134,5 @@ def losses_of(case: str) -> list[list[float]]:
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_eager_blocks(case):
     eager, compiled = run_ranks(losses_of, 2, case)[0]
+    assert len(eager) == 6
     assert eager == compiled
