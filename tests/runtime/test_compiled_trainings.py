@@ -16,6 +16,7 @@ from planner.language.plan import Plan
 from planner.runtime.process.groups.mesh import build_mesh
 from planner.runtime.stage.compiled.kernels import op_by_op
 from planner.runtime.step.engine import Engine
+from planner.runtime.step.values import ValuesError
 from tests.spawn import run_ranks
 
 VOCABULARY, SEQUENCE, HEADS = 64, 16, 4
@@ -136,3 +137,32 @@ def test_losses_are_those_of_eager_blocks(case):
     eager, compiled = run_ranks(losses_of, 2, case)[0]
     assert len(eager) == 6
     assert eager == compiled
+
+
+class Faulty(Model):
+    def forward(self, ids):
+        x = self.token(ids) + self.position
+        return F.cross_entropy(self.head(torch.log(x - 100)).flatten(0, 1), ids.flatten())
+
+
+def told_of_a_fault() -> list[str]:
+    """On a rank: what is said of a value that is none, with either kernels."""
+    found = []
+    for kernels in ("eager", "compiled"):
+        torch.manual_seed(0)
+        model = Faulty()
+        graph = capture_module(model, batch(2), batch(3))
+        plan = default_plan(graph, microbatch_size=2).model_copy(update={"kernels": kernels})
+        mesh = build_mesh(plan, torch.device("cpu"))
+        engine = Engine(plan, graph, model, mesh, compiler=op_by_op, check_values=True)
+        with pytest.raises(ValuesError) as raised:
+            engine.step(batch(2))
+        found.append(str(raised.value))
+        engine.close()
+    return found
+
+
+def test_a_value_that_is_none_is_traced_to_its_op():
+    eager, compiled = run_ranks(told_of_a_fault, 1)[0]
+    assert "first in log" in eager
+    assert compiled == eager
