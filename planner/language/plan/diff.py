@@ -159,6 +159,7 @@ def _decided(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "tables on the host", ", ".join(plan.tables_on_host)
     yield "optimizer", "on the host" if plan.optimizer_on_host else "on the device"
     yield "receives posted ahead", str(plan.receive_ahead)
+    yield "kernels", plan.kernels
     yield "priced for", plan.execution
     yield "cluster", f"{plan.cluster.name}, {plan.cluster.devices_per_node} devices per node"
 
