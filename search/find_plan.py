@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 
 from planner.collector import no_gc
 from planner.deadline import OutOfTime, is_interrupted, within
@@ -33,6 +34,7 @@ from profiles import Profile
 from search.branch_and_bound import Node, Progress, evaluated_plan
 from search.candidates import Candidates, CandidatesOf, with_estimate
 from search.meshes.roots import device_groups_nodes, meshes_node, why_on_no_groups
+from search.nodes.first_plan import take_first_plan
 from search.nodes.lean_plan import find_leanest
 from search.nodes.replicas_on_groups import replicas_nodes
 from search.nodes.sizes import NO_FASTER, TOO_LARGE, degrees_nodes
@@ -178,7 +180,7 @@ def search_among(
     warm_start: WarmStart | None = None,
     runners_up: bool = True,
     first_look: FirstLook | None = None,
-    ceiling_s: float = float("inf"),
+    ceiling_s: float = inf,
 ) -> SearchResult:
     """Return the fastest plan of these candidates.
 
@@ -230,7 +232,7 @@ def search_among(
     needs_every_size = warm_start is not None and warm_start.needs_every_size
     search = explore(every_size=needs_every_size or request.num_best > 1)
     skipped = not search.every_size and _has_skipped_sizes(search)
-    if search.best is None and skipped and not search.is_out_of_time:
+    if search.best is None and ceiling_s == inf and skipped and not search.is_out_of_time:
         # Larger microbatches, though no faster, may lie otherwise and be the ones that fit.
         search = explore(every_size=True)
         search.warm_start.needs_every_size = True
@@ -314,6 +316,9 @@ def _explore(search: SearchState, shapes: Sequence[Shape]) -> None:
     known = search.warm_start.fastest(search.memory_limit_bytes)
     if known is not None:
         search.take(evaluated_plan(*known))
+    elif search.ceiling_s == inf:
+        with suppress(OutOfTime):  # what is left open is told by the search itself
+            take_first_plan(search, tried)
     outdone = sum(shape.num_configurations for shape in {*shapes} - {*tried})
     search.num_considered += outdone
     search.prune(OUTDONE, outdone)

@@ -41,6 +41,8 @@ from search.op_layout.block_problem import BlockProblem, Choice, ReshardEdge
 
 # A variable of a linear program's answer is whole, and an answer optimal, to about this.
 _NEARLY = 1e-6
+# A program is built anew where its largest cost is above that.
+_MOST_OF_SCALE = 10.0
 
 
 def solve_by_integer_program(
@@ -50,13 +52,8 @@ def solve_by_integer_program(
 
     Its `gap` is what is not proved of it: 0 unless branching ran out of time.
     """
-    costs = [v.seconds + bytes_price * v.num_bytes for v in problem.variables]
-    finite = [c[np.isfinite(c)].max(initial=0.0) for c in costs]
-    finite += [edge.seconds[np.isfinite(edge.seconds)].max(initial=0.0) for edge in problem.edges]
-    # Solvers' tolerances are absolute: the largest cost becomes 1.
-    scale = 1.0 / max([*finite, 1e-30])
     for name in ("GLOP", "SCIP"):
-        program = _Program.of(name, problem, costs, scale)
+        program = _Program.at_price(name, problem, bytes_price)
         check_time()
         status = program.solve(min(time_limit_s, left_s()))
         check_time()
@@ -74,7 +71,9 @@ def solve_by_integer_program(
             values = tuple(int(row.argmax()) for row in answer)
             cost = problem.value(values, bytes_price)
             # A whole optimum of the relaxation is the program's: no choice is below the relaxation.
-            unproved = 1 - program.solver.Objective().BestBound() / scale / max(cost, 1e-300)
+            unproved = 1 - program.solver.Objective().BestBound() / program.scale / max(
+                cost, 1e-300
+            )
             proved = name == "GLOP" or unproved < _NEARLY
             return Choice(values=values, cost=cost, gap=0.0 if proved else min(1.0, unproved))
     return None
@@ -98,19 +97,43 @@ class _Program:
     name: str
     solver: Any
     scale: float
+    """Of costs in the program: solvers' tolerances are absolute, so the largest becomes about 1."""
     choices: list[list[Any]]
 
     @classmethod
-    def of(
-        cls, name: str, problem: BlockProblem, costs: Sequence[np.ndarray], scale: float
-    ) -> _Program:
+    def at_price(cls, name: str, problem: BlockProblem, bytes_price: float) -> _Program:
+        """Return a problem's program at a price of a byte: the latest where only prices differ,
+        as building it takes longer than solving it.
+        """
+        costs = [v.seconds + bytes_price * v.num_bytes for v in problem.variables]
+        finite = [c[np.isfinite(c)].max(initial=0.0) for c in costs]
+        finite += [e.seconds[np.isfinite(e.seconds)].max(initial=0.0) for e in problem.edges]
+        largest = max([*finite, 1e-30])
+        program: _Program | None = problem.programs_of.get(name)
+        if program is None or not 0.1 < largest * program.scale < _MOST_OF_SCALE:
+            program = problem.programs_of[name] = cls._built(name, problem, 1.0 / largest)
+        objective = program.solver.Objective()
+        for row, variables in zip(costs, program.choices, strict=True):
+            for cost, variable in zip(row.tolist(), variables, strict=True):
+                if np.isfinite(cost):
+                    objective.SetCoefficient(variable, cost * program.scale)
+        return program
+
+    @classmethod
+    def _built(cls, name: str, problem: BlockProblem, scale: float) -> _Program:
+        """Return a new program, its x without costs."""
         from ortools.linear_solver import pywraplp
 
         solver = pywraplp.Solver.CreateSolver(name)
         program = cls(name=name, solver=solver, scale=scale, choices=[])
-        for row in costs:
-            program.choices.append([program.add(cost, whole=name == "SCIP") for cost in row])
-            program.equal(program.choices[-1], None)
+        for variable in problem.variables:
+            exists = np.isfinite(variable.seconds).tolist()
+            row = [
+                program.add(0.0 if is_finite else np.inf, whole=name == "SCIP")
+                for is_finite in exists
+            ]
+            program.choices.append(row)
+            program.equal(row, None)
         for edge in problem.edges:
             check_time()
             program.add_edge(edge)

@@ -91,18 +91,20 @@ def test_cpsat_equals_elimination():
 
 
 def test_the_integer_program_equals_brute_force():
-    """M17: whole optima of the relaxation, or branching where it has none."""
+    """M17: whole optima of the relaxation, or branching where it has none; at one price after
+    another, as the program is kept.
+    """
     rng = np.random.default_rng(5)
     for _ in range(200):
         problem = random_problem(rng)
-        price = float(rng.choice([0.0, 0.5]))
-        best, _ = best_by_brute_force(problem, price)
-        solved = solve_by_integer_program(problem, bytes_price=price)
-        if not np.isfinite(best):
-            assert solved is None
-            continue
-        assert solved is not None
-        assert (solved.cost, solved.gap) == (pytest.approx(best, rel=1e-9), 0.0)
+        for price in rng.choice([0.0, 0.5, 30.0], size=2):
+            best, _ = best_by_brute_force(problem, float(price))
+            solved = solve_by_integer_program(problem, bytes_price=float(price))
+            if not np.isfinite(best):
+                assert solved is None
+                continue
+            assert solved is not None
+            assert (solved.cost, solved.gap) == (pytest.approx(best, rel=1e-9), 0.0)
 
 
 @pytest.mark.parametrize("price", [1e-18, 1e-12])

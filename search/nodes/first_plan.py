@@ -1,0 +1,120 @@
+"""A first plan, before any bound is compared: it prunes from the start.
+
+Until there is a plan, nodes are refined by bounds that memory hardly enters, and where memory is
+short the best plan is far above them. So a few pipelines of the smallest microbatches are cut
+evenly, each with as much recomputation as its memory asks for, and the fastest that fits is taken.
+It is an answer like any other, found sooner; what is faster is found by the search.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import count
+
+from planner.deadline import check_time
+from search.branch_and_bound import evaluated_plan
+from search.partition.chain_problem import Cut, InfeasibleStage
+from search.priced_configuration import PricedConfiguration
+from search.search_state import SearchState
+from search.space.configuration import Configuration, Shape
+
+_MOST_STAGES = 2
+"""Of a rank, in a pipeline that is tried."""
+_ZERO = 1
+"""Stage of ZeRO that is tried, where it may be: states are cut, and gradients exchanged once."""
+_NUM_SIZES = 2
+"""Microbatch sizes of the same degrees that are tried, the smallest first."""
+_MOST_ESTIMATES = 8
+"""Plans estimated until one fits."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _EvenPipeline:
+    """A configuration cut evenly, without what was found too large."""
+
+    priced: PricedConfiguration
+    limit_bytes: float
+    """Bytes that a rank may take by the bound, which is below the estimate."""
+    infeasible: tuple[InfeasibleStage, ...] = ()
+
+    @cached_property
+    def cut(self) -> Cut | None:
+        """Its stages with the recomputation that they need; None if nothing fits."""
+        return self.priced.even_cut(self.limit_bytes, self.infeasible)
+
+
+def take_first_plan(search: SearchState, shapes: Sequence[Shape]) -> None:
+    """Take the fastest of some plans that fits, if one of them does."""
+    queue: list[tuple[float, int, bool, _EvenPipeline]] = []
+    ticket = count()
+
+    def push(pipeline: _EvenPipeline, step_s: float | None = None) -> None:
+        if pipeline.cut is not None:
+            value = pipeline.cut.value if step_s is None else step_s
+            heapq.heappush(queue, (value, next(ticket), step_s is not None, pipeline))
+
+    if search.progress:
+        search.progress(0.0, "looking for a first plan")
+    for pipeline in _even_pipelines(search, shapes):
+        push(pipeline)
+    num_estimates = 0
+    while queue and num_estimates < _MOST_ESTIMATES:
+        check_time()
+        value, _, is_simulated, pipeline = heapq.heappop(queue)
+        if value >= search.to_beat_s:
+            return
+        priced, cut, limit_bytes = pipeline.priced, pipeline.cut, pipeline.limit_bytes
+        assert cut is not None, "what has no cut is not in the queue"
+        if too_large := priced.infeasible_ranks(cut, limit_bytes):
+            push(replace(pipeline, infeasible=(*pipeline.infeasible, *too_large)))
+        elif not is_simulated:
+            push(pipeline, priced.quick_step_s(cut))
+        else:
+            num_estimates += 1
+            plan = priced.plan(cut)
+            estimate = search.candidates.estimate(plan)
+            done = evaluated_plan(priced.configuration, plan, estimate)
+            if search.fits(done):
+                search.take(done)
+                return
+            # As much less by the bound as the estimate is over.
+            over = estimate.peak_bytes - search.memory_limit_bytes
+            push(replace(pipeline, limit_bytes=limit_bytes - over))
+
+
+def _even_pipelines(search: SearchState, shapes: Sequence[Shape]) -> Iterator[_EvenPipeline]:
+    """Yield even cuts of configurations of the smallest microbatches without cp."""
+    for shape in _smallest(shapes):
+        layouts = search.candidates.layouts.at(*shape.block_sizes).fastest
+        for layout in layouts[:1]:
+            for configuration in _tried(shape):
+                check_time()
+                priced = PricedConfiguration(search.candidates, configuration, layout.table)
+                yield _EvenPipeline(priced=priced, limit_bytes=search.memory_limit_bytes)
+
+
+def _smallest(shapes: Sequence[Shape]) -> Iterator[Shape]:
+    """Yield, of each degrees and number of ranks, the shapes of the smallest microbatches, each
+    with its shards copied as little as can be.
+    """
+    groups: dict[tuple, dict[int, Shape]] = {}
+    for shape in shapes:
+        if shape.sequence_parts == 1:
+            sizes = groups.setdefault((shape.block_sizes.degrees, shape.pp), {})
+            size = shape.microbatch_size
+            if size not in sizes or shape.degrees["rp"] < sizes[size].degrees["rp"]:
+                sizes[size] = shape
+    for sizes in groups.values():
+        yield from (sizes[size] for size in sorted(sizes)[:_NUM_SIZES])
+
+
+def _tried(shape: Shape) -> Iterator[Configuration]:
+    """Yield the configuration with the most stages a rank that are tried, under the usual ZeRO."""
+    few = [option for option in shape.options if option[1] <= _MOST_STAGES]
+    zeros = [zero for zero in shape.zeros if zero == _ZERO] or shape.zeros[-1:]
+    if few:
+        option = max(few, key=lambda option: option[1])
+        yield from replace(shape, options=(option,), zeros=tuple(zeros)).configurations()
