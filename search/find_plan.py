@@ -323,6 +323,7 @@ def _explore(search: SearchState, shapes: Sequence[Shape]) -> None:
     search.num_considered += outdone
     search.prune(OUTDONE, outdone)
     for degrees in degrees_nodes(tried):
+        search.num_considered += degrees.num_configurations
         search.push(degrees)
     search.run()
 

@@ -51,6 +51,11 @@ class DegreesNode(Node[SearchState]):
 
     shapes: tuple[Shape, ...]
 
+    @property
+    def num_configurations(self) -> int:
+        """Of all shapes, each with one layout."""
+        return _count([self.shapes])
+
     def refine(self, search: SearchState) -> Outcomes:
         """Yield the microbatch sizes of each (ep, cp, tp)."""
         groups: dict[OfBlocks, dict[int, list[Shape]]] = {}
@@ -59,7 +64,6 @@ class DegreesNode(Node[SearchState]):
             of_degrees.setdefault(shape.microbatch_size, []).append(shape)
         for (ep, cp, hp, tp, etp), by_size in sorted(groups.items()):
             sizes = tuple(tuple(by_size[size]) for size in sorted(by_size))
-            search.num_considered += _count(sizes)
             # cp divides at best all that blocks do without it. (ep also spares a rank the reading
             # of other experts' matrices: what it leaves is not known from the work without it.)
             is_known = cp * hp > 1 and ep == 1 and not search.candidates.across_samples

@@ -99,7 +99,7 @@ def _saved(joint: Joint, results: Iterable[fx.Node], again: Collection[fx.Node])
         node = waiting.pop()
         if node in met:
             continue
-        is_made = node in joint.forward and node not in again and not _is_view(node)
+        is_made = node in joint.op_of and node not in again and not _is_view(node)
         met[node] = node in tensors or is_made
         if not met[node]:
             waiting.extend(reversed(node.all_input_nodes))

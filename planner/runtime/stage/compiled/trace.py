@@ -54,10 +54,8 @@ class Joint:
     """How many of these are inputs."""
     gradients: tuple[fx.Node, ...]
     """Placeholders of the outputs' gradients: one for each output that has one."""
-    forward: frozenset[fx.Node]
-    """What the forward makes."""
     op_of: Mapping[fx.Node, str]
-    """The op of the program that a node of the forward is of."""
+    """The nodes that the forward makes, and the op of the program that each is of."""
     outputs: tuple[fx.Node, ...]
     """What the program returns."""
     has_gradient: tuple[bool, ...]
@@ -79,12 +77,8 @@ def trace(
     reason = why_eager(program)
     if reason is not None:
         raise NotCompilable(reason)
-    queue = WeightQueue()
-    module = to_graph_module(program, groups, device, weight_queue=queue)
-    metas = [program.tensor[name] for name in (*program.inputs, *program.params)]
-    outs = [program.tensor[name] for name in program.outputs]
     try:
-        return _Tracing(module, queue, metas, outs, device).joint(len(program.inputs))
+        return _Tracing(program, groups, device).joint()
     except Exception as error:  # of anybody's ops, whose work may follow from values
         raise NotCompilable(f"no graph holds it: {first_line(error)}") from error
 
@@ -93,34 +87,33 @@ class _Tracing:
     """One tracing of a program. Mutable: what it finds on the way."""
 
     def __init__(
-        self,
-        module: fx.GraphModule,
-        queue: WeightQueue,
-        tensors: Sequence[TensorMeta],
-        outputs: Sequence[TensorMeta],
-        device: torch.device,
+        self, program: Program, groups: Mapping[str, ProcessGroup | None], device: torch.device
     ) -> None:
-        self._module, self._queue, self._device = module, queue, device
-        self._tensors, self._outputs = tensors, outputs
-        self._needs = [meta.requires_grad for meta in tensors]
-        self._spans: list[tuple[str, int]] = []
+        self._queue = WeightQueue()
+        self._module = to_graph_module(program, groups, device, weight_queue=self._queue)
+        self._program, self._device = program, device
+        names = *program.inputs, *program.params
+        self._tensors = [program.tensor[name] for name in names]
+        self._outputs = [program.tensor[name] for name in program.outputs]
+        self._needs = [meta.requires_grad for meta in self._tensors]
+        self._ops = _Ops(self._module)
         self._has_gradient: list[bool] = []
         self._products: list[tuple[int, bool]] = []
-        self._has: list[bool] = []
-        self._num_forward = 0
-        self._num_written = 0
+        self._is_made: list[bool] = []
 
-    def joint(self, num_inputs: int) -> Joint:
+    def joint(self) -> Joint:
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.proxy_tensor import make_fx
         from torch.utils._python_dispatch import _disable_current_modes
 
+        def run(tensors: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+            return self._run(tensors, grads)
+
         with _disable_current_modes(), FakeTensorMode(), _compiling():
-            tensors = [self._empty(meta) for meta in self._tensors]
-            grads = [self._empty(meta) for meta in self._outputs if _is_continuous(meta)]
-            run = lambda tensors, grads: self._run(tensors, grads)  # noqa: E731  # make_fx counts arguments
-            traced = make_fx(run, tracing_mode="fake")(tensors, grads)
-        return self._read(traced, len(tensors), num_inputs)
+            tensors, grads = (
+                [self._empty(meta) for meta in metas] for metas in (self._tensors, self._outputs)
+            )
+            return self._read(make_fx(run, tracing_mode="fake")(tensors, grads))
 
     def _empty(self, meta: TensorMeta) -> Tensor:
         # Contiguous, as the block that is compiled makes its arguments.
@@ -134,13 +127,12 @@ class _Tracing:
             functional = [FunctionalTensor.to_functional(x) for x in tensors]
             given = [FunctionalTensor.to_functional(x) for x in grads]
             made = self._run_functional(functional, given)
-        results = [_plain(x) for x in made]
-        written = []
-        for x, after in zip(tensors, functional, strict=True):
-            if torch._functionalize_has_data_mutation(after.elem):  # type: ignore[attr-defined]
-                written.append(x.copy_(_plain(after)))
-        self._num_written = len(written)
-        return [*results, *written]
+        written = [
+            x.copy_(_plain(after))
+            for x, after in zip(tensors, functional, strict=True)
+            if torch._functionalize_has_data_mutation(after.elem)  # type: ignore[attr-defined]
+        ]
+        return [*map(_plain, made), *written]
 
     def _run_functional(self, tensors: list[Any], grads: list[Any]) -> list[Tensor]:
         leaves = [
@@ -155,20 +147,11 @@ class _Tracing:
         with torch.enable_grad(), self._queue.collecting((0, 0)):
             pending = self._queue.current
             assert pending is not None
-            outputs = _Noting(self._module, self._spans).run(*leaves)
-            self._num_forward = _num_nodes()
-            self._has_gradient = [
-                x.requires_grad and _is_continuous(meta)
-                for x, meta in zip(outputs, self._outputs, strict=True)
-            ]
-            it = iter(grads)
-            pairs = [
-                (x, grad)
-                for x, meta, has in zip(outputs, self._outputs, self._has_gradient, strict=True)
-                if _is_continuous(meta) and (grad := next(it)) is not None and has
-            ]
-            found = self._gradients(leaves, anchor, pairs, pending)
-        self._has = [grad is not None for grad in found]
+            outputs = self._ops.run(*leaves)
+            self._has_gradient = [x.requires_grad for x in outputs]
+            roots = [(x, g) for x, g in zip(outputs, grads, strict=True) if x.requires_grad]
+            found = self._gradients(leaves, anchor, roots, pending)
+        self._is_made = [grad is not None for grad in found]
         factors = [t for p in pending if _at(p.weight, leaves) is not None for t in (p.x, p.grad)]
         return [*outputs, *(grad for grad in found if grad is not None), *factors]
 
@@ -176,27 +159,29 @@ class _Tracing:
         self,
         leaves: list[Tensor],
         anchor: Tensor,
-        pairs: list[tuple[Tensor, Tensor]],
+        roots: list[tuple[Tensor, Tensor]],
         pending: list[Pending],
     ) -> list[Tensor | None]:
         """Gradients of the leaves; of weights of products only those that other ops leave."""
-        wanted = [anchor, *(x for x, needs in zip(leaves, self._needs, strict=True) if needs)]
-        total: dict[int, Tensor] = {}
+        wanted = [at for at, needs in enumerate(self._needs) if needs]
+        total: list[Tensor | None] = [None] * len(leaves)
 
         def add(roots: Sequence[tuple[Tensor, Tensor]]) -> None:
             if not roots:
                 return
-            xs, grads = zip(*roots, strict=True)
-            for leaf, grad in zip(
-                wanted,
-                torch.autograd.grad(xs, wanted, grads, allow_unused=True, retain_graph=True),
-                strict=True,
-            ):
+            _, *found = torch.autograd.grad(
+                [x for x, _ in roots],
+                [anchor, *(leaves[at] for at in wanted)],
+                [grad for _, grad in roots],
+                allow_unused=True,
+                retain_graph=True,
+            )
+            for at, grad in zip(wanted, found, strict=True):
                 if grad is not None:
-                    before = total.get(id(leaf))
-                    total[id(leaf)] = grad if before is None else before + grad
+                    before = total[at]
+                    total[at] = grad if before is None else before + grad
 
-        add(pairs)
+        add(roots)
         # Autograd does not see weights and biases of products: what lies behind one (a transpose,
         # a cast) gets its gradient here, and a weight that is a parameter outside.
         hidden: list[tuple[Tensor, Tensor]] = []
@@ -211,40 +196,25 @@ class _Tracing:
             if each.bias is not None and each.bias.requires_grad:
                 hidden.append((each.bias, each.grad.sum(0)))
         add(hidden)
-        return [total.get(id(leaf)) for leaf in leaves]
+        return total
 
-    def _read(self, module: fx.GraphModule, count: int, num_inputs: int) -> Joint:
+    def _read(self, module: fx.GraphModule) -> Joint:
         nodes = list(module.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
-        tensors, grads = placeholders[:count], placeholders[count:]
-        (results,) = next(node for node in nodes if node.op == "output").args
-        results = list(results)
-        outputs = results[: len(self._outputs)]
-        rest = iter(results[len(self._outputs) :])
-        made = tuple(next(rest) if has else None for has in self._has)
+        tensors = placeholders[: len(self._tensors)]
+        gradients = zip(placeholders[len(tensors) :], self._has_gradient, strict=True)
+        (results,) = nodes[-1].args
+        rest = iter(results)
+        outputs = tuple(next(rest) for _ in self._outputs)
+        made = tuple(next(rest) if is_made else None for is_made in self._is_made)
         products = tuple(Product(at, way, next(rest), next(rest)) for at, way in self._products)
-        op_of: dict[fx.Node, str] = {}
-        begin = 0
-        for name, end in self._spans:
-            op_of |= dict.fromkeys(nodes[begin:end], name)
-            begin = end
-        continuous = [_is_continuous(meta) for meta in self._outputs]
-        given = iter(grads)
-        by_output = [next(given) if there else None for there in continuous]
         return Joint(
             module=module,
             tensors=tuple(tensors),
-            num_inputs=num_inputs,
-            gradients=tuple(
-                node
-                for node, has in zip(by_output, self._has_gradient, strict=True)
-                if has and node is not None
-            ),
-            forward=frozenset(
-                node for node in nodes[: self._num_forward] if node.op == "call_function"
-            ),
-            op_of={node: name for node, name in op_of.items() if node.op == "call_function"},
-            outputs=tuple(outputs),
+            num_inputs=len(self._program.inputs),
+            gradients=tuple(node for node, has in gradients if has),
+            op_of=self._ops.of,
+            outputs=outputs,
             has_gradient=tuple(self._has_gradient),
             made=made,
             products=products,
@@ -253,28 +223,35 @@ class _Tracing:
         )
 
 
-class _Noting(fx.Interpreter):
-    """Runs a program, noting how many nodes there are in the joint graph after each of its ops."""
+class _Ops(fx.Interpreter):
+    """Runs a program, noting which nodes of the joint graph each of its ops makes. Mutable."""
 
-    def __init__(self, module: fx.GraphModule, spans: list[tuple[str, int]]) -> None:
+    def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
-        self._spans, self._lines = spans, module.meta["lines"]
+        self.of: dict[fx.Node, str] = {}
+        """The op of each node of the forward."""
+        self._lines, self._op = module.meta["lines"], ""
+        self._last: fx.Node | None = None
 
     def run_node(self, n: fx.Node) -> Any:
+        graph = _graph()
+        self._last = self._last or next(reversed(graph.nodes))
         result = super().run_node(n)
-        name, _ = self._lines.get(n.name, ("", 0))
-        if n.target.__class__.__name__ == "builtin_function_or_method" and self._spans:
-            name = name or self._spans[-1][0]  # an item of an op's results
-        self._spans.append((name, _num_nodes()))
+        # (An item of an op's results has no line of its own.)
+        self._op = self._lines.get(n.name, (self._op, 0))[0]
+        while self._last.next.op != "root":
+            self._last = self._last.next
+            self.of[self._last] = self._op
         return result
 
 
-def _num_nodes() -> int:
+def _graph() -> fx.Graph:
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     mode = get_proxy_mode()
     assert mode is not None
-    return len(mode.tracer.graph.nodes)
+    graph: fx.Graph = mode.tracer.graph
+    return graph
 
 
 def _plain(x: Any) -> Tensor:
@@ -285,11 +262,6 @@ def _plain(x: Any) -> Tensor:
 
 def _at(weight: Tensor, leaves: Sequence[Tensor]) -> int | None:
     return next((i for i, leaf in enumerate(leaves) if leaf is weight), None)
-
-
-def _is_continuous(meta: TensorMeta) -> bool:
-    dtype = getattr(torch, meta.dtype)
-    return bool(dtype.is_floating_point or dtype.is_complex)
 
 
 @contextmanager
