@@ -22,7 +22,7 @@ def short_sums_messages(graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
     """Return what to tell a user whose model was cast, where a plan has many microbatches.
 
     One process would have the gradient of the whole batch at once, whose products sum in fp32.
-    With precision "bf16" sums are fp32.
+    With precision "bf16" or "fp16" sums are fp32.
     """
     terms = plan.num_microbatches
     if plan.precision != "model" or terms < _FEW:
