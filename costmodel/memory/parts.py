@@ -74,7 +74,8 @@ class Ranks(Replication):
     @property
     def rests_elsewhere(self) -> bool:
         """Whether no weights are at rest on the device: FSDP2 shards the fp32 masters of 16-bit
-        weights, which are optimizer state here, and with the optimizer on the host the shards are there.
+        weights, which are optimizer state here, and with the optimizer on the host the shards are
+        there.
         """
         return self.is_sharded and (bool(low_dtype(self.precision)) or self.optimizer_on_host)
 

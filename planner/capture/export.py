@@ -205,8 +205,8 @@ def export_batch(
 ) -> Exported:
     """Export a module on meta tensors shaped like `tensors` and read the result.
 
-    These hold so many samples. `rehearsal` is what its forward showed. The module's
-    parameters are in the dtype of the precision already. Calls of modules that are `opaque` become ops. Raises
+    These hold so many samples. `rehearsal` is what its forward showed. The module's parameters are
+    in the dtype of the precision already. Calls of modules that are `opaque` become ops. Raises
     CaptureError in one line, or ModelError when batch and forward do not fit.
     """
     args = _empty(tensors)

@@ -150,7 +150,9 @@ def _train(plan: Plan, where: str, clip: float | None) -> Seen:
         seen.scales += (engine.scaler.scale,)
         after = engine.full_state_dict()
         if is_bad and before:
-            seen.moved_while_skipped = max((after[n] - before[n]).abs().max() for n in before)
+            seen.moved_while_skipped = max(
+                (after[n] - before[n]).abs().max().item() for n in before
+            )
         gradients = {} if is_bad else engine.full_gradients()
         if alone is None:
             continue
@@ -164,8 +166,7 @@ def _train(plan: Plan, where: str, clip: float | None) -> Seen:
                 gap = abs(engine.grad_norm.item() - alone.norm) / alone.norm
                 seen.norm_gap = max(seen.norm_gap, gap)
     if alone is not None:
-        parameters = dict(alone.module.named_parameters())
-        seen.parameter_gap = gap_to_largest(engine.full_state_dict(), parameters)
+        seen.parameter_gap = gap_to_largest(after, dict(alone.module.named_parameters()))
     counts = [] if engine.optimizer is None else engine.optimizer.state.values()
     seen.updates = frozenset(int(state["step"]) for state in counts)
     seen.steps = engine.steps
@@ -220,3 +221,155 @@ def test_fp16_plans_compute_what_one_process_computes_with_torchs_scaler():
         assert whole.parameter_gap <= tolerance, f"{name}: {whole}"
         assert whole.loss_gap < (1e-3 if name == "tp2" else 1e-6), f"{name}: {whole}"
         assert whole.norm_gap < (1e-2 if name == "tp2" else 1e-5), f"{name}: {whole}"
+
+
+def test_the_scale_follows_steps_as_torchs_scaler_does():
+    """Halved by a skip, doubled after a run of good steps, and on from a state of either."""
+    ours = LossScaler(growth_interval=3)
+    theirs = torch.amp.GradScaler("cpu", growth_interval=3)
+    theirs.scale(torch.zeros(()))
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for step, is_bad in enumerate([0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 1]):
+        weight.grad = torch.full((1,), math.nan if is_bad else 1.0)
+        theirs.step(optimizer)
+        theirs.update()
+        ours.follow(is_skipped=bool(is_bad))
+        assert ours.scale == theirs.get_scale(), step
+        state = theirs.state_dict()
+        assert {name: ours.state_dict()[name] for name in state} == state
+        if step == 9:  # in the middle of a run of good steps
+            ours, kept = LossScaler(), ours.state_dict()
+            ours.load_state_dict(state | {"skipped_steps": kept["skipped_steps"]})
+    assert ours.skipped_steps == 4
+
+
+def resumed(folder: str, plans: list[Plan]) -> list[tuple[dict[str, Tensor], dict]]:
+    """Train 4 steps at once, and in two trainings under two plans with a checkpoint between."""
+    found = []
+    for run in (plans[:1], plans):
+        for number, plan in enumerate(run):
+            module = seeded()
+            optimizer = adamw(module)
+            rate = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+            engine = planner.apply(plan, module, optimizer=optimizer, scheduler=rate)
+            if number:
+                engine.load(folder)
+            last = STEPS if len(run) == 1 or number else 2
+            for step in range(engine.steps, last):
+                batch = batch_of(plan.global_batch, step)
+                if step == BAD:
+                    batch["amount"][0] = 1e6
+                engine.step(batch)
+            if len(run) > 1 and not number:
+                engine.save(folder)
+            told = {
+                "lr": rate.get_last_lr()[0],
+                "scaler": engine.scaler.state_dict(),
+                "steps": engine.steps,
+            }
+            state = engine.full_state_dict()
+            engine.close()
+        found.append((state, told))
+    return found
+
+
+def test_a_checkpoint_has_the_scale_and_goes_on_under_another_plan(tmp_path):
+    """The step behind the skip is the checkpoint's last; schedules did not move in the skip."""
+    plans = [plan_for(dp=2, num_microbatches=2), plan_for(pp=2, num_microbatches=4)]
+    (whole, told), (parts, told_of_parts) = run_ranks(resumed, 2, str(tmp_path / "run"), plans)[0]
+    assert told == told_of_parts
+    assert told["lr"] == 1e-3 * 0.5 ** (STEPS - 1)
+    assert told["steps"] == STEPS
+    assert told["scaler"]["scale"] == 32768
+    assert told["scaler"]["_growth_tracker"] == STEPS - 1 - BAD
+    assert told["scaler"]["skipped_steps"] == 1
+    # Microbatches are summed in another order.
+    assert gap_to_largest(parts, whole) < 1e-5
+
+
+def losses_of(plans: list[Plan]) -> list[list[float]]:
+    found = []
+    for plan in plans:
+        module = seeded()
+        made = torch.optim.AdamW(module.parameters(), lr=3e-3)
+        engine = planner.apply(plan, module, optimizer=made, max_grad_norm=1.0)
+        batch = batch_of(plan.global_batch)
+        found.append([engine.step(batch).item() for _ in range(50)])
+        if engine.scaler is not None:
+            assert engine.scaler.skipped_steps == 0
+    return found
+
+
+def test_fifty_steps_in_fp16_stay_close_to_fp32():
+    choices = {"pp": 2, "num_microbatches": 2}
+    plans = [plan_for(precision, **choices) for precision in ("model", "fp16")]
+    in_fp32, in_fp16 = run_ranks(losses_of, 2, plans)[0]
+    assert in_fp32[-1] < 0.25 * in_fp32[0]
+    assert max(abs(a - b) for a, b in zip(in_fp32, in_fp16, strict=True)) < 0.01 * in_fp32[0]
+
+
+def scaled_by(plan: Plan, scale: float, **how) -> tuple[Engine, dict[str, Tensor]]:
+    """Train two updates of two batches each, on this rank alone, from a scale."""
+    module = seeded()
+    engine = planner.apply(plan, module, optimizer=adamw(module), **how)
+    engine.scaler.scale = scale
+    for update in range(2):
+        engine.step(batch_of(plan.global_batch, 2 * update), update=False)
+        engine.step(batch_of(plan.global_batch, 2 * update + 1))
+    return engine, engine.full_state_dict()
+
+
+def test_a_power_of_two_changes_nothing():
+    """Several batches an update, and the norm that is told is that of the loss itself."""
+    plan = plan_for(num_microbatches=2)
+    first, expected = scaled_by(plan, 2.0**10, max_grad_norm=0.1)
+    second, found = scaled_by(plan, 2.0**12, max_grad_norm=0.1)
+    assert first.grad_norm.item() == pytest.approx(second.grad_norm.item(), rel=1e-3)
+    # (But for gradients below what fp16 has, of which a larger scale has more.)
+    assert gap_to_largest(found, expected) < 1e-4
+
+
+def test_the_optimizer_on_the_host_is_passed_over_too():
+    plan = plan_for(num_microbatches=2)
+    on_host = plan.model_copy(update={"optimizer_on_host": True})
+    seen = [_train(each, "batch", math.inf) for each in (plan, on_host)]
+    for each in seen:
+        assert each.skips == tuple(step == BAD for step in range(STEPS))
+        assert each.moved_while_skipped == 0
+        assert each.parameter_gap == 0
+
+
+def test_a_loss_that_no_scale_mends_ends_the_run():
+    """From 4 a scale falls to 1; the third step tells where it began. Unchecked it goes on."""
+    plan = plan_for(num_microbatches=1, microbatch_size=2)
+    batch = batch_of(2)
+    batch["amount"][:] = math.inf
+    for checks in (True, False):
+        module = seeded()
+        engine = planner.apply(plan, module, check_values=checks)
+        engine.scaler.scale = 4.0
+        if checks:
+            with pytest.raises(ValuesError, match=r"step 3: the loss is inf; first in mul"):
+                for _ in range(3):
+                    engine.step(batch)
+        else:
+            for _ in range(3):
+                engine.step(batch)
+            assert engine.scaler.scale == 0.5
+        assert engine.scaler.skipped_steps == (2 if checks else 3)
+
+
+def test_the_log_tells_the_scale():
+    plan = plan_for(num_microbatches=1, microbatch_size=2)
+    module = seeded()
+    engine = planner.apply(plan, module)
+    told: list[dict[str, float]] = []
+    planner.StepLog(engine, every=1, to=(lambda step, figures: told.append(dict(figures)),))
+    bad = batch_of(2)
+    bad["amount"][0] = 1e6
+    for batch in (batch_of(2), bad, batch_of(2)):
+        engine.step(batch)
+    assert [each["loss_scale"] for each in told] == [65536, 32768, 32768]
+    assert [each["skipped_steps"] for each in told] == [0, 1, 1]
+    assert told[0]["loss"] < 10

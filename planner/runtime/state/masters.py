@@ -1,10 +1,10 @@
 """fp32 master copies of 16-bit parameters, and fp32 sums of their gradients.
 
 bfloat16 has eight bits: a weight of 1 does not change by steps under 0.004, and a sum of
-gradients stops growing; with float16's eleven the same happens a little later. So the optimizer steps on fp32 copies, made from the model's own
-values, and each microbatch's gradient is added to an fp32 sum as soon as autograd has it;
-the 16-bit gradient of one parameter at a time is all that is alive of it. After the step the
-parameters are the copies, rounded.
+gradients stops growing; float16 has eleven, and the same happens a little later. So the optimizer
+steps on fp32 copies, made from the model's own values, and each microbatch's gradient is added to
+an fp32 sum as soon as autograd has it; the 16-bit gradient of one parameter at a time is all that
+is alive of it. After the step the parameters are the copies, rounded.
 """
 
 from __future__ import annotations

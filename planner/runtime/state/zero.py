@@ -16,8 +16,8 @@ gathering it would be one exchange a step of what never changes; ZeRO 3 shards a
 as the others, and reduces nothing of it. A number (a parameter without dims) can't be cut, and one
 without elements has nothing to cut: each is whole on every rank, and its gradient is summed as
 without ZeRO. So is a frozen complex one; complex parameters that train are refused. With
-precision "bf16" or "fp16" the shards are fp32, what is gathered is cast, and gradients are summed in
-fp32, over microbatches as over ranks. With the optimizer on the host, that is where the
+precision "bf16" or "fp16" the shards are fp32, what is gathered is cast, and gradients are summed
+in fp32, over microbatches as over ranks. With the optimizer on the host, that is where the
 shards rest: they are copied up to be gathered, and their gradients down once reduced.
 """
 

@@ -429,7 +429,8 @@ class Engine:
         PlanError when the module that the plan was applied to was changed since (a parameter
         frozen, a hook set, evaluation mode), ValuesError, before weights change, where the loss or
         a gradient is NaN or infinite. With precision "fp16" a step whose gradients are not finite
-        is passed over, on all ranks (`is_skipped`), as long as a smaller scale of the loss may help.
+        is passed over, on all ranks (`is_skipped`), as long as a smaller scale of the loss may
+        help.
 
         Without `update` its gradients are kept for the next step with it, which takes the mean
         over all samples (or what `loss_weight` counts) since the last update.
