@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -543,7 +543,11 @@ class Engine:
         return loss
 
     def _scaled(self, feed: Feed) -> Feed:
-        return feed if self.scaler is None else self.scaler.scaled(feed)
+        """Return the feed whose backwards begin with the loss's scale."""
+        if self.scaler is None:
+            return feed
+        scale = self.scaler.scale
+        return replace(feed, loss_weights=[weight * scale for weight in feed.loss_weights])
 
     def _update(self, feed: Feed, loss: Tensor, shared: dist.Work | None) -> None:
         self._finish_gradients(clips_to=self._max_grad_norm)

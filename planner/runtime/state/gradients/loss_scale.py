@@ -15,10 +15,7 @@ All ranks read one number of all gradients (`planner.runtime.step.values`), so a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
-
-from planner.runtime.batches.inputs.feed import Feed
 
 _MOST = 2.0**127
 """The largest power of two in fp32."""
@@ -44,11 +41,6 @@ class LossScaler:
         self.scale, self.skipped_steps = init_scale, 0
         self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
         self._growth_interval, self._good_steps = growth_interval, 0
-
-    def scaled(self, feed: Feed) -> Feed:
-        """Return the feed whose backwards begin with the scale."""
-        # (Of a loss in float16 the product may be infinite: then the first steps find the scale.)
-        return replace(feed, loss_weights=[weight * self.scale for weight in feed.loss_weights])
 
     @property
     def may_fall(self) -> bool:
