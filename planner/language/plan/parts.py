@@ -34,8 +34,9 @@ def precision_named(text: str) -> Precision:
     for known in get_args(Precision):
         if text == known:
             return known
+    *others, last = get_args(Precision)
     raise LayoutError(
-        f"`precision` {text} was given; use {' or '.join(get_args(Precision))}; "
+        f"`precision` {text} was given; use {', '.join(others)} or {last}; "
         "model keeps the dtypes of the model file"
     )
 
