@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
@@ -387,3 +388,79 @@ def test_the_log_tells_the_scale():
     assert [each["loss_scale"] for each in told] == [65536, 32768, 32768]
     assert [each["skipped_steps"] for each in told] == [0, 1, 1]
     assert told[0]["loss"] < 10
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_loop_that_updates_apart_skips_too(fused):
+    """With kernels that pass a wrong step over by themselves, and without; clipped the first time
+    alone: the norm of that update says nothing of the next.
+    """
+    module = seeded()
+    made = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=fused)
+    engine = planner.apply(plan_for(num_microbatches=2), module, optimizer=made)
+    states = [engine.full_state_dict()]
+    for step in range(3):
+        batch = batch_of(2, step)
+        if step == BAD:
+            batch["amount"][0] = 1e6
+        engine.add(batch)
+        engine.finish_gradients(factor=0.5)
+        if step == 0:
+            norm = engine.clip(math.inf).item()
+            gradients = engine.state.trained.gradients()
+            squares = sum(g.square().sum().item() for g in gradients)
+            assert norm == pytest.approx(math.sqrt(squares), rel=1e-5)
+            assert norm < 10  # of half the loss, and not of 65536 times it
+        engine.update()
+        assert engine.is_skipped == (step == BAD)
+        states.append(engine.full_state_dict())
+    moved = [any(not torch.equal(old[n], new[n]) for n in old) for old, new in pairwise(states)]
+    assert moved == [True, False, True]
+    assert {int(state["step"]) for state in engine.optimizer.state.values()} == {2}
+
+
+class Table(nn.Module):
+    """A table whose gradient is rows, under a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(32, 8, sparse=True)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, ids, amount):
+        return (self.head(self.table(ids)).float().square().mean((1, 2)) * amount).mean()
+
+
+def of_table(plans: list[Plan]) -> list[list[dict[str, Tensor]]]:
+    """States after each of three steps, the second of which is passed over in fp16."""
+    found = []
+    for plan in plans:
+        torch.manual_seed(0)
+        module = Table()
+        made = torch.optim.SGD(module.parameters(), lr=0.5)
+        engine = planner.apply(plan, module, optimizer=made)
+        states = []
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            ids = torch.randint(0, 32, (4, 3), generator=generator)
+            amount = torch.tensor([1, 1, 1, 1e9 if step == BAD else 1])
+            if engine.scaler is not None or step != BAD:
+                engine.step({"ids": ids, "amount": amount})
+            states.append(engine.full_state_dict())
+        found.append(states)
+    return found
+
+
+def test_rows_of_a_table_are_scaled_and_passed_over():
+    """On one replica a row is infinite; in fp32 that step is left out by hand."""
+    sizes = [{"ids": torch.zeros(n, 3, dtype=torch.int64), "amount": torch.ones(n)} for n in (2, 3)]
+    plans = []
+    for precision in ("model", "fp16"):
+        graph = capture_module(Table(), *sizes, precision=precision)
+        plan = default_plan(graph, dp=2, num_microbatches=1, microbatch_size=2)
+        plans.append(plan.model_copy(update={"precision": precision}))
+    expected, found = run_ranks(of_table, 2, plans)[0]
+    for step, (in_fp32, in_fp16) in enumerate(zip(expected, found, strict=True)):
+        assert gap_to_largest(in_fp16, in_fp32) < 2e-3, step
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert not torch.equal(found[0]["table.weight"], found[2]["table.weight"])
