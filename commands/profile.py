@@ -51,7 +51,7 @@ def profile(
     ] = False,
     compiled: Annotated[
         bool | None,
-        typer.Option(help="Measure whole blocks through torch.compile, too. Default: on GPUs."),
+        typer.Option(help="Measure whole blocks compiled, too. Default: on GPUs."),
     ] = None,
     budget: Annotated[
         str | None, typer.Option(help="Time to spend, such as 90s or 5m; most useful first.")

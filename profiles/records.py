@@ -556,7 +556,7 @@ class ProfileFile(Record):
     block_correction: dict[Direction, Figure] = Field(default_factory=dict)
     """Measured time of whole blocks over the sum of their ops."""
     compiled_block_correction: dict[Direction, Figure] = Field(default_factory=dict)
-    """The same of blocks through torch.compile."""
+    """The same of compiled blocks."""
     step_fits: tuple[StepFit, ...] = ()
     """Work of a step beside its blocks, such as the optimizer."""
     collective_wait: WaitFit | None = None

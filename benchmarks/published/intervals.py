@@ -201,15 +201,15 @@ def memory_runs(folder: Path) -> list[MemoryRun]:
 
 
 def golden_runs(path: Path) -> list[MemoryRun]:
-    """Return Megatron-LM's regression runs whose flags are priced, each beside the estimate of the
-    rank that prints its memory: the last, of the last stage (megatron/training/global_vars.py,
-    _set_tensorboard_writer).
+    """Return Megatron-LM's regression runs whose flags are priced and whose number of devices is
+    known, each beside the estimate of the rank that prints its memory: the last, of the last stage
+    (megatron/training/global_vars.py, _set_tensorboard_writer).
     """
     prices, found = RowPrices(), []
     for line in records_of(path):
-        if not line["mem_max_mib"]:
+        if not line["mem_max_mib"] or not line["nodes"]:
             continue
-        gpus = int(float(line["nodes"] or 1)) * int(float(line["gpus_per_node"] or 8))
+        gpus = int(float(line["nodes"])) * int(float(line["gpus_per_node"]))
         script = SCRIPTS.get(line["model"], "pretrain_gpt.py")
         flags = parse_flags(f"{script} {line['flags']}")
         run = Run(flags=flags, num_devices=gpus, model={})
@@ -275,6 +275,9 @@ def memory_table(runs: list[MemoryRun]) -> list[dict[str, str | float]]:
             "runtime": runtime,
             "rows": len(mine),
             "error_pct": 100 * float(np.mean([abs(run.error) for run in mine])),
+            "median_pct": 100 * float(np.median([abs(run.error) for run in mine])),
+            "nine_of_ten_pct": 100 * float(np.quantile([abs(run.error) for run in mine], 0.9)),
+            "bias_pct": 100 * float(np.mean([run.error for run in mine])),
             "held_pct": 100 * float(np.mean([run.holds for run in mine])),
         }
         for (source, runtime), mine in groups.items()

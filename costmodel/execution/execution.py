@@ -99,6 +99,9 @@ class Execution:
     attention_copies: bool
     """Fused attention copies queries, keys and values that lie inside a larger tensor, and saves
     the copies in place of that."""
+    masks_batch: bool
+    """With each microbatch a mask of all pairs of positions is loaded, a byte each, on the ranks
+    that have the embedding or the head."""
     samples_first: bool
     """Its attention takes samples ahead of positions, and all else positions ahead of samples: of a
     microbatch of several samples what it makes is saved twice, as it made it and as it is laid for
@@ -152,6 +155,8 @@ class Execution:
     sends_ahead: bool
     """A backward sends its input's gradient before it has made its first block's weight gradients;
     else after the whole backward."""
+    keeps_gradient: bool
+    """A rank keeps the gradient that it sent last to the stage before, until its next backward."""
     uses_all_links: bool
     """Gathers and scatters of ZeRO 3 go over all links of a node, not one."""
     polled_late_s: float

@@ -108,7 +108,9 @@ def _shares(plan: Plan) -> str:
 
 
 def _layouts(plan: Plan) -> str:
-    axes = sorted({layout.axis for layout in plan.layouts if plan.degrees[layout.axis] > 1})
+    # (How tokens come to experts over ep is every system's own.)
+    of_ops = {layout.axis for layout in plan.layouts if layout.axis != "ep"}
+    axes = sorted(axis for axis in of_ops if plan.degrees[axis] > 1)
     return f"placements of ops on {_joined(axes)}" if axes else ""
 
 
@@ -178,7 +180,8 @@ _OTHERS = (
     Feature(name="layouts", fields=("layouts",), used=_layouts),
     # What of it a plan uses is known with its model's graph (`planner.emit.emitter`).
     Feature(name=WHOLE_BATCH, fields=("accept",), used=lambda plan: ""),
-    # How early this project's runtime posts receives. Other systems have their own way; the
-    # results are the same, so nothing is to be told.
+    # How early this project's runtime posts receives, and how it runs blocks. Other systems have
+    # their own way; the results are the same, so nothing is to be told.
     Feature(name="receive-ahead", fields=("receive_ahead",), used=lambda plan: ""),
+    Feature(name="kernels", fields=("kernels",), used=lambda plan: ""),
 )

@@ -318,6 +318,8 @@ def _runtime(run: Run) -> dict[str, Any]:
         row["wide_softmax"] = 1
     if run.has("deterministic-mode"):
         row["deterministic"] = 1
+    if not (run.has("no-create-attention-mask-in-dataloader") or run.is_bert or run.is_t5):
+        row["masks_batch"] = 1
     if run.has("tp-comm-overlap"):
         row["cut_products"] = 1
     if run.has("cross-entropy-loss-fusion"):

@@ -86,7 +86,7 @@ class BlockProbe:
     weight: float
     """How often the model has it."""
     compiled: bool = False
-    """Whether it goes through torch.compile."""
+    """Whether it is compiled."""
 
     @property
     def queries(self) -> tuple[OpQuery, ...]:

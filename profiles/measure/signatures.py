@@ -58,7 +58,7 @@ BLOCK_MICROBATCH_SIZES = (1, 4)
 def blocks(models: Iterable[ModelGraph], *, compiled: bool = False) -> tuple[BlockProbe, ...]:
     """Return a probe of every block class as a whole, at two microbatch sizes.
 
-    `compiled` adds one through torch.compile, which takes long, at the larger size.
+    `compiled` adds a compiled one, which takes long, at the larger size.
     """
     found: dict[tuple, BlockProbe] = {}
     for graph in models:

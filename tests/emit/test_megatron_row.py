@@ -80,6 +80,7 @@ def peak_gib(more: str, gpus: int = 16, flags: str = FLAGS) -> float:
         ("--position-embedding-type none --qk-layernorm", {"positions": "none", "qk_norm": 1}),
         ("--attention-backend unfused", {"attention": "unfused"}),
         ("--transformer-impl local", {"attention": "unfused", "stack": "megatron-local"}),
+        ("", {"masks_batch": 1}),
         ("--deterministic-mode --tp-comm-overlap", {"deterministic": 1, "cut_products": 1}),
         ("--transformer-impl local --use-flash-attn", {"attention": "flash"}),
         # Without --group-query-attention there is a head of keys for each of queries.

@@ -15,6 +15,7 @@ from planner.errors import PlanError
 from planner.language.graph import from_json, to_json
 from planner.language.lowering.defaults import default_plan
 from planner.runtime.process.environment import KERNELS
+from planner.runtime.proofs.dryrun import dry_run
 from planner.runtime.proofs.verify import compare_with_one_process
 from planner.runtime.stage.compiled.kernels import CompilerFailed, compiled, op_by_op
 from planner.runtime.step.engine import Engine
@@ -81,6 +82,21 @@ def test_graphs_equal_one_process():
     assert counts["pp2-zb_h1"] == 4
     # (Rows of a cut table are exchanged by the batch, which stays eager.)
     assert counts["tp2-selective"] == 4
+
+
+@pytest.mark.parametrize("label", ["dp2", "pp2-recompute"])
+def test_a_dry_run_finds_what_is_saved_as_ever(label):
+    """Between jobs to the byte; inside a backward output gradients of products stay to its end."""
+    source = source_of("gpt")
+    graph = capture_source(source)
+    plan = default_plan(graph, microbatch_size=8, **(LAYOUTS | MORE)[label])
+    eager, found = (
+        dry_run(plan.model_copy(update={"kernels": kernels}), graph, source.build)
+        for kernels in ("eager", "compiled")
+    )
+    assert found.rest_bytes == eager.rest_bytes
+    assert [s.end_bytes for s in found.samples] == [s.end_bytes for s in eager.samples]
+    assert found.peak_bytes == pytest.approx(eager.peak_bytes, rel=0.06)
 
 
 @pytest.mark.slow

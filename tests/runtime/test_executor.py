@@ -164,7 +164,7 @@ def test_blocks_of_a_class_share_one_program():
     """P21: one traced program per class, whatever the number of layers and microbatches."""
     engine, batch = _engine(default_plan(capture("gpt"), num_microbatches=4))
     engine.step(batch)
-    programs = {block._program(1) for block in engine.stages[0].blocks}
+    programs = {block.programs[0](1) for block in engine.stages[0].blocks}
     assert len(programs) == len(engine.graph.classes) < len(engine.stages[0].blocks)
 
 

@@ -128,6 +128,14 @@ class Beside(ExpertModules):
         return super().forward(x) + self.experts[0](x)
 
 
+class Penalised(ExpertModules):
+    """Norms of all experts' weights are put together, too."""
+
+    def forward(self, x):
+        norms = torch.stack([expert[0].weight.norm() for expert in self.experts])
+        return super().forward(x) + norms.sum()
+
+
 class Stacked(nn.Module):
     """Experts' weights, put together by the model: of every second one turned."""
 
@@ -157,6 +165,7 @@ def graph_with(kind: type[nn.Module]) -> ModelGraph:
     [
         (Tied, "are used by several experts, or beside them"),
         (Beside, "are used by several experts, or beside them"),
+        (Penalised, "are used by several experts, or beside them"),
         (Stacked, "are not all taken alike"),
     ],
 )

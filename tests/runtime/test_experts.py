@@ -96,9 +96,11 @@ def test_the_norm_counts_each_expert_once() -> None:
             assert gap < RTOL
 
 
-def train_with_tails(plan: Plan, sizes: list[int]) -> tuple[Gaps, float, float]:
+def train_with_tails(
+    plan: Plan, sizes: list[int], name: str = "routed-gpt"
+) -> tuple[Gaps, float, float]:
     torch.set_default_dtype(torch.float64)
-    tiny, module = build("routed-gpt")
+    tiny, module = build(name)
     alone = OneProcess(module, adamw, loss=tiny.loss)
     engine = planner.apply(plan, module, optimizer=adamw(module))
     gaps = train_beside(engine, alone, [tiny.batch(size) for size in sizes])

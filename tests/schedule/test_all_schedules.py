@@ -118,6 +118,8 @@ def bubble_formula(name: str, pp: int, vpp: int, m: int) -> float | None:
         return 3 * (pp - 1) * vpp
     if name == "zb_h1" or (name in ("zb_v", "dualpipe_v") and m >= 2 * pp):
         return pp - 1
+    if name == "zb_h2" and m >= 2 * pp - 1:
+        return pp - 1
     return None
 
 

@@ -72,10 +72,22 @@ def test_v_bubble_of_equal_times(pp: int) -> None:
         assert all(start == end for end, start in spans), "zb_v must not idle inside a rank"
 
 
+@pytest.mark.parametrize("pp", [2, 3, 4, 8])
+def test_ranks_of_zb_h2_wait_at_the_ends_alone(pp: int) -> None:
+    """Qi et al. 2023, figure 3: each rank works from its first forward on without a break."""
+    for m in (2 * pp - 1, 2 * pp, 4 * pp):
+        played = simulate(build("zb_h2", pp, 1, m))
+        for rank in range(pp):
+            spans = zip(played.end_s[rank], played.start_s[rank][1:], strict=False)
+            assert all(start == end for end, start in spans)
+
+
 @pytest.mark.parametrize("pp", [1, 2, 4, 8])
 def test_memory_of_split_schedules(pp: int) -> None:
-    """ZB-H1 and ZB-V hold on every rank what rank 0 of 1F1B does; DualPipe-V half a stage more."""
+    """ZB-H1 and ZB-V hold on every rank what rank 0 of 1F1B does; DualPipe-V half a stage more,
+    ZB-H2 nearly twice as much."""
     for m in (2 * pp, 3 * pp, 16 * pp):
+        assert in_flight(build("zb_h2", pp, 1, m)) == (2 * pp - 1,) * pp
         assert in_flight(build("zb_h1", pp, 1, m)) == (pp,) * pp
         assert in_flight(build("zb_v", pp, 2, m)) == (2 * pp,) * pp
         most = min(2 * pp + 1, 2 * m)

@@ -95,6 +95,7 @@ def _summary(plan: Plan, graph: ModelGraph | None) -> Table:
         ),
         *([("replicas", f"{plan.shares_spelled} samples")] if plan.shares else []),
         *_sequences(plan, graph),
+        *([("experts", _rows(plan))] if plan.degrees["ep"] > 1 else []),
         *([("units", plan.unit.told)] if plan.unit.told else []),
         *(("also takes", shapes_of(bucket.inputs)) for bucket in plan.model.buckets),
         ("schedule", plan.schedule),
@@ -106,6 +107,14 @@ def _summary(plan: Plan, graph: ModelGraph | None) -> Table:
     ):
         table.add_row(Text(name, style="bold"), Text(value))
     return table
+
+
+def _rows(plan: Plan) -> str:
+    """Say how tokens and experts come together."""
+    gathered = sum(layout.axis == "ep" for layout in plan.layouts)
+    if not gathered:
+        return f"over ep: a token goes to those of {plan.degrees['ep']} ranks that have its experts"
+    return f"over ep: all {plan.degrees['ep']} ranks get all tokens, each for its own experts"
 
 
 def _sequences(plan: Plan, graph: ModelGraph | None) -> Iterator[tuple[str, str]]:
@@ -165,6 +174,8 @@ def _layouts(plan: Plan, graph: ModelGraph | None) -> list[RenderableType]:
     found: dict[tuple[str, Degrees], list[ClassLayout]] = {}
     for layout in plan.layouts:
         degrees = plan.degrees.with_own(layout.own_sizes)
+        if layout.axis == "ep":
+            continue  # of how tokens come to experts; no op is split
         found.setdefault((layout.axis, degrees), []).append(layout)
     tables: list[RenderableType] = []
     for (axis, degrees), layouts in found.items():

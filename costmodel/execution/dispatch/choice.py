@@ -15,6 +15,11 @@ GATHERED = "gathered-rows"
 """The dispatcher of blocks whose layout on ep says that tokens are gathered."""
 
 
+def gathers(local: Program) -> bool:
+    """Whether a rank's program gathers tokens."""
+    return any(op.target == GATHER_ROWS for op in local.ops)
+
+
 def may_gather(execution: Execution) -> bool:
     """Whether a runtime has both forms of exchanges."""
     return GATHERED in execution.dispatchers
@@ -28,7 +33,7 @@ def dispatchers_of(
 
     A run that has one dispatcher alone is taken at its word.
     """
-    if any(op.target == GATHER_ROWS for op in local.ops):
+    if gathers(local):
         return (find_dispatcher(GATHERED),)
     found = tuple(find_dispatcher(name) for name in execution.dispatchers if name != GATHERED)
     ranks = axes["ep"].size

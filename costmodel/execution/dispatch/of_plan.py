@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from costmodel.cache import CostCache
+from costmodel.execution.dispatch.choice import gathers
 from costmodel.execution.dispatch.dispatcher import find_dispatcher
 from costmodel.execution.dispatch.exchange import buffer_bytes, exchanges_of
 from costmodel.topology import lowered_groups
@@ -31,7 +32,7 @@ def dispatchers_of_plan(
             continue
         # Where there is no choice, there is nothing to price.
         (name, *others) = costs.execution.dispatchers
-        if others:
+        if others or gathers(local):
             name = costs.block(*of_class).dispatcher
         found.append((name, buffer_bytes(local, axes["ep"].group, find_dispatcher(name))))
     return tuple(found)

@@ -140,6 +140,7 @@ def _samples(rank: RankState, schedule: Schedule, edges: Sequence[Edge]) -> Iter
         receive_ahead=plan.receive_ahead,
         traffic=traffic,
         streams_keep=has_communicators(rank),
+        keeps_gradient=rank.costs.execution.keeps_gradient,
     )
 
 

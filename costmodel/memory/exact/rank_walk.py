@@ -68,13 +68,15 @@ def walk_rank(
     receive_ahead: int,
     traffic: Traffic | None = None,
     streams_keep: bool = False,
+    keeps_gradient: bool = False,
 ) -> Iterator[MemorySample]:
     """Yield a sample for each job of a rank; `home` gives the pp rank of a stage.
 
     Receives are posted `receive_ahead` jobs ahead. Without `traffic` they are posted in the order
     of need, and what is sent has left at once. `streams_keep` says that messages are received on
     streams of their own: what is freed then can't be allocated again before all that such a stream
-    was given has come, so up to `receive_ahead` jobs' messages more.
+    was given has come, so up to `receive_ahead` jobs' messages more. `keeps_gradient` says that the
+    gradient which a backward sent stays to the next.
     """
     tally = _RankTally(stages, home, traffic or Traffic())
     kept = receive_ahead * tally.most_wanted_bytes if streams_keep else 0
@@ -90,6 +92,9 @@ def walk_rank(
         host_bytes = 0 if offloads is None else offloads.move(position, tally)
         sample = tally.run(job, variant, host_bytes)
         yield sample.with_more_buffers(kept) if kept else sample
+        if keeps_gradient and job.kind is not JobKind.FORWARD:
+            kept += tally.most_sent_back_bytes
+            keeps_gradient = False
 
 
 _Place = tuple[int, int]
@@ -188,6 +193,15 @@ class _RankTally:
         """The most bytes that a job gets from other ranks."""
         found = (sum(m.num_bytes for m in messages) for messages in self._arriving.values())
         return max(found, default=0)
+
+    @property
+    def most_sent_back_bytes(self) -> int:
+        """The most bytes that a backward sends to other ranks."""
+        return max(
+            sum(m.num_bytes for m in self._arriving[stage, False] if m.requires_grad)
+            for stage, is_grad in self._arriving
+            if not is_grad
+        )
 
     def _wanted(self, job: Job) -> list[tuple[int, Arrival]]:
         """Return what a job gets from other ranks, each with the rank that sends it."""

@@ -78,7 +78,7 @@ class RankState:
             table_states=sum(_states_bytes(table) for table in self.device_tables),
             # Before a table's are more than the table has rows, each is added up.
             table_rows=sum(min(t.rows, t.looked_up) * t.row_bytes for t in self.device_tables),
-            batch=_batch_bytes(self.plan, self.costs.graph),
+            batch=_batch_bytes(self.plan, self.costs.graph) + _mask_bytes(self),
             workspaces=workspace_bytes(
                 self.costs, [block for stage in self.stages.values() for block in stage.walk.blocks]
             ),
@@ -147,6 +147,20 @@ def _frozen_bytes(rank: RankState) -> int:
 
 def _batch_bytes(plan: Plan, graph: ModelGraph) -> int:
     return sum(graph.tensor[name].bytes_at(plan.global_units) for name in graph.batch_inputs)
+
+
+def _mask_bytes(rank: RankState) -> int:
+    """Return the bytes of a microbatch's mask, of which cp ranks have the rows of their own."""
+    graph, plan = rank.costs.graph, rank.plan
+    first, last = 0, len(graph.blocks) - 1
+    has_ends = any({first, last} & {*plan.stages[s].blocks} for s in rank.stages)
+    if not (rank.costs.execution.masks_batch and has_ends):
+        return 0
+    stage = min(rank.stages)
+    samples, positions = graph.tensor[graph.batch_inputs[0]].shape_at(
+        plan.stage_microbatch_size(stage)
+    )
+    return samples * positions**2 // plan.stage_degrees(stage)["cp"]
 
 
 def _host_bytes(rank: RankState) -> Amount:

@@ -39,12 +39,12 @@ SCHEDULES = {
     "interleaved-1f1b": "interleaved_1f1b",
     "gpipe": "fthenb",
     "zb-1p": "zb_h1",
-    "zb-2p": "zb_h1",
+    "zb-2p": "zb_h2",
     "zb-v": "zb_v",
 }
-"""Our schedules by the names of rows. ZB-2p has the idle time of ZB-1p within a step: what it gains
-is that ranks begin the next step at different times (Qi et al. 2023, section 4), which an estimate
-of one step does not show."""
+"""Our schedules by the names of rows. ZB-2p has the idle time of ZB-1p within a step, with twice
+the microbatches in flight: what it gains is that ranks begin the next step at different times (Qi
+et al. 2023, section 4), which an estimate of one step does not show."""
 
 
 KEPT_MODELS = 64

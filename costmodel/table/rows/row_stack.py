@@ -168,6 +168,8 @@ def _said_parts(cells: Cells, stack: Execution) -> Execution:
         stack = replace(stack, samples_first=takes_flash)
     if cells.given("grouped_experts", least=0) == 0:
         stack = replace(stack, grouped_streams=0)
+    if cells.given("masks_batch", least=0):
+        stack = replace(stack, masks_batch=True)
     if cells.given("cut_products", least=0):
         stack = replace(stack, layer_workspaces=CUT_STREAMS)
     gradient_bytes = cells.given("gradient_bytes")

@@ -63,7 +63,7 @@ def profiled_times(
     Rows of experts go by `dispatcher`. `recomputed` names the ops that run again in the backward,
     collectives among them. Fused `kernels` take less time, where a program can be compiled.
     """
-    if why_eager(local) is not None:
+    if kernels == "fused" and why_eager(local) is not None:
         kernels = "eager"
     products = deferrable_products(local)
     tensor = local.tensor

@@ -61,7 +61,10 @@ PRICED: dict[str, dict[str, str]] = {
         "": "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split",
         "str": "pipeline-model-parallel-layout",
     },
-    "the batch": {"int": "micro-batch-size global-batch-size"},
+    "the batch": {
+        "int": "micro-batch-size global-batch-size",
+        "": "no-create-attention-mask-in-dataloader",
+    },
     "what is recomputed": {
         "": "recompute-activations moe-layer-recompute",
         "str": "recompute-granularity recompute-method",

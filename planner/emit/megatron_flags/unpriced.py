@@ -317,7 +317,7 @@ UNPRICED: dict[str, dict[str, str]] = {
             "dataloader-fast-cache-load dataloader-defer-npy-index-mmap no-mmap-bin-files "
             "mock-data reset-position-ids reset-attention-mask "
             "dataloader-inter-document-masking eod-mask-loss "
-            "no-create-attention-mask-in-dataloader allow-ambiguous-pad-tokens fim-data "
+            "allow-ambiguous-pad-tokens fim-data "
             "enable-msc disable-msc sft"
         ),
         "float": (

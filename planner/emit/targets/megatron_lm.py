@@ -71,7 +71,8 @@ def _dispatcher(plan: Plan) -> dict[str, str]:
     name = plan.estimate.get("experts", {}).get("dispatchers", ["alltoall"])[0]
     if name in ("deepep", "hybridep"):
         return {"moe-token-dispatcher-type": "flex", "moe-flex-dispatcher-backend": name}
-    return {"moe-token-dispatcher-type": name if name == "allgather" else "alltoall"}
+    gathers = name in ("allgather", "gathered-rows")
+    return {"moe-token-dispatcher-type": "allgather" if gathers else "alltoall"}
 
 
 def pipeline_layout(parts: Sequence[StageParts]) -> str:

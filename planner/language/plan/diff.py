@@ -159,6 +159,7 @@ def _decided(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "tables on the host", ", ".join(plan.tables_on_host)
     yield "optimizer", "on the host" if plan.optimizer_on_host else "on the device"
     yield "receives posted ahead", str(plan.receive_ahead)
+    yield "kernels", plan.kernels
     yield "priced for", plan.execution
     yield "cluster", f"{plan.cluster.name}, {plan.cluster.devices_per_node} devices per node"
 
@@ -210,7 +211,8 @@ def layouts(before: Plan, after: Plan) -> tuple[Change, ...]:
             continue
         index, axis, degrees = key
         name = f"class {index} on {axis} {degrees[axis]}"
-        found.append(Change(name=name, before=_spelled(was, now), after=_spelled(now, was)))
+        spelled = _rows_spelled if axis == "ep" else _spelled
+        found.append(Change(name=name, before=spelled(was, now), after=spelled(now, was)))
     return tuple(found)
 
 
@@ -248,6 +250,11 @@ def _by_layout(plan: Plan) -> dict[tuple[int, str, Degrees], _Layout]:
         )
         for each in plan.layouts
     }
+
+
+def _rows_spelled(layout: _Layout | None, other: _Layout | None) -> str:
+    """Say how tokens come to experts."""
+    return "rows exchanged" if layout is None else "tokens gathered"
 
 
 def _spelled(layout: _Layout | None, other: _Layout | None) -> str:

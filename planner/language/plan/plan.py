@@ -20,7 +20,7 @@ from planner.errors import LayoutError
 from planner.language.graph.batch_split import BatchSplit
 from planner.language.graph.unit import Unit
 from planner.language.layout import axes
-from planner.language.layout.axes import Degrees, degree_names
+from planner.language.layout.axes import Degrees, degree_names, lowered_axes
 from planner.language.layout.class_layout import MOST, ClassLayout, DegreesField, Record, gathered
 from planner.language.layout.process_mesh import ProcessMesh
 from planner.language.plan.accepted import check_accept
@@ -281,6 +281,14 @@ class Plan(Record):
             ),
             None,
         )
+
+    def layouts_of(self, class_index: int, *, degrees: Degrees) -> tuple[ClassLayout, ...]:
+        """Return a class's layouts for stages of these degrees: on axes that blocks are lowered on,
+        innermost first, and on ep.
+        """
+        axes = (*(axis.name for axis in lowered_axes()), "ep")
+        found = (self.layout(class_index, axis=axis, degrees=degrees) for axis in axes)
+        return tuple(layout for layout in found if layout is not None)
 
     @property
     def on_host(self) -> tuple[str, ...]:

@@ -22,13 +22,12 @@ from planner.language.across.cut.whole_batch import graph_under
 from planner.language.graph import ModelGraph, Program
 from planner.language.lowering.lowering import local_program
 from planner.language.ops.recompute_choice import ops_made_again
-from planner.language.ops.record import is_random
 from planner.language.plan import Plan
 from planner.runtime.process.groups.mesh import Mesh
 from planner.runtime.stage.compiled.block import CompiledBlock
 from planner.runtime.stage.compiled.halves import cut
 from planner.runtime.stage.compiled.kernels import Compiler
-from planner.runtime.stage.compiled.trace import NotCompilable, trace
+from planner.runtime.stage.compiled.trace import trace
 from planner.runtime.stage.program_fx import to_graph_module
 from planner.runtime.stage.recompute import Keeper
 from planner.runtime.stage.weight_grads import WeightQueue
@@ -86,8 +85,6 @@ class Programs:
             parts = self._parts(bucket)
             program = self._lowered(class_index, bucket, self._own_size, parts)
             again = self._made_again(class_index, bucket, program) if recomputes else frozenset()
-            if any(op.name in again and is_random(op) for op in program.ops):
-                raise NotCompilable("it draws random numbers in ops that recomputation runs again")
             block = CompiledBlock(
                 cut(trace(program, self._groups(), self._mesh.device), made_again=again),
                 compiler,

@@ -64,8 +64,9 @@ class BlockModule(nn.Module):
         unreached: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
-        self._program, self._slots, self._away = program, slots, away
-        self._recomputing, self._keeps_all = recomputing or program, True
+        # Where all is to be kept, and elsewhere.
+        self.programs = program, recomputing or program
+        self._slots, self._away, self._keeps_all = slots, away, True
         self._written = written
         self.unreached, self.reached = unreached or {}, set[str]()
         self.params_are_dtensors = self.frees_params = False
@@ -80,7 +81,7 @@ class BlockModule(nn.Module):
         keep_all: bool = False,
     ) -> tuple[Tensor, ...]:
         """Run the block on local tensors; with `keep_all` there is no recomputation."""
-        self._keeps_all = keep_all
+        self._keeps_all = keep_all or not torch.is_grad_enabled()
         if self.recomputed is not None and not keep_all:
             # The second run reads what the first one read: other microbatches have written since.
             found = {position: passed[position].clone() for position in self._written}
@@ -110,7 +111,7 @@ class BlockModule(nn.Module):
             params = [_cast_whole(param, self.casts_whole_to) for param in params]
         if self._away is not None:
             self._away.hold(params)
-        program = (self._program if self._keeps_all else self._recomputing)(num_samples)
+        program = self.programs[not self._keeps_all](num_samples)
         with noting_reached(self.reached) if self.unreached else nullcontext():
             made = program(*inputs, *params)
         return _apart(made, params) if self.frees_params else made

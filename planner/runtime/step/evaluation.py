@@ -72,17 +72,18 @@ class Evaluation:
                 first = state.plan.stages[index].first_block
                 blocks: list[Any] = list(stage.blocks)
                 for position, block in enumerate(blocks):
-                    changed.append((block, block._program))
+                    changed.append((block, block.programs))
                     class_index = state.graph.blocks[first + position].class_index
                     # The block stays: its parameters, FSDP2's hooks and shards are those of
                     # training.
-                    block._program = programs.of_class(class_index)
+                    program = programs.of_class(class_index)
+                    block.programs = program, program
                 moved.append((stage.passed, dict(stage.passed)))
                 stage.passed.update(self._of_first_replica(index))
             yield
         finally:
             for block, program in changed:
-                block._program = program
+                block.programs = program
             for passed, before in moved:
                 passed.update(before)
 

@@ -77,21 +77,22 @@ def watching(
     by_block: dict[int, list[Watched]] = {}
     for watched in seen.wanted:
         by_block.setdefault(watched.block, []).append(watched)
-    changed: list[tuple[BlockModule, Callable[..., Any]]] = []
+    changed: list[tuple[BlockModule, Any]] = []
     try:
         for index, here in by_block.items():
             stage = stage_of(state.plan, index)
             if stage in state.stages:
                 position = index - state.plan.stages[stage].first_block
                 block: Any = state.stages[stage].blocks[position]
-                changed.append((block, block._program))
-                block._program = _handing_out(
+                changed.append((block, block.programs))
+                handing_out = _handing_out(
                     state.graph.blocks[index].class_index, programs, job, here, seen.pieces
                 )
+                block.programs = handing_out, handing_out
         yield seen
     finally:
-        for block, program in changed:
-            block._program = program
+        for block, own in changed:
+            block.programs = own
 
 
 def gathered(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -22,11 +23,14 @@ from planner.runtime.stage.recompute import Keeper
 from planner.runtime.stage.weight_grads import WeightQueue
 from tests.runtime.alone import mesh_of
 from tests.sharding.models import captured
+from tests.sharding.op_cases import CASES
 from tests.sharding.programs import one_op, random_values
 
 CPU = torch.device("cpu")
 MODELS = {"gpt": 1, "resnet": 2, "hf-mixtral": 1}
 """A class of each: a layer; one with BatchNorm, which writes buffers; one with experts."""
+QUICK = ("gpt", "resnet")
+BY_VALUES = {"bias_of_runs", "product_of_runs", "stack_of_runs"}
 
 
 def both(program, compiler=op_by_op, made_again=()):
@@ -71,7 +75,9 @@ def assert_equal(found, expected, atol=0.0):
             torch.testing.assert_close(a.detach(), b.detach(), rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS if n not in QUICK)]
+)
 def test_a_block_computes_and_saves_what_its_ops_do(name):
     if name.startswith("hf-"):
         pytest.importorskip("transformers")
@@ -86,6 +92,40 @@ def test_a_block_computes_and_saves_what_its_ops_do(name):
     found, kept_bytes = run(recomputing, program, queue)
     assert_equal(found, expected)
     assert kept_bytes < 0.8 * saved_bytes
+
+
+@pytest.mark.parametrize("name", sorted(set(CASES) - BY_VALUES))
+def test_a_graph_of_each_op_computes_and_saves_what_it_does(name):
+    torch.manual_seed(0)
+    single = CASES[name](random.Random(name), 2)
+    eager, block, _ = both(single.program)
+
+    def run_once(form):
+        torch.manual_seed(1)  # of what they draw
+        tensors = [
+            x.clone().detach().requires_grad_(single.program.tensor[n].requires_grad)
+            for n, x in zip(single.program.inputs, single.inputs, strict=True)
+        ]
+        saved = {}
+        with saved_tensors_hooks(
+            lambda x: (saved.update({x.untyped_storage()._cdata: x}), x)[1], lambda x: x
+        ):
+            outputs = form(*tensors)
+        roots = [x for x in outputs if x.requires_grad]
+        if roots:
+            torch.autograd.backward(roots, [torch.ones_like(x) / 3 for x in roots])
+        found = [*outputs, *(x.grad for x in tensors), *tensors]
+        return found, sum(x.untyped_storage().nbytes() for x in saved.values()), len(roots)
+
+    expected, eager_bytes, num_roots = run_once(eager)
+    found, saved_bytes, num_found = run_once(block)
+    assert num_found == num_roots
+    assert saved_bytes <= eager_bytes
+    for a, b in zip(found, expected, strict=True):
+        if a is None or b is None:  # a gradient of zeros may be left out
+            assert not any(x is not None and x.any() for x in (a, b))
+        else:
+            torch.testing.assert_close(a.detach(), b.detach(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_weight_gradients_wait_for_their_job():
@@ -173,3 +213,7 @@ def test_what_no_graph_holds_is_refused_by_its_reason():
     ops = (replace(program.ops[0], target="planner.deal_runs"), *program.ops[1:])
     with pytest.raises(NotCompilable, match="follows from their values"):
         trace(replace(program, ops=ops), {}, CPU)
+    ops = (replace(program.ops[0], target="aten.nonzero.default", args=program.ops[0].args[:1]),)
+    outputs = program.ops[0].outputs
+    with pytest.raises(NotCompilable, match="no graph holds it: Dynamic"):
+        trace(replace(program, ops=ops, outputs=outputs), {}, CPU)

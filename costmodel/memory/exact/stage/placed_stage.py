@@ -16,7 +16,7 @@ from costmodel.memory.parts import keeps_sums
 from costmodel.memory.saved import HELD_ANYWAY, Storage
 from costmodel.topology import replica_mesh
 from planner.language.graph import size_at
-from planner.language.layout.axes import lowered_axes, split_axes
+from planner.language.layout.axes import split_axes
 from planner.language.layout.placements import WHOLE, Placements
 from planner.language.lowering.wiring import Edge, block_placements
 from planner.language.plan import Plan, Recompute
@@ -210,15 +210,7 @@ class PlacedStages:
                     block.class_index,
                     size,
                     degrees,
-                    tuple(
-                        layout
-                        for axis in lowered_axes()
-                        if (
-                            layout := plan.layout(
-                                block.class_index, axis=axis.name, degrees=degrees
-                            )
-                        )
-                    ),
+                    plan.layouts_of(block.class_index, degrees=degrees),
                     recompute=choice,
                     recomputed=recomputed.get(block.class_index),
                 )

@@ -67,21 +67,38 @@ class Gathering(Spreading):
         """Return the program of a rank. Raises LayoutError where rows are used beside experts."""
         self._sorts = [op for op in self._program.ops if op.target == SORT_ROWS]
         self._tokens: dict[str, str] = {}
+        for sort in self._sorts:
+            if {*sort.outputs}.intersection(self._program.outputs):
+                self._refuse(sort.outputs[0])
         found = super().run(taking)
         made = {name for op in found.ops for name in op.outputs}
         left = made | {*found.inputs, *found.params}
         return replace(found, tensors=tuple(meta for meta in found.tensors if meta.name in left))
 
+    def _borders(self, taking: list[Op]) -> tuple[set[str], set[str]]:
+        """Return the copies of tokens, and all that is made of them until they are summed."""
+        going = {op.outputs[0] for op in self._sorts}
+        after, before = set(going), set[str]()
+        for op in self._program.ops:
+            if op.target == UNSORT_ROWS:
+                before.add(op.inputs[0])
+            elif after.intersection(op.inputs):
+                after.update(op.outputs)
+        for op in reversed(self._program.ops):
+            if before.intersection(op.outputs):
+                before.update(op.inputs)
+        return going, (after & before) - going
+
     def _add(self, op: Op, going: set[str], inside: set[str], weights: set[str]) -> None:
-        if op.target == SORT_ROWS and op.outputs[0] in going:
+        if op.target == SORT_ROWS:
             self.ops.append(self._gather(op))
-        elif op.target == UNSORT_ROWS and op.inputs[0] in inside and op.inputs[1] in self._tokens:
+        elif op.target == UNSORT_ROWS and op.inputs[0] in inside:
             self.ops.append(self._scatter(op))
         else:
             takes_ends = takes_runs(op) or op.target == STACK_OF_RUNS
             made = {name for sort in self._sorts for name in sort.outputs[: 3 - takes_ends]}
             if not inside.intersection(op.outputs) and (inside | made).intersection(op.inputs):
-                self._refuse(op)
+                self._refuse(op.outputs[0])
             super()._add(op, going, inside, weights)
 
     def _gather(self, sort: Op) -> Op:
@@ -104,20 +121,21 @@ class Gathering(Spreading):
         assert isinstance(order, Ref)
         tokens = self._tokens[order.name]
         args = (rows, Ref(f"{order.name}_own"), weights, Ref(tokens), copies, "ep")
-        return replace(op, target=SCATTER_ROWS, args=args)
+        # (Not the sum's name: what a plan says of that, to run it again, is not of this.)
+        return replace(op, name=f"{op.name}_scattered", target=SCATTER_ROWS, args=args)
 
     def _own_ends(self, ends: str) -> str:
         if f"{ends}_own" not in self.tensors:
-            self._refuse(self._maker[ends])
+            self._refuse(ends)
         return f"{ends}_own"
 
     def _exchanged(self, name: str, *, back: bool) -> str:
         if back or f"{name}_sent" not in self.tensors:
-            self._refuse(self._maker[name])
+            self._refuse(name)
         return f"{name}_sent"
 
-    def _refuse(self, op: Op) -> NoReturn:
+    def _refuse(self, name: str) -> NoReturn:
         raise LayoutError(
-            f"tokens of experts can't be gathered over ep: rows at op {op.name} are not sorted "
-            "for them, or are used beside them; exchange rows instead, with no layout on ep"
+            f"tokens of experts can't be gathered over ep: rows at {name} are not sorted for them, "
+            "or are used beside them; exchange rows instead, with no layout on ep"
         )

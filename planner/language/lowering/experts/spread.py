@@ -52,7 +52,7 @@ class Spreading:
         for name, has_all in weights.items():
             if has_all:
                 self.tensors[name] = self._own_experts(self.tensors[name])
-        going, inside = _rows_of_experts(program, taking)
+        going, inside = self._borders(taking)
         for name in inside:
             self.tensors[name] = self._with_fullest(self.tensors[name])
         self._follow_runs(going | inside)
@@ -71,6 +71,10 @@ class Spreading:
             ops=tuple(self.ops),
             tensors=tuple(meta for name, meta in self.tensors.items() if name not in others),
         )
+
+    def _borders(self, taking: list[Op]) -> tuple[set[str], set[str]]:
+        """Return the rows that go to experts, and those that are with them."""
+        return _rows_of_experts(self._program, taking)
 
     def _of_own(self, op: Op, others: set[str]) -> Op:
         """Return what puts weights together without those of others' experts."""

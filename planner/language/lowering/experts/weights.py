@@ -13,7 +13,7 @@ All ranks run one program, which has the names of the first rank's parameters (`
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.errors import LayoutError
@@ -36,11 +36,13 @@ class Weights:
     Attributes:
         experts: how many there are.
         params: a parameter [experts, ...], or of each expert one of its own, in their order.
+        stack: the op that puts these together; "" for one parameter.
         why_not: why ranks of ep cannot have their own of them; empty if they can.
     """
 
     experts: int
     params: tuple[str, ...]
+    stack: str = ""
     why_not: str = ""
 
     @property
@@ -83,9 +85,9 @@ def weights_of_experts(program: Program) -> tuple[Weights, ...]:
         return ()
     makers = {name: op for op in program.ops for name in op.outputs}
     found = [_weights(program, makers, op.inputs[1]) for op in taking]
-    alone = _used_alone(program, found, makers)
+    alone = _used_alone(program, found)
     return tuple(
-        Weights(experts=each.experts, params=each.params, why_not=_SHARED)
+        replace(each, why_not=_SHARED)
         if each.are_modules and not each.why_not and not alone.issuperset(each.params)
         else each
         for each in found
@@ -99,7 +101,7 @@ def _weights(program: Program, makers: Mapping[str, Op], name: str) -> Weights:
     while name in makers:
         maker = makers[name]
         if len(parts := stacked(maker)) == experts:
-            return _modules(program, makers, parts)
+            return _modules(program, makers, maker.name, parts)
         if len({*maker.inputs}) != 1 or program.tensor[maker.inputs[0]].shape[:1] != (experts,):
             return Weights(experts=experts, params=(_first(makers, name),), why_not=_CUT_OTHERWISE)
         name = maker.inputs[0]
@@ -107,21 +109,26 @@ def _weights(program: Program, makers: Mapping[str, Op], name: str) -> Weights:
 
 
 def _first(makers: Mapping[str, Op], name: str) -> str:
-    while name in makers:
+    while name in makers and makers[name].inputs:
         name = makers[name].inputs[-1]
     return name
 
 
-def _modules(program: Program, makers: Mapping[str, Op], parts: tuple[str, ...]) -> Weights:
+def _modules(
+    program: Program, makers: Mapping[str, Op], stack: str, parts: tuple[str, ...]
+) -> Weights:
     """Follow each part of a stack back: all to parameters, by the same ops, and each to another."""
     ways = [_way_back(makers, part) for part in parts]
     params = tuple(name for name, _ in ways)
     metas = [program.tensor[name] for name in params]
-    like = {(steps, m.kind, m.shape, m.dtype) for (_, steps), m in zip(ways, metas, strict=True)}
+    like = {
+        (steps, meta.kind, meta.shape, meta.dtype, meta.requires_grad)
+        for (_, steps), meta in zip(ways, metas, strict=True)
+    }
     why_not = _SHARED if len({*params}) < len(params) else ""
     if len(like) > 1 or metas[0].kind != "param":
         why_not = _UNLIKE
-    return Weights(experts=len(parts), params=params, why_not=why_not)
+    return Weights(experts=len(parts), params=params, stack=stack, why_not=why_not)
 
 
 def _way_back(makers: Mapping[str, Op], name: str) -> tuple[str, tuple[Any, ...]]:
@@ -135,22 +142,23 @@ def _way_back(makers: Mapping[str, Op], name: str) -> tuple[str, tuple[Any, ...]
     return name, tuple(steps)
 
 
-def _used_alone(program: Program, found: list[Weights], makers: Mapping[str, Op]) -> frozenset[str]:
+def _used_alone(program: Program, found: list[Weights]) -> frozenset[str]:
     """Return the parameters of modules that nothing uses but stacks of the same experts' own."""
-    stacks: dict[str, set[tuple[str, ...]]] = {}
+    taken: dict[str, set[tuple[str, ...]]] = {}
     for each in found:
         for name in each.params if each.are_modules else ():
-            stacks.setdefault(name, set()).add(each.params)
+            taken.setdefault(name, set()).add(each.params)
+    stacks = {each.stack for each in found}
     # What is made of one of them alone, on its way to a stack.
-    of = {name: name for name in stacks}
-    beside = {name for name in program.outputs if name in of}
+    of, beside = {name: name for name in taken}, set[str]()
     for op in program.ops:
         met = {of[name] for name in op.inputs if name in of}
         if len({*op.inputs}) == 1 and met:
             of |= dict.fromkeys(op.outputs, *met)
-        elif met and not stacked(op):
+        elif op.name not in stacks:
             beside |= met
-    return frozenset(name for name, taken in stacks.items() if len(taken) == 1) - beside
+    beside |= {of[name] for name in program.outputs if name in of}
+    return frozenset(name for name, lists in taken.items() if len(lists) == 1) - beside
 
 
 def expert_params(program: Program) -> frozenset[str]:

@@ -197,31 +197,47 @@ def _rows_in_other_order(call: KernelCall, *, forward: bool) -> int:
     return call.num_bytes(call.op.inputs[0] if is_back else call.op.outputs[0])
 
 
+def _picked_bytes(call: Call) -> float:
+    """The tokens that are picked: as many as copies."""
+    return call.tensor[call.op.outputs[0]].bytes_at(1)
+
+
+def _summed_bytes(call: Call) -> float:
+    """Copies, these times their weights, and the sums of all ranks that they are added to."""
+    copies, *_, tokens = call.op.inputs
+    ranks = call.tensor[tokens].shape_at(1)[0]
+    products = 2 * (len(call.op.inputs) > 3)  # written, and read again
+    each = call.tensor[copies].bytes_at(1)
+    return (1 + products + 2) * each + ranks * call.tensor[call.op.outputs[0]].bytes_at(1)
+
+
 _TOKEN = DTYPE_BYTES["int64"]
 """Bytes of the number of the token that a copy is of, where tokens have several."""
 
 
 def _tokens_of_all(call: KernelCall, *, forward: bool) -> int:
-    """The tokens of all ranks, or the sums of their gradients, and which of them each copy is."""
+    """The tokens of all ranks, and which of them each copy is; or the sums of their gradients, to
+    the end.
+    """
     rows, experts = call.op.inputs
-    ranks = int(call.op.args[3])  # type: ignore[arg-type]
+    every = int(call.op.args[3]) * call.num_bytes(rows)  # type: ignore[arg-type]
     several = call.numel(experts) > call.shape(rows)[0]
-    return ranks * call.num_bytes(rows) + _TOKEN * call.numel(call.op.outputs[1]) * several
+    return every + _TOKEN * call.numel(call.op.outputs[1]) * several * forward
 
 
 def _sums_of_all(call: KernelCall, *, forward: bool) -> int:
-    """Sums of the tokens of all ranks, or their gradients; copies times their weights, or what sums
-    are gradients of these.
+    """Copies times their weights, those of all ranks, and the sums of all tokens, to the end; or
+    the gradients of these, and then products whose sums are gradients of weights.
     """
     copies, order, *weights, tokens = call.op.inputs
     ranks, made = call.shape(tokens)[0], call.op.outputs[0]
-    every = ranks * call.num_bytes(made) + _TOKEN * call.numel(order) * (call.op.args[4] != 1)
-    if not weights:
-        return every
-    product = call.numel(copies) * call.element_bytes(made)
+    every, product = ranks * call.num_bytes(made), 0
+    if weights:
+        product = call.numel(copies) * call.element_bytes(made)
     if forward:
-        return every + product + ranks * call.num_bytes(weights[0])
-    return max(every, product * call.needs_grad(weights[0]))
+        return every + product + ranks * sum(map(call.num_bytes, weights))
+    every += _TOKEN * call.numel(order) * (call.op.args[4] != 1)
+    return max(every, product * any(map(call.needs_grad, weights)))
 
 
 def _saved_of_sums(call: KernelCall) -> Saved:
@@ -324,6 +340,7 @@ register(
     OpFamily(
         name="tokens of all ranks, for a rank's experts",
         targets=(GATHER_ROWS,),
+        reads=_picked_bytes,
         scratch=_tokens_of_all,
         saved=lambda call: Saved(tensors=call.op.outputs[1:2]),
         recomputed=False,  # other ranks would have to take part
@@ -333,6 +350,7 @@ register(
     OpFamily(
         name="sums by token, over all ranks",
         targets=(SCATTER_ROWS,),
+        reads=_summed_bytes,
         scratch=_sums_of_all,
         saved=_saved_of_sums,
         recomputed=False,  # other ranks would have to take part

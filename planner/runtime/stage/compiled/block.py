@@ -25,8 +25,9 @@ class CompiledBlock:
         eager: Callable[..., tuple[Tensor, ...]],
         queue: WeightQueue | None,
     ) -> None:
-        """`eager` runs where nothing is saved (an evaluation); `queue` is where the stage's weight
-        gradients wait for W jobs, if they do.
+        """`eager` runs where nothing is saved (an evaluation), and where ops are looked at one by
+        one (anomaly mode); `queue` is where the stage's weight gradients wait for W jobs, if they
+        do.
         """
         self.halves, self.queue, self._eager = halves, queue, eager
         self.forward = compiler(halves.forward)
@@ -34,9 +35,14 @@ class CompiledBlock:
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the block on inputs and params."""
-        if not torch.is_grad_enabled() or any(
-            x.requires_grad and not needs
-            for x, needs in zip(tensors, self.halves.needs, strict=True)
+        looked_at = torch.is_anomaly_enabled()
+        if (
+            looked_at
+            or not torch.is_grad_enabled()
+            or any(
+                x.requires_grad and not needs
+                for x, needs in zip(tensors, self.halves.needs, strict=True)
+            )
         ):
             return self._eager(*tensors)
         # Kernels are made for one order in memory.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from planner.runtime.stage.compiled.trace import Joint
+from planner.runtime.stage.compiled.trace import Joint, NotCompilable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,13 @@ class Halves:
 
 
 def cut(joint: Joint, *, made_again: Collection[str] = ()) -> Halves:
-    """Cut a joint graph; of the ops `made_again` (by the program's names) nothing is saved."""
+    """Cut a joint graph; of the ops `made_again` (by the program's names) nothing is saved.
+
+    Raises NotCompilable where these draw random numbers: they would draw others.
+    """
+    again = {node for node, name in joint.op_of.items() if name in made_again}
+    if any(_draws(node) for node in again):
+        raise NotCompilable("it draws random numbers in ops that recomputation runs again")
     results = list(
         dict.fromkeys(
             [
@@ -57,7 +63,7 @@ def cut(joint: Joint, *, made_again: Collection[str] = ()) -> Halves:
             ]
         )
     )
-    saved = _saved(joint, results, {n for n, name in joint.op_of.items() if name in made_again})
+    saved = _saved(joint, results, again)
     tensors = [node for node in joint.tensors if node in saved]
     made = [node for node in saved if node not in joint.tensors]
     returned = list(dict.fromkeys([*joint.outputs, *made]))
@@ -110,6 +116,13 @@ def _is_view(node: fx.Node) -> bool:
         return False
     infos = [each.alias_info for each in node.target._schema.returns]
     return any(info is not None and not info.is_write for info in infos)
+
+
+def _draws(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and (
+        torch.Tag.nondeterministic_seeded in target.tags
+    )
 
 
 def _base(node: fx.Node) -> fx.Node:

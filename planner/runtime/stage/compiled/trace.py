@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed import ProcessGroup
 
+from planner.capture.diagnose import first_line
 from planner.language.graph import Program, TensorMeta
 from planner.language.ops.record import why_eager
 from planner.runtime.stage.program_fx import to_graph_module
@@ -82,7 +83,10 @@ def trace(
     module = to_graph_module(program, groups, device, weight_queue=queue)
     metas = [program.tensor[name] for name in (*program.inputs, *program.params)]
     outs = [program.tensor[name] for name in program.outputs]
-    return _Tracing(module, queue, metas, outs, device).joint(len(program.inputs))
+    try:
+        return _Tracing(module, queue, metas, outs, device).joint(len(program.inputs))
+    except Exception as error:  # of anybody's ops, whose work may follow from values
+        raise NotCompilable(f"no graph holds it: {first_line(error)}") from error
 
 
 class _Tracing:
@@ -145,7 +149,7 @@ class _Tracing:
         ]
         # Autograd walks to what it is asked for: a product of which only the weight has a gradient
         # hangs on this.
-        anchor = tensors[0].new_empty(0, dtype=torch.float32).requires_grad_()
+        anchor = torch.empty(0, device=self._device, requires_grad=True)
         for part in self._module.children():
             part.anchor = anchor
         with torch.enable_grad(), self._queue.collecting((0, 0)):
