@@ -247,6 +247,23 @@ def test_fp16_plans_compute_what_one_process_computes_with_torchs_scaler():
         assert whole.norm_gap < (1e-2 if is_rounded else 1e-5), f"{name}: {whole}"
 
 
+@pytest.mark.slow
+def test_one_rank_of_four_is_enough_for_a_skip():
+    """Of stages with replicas and shards, the last rank of the last stage alone."""
+    cases = {
+        "dp2 pp2": {"dp": 2, "pp": 2, "num_microbatches": 2},
+        "dp2 pp2 ZeRO-1": {"dp": 2, "pp": 2, "num_microbatches": 2, "zero_stage": 1},
+        "tp2 dp2": {"tp": 2, "dp": 2, "num_microbatches": 2},
+    }
+    plans = [(GPT, plan_for(**choices), "rank", None) for choices in cases.values()]
+    for name, ranks in zip(cases, zip(*run_ranks(train, 4, plans), strict=True), strict=True):
+        assert {seen.skips for seen in ranks} == {(False, True, False, False)}, name
+        assert {seen.scales for seen in ranks} == {ranks[0].expected_scales}, name
+        assert {seen.updates for seen in ranks} == {frozenset({STEPS - 1})}, name
+        assert ranks[0].moved_while_skipped == 0, name
+        assert ranks[0].parameter_gap <= (2e-2 if "tp2" in name else 0), f"{name}: {ranks[0]}"
+
+
 def test_the_scale_follows_steps_as_torchs_scaler_does():
     """Halved by a skip, doubled after a run of good steps, and on from a state of either."""
     ours = LossScaler(growth_interval=3)
