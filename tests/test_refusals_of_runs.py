@@ -292,7 +292,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "flags.txt is not readable (…); give a text of flags": written(
         b"\xff", "flags.txt", lambda path: check(flags=str(path), gpus=1)
     ),
-    "--precision fp4 was given; use model, bf16 or fp16; model keeps the dtypes of the model file": (
+    "--precision fp4 was given; use model, bf16 or fp16; model keeps the dtypes of …": (
         lambda: parse_precision("fp4")
     ),
     "--length 0 is not understood; write lengths (whole numbers above 0)": lambda: parse_counts(
