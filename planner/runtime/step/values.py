@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -66,8 +66,6 @@ class Look:
         """
         self.flag = is_finite.logical_not().float()
         self._is_finite, self._arrived, self._norm = is_finite, None, norm
-        if isinstance(is_finite, FakeTensor):  # in a dry run, which has no values
-            return
         if devices.is_accelerator(is_finite.device):
             # Its own event: the stream gets more to do before the host reads.
             self._is_finite = torch.empty((), dtype=torch.bool, pin_memory=True)
@@ -77,11 +75,12 @@ class Look:
 
     def is_wrong(self) -> bool:
         """Wait for the flag, and nothing that was given to the device since; return it."""
-        if isinstance(self._is_finite, FakeTensor):
-            return False
         if self._arrived is not None:
             self._arrived.synchronize()
-        return not self._is_finite
+        try:
+            return not self._is_finite
+        except DataDependentOutputException:  # in a dry run, which has no values
+            return False
 
     def has_finite_gradients(self) -> bool:
         """Whether gradients are finite, and the loss is what is wrong; waits for the device."""
