@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from costmodel.execution import Execution, find_execution
-from costmodel.execution.dispatch.imbalance import Imbalance, most_rows
+from costmodel.execution.dispatch.imbalance import Imbalance, experts_per_token, most_rows
 from costmodel.execution.executed_program import price_program
 from costmodel.execution.own_modules import with_own_modules
 from costmodel.execution.rings import with_rings
@@ -364,6 +364,12 @@ class CostCache:
     def has_experts(self, class_index: int) -> bool:
         """Whether blocks of a class multiply runs of rows, one an expert."""
         return class_index in self._of_experts
+
+    @cached_property
+    def experts_per_token(self) -> int:
+        """The experts that a token has in each block; the fewest, where blocks differ."""
+        found = (experts_per_token(self.graph.classes[index]) for index in self._of_experts)
+        return min(found, default=1)
 
     @cached_property
     def _of_experts(self) -> frozenset[int]:

@@ -24,6 +24,7 @@ from typing import NamedTuple, get_args
 
 from costmodel import CostCache
 from costmodel.execution.dispatch.choice import may_gather
+from costmodel.execution.dispatch.of_plan import exchanges_s
 from costmodel.memory.bound import NOTHING, OnHost, kept_bytes
 from costmodel.time.block.program import accumulate_seconds
 from costmodel.topology import replica_mesh
@@ -243,25 +244,34 @@ class SizedCandidates:
         return self._tables_of[by_class]
 
     def _ways(self, by_class: tuple[ClassLayout, ...]) -> Iterator[StageTable]:
-        """Yield tables of layouts on tp, of all ways on outer axes, and to bring tokens to experts.
+        """Yield tables of layouts on tp, of all ways on outer axes, with tokens brought to experts
+        in the form whose collectives take least.
 
         Raises LayoutError where outer axes cannot divide what the layouts make.
         """
         for table in self._ways_on_outer(by_class):
-            yield table
-            with suppress(LayoutError):
-                yield from self._gathering(table.layouts)
+            gathered = self._gathered(table.layouts)
+            # All tokens on each rank take more memory than the rows of its experts where a token
+            # has fewer experts than there are ranks: then either form may be the one that fits.
+            if gathered is None or self.degrees["ep"] > self.candidates.costs.experts_per_token:
+                yield table
+            if gathered is not None:
+                yield self._table_of(gathered)
 
-    def _gathering(self, layouts: tuple[ClassLayout, ...]) -> Iterator[StageTable]:
-        """Yield the table of layouts with tokens of experts gathered over ep, where the runtime has
-        that. Raises LayoutError where rows are used beside experts.
+    def _gathered(self, layouts: tuple[ClassLayout, ...]) -> tuple[ClassLayout, ...] | None:
+        """Return the layouts with tokens of experts gathered over ep, where the runtime has that
+        and it takes less; None: they are exchanged.
         """
-        costs = self.candidates.costs
+        costs, sizes = self.candidates.costs, (self.microbatch_size, self.degrees)
         if self.degrees["ep"] == 1 or not may_gather(costs.execution):
-            return
+            return None
         on_ep = (gathered_layout(each, at) for at, each in enumerate(costs.graph.classes))
-        if found := tuple(layout for layout in on_ep if layout is not None):
-            yield self._table_of((*layouts, *found))
+        found = (*layouts, *(layout for layout in on_ep if layout is not None))
+        try:
+            is_less = exchanges_s(costs, *sizes, found) < exchanges_s(costs, *sizes, layouts)
+        except LayoutError:  # rows are used beside experts
+            return None
+        return found if is_less else None
 
     def _ways_on_outer(self, by_class: tuple[ClassLayout, ...]) -> Iterator[StageTable]:
         """Yield tables of layouts on tp: where an axis cuts sequences, of all kinds of attention

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from costmodel.cache import CostCache
-from costmodel.execution.dispatch.choice import gathers
+from costmodel.execution.dispatch.choice import dispatchers_of, gathers
 from costmodel.execution.dispatch.dispatcher import find_dispatcher
-from costmodel.execution.dispatch.exchange import buffer_bytes, exchanges_of
+from costmodel.execution.dispatch.exchange import (
+    buffer_bytes,
+    exchange_seconds,
+    exchanges_of,
+)
 from costmodel.topology import lowered_groups
-from planner.language.plan import Plan
+from planner.language.layout.axes import Degrees
+from planner.language.plan import ClassLayout, Plan
+
+
+def exchanges_s(
+    costs: CostCache, microbatch_size: int, degrees: Degrees, layouts: tuple[ClassLayout, ...]
+) -> float:
+    """Return the seconds of the exchanges of all blocks for a microbatch, there and back, forward
+    and backward, nothing hidden.
+    """
+    axes, total = lowered_groups(costs.cluster, degrees), 0.0
+    uses = Counter(block.class_index for block in costs.graph.blocks)
+    for index, count in uses.items():
+        if costs.has_experts(index):
+            own = tuple(layout for layout in layouts if layout.class_index == index)
+            local = costs.local(index, microbatch_size, degrees, own)
+            device = costs.profile.cluster.device
+            dispatcher, *_ = dispatchers_of(costs.execution, local, device, axes)
+            for op in exchanges_of(local):
+                found = exchange_seconds(op, local, costs.profile, axes["ep"], dispatcher)
+                total += count * (sum(found) + 2 * dispatcher.call_s)
+    return total
 
 
 def dispatchers_of_plan(

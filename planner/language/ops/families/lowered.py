@@ -203,12 +203,11 @@ def _picked_bytes(call: Call) -> float:
 
 
 def _summed_bytes(call: Call) -> float:
-    """Copies, these times their weights, and the sums of all ranks that they are added to."""
+    """Copies, and the sums of all ranks that they are added to."""
     copies, *_, tokens = call.op.inputs
     ranks = call.tensor[tokens].shape_at(1)[0]
-    products = 2 * (len(call.op.inputs) > 3)  # written, and read again
-    each = call.tensor[copies].bytes_at(1)
-    return (1 + products + 2) * each + ranks * call.tensor[call.op.outputs[0]].bytes_at(1)
+    sums = ranks * call.tensor[call.op.outputs[0]].bytes_at(1)
+    return call.tensor[copies].bytes_at(1) + sums
 
 
 _TOKEN = DTYPE_BYTES["int64"]

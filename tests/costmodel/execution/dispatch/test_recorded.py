@@ -161,10 +161,8 @@ def test_a_search_prices_what_it_is_told_and_its_plan_says_so() -> None:
         return result.plan
 
     even, uneven = searched(0.0), searched(1.0)
-    # (The host's launches take as long; nobody waits for rows of the fullest rank.)
-    assert even.estimate["step_s"] <= uneven.estimate["step_s"]
+    assert even.estimate["step_s"] < uneven.estimate["step_s"]
     told = uneven.estimate["experts"]
-    assert told["dispatchers"] == ["gathered-rows"]
     assert (told["imbalance"], told["imbalance_from"], told["memory_odds"]) == (1.0, "given", 0.9)
     # Of 4 experts, 2 a token, a rank of 4 has one: at most twice the mean.
     assert told["fullest"] == 2
