@@ -41,7 +41,10 @@ def profile(
         str, typer.Option(help="With --num-nodes: host:port of one of the nodes, the same on all.")
     ] = "",
     precision: Annotated[
-        str, typer.Option(help="model: the model's own dtypes; bf16: as trained with --precision.")
+        str,
+        typer.Option(
+            help="model: the model's own dtypes; bf16 or fp16: as trained with --precision."
+        ),
     ] = "model",
     grid: Annotated[
         bool, typer.Option("--grid", help="With model files: measure the standard grid, too.")

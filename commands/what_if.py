@@ -54,7 +54,9 @@ def what_if(
     length: Annotated[
         str | None, typer.Option(help="Other sequence lengths, by batch(size, LENGTH): 4096,8192.")
     ] = None,
-    precision: Annotated[str | None, typer.Option(help="model,bf16 or one of them.")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="Of model, bf16 and fp16, as in model,bf16.")
+    ] = None,
     execution: Annotated[
         str | None, typer.Option(help="Other runtimes, such as ours-compiled,megatron-core.")
     ] = None,

@@ -76,10 +76,11 @@ def apply(
     rank reads its own pieces. `pad` gives by path what fills a batch's tensors up to the next of
     the shapes that the plan states, such as ``{"ids": 0, "labels": -100}``. With `check_values` a
     step whose loss or gradients are NaN or infinite raises, before weights change, and says where
-    that began. With `balance_documents` samples of packed documents change places in their global
-    batch, so that replicas and microbatches get about as much of attention's work, where one
-    process computes the same. Raises PlanError or ModelError when plan, model and processes do not
-    belong together.
+    that began; with precision "fp16" where no smaller scale of the loss may help, and a step whose
+    gradients are not finite is passed over. With `balance_documents` samples of packed documents
+    change places in their global batch, so that replicas and microbatches get about as much of
+    attention's work, where one process computes the same. Raises PlanError or ModelError when plan,
+    model and processes do not belong together.
     """
     from planner.runtime.apply import apply_plan
 

@@ -125,8 +125,8 @@ class Question:
     precision: Annotated[
         str | None,
         typer.Option(
-            help="model: the model's own dtypes; bf16: with fp32 master weights. Default: as a "
-            "configuration says, else model.",
+            help="model: the model's own dtypes; bf16 or fp16: with fp32 master weights, of fp16 a "
+            "loss that is scaled. Default: as a configuration says, else model.",
             rich_help_panel=TRAINING,
         ),
     ] = None

@@ -34,13 +34,14 @@ def read_deepspeed(path: Path, gpus: int | None) -> tuple[dict[str, Any], dict[s
     tp = _number(path, tensor, "autotp_size") or 1
     if batch is None and micro is not None and gpus is not None:
         batch = micro * (accumulated or 1) * max(1, gpus // tp)
-    halves = {_switch(path, name, _section(path, said, name)) for name in ("bf16", "fp16")} - {None}
+    halves = {name: _switch(path, name, _section(path, said, name)) for name in ("bf16", "fp16")}
     clip = said.get("gradient_clipping", 0)
     if clip != "auto" and (not isinstance(clip, int | float) or clip != clip):
         raise PlannerError(f"--deepspeed {path} has gradient_clipping {clip!r}; it takes a number")
     trained: dict[str, Any] = {"execution": "deepspeed-zero3"}
-    if halves:
-        trained["precision"] = "bf16" if True in halves else "model"
+    if any(switch is not None for switch in halves.values()):
+        on = [name for name, switch in halves.items() if switch is True]
+        trained["precision"] = on[0] if on else "model"
     if clip != "auto":
         trained["clip_gradients"] = clip > 0
     if batch is not None:

@@ -118,7 +118,7 @@ def _trained(path: Path, run: Any, gpus: int | None, stack: str) -> dict[str, An
     except ValueError:
         raise ModelError(f"{path}: --clip-grad {clip} was given; it takes a number") from None
     found: dict[str, Any] = {
-        "precision": "bf16" if run.has("bf16") or run.has("fp16") else "model",
+        "precision": next((name for name in ("bf16", "fp16") if run.has(name)), "model"),
         "clip_gradients": clips,
         "execution": stack,
     }

@@ -176,8 +176,10 @@ CHOICES = (
         meaning="What waits in the host's memory. Left open, only where nothing else fits.",
     ),
     Field(
-        name="precision", label="Precision", flag="--precision", values=("", "bf16", "model"),
-        meaning="bf16: products in bf16, weights also kept in fp32. model: as the model is "
+        name="precision", label="Precision", flag="--precision",
+        values=("", "bf16", "fp16", "model"),
+        meaning="bf16, fp16: products in 16 bits, weights also kept in fp32; fp16 scales the loss. "
+        "model: as the model is "
         "written. Not searched: blank is bf16 for sizes, model for a file.",
     ),
     Field(

@@ -20,7 +20,7 @@ MAX_MOMENTS = 40
 
 JOB_NAMES = (
     "F0.2: forward of stage 0, microbatch 2; B, I, W: backward, of inputs alone, of weights alone; "
-    "REDUCE: sums of gradients; O: optimizer"
+    "REDUCE: sums of gradients; CHECK: whether they are finite; O: optimizer"
 )
 """What the names of parts of a step mean."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from planner.errors import PlannerError
-from planner.language.plan.parts import Precision
+from planner.language.plan.parts import Precision, low_dtype
 from planner.language.stacks import execution_of, stack_names
 
 BF16_BYTES = 2
@@ -192,13 +192,12 @@ class Execution:
 
     def bucket_factor(self, precision: Precision) -> int:
         """Return the bytes of a gradient in buckets beside the sums over those of its parameter."""
-        return (
-            self.bucket_bytes // BF16_BYTES if precision == "bf16" else int(self.bucket_bytes > 0)
-        )
+        is_cast = low_dtype(precision)
+        return self.bucket_bytes // BF16_BYTES if is_cast else int(self.bucket_bytes > 0)
 
     def sum_factor(self, precision: Precision) -> int:
         """Return the bytes of a gradient's sum over those of its parameter."""
-        return self.gradient_bytes // BF16_BYTES if precision == "bf16" else 1
+        return self.gradient_bytes // BF16_BYTES if low_dtype(precision) else 1
 
 
 _FIELDS = tuple(field.name for field in fields(Execution))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 
 from costmodel.execution import Execution
+from planner.language.plan.parts import low_dtype
 from planner.language.plan.replication import Replication
 from profiles import Profile
 from profiles.profile import Amount
@@ -72,17 +73,18 @@ class Ranks(Replication):
 
     @property
     def rests_elsewhere(self) -> bool:
-        """Whether no weights are at rest on the device: FSDP2 shards the fp32 masters in bf16,
-        which are optimizer state here, and with the optimizer on the host the shards are there.
+        """Whether no weights are at rest on the device: FSDP2 shards the fp32 masters of 16-bit
+        weights, which are optimizer state here, and with the optimizer on the host the shards are
+        there.
         """
-        return self.is_sharded and (self.precision == "bf16" or self.optimizer_on_host)
+        return self.is_sharded and (bool(low_dtype(self.precision)) or self.optimizer_on_host)
 
     @property
     def optimizer_states(self) -> int:
         """Tensors of optimizer state on the device, as large as what is stepped: AdamW's two
-        moments, and in bf16 the fp32 masters.
+        moments, and of 16-bit weights the fp32 masters.
         """
-        return 0 if self.optimizer_on_host else ADAMW_STATES + (self.precision == "bf16")
+        return 0 if self.optimizer_on_host else ADAMW_STATES + bool(low_dtype(self.precision))
 
     @property
     def copies_update(self) -> bool:

@@ -26,7 +26,7 @@ from planner.capture.checks.on_meta.rehearsal import Rehearsal, rehearse
 from planner.capture.checks.stays_on_meta import OnMeta
 from planner.capture.diagnose import explain
 from planner.capture.flex import flex_written_out
-from planner.capture.modes.precision import MixedDtypes
+from planner.capture.modes.precision import mixed_dtypes
 from planner.capture.opaque import OpaqueModules
 from planner.capture.reading.read import Reader
 from planner.capture.reading.record import Exported
@@ -93,7 +93,7 @@ class _LossModule(torch.nn.Module):
         with self.made:
             if self._planner_precision == "model":
                 return self._planner_branches.run(self._loss, batch)
-            with MixedDtypes():
+            with mixed_dtypes(self._planner_precision):
                 return self._planner_branches.run(self._loss, batch).float()
 
     def _loss(self, batch: Any) -> torch.Tensor:
@@ -205,8 +205,8 @@ def export_batch(
 ) -> Exported:
     """Export a module on meta tensors shaped like `tensors` and read the result.
 
-    These hold so many samples. `rehearsal` is what its forward showed. For precision "bf16" the
-    module's parameters are bfloat16 already. Calls of modules that are `opaque` become ops. Raises
+    These hold so many samples. `rehearsal` is what its forward showed. The module's parameters are
+    in the dtype of the precision already. Calls of modules that are `opaque` become ops. Raises
     CaptureError in one line, or ModelError when batch and forward do not fit.
     """
     args = _empty(tensors)

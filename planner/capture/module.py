@@ -126,8 +126,9 @@ def capture_module(
     """Capture a module on example batches of two and of three samples.
 
     Where samples belong together these are two and three units of them. The module may hold real
-    or meta tensors; it is not changed, and its weights are not copied. Precision "bf16" captures it
-    cast (see `planner.capture.modes.precision`), which is another graph with another fingerprint.
+    or meta tensors; it is not changed, and its weights are not copied. Precisions "bf16" and
+    "fp16" capture it cast (see `planner.capture.modes.precision`), which is another graph with
+    another fingerprint.
 
     Raises CaptureError when it can't be captured at all, or not as a function of the batch size;
     ModelError when the batches do not fit.
@@ -163,7 +164,7 @@ def _captured(
                 "leave out of its attributes what copy.deepcopy does not take (locks, files, "
                 "nodes of an autograd graph)"
             ) from error
-        return cast_parameters(meta) if precision == "bf16" and of is module else meta
+        return cast_parameters(meta, precision) if of is module else meta
 
     paths = long_lists(module)
     opaque = OpaqueModules(precision=precision, unit=unit.size)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from planner.language.layout.axes import degree_names
-from planner.language.plan import Plan
+from planner.language.plan import Plan, low_dtype
 from planner.language.schedule.placements import loop_placement
 
 
@@ -154,7 +154,9 @@ _OTHERS = (
         name="precision",
         fields=("precision",),
         used=lambda plan: (
-            "bf16 with fp32 master weights" if plan.precision == "bf16" else "the model's dtypes"
+            f"{plan.precision} with fp32 master weights"
+            if low_dtype(plan.precision)
+            else "the model's dtypes"
         ),
     ),
     Feature(

@@ -13,7 +13,7 @@ from math import ceil
 
 from planner.errors import PlanError
 from planner.language.graph import ModelGraph
-from planner.language.plan import Plan, StagePlan
+from planner.language.plan import Plan, StagePlan, low_dtype
 from planner.language.plan.node_runs import NodeRun, node_runs
 from planner.language.plan.schedule_of import schedule_of
 from planner.language.schedule import Schedule
@@ -262,9 +262,8 @@ class PlanView:
     @cached_property
     def trained_dtype(self) -> str:
         """The dtype of the model's parameters as it is trained, ``mixed`` where they differ."""
-        if self.plan.precision == "bf16":
-            return "bfloat16"
-        return self.layered("the dtype of the model").dtype
+        cast = low_dtype(self.plan.precision)
+        return cast or self.layered("the dtype of the model").dtype
 
     @cached_property
     def sizes(self) -> Sizes | None:

@@ -342,7 +342,7 @@ class PlannerTrainer(Trainer):
             logged.add(loss * (count / sum(counted)))
         self.control = handler.on_optimizer_step(args, self.state, self.control)
         logged.rate = self._get_learning_rate()
-        if not isinstance(self.lr_scheduler, ReduceLROnPlateau):
+        if not isinstance(self.lr_scheduler, ReduceLROnPlateau) and not self.engine.is_skipped:
             self.lr_scheduler.step()
         self.state.global_step += 1
         if per_pass is not None:

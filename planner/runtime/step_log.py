@@ -34,6 +34,8 @@ class StepLog:
 
     loss               mean over the samples since the last line
     lr, grad_norm      of the last update (grad_norm where gradients are clipped)
+    loss_scale         with precision "fp16", of the next step; loss and grad_norm are not scaled.
+                       skipped_steps are those that were passed over since the training began
     step_s             seconds for an update, with everything between two of them
     samples_per_s      and tokens_per_s, where `tokens_per_sample` is given
     model_tflop_per_s  of one device: the flop of the model's ops forward and backward, once each,
@@ -107,6 +109,9 @@ class StepLog:
             figures["grad_norm"] = float(engine.grad_norm)
         if engine.optimizer is not None and engine.optimizer.param_groups:
             figures["lr"] = float(engine.optimizer.param_groups[0]["lr"])
+        if engine.scaler is not None:
+            figures["loss_scale"] = engine.scaler.scale
+            figures["skipped_steps"] = engine.scaler.skipped_steps
         rate = self._samples / seconds
         figures["step_s"] = seconds / (engine.steps - self._steps)
         figures["samples_per_s"] = rate

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from planner.capture import capture_module
-from planner.capture.modes.precision import MixedDtypes, cast_parameters
+from planner.capture.modes.precision import cast_parameters, mixed_dtypes
 from planner.capture.source.capture_cache import load_graph
 from planner.language.plan import batch_spec
 from tests.builders import tiny_models
@@ -100,11 +100,11 @@ def test_the_cache_keeps_a_capture_for_each_precision(tmp_path, monkeypatch):
 @pytest.mark.parametrize("statistics", [True, False])
 def test_batch_norm_of_an_fp32_input_takes_fp32_weights(statistics):
     """A CPU or GPU kernel runs on what the capture makes: one dtype, or all but x in fp32."""
-    norm = cast_parameters(nn.BatchNorm1d(4, track_running_stats=statistics))
+    norm = cast_parameters(nn.BatchNorm1d(4, track_running_stats=statistics), "bf16")
     x = torch.linspace(-1, 2, 8).view(2, 4)
     expected = nn.BatchNorm1d(4, track_running_stats=statistics)(x)
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
-        with MixedDtypes():
+        with mixed_dtypes("bf16"):
             found = norm(x.to(dtype))
         assert found.dtype == dtype
         torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
@@ -131,7 +131,7 @@ def test_kernels_of_one_dtype_beside_products_compute_in_the_widest(name):
     call = vectors()[name]
     with pytest.raises(RuntimeError):  # without the mode there is no such call
         call()
-    with MixedDtypes():
+    with mixed_dtypes("bf16"):
         assert call().dtype == torch.float32
 
 
@@ -150,8 +150,8 @@ def test_layers_take_float_features_of_a_batch(layer):
     """The first layer of a model of time series gets fp32 from the batch; autocast casts it."""
     x = torch.linspace(-1, 1, 12).view(3, 4)
     expected = layer(x)
-    with MixedDtypes():
-        found = cast_parameters(copy.deepcopy(layer))(x)
+    with mixed_dtypes("bf16"):
+        found = cast_parameters(copy.deepcopy(layer), "bf16")(x)
     found, expected = (y[0] if isinstance(y, tuple) else y for y in (found, expected))
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), expected, rtol=0.03, atol=0.03)
@@ -174,5 +174,5 @@ def test_a_recurrent_model_of_float_features_is_captured_in_bf16():
     module = Recurrent()
     expected = module(**batch(4))
     graph = capture_cast(module, batch)
-    found = interpret(graph, cast_parameters(copy.deepcopy(module)), batch(4))
+    found = interpret(graph, cast_parameters(copy.deepcopy(module), "bf16"), batch(4))
     torch.testing.assert_close(found, expected, rtol=3e-2, atol=0)

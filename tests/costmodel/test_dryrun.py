@@ -115,6 +115,7 @@ def routed(precision="model", kind=RoutedExperts):
         {"dp": 2, "ep": 2, "recompute": "selective"},
         {"dp": 4, "ep": 4, "zero_stage": 1},  # each rank has other experts, which nobody shards
         {"dp": 4, "ep": 4, "zero_stage": 1, "precision": "bf16"},
+        {"dp": 4, "ep": 4, "zero_stage": 1, "precision": "fp16"},
         pytest.param(
             {"dp": 4, "ep": 2, "zero_stage": 1, "precision": "bf16"}, marks=pytest.mark.slow
         ),

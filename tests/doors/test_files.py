@@ -201,6 +201,14 @@ def test_a_deepspeed_json_is_a_run(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_fp16_is_read_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"fp16": {"enabled": True}, "bf16": {"enabled": False}}))
+    assert read_deepspeed(path, 8)[0]["precision"] == "fp16"
+    _, found = opened(tmp_path / "run.sh", MEGATRON.replace("--bf16", "--fp16"), gpus=16)
+    assert found.trained["precision"] == "fp16"
+
+
 def without(values: dict, *names: str) -> dict:
     return {name: value for name, value in values.items() if name not in names}
 

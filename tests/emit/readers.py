@@ -113,6 +113,7 @@ DEEPSPEED_FIELDS = {
         "offload_optimizer": {"device": ("none", "cpu", "nvme"), "pin_memory": bool},
     },
     "bf16": {"enabled": bool},
+    "fp16": {"enabled": bool},
     "data_types": {"grad_accum_dtype": ("fp32", "fp16", "bf16")},
     "tensor_parallel": {"autotp_size": int},
     "expert_parallel": {"enabled": bool, "autoep_size": int},
@@ -147,7 +148,7 @@ ACCELERATE_FIELDS = {
     "main_process_ip": str,
     "main_process_port": int,
     "rdzv_backend": ("static",),
-    "mixed_precision": ("no", "bf16"),
+    "mixed_precision": ("no", "bf16", "fp16"),
     "use_cpu": bool,
     "debug": bool,
     "fsdp_config": {

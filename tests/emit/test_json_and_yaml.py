@@ -157,6 +157,30 @@ def test_nanotron_refuses_by_name():
     assert zero_bubble == {"schedule"}
 
 
+@pytest.mark.parametrize("zero", [0, 2])
+def test_deepspeed_scales_the_loss_of_fp16(zero):
+    """It takes no fp32 sums of fp16 gradients without ZeRO, and says so."""
+    view = changed(view_of(**FLAT | {"zero_stage": zero}), precision="fp16")
+    emitted = emit(view, find_emitter("deepspeed"))
+    config = json.loads(emitted.files["deepspeed.json"])
+    assert_documented(config, DEEPSPEED_FIELDS)
+    assert config["fp16"] == {"enabled": True}
+    assert "bf16" not in config
+    assert config.get("data_types") == ({"grad_accum_dtype": "fp32"} if zero else None)
+    assert any("gradients of fp16 in fp16" in note for note in emitted.notes) == (zero == 0)
+
+
+def test_who_has_no_fp16_refuses_it_by_name():
+    view = changed(view_of(**FLAT | {"zero_stage": 0}), precision="fp16")
+    for name in ("torchtitan", "nanotron", "megatron-bridge"):
+        (why,) = (r.why for r in refusals(view, find_emitter(name)) if r.feature == "precision")
+        assert why.endswith(" has fp32 master weights beside bf16 alone"), name
+    for name in ("megatron-lm", "accelerate"):
+        assert "precision" not in named(view, name)
+    text = emit(view, find_emitter("accelerate")).files["accelerate.yaml"]
+    assert "mixed_precision: fp16" in text
+
+
 @pytest.mark.parametrize("cells", [SPLIT, FLAT | {"zero_stage": 0}, FLAT | {"zero_stage": 2}])
 def test_accelerate_has_documented_fields(cells, tmp_path):
     yaml = pytest.importorskip("yaml")

@@ -231,6 +231,12 @@ def test_only_the_router_of_experts_may_be_whole_on_tp():
     assert "qkv.weight lies as R where it has S(0)" in refused_where("self_attention.qkv.weight")
 
 
+def test_sums_of_fp16_are_in_fp32():
+    flags = megatron_flags(changed(view_of(), precision="fp16"))
+    assert {"fp16", "accumulate-allreduce-grads-in-fp32"} <= set(flags)
+    assert "bf16" not in flags
+
+
 def test_an_optimizer_on_the_host_is_a_distributed_one():
     """Megatron-LM raises for --use-precision-aware-optimizer without the distributed optimizer."""
     assert (

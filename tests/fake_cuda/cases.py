@@ -33,7 +33,7 @@ class Case:
     layout: Mapping[str, Any] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict)
     offload: bool = False
-    precision: Literal["model", "bf16"] = "model"
+    precision: Literal["model", "bf16", "fp16"] = "model"
     options: Mapping[str, Any] = field(default_factory=dict)
     fused: bool = False
     does: str = "nothing"
@@ -79,6 +79,14 @@ def _layouts() -> dict[str, Case]:
                     fused=precision == "bf16",
                     quick=(0,) if (name, zero, precision) == ("pp2 dp2 tp2", 3, "bf16") else (),
                 )
+    for zero in (0, 1, 3):
+        # The scale of the loss is followed by the look that each step has.
+        found[f"pp2 dp2 tp2, zero {zero}, fp16"] = Case(
+            layout=_SMALL | {"zero_stage": zero},
+            precision="fp16",
+            fused=zero > 0,
+            quick=(0,) if zero == 1 else (),
+        )
     for zero in (1, 2, 3):
         layout = {"rp": 2, "dp": 2, "num_microbatches": 2, "zero_stage": zero}
         found[f"rp2 dp2, zero {zero}"] = Case(layout=layout, options={"max_grad_norm": 1.0})

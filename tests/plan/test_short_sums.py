@@ -26,11 +26,14 @@ def batch(size: int) -> dict[str, torch.Tensor]:
     return {"x": torch.ones(size, 4)}
 
 
-def test_many_microbatches_of_a_cast_model_are_told():
-    graph = capture_module(Net().to(torch.bfloat16), batch(2), batch(3))
+@pytest.mark.parametrize(
+    ("dtype", "bits", "precision"), [("bfloat16", 8, "bf16"), ("float16", 11, "fp16")]
+)
+def test_many_microbatches_of_a_cast_model_are_told(dtype, bits, precision):
+    graph = capture_module(Net().to(getattr(torch, dtype)), batch(2), batch(3))
     (message,) = short_sums_messages(graph, default_plan(graph, num_microbatches=16))
-    assert message.startswith("3 of 3 trained parameters are bfloat16, and so are the sums of ")
-    assert "over 16 microbatches, which round to 8 bits at each; search with `precision`" in message
+    assert message.startswith(f"3 of 3 trained parameters are {dtype}, and so are the sums of ")
+    assert f"which round to {bits} bits at each; search with `precision` {precision}" in message
     assert short_sums_messages(graph, default_plan(graph, num_microbatches=15)) == ()
     cast = default_plan(graph, num_microbatches=16).model_copy(update={"precision": "bf16"})
     assert short_sums_messages(graph, cast) == ()

@@ -1,11 +1,11 @@
-"""Precision "bf16": the model as it computes with bfloat16 parameters and activations.
+"""Precisions "bf16" and "fp16": the model with parameters and activations in 16 bits.
 
 Parameters are cast; buffers (running statistics, rotary frequencies) and batch tensors
 (regression targets) keep their dtype. Where that brings two dtypes together, calls are
 written out as `torch.autocast` would decide them:
 
-    products, convolutions, attention, norms    all operands in bfloat16
-    recurrent layers                            all operands in bfloat16
+    products, convolutions, attention, norms    all operands in the 16-bit dtype
+    recurrent layers                            all operands in the 16-bit dtype
     batch norm                                  weight and bias in the dtype of its statistics
     kernels of one dtype beside products        all operands in the widest dtype among them
     loss functions                              operands in float32, so the loss is float32
@@ -16,6 +16,7 @@ place (`index_add_`) are left as they are: what they write into has a dtype of i
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-LOW = torch.bfloat16
+from planner.language.plan.parts import Precision, low_dtype
 
 _ONE_DTYPE = frozenset(
     [
@@ -64,7 +65,7 @@ _ONE_DTYPE = frozenset(
         "instance_norm",
     ]
 )
-"""Names of functions that compute in bfloat16 where operands differ.
+"""Names of functions that compute in the 16-bit dtype where operands differ.
 
 A function written in Python (`multi_head_attention_forward`) stands here beside the products in
 it: a function mode does not see the calls inside one.
@@ -116,24 +117,37 @@ _LOSSES = frozenset(
 )
 
 
-def cast_parameters(module: nn.Module) -> nn.Module:
-    """Cast a module's floating parameters in place; returns it.
+def cast_parameters(module: nn.Module, precision: Precision) -> nn.Module:
+    """Cast a module's floating parameters in place to what a precision holds; returns it.
 
     Recurrent layers get their inputs cast by a hook: they compare dtypes before they call a kernel.
     """
+    if not low_dtype(precision):
+        return module
+    dtype = getattr(torch, low_dtype(precision))
     for param in module.parameters():
         if param.is_floating_point():
-            param.data = param.data.to(LOW)
+            param.data = param.data.to(dtype)
     for part in module.modules():
         if isinstance(part, nn.RNNBase):
             part.register_forward_pre_hook(
-                lambda _, args, kwargs: _cast((args, kwargs), LOW), with_kwargs=True
+                lambda _, args, kwargs: _cast((args, kwargs), dtype), with_kwargs=True
             )
     return module
 
 
+def mixed_dtypes(precision: Precision) -> AbstractContextManager[Any]:
+    """Inside, a model that `cast_parameters` cast computes as autocast would; any other as ever."""
+    dtype = low_dtype(precision)
+    return MixedDtypes(getattr(torch, dtype)) if dtype else nullcontext()
+
+
 class MixedDtypes(TorchFunctionMode):
     """Runs a cast model, bringing the operands of a call to one dtype where it needs one."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -147,10 +161,10 @@ class MixedDtypes(TorchFunctionMode):
         elif (name := getattr(func, "__name__", "")) in _ONE_DTYPE | _WIDEST_DTYPE:
             operands = tree_flatten((args, kwargs))[0]
             dtypes = {x.dtype for x in operands if _is_float(x)}
-            if len(dtypes) > 1 and LOW in dtypes:
+            if len(dtypes) > 1 and self._dtype in dtypes:
                 # (torch.promote_types would be traced as an op of the model.)
                 widest = max(dtypes, key=lambda dtype: dtype.itemsize)
-                args, kwargs = _cast((args, kwargs), LOW if name in _ONE_DTYPE else widest)
+                args, kwargs = _cast((args, kwargs), self._dtype if name in _ONE_DTYPE else widest)
         return func(*args, **kwargs)
 
 
@@ -163,7 +177,7 @@ def _batch_norm(
     *rest: Any,
     **more: Any,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    # Kernels take an input in bfloat16 with all else in float32, or one dtype for all.
+    # Kernels take an input in 16 bits with all else in float32, or one dtype for all.
     statistics = x if running_mean is None else running_mean
     weight, bias = _cast((weight, bias), statistics.dtype)
     return (x, running_mean, running_var, weight, bias, *rest), more

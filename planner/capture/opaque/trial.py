@@ -15,7 +15,7 @@ from planner.capture.checks.functions import as_written
 from planner.capture.checks.on_meta.outside_modes import outside_modes
 from planner.capture.checks.on_meta.rehearsal import state_of
 from planner.capture.diagnose import first_line
-from planner.capture.modes.precision import MixedDtypes
+from planner.capture.modes.precision import mixed_dtypes
 from planner.capture.opaque.calls import SEED, advice_on_shapes, called, tensors_of
 from planner.capture.opaque.cost import Cost, counted, dearest
 from planner.capture.opaque.draws import TrialDraws
@@ -140,7 +140,8 @@ class Trial:
         except Exception as error:
             raise CaptureError(
                 f"{self.who}, fails on random ones"
-                f"{' in bf16' if self.precision == 'bf16' else ''} ({first_line(error)}); let it "
+                f"{'' if self.precision == 'model' else f' in {self.precision}'} "
+                f"({first_line(error)}); let it "
                 "run on any, or use torch.where or a mask instead of what depends on values"
             ) from error
         finally:
@@ -333,8 +334,7 @@ class Trial:
         args, kwargs = (_filled(place, values) for place in self.places)
         with ExitStack() as modes:
             modes.enter_context(self._draws)
-            if self.precision == "bf16":
-                modes.enter_context(MixedDtypes())
+            modes.enter_context(mixed_dtypes(self.precision))
             return called(self.module, own, args, dict(kwargs))
 
     def _untouched(self, values: Sequence[Tensor], own: Sequence[Tensor]) -> Any:

@@ -11,6 +11,7 @@ from planner.emit.declared import expresses
 from planner.emit.emitter import Emitted, Emitter, register_emitter
 from planner.emit.start import headline
 from planner.emit.view import PlanView
+from planner.language.plan import low_dtype
 from planner.language.stacks.known import ACCELERATE as STACK
 
 
@@ -29,7 +30,7 @@ def _write(view: PlanView) -> Emitted:
         "main_process_ip": "localhost",
         "main_process_port": 29500,
         "rdzv_backend": "static",
-        "mixed_precision": "bf16" if plan.precision == "bf16" else "'no'",
+        "mixed_precision": plan.precision if low_dtype(plan.precision) else "'no'",
         "use_cpu": str(view.device == "cpu").lower(),
         "debug": "false",
     }

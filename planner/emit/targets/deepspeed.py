@@ -44,14 +44,20 @@ def _write(view: PlanView) -> Emitted:
         "gradient_accumulation_steps": plan.num_microbatches,
         "zero_optimization": zero,
     }
-    if view.plan.precision == "bf16":
+    if plan.precision != "model":
+        # (The scale of fp16's loss is dynamic where nothing is said of it.)
+        config[plan.precision] = {"enabled": True}
+    if plan.precision == "bf16" or (plan.precision == "fp16" and plan.zero_stage):
         # The plan's sums of gradients are fp32.
-        config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
     if plan.tp > 1:
         config["tensor_parallel"] = {"autotp_size": plan.tp}
     if plan.degrees["ep"] > 1:
         config["expert_parallel"] = {"enabled": True, "autoep_size": plan.degrees["ep"]}
     notes = ["the optimizer and its schedule are left to your script or your own JSON"]
+    if plan.precision == "fp16" and not plan.zero_stage:
+        # `_do_optimizer_sanity_check` of engine.py takes no fp32 sums of fp16 gradients there.
+        notes.append("without ZeRO DeepSpeed sums the gradients of fp16 in fp16, the plan in fp32")
     if "recompute" not in view.accepted and "full" in view.recomputed:
         notes.append(
             "the script itself has all layers recomputed: model.gradient_checkpointing_enable()"
@@ -75,7 +81,7 @@ def _expressed() -> dict[str, str | Rule]:
             "ep": "expert_parallel.autoep_size",
             "microbatches": "train_micro_batch_size_per_gpu, gradient_accumulation_steps",
             "zero": "zero_optimization.stage",
-            "precision": "bf16, data_types",
+            "precision": "bf16 or fp16, data_types",
             "recompute": "the script: gradient_checkpointing_enable()",
             "optimizer-on-host": "zero_optimization.offload_optimizer",
             "layouts": "AutoTP's own",

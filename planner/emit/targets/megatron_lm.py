@@ -51,6 +51,9 @@ def megatron_flags(view: PlanView) -> dict[str, str]:
     flags |= _data_parallel(view)
     if view.trained_dtype == "bfloat16":
         flags["bf16"] = ""
+    elif view.trained_dtype == "float16":
+        # In fp16 sums are fp16 where nothing is said; the plan's are fp32.
+        flags |= {"fp16": "", "accumulate-allreduce-grads-in-fp32": ""}
     flags |= _recompute(view)
     if plan.optimizer_on_host:
         flags |= {
@@ -171,7 +174,7 @@ WORDS = {
     "cuts": "--pipeline-model-parallel-layout",
     "schedule": "1F1B, interleaved with vpp",
     "zero": "1: --use-distributed-optimizer; 2, 3: --use-megatron-fsdp",
-    "precision": "--bf16",
+    "precision": "--bf16, or --fp16 --accumulate-allreduce-grads-in-fp32",
     "recompute": "--recompute-granularity full (the first layers of each stage: "
     "--recompute-method block), or selective of core_attn",
     "optimizer-on-host": "--optimizer-cpu-offload",

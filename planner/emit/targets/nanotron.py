@@ -13,6 +13,7 @@ from planner.emit.declared import expresses
 from planner.emit.emitter import Emitted, Emitter, register_emitter
 from planner.emit.start import headline
 from planner.emit.view import PlanView
+from planner.language.plan import low_dtype
 from planner.language.schedule import build_schedule
 from planner.language.stacks.known import NANOTRON
 
@@ -50,7 +51,7 @@ def _write(view: PlanView) -> Emitted:
         "model": {"dtype": view.trained_dtype},
         "optimizer": {
             "zero_stage": plan.zero_stage,
-            "accumulate_grad_in_fp32": str(plan.precision == "bf16").lower(),
+            "accumulate_grad_in_fp32": str(bool(low_dtype(plan.precision))).lower(),
         },
     }
     lines = headline(view, "Sections of a nanotron configuration")

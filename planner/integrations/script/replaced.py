@@ -169,8 +169,8 @@ def _scale(running: Running, plain: Any) -> Any:
     def scale(scaler: Any, outputs: Any) -> Any:
         if scaler.is_enabled() and running.has_any(tree_leaves(outputs)):
             raise PlanError(
-                "a GradScaler scales the loss, and the plan says the precision; leave it out "
-                "(enabled=False)"
+                "a GradScaler scales the loss, and a plan of `precision` fp16 has a scaler of its "
+                "own; leave it out (enabled=False), and search with `precision` fp16"
             )
         return plain(scaler, outputs)
 

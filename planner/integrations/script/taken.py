@@ -97,7 +97,7 @@ class Loop:
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             raise PlanError(
                 "the model is called under autocast, and the plan says the precision; leave it "
-                "out, and search with `precision`"
+                "out, and search with `precision` bf16 or fp16"
             )
 
     def leaves(

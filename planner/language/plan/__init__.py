@@ -19,6 +19,7 @@ from planner.language.plan.parts import (
     StagePlan,
     ZeroStage,
     batch_spec,
+    low_dtype,
     precision_named,
     recompute_fields,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "batch_spec",
     "kernels_of",
     "load_plan",
+    "low_dtype",
     "precision_named",
     "recompute_fields",
     "save_plan",

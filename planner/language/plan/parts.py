@@ -25,7 +25,7 @@ from planner.language.graph.unit import SAMPLE, Unit
 from planner.language.layout.class_layout import MOST, OwnSizesField, Record, WithOwnSizes
 
 Recompute = Literal["none", "selective", "full"]
-Precision = Literal["model", "bf16"]
+Precision = Literal["model", "bf16", "fp16"]
 ZeroStage = Literal[0, 1, 2, 3]
 
 
@@ -34,10 +34,21 @@ def precision_named(text: str) -> Precision:
     for known in get_args(Precision):
         if text == known:
             return known
+    *others, last = get_args(Precision)
     raise LayoutError(
-        f"`precision` {text} was given; use {' or '.join(get_args(Precision))}; "
+        f"`precision` {text} was given; use {', '.join(others)} or {last}; "
         "model keeps the dtypes of the model file"
     )
+
+
+_LOW_DTYPES: dict[Precision, str] = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+def low_dtype(precision: Precision) -> str:
+    """Return the dtype that a precision holds parameters and activations in, beside fp32 masters
+    and fp32 sums of gradients; empty where they keep the model's own dtypes.
+    """
+    return _LOW_DTYPES.get(precision, "")
 
 
 _Size = Annotated[int, Field(ge=0, le=2**40)]

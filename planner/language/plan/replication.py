@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from planner.language.layout.axes import copies_of_experts
-from planner.language.plan.parts import Precision
+from planner.language.plan.parts import Precision, low_dtype
 
 if TYPE_CHECKING:
     from planner.language.graph import ModelGraph
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from planner.language.plan.plan import Plan
 
 MASTER_FACTOR = 2
-"""Bytes of an fp32 master weight, or gradient sum, over those of its bf16 weight."""
+"""Bytes of an fp32 master weight, or gradient sum, over those of its 16-bit weight."""
 
 
 def gradient_factor(precision: Precision) -> int:
     """Return the bytes of a gradient sum over those of its parameter.
 
-    With `precision` "bf16" gradients are summed, and weights updated, in fp32.
+    With `precision` "bf16" or "fp16" gradients are summed, and weights updated, in fp32.
     """
-    return MASTER_FACTOR if precision == "bf16" else 1
+    return MASTER_FACTOR if low_dtype(precision) else 1
 
 
 def has_shards(shape: Sequence[object], dtype: str) -> bool:
@@ -47,10 +47,10 @@ def why_no_zero(graph: ModelGraph, precision: Precision) -> str:
         whose = f"block {block.name or 'of the model'}"
         if of_complex := [m.fqn for m in trained if m.dtype.startswith("complex")]:
             return f"ZeRO shards no complex parameters, and {whose} trains {of_complex[0]}"
-        # (Precision "bf16" trains fp32 copies of what is cast.)
-        is_cast = precision == "bf16"
+        # (What a precision casts has fp32 copies, which are what is trained.)
+        cast = low_dtype(precision)
         cut = [m for m in trained if has_shards(m.shape, m.dtype)]
-        dtypes = {"float32" if is_cast and m.dtype == "bfloat16" else m.dtype for m in cut}
+        dtypes = {"float32" if m.dtype == cast else m.dtype for m in cut}
         if len(dtypes) > 1:
             return (
                 f"ZeRO gathers a block's parameters as one tensor, and {whose} trains "

@@ -12,6 +12,7 @@ MEGATRON_LM = register_stack(
         title="Megatron-LM",
         executions=("megatron-core", "megatron-classic"),
         aliases=("megatron",),
+        precisions=("bf16", "fp16"),
         degrees=("dp", "tp", "cp", "ep", "etp", "pp", "vpp"),
         zero_stages=(0, 1, 2, 3),
         # Its optimizer on the host is a precision-aware one, which is distributed in any case;
@@ -38,6 +39,8 @@ MEGATRON_BRIDGE = register_stack(
         # Without mixed precision a recipe trains in the dtype of its model's published weights,
         # which is a 16-bit one.
         own_dtypes=(),
+        # Its recipe of fp16 sums gradients in fp16 (`fp16_mixed`).
+        precisions=("bf16",),
     )
 )
 
@@ -76,6 +79,7 @@ DEEPSPEED = register_stack(
         name="deepspeed",
         title="DeepSpeed",
         executions=("deepspeed-zero3",),
+        precisions=("bf16", "fp16"),
         degrees=("dp", "tp", "ep"),
         zero_stages=(0, 1, 2, 3),
         # Where AutoEP finds experts: `moe_layer_pattern` of all its presets (transformers 5).
@@ -107,6 +111,7 @@ ACCELERATE = register_stack(
         title="accelerate",
         executions=("fsdp-flash",),
         aliases=("fsdp",),
+        precisions=("bf16", "fp16"),
         degrees=("rp", "dp", "tp", "cp"),
         zero_stages=(0, 2, 3),
         # Beside FSDP2 alone, which ZeRO 2 and 3 are.

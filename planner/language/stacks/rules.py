@@ -75,7 +75,11 @@ def why_no_recompute(stack: Stack, kinds: Collection[Recomputed]) -> str:
 
 def why_no_precision(stack: Stack, precision: Precision, dtype: str) -> str:
     """Of a precision of a model whose parameters have a dtype."""
-    if precision == "bf16" or dtype in stack.own_dtypes:
+    if precision in stack.precisions:
+        return ""
+    if precision != "model":
+        return f"{stack.title} has fp32 master weights beside {_listed(stack.precisions)} alone"
+    if dtype in stack.own_dtypes:
         return ""
     kept = f"{_listed(stack.own_dtypes)} alone is kept" if stack.own_dtypes else "none is kept"
     return (

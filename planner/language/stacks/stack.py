@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner.errors import PlanError
+from planner.language.plan.parts import Precision
 
 Recomputed = Literal["none", "full", "core attention", "cheap ops", "other ops", "by layer"]
 """What is run again of layers for the backward, in kinds that training systems have."""
@@ -83,6 +84,8 @@ class Stack:
     """Pieces of a sequence that each rank of cp has: their number times cp divides its length."""
     own_dtypes: tuple[str, ...] = ("float32",)
     """Dtypes of models that it trains as they are, without fp32 master weights."""
+    precisions: tuple[Precision, ...] = ("bf16",)
+    """Precisions in 16 bits with fp32 master weights that it has."""
     counts_tokens: bool = False
     """Whether microbatches are told in tokens, so that samples have one length."""
 

@@ -1,7 +1,7 @@
 """What a rank has of a training's tensors, by their names in a checkpoint.
 
-model.FQN              a parameter or buffer, in the dtype it rests in: with precision "bf16"
-                       the fp32 copy that the optimizer trains (the bf16 weight is that, rounded)
+model.FQN              a parameter or buffer, in the dtype it rests in: of a 16-bit weight
+                       the fp32 copy that the optimizer trains (the weight is that, rounded)
 replica.IofN.FQN       a buffer that replica I of N has moved by its own samples (I > 0)
 optim.STATE.FQN        the optimizer's state of a parameter, shaped like it
 average.FQN            the average of a parameter over steps; average_count: of how many updates

@@ -41,7 +41,7 @@ from planner.language.graph.module_keys import OPAQUE_MODULE
 from planner.language.layout.axes import own_axes, rest_axis
 from planner.language.lowering.wiring import stage_of
 from planner.language.ops.samples.state import ADDED, SCALED
-from planner.language.plan import Plan, load_plan
+from planner.language.plan import Plan, load_plan, low_dtype
 from planner.runtime.apply import shared_capture
 from planner.runtime.batches.inputs.feed import CutBatch, cut_batch
 from planner.runtime.batches.inputs.whole_batch import WholeBatchValues
@@ -316,7 +316,8 @@ def compare_with_one_process(
     # The capture of a cast model, with its blocks and layouts, is run in fp64 like any other.
     smaller = smaller.model_copy(update={"precision": "model"})
     draws = FixedDraws if drawing_ops(graph) else nullcontext
-    own = torch.bfloat16 if plan.precision == "bf16" else _usual_dtype(module)
+    cast_to = low_dtype(plan.precision)
+    own = getattr(torch, cast_to) if cast_to else _usual_dtype(module)
     promote_module(module)
     references = []
     if dist.get_rank() == 0:
@@ -399,10 +400,11 @@ def _notes(plan: Plan, run: Plan, graph: ModelGraph, replicas: int | None) -> tu
         notes.append(
             f"{run.num_microbatches} of the plan's {plan.num_microbatches} microbatches were run"
         )
-    if plan.precision == "bf16":
+    if low_dtype(plan.precision):
         notes.append(
-            "the plan's bf16 was run in fp64: what is shown is that its layout computes what one "
-            "process computes, to the last digits; rounding to bf16 is no part of it"
+            f"the plan's {plan.precision} was run in fp64: what is shown is that its layout "
+            "computes what one process computes, to the last digits; rounding to "
+            f"{plan.precision} is no part of it"
         )
     if has_dropout(graph):
         notes.append("dropout was switched off on both sides")

@@ -69,7 +69,8 @@ class BlockModule(nn.Module):
         self._slots, self._away, self._keeps_all = slots, away, True
         self._written = written
         self.unreached, self.reached = unreached or {}, set[str]()
-        self.params_are_dtensors = self.frees_params = self.casts_whole = False
+        self.params_are_dtensors = self.frees_params = False
+        self.casts_whole_to: torch.dtype | None = None
         self.recomputed = None if recomputed is None else recomputed(self._with_params)
 
     def forward(
@@ -106,8 +107,8 @@ class BlockModule(nn.Module):
         params = [passed[slot] if isinstance(slot, int) else own[slot] for slot in self._slots]
         if self.params_are_dtensors:
             params = [_local(param) for param in params]
-        if self.casts_whole:
-            params = [_cast_whole(param) for param in params]
+        if self.casts_whole_to is not None:
+            params = [_cast_whole(param, self.casts_whole_to) for param in params]
         if self._away is not None:
             self._away.hold(params)
         program = self.programs[not self._keeps_all](num_samples)
@@ -122,7 +123,7 @@ def _apart(made: tuple[Tensor, ...], params: Sequence[Tensor | None]) -> tuple[T
     return tuple(t.clone() if t.untyped_storage()._cdata in own else t for t in made)
 
 
-def _cast_whole(param: Tensor | None) -> Tensor | None:
+def _cast_whole(param: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Return what FSDP2 holds no shards of, and so does not cast from fp32, as programs take it.
 
     Tables of rows stay: lookups cast the rows, and find the keeper of gradients at the parameter.
@@ -130,7 +131,7 @@ def _cast_whole(param: Tensor | None) -> Tensor | None:
     is_wide = isinstance(param, nn.Parameter) and param.dtype == torch.float32
     if param is None or not is_wide or hasattr(param, ROWS):
         return param
-    return param.to(torch.bfloat16)
+    return param.to(dtype)
 
 
 def _local(tensor: Tensor | None) -> Tensor | None:

@@ -4,8 +4,8 @@
     no decay:     the mean of the weights after each update (SWA, Izmailov et al. 2018)
 
 The first update copies, as `torch.optim.swa_utils.AveragedModel` does. What the optimizer steps on
-is averaged: with precision "bf16" the fp32 copies. Nothing is sent, and checkpoints have averages
-beside weights, so they go on under any plan.
+is averaged: with precision "bf16" or "fp16" the fp32 copies. Nothing is sent, and checkpoints have
+averages beside weights, so they go on under any plan.
 """
 
 from __future__ import annotations

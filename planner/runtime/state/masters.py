@@ -1,10 +1,10 @@
-"""fp32 master copies of bf16 parameters, and fp32 sums of their gradients.
+"""fp32 master copies of 16-bit parameters, and fp32 sums of their gradients.
 
 bfloat16 has eight bits: a weight of 1 does not change by steps under 0.004, and a sum of
-gradients stops growing. So the optimizer steps on fp32 copies, made from the model's own
-values, and each microbatch's gradient is added to an fp32 sum as soon as autograd has it;
-the bf16 gradient of one parameter at a time is all that is alive of it. After the step the
-parameters are the copies, rounded.
+gradients stops growing; float16 has eleven, and the same happens a little later. So the optimizer
+steps on fp32 copies, made from the model's own values, and each microbatch's gradient is added to
+an fp32 sum as soon as autograd has it; the 16-bit gradient of one parameter at a time is all that
+is alive of it. After the step the parameters are the copies, rounded.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from planner.language.graph import TensorMeta
-from planner.language.plan import Precision
+from planner.language.plan import Precision, low_dtype
 
 
 def rest_dtype(meta: TensorMeta, precision: Precision) -> torch.dtype:
-    """Return the dtype in which a tensor is kept: fp32 for a bf16 parameter that trains."""
-    # (A complex parameter is not cast: bfloat16 has no complex form.)
-    is_short = precision == "bf16" and meta.dtype == "bfloat16"
+    """Return the dtype in which a tensor is kept: fp32 for a parameter that a precision
+    cast and that trains.
+    """
+    # (A complex parameter is not cast: 16-bit dtypes have no complex form that trains.)
+    is_short = meta.dtype == low_dtype(precision)
     if is_short and meta.kind == "param" and meta.requires_grad:
         return torch.float32
     return getattr(torch, meta.dtype)
@@ -44,10 +46,10 @@ class MasterParams:
             if not param.requires_grad or fqn not in values:
                 continue
             # Under the user's name, so optimizer, sums and checkpoints meet the copy and not the
-            # bf16 weight.
+            # 16-bit weight.
             master = self._named[fqn] = nn.Parameter(values[fqn])
             self._pairs.append((param, master))
-            # In the backward itself: the bf16 gradient is freed before the next one is made.
+            # In the backward itself: the 16-bit gradient is freed before the next one is made.
             param.register_post_accumulate_grad_hook(partial(hand_over, master))
 
     def named_params(self) -> dict[str, nn.Parameter]:

@@ -141,7 +141,7 @@ class RankState:
         """Return the whole model's parameters and buffers on rank 0's CPU; {} elsewhere.
 
         Every rank calls it. Names are the user's, a tied parameter under each of its names.
-        With precision "bf16" the values are the fp32 copies that the optimizer trains.
+        With precision "bf16" or "fp16" the values are the fp32 copies that the optimizer trains.
         """
         self.rest()
         wanted = [t for t in self.graph.tensors if t.kind in ("param", "buffer")]

@@ -1,7 +1,7 @@
 """What this rank trains, from a cleared gradient to the optimizer's step.
 
 The parameters are those of the rank's stages, or their copies where the plan makes some: in
-fp32 for precision "bf16", on the host for an optimizer there. Their gradients are summed
+fp32 for precision "bf16" or "fp16", on the host for an optimizer there. Their gradients are summed
 over the ranks with the same parameters and over tied copies, and clipped by the norm over the
 whole model.
 """

@@ -16,8 +16,8 @@ gathering it would be one exchange a step of what never changes; ZeRO 3 shards a
 as the others, and reduces nothing of it. A number (a parameter without dims) can't be cut, and one
 without elements has nothing to cut: each is whole on every rank, and its gradient is summed as
 without ZeRO. So is a frozen complex one; complex parameters that train are refused. With
-precision "bf16" the shards are fp32, what is gathered is cast, and gradients are summed in
-fp32, over microbatches as over ranks. With the optimizer on the host, that is where the
+precision "bf16" or "fp16" the shards are fp32, what is gathered is cast, and gradients are summed
+in fp32, over microbatches as over ranks. With the optimizer on the host, that is where the
 shards rest: they are copied up to be gathered, and their gradients down once reduced.
 """
 
@@ -47,7 +47,7 @@ from planner.language.layout.axes import EXPERT_COPIES, EXPERT_SHARDS, split_axe
 from planner.language.layout.placement import Placement, Shard
 from planner.language.layout.placements import Placements
 from planner.language.layout.sharing import shard_dim
-from planner.language.plan import Precision
+from planner.language.plan import Precision, low_dtype
 from planner.language.plan.replication import has_shards
 from planner.runtime.process import device as devices
 from planner.runtime.process.groups.mesh import Mesh
@@ -117,9 +117,10 @@ def shard_stage(
         data_mesh = device_mesh["copies", "shards"]
     # Inputs are cast by the programs, where the capture says so.
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    if precision == "bf16":
+    cast_to = getattr(torch, low_dtype(precision)) if low_dtype(precision) else None
+    if cast_to is not None:
         policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+            param_dtype=cast_to, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
     offload = (
         CPUOffloadPolicy(pin_memory=devices.is_accelerator(mesh.device))
@@ -147,7 +148,7 @@ def shard_stage(
         # ZeRO 3 frees a block's weights after each forward; 1 and 2 keep them until the last
         # backward.
         block.frees_params = zero_stage == 3
-        block.casts_whole = precision == "bf16"
+        block.casts_whole_to = cast_to
         fully_shard(block, mesh=data_mesh, reshard_after_forward=zero_stage == 3, **policies)
     fully_shard(stage, mesh=data_mesh, reshard_after_forward=False, **policies)
     if zero_stage == 3:
@@ -259,7 +260,7 @@ def _refuse_dtypes(stage: StageModule, left: Set[nn.Parameter], precision: Preci
         own = {p.dtype: n for n, p in trained.items() if has_shards(p.shape, dtype_name(p))}
         if len(own) > 1:
             found = " and ".join(f"{name} {dtype}" for dtype, name in own.items())
-            cast = "" if precision == "bf16" else "plan with precision bf16, "
+            cast = "" if low_dtype(precision) else "plan with precision bf16, "
             raise LayoutError(
                 f"ZeRO gathers the parameters of a block together, and those of a block have "
                 f"several dtypes ({found}); give them one dtype, {cast}or search with `zero` 0"

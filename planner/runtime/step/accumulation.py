@@ -94,15 +94,16 @@ class Accumulation:
     @torch.no_grad()
     def finish(self, params: Iterable[nn.Parameter], *, factor: float = 1.0) -> None:
         """Make sums of gradients their mean, where losses are means, and multiply by `factor`."""
-        if not self._weights:
+        if self._weights:
+            # Losses that are sums add up over batches: there is nothing to divide by.
+            factor /= 1.0 if self._are_sums else sum(self._weights) / self._weights[0]
+            self.counted = tuple(self._weights)
+            self._weights.clear()
+        if factor == 1.0:
             return
-        # Losses that are sums add up over batches: there is nothing to divide by.
-        count = 1.0 if self._are_sums else sum(self._weights) / self._weights[0]
-        self.counted = tuple(self._weights)
-        self._weights.clear()
         grads = [_local(param.grad) for param in params if param.grad is not None]
         if grads:
-            torch._foreach_mul_(grads, factor / count)
+            torch._foreach_mul_(grads, factor)
 
     def forget(self) -> None:
         """Let go of batches that no update followed."""

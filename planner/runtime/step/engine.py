@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,8 +57,13 @@ from planner.runtime.stage.programs import Programs
 from planner.runtime.stage.stage import StageModule
 from planner.runtime.state import zero
 from planner.runtime.state.average import WeightAverage
+from planner.runtime.state.gradients.loss_scale import LossScaler
 from planner.runtime.state.gradients.reached import Reached
-from planner.runtime.state.optimizers.optimizer import OWN_SCHEDULER, check_schedulers
+from planner.runtime.state.optimizers.optimizer import (
+    OWN_SCALER,
+    OWN_SCHEDULER,
+    check_schedulers,
+)
 from planner.runtime.state.tables import table_of
 from planner.runtime.state.users_module.outside import OutsideTensors
 from planner.runtime.state.users_module.untouched import Untouched
@@ -109,6 +114,9 @@ class Engine:
     Attributes:
         state: what this rank holds.
         grad_norm: of the last step's gradients before clipping, when they are clipped.
+        scaler: what scales the loss; None but for precision "fp16".
+        is_skipped: whether the last update was passed over, as gradients of the scaled loss were
+            not finite.
         fetched: what the last step was told to fetch.
         dealt: how samples of the last batch were dealt to replicas and microbatches by their work;
             None where they are no packed documents, or stay in the order they were given.
@@ -257,7 +265,11 @@ class Engine:
                 after_gradients=self._after_gradients,
             ),
         )
-        self._values = ValueCheck(mesh, self._executor) if check_values else None
+        self.scaler = LossScaler() if plan.precision == "fp16" else None
+        self.is_skipped = False
+        self._checks_values = check_values
+        looks = check_values or self.scaler is not None
+        self._values = ValueCheck(mesh, self._executor) if looks else None
         self._checkpoints: Checkpoints | None = None
         self._kept: Kept | None = None
         start_watchdog(self._executor.status, step_s=plan.estimate.get("step_s", 0.0))
@@ -416,7 +428,9 @@ class Engine:
         however unevenly they are cut. Raises ModelError for a batch that the plan can't take,
         PlanError when the module that the plan was applied to was changed since (a parameter
         frozen, a hook set, evaluation mode), ValuesError, before weights change, where the loss or
-        a gradient is NaN or infinite.
+        a gradient is NaN or infinite. With precision "fp16" a step whose gradients are not finite
+        is passed over, on all ranks (`is_skipped`), as long as a smaller scale of the loss may
+        help.
 
         Without `update` its gradients are kept for the next step with it, which takes the mean
         over all samples (or what `loss_weight` counts) since the last update.
@@ -489,24 +503,28 @@ class Engine:
         if not self._accumulation.is_open:
             self.state.trained.zero_gradients()
             self._reached.begin()
+            if apart:
+                self.grad_norm = None  # of an update before, where this is not clipped
             if self._statistics is not None:
                 self._statistics.begin()
         with self._drawn(), self._watching(fetch, None) as seen:
             # (The batch's weight in the mean over all batches since the last update scales its
             # backwards.)
             losses = self._executor.train(
-                self._accumulation.add_sum(feed)
-                if apart
-                else self._accumulation.add(feed, is_last=update)
+                self._scaled(
+                    self._accumulation.add_sum(feed)
+                    if apart
+                    else self._accumulation.add(feed, is_last=update)
+                )
             )
         feed.check()
         # The loss is summed over ranks beside the reduction of gradients and the optimizer's step.
         loss, shared = self._share_loss(losses, feed)
         if update:
             self._update(feed, loss, shared)
-        elif self._values is not None:
+        elif self._values is not None and self.scaler is None:
             look = self._look(self._values, loss, shared, has_gradients=False)
-            self._stop_if_wrong(look, feed, loss)
+            self._is_passed_over(look, feed, loss)
         if apart:
             self._added = _Added(feed, loss)
         self.state.samples += feed.split.num_samples * self.plan.unit.size
@@ -515,7 +533,7 @@ class Engine:
         self.fetched = self._gathered(seen) if seen.wanted else {}
         for tell in self.after_step:
             tell(loss)
-        if update and self._schedulers:
+        if update and self._schedulers and not self.is_skipped:
             # Last: what is told of a step is told with the rate it was made with.
             with self._recorded_job(StepJobKind.LEARNING_RATE, on_host=True):
                 for scheduler in self._schedulers:
@@ -523,6 +541,13 @@ class Engine:
         if self._recorder is not None:
             self._recorder.end_step()
         return loss
+
+    def _scaled(self, feed: Feed) -> Feed:
+        """Return the feed whose backwards begin with the loss's scale."""
+        if self.scaler is None:
+            return feed
+        scale = self.scaler.scale
+        return replace(feed, loss_weights=[weight * scale for weight in feed.loss_weights])
 
     def _update(self, feed: Feed, loss: Tensor, shared: dist.Work | None) -> None:
         self._finish_gradients(clips_to=self._max_grad_norm)
@@ -533,8 +558,10 @@ class Engine:
             if self._statistics is not None:
                 self._statistics.finish()
             self.state.trained.finish_sums()
-            # Sums over ranks come first, then the division by the batches' weights, then the norm:
-            # clipping limits the gradient of the whole update.
+            # Sums over ranks come first, then the division by the batches' weights and the loss's
+            # scale, then the norm: clipping limits the gradient of the whole update.
+            if self.scaler is not None:
+                factor /= self.scaler.scale
             self._accumulation.finish(self.state.trained.with_gradients(), factor=factor)
             if clips_to is not None:
                 self.grad_norm = self.state.trained.clip(clips_to)
@@ -542,13 +569,24 @@ class Engine:
     def _change_weights(self, feed: Feed, loss: Tensor, shared: dist.Work | None) -> None:
         # Weights change only where nothing is wrong: the failing step can then run again from the
         # same weights, watched op by op.
-        look = None
+        look, self.is_skipped = None, False
         passes_over = self.state.trained.can_pass_over(self.optimizer)
         if self._values is not None:
             with self._executor.phase("its look for NaN"), self._recorded(CHECK):
                 look = self._look(self._values, loss, shared, has_gradients=True)
                 if not passes_over:
-                    self._stop_if_wrong(look, feed, loss)
+                    self.is_skipped = self._is_passed_over(look, feed, loss)
+        if not self.is_skipped:
+            self._step_optimizer(look if passes_over else None)
+        if look is not None and passes_over:
+            with self._executor.phase("its look for NaN"):
+                self.is_skipped = self._is_passed_over(look, feed, loss)
+        if self.scaler is not None:
+            self.scaler.follow(is_skipped=self.is_skipped)
+        self.state.steps += 1
+
+    def _step_optimizer(self, look: Look | None) -> None:
+        """Step, but where a look's flag says that something is wrong."""
         optimizer_job = self._recorded_job(StepJobKind.OPTIMIZER)
         with self._executor.phase("its optimizer's step"), optimizer_job:
             if self._checkpoints is not None:
@@ -558,12 +596,8 @@ class Engine:
             self.state.trained.step(
                 self.optimizer,
                 unreached=self._reached.missing(),
-                is_wrong=look.flag if look is not None and passes_over else None,
+                is_wrong=None if look is None else look.flag,
             )
-        if look is not None and passes_over:
-            with self._executor.phase("its look for NaN"):
-                self._stop_if_wrong(look, feed, loss)
-        self.state.steps += 1
 
     def _look(
         self, values: ValueCheck, loss: Tensor, shared: dist.Work | None, *, has_gradients: bool
@@ -571,12 +605,22 @@ class Engine:
         if shared is not None:
             shared.wait()
         gradients = self.state.trained.gradients() if has_gradients else ()
-        return values.look(loss, gradients, self.grad_norm if has_gradients else None)
+        norm = self.grad_norm if has_gradients else None
+        # (A training that has its losses unchecked is steered by gradients alone.)
+        return values.look(loss if self._checks_values else None, gradients, norm)
 
-    def _stop_if_wrong(self, look: Look, feed: Feed, loss: Tensor) -> None:
-        """Raise ValuesError where the loss, or a gradient that is complete, is not finite."""
+    def _is_passed_over(self, look: Look, feed: Feed, loss: Tensor) -> bool:
+        """Whether a smaller scale of the loss may mend gradients that are not finite.
+
+        Raises ValuesError where nothing does: of a loss that is not finite beside gradients that
+        are, or without a scale that may fall.
+        """
         if not look.is_wrong():
-            return
+            return False
+        if self.scaler is not None:
+            is_of_scale = self.scaler.may_fall and not look.has_finite_gradients()
+            if is_of_scale or not self._checks_values:
+                return True
         values = self._values
         assert values is not None, "looks are the check's"
         # The step runs again alone, from cleared gradients, to find the op at fault.
@@ -587,7 +631,7 @@ class Engine:
         def again() -> None:
             self.state.trained.zero_gradients()
             with self._drawn():
-                self._executor.train(feed)
+                self._executor.train(self._scaled(feed))
             self.state.trained.finish_sums()
 
         raise values.explain(again, step=self.steps + 1, loss=loss, named=named)
@@ -780,11 +824,15 @@ class Engine:
         self._own_checkpoints().save(Path(folder), keep=keep, extra=given)
 
     def _with_own(self, extra: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-        """Return what the script saves beside in a folder, and the schedulers that the engine
-        steps.
+        """Return what the script saves beside in a folder, and the engine's own: the schedulers
+        that it steps, and what scales the loss.
         """
         given = {id(each) for each in extra.values()}
-        own = {f"{OWN_SCHEDULER}{n}": each for n, each in enumerate(self._schedulers)}
+        own: dict[str, Any] = {
+            f"{OWN_SCHEDULER}{n}": each for n, each in enumerate(self._schedulers)
+        }
+        if self.scaler is not None:
+            own[OWN_SCALER] = self.scaler
         beside = {
             name: Beside(each, folder / name) if isinstance(each, Engine) else each
             for name, each in extra.items()
@@ -871,7 +919,7 @@ class Engine:
         """Return the whole model's parameters and buffers on rank 0's CPU; {} elsewhere.
 
         Every rank calls it. Names are the user's, a tied parameter under each of its names.
-        With precision "bf16" the values are the fp32 copies that the optimizer trains.
+        With precision "bf16" or "fp16" the values are the fp32 copies that the optimizer trains.
         """
         return self.state.full_state_dict()
 

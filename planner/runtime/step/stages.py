@@ -11,7 +11,7 @@ from planner.language.graph import ModelGraph, TensorMeta
 from planner.language.layout.placements import Placements
 from planner.language.lowering.experts import params_of_rank
 from planner.language.lowering.wiring import Edge, block_placements, wire_stage
-from planner.language.plan import Plan
+from planner.language.plan import Plan, low_dtype
 from planner.runtime.process.groups.mesh import Mesh
 from planner.runtime.stage.host import Host
 from planner.runtime.stage.host_activations import ActivationsOnHost
@@ -61,7 +61,7 @@ def build_stages(
             meta.name: _piece(model, meta, plan, mesh, placements[meta.name]) for meta in metas
         }
         # FSDP2 keeps shards in fp32 and casts what it gathers.
-        in_fp32 = plan.precision == "bf16" and zero_stage > 0
+        in_fp32 = bool(low_dtype(plan.precision)) and zero_stage > 0
         tensors = pieces if in_fp32 else cast_params(pieces, metas)
         by_fqn = {meta.fqn: placements[meta.name] for meta in metas}
         # What it leaves whole has a master of its own, or every forward would cast it.
@@ -111,7 +111,7 @@ def build_stages(
         if plan.optimizer_on_host:
             values = {fqn: pieces[name] for fqn, name in own.items()}
             owners[index] = HostMasters(stage.named_params(), values, host)
-        elif plan.precision == "bf16":
+        elif low_dtype(plan.precision):
             values = _masters(own, pieces, tensors, mesh)
             owners[index] = MasterParams(stage.named_params(), values)
     return stages, owners

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -59,10 +60,12 @@ class Found:
 class Look:
     """Whether a step is wrong: as a flag on the device, and on its way to the host."""
 
-    def __init__(self, is_finite: Tensor) -> None:
-        """`is_finite` has one element; on the device, `flag` is 1 where it is false, else 0."""
+    def __init__(self, is_finite: Tensor, norm: Tensor) -> None:
+        """`is_finite` has one element; on the device, `flag` is 1 where it is false, else 0. `norm`
+        is not finite where a gradient is not.
+        """
         self.flag = is_finite.logical_not().float()
-        self._is_finite, self._arrived = is_finite, None
+        self._is_finite, self._arrived, self._norm = is_finite, None, norm
         if devices.is_accelerator(is_finite.device):
             # Its own event: the stream gets more to do before the host reads.
             self._is_finite = torch.empty((), dtype=torch.bool, pin_memory=True)
@@ -74,7 +77,14 @@ class Look:
         """Wait for the flag, and nothing that was given to the device since; return it."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return not self._is_finite
+        try:
+            return not self._is_finite
+        except DataDependentOutputException:  # in a dry run, which has no values
+            return False
+
+    def has_finite_gradients(self) -> bool:
+        """Whether gradients are finite, and the loss is what is wrong; waits for the device."""
+        return bool(self._norm.isfinite())
 
 
 class ValueCheck:
@@ -83,18 +93,21 @@ class ValueCheck:
     def __init__(self, mesh: Mesh, executor: Executor) -> None:
         self._mesh, self._executor = mesh, executor
 
-    def look(self, loss: Tensor, gradients: Iterable[Tensor], norm: Tensor | None) -> Look:
+    def look(self, loss: Tensor | None, gradients: Iterable[Tensor], norm: Tensor | None) -> Look:
         """Return whether the loss, shared already, or a gradient of any rank is not finite.
 
-        `norm` is that of all gradients, where they are clipped; every rank calls this.
+        `norm` is that of all gradients, where they are clipped; every rank calls this. Without a
+        `loss` gradients alone are looked at.
         """
         if norm is None:
             norm = _sum_of_norms(gradients, self._mesh.device)
             if dist.get_world_size() > 1:
                 # A sum: a maximum would lose a NaN on some backends.
                 dist.all_reduce(norm)
+        norm = norm.detach()
         # (A NaN or an infinity in either makes the sum so.)
-        return Look((norm.detach() + loss.detach().double()).isfinite())
+        both = norm if loss is None else norm + loss.detach().double()
+        return Look(both.isfinite(), norm)
 
     def explain(
         self,

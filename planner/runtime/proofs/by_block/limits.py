@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from planner.language.across.cut.whole_batch import graph_under
 from planner.language.graph import ModelGraph
-from planner.language.plan import Plan
+from planner.language.plan import Plan, low_dtype
 from planner.runtime.proofs.by_block.cut import Cut
 from planner.runtime.proofs.promote import has_dropout
 from planner.units import format_bytes
@@ -49,8 +49,8 @@ def unproven(plan: Plan, graph: ModelGraph, cut: Cut) -> Iterator[str]:
         "a small model of the same code without `by_block` for that"
     )
     yield "the whole step in numbers: losses, the optimizer's update, learning rates, clipping"
-    if plan.precision == "bf16":
-        yield "what rounding to bf16 does"
+    if low_dtype(plan.precision):
+        yield f"what rounding to {plan.precision} does"
     if graph_under(graph, plan) is not graph and plan.batch_parts > 1:
         yield (
             "that replicas put their samples together for ops that compute across them: these were "

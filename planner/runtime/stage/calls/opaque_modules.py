@@ -31,6 +31,7 @@ from planner.language.graph.module_keys import (
 from planner.language.layout.redistribute import REDISTRIBUTE
 from planner.language.lowering.lowering import ONCE
 from planner.language.ops.families.entries.routing import STACK_OF_RUNS
+from planner.language.plan import Precision
 from planner.runtime.process.device import forked_generators, is_accelerator, of
 
 # ----------------------------------------------------------------------------------- finding
@@ -88,7 +89,7 @@ def find_module(key: str) -> nn.Module:
 
 def opaque_module(
     key: str,
-    precision: str,
+    precision: Precision,
     holds_samples: Sequence[bool],
     cost: Sequence[Sequence[int]],
     results: Sequence[Any],
@@ -112,7 +113,7 @@ def opaque_module(
 @torch.compiler.disable
 def _opaque_module(
     key: str,
-    precision: str,
+    precision: Precision,
     cost: Sequence[Sequence[int]],
     results: Sequence[Any],
     args: Sequence[Any],
@@ -162,7 +163,7 @@ class _Call:
         self,
         *,
         key: str,
-        precision: str,
+        precision: Precision,
         results: Sequence[Any],
         places: tuple[Any, Any],
         num_own: int,
@@ -190,10 +191,10 @@ class _Call:
                     of(seed.device).manual_seed(int(seed))
             if _inside:
                 modes.enter_context(_inside[-1]())
-            if self.precision == "bf16":
-                from planner.capture.modes.precision import MixedDtypes
+            if self.precision != "model":
+                from planner.capture.modes.precision import mixed_dtypes
 
-                modes.enter_context(MixedDtypes())
+                modes.enter_context(mixed_dtypes(self.precision))
             module = find_module(self.key)
             result = called(module, own, args, named)
         return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]

@@ -6,7 +6,7 @@
 
 While the optimizer works on bucket k, the gradients of k + 1 come down and the weights of
 k - 1 go up, so the step takes little more than the slowest of the three. Host memory has
-one copy of each weight (fp32 in precision "bf16"), the optimizer's state, and the slots.
+one copy of each weight (fp32 beside 16-bit weights), the optimizer's state, and the slots.
 What is computed is what the optimizer would compute on the device's own CPU: where device
 and host are one, the bits are the same. (ZeRO-Offload, Ren et al. 2021, section 4.)
 """

@@ -20,6 +20,9 @@ from planner.runtime.state.optimizers.several import Several
 OWN_SCHEDULER = "scheduler of the engine "
 """Under which names checkpoints have the schedulers that the engine steps."""
 
+OWN_SCALER = "loss scaler of the engine"
+"""Under which name checkpoints have what scales the loss of precision "fp16"."""
+
 
 def build_optimizer(
     given: Any, module: nn.Module, held: Mapping[str, Sequence[nn.Parameter]]
