@@ -37,7 +37,7 @@ from search.meshes.roots import device_groups_nodes, meshes_node, why_on_no_grou
 from search.nodes.first_plan import take_first_plan
 from search.nodes.lean_plan import find_leanest
 from search.nodes.replicas_on_groups import replicas_nodes
-from search.nodes.sizes import NO_FASTER, TOO_LARGE, degrees_nodes
+from search.nodes.sizes import NO_FASTER, TOO_LARGE, push_degrees
 from search.on_host import host_holds, offload_fallbacks, too_large_for_host
 from search.report.infeasible import (
     explain_infeasible,
@@ -322,9 +322,7 @@ def _explore(search: SearchState, shapes: Sequence[Shape]) -> None:
     outdone = sum(shape.num_configurations for shape in {*shapes} - {*tried})
     search.num_considered += outdone
     search.prune(OUTDONE, outdone)
-    for degrees in degrees_nodes(tried):
-        search.num_considered += degrees.num_configurations
-        search.push(degrees)
+    push_degrees(search, tried)
     search.run()
 
 

@@ -9,7 +9,7 @@ A layout is looked at only as closely as it takes to prune it (`layout_candidate
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
 from planner.deadline import is_late
@@ -36,13 +36,15 @@ Sizes = tuple[tuple[Shape, ...], ...]
 """Shapes of equal ep, cp and tp: a tuple for each microbatch size, ascending."""
 
 
-def degrees_nodes(shapes: Sequence[Shape]) -> Iterator[DegreesNode]:
-    """Yield the roots of a search: shapes without cp and ep, then shapes with one of them."""
+def push_degrees(search: SearchState, shapes: Sequence[Shape]) -> None:
+    """Push the roots of a search: shapes without cp and ep, then shapes with one of them."""
     groups: dict[Wave, list[Shape]] = {}
     for shape in shapes:
         groups.setdefault(degrees_wave(shape.block_sizes), []).append(shape)
     for wave in sorted(groups):
-        yield DegreesNode(bound=0.0, wave=wave, shapes=tuple(groups[wave]))
+        node = DegreesNode(bound=0.0, wave=wave, shapes=tuple(groups[wave]))
+        search.num_considered += node.num_configurations
+        search.push(node)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

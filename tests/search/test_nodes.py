@@ -14,7 +14,7 @@ from search.meshes.mix_node import MixNode
 from search.meshes.roots import MixesNode, meshes_node
 from search.nodes.configurations import ConfigurationNode, ShapeNode
 from search.nodes.partitions import FirstStagesNode, PartitionedNode, PartitionsNode
-from search.nodes.sizes import DegreesNode, SizesNode, degrees_nodes
+from search.nodes.sizes import DegreesNode, SizesNode, push_degrees
 from search.report.runners_up import MOST_RUNNERS_UP, find_runners_up, why_slower
 from search.search_state import SearchState
 from tests.captures import capture_tiny
@@ -46,8 +46,7 @@ def searched(request: SearchRequest, limit_bytes: float = float("inf")) -> Searc
         memory_limit_bytes=limit_bytes,
         limits={"": limit_bytes},
     )
-    for root in degrees_nodes(shapes):
-        search.push(root)
+    push_degrees(search, shapes)
     search.run()
     if request.meshes == "own":
         search.push(meshes_node(shapes))
