@@ -40,17 +40,11 @@ def run_ranks(
     traceback, and ends the other ranks. `timeout_s` is how long an operation may take.
     """
     with tempfile.TemporaryDirectory() as folder:
-        store = Path(folder) / "store"
         queue = context.SimpleQueue()
-        ranks = [
-            context.Process(
-                target=_run,
-                args=(queue, function, r, world_size, store, args, backend, timeout_s),
-            )
-            for r in range(world_size)
-        ]
-        for process in ranks:
-            process.start()
+        ranks = start_ranks(
+            function, world_size, *args, queue=queue, store=Path(folder) / "store",
+            backend=backend, timeout_s=timeout_s,
+        )  # fmt: skip
         results: dict[int, Any] = {}
         try:
             for _ in ranks:
@@ -66,6 +60,30 @@ def run_ranks(
                 process.close()
             queue.close()
     return [results[rank] for rank in range(world_size)]
+
+
+def start_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    queue: Any,
+    store: Path,
+    backend: str = "gloo",
+    timeout_s: float = 600,
+) -> list[Any]:
+    """Start the ranks' processes, which meet by a file `store` and put what they return in `queue`.
+
+    For tests that end them before they return; others take `run_ranks`.
+    """
+    ranks = [
+        context.Process(
+            target=_run, args=(queue, function, rank, world_size, store, args, backend, timeout_s)
+        )
+        for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    return ranks
 
 
 def _next(queue: Any, ranks: list[Any]) -> Any:

@@ -40,16 +40,11 @@ def kill_while_saving(plan, folder: Path, wait_s: float) -> None:
     """Start the plan's ranks, let them save, and kill them all at once."""
     known = {path.name for path in folder.glob("0*")}
     with tempfile.TemporaryDirectory() as store:
-        queue = spawn.context.SimpleQueue()
-        ranks = [
-            spawn.context.Process(
-                target=spawn._run,
-                args=(queue, save_without_end, rank, 2, Path(store) / "store", (plan, str(folder))),
-            )
-            for rank in range(2)
-        ]
-        for rank in ranks:
-            rank.start()
+        queue = spawn.context.SimpleQueue()  # held until the ranks have opened it
+        ranks = spawn.start_ranks(
+            save_without_end, 2, plan, str(folder),
+            queue=queue, store=Path(store) / "store",
+        )  # fmt: skip
         try:
 
             def has_more() -> bool:
