@@ -316,7 +316,8 @@ def _explore(search: SearchState, shapes: Sequence[Shape]) -> None:
     known = search.warm_start.fastest(search.memory_limit_bytes)
     if known is not None:
         search.take(evaluated_plan(*known))
-    elif search.ceiling_s == inf:
+    elif search.ceiling_s == inf and search.request.split_rank is None:
+        # (Even cuts do not keep an encoder apart.)
         with suppress(OutOfTime):  # what is left open is told by the search itself
             take_first_plan(search, tried)
     outdone = sum(shape.num_configurations for shape in {*shapes} - {*tried})
