@@ -4,6 +4,7 @@ experts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from planner.capture import capture_source, load_model_file
@@ -105,11 +106,15 @@ def batch(size):
 """
 
 
+def file_of(sizes: Mapping[str, int]) -> str:
+    """Return the text of a model's file; without `experts` it has none."""
+    of = {"experts": 0} | dict(sizes)
+    return MODEL_FILE.format(**of, feed="Experts" if of["experts"] else "Feed")
+
+
 def write_model(name: str, folder: Path) -> tuple[Path, ModelGraph]:
     """Write a model's file into a folder; return it and its capture."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "model.py"
-    sizes = {"experts": 0} | MODELS[name]
-    feed = "Experts" if sizes["experts"] else "Feed"
-    path.write_text(MODEL_FILE.format(**sizes, feed=feed))
+    path.write_text(file_of(MODELS[name]))
     return path, capture_source(load_model_file(path))

@@ -20,7 +20,7 @@ from typing import Annotated
 import torch
 
 from benchmarks.harness import Result, benchmark, in_turns, on_ranks
-from benchmarks.machine.gpt import MODEL_FILE
+from benchmarks.machine.gpt import file_of
 from costmodel import CostCache, estimate
 from planner.capture import capture_source, load_model_file
 from planner.capture.source.model_file import ModelSource
@@ -91,7 +91,7 @@ def mixed_recompute(
 ) -> Result:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "model.py"
-        path.write_text(MODEL_FILE.format(**MODEL))
+        path.write_text(file_of(MODEL))
         source = load_model_file(path)
         graph = capture_source(source)
         mixes = {"none": [NONE] * MODEL["layers"], **dict(list(MIXES.items())[:count])}
