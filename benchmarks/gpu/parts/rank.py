@@ -49,12 +49,8 @@ def _plan(case: dict[str, Any], model: str) -> Any:
 def _gaps(case: dict[str, Any]) -> dict[str, float]:
     from tests.runtime.scenarios import train_beside_one_process
 
-    found = train_beside_one_process(case["model"], _plan(case, case["model"]))
-    return {
-        "loss_gap": found.loss_gap,
-        "gradient_gap": found.gradient_gap,
-        "param_gap": found.param_gap,
-    }
+    gaps = train_beside_one_process(case["model"], _plan(case, case["model"])).gaps
+    return {"loss_gap": gaps.loss, "gradient_gap": gaps.gradient, "param_gap": gaps.parameter}
 
 
 def _messages(case: dict[str, Any]) -> dict[str, float]:
