@@ -93,6 +93,7 @@ def _bytes(case: dict[str, Any]) -> dict[str, float]:
     engine = planner.apply(plan, builder(model))
     from benchmarks.gpu.decoder import batch
 
+    torch.manual_seed(0)  # every rank is given the same batch
     whole = batch(plan.global_batch, model.sequence)
     engine.step(whole)
     if on_gpu:
