@@ -316,8 +316,7 @@ def _explore(search: SearchState, shapes: Sequence[Shape]) -> None:
     known = search.warm_start.fastest(search.memory_limit_bytes)
     if known is not None:
         search.take(evaluated_plan(*known))
-    elif search.ceiling_s == inf and search.request.split_rank is None:
-        # (Even cuts do not keep an encoder apart.)
+    elif _may_begin_anywhere(search):
         with suppress(OutOfTime):  # what is left open is told by the search itself
             take_first_plan(search, tried)
     outdone = sum(shape.num_configurations for shape in {*shapes} - {*tried})
@@ -325,6 +324,14 @@ def _explore(search: SearchState, shapes: Sequence[Shape]) -> None:
     search.prune(OUTDONE, outdone)
     push_degrees(search, tried)
     search.run()
+
+
+def _may_begin_anywhere(search: SearchState) -> bool:
+    """Whether a first plan of even cuts is an answer that prunes: no encoder is kept apart, a
+    single best plan is sought that nothing is known of, and it was not sought before in vain.
+    """
+    is_free = search.request.split_rank is None
+    return is_free and search.ceiling_s == inf and not search.every_size
 
 
 def _worth_trying(search: SearchState, shapes: Sequence[Shape]) -> Sequence[Shape]:

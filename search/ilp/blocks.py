@@ -41,7 +41,7 @@ from search.op_layout.block_problem import BlockProblem, Choice, ReshardEdge
 
 # A variable of a linear program's answer is whole, and an answer optimal, to about this.
 _NEARLY = 1e-6
-# A program is built anew where its largest cost is above that.
+# A program is built anew where its largest cost is as many times too large, or too small.
 _MOST_OF_SCALE = 10.0
 
 
@@ -109,9 +109,9 @@ class _Program:
         finite = [c[np.isfinite(c)].max(initial=0.0) for c in costs]
         finite += [e.seconds[np.isfinite(e.seconds)].max(initial=0.0) for e in problem.edges]
         largest = max([*finite, 1e-30])
-        program: _Program | None = problem.programs_of.get(name)
-        if program is None or not 0.1 < largest * program.scale < _MOST_OF_SCALE:
-            program = problem.programs_of[name] = cls._built(name, problem, 1.0 / largest)
+        program: _Program | None = problem.integer_programs.get(name)
+        if program is None or not 1 / _MOST_OF_SCALE < largest * program.scale < _MOST_OF_SCALE:
+            program = problem.integer_programs[name] = cls._built(name, problem, 1.0 / largest)
         objective = program.solver.Objective()
         for row, variables in zip(costs, program.choices, strict=True):
             for cost, variable in zip(row.tolist(), variables, strict=True):

@@ -93,7 +93,7 @@ class BlockProblem:
     """Parameters that several uses share, as (class index, name), and the variable of each."""
     boundary: Boundary = field(default_factory=dict)
     """Placements of what blocks hand to each other."""
-    programs_of: dict[str, Any] = field(default_factory=dict)
+    integer_programs: dict[str, Any] = field(default_factory=dict)
     """What `search.ilp.blocks` made of it, by solver."""
 
     def value(self, choice: Sequence[int], bytes_price: float = 0.0) -> float:
