@@ -341,10 +341,10 @@ def _recording_overhead(ranks: int, steps: int, sizes: tuple[int, int]) -> float
         os.environ[TIMELINE_DIR] = folder
         engine = _our_engine(next(c for c in CONTESTS if c.name == "1f1b"), task)
         del os.environ[TIMELINE_DIR]
-        recorder = engine._recorder
+        recorder = engine._spans.recorder
 
         def step(records: bool) -> float:
-            engine._recorder = engine._executor._recorder = recorder if records else None
+            engine._spans.recorder = recorder if records else None
             return _thread_s(lambda: engine.step({"x": task.x, "target": task.target}))
 
         sides = {records: partial(step, records) for records in (True, False)}

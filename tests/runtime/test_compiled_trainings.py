@@ -16,7 +16,7 @@ from planner.language.plan import Plan
 from planner.runtime.process.groups.mesh import build_mesh
 from planner.runtime.stage.compiled.kernels import op_by_op
 from planner.runtime.step.engine import Engine
-from planner.runtime.step.values import ValuesError
+from planner.runtime.step.update.values import ValuesError
 from tests.spawn import run_ranks
 
 VOCABULARY, SEQUENCE, HEADS = 64, 16, 4

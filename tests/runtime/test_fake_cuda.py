@@ -47,7 +47,7 @@ LEFT_OUT = {
 """What no case sees, and why."""
 
 
-LOOK = "runtime/step/values.py:Look.is_wrong: Event.synchronize"
+LOOK = "runtime/step/update/values.py:Look.is_wrong: Event.synchronize"
 """The only wait of a usual step: for the flag that says whether it is finite."""
 
 _OF_HOST_OPTIMIZER = (

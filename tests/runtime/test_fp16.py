@@ -22,7 +22,7 @@ from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
 from planner.runtime.state.gradients.loss_scale import LossScaler
 from planner.runtime.step.engine import Engine
-from planner.runtime.step.values import ValuesError
+from planner.runtime.step.update.values import ValuesError
 from tests.builders import VOCABULARY, PlainGPT, gpt_batch
 from tests.captures import capture_module
 from tests.experts import RoutedGPT

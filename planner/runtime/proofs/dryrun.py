@@ -177,8 +177,7 @@ def _track(
         engine.step(batch)
         count_tables_as_host(engine.state, ledger)
         rest_bytes, host_rest_bytes = ledger.live_bytes, ledger.host_bytes
-        # Both call the same recorder, which is all that a timeline needs of them.
-        engine._recorder = engine._executor._recorder = ledger  # type: ignore[assignment]
+        engine._spans.recorder = ledger  # type: ignore[assignment]
         ledger.clear()
         engine.step(batch)
     return DryRun(

@@ -97,7 +97,7 @@ def to_graph_module(
     graph.output(tuple(env[name] for name in program.outputs))
     graph.lint()
     module = fx.GraphModule(root, graph, class_name="".join(_words(program.name)))
-    # Whose op a line of its code is, for messages (`planner.runtime.step.values`).
+    # Whose op a line of its code is, for messages (`planner.runtime.step.update.values`).
     module.meta["lines"] = {calls[op.name].name: (op.name, op.line) for op in program.ops}
     return module
 

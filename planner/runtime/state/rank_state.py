@@ -7,6 +7,7 @@ takes the engine itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -92,6 +93,10 @@ class RankState:
     averages: Averages | None = None
     steps: int = 0
     samples: int = 0
+
+    def drawn(self) -> AbstractContextManager[None]:
+        """Inside, random numbers are those of the next step; each step is run in it, once."""
+        return nullcontext() if self.random is None else self.random.drawn()
 
     def rest(self) -> None:
         """Hold parameters as they are between steps: as shards, where ZeRO shards them."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,6 @@ from planner.language.plan import Plan
 from planner.language.plan.accepted import LOCAL_SAMPLES
 from planner.language.plan.schedule_of import schedule_of
 from planner.language.schedule import Job
-from planner.language.schedule.step_jobs import StepJobKind, step_jobs
 from planner.runtime.batches.inputs.dealing import Dealt
 from planner.runtime.batches.inputs.documents import Documents
 from planner.runtime.batches.inputs.feed import Feed
@@ -49,6 +48,7 @@ from planner.runtime.process import device as devices
 from planner.runtime.process.ended import counted_step
 from planner.runtime.process.groups.mesh import Mesh
 from planner.runtime.process.recorder import start_recorder
+from planner.runtime.process.spans import Spans
 from planner.runtime.process.watchdog import start_watchdog
 from planner.runtime.stage.compiled.kernels import Compiler, compiled
 from planner.runtime.stage.host import Host
@@ -67,7 +67,6 @@ from planner.runtime.state.optimizers.optimizer import (
 from planner.runtime.state.tables import table_of
 from planner.runtime.state.users_module.outside import OutsideTensors
 from planner.runtime.state.users_module.untouched import Untouched
-from planner.runtime.step.accumulation import Accumulation
 from planner.runtime.step.batch_norm import DeferredStatistics
 from planner.runtime.step.build import (
     BlockPrograms,
@@ -81,8 +80,9 @@ from planner.runtime.step.evaluation import Evaluation
 from planner.runtime.step.executor import Executor, Hooks
 from planner.runtime.step.intermediates import Seen, gathered, watching
 from planner.runtime.step.messages.p2p import Post
-from planner.runtime.step.values import Look, ValueCheck
-from planner.timeline import CHECK, DEAL
+from planner.runtime.step.update.accumulation import Accumulation
+from planner.runtime.step.update.updates import Updates
+from planner.timeline import DEAL
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -113,10 +113,6 @@ class Engine:
 
     Attributes:
         state: what this rank holds.
-        grad_norm: of the last step's gradients before clipping, when they are clipped.
-        scaler: what scales the loss; None but for precision "fp16".
-        is_skipped: whether the last update was passed over, as gradients of the scaled loss were
-            not finite.
         fetched: what the last step was told to fetch.
         dealt: how samples of the last batch were dealt to replicas and microbatches by their work;
             None where they are no packed documents, or stay in the order they were given.
@@ -212,12 +208,6 @@ class Engine:
             makes_buffers=values is not None,
         )
         self.state = state = held.state
-        self._reached = Reached(
-            state.stages,
-            mesh,
-            [[graph.tensor[n].fqn for n in names] for names in stage_params(graph, plan)],
-            {graph.tensor[name].fqn: lies for name, lies in state.placements.items()},
-        )
         take_first_values(state, values or ModuleValues(model, mesh))
         # First values are given to what the optimizer steps on (fp32 masters, copies on the host);
         # the stages' own parameters are these, rounded or copied.
@@ -228,9 +218,6 @@ class Engine:
         state.optimizer = state.trained.build_optimizer(
             optimizer, model, is_accumulating=lambda: self.is_accumulating
         )
-        self._step_jobs = {job.kind: job for job in step_jobs(mesh.rank("pp"))}
-        self._max_grad_norm = max_grad_norm
-        self.grad_norm: Tensor | None = None
         self.fetched: dict[str, Tensor] = {}
         self.dealt: Dealt | None = None
         self._has_told_dealt = False
@@ -240,8 +227,9 @@ class Engine:
             if deferred_batch_norm
             else None
         )
-        self._recorder = self._host.recorder = start_recorder(mesh)
-        self._record_collective = None if self._recorder is None else self._recorder.collective
+        recorder = self._host.recorder = start_recorder(mesh)
+        self._record_collective = None if recorder is None else recorder.collective
+        self._spans = Spans(recorder)
         self._executor = Executor(
             schedule=self.schedule,
             pp_rank=mesh.rank("pp"),
@@ -257,7 +245,7 @@ class Engine:
             weight_queue=self._lowered.weight_queue,
             lookahead=plan.receive_ahead,
             marks=DeviceMarks(mesh.device) if devices.is_accelerator(mesh.device) else None,
-            recorder=self._recorder,
+            spans=self._spans,
             away=self._away,
             hooks=Hooks(
                 after_forward=self._after_forward,
@@ -265,11 +253,24 @@ class Engine:
                 after_gradients=self._after_gradients,
             ),
         )
-        self.scaler = LossScaler() if plan.precision == "fp16" else None
-        self.is_skipped = False
-        self._checks_values = check_values
-        looks = check_values or self.scaler is not None
-        self._values = ValueCheck(mesh, self._executor) if looks else None
+        self._updates = Updates(
+            state,
+            self._executor,
+            self._accumulation,
+            self._spans,
+            reached=Reached(
+                state.stages,
+                mesh,
+                [[graph.tensor[n].fqn for n in names] for names in stage_params(graph, plan)],
+                {graph.tensor[name].fqn: lies for name, lies in state.placements.items()},
+            ),
+            statistics=self._statistics,
+            scaler=LossScaler() if plan.precision == "fp16" else None,
+            schedulers=self._schedulers,
+            max_grad_norm=max_grad_norm,
+            check_values=check_values,
+            hold=self._hold,
+        )
         self._checkpoints: Checkpoints | None = None
         self._kept: Kept | None = None
         start_watchdog(self._executor.status, step_s=plan.estimate.get("step_s", 0.0))
@@ -344,6 +345,23 @@ class Engine:
     def optimizer(self) -> torch.optim.Optimizer | None:
         """Over this rank's parameters; None when it holds none that train."""
         return self.state.optimizer
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Of the last update's gradients before clipping; None where they were not clipped."""
+        return self._updates.grad_norm
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """What scales the loss; None but for precision "fp16"."""
+        return self._updates.scaler
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the last update was passed over, as gradients of the scaled loss were not
+        finite.
+        """
+        return self._updates.is_skipped
 
     @property
     def steps(self) -> int:
@@ -471,22 +489,21 @@ class Engine:
             return
         for index in self.stages:
             self.state.trained.start_sums(index)
-        self._finish_gradients(factor=factor)
+        self._updates.finish_gradients(factor=factor, clips=False)
         added.is_finished = True
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale finished gradients to a norm of at most `max_norm`; return the norm before."""
         assert self._added is not None, "gradients are finished before"
         assert self._added.is_finished, "gradients are finished before"
-        self.grad_norm = self.state.trained.clip(max_norm)
-        return self.grad_norm
+        return self._updates.clip(max_norm)
 
     def update(self) -> None:
         """Make the update of finished gradients; raise ValuesError where they are not finite."""
         added, self._added = self._added, None
         assert added is not None, "gradients are finished before"
         assert added.is_finished, "gradients are finished before"
-        self._change_weights(added.feed, added.loss, None)
+        self._updates.change_weights(added.feed, added.loss, None)
 
     def forget_gradients(self) -> None:
         """Let go of the batches that were added and that no update followed."""
@@ -501,17 +518,12 @@ class Engine:
         self._is_apart = apart
         # Gradients of an earlier batch without update are added to, not cleared.
         if not self._accumulation.is_open:
-            self.state.trained.zero_gradients()
-            self._reached.begin()
-            if apart:
-                self.grad_norm = None  # of an update before, where this is not clipped
-            if self._statistics is not None:
-                self._statistics.begin()
-        with self._drawn(), self._watching(fetch, None) as seen:
+            self._updates.begin(is_apart=apart)
+        with self.state.drawn(), self._watching(fetch, None) as seen:
             # (The batch's weight in the mean over all batches since the last update scales its
             # backwards.)
             losses = self._executor.train(
-                self._scaled(
+                self._updates.scaled(
                     self._accumulation.add_sum(feed)
                     if apart
                     else self._accumulation.add(feed, is_last=update)
@@ -521,10 +533,10 @@ class Engine:
         # The loss is summed over ranks beside the reduction of gradients and the optimizer's step.
         loss, shared = self._share_loss(losses, feed)
         if update:
-            self._update(feed, loss, shared)
-        elif self._values is not None and self.scaler is None:
-            look = self._look(self._values, loss, shared, has_gradients=False)
-            self._is_passed_over(look, feed, loss)
+            self._updates.finish_gradients(clips=True)
+            self._updates.change_weights(feed, loss, shared)
+        else:
+            self._updates.check_loss(feed, loss, shared)
         if apart:
             self._added = _Added(feed, loss)
         self.state.samples += feed.split.num_samples * self.plan.unit.size
@@ -533,122 +545,11 @@ class Engine:
         self.fetched = self._gathered(seen) if seen.wanted else {}
         for tell in self.after_step:
             tell(loss)
-        if update and self._schedulers and not self.is_skipped:
+        if update:
             # Last: what is told of a step is told with the rate it was made with.
-            with self._recorded_job(StepJobKind.LEARNING_RATE, on_host=True):
-                for scheduler in self._schedulers:
-                    scheduler.step()
-        if self._recorder is not None:
-            self._recorder.end_step()
+            self._updates.step_schedulers()
+        self._spans.end_step()
         return loss
-
-    def _scaled(self, feed: Feed) -> Feed:
-        """Return the feed whose backwards begin with the loss's scale."""
-        if self.scaler is None:
-            return feed
-        scale = self.scaler.scale
-        return replace(feed, loss_weights=[weight * scale for weight in feed.loss_weights])
-
-    def _update(self, feed: Feed, loss: Tensor, shared: dist.Work | None) -> None:
-        self._finish_gradients(clips_to=self._max_grad_norm)
-        self._change_weights(feed, loss, shared)
-
-    def _finish_gradients(self, *, factor: float = 1.0, clips_to: float | None = None) -> None:
-        with self._executor.phase("sums of gradients"), self._recorded("REDUCE"):
-            if self._statistics is not None:
-                self._statistics.finish()
-            self.state.trained.finish_sums()
-            # Sums over ranks come first, then the division by the batches' weights and the loss's
-            # scale, then the norm: clipping limits the gradient of the whole update.
-            if self.scaler is not None:
-                factor /= self.scaler.scale
-            self._accumulation.finish(self.state.trained.with_gradients(), factor=factor)
-            if clips_to is not None:
-                self.grad_norm = self.state.trained.clip(clips_to)
-
-    def _change_weights(self, feed: Feed, loss: Tensor, shared: dist.Work | None) -> None:
-        # Weights change only where nothing is wrong: the failing step can then run again from the
-        # same weights, watched op by op.
-        look, self.is_skipped = None, False
-        passes_over = self.state.trained.can_pass_over(self.optimizer)
-        if self._values is not None:
-            with self._executor.phase("its look for NaN"), self._recorded(CHECK):
-                look = self._look(self._values, loss, shared, has_gradients=True)
-                if not passes_over:
-                    self.is_skipped = self._is_passed_over(look, feed, loss)
-        if not self.is_skipped:
-            self._step_optimizer(look if passes_over else None)
-        if look is not None and passes_over:
-            with self._executor.phase("its look for NaN"):
-                self.is_skipped = self._is_passed_over(look, feed, loss)
-        if self.scaler is not None:
-            self.scaler.follow(is_skipped=self.is_skipped)
-        self.state.steps += 1
-
-    def _step_optimizer(self, look: Look | None) -> None:
-        """Step, but where a look's flag says that something is wrong."""
-        optimizer_job = self._recorded_job(StepJobKind.OPTIMIZER)
-        with self._executor.phase("its optimizer's step"), optimizer_job:
-            if self._checkpoints is not None:
-                # A save under way still copies weights and optimizer state; the step would
-                # overwrite them.
-                self._checkpoints.hold()
-            self.state.trained.step(
-                self.optimizer,
-                unreached=self._reached.missing(),
-                is_wrong=None if look is None else look.flag,
-            )
-
-    def _look(
-        self, values: ValueCheck, loss: Tensor, shared: dist.Work | None, *, has_gradients: bool
-    ) -> Look:
-        if shared is not None:
-            shared.wait()
-        gradients = self.state.trained.gradients() if has_gradients else ()
-        norm = self.grad_norm if has_gradients else None
-        # (A training that has its losses unchecked is steered by gradients alone.)
-        return values.look(loss if self._checks_values else None, gradients, norm)
-
-    def _is_passed_over(self, look: Look, feed: Feed, loss: Tensor) -> bool:
-        """Whether a smaller scale of the loss may mend gradients that are not finite.
-
-        Raises ValuesError where nothing does: of a loss that is not finite beside gradients that
-        are, or without a scale that may fall.
-        """
-        if not look.is_wrong():
-            return False
-        if self.scaler is not None:
-            is_of_scale = self.scaler.may_fall and not look.has_finite_gradients()
-            if is_of_scale or not self._checks_values:
-                return True
-        values = self._values
-        assert values is not None, "looks are the check's"
-        # The step runs again alone, from cleared gradients, to find the op at fault.
-        self._accumulation.forget()
-        held = self.state.trained.stepped_by_name()
-        named = {f"parameter {name}": copies[0].detach() for name, copies in held.items()}
-
-        def again() -> None:
-            self.state.trained.zero_gradients()
-            with self._drawn():
-                self._executor.train(self._scaled(feed))
-            self.state.trained.finish_sums()
-
-        raise values.explain(again, step=self.steps + 1, loss=loss, named=named)
-
-    def _recorded(self, kind: str) -> AbstractContextManager[None]:
-        return nullcontext() if self._recorder is None else self._recorder.span(kind, kind)
-
-    def _recorded_job(
-        self, kind: StepJobKind, *, on_host: bool = False
-    ) -> AbstractContextManager[None]:
-        """Record a job behind the table, or name it for a profiler, where either is on."""
-        job = self._step_jobs[kind]
-        if self._recorder is not None:
-            return self._recorder.span(str(job.kind), str(job), on_host=on_host)
-        if torch.autograd._profiler_enabled():
-            return torch.profiler.record_function(str(job))
-        return nullcontext()
 
     def evaluate(self, batch: Any, *, fetch: Iterable[str] = ()) -> Tensor:
         """Return the mean loss of one global batch, as the model computes it after ``eval()``.
@@ -666,7 +567,7 @@ class Engine:
 
     def forward(self, batch: Any) -> Tensor:
         """Return the mean loss of one global batch as training computes it, without training."""
-        with self._drawn():
+        with self.state.drawn():
             feed = self._feed(batch)
             loss, shared = self._share_loss(self._executor.evaluate(feed), feed)
         feed.check()
@@ -688,9 +589,6 @@ class Engine:
         self.after_step.append(self.average.take)
         return self.average
 
-    def _drawn(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.state.random is None else self.state.random.drawn()
-
     def _feed(self, batch: Any) -> Feed:
         with self._executor.phase("its part of the batch, which all ranks agree on"):
             feed = self._feeder.feed(batch)
@@ -709,9 +607,8 @@ class Engine:
         self.dealt = dealt
         if dealt is None:
             return
-        if self._recorder is not None:
-            with self._recorder.span(DEAL, dealt.told, on_host=True):
-                pass
+        with self._spans.span(DEAL, dealt.told, on_host=True):
+            pass
         is_new = dealt.order is not None and not self._has_told_dealt
         if is_new and self.mesh.global_rank == 0:
             self._has_told_dealt = True
@@ -889,6 +786,11 @@ class Engine:
         With `now` it is due, as at the last step: what is converted is the newest checkpoint.
         """
         self._own_kept().keep(now=now)
+
+    def _hold(self) -> None:
+        """Wait until a save under way has copied weights and optimizer state."""
+        if self._checkpoints is not None:
+            self._checkpoints.hold()
 
     def _own_kept(self) -> Kept:
         if self._kept is None:

@@ -21,7 +21,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from planner.language.lowering.wiring import Edge
 from planner.language.schedule.jobs import Job, JobKind, Schedule
 from planner.runtime.batches.inputs.feed import Feed
-from planner.runtime.process.recorder import Recorder, job_name
+from planner.runtime.process.recorder import job_name
+from planner.runtime.process.spans import Spans
 from planner.runtime.process.watchdog import Status
 from planner.runtime.stage.host_activations import ActivationsOnHost, Incoming
 from planner.runtime.stage.stage import StageModule
@@ -89,8 +90,8 @@ class Executor:
         edges: tuple[Edge, ...],
         post: Post,
         hooks: Hooks,
+        spans: Spans,
         weight_queue: WeightQueue | None = None,
-        recorder: Recorder | None = None,
         away: ActivationsOnHost | None = None,
         lookahead: int,
         marks: DeviceMarks | None = None,
@@ -111,7 +112,7 @@ class Executor:
         self.live: dict[tuple[int, int], Live] = {}
         self._stages, self._edges, self._post, self._hooks = stages, edges, post, hooks
         self._lookahead, self._pp_rank, self._marks = lookahead, pp_rank, marks
-        self._queue, self._recorder, self._away = weight_queue, recorder, away
+        self._queue, self._spans, self._away = weight_queue, spans, away
         # What spans are called: put together once, not at every job.
         self._waits = {
             (edge.index, is_grad): (
@@ -362,12 +363,9 @@ class Executor:
         return Status(progress, True, text, waits=waiting is not None)
 
     def _get(self, message: Message) -> Tensor:
-        if self._recorder is None:
+        name, stage = self._waits[message.edge, message.is_grad]
+        with self._spans.span("WAIT", name, stage, message.microbatch):
             tensor = self._post.get(message)
-        else:
-            name, stage = self._waits[message.edge, message.is_grad]
-            with self._recorder.span("WAIT", name, stage, message.microbatch):
-                tensor = self._post.get(message)
         if self._marks is not None and self._current is not None:
             edge = self._edges[message.edge]
             sender = edge.consumer if message.is_grad else edge.producer
@@ -380,19 +378,10 @@ class Executor:
 
         `kind` is another than the job's for what it does ahead of its inputs.
         """
-        if self._recorder is None and not torch.autograd._profiler_enabled():
+        if not self._spans.is_on:
             return _NOTHING
-        return self._watched(
-            job, *(self._spelled[job] if kind is None else (kind, job_name(job, kind)))
-        )
-
-    def _watched(self, job: Job, kind: str, name: str) -> AbstractContextManager[Any]:
-        if self._recorder is None:
-            return torch.profiler.record_function(name)
-        span = self._recorder.span(kind, name, job.stage_index, job.microbatch_index)
-        if not torch.autograd._profiler_enabled():
-            return span
-        return _inside(torch.profiler.record_function(name), span)
+        spelled = self._spelled[job] if kind is None else (kind, job_name(job, kind))
+        return self._spans.job(*spelled, job.stage_index, job.microbatch_index)
 
     def _enter(self, job: Job, tensor: Tensor) -> tuple[Tensor | Incoming, Tensor]:
         """Return where the gradient of an input is left, and the input for the stage."""
@@ -424,14 +413,6 @@ class Executor:
         ):
             return self._queue.collecting(place)
         return _NOTHING
-
-
-@contextmanager
-def _inside(
-    outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
-) -> Iterator[None]:
-    with outer, inner:
-        yield
 
 
 def _run_backward(roots: tuple[GradientEdge, ...], grads: tuple[Tensor, ...]) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 import planner
 from planner.language.lowering.defaults import default_plan
 from planner.runtime.state.optimizers.passing_over import can_pass_over, passing_over
-from planner.runtime.step.values import ValuesError
+from planner.runtime.step.update.values import ValuesError
 from tests.captures import capture_module
 from tests.spawn import run_ranks
 

@@ -9,7 +9,8 @@ float16 has no number under 6e-8, and gradients of activations are often smaller
 
 Backwards begin with the scale times a loss's weight; sums of gradients, which are fp32, are divided
 by it before their norm, the clip and the optimizer. It is a power of two: nothing else is rounded.
-All ranks read one number of all gradients (`planner.runtime.step.values`), so all have one scale.
+All ranks read one number of all gradients (`planner.runtime.step.update.values`), so all have one
+scale.
 """
 
 from __future__ import annotations

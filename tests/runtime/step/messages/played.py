@@ -23,6 +23,7 @@ from planner.language.plan import Plan
 from planner.language.plan.schedule_of import schedule_of
 from planner.language.schedule import Job
 from planner.runtime.process.groups.mesh import coordinate_of
+from planner.runtime.process.spans import Spans
 from planner.runtime.step.executor import Executor
 from planner.runtime.step.messages import directions, p2p
 from planner.runtime.step.messages.p2p import Message, Post, messages
@@ -167,6 +168,7 @@ def messages_of(
         edges=edges,
         post=post,
         hooks=unused,
+        spans=Spans(None),
         lookahead=plan.receive_ahead,
     )
     feed: Any = SimpleNamespace(split=None, bucket=0)

@@ -9,7 +9,7 @@ from torch import nn
 from planner.errors import PlanError
 from planner.language.graph.batch_split import BatchSplit
 from planner.runtime.batches.inputs.feed import Feed
-from planner.runtime.step.accumulation import Accumulation
+from planner.runtime.step.update.accumulation import Accumulation
 
 
 def feed(total: float | None, weights: tuple[float, ...] = (0.25, 0.75), **more: float) -> Feed:
