@@ -25,6 +25,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import tanh
 from typing import get_args
 
 from costmodel.cache import CostCache
@@ -36,7 +37,9 @@ from costmodel.table.rows.row_plan import RowPrices
 from costmodel.table.rows.rows import PricedRow
 from costmodel.uncertainty import (
     NOTHING_KNOWN,
+    WITHIN_SOURCE,
     Interval,
+    Z,
     interval_about,
     run_kind,
     sigma_of,
@@ -44,7 +47,7 @@ from costmodel.uncertainty import (
 )
 from planner.language.plan import Plan
 from profiles import Profile
-from profiles.calibration import calibrate, next_sigma
+from profiles.calibration import DRIFT, calibrate, next_sigma
 from profiles.logs import RunLog, Steady
 from profiles.records import Calibration, CalibrationRun, Evidence, Observation
 
@@ -263,6 +266,21 @@ def without_runs(profile: Profile) -> Profile:
     """Return a profile without what logs taught it."""
     file = profile.file.model_copy(update={"runtime_calibrations": {}})
     return Profile(file, profile.ops, profile.collectives)
+
+
+def next_run(runtime: str, known: Calibration) -> tuple[float, float]:
+    """Return half of the interval of a next run like those known, relative, without and with what
+    they tell.
+    """
+    steps = [found for run in known.runs for found in run.observations if found.what == STEP]
+    shares = {
+        term: sum(found.parts_s.get(term, 0.0) / found.predicted_s for found in steps) / len(steps)
+        for term in TERMS
+    }
+    drift = max(run.drift or DRIFT for run in known.runs)
+    before = drift / WITHIN_SOURCE
+    after = next_sigma(known.runs, shares, drift=drift, priors=priors_of(runtime))
+    return tanh(Z * before), tanh(Z * after)
 
 
 def told_runs(known: Calibration) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from planner.units import GIB
 from profiles.logs.numbers import NUMBER, most, number
@@ -25,7 +26,9 @@ def _read(path: Path, text: str, digest: str) -> RunLog:
     readings = _PIPELINE.findall(text)
     if not readings:
         unit, readings = "samples_per_s", _TIMER.findall(text)
-    world = _WORLD.search(text)
+    said: dict[str, Any] = {"stack": "deepspeed-zero3"}
+    if world := _WORLD.search(text):
+        said["gpus"] = int(world[1] or world[2])
     return RunLog(
         stack=DEEPSPEED.stack,
         path=path,
@@ -33,7 +36,7 @@ def _read(path: Path, text: str, digest: str) -> RunLog:
         unit=unit,
         readings=tuple(map(number, readings)),
         allocated_bytes=most(_ALLOCATED.findall(text), GIB),
-        said={"gpus": int(world[1] or world[2])} if world else {},
+        said=said,
     )
 
 

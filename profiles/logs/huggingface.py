@@ -41,6 +41,7 @@ def _read(path: Path, text: str, digest: str) -> RunLog:
         unit="seconds",
         readings=_bar(text) or _whole_run(text),
         allocated_bytes=sum(float(found[1]) for found in memory) if len(memory) == 4 else None,
+        said={"stack": "fsdp-flash"},
     )
 
 

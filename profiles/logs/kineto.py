@@ -13,6 +13,7 @@ it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -107,7 +108,7 @@ def _windows(events: Iterable[Mapping[str, Any]]) -> list[tuple[float, float]]:
     # Up to the next step's start: what lies between two steps is of the first.
     return [
         (start, following)
-        for (start, _), (following, _) in zip(found, found[1:], strict=False)
+        for (start, _), (following, _) in itertools.pairwise(found)
         if following > start
     ]
 

@@ -1,4 +1,4 @@
-"""Megatron-LM's log (and those of NeMo, Megatron-Bridge, Megatron-DeepSpeed, which print its lines).
+"""Megatron-LM's log, and those of NeMo, Megatron-Bridge and others that print its lines.
 
 Source: NVIDIA/Megatron-LM core_v0.15.0, megatron/training/training.py (training_log) and
 megatron/training/utils.py (report_memory; its MB are 2**20 bytes). A line stands for
@@ -23,7 +23,7 @@ _BATCH = re.compile(r"global batch size: *(\d+)")
 
 
 def _read(path: Path, text: str, digest: str) -> RunLog:
-    said: dict[str, Any] = {}
+    said: dict[str, Any] = {"stack": "megatron-core"}
     if world := _WORLD.search(text):
         said["gpus"] = int(world[1] or world[2])
     if batches := _BATCH.findall(text):

@@ -27,7 +27,7 @@ _BATCH = re.compile(r"global_batch_size: *(\d+)\b(?!\.)")
 
 def _read(path: Path, text: str, digest: str) -> RunLog:
     lines = list(_STEP.finditer(text))
-    said: dict[str, Any] = {}
+    said: dict[str, Any] = {"stack": "nanotron"}
     last = lines[-1][0]
     if rates := _RATE.search(last):
         # Both are rounded, and a number of devices is whole.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from planner.units import GIB
 from profiles.logs.numbers import NUMBER, most, number
@@ -22,7 +23,7 @@ _MESH = re.compile(r"Building \d+-D device mesh with .*?, *\[([\d, ]+)\]")
 
 def _read(path: Path, text: str, digest: str) -> RunLog:
     lines = _STEP.findall(text)
-    said = {}
+    said: dict[str, Any] = {"stack": "torchtitan"}
     if device := _DEVICE.search(text):
         said["gpu"] = device[1].strip()
     if mesh := _MESH.search(text):
