@@ -30,8 +30,8 @@ from typing import get_args
 
 from costmodel.cache import CostCache
 from costmodel.estimate import step_seconds
-from costmodel.execution.execution import Execution, RunKind, residuals_of_runs
 from costmodel.execution.executed import rated_profile
+from costmodel.execution.execution import Execution, RunKind, residuals_of_runs
 from costmodel.table.kernels import HOST, KERNELS, LINKS, NETWORK, TERMS
 from costmodel.table.rows.row_plan import RowPrices
 from costmodel.table.rows.rows import PricedRow
@@ -228,6 +228,9 @@ def _parts(priced: PricedRow, grown: Mapping[str, float]) -> dict[str, float]:
         COLLECTIVES: max(0.0, (grown[LINKS] + grown[NETWORK]) * busy - path.messages_s),
         HOST: grown[HOST] * busy,
     }
+    # Where a factor changes which of two times is the longer, both are in what the step grows by.
+    share = min(1.0, step_s / sum(found.values()))
+    found = {part: share * seconds for part, seconds in found.items()}
     return {**found, WAITING: max(0.0, step_s - sum(found.values()))}
 
 
