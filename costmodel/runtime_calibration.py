@@ -23,7 +23,7 @@ profile have them, bounds of a search too.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import tanh
 from typing import get_args
@@ -238,17 +238,17 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def priors_of(runtime: str) -> dict[str, float]:
-    """Return one sigma of each factor before any run."""
+def priors_of(runtime: str, *, leave_out: Collection[str] = ()) -> dict[str, float]:
+    """Return one sigma of each factor before any run; `leave_out` are sources not counted."""
     kinds: tuple[RunKind, ...] = get_args(RunKind)
-    told = [residuals_of_runs(runtime, kind) for kind in kinds]
+    told = [residuals_of_runs(runtime, kind, leave_out=leave_out) for kind in kinds]
     _, between = split_sigma(max(map(sigma_of, filter(None, told)), default=NOTHING_KNOWN))
     return {term: between if term == KERNELS else NOTHING_KNOWN for term in TERMS}
 
 
-def drift_of(runtime: str, kind: RunKind) -> float:
+def drift_of(runtime: str, kind: RunKind, *, leave_out: Collection[str] = ()) -> float:
     """Return one sigma of what a run is off by when all factors are right, relative."""
-    within, _ = split_sigma(sigma_of(residuals_of_runs(runtime, kind)))
+    within, _ = split_sigma(sigma_of(residuals_of_runs(runtime, kind, leave_out=leave_out)))
     return within
 
 
