@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.common.options import JsonOption, ProfileOption
+from commands.common.options import JsonOption
 from commands.render.console import (
     show_json,
     show_note,
@@ -41,7 +41,10 @@ def calibrate(
     gpu: Annotated[
         str | None, typer.Option(help="The device of the runs. Default: as their files say.")
     ] = None,
-    profile: ProfileOption = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(help="A profile of the runs' device. Default: the shipped one."),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -51,8 +54,7 @@ def calibrate(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Learn from logs and traces of runs of Megatron-LM, torchtitan, nanotron, DeepSpeed, Hugging
-    Face.
+    """Learn from logs and traces of other stacks' runs.
 
     Example: planner calibrate runs/tp4 runs/tp8 --gpu H100
     """

@@ -11,6 +11,7 @@ from planner.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from costmodel.runtime_calibration import ComparedRun
     from profiles import Profile
+    from profiles.records import Calibration
 
 SAME = 0.03
 """Measured times within this of the prediction differ by no more than runs do."""
@@ -112,24 +113,27 @@ def runs_data(runs: Sequence[ComparedRun], profile: Profile, folder: Path) -> di
             }
             for run in runs
         ],
-        "runtimes": runtimes_data(profile),
+        "runtimes": [
+            _runtime_data(runtime, known)
+            for runtime, known in profile.file.runtime_calibrations.items()
+        ],
     }
 
 
-def runtimes_data(profile: Profile) -> dict[str, Any]:
-    """Return what logs of each runtime taught a profile."""
+def _runtime_data(runtime: str, known: Calibration) -> dict[str, Any]:
+    """Return what logs of a runtime taught a profile."""
     from costmodel.runtime_calibration import next_run
 
+    before, after = next_run(runtime, known)
     return {
-        runtime: {
-            "runs": len(known.runs),
-            "factors": {
-                term: {"value": factor.value, "sigma": factor.sigma}
-                for term, factor in known.factors.items()
-            },
-            "error_before": known.error_before,
-            "error_after": known.error_after,
-            "next_run": dict(zip(("before", "after"), next_run(runtime, known), strict=True)),
-        }
-        for runtime, known in profile.file.runtime_calibrations.items()
+        "runtime": runtime,
+        "num_runs": len(known.runs),
+        "factors": {
+            term: {"value": factor.value, "sigma": factor.sigma}
+            for term, factor in known.factors.items()
+        },
+        "error_before": known.error_before,
+        "error_after": known.error_after,
+        "relative_before": before,
+        "relative_after": after,
     }

@@ -10,6 +10,6 @@ is of).
 """
 
 from profiles.logs.reading import is_log, read_log
-from profiles.logs.record import NotSteady, RunLog, Steady, StepParts, Unit
+from profiles.logs.record import RunLog, Steady, StepParts, Unit
 
-__all__ = ["NotSteady", "RunLog", "Steady", "StepParts", "Unit", "is_log", "read_log"]
+__all__ = ["RunLog", "Steady", "StepParts", "Unit", "is_log", "read_log"]

@@ -26,10 +26,6 @@ LEAST_SPREAD = 0.01
 """Of a run's readings, relative: what is nearer than a few times this is never an outlier."""
 
 
-class NotSteady(PlannerError):
-    """A log without a step that counts."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steady:
     """What a step takes once a run is warm."""
@@ -95,11 +91,11 @@ class RunLog:
     def steady(self, seconds: Callable[[float], float]) -> Steady:
         """Return what a step takes once warm; `seconds` makes a step's seconds of a reading.
 
-        Raises NotSteady where no reading is a time.
+        Raises PlannerError where no reading is a time.
         """
         found = [seconds(reading) for reading in self.readings if reading > 0]
         if not found:
-            raise NotSteady(
+            raise PlannerError(
                 f"{self.path} has no step that took time; give a log of a run that trained"
             )
         return steady_of(found)
