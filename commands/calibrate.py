@@ -63,17 +63,20 @@ def calibrate(
     from commands.render.logs import describe_runs, runs_data
     from commands.render.profile import describe_runtimes
     from costmodel.runtime_calibration import with_runs
-    from profiles import save_profile
+    from profiles import load_profile, save_profile
 
     asked = {name: value for name, value in (("gpus", gpus), ("gpu", gpu)) if value is not None}
+    given = None if profile is None else load_profile(profile)
+    # (A profile has the name of its device, and of a link.)
+    device = {} if given is None else {"gpu": given.name.partition("@")[0]}
     notes: list[str] = []
     found: list[tuple[RunFiles, Row]] = []
     for text in runs:
         files = find_run(text)
-        run = describe(files.configurations, told=files.told, asked=asked)
+        run = describe(files.configurations, told={**device, **files.told}, asked=asked)
         notes += [*files.notes, *(f"{files.name}: {note}" for note in run.notes)]
         found.append((files, run.texts))
-    machine, folder = _machine_of([row for _, row in found], profile, out)
+    machine, folder = _machine_of([row for _, row in found], given, profile, out)
     with show_progress("pricing the runs"):
         compared = [_compared(files, row, machine, notes) for files, row in found]
     by_runtime: dict[str, list[Any]] = {}
@@ -85,22 +88,24 @@ def calibrate(
         show_note(note)
     if as_json:
         show_json(runs_data(compared, taught, folder))
-        return
-    show_results(*describe_runs(compared), *describe_runtimes(taught, by_runtime))
-    show_note(f"used with --profile {folder}, by `planner check` and by searches for the runtime")
+    else:
+        show_results(*describe_runs(compared), *describe_runtimes(taught, by_runtime))
+    named = " or ".join(f"--execution {runtime}" for runtime in by_runtime)
+    show_note(f"used with --profile {folder}: by `planner check`, and by searches with {named}")
     show_written(f"wrote {folder}", as_json)
 
 
-def _machine_of(rows: list[Row], name: str | None, out: Path | None) -> tuple[Profile, Path]:
+def _machine_of(
+    rows: list[Row], given: Profile | None, name: str | None, out: Path | None
+) -> tuple[Profile, Path]:
     """Return the profile that runs are priced on, with what it knew before, and where it is
-    written.
+    written; `given` is the one that was named.
     """
     from costmodel.table.rows.rows import machine_of
     from profiles import load_profile
     from profiles.catalog import calibrated_dir
     from profiles.store import PROFILE_FILE
 
-    given = None if name is None else load_profile(name)
     machines = dict.fromkeys(machine_of(row, given)[0].name for row in rows)
     if len(machines) > 1:
         raise PlannerError(
@@ -113,7 +118,7 @@ def _machine_of(rows: list[Row], name: str | None, out: Path | None) -> tuple[Pr
         if known.name != machine.name:
             raise PlannerError(
                 f"{folder} is a profile of {known.name} and the runs are of {machine.name}; give "
-                "another `out`"
+                "another --out"
             )
         machine = known
     return machine, folder

@@ -13,7 +13,7 @@ parts, of sources and of the runs of one:
 
     prior of the kernels' factor    S = sqrt(1 - w^2) sigma      w: `WITHIN_SOURCE`
     drift of each run               W = w sigma
-    prior of all other factors      0.3, as of anything of which nothing is known
+    prior of all other factors      2 S: they are small parts of a step, and so less is known of them
 
 A cluster and a stack are a source, so two or three of its runs leave W of the next, and little of
 S. The factors divide and multiply rates (`DeviceRates.slowed`); all prices of the runtime on that
@@ -25,7 +25,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import tanh
+from math import log, tanh
+from statistics import median
 from typing import get_args
 
 from costmodel.cache import CostCache
@@ -238,12 +239,31 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def priors_of(runtime: str, *, leave_out: Collection[str] = ()) -> dict[str, float]:
-    """Return one sigma of each factor before any run; `leave_out` are sources not counted."""
+def priors_of(
+    runtime: str, runs: Sequence[CalibrationRun] = (), *, leave_out: Collection[str] = ()
+) -> dict[str, float]:
+    """Return one sigma of each factor before the regression on runs; `leave_out` are sources not
+    counted.
+
+    Where the runs are farther off than sources are, these tell nothing of them: priors are as wide
+    as the median run is off.
+    """
     kinds: tuple[RunKind, ...] = get_args(RunKind)
     told = [residuals_of_runs(runtime, kind, leave_out=leave_out) for kind in kinds]
     _, between = split_sigma(max(map(sigma_of, filter(None, told)), default=NOTHING_KNOWN))
-    return {term: between if term == KERNELS else NOTHING_KNOWN for term in TERMS}
+    off = [
+        abs(log(found.measured_s / found.predicted_s))
+        for run in runs
+        for found in run.observations
+        if found.what == STEP
+    ]
+    between = max(between, median(off)) if off else between
+    return {term: between if term == KERNELS else OTHERS * between for term in TERMS}
+
+
+OTHERS = 2.0
+"""Times as far as the kernels' factor that others may be off: of a usual step, of which they are a
+quarter, the sum then is off by about as much as sources are."""
 
 
 def drift_of(runtime: str, kind: RunKind, *, leave_out: Collection[str] = ()) -> float:
@@ -259,8 +279,8 @@ def with_runs(profile: Profile, runs: Mapping[str, Sequence[CalibrationRun]]) ->
     known = dict(profile.file.runtime_calibrations)
     for runtime, more in runs.items():
         before = known[runtime].runs if runtime in known else ()
-        by_recording = {run.recording: run for run in (*before, *more)}
-        known[runtime] = calibrate(tuple(by_recording.values()), priors_of(runtime))
+        every = tuple({run.recording: run for run in (*before, *more)}.values())
+        known[runtime] = calibrate(every, priors_of(runtime, every))
     file = profile.file.model_copy(update={"runtime_calibrations": known})
     return Profile(file, profile.ops, profile.collectives)
 
@@ -282,7 +302,7 @@ def next_run(runtime: str, known: Calibration) -> tuple[float, float]:
     }
     drift = max(run.drift or DRIFT for run in known.runs)
     before = drift / WITHIN_SOURCE
-    after = next_sigma(known.runs, shares, drift=drift, priors=priors_of(runtime))
+    after = next_sigma(known.runs, shares, drift=drift, priors=priors_of(runtime, known.runs))
     return tanh(Z * before), tanh(Z * after)
 
 
@@ -319,6 +339,6 @@ def calibrated_interval(plan: Plan, costs: CostCache, step_s: float) -> Interval
         known.runs,
         {term: seconds / step_s for term, seconds in growth(plan, costs).items()},
         drift=drift_of(runtime.name, run_kind(costs.graph)),
-        priors=priors_of(runtime.name),
+        priors=priors_of(runtime.name, known.runs),
     )
     return interval_about(step_s, sigma, f"{told_runs(known)} that it was calibrated by")

@@ -166,8 +166,8 @@ def left_out(runs: Sequence[PricedRun], known: int) -> list[Told]:
     for index, run in enumerate(runs):
         others = [runs[(index + step) % len(runs)] for step in range(1, len(runs))][:known]
         out = {run.source}
-        priors = priors_of(run.runtime, leave_out=out)
         learned = [other.as_known(out) for other in others]
+        priors = priors_of(run.runtime, learned, leave_out=out)
         factors = {t: factor.value for t, factor in calibrate(learned, priors).factors.items()}
         more_s = sum(run.grown_s[term] * (value - 1.0) for term, value in factors.items())
         corrected_s = run.predicted_s + more_s

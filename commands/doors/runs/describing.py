@@ -67,7 +67,7 @@ def describe(
     for column, what in (("gpus", "on how many devices"), ("gpu", "on which device")):
         if not row.get(column):
             raise PlannerError(
-                f"{', '.join(map(str, files))} does not say {what} it ran; give `{column}`, or "
+                f"{', '.join(map(str, files)) or 'the log'} does not say {what} it ran; give --{column}, or "
                 f"{column} = ... in a run.toml beside it"
             )
     return DescribedRun(row=row, notes=tuple(notes))

@@ -124,7 +124,7 @@ def _read(path: Path, known: Columns) -> DescribedRun:
     text = _script(read_text(path))
     gpus = _number(known, "gpus") or devices_of(text)
     if not gpus:
-        raise PlannerError(f"{path} does not say on how many devices it ran; give `gpus`")
+        raise PlannerError(f"{path} does not say on how many devices it ran; give --gpus")
     model = str(known.get("model") or "")
     if broken := broken_in(text, gpus, model):
         raise PlannerError(f"{path}: {broken[0]}")
