@@ -13,7 +13,7 @@ parts, of sources and of the runs of one:
 
     prior of the kernels' factor    S = sqrt(1 - w^2) sigma      w: `WITHIN_SOURCE`
     drift of each run               W = w sigma
-    prior of all other factors      2 S: they are small parts of a step, and so less is known of them
+    prior of all other factors      2 S: of small parts of a step less is known
 
 A cluster and a stack are a source, so two or three of its runs leave W of the next, and little of
 S. The factors divide and multiply rates (`DeviceRates.slowed`); all prices of the runtime on that

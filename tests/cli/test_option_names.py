@@ -18,7 +18,7 @@ BY_COMMAND = {
     "expert_imbalance": "`what-if` takes others, with commas; `check` has a line, no profile",
     "global_batch": "`what-if` takes others, with commas",
     "gpu": "runs that `calibrate` reads say it",
-    "gpus": "`what-if` takes others; `profile`, `check` and `calibrate` say what their count is for",
+    "gpus": "`what-if` takes others; `profile`, `check`, `calibrate` say what their count is for",
     "kernels": "`launch` has a plan, which says them",
     "memory_limit": "`what-if` takes others, with commas",
     "model": "`check` has no plan: names and sizes are models there, too",

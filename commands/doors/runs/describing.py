@@ -64,11 +64,12 @@ def describe(
                 row |= found.row
                 notes += found.notes
     row |= asked or {}
+    named = ", ".join(map(str, files)) or "the log"
     for column, what in (("gpus", "on how many devices"), ("gpu", "on which device")):
         if not row.get(column):
             raise PlannerError(
-                f"{', '.join(map(str, files)) or 'the log'} does not say {what} it ran; give --{column}, or "
-                f"{column} = ... in a run.toml beside it"
+                f"{named} does not say {what} it ran; give --{column}, or {column} = ... in a "
+                "run.toml beside it"
             )
     return DescribedRun(row=row, notes=tuple(notes))
 
