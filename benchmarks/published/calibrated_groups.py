@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from math import exp, log
 from pathlib import Path
@@ -48,9 +48,9 @@ class PricedRun:
     """A published run with its price."""
 
     table: str
-    """The file it is in."""
+    """The file and the group it is in."""
     row: int
-    """Which of the file's usable rows."""
+    """Which of the group's runs."""
     source: str
     """Where it was published."""
     gpu: str
@@ -108,24 +108,29 @@ class Told:
     """One sigma of that."""
 
 
-def chosen_cases(folder: Path, most: int) -> Iterator[tuple[str, int, Case]]:
-    """Yield so many runs of each group, evenly spaced, with their table and place in it."""
+def chosen_cases(
+    folder: Path, most: int, sources: Collection[str]
+) -> Iterator[tuple[str, int, Case]]:
+    """Yield so many runs of each group, evenly spaced, with the group's name and their place in
+    it.
+    """
     for _, name, experts in TABLES:
         if name.removesuffix(".csv") in STALLING:
             continue
-        cases, _ = load_cases(folder / name, experts=experts)
-        groups: dict[tuple, list[int]] = defaultdict(list)
-        for index, case in enumerate(cases):
+        cases, _ = load_cases(folder / name, experts=experts, sources=sources)
+        groups: dict[tuple[str, ...], list[Case]] = defaultdict(list)
+        for case in cases:
             if case.ran and case.run.tp <= WIDEST_TP:
-                groups[case.source, case.group[2], case.run.stack.name, kind_of(case)].append(index)
-        for found in groups.values():
+                group = case.source, case.group[2], case.run.stack.name, kind_of(case)
+                groups[group].append(case)
+        for group, found in groups.items():
             if len(found) >= LEAST_ROWS:
                 places = np.linspace(0, len(found) - 1, min(most, len(found))).round().astype(int)
-                for index in dict.fromkeys(found[place] for place in places):
-                    yield f"{name}{' experts' * experts}", index, cases[index]
+                for place in dict.fromkeys(places.tolist()):
+                    yield f"{name}: {', '.join(group)}", place, found[place]
 
 
-def priced(folder: Path, most: int, sources: tuple[str, ...], kept: Path | None) -> list[PricedRun]:
+def priced(folder: Path, most: int, sources: Collection[str], kept: Path | None) -> list[PricedRun]:
     """Return runs of all groups, or of some sources', priced now or in the file."""
     known: dict[tuple[str, int], PricedRun] = {}
     if kept is not None and kept.exists():
@@ -133,9 +138,7 @@ def priced(folder: Path, most: int, sources: tuple[str, ...], kept: Path | None)
             run = PricedRun(**json.loads(line))
             known[run.table, run.row] = run
     prices, found = RowPrices(), []
-    for table, row, case in chosen_cases(folder, most):
-        if sources and case.source not in sources:
-            continue
+    for table, row, case in chosen_cases(folder, most, sources):
         if (table, row) not in known:
             try:
                 plan, costs = prices.plan(case.run, case.profile, case.rates)
