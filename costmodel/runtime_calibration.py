@@ -132,7 +132,7 @@ def compared(
     held = float(fullest.tensor_bytes) + (0.0 if is_live else float(fullest.allocator_bytes))
     measured_bytes = log.allocated_bytes if is_live else log.reserved_bytes
     kind = run_kind(costs.graph)
-    logs = [log] + [trace] * (trace is not None and trace is not log)
+    logs = [log] if trace is None or trace is log else [log, trace]
     kinds: dict[str, float] = {}
     if trace is not None and trace.parts is not None:
         kinds = {**trace.parts.by_kernel_s, **trace.parts.by_collective_s}

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import ceil, inf
+from typing import Any
 
 from planner.errors import ProfileError
 from profiles import Profile
@@ -140,7 +141,7 @@ class DeviceRates:
 
     def slowed(self, factors: Mapping[str, float]) -> DeviceRates:
         """Return the rates where each kind of work takes so many times as long, by `TERMS`."""
-        changed: dict[str, float] = {}
+        changed: dict[str, Any] = {}
         for term, factor in factors.items():
             for rate in SECONDS_OF.get(term, ()):
                 changed[rate] = getattr(self, rate) * factor
