@@ -19,6 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
+from commands.calibrate import calibrate
 from commands.check import check
 from commands.common.help import GroupedCommands, GroupedOptions
 from commands.compare import compare
@@ -96,7 +97,7 @@ def load(
 
 _SECTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
     "Plan and train": (profile, search, show, launch),
-    "Understand": (ui, why, what_if, diff, estimate, simulate, timeline, compare),
+    "Understand": (ui, why, what_if, diff, estimate, simulate, timeline, compare, calibrate),
     "Prove and check": (verify, dryrun, check, doctor),
     "Other systems": (emit, convert),
 }

@@ -1,11 +1,13 @@
-"""`planner check`: a hand-written line of Megatron-style flags, held to all rules and priced."""
+"""`planner check`: a hand-written line of Megatron-style flags, held to all rules and priced; and
+configurations of other systems, priced.
+"""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,9 +15,18 @@ from commands.common.options import JsonOption
 from commands.render.console import begin_stage, show_json, show_note
 from planner.errors import PlannerError
 
+if TYPE_CHECKING:
+    from profiles import Profile
+
 
 def check(
-    flags: Annotated[str, typer.Argument(help="The flags in quotes, or a file that has them.")],
+    flags: Annotated[
+        str,
+        typer.Argument(
+            help="The flags in quotes, or a file that has them; or a torchtitan .toml, a "
+            "nanotron .yaml, or a .toml of columns."
+        ),
+    ],
     gpus: Annotated[int, typer.Option(help="Devices of the run.")],
     model: Annotated[
         str,
@@ -23,7 +34,14 @@ def check(
             help="A well-known model (llama-3-8b), a model file, or sizes: layers=32,hidden=4096."
         ),
     ] = "",
-    gpu: Annotated[str, typer.Option(help="The device that is priced.")] = "H100",
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="The device that is priced. Default: the profile's, else H100."),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(help="A profile of that device, such as one made by `planner calibrate`."),
+    ] = None,
     expert_imbalance: Annotated[
         float | None,
         typer.Option(help="How uneven experts' rows are: sigma of log rows a rank, 0 is even."),
@@ -34,96 +52,43 @@ def check(
 
     Example: planner check '--num-layers 30 --pipeline-model-parallel-size 2' --gpus 16
     """
-    from planner.emit.megatron_options import parse_flags
-    from planner.emit.megatron_refusals import refusals
-    from planner.emit.megatron_row import OPTION_OF, notes_of, row_of
-    from planner.emit.megatron_rules import Run, broken_rules
+    from commands.doors.runs import describe, is_configuration
+    from commands.doors.runs.megatron import broken_in, described, text_of
+    from profiles import load_profile
 
     if gpus < 1:
         raise PlannerError(f"--gpus {gpus} was given; use 1 or more")
-    columns = _columns_of(model)
-    sizes = {OPTION_OF[name]: size for name, size in columns.items() if name in OPTION_OF}
-    run = Run(flags=parse_flags(_text_of(flags)), num_devices=gpus, model=sizes)
-    # What Megatron-LM itself would refuse comes first: what is not priced may change with it.
-    broken = broken_rules(run) or refusals(run)
-    for rule in broken:
-        print(f"planner: {rule}", file=sys.stderr)
-    if broken:
-        return 2
-    notes = notes_of(run)
-    if run.flags.unknown:
-        unknown = ", ".join(f"--{name}" for name in dict.fromkeys(run.flags.unknown))
-        notes.append(f"not of Megatron-LM's options, of no part in the price: {unknown}")
-    row = row_of(run, columns, model, gpu)
+    machine = None if profile is None else load_profile(profile)
+    gpu = gpu or (USUAL_GPU if machine is None else machine.name.partition("@")[0])
+    known = {"gpus": gpus, "gpu": gpu, **({"model": model} if model else {})}
+    path = Path(flags) if len(flags) <= LONGEST_NAME else None
+    if path is not None and path.suffix in OTHER_FILES and is_configuration(path):
+        run = describe([path], asked=known)
+    else:
+        text = text_of(flags)
+        # What Megatron-LM itself would refuse comes first.
+        broken = broken_in(text, gpus, model)
+        for rule in broken:
+            print(f"planner: {rule}", file=sys.stderr)
+        if broken:
+            return 2
+        run = described(text, gpus, model, gpu)
+    row = run.row
     if expert_imbalance is not None:
         row["expert_imbalance"] = expert_imbalance
-    _show_price(row, notes, as_json=as_json)
+    _show_price(row, list(run.notes), machine, as_json=as_json)
     return 0
 
 
-def _text_of(flags: str) -> str:
-    """Return the flags themselves, of a file if that is what was named."""
-    if flags.lstrip().startswith("-") or len(flags) > 255:
-        return flags
-    path = Path(flags)
-    try:
-        return path.read_text() if path.is_file() else flags
-    except (OSError, ValueError) as error:
-        raise PlannerError(f"{flags} is not readable ({error}); give a text of flags") from None
+USUAL_GPU = "H100"
+MEGATRON = ("megatron-core", "megatron-local")
+"""Stacks whose flags were held to rules."""
 
+LONGEST_NAME = 255
+"""Letters of a file's name; what is longer is flags."""
 
-def _columns_of(model: str) -> dict[str, int]:
-    """Return the sizes that are known of a model, by column of a row."""
-    if not model:
-        return {}
-    if model.endswith(".py"):
-        return _columns_of_file(Path(model))
-    if "=" in model:
-        return dict(_size(text) for text in model.split(","))
-    from costmodel.table.rows.named_models import NAMED, named_model
-    from planner.emit.megatron_row import OPTION_OF
-
-    known = named_model(model)
-    if known is None:
-        raise PlannerError(
-            f"--model {model} is none of the {len(NAMED)} models whose sizes are known; give a "
-            "model file, or sizes: layers=32,hidden=4096,heads=32"
-        )
-    columns = {name: getattr(known, name) for name in OPTION_OF if hasattr(known, name)}
-    if known.num_experts == 1:
-        del columns["num_experts"], columns["experts_per_token"]
-    return columns | {"gated_ffn": known.gated_ffn}
-
-
-def _size(text: str) -> tuple[str, int]:
-    from planner.emit.megatron_row import OPTION_OF
-
-    name, _, number = (part.strip() for part in text.partition("="))
-    if name not in (*OPTION_OF, "gated_ffn") or not number.isdecimal():
-        raise PlannerError(
-            f"--model {text!r} is no size; write NAME=NUMBER with a name of "
-            f"{', '.join((*OPTION_OF, 'gated_ffn'))}"
-        )
-    return name, int(number)
-
-
-def _columns_of_file(path: Path) -> dict[str, int]:
-    from commands.common.inputs import graph_of
-    from planner.language.stacks.transformer_graph import sizes_of
-
-    begin_stage("reading the model")
-    sizes = sizes_of(graph_of(path))
-    columns = {
-        "layers": sizes.layers,
-        "hidden": sizes.hidden,
-        "heads": sizes.heads,
-        "kv_heads": sizes.kv_heads,
-        "ffn_hidden": sizes.ffn_hidden,
-        "gated_ffn": int(sizes.gated),
-        "vocab": sizes.vocab,
-        "seq_len": sizes.seq_len,
-    }
-    return {name: size for name, size in columns.items() if size}
+OTHER_FILES = (".toml", ".yaml", ".yml", ".json")
+"""Endings of configurations of other systems."""
 
 
 MAY_CHANGE = {
@@ -146,22 +111,31 @@ def _assumption(text: str) -> str:
     return f"assumed: {text}" + (f", which may change {changed}" if changed else "")
 
 
-def _show_price(row: dict[str, Any], notes: list[str], *, as_json: bool) -> None:
+def _show_price(
+    row: dict[str, Any], notes: list[str], machine: Profile | None, *, as_json: bool
+) -> None:
     from commands.render.plans.parts import memory_range
     from commands.render.plans.words import experts_words
+    from commands.render.profile import factors_words
+    from costmodel.runtime_calibration import row_interval_of, told_runs
+    from costmodel.table.rows.row_plan import RowPrices
     from costmodel.table.rows.rows import device_bytes, price_row
     from costmodel.uncertainty import memory_interval, row_interval
     from planner.units import GIB, format_bytes, format_seconds
 
     begin_stage("pricing the flags")
     texts = {name: str(value) for name, value in row.items()}
-    priced = price_row(texts)
+    prices = RowPrices()
+    priced = price_row(texts, prices, machine)
     predicted, profile = priced.predicted, priced.profile
     fullest = max(priced.estimate.memory, key=lambda parts: parts.total)
     held = memory_interval(fullest, profile, priced.run.stack)
     limit = device_bytes(texts, profile)
     step_s = predicted["predicted_step_time_s"]
-    interval = row_interval(step_s, profile)
+    interval = row_interval_of(priced, prices) or row_interval(step_s, profile)
+    known = profile.file.runtime_calibrations.get(priced.run.stack.name)
+    if known is not None:
+        notes.append(f"calibrated by {told_runs(known)}: {factors_words(known)}")
     notes = [*map(_assumption, filter(None, predicted["assumed"].split("; "))), *notes]
     experts = priced.estimate.experts
     if as_json:
@@ -181,7 +155,8 @@ def _show_price(row: dict[str, Any], notes: list[str], *, as_json: bool) -> None
             }
         )
         return
-    print("no rule is broken")
+    if row["stack"] in MEGATRON:
+        print("no rule is broken")
     print(
         f"step time  {format_seconds(step_s)}, {format_seconds(interval.low_s)} to "
         f"{format_seconds(interval.high_s)} in 4 of 5 cases, from {interval.basis}"

@@ -26,6 +26,9 @@ Memory has an interval of as many cases. Of the fullest rank, with t bytes of li
              figure, and where it lies from run to run
     c        the context, which a profile measures or assumes
 
+Of a runtime whose logs were read for the profile (`costmodel.runtime_calibration`) both are those
+of its next run; t is multiplied by what its runs typically held over their estimates.
+
 The two widths are independent, so their squares add up. The odds of other limits follow with
 another quantile in the place of Z, by which the allocator's share grows as well.
 """
@@ -34,7 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, hypot, inf, sqrt
+from math import exp, hypot, inf, log, sqrt
 from statistics import NormalDist
 from typing import Literal
 
@@ -70,7 +73,7 @@ _SIGMA_OF_MEAN = 1.25
 _MEASURED_MEDIAN = 0.043
 """Of 90 plans of three models on two CPU ranks; docs/decisions/0018 has the table."""
 
-_NOTHING_KNOWN = 0.3
+NOTHING_KNOWN = 0.3
 """Of a device of which no runs are published: what others were off by before rates were fitted."""
 
 _ALLOCATOR_LOW, _ALLOCATOR_HIGH = 0.029, 0.078
@@ -119,6 +122,8 @@ class MemoryInterval:
 class _MemorySpread:
     """How what a device holds beside its context lies about the estimate, relative to it."""
 
+    typical: float
+    """What is typically held, over the estimate: not 1 where logs of the runtime tell."""
     sigma: float
     """One sigma of live tensors."""
     allocator_less: float
@@ -129,20 +134,57 @@ class _MemorySpread:
     def factor(self, z: float) -> float:
         """Return what is held at a quantile of the normal distribution, over the estimate."""
         if z < 0:
-            return 1 - hypot(1 - exp(z * self.sigma), z / Z * self.allocator_less)
-        return 1 + hypot(exp(z * self.sigma) - 1, z / Z * self.allocator_more)
+            less = hypot(1 - exp(z * self.sigma), z / Z * self.allocator_less)
+            return self.typical * (1 - less)
+        return self.typical * (1 + hypot(exp(z * self.sigma) - 1, z / Z * self.allocator_more))
 
 
 def _memory_spread(profile: Profile, execution: Execution) -> _MemorySpread:
+    typical, sigma = _tensors_spread(profile, execution)
     share, (low, high) = profile.allocator_overhead_fraction, profile.allocator_range
     low = _ALLOCATOR_LOW if low is None else low
     high = _ALLOCATOR_HIGH if high is None else high
     # The estimate itself always lies in its interval.
     return _MemorySpread(
-        sigma=sigma_of(memory_residuals(execution.name)),
+        typical=typical,
+        sigma=sigma,
         allocator_less=max(0.0, share - low) / (1 + share),
         allocator_more=max(0.0, high - share) / (1 + share),
     )
+
+
+def memory_ratios(profile: Profile, execution: Execution) -> tuple[float, ...]:
+    """Return what runs of a runtime held whose logs were read, over the estimate of each."""
+    found = profile.file.runtime_calibrations.get(execution.name)
+    runs = () if found is None else found.runs
+    return tuple(run.memory_ratio for run in runs if run.memory_ratio is not None)
+
+
+def _tensors_spread(profile: Profile, execution: Execution) -> tuple[float, float]:
+    """Return what a rank typically holds over its estimate, and one sigma of that, relative.
+
+    Logs of k runs with ratios r: their mean logarithm, drawn towards 0 by what other runs of the
+    runtime scatter from source to source, S, and within one, W: mean log r * k / (k + W^2 / S^2).
+    """
+    sigma = sigma_of(memory_residuals(execution.name))
+    ratios = memory_ratios(profile, execution)
+    if not ratios:
+        return 1.0, sigma
+    within, between = split_sigma(sigma)
+    information = len(ratios) / within**2 + between**-2
+    middle = sum(map(log, ratios)) / within**2 / information
+    return exp(middle), hypot(within, information**-0.5)
+
+
+WITHIN_SOURCE = 0.6
+"""Of one sigma of runs of a source that nobody has seen, what is left within a source: the runs of
+one cluster and stack differ so much less than those of several
+(`python -m benchmarks calibrated_groups` prints it)."""
+
+
+def split_sigma(sigma: float) -> tuple[float, float]:
+    """Return one sigma of runs within a source and of sources, of that of both together."""
+    return WITHIN_SOURCE * sigma, sqrt(1 - WITHIN_SOURCE**2) * sigma
 
 
 def usable_bytes(limit_bytes: float, profile: Profile, execution: Execution, odds: float) -> float:
@@ -173,12 +215,14 @@ def odds_of_fit(
 def memory_interval(parts: MemoryParts, profile: Profile, execution: Execution) -> MemoryInterval:
     """Return where the memory of a rank lies that was estimated as `parts` on a device."""
     residuals, spread = memory_residuals(execution.name), _memory_spread(profile, execution)
+    ratios = memory_ratios(profile, execution)
+    logs = f"{len(ratios)} log{'s' * (len(ratios) > 1)} of its own runs and " if ratios else ""
     held = float(parts.tensor_bytes) * (1 + profile.allocator_overhead_fraction)
     context = float(parts.context_bytes)
     return MemoryInterval(
         low_bytes=round(held * spread.factor(-Z) + context),
         high_bytes=round(held * spread.factor(Z) + context),
-        basis=f"{_spelled_sources(residuals)}; the allocator's share "
+        basis=f"{logs}{_spelled_sources(residuals)}; the allocator's share "
         + ("as measured" if profile.allocator_range[1] is not None else "as in 26 published runs")
         # A process's resident memory grows while it trains: 41 MiB in the demo.
         + (
@@ -284,12 +328,17 @@ def step_sigma(profile: Profile) -> tuple[float, str]:
         return _SIGMA_OF_MEDIAN * _MEASURED_MEDIAN, "plans run on a machine that was measured"
     residuals = residuals_of(profile)
     if not residuals:
-        return _NOTHING_KNOWN, "no published runs of this device"
+        return NOTHING_KNOWN, "no published runs of this device"
     return _of_sources(residuals), _published(residuals)
 
 
 def _of_sources(residuals: Mapping[str, float]) -> float:
     return _SIGMA_OF_MEAN * sqrt(sum(error**2 for error in residuals.values()) / len(residuals))
+
+
+def interval_about(step_s: float, sigma: float, basis: str) -> Interval:
+    """Return where a step lies of which one sigma is known, relative, and what that is from."""
+    return _interval(step_s, sigma, basis)
 
 
 def runtime_interval(graph: ModelGraph, execution: Execution, step_s: float) -> Interval:
@@ -317,7 +366,7 @@ def sigma_of(residuals: Mapping[str, float]) -> float:
     As of calibrations, what k sources tell of the next is 1 + 1/k times as uncertain, in squares.
     """
     if not residuals:
-        return _NOTHING_KNOWN
+        return NOTHING_KNOWN
     return _of_sources(residuals) * sqrt(1 + 1 / len(residuals))
 
 

@@ -20,6 +20,7 @@ what was disturbed for a while is hardly learned from.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
@@ -88,14 +89,85 @@ class Factors:
         return self._values.get(term, 1.0)
 
 
-def add_run(known: Calibration | None, run: CalibrationRun) -> Calibration:
+def add_run(
+    known: Calibration | None, run: CalibrationRun, priors: Mapping[str, float] | None = None
+) -> Calibration:
     """Return the calibration of all known runs and one more, which replaces itself."""
     before = () if known is None else known.runs
-    return calibrate((*(each for each in before if each.recording != run.recording), run))
+    return calibrate((*(each for each in before if each.recording != run.recording), run), priors)
 
 
-def calibrate(runs: Sequence[CalibrationRun]) -> Calibration:
-    """Return the most probable factors of runs; see the module for what is solved."""
+def calibrate(
+    runs: Sequence[CalibrationRun], priors: Mapping[str, float] | None = None
+) -> Calibration:
+    """Return the most probable factors of runs; see the module for what is solved. `priors` are
+    standard deviations of factors before any run, where they are not `PRIOR`.
+    """
+    found = _solve(runs, priors or {})
+    sigmas = np.sqrt(np.diag(found.covariance))
+    return Calibration(
+        factors={
+            term: Factor(value=float(value), sigma=float(sigma))
+            for term, value, sigma in zip(found.terms, found.values, sigmas, strict=True)
+        },
+        error_before=_median_error(found.predicted, found.measured),
+        error_after=_median_error(found.fitted, found.measured),
+        runs=tuple(runs),
+    )
+
+
+def next_sigma(
+    runs: Sequence[CalibrationRun],
+    shares: Mapping[str, float],
+    *,
+    drift: float,
+    priors: Mapping[str, float],
+) -> float:
+    """Return one sigma, relative, of a step that is predicted with the factors of runs.
+
+    sigma^2 = s' C s + sum over terms no run tells of (s_t prior_t)^2 + b d^2
+
+    s: by how much of the step it grows with each factor    C: covariance of the factors
+    d: what such a run is off by beside them (`drift`)
+    b: by how much more than expected the runs themselves were, of `_SEEN` runs' weight before
+    """
+    found = _solve(runs, priors)
+    of_terms = np.array([shares.get(term, 0.0) for term in found.terms])
+    told = float(of_terms @ found.covariance @ of_terms)
+    untold = sum(
+        (share * priors.get(term, PRIOR)) ** 2
+        for term, share in shares.items()
+        if term not in found.terms
+    )
+    return float(np.sqrt(found.scatter * (told + drift**2) + untold))
+
+
+_SEEN = 4.0
+"""Runs that what is expected of the scatter between runs is worth: with two or three at hand it
+counts more than they do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Solved:
+    """The most probable factors of some runs."""
+
+    terms: tuple[str, ...]
+    """What they are of."""
+    values: np.ndarray
+    """The factors."""
+    covariance: np.ndarray
+    """Of the factors."""
+    predicted: np.ndarray
+    """Seconds of each observation with all factors 1."""
+    fitted: np.ndarray
+    """The same with the factors."""
+    measured: np.ndarray
+    """What it took."""
+    scatter: float
+    """Variance of runs about what is predicted of them, over what is expected of it."""
+
+
+def _solve(runs: Sequence[CalibrationRun], priors: Mapping[str, float]) -> _Solved:
     rows = [(at, found) for at, run in enumerate(runs) for found in run.observations]
     terms = sorted({term for _, found in rows for term in found.parts_s})
     predicted = np.array([found.predicted_s for _, found in rows])
@@ -104,7 +176,8 @@ def calibrate(runs: Sequence[CalibrationRun]) -> Calibration:
     of_run = np.array([[float(at == run) for run in range(len(runs))] for at, _ in rows])
     errors = np.array([np.hypot(MODEL_ERROR, found.standard_error) for _, found in rows])
     # Unknowns (terms, runs): f_t - 1 of each term, u_r of each run; observations are rows.
-    spreads = np.array([PRIOR] * len(terms) + [DRIFT] * len(runs))
+    drifts = [DRIFT if run.drift is None else run.drift for run in runs]
+    spreads = np.array([priors.get(term, PRIOR) for term in terms] + drifts)
     fitted, weights = predicted, np.ones(len(rows))
     for _ in range(_ROUNDS):
         # Errors are parts of what is predicted, so each round divides by the last one's prediction.
@@ -120,18 +193,26 @@ def calibrate(runs: Sequence[CalibrationRun]) -> Calibration:
         values = np.clip(1.0 + solved[: len(terms)], _LEAST, _MOST)
         fitted = predicted + parts @ (values - 1.0)
     # The posterior's covariance is the inverse of its precision.
-    sigmas = np.sqrt(np.diag(np.linalg.inv(precision)))
-    return Calibration(
-        factors={
-            term: Factor(value=float(value), sigma=float(sigma))
-            for term, value, sigma in zip(terms, values, sigmas[: len(terms)], strict=True)
-        },
-        error_before=_median_error(predicted, rows),
-        error_after=_median_error(fitted, rows),
-        runs=tuple(runs),
+    covariance = np.linalg.inv(precision)[: len(terms), : len(terms)]
+    expected = np.array(
+        [np.hypot(drifts[at], error) for (at, _), error in zip(rows, errors, strict=True)]
+    )
+    beyond = float((((measured - fitted) / fitted / expected) ** 2).sum())
+    # What the factors were fitted to lies nearer: by as much as the data tell of them.
+    of_terms = parts / fitted[:, None] / expected[:, None]
+    fitted_away = float(np.trace(covariance @ of_terms.T @ of_terms))
+    return _Solved(
+        terms=tuple(terms),
+        values=values,
+        covariance=covariance,
+        predicted=predicted,
+        fitted=fitted,
+        measured=measured,
+        scatter=(_SEEN + beyond) / (_SEEN + max(0.0, len(rows) - fitted_away)),
     )
 
 
-def _median_error(seconds: np.ndarray, rows: list) -> float:
-    measured = [found.measured_s for _, found in rows]
-    return median(abs(s / m - 1.0) for s, m in zip(seconds.tolist(), measured, strict=True))
+def _median_error(seconds: np.ndarray, measured: np.ndarray) -> float:
+    return median(
+        abs(s / m - 1.0) for s, m in zip(seconds.tolist(), measured.tolist(), strict=True)
+    )

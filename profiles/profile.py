@@ -114,6 +114,14 @@ class Profile:
         told = [run.expert_imbalance for run in runs if run.expert_imbalance is not None]
         return median(told) if told else None
 
+    def factors_of(self, runtime: str) -> dict[str, float]:
+        """Return what logs of a runtime say of each kind of work; empty where none were read.
+
+        They are on the rates of the device, of which the runtime's prices are made.
+        """
+        found = self.file.runtime_calibrations.get(runtime)
+        return {} if found is None else {t: factor.value for t, factor in found.factors.items()}
+
     @property
     def launch_overhead_s(self) -> float:
         """Least host time per operator: no op can be issued faster than this."""

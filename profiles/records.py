@@ -485,6 +485,19 @@ class Observation(Record):
     """By term, seconds by which the prediction grows when the term's factor grows by 1."""
 
 
+class Evidence(Record):
+    """A file that a run was read from."""
+
+    file: str
+    """Its name."""
+    stack: str
+    """Who wrote it: ``Megatron-LM``."""
+    digest: str
+    """Of what it holds."""
+    readings: int = Field(ge=0)
+    """How many of its readings count."""
+
+
 class CalibrationRun(Record):
     """What one recorded run says about a profile."""
 
@@ -500,6 +513,13 @@ class CalibrationRun(Record):
     """Standard deviation of the logarithm of the rows that ranks received for their experts, as far
     as it shows on the fullest of them; None where no rows were exchanged."""
     observations: tuple[Observation, ...] = Field(min_length=1)
+    memory_ratio: float | None = Field(default=None, gt=0)
+    """Measured memory of the fullest device over the estimate, the context left out of both."""
+    drift: float | None = Field(default=None, gt=0)
+    """One sigma of what a run of its kind is off by beside all factors, relative; None: as the
+    machine drifts."""
+    evidence: tuple[Evidence, ...] = ()
+    """Of a run of another stack, the files that tell it."""
 
 
 class Factor(Record):
@@ -565,6 +585,9 @@ class ProfileFile(Record):
     collective_fits: tuple[CollectiveFit, ...] = ()
     calibration: Calibration | None = None
     """What recorded runs say of the numbers above."""
+    runtime_calibrations: dict[str, Calibration] = Field(default_factory=dict)
+    """By runtime (a record of `costmodel.execution`), what logs of its runs say of the training
+    rates of the device."""
     other_devices: tuple[DeviceSection, ...] = ()
     """Other kinds of devices in the cluster; `cluster` is the slowest kind."""
     node_links: tuple[NodeLinkRecord, ...] = ()

@@ -17,6 +17,7 @@ measured steps. `python -m docs.build.accuracy_page` prices all tables and write
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -125,16 +126,18 @@ def measured_seconds(row: dict[str, str], run: RunRow) -> float | None:
 
 
 def load_cases(
-    path: Path, *, experts: bool = False, every: int = 1
+    path: Path, *, experts: bool = False, every: int = 1, sources: Collection[str] = ()
 ) -> tuple[list[Case], dict[str, int]]:
     """Return usable rows, and how many rows of each source were not, by reason; of one row of so
-    many.
+    many, and of some sources where these are given.
 
     Rows of mixtures of experts leave columns to the model's name, and need not be complete.
     """
     cases, refused = [], defaultdict(int)
     for row in map(as_configured, read_rows(path)[::every]):
         notes = f"{row['notes']} {row['model']}".lower()
+        if sources and row["source_id"] not in sources:
+            continue
         try:
             run, profile, rates = run_of(row)
             if not run.lora_rank and any(word in notes for word in NOT_PRETRAINING):

@@ -89,10 +89,13 @@ def overview_of(predicted: Prediction) -> Overview:
 
 def interval_of(predicted: Prediction) -> Interval:
     """Return where the step lies in four of five cases."""
+    from costmodel.runtime_calibration import calibrated_interval
     from costmodel.uncertainty import runtime_interval, step_interval
 
     # The interval stands on what the profile's own answers, or the runtime's, were held against.
     runtime, graph = predicted.costs.execution, predicted.costs.graph
     if runtime.prices == "profile":
         return step_interval(graph, predicted.profile, predicted.plan, runtime)
-    return runtime_interval(graph, runtime, predicted.estimate.step_s)
+    step_s = predicted.estimate.step_s
+    calibrated = calibrated_interval(predicted.plan, predicted.costs, step_s)
+    return calibrated or runtime_interval(graph, runtime, step_s)

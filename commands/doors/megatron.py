@@ -52,7 +52,7 @@ def _read(path: Path, asked: Asked) -> Opened:
 
     script = read_script(read_text(path))
     flags = parse_flags(script.text)
-    gpus = asked.gpus or _devices(script.text)
+    gpus = asked.gpus or devices_of(script.text)
     run = Run(flags=flags, num_devices=gpus or 1, model={})
     for told in (*flags.broken, *refusals(run)):
         left = f" (left out: {'; '.join(script.unknown)})" if script.unknown else ""
@@ -99,7 +99,7 @@ def _read(path: Path, asked: Asked) -> Opened:
     )
 
 
-def _devices(text: str) -> int | None:
+def devices_of(text: str) -> int | None:
     """Return the devices that torchrun or Slurm is told of; None: it is not said."""
     here = _number(text, r"--nproc[-_]per[-_]node|--gpus-per-node|--ntasks-per-node")
     nodes = _number(text, r"--nnodes|--nodes")

@@ -6,6 +6,7 @@ Source of the defaults: pytorch/torchtitan v0.2.2 (73a0e6979dd1), torchtitan/con
 from __future__ import annotations
 
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from commands.doors.decoder_file import decoder_file
 from commands.doors.opened import Asked, Opened, name_of, parsed, refuse_other_length, refuse_task
 from commands.doors.torchtitan_flavors import FLAVORS, sizes_of
 from planner.errors import ModelError
+from planner.language.templates import Transformer
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "model": {"name": "llama3", "flavor": "debugmodel"},
@@ -30,6 +32,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "tensor_parallel_degree": 1,
         "context_parallel_degree": 1,
         "pipeline_parallel_degree": 1,
+        "pipeline_parallel_microbatch_size": 1,
         "fsdp_reshard_after_forward": "default",
     },
     "activation_checkpoint": {"mode": "selective"},
@@ -45,6 +48,40 @@ def read(path: Path, asked: Asked) -> Opened:
     flavors whose sizes are not known.
     """
     refuse_task(path, asked)
+    run = run_of(path, asked)
+    execution = run.trained["execution"]
+    return Opened(
+        name=name_of(run.flavor, "torchtitan"),
+        code=decoder_file(f"torchtitan's {run.flavor}", run.sizes),
+        trained=run.trained,
+        layout=run.layout,
+        notes=(
+            f"{path}: {run.flavor}, sequences of {run.sizes.seq_len}, for {execution}; how it is "
+            "laid out is searched (--keep-layout: as the file has it)",
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TitanRun:
+    """What a configuration says of a run."""
+
+    flavor: str
+    """The model's name and flavor."""
+    sizes: Transformer
+    """Its sizes."""
+    trained: dict[str, Any]
+    """What is trained, as options of `search`."""
+    layout: dict[str, Any]
+    """How its own run lays the work out, as options of `search`."""
+    micro_batch: int
+    """Samples that a replica takes at once."""
+    recompute: str
+    """none, selective or full."""
+
+
+def run_of(path: Path, asked: Asked) -> TitanRun:
+    """Return what a configuration says of a run; raises ModelError as `read` does."""
     said = _settings(path)
     training, model = said["training"], said["model"]
     name, flavor = model["name"], model["flavor"]
@@ -59,15 +96,23 @@ def read(path: Path, asked: Asked) -> Opened:
             "file with model() and batch(size)"
         )
     execution = "torchtitan-compiled" if said["compile"]["enable"] else "torchtitan"
-    return Opened(
-        name=name_of(f"{name}-{flavor}", "torchtitan"),
-        code=decoder_file(f"torchtitan's {name} {flavor}", sizes),
+    layout = _layout(path, said)
+    local = _number(path, "training", "local_batch_size", training["local_batch_size"])
+    return TitanRun(
+        flavor=f"{name} {flavor}",
+        sizes=sizes,
         trained=_trained(path, said, asked.gpus, execution),
-        layout=_layout(path, said),
-        notes=(
-            f"{path}: {name} {flavor}, sequences of {length}, for {execution}; how it is laid out "
-            "is searched (--keep-layout: as the file has it)",
+        layout=layout,
+        # A pipeline takes its batch in microbatches of a size of their own.
+        micro_batch=local
+        if layout["pp"] == 1
+        else _number(
+            path,
+            "parallelism",
+            "pipeline_parallel_microbatch_size",
+            said["parallelism"]["pipeline_parallel_microbatch_size"],
         ),
+        recompute=said["activation_checkpoint"]["mode"],
     )
 
 

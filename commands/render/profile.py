@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from planner.files import replacing
 from planner.units import GB, KIB, TFLOP, format_bytes, format_seconds
 from profiles.lookup.families import MATMUL, family_of
 from profiles.profile import Profile
-from profiles.records import COLLECTIVE_KINDS, CollectiveFit, Group, OpFit
+from profiles.records import COLLECTIVE_KINDS, Calibration, CollectiveFit, Group, OpFit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from rich.console import Console, ConsoleOptions
@@ -25,6 +26,7 @@ def describe_profile(profile: Profile) -> tuple[Any, ...]:
     parts = [_heading(profile), _machine(profile), _rates(profile), _Collectives(profile)]
     parts += [
         *describe_calibration(profile),
+        *describe_runtimes(profile),
         _others(profile),
         _worst(profile),
         _skipped(profile),
@@ -119,6 +121,47 @@ def describe_calibration(profile: Profile) -> tuple[Any, ...]:
     if (sigma := profile.expert_imbalance) is not None:
         told += f"; experts' rows were uneven by {sigma:.2f} (--expert-imbalance)"
     return table, Text(told)
+
+
+def describe_runtimes(profile: Profile, runtimes: Iterable[str] | None = None) -> tuple[Any, ...]:
+    """Return what logs of other runtimes taught a profile, with the logs, of some or all of them;
+    () without any.
+    """
+    from rich.text import Text
+
+    from commands.render.tables import light_table
+    from costmodel.runtime_calibration import next_run, told_runs
+
+    shown: list[Any] = []
+    for runtime, known in profile.file.runtime_calibrations.items():
+        if runtimes is not None and runtime not in runtimes:
+            continue
+        table = light_table(
+            *("work", "takes longer by", "one sigma"),
+            title=f"{runtime}: calibrated by {told_runs(known)}",
+            numbers=("takes longer by", "one sigma"),
+        )
+        for term, factor in known.factors.items():
+            table.add_row(term, f"x {factor.value:.2f}", f"{factor.sigma:.2f}")
+        files = ", ".join(
+            f"{each.file} ({each.digest[:8]})" for run in known.runs for each in run.evidence
+        )
+        before, after = next_run(runtime, known)
+        told = (
+            f"from {files}; median error {known.error_before:.1%} without these factors, "
+            f"{known.error_after:.1%} with them; a next run like these lies within {before:.0%} "
+            f"without and {after:.0%} with them, in 4 of 5 cases"
+        )
+        if ratios := [run.memory_ratio for run in known.runs if run.memory_ratio is not None]:
+            told += f"; memory x {median(ratios):.2f} of the estimate"
+        shown += [table, Text(told)]
+    return tuple(shown)
+
+
+def factors_words(known: Calibration) -> str:
+    """Return factors in words, those of nothing that changes left out: ``kernels x 1.08``."""
+    told = [f"{term} x {factor.value:.2f}" for term, factor in known.factors.items()]
+    return ", ".join(each for each in told if not each.endswith(" 1.00")) or "all as they were"
 
 
 def _rates(profile: Profile) -> Any | None:

@@ -17,6 +17,7 @@ size takes, the `Execution` says which kernels there are and what they run besid
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -137,6 +138,16 @@ class ExecutedProfile(TrainingProfile):
         other.dispatcher = dispatcher
         return other
 
+    def with_rates(self, factors: Mapping[str, float]) -> ExecutedProfile:
+        """Return the same profile where kinds of work take so many times as long."""
+        return ExecutedProfile(
+            self.alone,
+            self.rates.slowed(factors),
+            num_nodes=self.num_nodes,
+            execution=self.execution,
+            product_dtype=self.product_dtype,
+        )
+
     @property
     def multiplies_narrow(self) -> bool:
         """Whether layers multiply in 8 bits or fewer, which the device can."""
@@ -229,4 +240,5 @@ def executed(profile: Profile, execution: Execution, num_devices: int) -> Profil
 
 @lru_cache(maxsize=64)
 def _executed(profile: Profile, execution: Execution, num_nodes: int) -> Profile:
-    return ExecutedProfile(profile, load_rates(profile), num_nodes=num_nodes, execution=execution)
+    rates = load_rates(profile).slowed(profile.factors_of(execution.name))
+    return ExecutedProfile(profile, rates, num_nodes=num_nodes, execution=execution)

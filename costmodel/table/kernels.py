@@ -7,9 +7,11 @@ a few fitted efficiencies that all runs of a device share, from its file in `pro
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from math import ceil
+from math import ceil, inf
+from typing import Any
 
 from planner.errors import ProfileError
 from profiles import Profile
@@ -137,6 +139,39 @@ class DeviceRates:
     def _memory_rate(self) -> float:
         return self.memory_bytes_per_s * self.memory_efficiency
 
+    def slowed(self, factors: Mapping[str, float]) -> DeviceRates:
+        """Return the rates where each kind of work takes so many times as long, by `TERMS`."""
+        changed: dict[str, Any] = {}
+        for term, factor in factors.items():
+            for rate in SECONDS_OF.get(term, ()):
+                changed[rate] = getattr(self, rate) * factor
+            for rate in PARTS_OF.get(term, ()):
+                # No product and no pass beats the data sheet's peak.
+                most = inf if rate in LINK_PARTS else 1.0
+                changed[rate] = min(most, getattr(self, rate) / factor)
+        return replace(self, **changed) if changed else self
+
+
+KERNELS, LINKS, NETWORK, HOST, WAITS = "kernels", "links", "network", "host", "waits"
+TERMS = (KERNELS, LINKS, NETWORK, HOST, WAITS)
+"""Kinds of work that a run of another stack can tell apart: on the device, collectives inside nodes
+and between them, the host's issuing of ops, and ranks and nodes that wait for each other."""
+
+SECONDS_OF: dict[str, tuple[str, ...]] = {
+    KERNELS: ("kernel_s",),
+    HOST: ("host_op_s", "host_backward_op_s", "launch_wait_s"),
+    WAITS: ("skew_s", "node_spread"),
+}
+"""Rates that grow with the time of a kind of work."""
+
+LINK_PARTS = ("link_efficiency", "network_efficiency")
+PARTS_OF: dict[str, tuple[str, ...]] = {
+    KERNELS: ("matmul_efficiency", "memory_efficiency"),
+    LINKS: LINK_PARTS[:1],
+    NETWORK: LINK_PARTS[1:],
+}
+"""Parts of a peak or of a measured rate, which shrink with it. Attention's is a part of that of
+products."""
 
 OF_THE_SHEET = ("peak_flop_per_s", "memory_bytes_per_s", "num_multiprocessors", "link_scale")
 FITTED = tuple(f.name for f in fields(DeviceRates) if f.name not in OF_THE_SHEET)

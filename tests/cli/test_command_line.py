@@ -10,7 +10,7 @@ import pytest
 COMMANDS = (
     *("profile", "search", "show", "why", "estimate", "simulate", "dryrun", "verify"),
     *("launch", "emit", "check", "timeline", "compare", "convert", "diff", "what-if", "doctor"),
-    "ui",
+    *("ui", "calibrate"),
 )
 
 

@@ -107,7 +107,7 @@ def test_no_document_has_a_conflict_of_versions():
         assert not re.search(r"^(<{7} |={7}$|>{7} )", path.read_text(), re.M), path
 
 
-NOT_HERE = ("ui", "launch", "compare", "convert", "verify", "profile", "timeline")
+NOT_HERE = ("ui", "launch", "compare", "calibrate", "convert", "verify", "profile", "timeline")
 """Commands that need ranks, a run or a browser: steps of the tour run most of them."""
 
 

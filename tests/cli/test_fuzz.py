@@ -228,6 +228,8 @@ RIGHT = {
     "timeline": ("recorded",),
     "check": ("measured", "shipped"),
     "batch": ("rows.csv",),
+    "runs": ("run", "measured"),
+    "gpu": ("H100", "A100"),
 }
 WRONG = (
     *("", " ", "-1", "0", "1", "2", "3", "1.5", "nan", "inf", "-inf", "1e999", "9" * 30, "x", "é"),

@@ -33,7 +33,8 @@ H100 = ("--profile", "h100-sxm5-80gb")
 OPAQUE = {"plan": "a plan file", "estimate": "of a plan file", "profile": "profile.json",
           "row": "a row of docs/estimate-rows.md"}  # fmt: skip
 """Objects whose keys are described elsewhere."""
-FREE = {"changed", "pruned", "proved_by", "factors", "systems", "peak_flop_per_s", "mesh", "model"}
+FREE = {"changed", "pruned", "proved_by", "factors", "systems", "peak_flop_per_s", "mesh", "model",
+        "kinds_s"}  # fmt: skip
 """Objects whose keys are names of things."""
 
 INTRO = """# What `--json` prints
@@ -106,6 +107,7 @@ def files(planner, write_model, monkeypatch) -> None:
         "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 "
         "--micro-batch-size 1 --global-batch-size 64 --bf16"
     )
+    Path("train.log").write_text("elapsed time per iteration (ms): 12000.0 |\n" * 9)
     Path("train.py").write_text("print('a rank')\n")
 
 
@@ -125,6 +127,7 @@ CALLS: dict[str, tuple[tuple[object, ...], ...]] = {
     "simulate": (("plan.json", "model.py", *H100),),
     "timeline": (("run", "--trace", "trace.json"),),
     "compare": (("plan.json", "model.py", "run", *H100, "--calibrate"),),
+    "calibrate": (("train.log,flags.txt", "--gpus", 8, "--gpu", "H100", "--out", "learned"),),
     "verify": (("plan.json", "model.py"), ("plan.json", "model.py", "--by-block")),
     "dryrun": (("plan.json", "model.py"),),
     "check": (("flags.txt", "--gpus", 8),),

@@ -82,6 +82,8 @@ class PricedRow:
     """The run that it describes."""
     profile: Profile
     """The machine that it is priced on."""
+    rates: DeviceRates
+    """What its device sustains, as it was priced."""
     estimate: Estimate
     """The run's step."""
     predicted: dict[str, Any]
@@ -96,10 +98,14 @@ def predict_row(row: Mapping[str, Any], prices: RowPrices | None = None) -> dict
     return price_row(row, prices).predicted
 
 
-def price_row(row: Mapping[str, Any], prices: RowPrices | None = None) -> PricedRow:
-    """Return a row priced; raise PlannerError when it can't be. `prices` keeps what rows share."""
+def price_row(
+    row: Mapping[str, Any], prices: RowPrices | None = None, machine: Profile | None = None
+) -> PricedRow:
+    """Return a row priced; raise PlannerError when it can't be. `prices` keeps what rows share;
+    `machine` as in `run_of`.
+    """
     prices = prices or RowPrices()
-    run, profile, rates = run_of(row, prices)
+    run, profile, rates = run_of(row, prices, machine)
     found = prices.estimate(run, profile, rates)
     room = device_bytes(row, profile)
     fits = "nearly full" if is_nearly_full(found, run, room) else "yes"
@@ -115,13 +121,14 @@ def price_row(row: Mapping[str, Any], prices: RowPrices | None = None) -> Priced
         "predicted_fits": fits,
         "assumed": "; ".join(run.assumed),
     }
-    return PricedRow(run=run, profile=profile, estimate=found, predicted=predicted)
+    return PricedRow(run=run, profile=profile, rates=rates, estimate=found, predicted=predicted)
 
 
 def run_of(
-    row: Mapping[str, Any], prices: RowPrices | None = None
+    row: Mapping[str, Any], prices: RowPrices | None = None, machine: Profile | None = None
 ) -> tuple[RunRow, Profile, DeviceRates]:
-    """Return the run a row describes, and the machine it is priced on.
+    """Return the run a row describes, and the machine it is priced on: a profile of the row's
+    device where one is given, with what logs of the row's runtime taught it.
 
     Products in a dtype the device does not have are priced in the next wider one. A microbatch that
     the row leaves open is halved until it fits; `prices` keeps what rows share.
@@ -132,7 +139,8 @@ def run_of(
             f"a rank runs {run.num_microbatches} microbatches a step; give a larger micro_batch or "
             "a smaller global_batch"
         )
-    profile, rates, assumed = machine_of(row)
+    profile, rates, assumed = machine_of(row, machine)
+    rates = rates.slowed(profile.factors_of(run.stack.name))
     if run.dtype not in rates.peak_flop_per_s:
         wider = next(name for name in WIDER if name in rates.peak_flop_per_s)
         assumed = (*assumed, f"dtype={wider}: {profile.cluster.device} has no {run.dtype}")
@@ -170,15 +178,26 @@ def device_bytes(row: Mapping[str, Any], profile: Profile) -> float:
     return stated if stated and abs(stated / own - 1) > SAME_MEMORY else own
 
 
-def machine_of(row: Mapping[str, Any]) -> tuple[Profile, DeviceRates, tuple[str, ...]]:
+def machine_of(
+    row: Mapping[str, Any], machine: Profile | None = None
+) -> tuple[Profile, DeviceRates, tuple[str, ...]]:
     """Return the profile and rates of a row's GPU, and what was assumed of its network.
 
-    A rate between nodes printed in the notes (``800 Gb/s between nodes``) picks the link.
+    A rate between nodes printed in the notes (``800 Gb/s between nodes``) picks the link, where no
+    `machine`, a profile of the same device, says it. Raises PlannerError for one of another.
     """
     assumed = []
     device = device_of(str(row.get("gpu") or ""), _memory_gb(row))
     if is_scaled(device):
         assumed.append(f"rates={device.reference} scaled to {device.name}")
+    if machine is not None:
+        if machine.name.partition("@")[0] != device.reference or machine.source != "shipped":
+            raise PlannerError(
+                f"`profile` {machine.name} was given, and runs on {device.name} are priced with "
+                f"the training rates of {device.reference}; give that profile, or one calibrated "
+                "from it"
+            )
+        return (*_on_device(machine, device), tuple(assumed))
     printed = _BETWEEN_NODES.search(str(row.get("notes") or ""))
     rate = float(printed[1]) / 8 if printed else 0.0
     link = _nearest_link(device.reference, rate) if rate else ""
@@ -198,7 +217,10 @@ def _memory_gb(row: Mapping[str, Any]) -> float | None:
 
 @lru_cache(maxsize=64)
 def _machine(name: str, device: DeviceFile) -> tuple[Profile, DeviceRates]:
-    profile = load_profile(name)
+    return _on_device(load_profile(name), device)
+
+
+def _on_device(profile: Profile, device: DeviceFile) -> tuple[Profile, DeviceRates]:
     if device.devices_per_node is not None:
         cluster = profile.file.cluster.model_copy(
             update={"devices_per_node": device.devices_per_node}
