@@ -21,7 +21,7 @@ from costmodel.runtime_calibration import (
 from costmodel.table.kernels import HOST, KERNELS, LINKS, NETWORK, TERMS, WAITS, load_rates
 from costmodel.table.rows.row_plan import RowPrices
 from costmodel.table.rows.rows import price_row
-from costmodel.uncertainty import memory_interval, usable_bytes
+from costmodel.uncertainty import WITHIN_SOURCE, memory_interval, usable_bytes
 from profiles import load_profile
 from profiles.calibration import calibrate, next_sigma
 from profiles.records import CalibrationRun, Evidence, Observation
@@ -57,7 +57,7 @@ def sigma_after(*times: float) -> float:
 
 def test_each_run_narrows_the_interval_of_the_next():
     """From what sources differ towards what runs of one differ."""
-    before = drift_of(RUNTIME, "dense") / 0.6
+    before = drift_of(RUNTIME, "dense") / WITHIN_SOURCE
     widths = [sigma_after(*[1.05] * number) for number in (1, 2, 3)]
     assert before > widths[0] > widths[1] > widths[2] > drift_of(RUNTIME, "dense") * 0.7
 
