@@ -102,6 +102,8 @@ class Execution:
     masks_batch: bool
     """With each microbatch a mask of all pairs of positions is loaded, a byte each, on the ranks
     that have the embedding or the head."""
+    whole_batch: bool
+    """Every rank is given a step's whole batch; else a microbatch at a time."""
     samples_first: bool
     """Its attention takes samples ahead of positions, and all else positions ahead of samples: of a
     microbatch of several samples what it makes is saved twice, as it made it and as it is laid for

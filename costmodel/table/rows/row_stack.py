@@ -176,7 +176,8 @@ def _said_parts(cells: Cells, stack: Execution) -> Execution:
     if gradient_bytes is not None:
         if gradient_bytes not in (2, 4):
             raise RowError(f"gradient_bytes={gradient_bytes} is not priced; use 2 or 4")
-        stack = replace(stack, gradient_bytes=gradient_bytes)
+        # Sums travel as they lie (megatron/core/distributed/param_and_grad_buffer.py).
+        stack = replace(stack, gradient_bytes=gradient_bytes, reduced_bytes=gradient_bytes)
     loss_bytes = cells.given("loss_bytes")
     if loss_bytes is not None:
         stack = replace(stack, loss_bytes=loss_bytes)
