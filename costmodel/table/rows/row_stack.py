@@ -64,6 +64,14 @@ BESIDE_SHARED = re.compile(r"(?i)shared.?experts? (is )?overlap")
 OVERLAPS_ROWS = re.compile(r"(?i)(a2a|all.?to.?all|dispatch\w*) (is )?overlap")
 """Words for rows of experts that travel beside another microbatch's compute."""
 
+SERVED_BY_HOSTS = re.compile(r"(?i)\bP5 (nodes|hosts)\b")
+"""Words for nodes whose hosts' threads serve many adapters: AWS P5 has four of 100 Gb/s for each
+device (EFA)."""
+
+SERVED_LATE_S = find_execution("nanotron").polled_late_s
+"""`Execution.polled_late_s` there, of any runtime: what nanotron's runs on H100 tell. Nothing of it
+is fitted to rows that name such nodes."""
+
 LEFT_OF_ATTENTION = 10
 """Launches left of a layer whose attention is a graph: the graph, what is beside the router and the
 experts, and sums."""
@@ -136,6 +144,8 @@ def stack_of_row(cells: Cells) -> Execution:
     stack = _said_parts(cells, stack)
     if OVERLAPS_ROWS.search(said):
         stack = replace(stack, overlaps=(*stack.overlaps, "rows"))
+    if SERVED_BY_HOSTS.search(said):
+        stack = replace(stack, polled_late_s=SERVED_LATE_S)
     if BESIDE_SHARED.search(said):
         stack = replace(stack, overlaps=(*stack.overlaps, "shared_rows"))
     graphs = CUDA_GRAPHS.search(said)
