@@ -66,6 +66,9 @@ class Execution:
     """Ops that it issues besides for a layer's router, and to put rows in their experts' order."""
     expert_kernels: int
     """Ops that it issues besides for each expert that a rank has."""
+    ring_kernels: int
+    """Ops that it issues besides for each round of attention on a ring: of a round's kernel, its
+    messages, and what puts its result together with the others'."""
     dropless: bool
     """Experts take all rows that are sent to them, and the host reads how many before it sends
     them; else they take a fixed number, and the others are dropped."""
