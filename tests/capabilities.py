@@ -17,8 +17,6 @@ peer has together; what the field trains with; mechanics of the runtime; right b
 
 NOT_BUILT = {
     "N10": "compiled blocks and float8 as choices of a plan",
-    "B16": "memory of a Megatron-LM command line within 3%",
-    "B18": "a mixture on 131,072 devices in a minute",
 }
 """Capabilities that no test proves yet."""
 

@@ -48,8 +48,11 @@ ALONE = {
 (ops.csv, MAMF), and the part of its memory's rate at which its shipped profile has ops that only
 move bytes."""
 
-EFA = {"B300-EFA": ("B300", 6400), "H100-EFA": ("H100-SXM", 3200)}
-"""Devices of the pairs, and Gb/s between nodes of eight."""
+EFA = {
+    "B300-EFA": ("B300", "6400 Gb/s between nodes"),
+    "H100-EFA": ("H100-SXM", "3200 Gb/s between nodes; P5 nodes"),
+}
+"""Devices of the pairs, and what rows do not say of their nodes of eight: P6-B300 and P5 of AWS."""
 
 MODEL_OF = {"Qwen3-235B (96 layers)": {"model": "Qwen3-235B", "layers": "96"}}
 
@@ -167,7 +170,7 @@ def runs(path: Path = PUBLISHED / "moe_dispatch.csv") -> Iterator[Priced]:
     """Yield each training run."""
     prices = RowPrices()
     for row in _rows(path):
-        gpu, gigabits = EFA[row["gpu"]]
+        gpu, nodes = EFA[row["gpu"]]
         overlaps = "; all-to-all overlap" if row["overlap"] == "on" else ""
         columns = {
             **{name: row[name] for name in ("model", "gpus", "tp", "pp", "ep", "etp", "cp", "dp")},
@@ -180,7 +183,7 @@ def runs(path: Path = PUBLISHED / "moe_dispatch.csv") -> Iterator[Priced]:
             "zero_stage": "1",
             "recompute": row["recompute"].rstrip("?"),
             "dispatcher": row["dispatcher"],
-            "notes": f"force-balanced; {gigabits} Gb/s between nodes{overlaps}",
+            "notes": f"force-balanced; {nodes}{overlaps}",
             **MODEL_OF.get(row["model"], {}),
         }
         found = prices.estimate(*run_of(columns))

@@ -22,6 +22,7 @@ from costmodel.table.fusion import fused_groups, module_groups
 from costmodel.time.block.compute import bytes_of, op_works
 from planner.language.graph import Op, Program
 from planner.language.layout.redistribute import EXCHANGE_ROWS, REDISTRIBUTE
+from planner.language.ops.families.products.rings import RING
 from planner.language.ops.flops import needing_gradient
 from planner.language.ops.record import family_of, op_inside, packet_of
 from profiles.lookup.families import ATTENTION, MATMUL, matmul_sizes
@@ -260,13 +261,48 @@ def _attention_seconds(op: Op, local: Program, profile: ExecutedProfile) -> Kern
     work, _ = op_works(op_inside(op), local.tensor)
     vendor = profile.execution.vendor_attention
     flop = work.flop
+    joined_s, joined_back_s = _joining_seconds(op, local, profile)
     return KernelSeconds(
-        forward_s=profile.rates.attention_seconds(flop, vendor=vendor) * profile.waited,
+        forward_s=profile.rates.attention_seconds(flop, vendor=vendor) * profile.waited + joined_s,
         # Five products to the forward's two: scores again, and the gradients of values, scores,
         # queries and keys.
-        backward_s=profile.rates.attention_seconds(2.5 * flop, vendor=vendor)
-        * profile.waited
+        backward_s=(
+            profile.rates.attention_seconds(2.5 * flop, vendor=vendor) * profile.waited
+            + joined_back_s
+        )
         * bool(needing_gradient(op, local.tensor)),
+    )
+
+
+def ring_rounds(op: Op) -> int:
+    """Return the rounds in which an op takes keys and values; 1 where all are at hand."""
+    return len(op.args[11]) if op.target == RING else 1  # type: ignore[arg-type]
+
+
+def _joining_seconds(op: Op, local: Program, profile: ExecutedProfile) -> tuple[float, float]:
+    """Return seconds of what a ring adds to attention in its forward and its backward.
+
+    Of r rounds each is a kernel, and
+
+        forward     results are scaled by their sums of exponentials and added: 2 passes over the
+                    first, 3 over each further one
+        backward    so are gradients of queries; those of keys and values are added to what the
+                    neighbour sent, 3 passes in each further round
+
+    on the rank that meets keys of all parts in whole (Transformer Engine at d0067d0d:
+    AttnFuncWithCPAndKVP2P of pytorch/attention/dot_product_attention/context_parallel.py).
+    """
+    rounds = ring_rounds(op)
+    if rounds == 1:
+        return 0.0, 0.0
+    query, *keys = (bytes_of(local, [name]) for name in op.inputs[:3])
+    result = bytes_of(local, op.outputs[:1])
+    passes = 2 + 3 * (rounds - 1)
+    return (
+        profile.pass_seconds(passes * result, rounds + rounds - 1),
+        profile.pass_seconds(
+            passes * query + 3 * (rounds - 1) * sum(keys), 2 * rounds + rounds - 1
+        ),
     )
 
 

@@ -25,6 +25,7 @@ from costmodel.execution.executed_kernels import (
     kernel_seconds,
     kernels_of,
     products_of_head,
+    ring_rounds,
 )
 from costmodel.execution.execution import Execution
 from costmodel.memory.saved import saved_tensors
@@ -170,7 +171,9 @@ def executed_times(
     compute = KernelSeconds(forward_s=forward_s, backward_s=backward_s)
     comm = exposed_comm(local, profile, axes, compute, attention, shared)
     wait = rates.launch_wait_s if execution.launches_block else 0.0
+    in_rings = sum(rounds for rounds in map(ring_rounds, local.ops) if rounds > 1)
     issued = _host_ops(local, execution, kernels) + comm.kernels + unfused
+    issued += execution.ring_kernels * in_rings
     if recomputed and not is_whole and execution.selective_by_op:
         recomputed_s = forward_s / 2
     # Every host of a group reaches a collective late at times, and all wait for the last.

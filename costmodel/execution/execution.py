@@ -66,6 +66,9 @@ class Execution:
     """Ops that it issues besides for a layer's router, and to put rows in their experts' order."""
     expert_kernels: int
     """Ops that it issues besides for each expert that a rank has."""
+    ring_kernels: int
+    """Ops that it issues besides for each round of attention on a ring: of a round's kernel, its
+    messages, and what puts its result together with the others'."""
     dropless: bool
     """Experts take all rows that are sent to them, and the host reads how many before it sends
     them; else they take a fixed number, and the others are dropped."""
@@ -102,6 +105,8 @@ class Execution:
     masks_batch: bool
     """With each microbatch a mask of all pairs of positions is loaded, a byte each, on the ranks
     that have the embedding or the head."""
+    whole_batch: bool
+    """Every rank is given a step's whole batch; else a microbatch at a time."""
     samples_first: bool
     """Its attention takes samples ahead of positions, and all else positions ahead of samples: of a
     microbatch of several samples what it makes is saved twice, as it made it and as it is laid for

@@ -112,7 +112,7 @@ class RankBound:
     profile: Profile
     """The device's: allocator overhead, context."""
     batch_bytes: int = 0
-    """The global batch (bytes), which every rank gets whole."""
+    """What a rank is given of the batch."""
     splits_backward: bool = False
     """Whether input and weight gradients are separate jobs. Gradients may then come when most
     activations are freed, and activations are freed in two steps, so less can be proved."""

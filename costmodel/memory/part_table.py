@@ -57,7 +57,7 @@ class State(NamedTuple):
     table_rows: Amount = 0
     """Gradients of their rows in a step."""
     batch: Amount = 0
-    """The global batch."""
+    """What the rank is given of the batch."""
     workspaces: Amount = 0
     """Workspaces of matrix products."""
 

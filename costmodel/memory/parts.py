@@ -112,7 +112,7 @@ class MemoryParts:
     communication_bytes: Amount = 0
     """Receive buffers posted ahead; on a GPU also those freed that its streams still keep."""
     batch_bytes: Amount = 0
-    """The global batch, which every rank is given whole."""
+    """What a rank is given of the batch: all of it, or a microbatch at a time."""
     allocator_bytes: Amount = 0
     """Rounding and fragmentation."""
     context_bytes: Amount = 0

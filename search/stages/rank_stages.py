@@ -227,10 +227,11 @@ class RankStages:
 
     @cached_property
     def _batch_bytes(self) -> int:
-        """Bytes of the global batch, which every rank is given whole."""
+        """Bytes of what a rank is given of the batch: all of it, or a microbatch at a time."""
         configuration, graph = self.configuration, self.table.graph
-        parts = configuration.batch_parts * configuration.num_microbatches
-        samples = parts * configuration.microbatch_size
+        samples = configuration.microbatch_size
+        if self.table.costs.execution.whole_batch:
+            samples *= configuration.batch_parts * configuration.num_microbatches
         return sum(graph.tensor[name].bytes_at(samples) for name in graph.batch_inputs)
 
     @property

@@ -24,11 +24,13 @@ def test_the_dispatcher_that_won_wins():
     found = list(dispatchers.runs())
     pairs = dispatchers.signs(found)
     assert len(pairs) == 8
-    assert sum(fast.predicted < slow.predicted for fast, slow in pairs) >= 7
+    assert all(fast.predicted < slow.predicted for fast, slow in pairs)
     on_b300 = [abs(each.error) for each in found if "B300" in each.case]
     assert fmean(on_b300) < 0.12
-    # On H100 with EFA all runs are 37 to 56% longer than told: so are those of one dispatcher.
-    assert fmean(abs(each.error) for each in found) < 0.25
+    # Hosts of P5 nodes are late as nanotron's runs tell; nothing is fitted to these.
+    on_h100 = [abs(each.error) for each in found if "H100" in each.case]
+    assert fmean(on_h100) < 0.10
+    assert fmean(abs(each.error) for each in found) < 0.11
 
 
 def test_natural_routing_takes_longer():

@@ -1,4 +1,4 @@
-"""Memory of Megatron-LM's own regression runs, line of flags by line.
+"""B16: peak memory of a Megatron-LM command line within 3%, by its own regression runs.
 
 MiB that were allocated at most on the rank that prints it, the last: NVIDIA/Megatron-LM at
 d98e8a64ddf3, tests/functional_tests/test_cases/{gpt,moe,bert,t5}/*/golden_values_dev_dgx_*.json
@@ -69,10 +69,13 @@ UNEVEN = (
 
 @pytest.mark.skipif(not GOLDENS.exists(), reason="needs tables of published runs")
 def test_nine_of_ten_regression_runs_are_within_8_percent():
-    """Of 327 with a known number of devices; 28 of older software are 9 to 47% above others."""
+    """Of 327 with a known number of devices; 28 of older software are 9 to 47% above others. The
+    median is under 1%, and B16's 3% hold for four of five.
+    """
     errors = np.abs([run.error for run in intervals.golden_runs(GOLDENS)])
     assert len(errors) >= 320
     assert np.median(errors) < 0.01
+    assert (errors < 0.03).mean() > 0.8
     assert np.quantile(errors, 0.9) < 0.07
     assert (errors > 0.09).sum() <= 28
 

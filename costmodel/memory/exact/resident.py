@@ -23,7 +23,6 @@ from costmodel.memory.parts import ADAMW_STATES, COUNTER_BYTES, Ranks
 from costmodel.time.offload import HOST_BUCKET_BYTES
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.tied import tied_sum_bytes
-from planner.language.graph import ModelGraph
 from planner.language.graph.tables import tables_of
 from planner.language.layout.placements import Placements
 from planner.language.lowering.wiring import block_placements
@@ -78,7 +77,7 @@ class RankState:
             table_states=sum(_states_bytes(table) for table in self.device_tables),
             # Before a table's are more than the table has rows, each is added up.
             table_rows=sum(min(t.rows, t.looked_up) * t.row_bytes for t in self.device_tables),
-            batch=_batch_bytes(self.plan, self.costs.graph) + _mask_bytes(self),
+            batch=_batch_bytes(self) + _mask_bytes(self),
             workspaces=workspace_bytes(
                 self.costs, [block for stage in self.stages.values() for block in stage.walk.blocks]
             ),
@@ -145,8 +144,12 @@ def _frozen_bytes(rank: RankState) -> int:
     return total + side_values.num_bytes(frozenset().union(*given), fixed=True)
 
 
-def _batch_bytes(plan: Plan, graph: ModelGraph) -> int:
-    return sum(graph.tensor[name].bytes_at(plan.global_units) for name in graph.batch_inputs)
+def _batch_bytes(rank: RankState) -> int:
+    graph, plan = rank.costs.graph, rank.plan
+    # What a runtime gives every rank whole grows with the replicas: 4 GiB on 4,096 of them.
+    is_whole = rank.costs.execution.whole_batch
+    units = plan.global_units if is_whole else plan.stage_microbatch_size(min(rank.stages))
+    return sum(graph.tensor[name].bytes_at(units) for name in graph.batch_inputs)
 
 
 def _mask_bytes(rank: RankState) -> int:

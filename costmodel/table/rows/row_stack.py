@@ -64,6 +64,14 @@ BESIDE_SHARED = re.compile(r"(?i)shared.?experts? (is )?overlap")
 OVERLAPS_ROWS = re.compile(r"(?i)(a2a|all.?to.?all|dispatch\w*) (is )?overlap")
 """Words for rows of experts that travel beside another microbatch's compute."""
 
+SERVED_BY_HOSTS = re.compile(r"(?i)\bP5 (nodes|hosts)\b")
+"""Words for nodes whose hosts' threads serve many adapters: AWS P5 has four of 100 Gb/s for each
+device (EFA)."""
+
+SERVED_LATE_S = find_execution("nanotron").polled_late_s
+"""`Execution.polled_late_s` there, of any runtime: what nanotron's runs on H100 tell. Nothing of it
+is fitted to rows that name such nodes."""
+
 LEFT_OF_ATTENTION = 10
 """Launches left of a layer whose attention is a graph: the graph, what is beside the router and the
 experts, and sums."""
@@ -136,6 +144,8 @@ def stack_of_row(cells: Cells) -> Execution:
     stack = _said_parts(cells, stack)
     if OVERLAPS_ROWS.search(said):
         stack = replace(stack, overlaps=(*stack.overlaps, "rows"))
+    if SERVED_BY_HOSTS.search(said):
+        stack = replace(stack, polled_late_s=SERVED_LATE_S)
     if BESIDE_SHARED.search(said):
         stack = replace(stack, overlaps=(*stack.overlaps, "shared_rows"))
     graphs = CUDA_GRAPHS.search(said)
@@ -176,7 +186,8 @@ def _said_parts(cells: Cells, stack: Execution) -> Execution:
     if gradient_bytes is not None:
         if gradient_bytes not in (2, 4):
             raise RowError(f"gradient_bytes={gradient_bytes} is not priced; use 2 or 4")
-        stack = replace(stack, gradient_bytes=gradient_bytes)
+        # Sums travel as they lie (megatron/core/distributed/param_and_grad_buffer.py).
+        stack = replace(stack, gradient_bytes=gradient_bytes, reduced_bytes=gradient_bytes)
     loss_bytes = cells.given("loss_bytes")
     if loss_bytes is not None:
         stack = replace(stack, loss_bytes=loss_bytes)
@@ -212,9 +223,10 @@ def _graphed(stack: Execution, parts: str) -> Execution:
     """Return a stack whose layers' named parts are graphs; all of a layer where none is named."""
     if "attention" not in parts and "router" not in parts:
         # A graph is one launch, whatever a layer's router and experts add.
-        return replace(stack, forward_kernels=1, router_kernels=0, expert_kernels=0)
+        return replace(stack, forward_kernels=1, ring_kernels=0, router_kernels=0, expert_kernels=0)
     if "attention" in parts:
-        stack = replace(stack, forward_kernels=min(stack.forward_kernels, LEFT_OF_ATTENTION))
+        left = min(stack.forward_kernels, LEFT_OF_ATTENTION)
+        stack = replace(stack, forward_kernels=left, ring_kernels=0)
     if "router" in parts:
         stack = replace(stack, router_kernels=min(stack.router_kernels, LEFT_OF_ROUTER))
     return stack

@@ -186,6 +186,22 @@ def test_keys_and_values_of_a_ring_are_never_whole(h100: Profile) -> None:
     assert shared.times.forward_flop == pytest.approx(whole / 4, rel=1e-3)
 
 
+def test_rounds_of_a_ring_are_joined_and_issued(h100: Profile) -> None:
+    """With r rounds: r ops of the host and r kernels more each way, and passes over the result."""
+    core, free = find_execution("megatron-core"), None
+    for cp in (1, 4):
+        plan = plan_of(dp=1, cp=cp)
+        parts = [
+            estimate(GRAPH, h100, plan, execution=replace(core, ring_kernels=ops)).path.parts
+            for ops in (0, 60)
+        ]
+        more_s = parts[1]["host_s"] - parts[0]["host_s"]
+        assert (more_s > 1e-3) == (cp > 1)
+        free = free or parts[0]
+    # The work of four ranks: a quarter each of whole attention, and what joins their rounds.
+    assert 4 * parts[0]["compute_s"] > 1.01 * free["compute_s"]
+
+
 def test_an_update_in_place_needs_no_copy(h100: Profile) -> None:
     core = find_execution("megatron-core")
     plan = plan_of(dp=1, tp=8, num_microbatches=1)

@@ -237,6 +237,17 @@ def test_parts_of_layers_as_cuda_graphs_leave_the_host_the_rest() -> None:
     assert whole[2] == router[2] == both[2]
 
 
+def test_hosts_of_p5_nodes_are_late_between_stages_of_several_nodes() -> None:
+    row = {**LORA, "gpu": "H100", "gpus": "32", "tp": "8", "pp": "4", "cp": "1", "dp": "1"}
+    usual, late = (
+        RowPrices().estimate(*run_of({**row, "notes": notes})).path.parts
+        for notes in ("", "P5 nodes; 3200 Gb/s between nodes")
+    )
+    assert late["host_s"] > 1.5 * usual["host_s"]
+    assert run_of({**row, "notes": "P5 nodes"})[0].stack.polled_late_s > 0
+    assert run_of({**row, "notes": "H100"})[0].stack.polled_late_s == 0
+
+
 @pytest.mark.parametrize(
     ("said", "dispatcher"),
     [("dispatcher alltoall", "alltoall"), ("dispatcher DeepEP", "deepep"),
