@@ -80,6 +80,68 @@ class OneProcess:
         return {n: p.grad.to_dense() for n, p in self.parameters().items() if p.grad is not None}
 
 
+def sums_in_fp32(
+    cast: nn.Module,
+    batch: Mapping[str, Tensor],
+    *,
+    replicas: int,
+    num_microbatches: int,
+    scaled: Callable[[Tensor], Tensor] = lambda loss: loss,
+) -> tuple[list[Tensor], float]:
+    """What a model cast to a short dtype makes of a batch: its loss, and by parameter the fp32 sum
+    of its microbatches' gradients, each replica's by itself first; of the `scaled` loss.
+    """
+    parts = replicas * num_microbatches
+    pieces = {name: value.chunk(parts) for name, value in batch.items()}
+    by_replica, total = [], 0.0
+    for replica in range(replicas):
+        own = [torch.zeros_like(p, dtype=torch.float32) for p in cast.parameters()]
+        for m in range(num_microbatches):
+            piece = m * replicas + replica
+            share = cast(**{name: value[piece] for name, value in pieces.items()}) / parts
+            cast.zero_grad()
+            scaled(share).backward()
+            for grad_sum, param in zip(own, cast.parameters(), strict=True):
+                assert param.grad is not None
+                grad_sum += param.grad.float()
+            total += share.item()
+        by_replica.append(own)
+    return [sum(terms[1:], terms[0]) for terms in zip(*by_replica, strict=True)], total
+
+
+class InShortDtype(OneProcess):
+    """One process with a model in a short dtype beside fp32 copies, which are its `module`: they
+    are what is trained, and read back into the model, which `cast` makes of a copy.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizers,
+        cast: Callable[[nn.Module], nn.Module],
+        *,
+        replicas: int,
+        num_microbatches: int,
+    ) -> None:
+        super().__init__(module, optimizer)
+        self.cast = cast(copy.deepcopy(self.module))
+        self.parts = {"replicas": replicas, "num_microbatches": num_microbatches}
+
+    def step(self, batch: Any) -> float:
+        sums, loss = sums_in_fp32(self.cast, batch, **self.parts)
+        for param, grad in zip(self.module.parameters(), sums, strict=True):
+            param.grad = grad
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.read_back()
+        return loss
+
+    @torch.no_grad()
+    def read_back(self) -> None:
+        for param, master in zip(self.cast.parameters(), self.module.parameters(), strict=True):
+            param.copy_(master)
+
+
 @dataclass(frozen=True)
 class Gaps:
     """The largest relative differences from one process; gradients and parameters are gathered on
