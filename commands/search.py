@@ -145,6 +145,7 @@ def search(
     from planner.language.ops.held_pairs import held_pairs_messages
     from planner.language.plan import RUNTIME_OF, save_plan
     from planner.language.plan.buckets import check_bucket, with_buckets
+    from planner.language.plan.narrow_products import narrow_messages
     from planner.language.plan.short_sums import short_sums_messages
     from planner.language.stacks import stack_of
     from search import KeptCandidates, find_advice, find_pareto, find_plan_once
@@ -244,6 +245,7 @@ def search(
         *batch_norm_messages(graph, chosen),
         *accepted_messages(graph, chosen),
         *short_sums_messages(graph, chosen),
+        *narrow_messages(graph),
         *called_modules_messages(graph),
         *held_pairs_messages(graph),
         *uncut_sequences_messages(graph, chosen),

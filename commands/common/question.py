@@ -126,7 +126,8 @@ class Question:
         str | None,
         typer.Option(
             help="model: the model's own dtypes; bf16 or fp16: with fp32 master weights, of fp16 a "
-            "loss that is scaled. Default: as a configuration says, else model.",
+            "loss that is scaled; fp8, fp8-tensorwise: bf16 with linear layers in 8-bit floats. "
+            "Default: as a configuration says, else model.",
             rich_help_panel=TRAINING,
         ),
     ] = None

@@ -20,6 +20,8 @@ from planner.language.lowering.match_model import validate_model
 from planner.language.plan import Plan
 from planner.language.plan.accepted import accepted_names
 from planner.language.plan.buckets import validate_bucket
+from planner.language.plan.narrow_products import EmulatedWarning
+from planner.language.plan.parts import scaling_named
 from planner.language.plan.short_sums import ShortSumsWarning, short_sums_messages
 from planner.plugins import load_plugins
 from planner.runtime.batches.inputs.loss_weights import LossWeight
@@ -67,6 +69,7 @@ def apply_plan(
         values = RecordedValues(recording, mesh, to_the_end=weights is None)
     refuse_lost(model)  # on each rank: rank 0 alone captures
     graph, *buckets = shared_captures(plan, model, loss, mesh)
+    emulated = check_device(mesh.device) if scaling_named(plan.precision) else ""
     # On all ranks alike: each has the graph, so none waits for another.
     refuse_cut(graph, plan, accept=accept, weighted_loss=callable(loss_weight))
     if dist.get_rank() == 0:
@@ -74,6 +77,8 @@ def apply_plan(
             warnings.warn(BatchStatisticsWarning(message), stacklevel=3)
         for message in short_sums_messages(graph, plan):
             warnings.warn(ShortSumsWarning(message), stacklevel=3)
+        if emulated:
+            warnings.warn(EmulatedWarning(emulated), stacklevel=3)
     engine = Engine(
         plan,
         graph,

@@ -33,6 +33,7 @@ from planner.language.ops.held_pairs import held_pairs_messages
 from planner.language.ops.registry import ops_without_rule
 from planner.language.plan import OURS, ClassLayout, Plan, StagePlan
 from planner.language.plan.buckets import shapes_of
+from planner.language.plan.narrow_products import narrow_messages
 from planner.language.plan.schedule_of import schedule_of
 from planner.language.schedule import Schedule
 from planner.language.schedule.draw import Behind, draw_schedule
@@ -59,7 +60,7 @@ def describe_plan(plan: Plan, graph: ModelGraph | None = None) -> list[Renderabl
         if graph is not None:
             parts.append(_without_rule(graph))
     if graph is not None:
-        told = (called_modules_messages, held_pairs_messages, routing_messages)
+        told = (narrow_messages, called_modules_messages, held_pairs_messages, routing_messages)
         parts += [Text(message) for messages in told for message in messages(graph)]
         parts += [Text(message) for message in uncut_sequences_messages(graph, plan)]
     schedule = schedule_of(plan)

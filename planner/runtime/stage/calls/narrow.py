@@ -22,13 +22,38 @@ import math
 import torch
 from torch import Tensor
 
-from planner.language.ops.families.products.narrow import TILE
+from planner.errors import PlanError
+from planner.language.ops.families.products.narrow import weight_is_narrow
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _SIGN_AND_EXPONENT = -(2**23)
 """Bits of a float32 without those of its mantissa."""
+_LEAST_CAPABILITY = (8, 9)
 _LEAST = 1e-12
 """A row of smaller numbers is scaled as if this were its largest."""
+
+
+def check_device(device: torch.device) -> str:
+    """Return what is to be said of a device that has to emulate the products, empty of one that has
+    them; raise PlanError for a GPU without them.
+    """
+    if device.type == "cpu":
+        return (
+            "products in 8-bit floats are emulated on CPUs: their factors are cast and multiplied "
+            "in bfloat16, to the same numbers, more slowly than with `precision` bf16"
+        )
+    if device.type != "cuda" or torch.version.hip is not None:
+        raise PlanError(
+            f"{device} was given a plan of products in 8-bit floats, and their kernels are called "
+            "on NVIDIA GPUs alone; search with `precision` bf16"
+        )
+    if (capability := torch.cuda.get_device_capability(device)) < _LEAST_CAPABILITY:
+        shown, least = (".".join(map(str, each)) for each in (capability, _LEAST_CAPABILITY))
+        raise PlanError(
+            f"{device} has compute capability {shown}, and products in 8-bit floats need {least} "
+            "(Ada, Hopper) or more; search with `precision` bf16"
+        )
+    return ""
 
 
 def product(x: Tensor, weight: Tensor, scaling: str) -> Tensor:
@@ -44,7 +69,7 @@ def input_gradient(grad: Tensor, weight: Tensor, scaling: str) -> Tensor:
 
 def weight_gradient(grad: Tensor, x: Tensor, scaling: str) -> Tensor:
     """Return grad.T @ x, [out, in]; in 8 bits where kernels take that many rows."""
-    if not len(x) or len(x) % TILE:
+    if not weight_is_narrow(len(x)):
         return torch.mm(grad.t(), x)
     return _multiplied(grad.t(), x.t(), scaling, _gradient_dtype(scaling))
 

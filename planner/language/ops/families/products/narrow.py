@@ -58,6 +58,11 @@ def scaling_of(op: Op) -> str:
     return scaling if packet in PLAIN_OF else ""
 
 
+def weight_is_narrow(rows: int) -> bool:
+    """Whether the gradient of a weight, a sum over so many rows, is a product in 8 bits."""
+    return rows > 0 and rows % TILE == 0
+
+
 def _in_tiles(rule: Rule, weight: int) -> Rule:
     """Return the shardings of a rule under which a rank's part of the weight, the input of that
     number, is still of whole tiles.
@@ -119,7 +124,7 @@ def _ahead(call: KernelCall, needing: Sequence[str]) -> int:
     x, weight = _factors(call.op)
     rows, columns, inner = _sizes(call)
     of_x = _product_peak(call, rows, inner, columns) if x in needing else 0
-    if weight not in needing or rows % TILE:
+    if weight not in needing or not weight_is_narrow(rows):
         return of_x
     made = call.num_bytes(x) if x in needing else 0
     return max(of_x, made + _product_peak(call, columns, inner, rows))
@@ -153,5 +158,5 @@ def cast_elements(call: Call) -> tuple[int, int, int]:
     return (
         of_x + of_weight,
         (made + of_weight) * call.tensor[x].requires_grad,
-        (made + of_x) * (call.tensor[weight].requires_grad and not rows % TILE),
+        (made + of_x) * (call.tensor[weight].requires_grad and weight_is_narrow(rows)),
     )
