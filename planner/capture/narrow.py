@@ -54,7 +54,7 @@ def _may_be_narrow(op: Op, program: Program, routers: frozenset[str], dtype: str
     found = None if taken is None else taken(op)
     if found is None:
         return False
-    x, weight, bias, _ = found
+    _, weight, bias, _ = found
     tensor = program.tensor
     shape = tensor[weight.name].shape
     return (

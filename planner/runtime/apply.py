@@ -32,6 +32,7 @@ from planner.runtime.process.groups.mesh import Mesh, build_mesh
 from planner.runtime.process.groups.process_group import take_place
 from planner.runtime.process.groups.together import together
 from planner.runtime.process.launched import followed_plan
+from planner.runtime.stage.calls.narrow import check_device
 from planner.runtime.state import out_of_memory
 from planner.runtime.state.users_module.away import plain, refuse_away, take_away
 from planner.runtime.step.engine import Engine

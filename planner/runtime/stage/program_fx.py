@@ -229,7 +229,9 @@ def _emit_own(
     return node
 
 
-def _narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scaling: str) -> Tensor:
+def _narrow_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scaling: str
+) -> Tensor:
     return narrow_product(x, weight, bias, transposed=True, scaling=scaling)
 
 

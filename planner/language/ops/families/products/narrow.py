@@ -120,7 +120,7 @@ def _scratch(call: KernelCall, *, forward: bool) -> int:
 
 
 def _ahead(call: KernelCall, needing: Sequence[str]) -> int:
-    """dx of dy and the weight, then dw of dy and x, whose inner dim is the rows."""
+    """Dx of dy and the weight, then dw of dy and x, whose inner dim is the rows."""
     x, weight = _factors(call.op)
     rows, columns, inner = _sizes(call)
     of_x = _product_peak(call, rows, inner, columns) if x in needing else 0
