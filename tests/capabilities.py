@@ -16,7 +16,6 @@ search and host memory; meshes and placements; virtual pipelines, groups and lau
 peer has together; what the field trains with; mechanics of the runtime; right by default."""
 
 NOT_BUILT = {
-    "N10": "compiled blocks and float8 as choices of a plan",
     "B16": "memory of a Megatron-LM command line within 3%",
     "B17": "calibration by logs of other stacks",
     "B18": "a mixture on 131,072 devices in a minute",

@@ -197,13 +197,13 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _input_gradient(
-    grad: Tensor, weight: Tensor, x: Tensor, *, transposed: bool, scaling: str
+    grad: Tensor, weight: Tensor, shape: torch.Size, *, transposed: bool, scaling: str
 ) -> Tensor:
     if scaling:
         by_output = weight if transposed else weight.t()
-        return narrow.input_gradient(grad, by_output, scaling).view(x.shape)
+        return narrow.input_gradient(grad, by_output, scaling).view(shape)
     factor = weight.conj()
-    return torch.mm(grad, factor if transposed else factor.t()).view(x.shape)
+    return torch.mm(grad, factor if transposed else factor.t()).view(shape)
 
 
 class _Product(torch.autograd.Function):
@@ -219,7 +219,8 @@ class _Product(torch.autograd.Function):
         scaling: str,
         adds: bool,
     ) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.shape = x.shape
+        ctx.save_for_backward(*((x,) if ctx.needs_input_grad[1] else ()))
         # As an attribute: what is saved may come back detached from where its gradient is.
         ctx.weight, ctx.how, ctx.adds = weight, {"transposed": transposed, "scaling": scaling}, adds
         return _product(x, weight, bias, **ctx.how)
@@ -228,13 +229,13 @@ class _Product(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        (x,) = ctx.saved_tensors
+        saved = ctx.saved_tensors  # at first: what is recomputed is made before any gradient
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         weight, how, rows = ctx.weight, ctx.how, _rows(grad)
         ctx.weight = None  # nodes outlive what they saved: to the end of their stage's backward
         return (
-            _input_gradient(rows, weight, x, **how) if needs_x else None,
-            weight_gradient(weight if ctx.adds else None, _rows(x), rows, **how)
+            _input_gradient(rows, weight, ctx.shape, **how) if needs_x else None,
+            weight_gradient(weight if ctx.adds else None, _rows(*saved), rows, **how)
             if needs_weight
             else None,
             rows.sum(0) if needs_bias else None,
@@ -269,5 +270,5 @@ class _DeferredProduct(torch.autograd.Function):
         pending.append(Pending(weight, bias, transposed, _rows(x.detach()), rows, scaling))
         if not ctx.needs_input_grad[0]:
             return None, None, None
-        made = _input_gradient(rows, weight, x, transposed=transposed, scaling=scaling)
+        made = _input_gradient(rows, weight, x.shape, transposed=transposed, scaling=scaling)
         return made, None, None

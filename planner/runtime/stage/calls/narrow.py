@@ -114,7 +114,7 @@ torch.library.define(
 )
 
 
-@torch.library.impl("planner::narrow_product", "CompositeExplicitAutograd")
+@torch.library.impl("planner::narrow_product", "CPU")
 def _emulated(
     left: Tensor, right: Tensor, left_back: Tensor, right_back: Tensor, dtype: torch.dtype, _: bool
 ) -> Tensor:

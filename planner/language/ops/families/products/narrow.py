@@ -16,7 +16,7 @@ from planner.language.graph import Op
 from planner.language.layout.placement import OpSharding
 from planner.language.ops.call import Call, Rule, local_shape
 from planner.language.ops.families.products.matmul import ADDMM, LINEAR
-from planner.language.ops.kernel import KernelCall
+from planner.language.ops.kernel import KernelCall, Saved, saved_factors
 from planner.language.ops.record import OpFamily, ShardRule, family_of, register
 
 TILE = 16
@@ -112,6 +112,11 @@ def _product_peak(call: KernelCall, rows: int, columns: int, inner: int) -> int:
     return max(first, kept + second, kept + both + each * rows * columns)
 
 
+def _saved(call: KernelCall) -> Saved:
+    """Factors as they are given, in 16 bits."""
+    return Saved(tensors=saved_factors(call, *_factors(call.op)))
+
+
 def _scratch(call: KernelCall, *, forward: bool) -> int:
     """Casts of a forward, beside its result; of a backward, `_ahead` has them."""
     if not forward:
@@ -139,6 +144,7 @@ def _narrow(plain: OpFamily, packet: str) -> OpFamily:
         shard=(ShardRule(_in_tiles(rule.function, plain.first_factor + 1)),),
         multiplies_in=NARROW_DTYPE,
         kernels=_launches,
+        saved=_saved,
         scratch=_scratch,
         ahead=_ahead,
     )
