@@ -10,6 +10,7 @@ The one process is on rank 0, which the others hear its losses from.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -166,11 +167,17 @@ def gap_by_tensor(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
         return 0.0
     largest = max(t.abs().max().item() for t in expected.values() if t.numel())
     assert all(found[n].shape == t.shape for n, t in expected.items())
-    return max(
+    return worst(
         (found[n] - t).abs().max().item() / max(t.abs().max().item(), 1e-6 * largest)
         for n, t in expected.items()
         if t.numel()
     )
+
+
+def worst(gaps: Iterable[float]) -> float:
+    """The largest of gaps; NaN, which is below no tolerance, if any is (`max` may pass over it)."""
+    listed = list(gaps)
+    return math.nan if any(map(math.isnan, listed)) else max(listed)
 
 
 def gap_to_largest(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
@@ -179,7 +186,7 @@ def gap_to_largest(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
         return 0.0
     largest = max(t.abs().max().item() for t in expected.values() if t.numel())
     named = ((found[n], t) for n, t in expected.items() if t.numel())
-    return max((value - t).abs().max().item() for value, t in named) / largest
+    return worst((value - t).abs().max().item() for value, t in named) / largest
 
 
 def train_beside(
@@ -205,13 +212,13 @@ def train_beside(
         told = torch.tensor(alone.step(batch) if is_first else 0.0, dtype=torch.float64)
         dist.broadcast(told, group=engine.mesh.control, group_src=0)
         expected = told.item()
-        loss_gap = max(
+        loss_gap = worst(
             [loss_gap, *(abs(loss - expected) / abs(expected) for loss in (*found, losses[-1]))]
         )
         gradients = engine.full_gradients()
         if is_first:
             wanted = alone.gradients()
             assert wanted.keys() <= gradients.keys()
-            gradient_gap = max(gradient_gap, gap(gradients, wanted))
+            gradient_gap = worst([gradient_gap, gap(gradients, wanted)])
     state = engine.full_state_dict()
     return Gaps(tuple(losses), loss_gap, gradient_gap, gap(state, alone.parameters()))

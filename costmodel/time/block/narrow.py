@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from costmodel.execution.casts import CASTS
+from costmodel.table.fusion import FUSED_TARGET
 from planner.language.graph import Op, TensorMeta
 from planner.language.ops.call import Call
 from planner.language.ops.families.products.narrow import (
@@ -34,7 +35,7 @@ SCALED_BYTES = 8
 """Of each entry of a gradient that is multiplied by scales of its rows and columns: two passes."""
 
 HALF = "bfloat16"
-PRODUCT, PASS = "aten._scaled_mm.default", "planner.fused"
+PRODUCT = "aten._scaled_mm.default"
 
 
 def narrow_seconds(
@@ -62,7 +63,7 @@ def narrow_seconds(
 
     def pass_s(num_bytes: float, entries: int) -> float:
         query = OpQuery(
-            target=PASS,
+            target=FUSED_TARGET,
             shapes=((entries,),),
             dtype=HALF,
             direction="forward",

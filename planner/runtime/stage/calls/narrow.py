@@ -95,11 +95,9 @@ def _cast(x: Tensor, dtype: torch.dtype, *, by_row: bool) -> tuple[Tensor, Tenso
     """Return a matrix in 8 bits, row by row in memory, and what its values are to be multiplied by:
     a number, or one for each row.
     """
-    if by_row:
-        largest = torch.linalg.vector_norm(x, math.inf, dim=-1, keepdim=True)
-    else:
-        largest = torch.linalg.vector_norm(x, math.inf)
-    scale = torch.finfo(dtype).max / largest.float().clamp(min=_LEAST)
+    # (One name for all that it is made of, which goes with it.)
+    scale = torch.linalg.vector_norm(x, math.inf, dim=-1 if by_row else None, keepdim=by_row)
+    scale = torch.finfo(dtype).max / scale.float().clamp(min=_LEAST)
     scale = (scale.view(torch.int32) & _SIGN_AND_EXPONENT).view(torch.float32)
     scaled = x * scale.to(x.dtype)
     narrow = scaled.to(dtype, memory_format=torch.contiguous_format)
