@@ -11,7 +11,7 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -28,7 +28,7 @@ from planner.language.graph.module_keys import OPAQUE_MODULE
 from planner.language.graph.tables import TABLE_LOOKUP
 from planner.language.layout.redistribute import GATHER_SAMPLES, OWN_SAMPLES, REDISTRIBUTE
 from planner.language.ops.families.entries.routing import STACK_OF_RUNS
-from planner.language.ops.families.products.narrow import SCALINGS, scaling_of
+from planner.language.ops.families.products.narrow import scaling_of
 from planner.language.ops.record import is_random
 from planner.language.ops.weight_products import deferrable_products
 from planner.runtime.process import collectives
@@ -194,7 +194,8 @@ def _emit_own(
     device: torch.device,
 ) -> fx.Node:
     """Call one of our functions; an argument named for a group carries the axis in the IR."""
-    name = op.target.removeprefix("planner.")
+    scaling = scaling_of(op)
+    name = op.target.removeprefix("planner.").removesuffix(f".{scaling}")
     function = _OWN.get(name) or getattr(local_ops, name, None)
     if function is None:
         raise LayoutError(f"op {op.name} has the unknown target {op.target!r}")
@@ -214,6 +215,8 @@ def _emit_own(
         bound.arguments["own_names"] = own_params(program, op)
     if op.target == STACK_OF_RUNS:
         bound.arguments["own_names"] = own_params(program, op)
+    if scaling:
+        bound.arguments["scaling"] = scaling
     for argument in ("group", "outer_group", "outermost_group"):
         axis = bound.arguments.get(argument)
         if axis is None:
@@ -230,12 +233,12 @@ def _emit_own(
 
 
 def _narrow_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scaling: str
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scaling: str = ""
 ) -> Tensor:
     return narrow_product(x, weight, bias, transposed=True, scaling=scaling)
 
 
-def _narrow_addmm(bias: Tensor, x: Tensor, weight: Tensor, *, scaling: str) -> Tensor:
+def _narrow_addmm(bias: Tensor, x: Tensor, weight: Tensor, *, scaling: str = "") -> Tensor:
     return narrow_product(x, weight, bias, transposed=False, scaling=scaling)
 
 
@@ -244,8 +247,8 @@ _MODULES = {True: "linear", False: "matmul"}
 
 
 _OWN: dict[str, Callable[..., Any]] = {
-    **{f"linear.{how}": partial(_narrow_linear, scaling=how) for how in SCALINGS},
-    **{f"addmm.{how}": partial(_narrow_addmm, scaling=how) for how in SCALINGS},
+    "linear": _narrow_linear,
+    "addmm": _narrow_addmm,
     "exchanged_embedding": exchanged_embedding,
     "deal_runs": deal_runs,
     "exchange_rows": exchange_rows,
