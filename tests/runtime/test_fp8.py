@@ -160,8 +160,10 @@ def test_fp8_plans_compute_what_one_process_computes():
             assert gap.gradient < 1e-5, f"{name}: {gap}"
             assert gap.parameter < 1e-5, f"{name}: {gap}"
         else:
-            assert gap.gradient < 5e-2, f"{name}: {gap}"
-            assert gap.loss < 1e-3, f"{name}: {gap}"
+            # A number beside a boundary of e4m3 moves by an eighth where it was rounded otherwise
+            # before: twice what it is in bf16 (`test_precision`).
+            assert gap.gradient < 1e-1, f"{name}: {gap}"
+            assert gap.loss < 5e-3, f"{name}: {gap}"
 
 
 def narrow_weights(graph: ModelGraph) -> set[str]:
