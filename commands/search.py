@@ -141,11 +141,11 @@ def search(
     from planner.language.across.cut.whole_batch import accepted_messages
     from planner.language.graph.called_modules import called_modules_messages
     from planner.language.lowering.attention_cut import uncut_sequences_messages
+    from planner.language.lowering.narrow_products import narrow_messages
     from planner.language.lowering.routed_experts import routing_messages
     from planner.language.ops.held_pairs import held_pairs_messages
     from planner.language.plan import RUNTIME_OF, save_plan
     from planner.language.plan.buckets import check_bucket, with_buckets
-    from planner.language.plan.narrow_products import narrow_messages
     from planner.language.plan.short_sums import short_sums_messages
     from planner.language.stacks import stack_of
     from search import KeptCandidates, find_advice, find_pareto, find_plan_once

@@ -17,10 +17,10 @@ from planner.language.across.cut.batch_statistics import BatchStatisticsWarning,
 from planner.language.across.cut.whole_batch import refuse_cut
 from planner.language.graph import ModelGraph, from_json, to_json
 from planner.language.lowering.match_model import validate_model
+from planner.language.lowering.narrow_products import EmulatedWarning
 from planner.language.plan import Plan
 from planner.language.plan.accepted import accepted_names
 from planner.language.plan.buckets import validate_bucket
-from planner.language.plan.narrow_products import EmulatedWarning
 from planner.language.plan.parts import scaling_named
 from planner.language.plan.short_sums import ShortSumsWarning, short_sums_messages
 from planner.plugins import load_plugins

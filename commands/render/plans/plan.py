@@ -28,12 +28,12 @@ from planner.language.layout.axes import Degrees, batch_axes, lowered_axes, own_
 from planner.language.lowering.attention_cut import cut_in_words, uncut_sequences_messages
 from planner.language.lowering.captured_ops import WorkOfJobs, work_of_jobs
 from planner.language.lowering.match_model import validate_model
+from planner.language.lowering.narrow_products import narrow_messages
 from planner.language.lowering.routed_experts import routing_messages
 from planner.language.ops.held_pairs import held_pairs_messages
 from planner.language.ops.registry import ops_without_rule
 from planner.language.plan import OURS, ClassLayout, Plan, StagePlan
 from planner.language.plan.buckets import shapes_of
-from planner.language.plan.narrow_products import narrow_messages
 from planner.language.plan.schedule_of import schedule_of
 from planner.language.schedule import Schedule
 from planner.language.schedule.draw import Behind, draw_schedule
