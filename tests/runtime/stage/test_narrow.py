@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from planner.language.graph import Program
+from planner.language.ops.families.products.narrow import narrow_op, scaling_of
 from planner.runtime.stage.calls import narrow
+from planner.runtime.stage.compiled.kernels import CompilerFailed, compiled
+from planner.runtime.stage.program_fx import to_graph_module
 from planner.runtime.stage.weight_grads import WeightProduct, WeightQueue
+from tests.runtime.stage.test_compiled import assert_equal, both, run
+from tests.sharding.models import captured
 
 ROWS, COLUMNS, INNER = 48, 32, 64
 
@@ -116,8 +123,6 @@ def test_deferred_weight_gradients_are_the_same():
 def test_torchaos_emulated_layer_gives_the_same_numbers(scaling):
     """Its recipe of the name, with scales that are powers of two, as its rowwise recipe has."""
     pytest.importorskip("torchao.float8")
-    from dataclasses import replace
-
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
@@ -137,3 +142,49 @@ def test_torchaos_emulated_layer_gives_the_same_numbers(scaling):
     for other, ours in zip(*found, strict=True):
         # Sums in another order, rounded to 8 bits of mantissa.
         assert (ours - other).abs().max() <= 2**-7 * other.abs().max()
+
+
+def narrow_layer(scaling: str = "rowwise") -> Program:
+    """A layer of a tiny GPT in fp32 with its linear layers in 8 bits."""
+    program = captured("gpt").classes[1].bind(2)
+    ops = tuple(narrow_op(op, scaling) or op for op in program.ops)
+    assert sum(scaling_of(op) == scaling for op in ops) == 6
+    return replace(program, ops=ops)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_compiled_block_computes_and_saves_what_its_ops_do(deferred):
+    program = narrow_layer()
+    eager, block, queue = both(program)
+    expected, eager_bytes = run(eager, program, queue, deferred=deferred)
+    found, saved_bytes = run(block, program, queue, deferred=deferred)
+    assert_equal(found, expected)
+    assert saved_bytes == pytest.approx(eager_bytes, rel=1e-3)
+    plain, _, queue = both(captured("gpt").classes[1].bind(2))
+    _, plain_bytes = run(plain, program, queue)
+    assert eager_bytes <= plain_bytes, "narrow copies are saved"
+
+
+def test_a_program_without_a_queue_of_weight_gradients_computes_the_same():
+    """As under ZeRO, where FSDP2 takes gradients."""
+    program = narrow_layer("tensorwise")
+    eager, _, queue = both(program)
+    expected, _ = run(eager, program, queue)
+    found, _ = run(to_graph_module(program, {}, torch.device("cpu")), program, queue)
+    assert_equal(found, expected)
+
+
+@pytest.mark.slow
+def test_kernels_of_a_compiler_compute_the_same():
+    program = narrow_layer()
+    try:
+        eager, block, queue = both(program, compiled)
+    except CompilerFailed as error:
+        pytest.skip(f"no compiler here: {error}")
+    expected, _ = run(eager, program, queue)
+    found, _ = run(block, program, queue)
+    # A sum in another order may round a factor to the other neighbour in 8 bits.
+    for ours, theirs in zip(found, expected, strict=True):
+        if ours is not None and theirs is not None:
+            gap = (ours - theirs).abs().max().item()
+            assert gap <= 0.05 * max(theirs.abs().max().item(), 1e-6)
