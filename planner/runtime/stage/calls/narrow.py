@@ -9,7 +9,7 @@ Three products of a linear layer y = x w.T, each of rows of one factor with rows
 "rowwise" scales each such row by its own largest value and has all in e4m3 (3 bits of mantissa);
 "tensorwise" has one scale a factor, and gradients in e5m2 (2 bits, a wider range), as torchao's
 recipes of these names. Scales are powers of two: to multiply by one rounds nothing, so a number is
-rounded once, to the same digits whatever is scaled beside it, unless it is 2**15 below the largest.
+rounded once, to the same digits whatever is scaled beside it, unless it is 2**14 below the largest.
 
 On CUDA the kernels are those of `torch._scaled_mm`. Elsewhere the narrow factors are cast back and
 multiplied: the same numbers, but for the order of sums.
