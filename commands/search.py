@@ -293,7 +293,8 @@ def _graphs(
 
     if len(precisions) == 1:
         return {precisions[0]: graph_of(model, precisions[0])}, []
-    graphs, untried = {}, []
+    graphs: dict[Precision, ModelGraph] = {}
+    untried: list[str] = []
     for precision in precisions:
         is_narrow = bool(scaling_named(precision))
         if is_narrow and NARROW_DTYPE not in dict(profile.cluster.peak_flop_per_s):

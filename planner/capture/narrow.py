@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from planner.errors import CaptureError
 from planner.language.graph import ModelGraph, Op, Program
+from planner.language.lowering.routed_experts import router_weights
 from planner.language.ops.families.products.narrow import TILE, narrow_op
 from planner.language.ops.record import family_of
 from planner.language.plan.parts import Precision, low_dtype, scaling_named
-from planner.language.stacks.transformer_graph import router_weights
 
 
 def with_narrow_products(graph: ModelGraph, precision: Precision) -> ModelGraph:

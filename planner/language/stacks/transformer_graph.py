@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from planner.errors import PlanError
 from planner.language.graph import ModelGraph, Op, Program, Size
 from planner.language.lowering.experts import grouped_products
-from planner.language.lowering.routed_experts import routings
+from planner.language.lowering.routed_experts import router_weights, routings
 from planner.language.ops.families.products.masked_attention import MASKED
 from planner.language.ops.record import packet_of
 
@@ -187,19 +187,6 @@ def _number(size: Size) -> int:
 def routes(program: Program) -> bool:
     """Whether a block sends its tokens to experts."""
     return any("topk" in op.target for op in program.ops)
-
-
-def router_weights(program: Program) -> frozenset[str]:
-    """Return the weights of the products whose results say which experts a token is sent to."""
-    makers = {name: op for op in program.ops for name in op.outputs}
-    found = set()
-    for op in program.ops:
-        maker: Op | None = op if "topk" in op.target else None
-        while maker is not None and packet_of(maker.target) != "linear":
-            maker = makers.get(maker.inputs[0]) if maker.inputs else None
-        if maker is not None:
-            found.add(maker.inputs[1])
-    return frozenset(found)
 
 
 def is_core_attention(op: Op) -> bool:

@@ -40,8 +40,8 @@ PLAIN_OF = {"planner.linear": "aten.linear.default", "planner.addmm": "aten.addm
 def narrow_op(op: Op, scaling: str) -> Op | None:
     """Return the op with its product in 8 bits; None where there is no such op."""
     packet = next((name for name, plain in PLAIN_OF.items() if plain == op.target), None)
-    takes_all = packet is not None and family_of(op.target).weight_product
-    if not takes_all or takes_all(op) is None:
+    multiplied = family_of(op.target).weight_product
+    if packet is None or multiplied is None or multiplied(op) is None:
         return None
     return replace(op, target=f"{packet}.{scaling}")
 
