@@ -43,7 +43,7 @@ def profile(
     precision: Annotated[
         str,
         typer.Option(
-            help="model: the model's own dtypes; bf16 or fp16: as trained with --precision."
+            help="model: the model's own dtypes; bf16, fp16 or fp8: as trained with --precision."
         ),
     ] = "model",
     grid: Annotated[

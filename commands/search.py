@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import compress, product
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -37,7 +38,7 @@ from commands.render.console import (
     show_results,
     show_written,
 )
-from planner.errors import PlannerError
+from planner.errors import CaptureError, PlannerError
 from planner.files import write_atomically
 from planner.units import format_seconds
 
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from planner.language.graph import ModelGraph
+    from planner.language.plan import Precision
+    from profiles import Profile
     from search import Point, SearchRequest, SearchResult
 
 
@@ -141,6 +144,7 @@ def search(
     from planner.language.across.cut.whole_batch import accepted_messages
     from planner.language.graph.called_modules import called_modules_messages
     from planner.language.lowering.attention_cut import uncut_sequences_messages
+    from planner.language.lowering.narrow_products import narrow_messages
     from planner.language.lowering.routed_experts import routing_messages
     from planner.language.ops.held_pairs import held_pairs_messages
     from planner.language.plan import RUNTIME_OF, save_plan
@@ -182,22 +186,27 @@ def search(
     profile, note = profile_named(question.profile, question.cluster)
     device = None if measure is None else check_measurable(profile, request.num_devices)
     with show_progress("searching") as progress:
-        graph = graph_of(model, request.precision)
-        request = replace(request, pins=question.pins_in(graph))
-        buckets = [graph_of(model, request.precision, length) for length in sizes]
-        for bucket in buckets:  # told before a long search
-            check_bucket(graph, bucket)
+        graphs, untried = _graphs(model, question.precisions, profile)
+        buckets_of = {
+            precision: [graph_of(model, precision, length) for length in sizes]
+            for precision in graphs
+        }
+        for precision, graph in graphs.items():
+            for bucket in buckets_of[precision]:  # told before a long search
+                check_bucket(graph, bucket)
         # The capture is not counted.
         with ends_on_interrupt(lambda: show_note(_ENDS)), within(request.time_limit_s):
             found = []
-            for name in question.executions:
-                asked = replace(request, execution=name)
+            for (precision, graph), name in product(graphs.items(), question.executions):
+                pins = question.pins_in(graph)
+                asked = replace(request, precision=precision, execution=name, pins=pins)
                 found.append((asked, find_plan_once(
                     graph, profile, asked,
                     progress=progress, use_cache=cache, candidates_of=candidates,
                     names_riskier=True,
                 )))  # fmt: skip
             request, result = min(found, key=lambda each: _step_s(each[1]))
+            graph, buckets = graphs[request.precision], buckets_of[request.precision]
             if result.plan is None and (profile.groups or result.is_out_of_time):
                 raise PlannerError(result.reasons[0])
             if result.plan is None:
@@ -222,7 +231,7 @@ def search(
         else:
             show_results(*describe_advice(result, advice, limit))
         raise PlannerError(result.reasons[0])
-    for line in (*said, note, *_told(found)):
+    for line in (*said, note, *untried, *_told(found)):
         show_note(line)
     if device is not None:
         result, trials = _measured(model, graph, request, result, device)
@@ -244,6 +253,7 @@ def search(
         *batch_norm_messages(graph, chosen),
         *accepted_messages(graph, chosen),
         *short_sums_messages(graph, chosen),
+        *narrow_messages(graph),
         *called_modules_messages(graph),
         *held_pairs_messages(graph),
         *uncut_sequences_messages(graph, chosen),
@@ -272,17 +282,49 @@ def search(
         show_written(f"wrote {pareto}", as_json)
 
 
+def _graphs(
+    model: Path, precisions: Sequence[Precision], profile: Profile
+) -> tuple[dict[Precision, ModelGraph], list[str]]:
+    """Capture in each precision; of several those without a rate or a product in 8 bits are left
+    out, and told.
+    """
+    from planner.language.ops.families.products.narrow import NARROW_DTYPE
+    from planner.language.plan.parts import scaling_named
+
+    if len(precisions) == 1:
+        return {precisions[0]: graph_of(model, precisions[0])}, []
+    graphs: dict[Precision, ModelGraph] = {}
+    untried: list[str] = []
+    for precision in precisions:
+        is_narrow = bool(scaling_named(precision))
+        if is_narrow and NARROW_DTYPE not in dict(profile.cluster.peak_flop_per_s):
+            untried.append(
+                f"precision {precision} was not tried: profile {profile.name!r} has no rate of "
+                "products of 8-bit floats"
+            )
+            continue
+        try:
+            graphs[precision] = graph_of(model, precision)
+        except CaptureError as error:
+            if not is_narrow:
+                raise
+            untried.append(f"precision {precision} was not tried: {error}")
+    return graphs, untried
+
+
 def _told(found: Sequence[tuple[SearchRequest, SearchResult]]) -> Iterator[str]:
     """Say what was compared, where plans of several runtimes were."""
     from planner.language.plan import kernels_of
 
     if len(found) > 1:
+        ways = [(request.precision, kernels_of(request.execution)) for request, _ in found]
+        differ = [len({way[at] for way in ways}) > 1 for at in (0, 1)]
         each = (
-            f"{kernels_of(request.execution)} "
-            + ("no plan" if result.plan is None else f"{format_seconds(_step_s(result))} a step")
-            for request, result in found
+            " ".join(compress(way, differ))
+            + (" no plan" if result.plan is None else f" {format_seconds(_step_s(result))} a step")
+            for way, (_, result) in zip(ways, found, strict=True)
         )
-        yield f"kernels: {', '.join(each)}"
+        yield f"{' and '.join(compress(('precision', 'kernels'), differ))}: {', '.join(each)}"
 
 
 def _step_s(result: SearchResult) -> float:

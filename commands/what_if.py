@@ -55,7 +55,8 @@ def what_if(
         str | None, typer.Option(help="Other sequence lengths, by batch(size, LENGTH): 4096,8192.")
     ] = None,
     precision: Annotated[
-        str | None, typer.Option(help="Of model, bf16 and fp16, as in model,bf16.")
+        str | None,
+        typer.Option(help="Of model, bf16, fp16, fp8 and fp8-tensorwise, as in bf16,fp8."),
     ] = None,
     execution: Annotated[
         str | None, typer.Option(help="Other runtimes, such as ours-compiled,megatron-core.")

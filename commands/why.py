@@ -29,6 +29,11 @@ def why(given: GivenModel, question: Question, as_json: JsonOption = False) -> N
             f"--kernels {question.kernels} was given, and why compares plans of one kind; give "
             "eager or compiled"
         )
+    if len(question.precisions) > 1:
+        raise PlannerError(
+            f"--precision {question.precision} was given, and why compares plans of one precision; "
+            f"give one of {', '.join(question.precisions)}"
+        )
     request = question.request(model)
     profile, note = profile_named(question.profile, question.cluster)
     with show_progress("comparing") as progress:

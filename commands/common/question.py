@@ -25,7 +25,11 @@ from planner.errors import PlannerError
 
 if TYPE_CHECKING:
     from planner.language.graph import ModelGraph
+    from planner.language.plan import Precision
     from search import SearchRequest
+
+AUTO = "auto"
+"""The precision that leaves it to the search."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +130,9 @@ class Question:
         str | None,
         typer.Option(
             help="model: the model's own dtypes; bf16 or fp16: with fp32 master weights, of fp16 a "
-            "loss that is scaled. Default: as a configuration says, else model.",
+            "loss that is scaled; fp8, fp8-tensorwise: bf16 with linear layers in 8-bit floats; "
+            "auto: the fastest of model, bf16 and fp8. Default: as a configuration says, else "
+            "model.",
             rich_help_panel=TRAINING,
         ),
     ] = None
@@ -235,9 +241,16 @@ class Question:
             )
         return of[self.kernels]
 
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """The precisions that plans may have: three where the fastest is asked for."""
+        if self.precision == AUTO:
+            return ("model", "bf16", "fp8")
+        return (self.precision or "model",)  # type: ignore[return-value]  # the request checks it
+
     def request(self, model: Path, **more: Any) -> SearchRequest:
         """Return the question as the search takes it; `more` are fields of the request. Of several
-        `executions` it is about the first.
+        `executions` or `precisions` it is about the first.
 
         Pins are left out: what they name is known with the graph (`pins_in`).
         """
@@ -271,7 +284,7 @@ class Question:
             split_rank=self.split_rank,
             offload=self.offload,  # type: ignore[arg-type]  # the request checks it
             meshes=self.meshes,  # type: ignore[arg-type]  # the request checks it
-            precision=self.precision or "model",  # type: ignore[arg-type]  # the request checks it
+            precision=self.precisions[0],
             execution=self.executions[0],
             receive_ahead=self.receive_ahead,
             clip_gradients=bool(self.clip_gradients),

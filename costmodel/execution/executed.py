@@ -81,7 +81,10 @@ class TrainingProfile(Profile):
         if peak is not None and answer.source != "measured" and family_of(query.target) == MATMUL:
             # What runs showed of a device is beyond the rate of the fit as well.
             factor = self.factors[op_term(pace_kind(query.target), query.direction)]
-            least_s = factor * query.flop / (peak * self.rates.matmul_efficiency)
+            reached = self.rates.matmul_efficiency
+            if query.dtype.startswith("float8"):
+                reached *= self.rates.low_precision_efficiency
+            least_s = factor * query.flop / (peak * reached)
             if answer.seconds < least_s:
                 answer = replace(answer, seconds=least_s)
         return answer.times(self.waited)

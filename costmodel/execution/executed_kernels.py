@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 
-from costmodel.execution.casts import Casts
+from costmodel.execution.casts import CASTS, Casts
 from costmodel.execution.executed import ExecutedProfile, KernelSeconds
 from costmodel.execution.execution import Execution
 from costmodel.execution.narrow import gradient_is_ready, input_is_ready
@@ -23,6 +23,7 @@ from costmodel.time.block.compute import bytes_of, op_works
 from planner.language.graph import Op, Program
 from planner.language.layout.redistribute import EXCHANGE_ROWS, REDISTRIBUTE
 from planner.language.ops.families.products.rings import RING
+from planner.language.ops.families.products.narrow import NARROW_DTYPE, scaling_of
 from planner.language.ops.flops import needing_gradient
 from planner.language.ops.record import family_of, op_inside, packet_of
 from profiles.lookup.families import ATTENTION, MATMUL, matmul_sizes
@@ -182,6 +183,9 @@ def _product_seconds(
     of_weights = _has_weights(op, local)
     casts = profile.casts if not is_head and is_layer_product(op, local) else None
     dtype = profile.product_dtype if casts else tensor[op.outputs[0]].dtype
+    # A plan's own products in 8 bits, scaled as it says.
+    if (scaling := scaling_of(op)) and NARROW_DTYPE in rates.peak_flop_per_s:
+        casts, dtype = CASTS[scaling], NARROW_DTYPE
     if dtype not in rates.peak_flop_per_s:
         dtype = "bfloat16"
     # Rows of logits start on 16-byte boundaries if tp pads the vocabulary or it divides.

@@ -205,6 +205,14 @@ def scratch_bytes(op: Op, storages: StorageMap, *, forward: bool) -> int:
     return 0 if rule is None else rule(storages.call(op), forward=forward)
 
 
+def ahead_bytes(op: Op, needing: Sequence[str], storages: StorageMap) -> int:
+    """Return the most that a backward holds before the gradients of the inputs `needing` them are
+    all made, those made among it; 0 where it is never more than these.
+    """
+    rule = family_of(op.target).ahead
+    return 0 if rule is None else rule(storages.call(op), needing)
+
+
 def unreduced_bytes(op: Op, needing: Sequence[str], storages: StorageMap) -> int:
     """Return by how much a backward is higher than the gradients of the inputs that are `needing`
     them, before those are summed over broadcast dims, or cast to their inputs' dtypes.

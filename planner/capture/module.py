@@ -20,6 +20,7 @@ from planner.capture.export import export_batch, meta_copy, rehearse_batch, run_
 from planner.capture.loops import Unlike, with_told_loops
 from planner.capture.masks import with_told_masks
 from planner.capture.modes.precision import cast_parameters
+from planner.capture.narrow import with_narrow_products
 from planner.capture.norms import with_told_momentum, without_sync
 from planner.capture.opaque import OpaqueModules
 from planner.capture.outside import outside_bytes
@@ -218,6 +219,7 @@ def _captured(
         kept_calls.forget()
     told = with_told_routing(with_told_masks(merged))
     graph = build_graph(told, name=name, batch_tree=leaves[0][1])
+    graph = with_narrow_products(graph, precision)
     return replace(
         graph,
         unit=unit,

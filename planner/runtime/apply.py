@@ -17,9 +17,11 @@ from planner.language.across.cut.batch_statistics import BatchStatisticsWarning,
 from planner.language.across.cut.whole_batch import refuse_cut
 from planner.language.graph import ModelGraph, from_json, to_json
 from planner.language.lowering.match_model import validate_model
+from planner.language.lowering.narrow_products import EmulatedWarning
 from planner.language.plan import Plan
 from planner.language.plan.accepted import accepted_names
 from planner.language.plan.buckets import validate_bucket
+from planner.language.plan.parts import scaling_named
 from planner.language.plan.short_sums import ShortSumsWarning, short_sums_messages
 from planner.plugins import load_plugins
 from planner.runtime.batches.inputs.loss_weights import LossWeight
@@ -30,6 +32,7 @@ from planner.runtime.process.groups.mesh import Mesh, build_mesh
 from planner.runtime.process.groups.process_group import take_place
 from planner.runtime.process.groups.together import together
 from planner.runtime.process.launched import followed_plan
+from planner.runtime.stage.calls.narrow import check_device
 from planner.runtime.state import out_of_memory
 from planner.runtime.state.users_module.away import plain, refuse_away, take_away
 from planner.runtime.step.engine import Engine
@@ -67,6 +70,7 @@ def apply_plan(
         values = RecordedValues(recording, mesh, to_the_end=weights is None)
     refuse_lost(model)  # on each rank: rank 0 alone captures
     graph, *buckets = shared_captures(plan, model, loss, mesh)
+    emulated = check_device(mesh.device) if scaling_named(plan.precision) else ""
     # On all ranks alike: each has the graph, so none waits for another.
     refuse_cut(graph, plan, accept=accept, weighted_loss=callable(loss_weight))
     if dist.get_rank() == 0:
@@ -74,6 +78,8 @@ def apply_plan(
             warnings.warn(BatchStatisticsWarning(message), stacklevel=3)
         for message in short_sums_messages(graph, plan):
             warnings.warn(ShortSumsWarning(message), stacklevel=3)
+        if emulated:
+            warnings.warn(EmulatedWarning(emulated), stacklevel=3)
     engine = Engine(
         plan,
         graph,

@@ -21,7 +21,9 @@ from planner.language.graph.called_modules import called_whole
 from planner.language.graph.encoder_decoder import first_decoder_block
 from planner.language.layout.axes import AXES, Degrees, axis_names, batch_axes, lowered_axes
 from planner.language.lowering.defaults import check_balance
+from planner.language.ops.families.products.narrow import NARROW_DTYPE
 from planner.language.plan import Recompute
+from planner.language.plan.parts import scaling_named
 from planner.language.schedule import find_schedule
 from planner.language.stacks import Expressed
 from search.request import SearchRequest
@@ -49,6 +51,7 @@ def validate_request(
             f"{cluster.max_devices} devices; use `num_devices` {cluster.max_devices} or fewer, or "
             "another `profile`"
         )
+    _check_precision(request, cluster)
     sides = (*axis_names(), "pp")
     fixed = {name: request.fixed(name) for name in sides}
     for axis in lowered_axes():
@@ -242,6 +245,15 @@ def _not_expressed(
     why = expressed.why_no_precision(request.precision)
     found.append(("precision", request.precision, why))
     return ((name, value, why) for name, value, why in found if why)
+
+
+def _check_precision(request: SearchRequest, cluster: ClusterSpec) -> None:
+    if scaling_named(request.precision) and NARROW_DTYPE not in dict(cluster.peak_flop_per_s):
+        raise LayoutError(
+            f"`precision` {request.precision} was given, and profile {cluster.name!r} has no rate "
+            "of products of 8-bit floats, which its plans are priced by; use `precision` bf16, or "
+            "a `profile` of a device that multiplies these, such as h100-sxm5-80gb"
+        )
 
 
 def _check_split(request: SearchRequest, graph: ModelGraph) -> None:

@@ -67,7 +67,7 @@ def test_more_devices_than_ranks_are_told_at_once(planner, asked, tmp_path):
 
 def test_a_precision_that_is_none_is_refused(planner, write_model, asked):
     complaint = planner("profile", write_model(), "--precision", "fp4").complaint
-    assert "--precision fp4 was given; use model, bf16 or fp16" in complaint
+    assert "--precision fp4 was given; use model, bf16, fp16, fp8 or " in complaint
     assert not asked
 
 

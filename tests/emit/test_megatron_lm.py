@@ -14,9 +14,8 @@ from planner.emit.targets.megatron_lm import megatron_flags, pipeline_layout
 from planner.emit.view import PlanView
 from planner.language.layout.class_layout import ClassLayout
 from planner.language.lowering.defaults import default_plan
-from planner.language.lowering.routed_experts import routings
+from planner.language.lowering.routed_experts import router_weights, routings
 from planner.language.plan import ClassRecompute, recompute_fields
-from planner.language.stacks.transformer_graph import router_weights
 from tests.captures import capture_module
 from tests.emit.views import assert_golden, attending, changed, view_of
 from tests.model_matrix import model_matrix

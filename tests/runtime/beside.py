@@ -10,6 +10,7 @@ The one process is on rank 0, which the others hear its losses from.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +81,68 @@ class OneProcess:
         return {n: p.grad.to_dense() for n, p in self.parameters().items() if p.grad is not None}
 
 
+def sums_in_fp32(
+    cast: nn.Module,
+    batch: Mapping[str, Tensor],
+    *,
+    replicas: int,
+    num_microbatches: int,
+    scaled: Callable[[Tensor], Tensor] = lambda loss: loss,
+) -> tuple[list[Tensor], float]:
+    """What a model cast to a short dtype makes of a batch: its loss, and by parameter the fp32 sum
+    of its microbatches' gradients, each replica's by itself first; of the `scaled` loss.
+    """
+    parts = replicas * num_microbatches
+    pieces = {name: value.chunk(parts) for name, value in batch.items()}
+    by_replica, total = [], 0.0
+    for replica in range(replicas):
+        own = [torch.zeros_like(p, dtype=torch.float32) for p in cast.parameters()]
+        for m in range(num_microbatches):
+            piece = m * replicas + replica
+            share = cast(**{name: value[piece] for name, value in pieces.items()}) / parts
+            cast.zero_grad()
+            scaled(share).backward()
+            for grad_sum, param in zip(own, cast.parameters(), strict=True):
+                assert param.grad is not None
+                grad_sum += param.grad.float()
+            total += share.item()
+        by_replica.append(own)
+    return [sum(terms[1:], terms[0]) for terms in zip(*by_replica, strict=True)], total
+
+
+class InShortDtype(OneProcess):
+    """One process with a model in a short dtype beside fp32 copies, which are its `module`: they
+    are what is trained, and read back into the model, which `cast` makes of a copy.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizers,
+        cast: Callable[[nn.Module], nn.Module],
+        *,
+        replicas: int,
+        num_microbatches: int,
+    ) -> None:
+        super().__init__(module, optimizer)
+        self.cast = cast(copy.deepcopy(self.module))
+        self.parts = {"replicas": replicas, "num_microbatches": num_microbatches}
+
+    def step(self, batch: Any) -> float:
+        sums, loss = sums_in_fp32(self.cast, batch, **self.parts)
+        for param, grad in zip(self.module.parameters(), sums, strict=True):
+            param.grad = grad
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.read_back()
+        return loss
+
+    @torch.no_grad()
+    def read_back(self) -> None:
+        for param, master in zip(self.cast.parameters(), self.module.parameters(), strict=True):
+            param.copy_(master)
+
+
 @dataclass(frozen=True)
 class Gaps:
     """The largest relative differences from one process; gradients and parameters are gathered on
@@ -104,11 +167,17 @@ def gap_by_tensor(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
         return 0.0
     largest = max(t.abs().max().item() for t in expected.values() if t.numel())
     assert all(found[n].shape == t.shape for n, t in expected.items())
-    return max(
+    return worst(
         (found[n] - t).abs().max().item() / max(t.abs().max().item(), 1e-6 * largest)
         for n, t in expected.items()
         if t.numel()
     )
+
+
+def worst(gaps: Iterable[float]) -> float:
+    """The largest of gaps; NaN, which is below no tolerance, if any is (`max` may pass over it)."""
+    listed = list(gaps)
+    return math.nan if any(map(math.isnan, listed)) else max(listed)
 
 
 def gap_to_largest(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
@@ -117,7 +186,7 @@ def gap_to_largest(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
         return 0.0
     largest = max(t.abs().max().item() for t in expected.values() if t.numel())
     named = ((found[n], t) for n, t in expected.items() if t.numel())
-    return max((value - t).abs().max().item() for value, t in named) / largest
+    return worst((value - t).abs().max().item() for value, t in named) / largest
 
 
 def train_beside(
@@ -143,13 +212,13 @@ def train_beside(
         told = torch.tensor(alone.step(batch) if is_first else 0.0, dtype=torch.float64)
         dist.broadcast(told, group=engine.mesh.control, group_src=0)
         expected = told.item()
-        loss_gap = max(
+        loss_gap = worst(
             [loss_gap, *(abs(loss - expected) / abs(expected) for loss in (*found, losses[-1]))]
         )
         gradients = engine.full_gradients()
         if is_first:
             wanted = alone.gradients()
             assert wanted.keys() <= gradients.keys()
-            gradient_gap = max(gradient_gap, gap(gradients, wanted))
+            gradient_gap = worst([gradient_gap, gap(gradients, wanted)])
     state = engine.full_state_dict()
     return Gaps(tuple(losses), loss_gap, gradient_gap, gap(state, alone.parameters()))

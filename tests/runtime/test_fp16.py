@@ -6,7 +6,6 @@ microbatch's gradient of the scaled loss added to an fp32 sum, and torch's own G
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,7 +25,7 @@ from planner.runtime.step.update.values import ValuesError
 from tests.builders import VOCABULARY, PlainGPT, gpt_batch
 from tests.captures import capture_module
 from tests.experts import RoutedGPT
-from tests.runtime.beside import gap_to_largest
+from tests.runtime.beside import InShortDtype, gap_to_largest, sums_in_fp32
 from tests.spawn import run_ranks
 
 STEPS, BAD = 4, 1
@@ -82,46 +81,29 @@ def plan_for(
     return default_plan(graph, **choices).model_copy(update=decided)
 
 
-class InFp16:
-    """The same arithmetic, by hand: `masters` are the module's own parameters."""
+class InFp16(InShortDtype):
+    """The same arithmetic, by hand: `module` has the masters."""
 
     def __init__(self, kind: type[nn.Module], plan: Plan) -> None:
-        self.module = seeded(kind)
-        self.optimizer = adamw(self.module)
-        self.cast = copy.deepcopy(self.module).half()
-        self.replicas, self.num_microbatches = plan.dp, plan.num_microbatches
+        parts = {"replicas": plan.dp, "num_microbatches": plan.num_microbatches}
+        super().__init__(seeded(kind), adamw, nn.Module.half, **parts)
         self.scaler = torch.amp.GradScaler("cpu")
         self.scaler.scale(torch.zeros(()))  # (its scale is made with the first loss)
         self.norm = 0.0
 
     def step(self, batch: dict[str, Tensor], *, is_bad: bool = False) -> float:
-        pieces = {k: v.chunk(self.replicas * self.num_microbatches) for k, v in batch.items()}
-        masters = tuple(self.module.parameters())
-        sums, total = [], 0.0
-        for replica in range(self.replicas):
-            own = [torch.zeros_like(p) for p in masters]
-            for m in range(self.num_microbatches):
-                piece = m * self.replicas + replica
-                loss = self.cast(**{k: v[piece] for k, v in pieces.items()})
-                share = loss / (self.replicas * self.num_microbatches)
-                self.cast.zero_grad()
-                self.scaler.scale(share).backward()
-                for grad_sum, param in zip(own, self.cast.parameters(), strict=True):
-                    grad_sum += param.grad.float()
-                total += share.item()
-            sums.append(own)
-        for param, *terms in zip(masters, *sums, strict=True):
-            param.grad = sum(terms[1:], terms[0])
+        (optimizer,), masters = self.optimizers, tuple(self.module.parameters())
+        sums, loss = sums_in_fp32(self.cast, batch, **self.parts, scaled=self.scaler.scale)
+        for param, grad in zip(masters, sums, strict=True):
+            param.grad = grad
         if is_bad:
             masters[0].grad.view(-1)[0] = math.inf
-        self.scaler.unscale_(self.optimizer)
+        self.scaler.unscale_(optimizer)
         self.norm = torch.nn.utils.clip_grad_norm_(masters, math.inf).item()
-        self.scaler.step(self.optimizer)
+        self.scaler.step(optimizer)
         self.scaler.update()
-        with torch.no_grad():
-            for param, master in zip(self.cast.parameters(), masters, strict=True):
-                param.copy_(master)
-        return total
+        self.read_back()
+        return loss
 
 
 @dataclass

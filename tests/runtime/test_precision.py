@@ -25,7 +25,7 @@ from planner.runtime.step.engine import Engine
 from tests.builders import VOCABULARY, PlainGPT, gpt_batch, telling_first, tiny_models
 from tests.captures import capture_module
 from tests.experts import RoutedGPT
-from tests.runtime.beside import Gaps, OneProcess, gap_to_largest, train_beside
+from tests.runtime.beside import Gaps, InShortDtype, gap_to_largest, train_beside
 from tests.spawn import run_ranks
 
 STEPS = 3
@@ -68,39 +68,6 @@ def plan_for(precision="bf16", kind: type[GPT] = GPT, **choices) -> Plan:
     return plan.model_copy(update={"precision": precision})
 
 
-class InBf16(OneProcess):
-    """The same arithmetic, by hand: the module has the masters."""
-
-    def __init__(self, kind: type[GPT], replicas: int, num_microbatches: int) -> None:
-        super().__init__(seeded(kind), adamw)
-        self.cast = copy.deepcopy(self.module).bfloat16()
-        self.replicas, self.num_microbatches = replicas, num_microbatches
-
-    def step(self, batch) -> float:
-        pieces = {k: v.chunk(self.replicas * self.num_microbatches) for k, v in batch.items()}
-        sums, total = [], 0.0
-        for replica in range(self.replicas):
-            own = [torch.zeros_like(p) for p in self.module.parameters()]
-            for m in range(self.num_microbatches):
-                piece = m * self.replicas + replica
-                loss = self.cast(**{k: v[piece] for k, v in pieces.items()})
-                scale = 1 / (self.replicas * self.num_microbatches)
-                self.cast.zero_grad()
-                loss.backward(torch.tensor(scale))
-                for grad_sum, param in zip(own, self.cast.parameters(), strict=True):
-                    grad_sum += param.grad.float()
-                total += loss.item() * scale
-            sums.append(own)
-        for param, *terms in zip(self.module.parameters(), *sums, strict=True):
-            param.grad = sum(terms[1:], terms[0])
-        for optimizer in self.optimizers:
-            optimizer.step()
-        with torch.no_grad():
-            for param, master in zip(self.cast.parameters(), self.module.parameters(), strict=True):
-                param.copy_(master)
-        return total
-
-
 def train(cases: list[tuple[type[GPT], Plan]]) -> list[tuple[Gaps, set[torch.dtype]]]:
     """How far from one process each is, and the types of its whole parameters."""
     return [_train(kind, plan) for kind, plan in cases]
@@ -108,7 +75,10 @@ def train(cases: list[tuple[type[GPT], Plan]]) -> list[tuple[Gaps, set[torch.dty
 
 def _train(kind: type[GPT], plan: Plan) -> tuple[Gaps, set[torch.dtype]]:
     module = seeded(kind)
-    alone = InBf16(kind, plan.dp, plan.num_microbatches)
+    alone = InShortDtype(
+        seeded(kind), adamw, nn.Module.bfloat16,
+        replicas=plan.dp, num_microbatches=plan.num_microbatches,
+    )  # fmt: skip
     engine = planner.apply(plan, module, optimizer=adamw(module))
     size = plan.global_batch
     batches = [{k: v[-size:] for k, v in gpt_batch(size + step).items()} for step in range(STEPS)]

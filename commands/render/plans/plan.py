@@ -28,6 +28,7 @@ from planner.language.layout.axes import Degrees, batch_axes, lowered_axes, own_
 from planner.language.lowering.attention_cut import cut_in_words, uncut_sequences_messages
 from planner.language.lowering.captured_ops import WorkOfJobs, work_of_jobs
 from planner.language.lowering.match_model import validate_model
+from planner.language.lowering.narrow_products import narrow_messages
 from planner.language.lowering.routed_experts import routing_messages
 from planner.language.ops.held_pairs import held_pairs_messages
 from planner.language.ops.registry import ops_without_rule
@@ -59,7 +60,7 @@ def describe_plan(plan: Plan, graph: ModelGraph | None = None) -> list[Renderabl
         if graph is not None:
             parts.append(_without_rule(graph))
     if graph is not None:
-        told = (called_modules_messages, held_pairs_messages, routing_messages)
+        told = (narrow_messages, called_modules_messages, held_pairs_messages, routing_messages)
         parts += [Text(message) for messages in told for message in messages(graph)]
         parts += [Text(message) for message in uncut_sequences_messages(graph, plan)]
     schedule = schedule_of(plan)

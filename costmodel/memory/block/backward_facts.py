@@ -16,6 +16,7 @@ from costmodel.memory.saved import (
     HELD_ANYWAY,
     SavedTensors,
     StorageMap,
+    ahead_bytes,
     scratch_bytes,
     unreduced_bytes,
 )
@@ -74,6 +75,10 @@ class OpFacts(NamedTuple):
     """What its kernel holds only while it runs: temporaries, and gradients before they are summed
     over broadcast dims or cast."""
     deferred_scratch_bytes: int
+    """The same where its weight gradient is deferred."""
+    ahead_bytes: int
+    """The most that its kernels hold before all its gradients are made, those made among them."""
+    deferred_ahead_bytes: int
     """The same where its weight gradient is deferred."""
     saved: tuple[tuple[str, int], ...]
     """(Name, bytes) of storages that it is the first to have saved: its backward frees them."""
@@ -137,7 +142,7 @@ def _op_facts(op: Op, args: ProductArgs | None, saved: SavedTensors) -> OpFacts:
     first, extra = saved.by_op.get(op.name, ((), 0))
     gradients: tuple[InputGradient, ...] = ()
     product = None
-    scratch = deferred_scratch = 0
+    scratch = deferred_scratch = ahead = deferred_ahead = 0
     if any(tensor[name].requires_grad for name in op.outputs):
         # A table's gradient is rows, which the optimizer's part of the memory has.
         metas = (tensor[name] for name in dict.fromkeys(op.inputs))
@@ -165,23 +170,27 @@ def _op_facts(op: Op, args: ProductArgs | None, saved: SavedTensors) -> OpFacts:
         )
         kernel = scratch_bytes(op, storages, forward=False)
         scratch = deferred_scratch = kernel + unreduced_bytes(op, needing, storages)
+        ahead = deferred_ahead = ahead_bytes(op, needing, storages)
         if args is not None:
-            product = _product(args, storages)
+            product = _product(op, args, storages)
             # The deferred product sums no gradient of its bias here: only the input's is made.
             others = [name for name in needing if name not in product.inputs]
             deferred_scratch = kernel + unreduced_bytes(op, others, storages)
+            deferred_ahead = ahead_bytes(op, others, storages)
     return OpFacts(
         op=op,
         gradients=gradients,
         scratch_bytes=scratch,
         deferred_scratch_bytes=deferred_scratch,
+        ahead_bytes=ahead,
+        deferred_ahead_bytes=deferred_ahead,
         saved=tuple((storage.root, storage.num_bytes) for storage in first),
         extra_bytes=extra,
         product=product,
     )
 
 
-def _product(args: ProductArgs, storages: StorageMap) -> Product:
+def _product(op: Op, args: ProductArgs, storages: StorageMap) -> Product:
     tensor, storage = storages.program.tensor, storages.storage
     x, weight, bias, _ = args
     # A deferred product refers to its input as given, or to a copy of it in rows.
@@ -197,6 +206,7 @@ def _product(args: ProductArgs, storages: StorageMap) -> Product:
             adds=tensor[weight.name].kind == "param",
             whole_bytes=storage[weight.name].num_bytes,
             weight=storage[weight.name].root,
+            ahead_bytes=ahead_bytes(op, (weight.name,), storages),
         ),
         rows_bytes=None if as_given else tensor[x.name].bytes_at(1),
         never_freed=frozenset(s.root for s in held),

@@ -77,9 +77,12 @@ def backward_walk(
         made: Sequence[InputGradient] = ()
         if arriving:
             made, scratch, product = step.gradients, step.scratch_bytes, None
+            ahead = step.ahead_bytes
             if split and step.product is not None:
                 product, scratch = step.product, step.deferred_scratch_bytes
+                ahead = step.deferred_ahead_bytes
                 made = [gradient for gradient in made if gradient.name not in product.inputs]
+            peak = max(peak, live_saved + grads.live + stay_bytes + ahead)
             # While an op runs backward, three things are alive together: the arriving gradients,
             # those it makes, and its kernel's scratch.
             for name, size, is_param, is_weight, is_same, has_gaps, strides in made:

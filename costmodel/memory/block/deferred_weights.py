@@ -28,6 +28,8 @@ class DeferredWeight(NamedTuple):
     """Bytes of the storage that the weight is a view of."""
     weight: str
     """Name of that storage."""
+    ahead_bytes: int = 0
+    """The most that the product holds before it hands its result on."""
     has_gradient: bool = False
     """Whether another use of the weight has made a gradient by then."""
 
@@ -60,7 +62,7 @@ def weight_job(
             # Where sums are wider than products, a gradient is made, added and freed.
             temporary = product.bias_bytes if adds else made
             temporary += 0 if product.adds else weight
-        peak = max(peak, live + stays + temporary)
+        peak = max(peak, live + stays + temporary, live + product.ahead_bytes)
         left += stays
         live += stays
         # Products of one input (query, key, value) share it: the last of them frees it.

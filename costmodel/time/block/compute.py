@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from costmodel.time.block.narrow import narrow_seconds
 from costmodel.time.communication import beside_seconds
 from costmodel.topology import Axis, axis_group, neighbours
 from planner.deadline import check_time
@@ -39,14 +40,18 @@ def op_seconds(
     tensor: Mapping[str, TensorMeta],
     profile: Profile,
     works: tuple[Work, Work] | None = None,
+    kernels: Literal["eager", "fused"] = "eager",
 ) -> tuple[float, float]:
     """Return device seconds (forward, backward) of an op on the shapes in `tensor`.
 
     Shapes are local and concrete; sizes in the op's own arguments are not read. Ops that
     only make views take no device time; one that does its work in rounds takes as long as so many
-    ops of a part of it. `works` are the op's, where the caller has them.
+    ops of a part of it. `works` are the op's, where the caller has them; `kernels` are what casts
+    to 8 bits run as.
     """
     check_time()
+    if family_of(op.target).multiplies_in:
+        return narrow_seconds(op, tensor, profile, kernels)
     forward, backward = works or op_works(op, tensor)
     # Views move nothing, and their backward counts nothing either (`backward_work`).
     if forward.num_bytes == 0:
@@ -72,8 +77,10 @@ def op_seconds(
 
 
 def op_dtype(op: Op, tensor: Mapping[str, TensorMeta]) -> str:
-    """Return the dtype an op computes in: its first floating-point input's, else its output's."""
-    return next(
+    """Return the dtype an op computes in: what it casts to, its first floating-point input's, else
+    its output's.
+    """
+    return family_of(op.target).multiplies_in or next(
         (tensor[n].dtype for n in op.inputs if "float" in tensor[n].dtype),
         tensor[op.outputs[0]].dtype,
     )

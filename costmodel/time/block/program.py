@@ -211,7 +211,7 @@ def _seconds_of_ops(
 ) -> dict[str, tuple[float, float]]:
     """Return forward and backward seconds of every op but redistributions, by name."""
     eager = {
-        op.name: op_seconds(op, local.tensor, profile, works[op.name])
+        op.name: op_seconds(op, local.tensor, profile, works[op.name], kernels)
         for op in local.ops
         if op.name in works
     }

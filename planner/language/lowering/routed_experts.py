@@ -60,6 +60,19 @@ def routings(program: Program) -> list[tuple[int, int]]:
     return found
 
 
+def router_weights(program: Program) -> frozenset[str]:
+    """Return the weights of the products whose results say which experts a token is sent to."""
+    makers = {name: op for op in program.ops for name in op.outputs}
+    found = set()
+    for op in program.ops:
+        maker: Op | None = op if "topk" in op.target else None
+        while maker is not None and packet_of(maker.target) != "linear":
+            maker = makers.get(maker.inputs[0]) if maker.inputs else None
+        if maker is not None:
+            found.add(maker.inputs[1])
+    return frozenset(found)
+
+
 def _of_unknown_rows(program: Program) -> list[Op]:
     """Return the products of runs of rows whose ends the block makes by other than `sort_rows`."""
     makers = {name: op for op in program.ops for name in op.outputs}

@@ -113,6 +113,9 @@ class OpFamily:
     first_factor: int = 0
     """The input that is a product's left factor; the right one follows."""
 
+    multiplies_in: str = ""
+    """Dtype that a product casts its factors to, where it is not that of its inputs."""
+
     first_term: int = 0
     """The first input of whose entries results are made; those before it say which."""
 
@@ -137,6 +140,10 @@ class OpFamily:
 
     scratch: ScratchRule | None = None
     """Bytes held only while the kernel runs."""
+
+    ahead: Callable[[KernelCall, Sequence[str]], int] | None = None
+    """The most bytes that the backward holds before gradients of these inputs are handed on, those
+    that it has made by then among them."""
 
     unreduced: Callable[[KernelCall, Sequence[str]], int] | None = None
     """Bytes of the backward before gradients are summed to their inputs' shapes."""

@@ -25,7 +25,7 @@ from planner.language.graph.unit import SAMPLE, Unit
 from planner.language.layout.class_layout import MOST, OwnSizesField, Record, WithOwnSizes
 
 Recompute = Literal["none", "selective", "full"]
-Precision = Literal["model", "bf16", "fp16"]
+Precision = Literal["model", "bf16", "fp16", "fp8", "fp8-tensorwise"]
 ZeroStage = Literal[0, 1, 2, 3]
 
 
@@ -41,7 +41,13 @@ def precision_named(text: str) -> Precision:
     )
 
 
-_LOW_DTYPES: dict[Precision, str] = {"bf16": "bfloat16", "fp16": "float16"}
+_LOW_DTYPES: dict[Precision, str] = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp8": "bfloat16",
+    "fp8-tensorwise": "bfloat16",
+}
+_SCALINGS: dict[Precision, str] = {"fp8": "rowwise", "fp8-tensorwise": "tensorwise"}
 
 
 def low_dtype(precision: Precision) -> str:
@@ -49,6 +55,13 @@ def low_dtype(precision: Precision) -> str:
     and fp32 sums of gradients; empty where they keep the model's own dtypes.
     """
     return _LOW_DTYPES.get(precision, "")
+
+
+def scaling_named(precision: Precision) -> str:
+    """Return how a precision scales the factors of products in 8 bits: each row ("rowwise") or the
+    whole ("tensorwise"); empty where it has no such products.
+    """
+    return _SCALINGS.get(precision, "")
 
 
 _Size = Annotated[int, Field(ge=0, le=2**40)]

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 from planner.language.graph import ModelGraph
 from planner.language.lowering.experts import experts_params
-from planner.language.plan.parts import Precision
+from planner.language.plan.parts import Precision, scaling_named
 from planner.language.schedule import Job, build_schedule, find_schedule
 from planner.language.schedule.placements import fold_placement, loop_placement
 from planner.language.stacks.stack import CpKind, Recomputed, Stack
@@ -77,6 +77,11 @@ def why_no_precision(stack: Stack, precision: Precision, dtype: str) -> str:
     """Of a precision of a model whose parameters have a dtype."""
     if precision in stack.precisions:
         return ""
+    if scaling_named(precision):
+        return (
+            f"plans in 8-bit floats are not written for {stack.title}, which scales such products "
+            f"in its own ways; use `precision` {stack.precisions[0]}"
+        )
     if precision != "model":
         return f"{stack.title} has fp32 master weights beside {_listed(stack.precisions)} alone"
     if dtype in stack.own_dtypes:

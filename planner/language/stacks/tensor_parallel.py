@@ -17,9 +17,10 @@ from planner.language.layout.class_layout import ClassLayout
 from planner.language.layout.placement import Placement, Replicate, Shard
 from planner.language.lowering.attention_cut import pieces_of_sequences
 from planner.language.lowering.experts import matrix_dims
+from planner.language.lowering.routed_experts import router_weights
 from planner.language.stacks.layered import LayeredModel
 from planner.language.stacks.stack import CpKind, ExpertsOnTp, TensorParallel
-from planner.language.stacks.transformer_graph import router_weights, usual_dims
+from planner.language.stacks.transformer_graph import usual_dims
 
 Dims = tuple[int | None, ...]
 """Dims along which a tensor may be split over an axis; None: it may be whole."""

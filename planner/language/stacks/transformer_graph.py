@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from planner.errors import PlanError
 from planner.language.graph import ModelGraph, Op, Program, Size
 from planner.language.lowering.experts import grouped_products
-from planner.language.lowering.routed_experts import routings
+from planner.language.lowering.routed_experts import router_weights, routings
 from planner.language.ops.families.products.masked_attention import MASKED
+from planner.language.ops.record import packet_of
 
 _LAYER = re.compile(r"^(.*?)\.(\d+)(?:\.|$)")
 
@@ -167,7 +168,7 @@ def _products(
         if "scaled_dot_product" in op.target or op.target == MASKED:
             shape = program.tensor[op.inputs[0]].shape
             heads, head_dim = _number(shape[1]), _number(shape[3])
-        elif op.target.startswith("aten.linear"):
+        elif packet_of(op.target) == "linear":
             rows, columns = (_number(size) for size in program.tensor[op.inputs[1]].shape)
             found[bool(heads)].append((rows, columns))
     return heads, head_dim, found[0], found[1][1:]  # the first behind attention joins its heads
@@ -186,19 +187,6 @@ def _number(size: Size) -> int:
 def routes(program: Program) -> bool:
     """Whether a block sends its tokens to experts."""
     return any("topk" in op.target for op in program.ops)
-
-
-def router_weights(program: Program) -> frozenset[str]:
-    """Return the weights of the products whose results say which experts a token is sent to."""
-    makers = {name: op for op in program.ops for name in op.outputs}
-    found = set()
-    for op in program.ops:
-        maker: Op | None = op if "topk" in op.target else None
-        while maker is not None and not maker.target.startswith("aten.linear"):
-            maker = makers.get(maker.inputs[0]) if maker.inputs else None
-        if maker is not None:
-            found.add(maker.inputs[1])
-    return frozenset(found)
 
 
 def is_core_attention(op: Op) -> bool:
@@ -237,7 +225,7 @@ def usual_dims(program: Program, *, is_layer: bool) -> Iterator[tuple[str, int |
 
 
 def _is_product(op: Op, program: Program) -> bool:
-    return op.target.startswith("aten.linear") and op.inputs[1] in program.params
+    return packet_of(op.target) == "linear" and op.inputs[1] in program.params
 
 
 def _is_attention(op: Op) -> bool:

@@ -12,10 +12,11 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
@@ -27,6 +28,7 @@ from planner.language.graph.module_keys import OPAQUE_MODULE
 from planner.language.graph.tables import TABLE_LOOKUP
 from planner.language.layout.redistribute import GATHER_SAMPLES, OWN_SAMPLES, REDISTRIBUTE
 from planner.language.ops.families.entries.routing import STACK_OF_RUNS
+from planner.language.ops.families.products.narrow import scaling_of
 from planner.language.ops.record import is_random
 from planner.language.ops.weight_products import deferrable_products
 from planner.runtime.process import collectives
@@ -43,7 +45,7 @@ from planner.runtime.stage.calls.part_of import part_of
 from planner.runtime.stage.calls.pure import PURE
 from planner.runtime.stage.calls.rows.table_lookup import table_lookup
 from planner.runtime.stage.recompute import Keeper, KeptOp
-from planner.runtime.stage.weight_grads import WeightProduct, WeightQueue
+from planner.runtime.stage.weight_grads import WeightProduct, WeightQueue, narrow_product
 
 
 def to_graph_module(
@@ -69,8 +71,10 @@ def to_graph_module(
     products = {}
     if weight_queue is not None:
         products = deferrable_products(program)
-        root.add_module("linear", WeightProduct(weight_queue, transposed=True))
-        root.add_module("matmul", WeightProduct(weight_queue, transposed=False))
+        scalings = {scaling_of(op) for op in program.ops if op.name in products}
+        for transposed, scaling in product(_MODULES, ("", *sorted(scalings - {""}))):
+            module = WeightProduct(weight_queue, transposed=transposed, scaling=scaling)
+            root.add_module(_MODULES[transposed] + scaling, module)
     env = {name: graph.placeholder(_identifier(name)) for name in program.inputs}
     env |= {name: graph.placeholder(_identifier(name)) for name in program.params}
     calls = {}
@@ -81,7 +85,7 @@ def to_graph_module(
         if op.name in products:
             x, weight, bias, transposed = products[op.name]
             node = graph.call_module(
-                "linear" if transposed else "matmul",
+                _MODULES[transposed] + scaling_of(op),
                 tuple(env[ref.name] for ref in (x, weight, bias) if ref is not None),
             )
             env[op.outputs[0]] = node
@@ -190,7 +194,8 @@ def _emit_own(
     device: torch.device,
 ) -> fx.Node:
     """Call one of our functions; an argument named for a group carries the axis in the IR."""
-    name = op.target.removeprefix("planner.")
+    scaling = scaling_of(op)
+    name = op.target.removeprefix("planner.").removesuffix(f".{scaling}")
     function = _OWN.get(name) or getattr(local_ops, name, None)
     if function is None:
         raise LayoutError(f"op {op.name} has the unknown target {op.target!r}")
@@ -210,6 +215,8 @@ def _emit_own(
         bound.arguments["own_names"] = own_params(program, op)
     if op.target == STACK_OF_RUNS:
         bound.arguments["own_names"] = own_params(program, op)
+    if scaling:
+        bound.arguments["scaling"] = scaling
     for argument in ("group", "outer_group", "outermost_group"):
         axis = bound.arguments.get(argument)
         if axis is None:
@@ -225,7 +232,23 @@ def _emit_own(
     return node
 
 
+def _narrow_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scaling: str = ""
+) -> Tensor:
+    return narrow_product(x, weight, bias, transposed=True, scaling=scaling)
+
+
+def _narrow_addmm(bias: Tensor, x: Tensor, weight: Tensor, *, scaling: str = "") -> Tensor:
+    return narrow_product(x, weight, bias, transposed=False, scaling=scaling)
+
+
+_MODULES = {True: "linear", False: "matmul"}
+"""Modules of a program that multiply by a trained weight, by whether it is transposed."""
+
+
 _OWN: dict[str, Callable[..., Any]] = {
+    "linear": _narrow_linear,
+    "addmm": _narrow_addmm,
     "exchanged_embedding": exchanged_embedding,
     "deal_runs": deal_runs,
     "exchange_rows": exchange_rows,

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.language.ops.weight_products import LARGE_BYTES
+from planner.runtime.stage.calls import narrow
 
 Place = tuple[int, int]
 """(stage, microbatch)."""
@@ -41,11 +42,15 @@ class Pending(NamedTuple):
     transposed: bool
     x: Tensor
     grad: Tensor
+    scaling: str = ""
+    """Of a product in 8 bits (`planner.runtime.stage.calls.narrow`)."""
 
     def accumulate(self) -> None:
         """Add the gradient to the weight's, or pass it on to what the weight was made from."""
         weight, bias = self.weight, self.bias
-        fresh = weight_gradient(weight, self.x, self.grad, transposed=self.transposed)
+        fresh = weight_gradient(
+            weight, self.x, self.grad, transposed=self.transposed, scaling=self.scaling
+        )
         if fresh is not None:
             _give(weight, fresh)
         if bias is not None and bias.requires_grad:
@@ -67,7 +72,7 @@ def _give(tensor: Tensor, grad: Tensor) -> None:
 
 
 def weight_gradient(
-    weight: Tensor | None, x: Tensor, grad: Tensor, *, transposed: bool
+    weight: Tensor | None, x: Tensor, grad: Tensor, *, transposed: bool, scaling: str = ""
 ) -> Tensor | None:
     """Add a weight's gradient to the sum so far and return None; return it if there is no sum, or
     no weight is given.
@@ -75,6 +80,13 @@ def weight_gradient(
     # The gradient by a factor of a product is the other factor's conjugate: of y = x @ w, x^H @ dy.
     # (Autograd's convention for complex tensors; `conj` of a real one is the tensor itself.)
     left, right = (grad, x.conj()) if transposed else (x.conj(), grad)
+    if scaling:
+        fresh = narrow.weight_gradient(grad, x, scaling)
+        fresh = fresh if transposed else fresh.t()
+        if weight is None or not weight.is_leaf or weight.grad is None:
+            return fresh
+        weight.grad.add_(fresh)
+        return None
     if weight is not None and weight.is_leaf and weight.grad is not None:
         weight.grad.addmm_(left.t(), right)
         return None
@@ -119,24 +131,29 @@ class WeightQueue:
 class WeightProduct(nn.Module):
     """x @ w + bias, or with `transposed` x @ w.T + bias, for a weight that trains.
 
-    `x` is [..., in], `weight` 2-d, `bias` [out].
+    `x` is [..., in], `weight` 2-d, `bias` [out]. With a `scaling` its factors are cast to 8 bits.
     """
 
-    def __init__(self, queue: WeightQueue, *, transposed: bool) -> None:
+    def __init__(self, queue: WeightQueue, *, transposed: bool, scaling: str = "") -> None:
         super().__init__()
-        self._queue, self._transposed = queue, transposed
+        self._queue, self._transposed, self._scaling = queue, transposed, scaling
         self.anchor: Tensor | None = None
         """What a deferred product hangs on where its x has no gradient; None: made for each."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply. Not `forward`: looking for a module's hooks costs as much as the rest."""
         pending = self._queue.current
+        if self._scaling and pending is None:
+            adds = weight.nbytes >= LARGE_BYTES
+            return narrow_product(
+                x, weight, bias, transposed=self._transposed, scaling=self._scaling, adds=adds
+            )
         if not torch.is_grad_enabled() or (pending is None and weight.nbytes < LARGE_BYTES):
-            return _product(x, weight, bias, transposed=self._transposed)
+            return _product(x, weight, bias, transposed=self._transposed, scaling=self._scaling)
         if pending is None:
-            return _Product.apply(x, weight, bias, self._transposed)
+            return _Product.apply(x, weight, bias, self._transposed, "", True)
         # Hidden from autograd: in I the graph behind the weight must not be walked.
-        held = (weight, bias, self._transposed, pending)
+        held = (weight, bias, self._transposed, self._scaling, pending)
         # With the weight hidden, an x from the batch would leave no graph at all.
         anchor = self.anchor
         if anchor is None and not x.requires_grad:
@@ -144,7 +161,29 @@ class WeightProduct(nn.Module):
         return _DeferredProduct.apply(x, held, anchor)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
+def narrow_product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    transposed: bool,
+    scaling: str,
+    adds: bool = False,
+) -> Tensor:
+    """Multiply in 8 bits; with `adds` the backward adds the weight's gradient to its sum itself."""
+    if not torch.is_grad_enabled():
+        return _product(x, weight, bias, transposed=transposed, scaling=scaling)
+    made: Tensor = _Product.apply(x, weight, bias, transposed, scaling, adds)
+    return made
+
+
+def _product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool, scaling: str
+) -> Tensor:
+    if scaling:
+        rows = narrow.product(_rows(x), weight if transposed else weight.t(), scaling)
+        made = rows.view(*x.shape[:-1], rows.shape[-1])
+        return made if bias is None else made.add_(bias)
     if transposed:
         return torch._C._nn.linear(x, weight, bias)
     if bias is None:
@@ -157,9 +196,14 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
-def _input_gradient(grad: Tensor, weight: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
+def _input_gradient(
+    grad: Tensor, weight: Tensor, shape: torch.Size, *, transposed: bool, scaling: str
+) -> Tensor:
+    if scaling:
+        by_output = weight if transposed else weight.t()
+        return narrow.input_gradient(grad, by_output, scaling).view(shape)
     factor = weight.conj()
-    return torch.mm(grad, factor if transposed else factor.t()).view(x.shape)
+    return torch.mm(grad, factor if transposed else factor.t()).view(shape)
 
 
 class _Product(torch.autograd.Function):
@@ -167,27 +211,36 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        transposed: bool,
+        scaling: str,
+        adds: bool,
     ) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.shape = x.shape
+        ctx.save_for_backward(*((x,) if ctx.needs_input_grad[1] else ()))
         # As an attribute: what is saved may come back detached from where its gradient is.
-        ctx.weight, ctx.transposed = weight, transposed
-        return _product(x, weight, bias, transposed=transposed)
+        ctx.weight, ctx.how, ctx.adds = weight, {"transposed": transposed, "scaling": scaling}, adds
+        return _product(x, weight, bias, **ctx.how)
 
     @staticmethod
     def backward(
         ctx: Any, grad: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        (x,) = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        weight, transposed, rows = ctx.weight, ctx.transposed, _rows(grad)
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        saved = ctx.saved_tensors  # at first: what is recomputed is made before any gradient
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        weight, how, rows = ctx.weight, ctx.how, _rows(grad)
         ctx.weight = None  # nodes outlive what they saved: to the end of their stage's backward
         return (
-            _input_gradient(rows, weight, x, transposed=transposed) if needs_x else None,
-            weight_gradient(weight, _rows(x), rows, transposed=transposed)
+            _input_gradient(rows, weight, ctx.shape, **how) if needs_x else None,
+            weight_gradient(weight if ctx.adds else None, _rows(*saved), rows, **how)
             if needs_weight
             else None,
             rows.sum(0) if needs_bias else None,
+            None,
+            None,
             None,
         )
 
@@ -199,22 +252,23 @@ class _DeferredProduct(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        held: tuple[Tensor, Tensor | None, bool, list[Pending]],
+        held: tuple[Tensor, Tensor | None, bool, str, list[Pending]],
         anchor: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.held = held
-        weight, bias, transposed, _ = held
-        return _product(x, weight, bias, transposed=transposed)
+        weight, bias, transposed, scaling, _ = held
+        return _product(x, weight, bias, transposed=transposed, scaling=scaling)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         (x,) = ctx.saved_tensors
-        weight, bias, transposed, pending = ctx.held
+        weight, bias, transposed, scaling, pending = ctx.held
         ctx.held = None  # nodes outlive what they saved: to the end of their stage's backward
         rows = _rows(grad)
         # Detached: with its past, x would keep alive all of the stage that was before it.
-        pending.append(Pending(weight, bias, transposed, _rows(x.detach()), rows))
+        pending.append(Pending(weight, bias, transposed, _rows(x.detach()), rows, scaling))
         if not ctx.needs_input_grad[0]:
             return None, None, None
-        return _input_gradient(rows, weight, x, transposed=transposed), None, None
+        made = _input_gradient(rows, weight, x.shape, transposed=transposed, scaling=scaling)
+        return made, None, None

@@ -90,7 +90,7 @@ class _Block(torch.autograd.Function):
         made: list[Tensor | None] = list(block.backward(taken))
         found = [None if at is None else made[at] for at in halves.gradients]
         needs = ctx.needs_input_grad[2:]
-        for index, (position, transposed, x_at, grad_at) in enumerate(halves.products):
+        for index, (position, transposed, scaling, x_at, grad_at) in enumerate(halves.products):
             x, grad = made[x_at], made[grad_at]
             assert x is not None
             assert grad is not None
@@ -98,10 +98,12 @@ class _Block(torch.autograd.Function):
                 continue
             weight = None if weights is None else weights[index]
             if weight is not None and weight.is_leaf and pending is not None:
-                pending.append(Pending(weight, None, transposed, x, grad))
+                pending.append(Pending(weight, None, transposed, x, grad, scaling))
                 continue
             adds = weight is not None and weight.nbytes >= LARGE_BYTES
-            fresh = weight_gradient(weight if adds else None, x, grad, transposed=transposed)
+            fresh = weight_gradient(
+                weight if adds else None, x, grad, transposed=transposed, scaling=scaling
+            )
             before = found[position]
             found[position] = fresh if before is None or fresh is None else before + fresh
         return (None, None, *found)

@@ -40,9 +40,9 @@ class Halves:
     """Where the forward returns the others that are."""
     gradients: tuple[int | None, ...]
     """By the program's tensors: where the backward returns its gradient."""
-    products: tuple[tuple[int, bool, int, int], ...]
-    """Weights whose gradient is made outside: which tensor, whether transposed, where the backward
-    returns x and the output's gradient."""
+    products: tuple[tuple[int, bool, str, int, int], ...]
+    """Weights whose gradient is made outside: which tensor, whether transposed, how scaled in 8
+    bits, where the backward returns x and the output's gradient."""
     needs: tuple[bool, ...]
     """By the program's tensors: whether it may need a gradient."""
 
@@ -84,7 +84,13 @@ def cut(joint: Joint, *, made_again: Collection[str] = ()) -> Halves:
         saved_made=tuple(map(returned.index, made)),
         gradients=tuple(None if node is None else results.index(node) for node in joint.made),
         products=tuple(
-            (each.weight, each.transposed, results.index(each.x), results.index(each.grad))
+            (
+                each.weight,
+                each.transposed,
+                each.scaling,
+                results.index(each.x),
+                results.index(each.grad),
+            )
             for each in joint.products
         ),
         needs=joint.needs,

@@ -33,11 +33,13 @@ class NotCompilable(Exception):
 class Product:
     """A product whose weight's gradient is made outside: x and the output's gradient are [rows, …].
 
-    `weight` is the position of the weight among the program's tensors.
+    `weight` is the position of the weight among the program's tensors; `scaling` is that of a
+    product in 8 bits.
     """
 
     weight: int
     transposed: bool
+    scaling: str
     x: fx.Node
     grad: fx.Node
 
@@ -98,7 +100,7 @@ class _Tracing:
         self._needs = [meta.requires_grad for meta in self._tensors]
         self._ops = _Ops(self._module)
         self._has_gradient: list[bool] = []
-        self._products: list[tuple[int, bool]] = []
+        self._products: list[tuple[int, bool, str]] = []
         self._is_made: list[bool] = []
 
     def joint(self) -> Joint:
@@ -188,11 +190,13 @@ class _Tracing:
         for each in pending:
             at = _at(each.weight, leaves)
             if at is None:
-                fresh = weight_gradient(None, each.x, each.grad, transposed=each.transposed)
+                fresh = weight_gradient(
+                    None, each.x, each.grad, transposed=each.transposed, scaling=each.scaling
+                )
                 assert fresh is not None
                 hidden.append((each.weight, fresh))
             else:
-                self._products.append((at, each.transposed))
+                self._products.append((at, each.transposed, each.scaling))
             if each.bias is not None and each.bias.requires_grad:
                 hidden.append((each.bias, each.grad.sum(0)))
         add(hidden)
@@ -207,7 +211,7 @@ class _Tracing:
         rest = iter(results)
         outputs = tuple(next(rest) for _ in self._outputs)
         made = tuple(next(rest) if is_made else None for is_made in self._is_made)
-        products = tuple(Product(at, way, next(rest), next(rest)) for at, way in self._products)
+        products = tuple(Product(*how, next(rest), next(rest)) for how in self._products)
         return Joint(
             module=module,
             tensors=tuple(tensors),

@@ -235,7 +235,7 @@ register(
         PRODUCT, name="product with folded batch", targets=aten("matmul"), saved=_folded_factors
     )
 )
-register(
+LINEAR = register(
     replace(
         PRODUCT,
         name="linear layer",
@@ -248,7 +248,7 @@ register(
         across=BY_RULES,
     )
 )
-register(
+ADDMM = register(
     replace(
         PRODUCT,
         name="product and addend",

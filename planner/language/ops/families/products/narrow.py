@@ -1,0 +1,168 @@
+"""Products whose factors are cast to 8-bit floats: linear layers of a plan of precision fp8.
+
+An op is the captured one with another target, ``planner.linear.rowwise`` of ``aten.linear.default``
+(`planner.capture.narrow` says of which): the same arguments, parameters and results. The runtime
+casts both factors ahead of each of its three products (`planner.runtime.stage.calls.narrow`), and
+saves what the op in 16 bits saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import prod
+
+from planner.language.graph import Op
+from planner.language.layout.placement import OpSharding
+from planner.language.ops.call import Call, Rule, local_shape
+from planner.language.ops.families.products.matmul import ADDMM, LINEAR
+from planner.language.ops.kernel import KernelCall, Saved, saved_factors
+from planner.language.ops.record import OpFamily, ShardRule, family_of, register
+
+TILE = 16
+"""Inner dims and columns of products of 8-bit floats are multiples of it (torch._scaled_mm)."""
+
+NARROW_DTYPE = "float8_e4m3fn"
+"""Under which devices have a rate of products of 8-bit floats."""
+
+SCALINGS = ("rowwise", "tensorwise")
+"""A scale for each row of a factor, or one for all of it."""
+
+SCALE_BYTES = 4
+CAST_LAUNCHES = 10
+"""Kernels of one cast run op by op: the largest value, six of the scale, its product, the cast, and
+the scale's reciprocal."""
+
+PLAIN_OF = {"planner.linear": "aten.linear.default", "planner.addmm": "aten.addmm.default"}
+"""The op in 16 bits that a product in 8 bits is, by its packet."""
+
+
+def narrow_op(op: Op, scaling: str) -> Op | None:
+    """Return the op with its product in 8 bits; None where there is no such op."""
+    packet = next((name for name, plain in PLAIN_OF.items() if plain == op.target), None)
+    multiplied = family_of(op.target).weight_product
+    if packet is None or multiplied is None or multiplied(op) is None:
+        return None
+    return replace(op, target=f"{packet}.{scaling}")
+
+
+def plain_op(op: Op) -> Op:
+    """Return the op in 16 bits where its product is one in 8, else the op."""
+    plain = PLAIN_OF.get(op.target.rpartition(".")[0])
+    return op if plain is None else replace(op, target=plain)
+
+
+def scaling_of(op: Op) -> str:
+    """Return how the factors of a product in 8 bits are scaled; "" of any other op."""
+    packet, _, scaling = op.target.rpartition(".")
+    return scaling if packet in PLAIN_OF else ""
+
+
+def weight_is_narrow(rows: int) -> bool:
+    """Whether the gradient of a weight, a sum over so many rows, is a product in 8 bits."""
+    return rows > 0 and rows % TILE == 0
+
+
+def _in_tiles(rule: Rule, weight: int) -> Rule:
+    """Return the shardings of a rule under which a rank's part of the weight, the input of that
+    number, is still of whole tiles.
+    """
+
+    def offered(call: Call) -> Iterator[OpSharding]:
+        for sharding in rule(call):
+            part = local_shape(call.inputs[weight], sharding.inputs[weight], call.axis_size)
+            if all(size % TILE == 0 for size in part):
+                yield sharding
+
+    return offered
+
+
+def _launches(call: Call) -> tuple[int, int]:
+    """Both factors of each product are cast; gradients are multiplied by both scales at last."""
+    products_back = sum(call.tensor[n].requires_grad for n in _factors(call.op))
+    return 2 * CAST_LAUNCHES + 1, (2 * CAST_LAUNCHES + 3) * max(1, products_back)
+
+
+def _factors(op: Op) -> tuple[str, str]:
+    first = family_of(op.target).first_factor
+    x, weight = op.inputs[first : first + 2]
+    return x, weight
+
+
+def _sizes(call: KernelCall) -> tuple[int, int, int]:
+    """Rows of x, columns of the result, and the inner dim."""
+    x, _ = _factors(call.op)
+    inner = call.shape(x)[-1]
+    return call.numel(x) // max(1, inner), call.shape(call.op.outputs[0])[-1], inner
+
+
+def _product_peak(call: KernelCall, rows: int, columns: int, inner: int) -> int:
+    """The most bytes of one product at once: factors in their dtype times their scales, in 8 bits,
+    and the result.
+    """
+    each = call.element_bytes(call.op.outputs[0])
+    by_row = scaling_of(call.op) == "rowwise"
+
+    def cast(lines: int) -> tuple[int, int]:
+        """The peak of a cast of so many lines, and what it leaves."""
+        left = lines * inner + SCALE_BYTES * (lines if by_row else 1)
+        return left + each * lines * inner, left
+
+    (first, kept), (second, both) = cast(rows), cast(columns)
+    return max(first, kept + second, kept + both + each * rows * columns)
+
+
+def _saved(call: KernelCall) -> Saved:
+    """Factors as they are given, in 16 bits."""
+    return Saved(tensors=saved_factors(call, *_factors(call.op)))
+
+
+def _scratch(call: KernelCall, *, forward: bool) -> int:
+    """Casts of a forward, beside its result; of a backward, `_ahead` has them."""
+    if not forward:
+        return 0
+    return _product_peak(call, *_sizes(call)) - call.num_bytes(call.op.outputs[0])
+
+
+def _ahead(call: KernelCall, needing: Sequence[str]) -> int:
+    """Dx of dy and the weight, then dw of dy and x, whose inner dim is the rows."""
+    x, weight = _factors(call.op)
+    rows, columns, inner = _sizes(call)
+    of_x = _product_peak(call, rows, inner, columns) if x in needing else 0
+    if weight not in needing or not weight_is_narrow(rows):
+        return of_x
+    made = call.num_bytes(x) if x in needing else 0
+    return max(of_x, made + _product_peak(call, columns, inner, rows))
+
+
+def _narrow(plain: OpFamily, packet: str) -> OpFamily:
+    (rule,) = plain.shard
+    return replace(
+        plain,
+        name=f"{plain.name} in 8 bits",
+        targets=(packet,),
+        shard=(ShardRule(_in_tiles(rule.function, plain.first_factor + 1)),),
+        multiplies_in=NARROW_DTYPE,
+        kernels=_launches,
+        saved=_saved,
+        scratch=_scratch,
+        ahead=_ahead,
+    )
+
+
+register(_narrow(LINEAR, "planner.linear"))
+register(_narrow(ADDMM, "planner.addmm"))
+
+
+def cast_elements(call: Call) -> tuple[int, int, int]:
+    """Return how many numbers are cast in a forward, for the input's gradient and for the
+    weight's.
+    """
+    x, weight = _factors(call.op)
+    of_x, of_weight, made = (prod(call.shape(n)) for n in (x, weight, call.op.outputs[0]))
+    rows = of_x // max(1, call.shape(x)[-1])
+    return (
+        of_x + of_weight,
+        (made + of_weight) * call.tensor[x].requires_grad,
+        (made + of_x) * (call.tensor[weight].requires_grad and weight_is_narrow(rows)),
+    )

@@ -1,0 +1,156 @@
+"""Products of 8-bit floats: both factors cast ahead of each, the result as wide as they were.
+
+Three products of a linear layer y = x w.T, each of rows of one factor with rows of another:
+
+    y = x w.T      rows of x (samples), of w (outputs)
+    dx = dy w      rows of dy (samples), of w.T (inputs)
+    dw = dy.T x    rows of dy.T (outputs), of x.T (inputs); with a whole number of tiles of samples
+
+"rowwise" scales each such row by its own largest value and has all in e4m3 (3 bits of mantissa);
+"tensorwise" has one scale a factor, and gradients in e5m2 (2 bits, a wider range), as torchao's
+recipes of these names. Scales are powers of two: to multiply by one rounds nothing, so a number is
+rounded once, to the same digits whatever is scaled beside it, unless it is 2**14 below the largest.
+
+On CUDA the kernels are those of `torch._scaled_mm`. Elsewhere the narrow factors are cast back and
+multiplied: the same numbers, but for the order of sums.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from planner.errors import PlanError
+from planner.language.ops.families.products.narrow import weight_is_narrow
+
+_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_SIGN_AND_EXPONENT = -(2**23)
+"""Bits of a float32 without those of its mantissa."""
+_LEAST_CAPABILITY = (8, 9)
+_LEAST = 1e-12
+"""A row of smaller numbers is scaled as if this were its largest."""
+
+
+def check_device(device: torch.device) -> str:
+    """Return what is to be said of a device that has to emulate the products, empty of one that has
+    them; raise PlanError for a GPU without them.
+    """
+    if device.type == "cpu":
+        return (
+            "products in 8-bit floats are emulated on CPUs: their factors are cast and multiplied "
+            "in bfloat16, to the same numbers, more slowly than with `precision` bf16"
+        )
+    if device.type != "cuda" or torch.version.hip is not None:
+        raise PlanError(
+            f"{device} was given a plan of products in 8-bit floats, and their kernels are called "
+            "on NVIDIA GPUs alone; search with `precision` bf16"
+        )
+    if (capability := torch.cuda.get_device_capability(device)) < _LEAST_CAPABILITY:
+        shown, least = (".".join(map(str, each)) for each in (capability, _LEAST_CAPABILITY))
+        raise PlanError(
+            f"{device} has compute capability {shown}, and products in 8-bit floats need {least} "
+            "(Ada, Hopper) or more; search with `precision` bf16"
+        )
+    return ""
+
+
+def product(x: Tensor, weight: Tensor, scaling: str) -> Tensor:
+    """Return x @ weight.T for x [rows, in] and weight [out, in], both in 8 bits."""
+    # Sums in fewer bits, which are faster, are only for activations (as in torchao).
+    return _multiplied(x, weight, scaling, fast=True)
+
+
+def input_gradient(grad: Tensor, weight: Tensor, scaling: str) -> Tensor:
+    """Return grad @ weight for grad [rows, out], both in 8 bits."""
+    return _multiplied(grad, weight.t(), scaling, _gradient_dtype(scaling))
+
+
+def weight_gradient(grad: Tensor, x: Tensor, scaling: str) -> Tensor:
+    """Return grad.T @ x, [out, in]; in 8 bits where kernels take that many rows."""
+    if not weight_is_narrow(len(x)):
+        return torch.mm(grad.t(), x)
+    return _multiplied(grad.t(), x.t(), scaling, _gradient_dtype(scaling))
+
+
+def _gradient_dtype(scaling: str) -> torch.dtype:
+    return _E5M2 if scaling == "tensorwise" else _E4M3
+
+
+def _multiplied(
+    left: Tensor, right: Tensor, scaling: str, dtype: torch.dtype = _E4M3, *, fast: bool = False
+) -> Tensor:
+    """Return left @ right.T, of which `left` is cast to `dtype` and `right` to e4m3."""
+    by_row = scaling == "rowwise"
+    narrow, back = _cast(left, dtype, by_row=by_row)
+    other, other_back = _cast(right, _E4M3, by_row=by_row)
+    made: Tensor = torch.ops.planner.narrow_product(
+        narrow, other, back, other_back, left.dtype, fast
+    )
+    return made
+
+
+def _cast(x: Tensor, dtype: torch.dtype, *, by_row: bool) -> tuple[Tensor, Tensor]:
+    """Return a matrix in 8 bits, row by row in memory, and what its values are to be multiplied by:
+    a number, or one for each row.
+    """
+    # (One name for all that it is made of, which goes with it.)
+    scale = torch.linalg.vector_norm(x, math.inf, dim=-1 if by_row else None, keepdim=by_row)
+    scale = torch.finfo(dtype).max / scale.float().clamp(min=_LEAST)
+    scale = (scale.view(torch.int32) & _SIGN_AND_EXPONENT).view(torch.float32)
+    scaled = x * scale.to(x.dtype)
+    narrow = scaled.to(dtype, memory_format=torch.contiguous_format)
+    del scaled
+    return narrow, scale.reciprocal()
+
+
+torch.library.define(
+    "planner::narrow_product",
+    "(Tensor left, Tensor right, Tensor left_back, Tensor right_back, ScalarType dtype, bool fast)"
+    " -> Tensor",
+)
+
+
+@torch.library.impl("planner::narrow_product", "CPU")
+def _emulated(
+    left: Tensor, right: Tensor, left_back: Tensor, right_back: Tensor, dtype: torch.dtype, _: bool
+) -> Tensor:
+    made = torch.mm(left.to(dtype), right.to(dtype).t())
+    return made.mul_(left_back.to(dtype)).mul_(right_back.t().to(dtype))
+
+
+@torch.library.impl("planner::narrow_product", "CUDA")
+def _on_cuda(
+    left: Tensor,
+    right: Tensor,
+    left_back: Tensor,
+    right_back: Tensor,
+    dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
+    # Kernels with a scale a row are slow with exact sums: these scale their result instead, which
+    # powers of two do exactly.
+    by_kernel = fast or left_back.dim() == 0
+    one = left_back.new_ones(())
+    made = torch._scaled_mm(
+        left,
+        right.t(),
+        scale_a=left_back if by_kernel else one,
+        scale_b=right_back.t() if by_kernel else one,
+        out_dtype=dtype,
+        use_fast_accum=fast,
+    )
+    return made if by_kernel else made.mul_(left_back.to(dtype)).mul_(right_back.t().to(dtype))
+
+
+@torch.library.register_fake("planner::narrow_product")
+def _(
+    left: Tensor,
+    right: Tensor,
+    left_back: Tensor,
+    right_back: Tensor,
+    dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
+    return left.new_empty((left.shape[0], right.shape[0]), dtype=dtype)

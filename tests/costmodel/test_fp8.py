@@ -1,0 +1,129 @@
+"""N10, X10: products in 8 bits in the model of time, by the rates of a device, and of memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from costmodel import CostCache, estimate
+from costmodel.execution.executed import in_training
+from costmodel.time.block.compute import op_seconds
+from planner.errors import LayoutError
+from planner.language.graph import Op, Ref, TensorMeta
+from planner.language.lowering.defaults import default_plan
+from planner.language.ops.families.products.narrow import narrow_op, plain_op, scaling_of
+from planner.runtime.proofs.dryrun import dry_run
+from profiles import load_profile
+from search.request import SearchRequest
+from search.space.request_checks import validate_request
+from tests.builders import PlainGPT, gpt_batch
+from tests.captures import capture_module
+from tests.cpu_profile import CpuProfile
+
+
+def linear(rows: int, columns: int, inner: int) -> tuple[Op, dict[str, TensorMeta]]:
+    """A linear layer in bf16 of which x and the weight need gradients."""
+    shapes = {"x": (rows, inner), "w": (columns, inner), "y": (rows, columns)}
+    metas = {
+        name: TensorMeta(
+            name=name, shape=shape, dtype="bfloat16", requires_grad=True,
+            kind="param" if name == "w" else "activation",
+        )
+        for name, shape in shapes.items()
+    }  # fmt: skip
+    op = Op(name="y", target="aten.linear.default", args=(Ref("x"), Ref("w")), outputs=("y",))
+    return op, metas
+
+
+def seconds(op: Op, metas: dict[str, TensorMeta], device: str, kernels="eager") -> float:
+    return sum(op_seconds(op, metas, in_training(load_profile(device), 8), kernels=kernels))
+
+
+@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
+def test_large_layers_gain_and_small_ones_lose(scaling):
+    """At twice the rate three products of 8192 gain more than casts take; of 512 they do not."""
+    for size, is_faster in ((8192, True), (512, False)):
+        op, metas = linear(8192, size, size)
+        narrow = narrow_op(op, scaling)
+        assert narrow is not None
+        assert scaling_of(narrow) == scaling
+        assert plain_op(narrow) == op
+        plain_s = seconds(op, metas, "h100-sxm5-80gb")
+        eager_s, compiled_s = (
+            seconds(narrow, metas, "h100-sxm5-80gb", kernels) for kernels in ("eager", "fused")
+        )
+        assert compiled_s < eager_s
+        assert (eager_s < plain_s) == is_faster
+
+
+def test_no_product_is_faster_than_twice():
+    op, metas = linear(65536, 16384, 16384)
+    narrow = narrow_op(op, "tensorwise")
+    assert narrow is not None
+    plain_s, narrow_s = (seconds(each, metas, "h100-sxm5-80gb", "fused") for each in (op, narrow))
+    assert 0.5 < narrow_s / plain_s < 0.8
+
+
+def test_a_device_without_a_rate_is_refused():
+    graph = fp8_graph(Wide())
+    request = SearchRequest(num_devices=2, global_batch=32, precision="fp8")
+    validate_request(request, graph, load_profile("h100-sxm5-80gb").cluster)
+    with pytest.raises(LayoutError, match="has no rate of products of 8-bit floats"):
+        validate_request(request, graph, load_profile("a100-sxm4-80gb").cluster)
+
+
+class Wide(nn.Module):
+    """Layers whose casts are the height of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64)) for _ in range(2)
+        )
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.last(x).float().square().mean()
+
+
+def wide_batch(size: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.ones(size, 16, 64, dtype=torch.bfloat16)}
+
+
+class GPT(PlainGPT):
+    """Of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+
+
+def fp8_graph(model: nn.Module, precision="fp8"):
+    batch = gpt_batch if isinstance(model, PlainGPT) else wide_batch
+    return capture_module(model, batch(2), batch(3), precision=precision)
+
+
+CASES = [
+    (Wide, {}),
+    (Wide, {"pp": 2, "num_microbatches": 4, "schedule": "zb_h1"}),
+    (GPT, {"dp": 2, "zero_stage": 3}),
+    (GPT, {"recompute": "selective"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "layout"), CASES, ids=str)
+def test_predicted_tensors_are_those_of_the_dry_run(kind, layout):
+    """Within 1% on every pp rank, casts ahead of products among them."""
+    graph = fp8_graph(kind())
+    costs = CostCache(graph, CpuProfile())
+    plan = default_plan(graph, **{"microbatch_size": 8, "num_microbatches": 2, **layout})
+    plan = plan.model_copy(update={"precision": "fp8"})
+    predicted = estimate(graph, costs.profile, plan, costs=costs).memory
+    for pp_rank in range(plan.pp):
+        rank = (pp_rank + 1) * plan.world_size // plan.pp - 1
+        run = dry_run(plan, graph, kind, rank=rank, on_gloo=True)
+        error = float(predicted[pp_rank].tensor_bytes) / run.peak_bytes - 1
+        assert abs(error) < 0.01, f"pp rank {pp_rank}: {error:+.2%}"
