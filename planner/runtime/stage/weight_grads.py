@@ -122,15 +122,26 @@ class WeightProduct(nn.Module):
     `x` is [..., in], `weight` 2-d, `bias` [out].
     """
 
-    def __init__(self, queue: WeightQueue, *, transposed: bool) -> None:
+    def __init__(
+        self,
+        queue: WeightQueue | None,
+        *,
+        transposed: bool,
+        waiting: list[Pending] | None = None,
+    ) -> None:
+        """`waiting` takes each weight gradient in the backward, before any queue; None: the queue,
+        while it collects.
+        """
         super().__init__()
-        self._queue, self._transposed = queue, transposed
+        self._queue, self._transposed, self._waiting = queue, transposed, waiting
         self.anchor: Tensor | None = None
         """What a deferred product hangs on where its x has no gradient; None: made for each."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply. Not `forward`: looking for a module's hooks costs as much as the rest."""
-        pending = self._queue.current
+        pending = self._waiting
+        if pending is None and self._queue is not None:
+            pending = self._queue.current
         if not torch.is_grad_enabled() or (pending is None and weight.nbytes < LARGE_BYTES):
             return _product(x, weight, bias, transposed=self._transposed)
         if pending is None:

@@ -241,7 +241,7 @@ class Engine:
             else None
         )
         self._recorder = self._host.recorder = start_recorder(mesh)
-        self._record_collective = None if self._recorder is None else self._recorder.collective
+        self._record_collective = None if self._recorder is None else self._recorder.in_job
         self._executor = Executor(
             schedule=self.schedule,
             pp_rank=mesh.rank("pp"),
@@ -255,6 +255,7 @@ class Engine:
                 buckets=[shaped_edges(edges, bucket) for bucket in graphs[1:]],
             ),
             weight_queue=self._lowered.weight_queue,
+            beside=self._lowered.beside,
             lookahead=plan.receive_ahead,
             marks=DeviceMarks(mesh.device) if devices.is_accelerator(mesh.device) else None,
             recorder=self._recorder,
