@@ -173,6 +173,11 @@ class Plan(Record):
         return RUNTIME_OF[self.kernels]
 
     @property
+    def makes_beside(self) -> bool:
+        """Whether weight gradients are made beside collectives of input gradients."""
+        return self.overlap == "input-gradients"
+
+    @property
     def dp(self) -> int:
         """Replicas of the model with samples of their own."""
         return self.degrees["dp"]

@@ -54,7 +54,7 @@ class BlockPrograms:
         self._plan, self._mesh = plan, mesh
         self.keeper = Keeper()
         self.weight_queue = None if zero_stage else WeightQueue()
-        self.beside = BesideCollectives() if plan.overlap == "input-gradients" else None
+        self.beside = BesideCollectives() if plan.makes_beside else None
         self._made: list[Programs] = []
 
     def of(self, graphs: Sequence[ModelGraph]) -> Programs:

@@ -213,6 +213,7 @@ class PlacedStages:
                     plan.layouts_of(block.class_index, degrees=degrees),
                     recompute=choice,
                     recomputed=recomputed.get(block.class_index),
+                    beside=plan.makes_beside,
                 )
                 shapes = (graph.tensor[name].shape_at(size) for name in block.inputs)
                 copies = tuple(
