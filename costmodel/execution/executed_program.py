@@ -74,8 +74,8 @@ def price_program(
     `axes` are those it was lowered on, `execution` the runtime that runs it; `recomputed` names the
     ops that run again under selective recomputation. Collectives run on the compute stream's time,
     as the runtime waits for each, but for what our runtime hides in a backward where weight
-    gradients are made `beside` them. `polls`: as in `Split`. Before a model's first trained parameter
-    no gradient arrives, and nothing is recomputed.
+    gradients are made `beside` them. `polls`: as in `Split`. Before a model's first trained
+    parameter no gradient arrives, and nothing is recomputed.
     """
     has_backward = any(local.tensor[name].requires_grad for name in local.outputs)
     recomputed = recomputed if has_backward else frozenset()

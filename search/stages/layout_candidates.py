@@ -9,7 +9,9 @@ prices anything. There are three kinds, each found only where the one before is 
 
 The solver adds up ops that are priced alone. A runtime that fuses them, or overlaps collectives,
 takes other sums; there the front is what the solver proposes, all of it is priced by the cost
-model, and a candidate's bound is what its own blocks take.
+model, and a candidate's bound is what its own blocks take. So it is where a search chooses whether
+weight gradients are made beside collectives: each layout with a collective that hides behind them
+has a second table, of the same blocks run that way.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from typing import NamedTuple, get_args
@@ -102,6 +104,7 @@ class LayoutCandidates:
         on_host: what plans put on the host.
         given: sizes on axes that a search does not try, as the request gives them.
         expressed: what the stack expresses that plans are for; None: everything.
+        beside: whether weight gradients may be made beside collectives (`Plan.overlap`).
         why_none: why an axis beside tp cannot divide the blocks of the last layout without a table.
     """
 
@@ -111,6 +114,7 @@ class LayoutCandidates:
     on_host: OnHost = NOTHING
     given: Degrees = field(default_factory=Degrees)
     expressed: Expressed | None = None
+    beside: bool = False
     why_none: LayoutError | None = None
     _sized: dict[BlockSizes, SizedCandidates] = field(default_factory=dict)
     _accumulate_s: dict[bool, float] = field(default_factory=dict)
@@ -183,7 +187,8 @@ class SizedCandidates:
         """Whether blocks take at least the sum of their ops as the solver prices them. With a part
         of the experts ops read less of their matrices than that.
         """
-        return self.candidates.costs.adds_ops and self.degrees["ep"] == 1
+        of = self.candidates
+        return of.costs.adds_ops and self.degrees["ep"] == 1 and not of.beside
 
     @property
     def optimistic(self) -> LayoutCandidate:
@@ -219,7 +224,11 @@ class SizedCandidates:
     @cached_property
     def tables(self) -> tuple[StageTable, ...]:
         """One table per layout worth trying."""
-        return worth_trying(layout.table for layout in self.every)
+        found = [layout.table for layout in self.every]
+        # What waits for a collective takes memory that no run of blocks is told apart by, so a
+        # table stays whatever its twin takes.
+        alone, beside = ([t for t in found if t.beside is each] for each in (False, True))
+        return (*worth_trying(alone), *worth_trying(beside))
 
     @property
     def leanest(self) -> tuple[StageTable, ...]:
@@ -237,11 +246,22 @@ class SizedCandidates:
         """
         if by_class not in self._tables_of:
             try:
-                self._tables_of[by_class] = tuple(self._ways(by_class))
+                self._tables_of[by_class] = tuple(self._with_beside(self._ways(by_class)))
             except LayoutError as error:
                 self.candidates.why_none = error
                 return ()
         return self._tables_of[by_class]
+
+    def _with_beside(self, tables: Iterable[StageTable]) -> Iterator[StageTable]:
+        """Yield tables, and behind each that of weight gradients beside collectives, if any hide
+        there.
+        """
+        for table in tables:
+            yield table
+            if self.candidates.beside:
+                beside = replace(table, beside=True)
+                if _seconds(beside) < _seconds(table):
+                    yield beside
 
     def _ways(self, by_class: tuple[ClassLayout, ...]) -> Iterator[StageTable]:
         """Yield tables of layouts on tp, of all ways on outer axes, with tokens brought to experts

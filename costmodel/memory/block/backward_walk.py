@@ -66,15 +66,21 @@ def backward_walk(
     # What a neighbour still holds outlives the op that would free it.
     never_freed = {storage[name].root for name in program.inputs if name not in freed_inputs}
     never_freed |= {storage[name].root for name in kept_by_others}
+    beside = Waiting(facts.waits)
     if split:
         # A deferred weight gradient reads its operands in a later job.
-        never_freed.update(*(step.product.never_freed for step in facts.ops if step.product))
+        never_freed.update(
+            *(
+                step.product.never_freed
+                for step in facts.ops
+                if step.product and step.op.name not in beside.products
+            )
+        )
     laid = dict(facts.strides)
     param_grads: dict[str, int] = {}
     stay_bytes = 0  # of gradients of parameters, and of inputs copied to rows
     reached: set[str] = set()
     deferred: list[DeferredWeight] = []
-    beside = Waiting(facts.waits)
     peak = start
     for step in facts.ops:
         op = step.op
