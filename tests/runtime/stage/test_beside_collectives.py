@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +10,18 @@ import pytest
 import torch
 
 import planner
+from costmodel.time.communication import beside_seconds
+from planner.language.graph import ModelGraph
 from planner.language.lowering.defaults import default_plan
-from planner.language.plan import Plan
+from planner.language.plan import ClassLayout, Plan
 from planner.runtime.process import collectives
-from planner.runtime.stage.weight_grads import Pending
+from planner.runtime.stage.beside_collectives import BesideCollectives, RedistributeBeside
+from planner.runtime.stage.weight_grads import Pending, WeightProduct
 from planner.timeline import BESIDE, COLLECTIVE, bubbles, load_timeline
+from search import SearchRequest
+from search.candidates import Candidates
 from tests.runtime.scenarios import build, capture, check_plans
+from tests.search.machine import Machine
 from tests.spawn import run_ranks
 
 
@@ -101,6 +108,45 @@ def test_trains_as_one_process_on_two_ranks():
     )
 
 
+@pytest.mark.parametrize("border", ["whole", "split"])
+def test_trains_as_one_process_whatever_blocks_hand_on(border):
+    """Whole tensors, or tensors split along the sequence, which backwards gather and scatter."""
+    graph = capture("small-gpt", torch.float64)
+    plan = default_plan(graph, tp=2, num_microbatches=2)
+    if border == "split":
+        plan = plan.model_copy(update={"layouts": split_layouts(graph)})
+    check_plans(2, [("small-gpt", beside(plan))])
+
+
+def split_layouts(graph: ModelGraph) -> tuple[ClassLayout, ...]:
+    """Layouts on tp 2 that hand on tensors split along the sequence."""
+    request = SearchRequest(num_devices=2, global_batch=2)
+    tables = Candidates.of(graph, Machine(), request).layouts.at(2, 1)
+    found = [layout.table.layouts for layout in tables.every]
+    return next(ls for ls in found if any("S(1)" in layout.outputs for layout in ls))
+
+
+@pytest.mark.slow
+def test_trains_as_one_process_on_four_ranks():
+    """With replicas, ZeRO, stages, and a schedule whose W jobs make what no collective hides."""
+    cases = [
+        ("small-gpt", {"tp": 2, "dp": 2, "num_microbatches": 2}),
+        ("small-gpt", {"tp": 2, "dp": 2, "zero_stage": 1, "num_microbatches": 2}),
+        ("small-gpt", {"tp": 2, "dp": 2, "zero_stage": 2, "num_microbatches": 2}),
+        ("small-gpt", {"tp": 2, "dp": 2, "zero_stage": 3, "recompute": "full"}),
+        ("small-gpt", {"tp": 2, "pp": 2, "num_microbatches": 3}),
+        ("small-gpt", {"tp": 2, "pp": 2, "schedule": "zb_h1", "num_microbatches": 2}),
+        ("routed-gpt", {"tp": 2, "dp": 2, "ep": 2}),
+    ]
+    check_plans(
+        4,
+        [
+            (name, beside(default_plan(capture(name, torch.float64), **choices)))
+            for name, choices in cases
+        ],
+    )
+
+
 def test_compiled_blocks_are_refused():
     plan = default_plan(capture("small-gpt"), tp=2)
     with pytest.raises(ValueError, match="use eager kernels, or no overlap"):
@@ -114,3 +160,89 @@ def test_plans_without_the_field_are_read_and_written_as_before():
     assert "overlap" not in plan.model_dump(mode="json")
     again = Plan.model_validate(beside(plan).model_dump(mode="json"))
     assert again.overlap == "input-gradients"
+
+
+class LateSums:
+    """Collectives whose results are there `transfer_s` after their start, by a clock of `now` and
+    `until`. `waited_s` is how long was waited for each.
+    """
+
+    def __init__(
+        self, transfer_s: float, now: Callable[[], float], until: Callable[[float], None]
+    ) -> None:
+        self._transfer_s, self._now, self._until = transfer_s, now, until
+        self._there_s: dict[int, float] = {}
+        self.waited_s: list[float] = []
+
+    def all_reduce(self, x: torch.Tensor, how: str, group: str) -> torch.Tensor:
+        found = x.clone()
+        self._there_s[id(found)] = self._now() + self._transfer_s
+        return found
+
+    def wait_tensor(self, x: torch.Tensor) -> torch.Tensor:
+        began_s = self._now()
+        self._until(self._there_s.pop(id(x)))
+        self.waited_s.append(self._now() - began_s)
+        return x
+
+
+def backward_of_two_products(sums: LateSums) -> None:
+    """x -> redistribute -> two products in turn, and back."""
+    beside = BesideCollectives()
+    product = WeightProduct(None, transposed=True, waiting=beside.waiting)
+    x = torch.randn(4, 8, requires_grad=True)
+    first, second = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "_funcol", sums)
+        y = RedistributeBeside(beside)(x, "tp", "R", "R", True)
+        product(product(y, first), second).sum().backward()
+    assert x.grad is not None
+    assert first.grad is not None
+    assert second.grad is not None
+    assert not beside.waiting
+
+
+@pytest.mark.parametrize("transfer_s", [0.0, 0.5, 2.0, 2.5, 8.0])
+@pytest.mark.parametrize("product_s", [0.0, 1.0])
+def test_what_shows_of_a_delayed_collective_is_what_is_predicted(
+    transfer_s, product_s, monkeypatch
+):
+    """D18: with a delay injected, on a clock that products and waits alone move."""
+    clock_s = 0.0
+
+    def until(then_s: float) -> None:
+        nonlocal clock_s
+        clock_s = max(clock_s, then_s)
+
+    accumulate = Pending.accumulate
+
+    def product(self: Pending) -> None:
+        until(clock_s + product_s)
+        accumulate(self)
+
+    monkeypatch.setattr(Pending, "accumulate", product)
+    sums = LateSums(transfer_s, lambda: clock_s, until)
+    backward_of_two_products(sums)
+    predicted_s = beside_seconds(Machine(), transfer_s, 2 * product_s)
+    assert sums.waited_s == [pytest.approx(float(predicted_s), rel=0.1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("transfer_s", "product_s"), [(0.4, 0.1), (0.1, 0.2), (0.4, 0.0)])
+def test_it_is_so_by_the_clock(transfer_s, product_s, monkeypatch):
+    """D18: the same in seconds, within 10% and what else the machine does."""
+
+    def until(then_s: float) -> None:
+        time.sleep(max(0.0, then_s - time.perf_counter()))
+
+    accumulate = Pending.accumulate
+
+    def product(self: Pending) -> None:
+        time.sleep(product_s)
+        accumulate(self)
+
+    monkeypatch.setattr(Pending, "accumulate", product)
+    sums = LateSums(transfer_s, time.perf_counter, until)
+    backward_of_two_products(sums)
+    predicted_s = float(beside_seconds(Machine(), transfer_s, 2 * product_s))
+    assert sums.waited_s == [pytest.approx(predicted_s, rel=0.1, abs=0.02)]
