@@ -33,7 +33,7 @@ def priced(profile, *, beside):
 
 
 def test_products_wait_for_the_next_sum_of_the_backward():
-    """Of a layer on tp the MLP's two for the sum of its input's gradient, attention's for the next."""
+    """Of a layer on tp the MLP's two for the sum of its input's gradient, then attention's."""
     local, _ = priced(Machine(), beside=False)
     found = products_beside(local)
     order = [op.name for op in local.ops]
