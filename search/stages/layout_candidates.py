@@ -27,7 +27,7 @@ from typing import NamedTuple, get_args
 from costmodel import CostCache
 from costmodel.execution.dispatch.choice import may_gather
 from costmodel.execution.dispatch.of_plan import exchanges_s
-from costmodel.memory.bound import NOTHING, OnHost, kept_bytes
+from costmodel.memory.bound import NOTHING, OnHost
 from costmodel.time.block.program import accumulate_seconds
 from costmodel.topology import replica_mesh
 from planner.errors import LayoutError
@@ -46,6 +46,7 @@ from search.op_layout.front import Layouts
 from search.op_layout.layouts import LayoutSolver, SizedLayouts
 from search.space.configuration import BlockSizes, Shape
 from search.stages.stage_table import StageTable
+from search.stages.worth_trying import microbatch_seconds, worth_trying
 
 
 class Border(NamedTuple):
@@ -224,11 +225,7 @@ class SizedCandidates:
     @cached_property
     def tables(self) -> tuple[StageTable, ...]:
         """One table per layout worth trying."""
-        found = [layout.table for layout in self.every]
-        # What waits for a collective takes memory that no run of blocks is told apart by, so a
-        # table stays whatever its twin takes.
-        alone, beside = ([t for t in found if t.beside is each] for each in (False, True))
-        return (*worth_trying(alone), *worth_trying(beside))
+        return worth_trying(layout.table for layout in self.every)
 
     @property
     def leanest(self) -> tuple[StageTable, ...]:
@@ -260,7 +257,7 @@ class SizedCandidates:
             yield table
             if self.candidates.beside:
                 beside = replace(table, beside=True)
-                if _seconds(beside) < _seconds(table):
+                if microbatch_seconds(beside) < microbatch_seconds(table):
                     yield beside
 
     def _ways(self, by_class: tuple[ClassLayout, ...]) -> Iterator[StageTable]:
@@ -330,7 +327,7 @@ class SizedCandidates:
                     yield kinds[kind]
         gathered: dict[Border, StageTable] = {}
         for kind in IN_PIECES:
-            least_s = before_s = _seconds(kinds[kind]) if kind in kinds else 0.0
+            least_s = before_s = microbatch_seconds(kinds[kind]) if kind in kinds else 0.0
             for border in BORDERS if kind in kinds else ():
                 try:
                     table = self._table(by_class, kind, border, gathered=gathered.get(border))
@@ -339,7 +336,7 @@ class SizedCandidates:
                 yield table
                 if kind == "queries":
                     gathered[border] = table
-                after_s = _seconds(table)
+                after_s = microbatch_seconds(table)
                 least_s, enough_s = min(least_s, after_s), LEAST_SAVED * before_s
                 if border.mirrored:
                     # All ranks have the mean of causal work: where it makes no difference, no
@@ -473,7 +470,9 @@ class SizedCandidates:
                     # Where ops are fused, collectives overlap, or a rank has a part of the experts,
                     # the table's own price is the bound; gradient sums are in it.
                     found = LayoutCandidate(
-                        find_table=_always(table), least_s=_seconds(table), accumulate_s=0.0
+                        find_table=_always(table),
+                        least_s=microbatch_seconds(table),
+                        accumulate_s=0.0,
                     )
                 candidates.append(found)
         return tuple(candidates)
@@ -481,32 +480,3 @@ class SizedCandidates:
 
 def _always(table: StageTable) -> Callable[[], StageTable]:
     return lambda: table
-
-
-def _seconds(table: StageTable) -> float:
-    """Return the seconds of a microbatch through all blocks, forward and backward."""
-    return float((table.forward_s + table.backward_s).sum())
-
-
-def worth_trying(tables: Iterable[StageTable]) -> tuple[StageTable, ...]:
-    """Return the tables that are not slower than another without holding clearly less.
-
-    The layout solver counts bytes roughly; these are the cost model's own.
-    """
-    kept: list[tuple[float, float, float]] = []
-    result = []
-
-    for table in sorted(tables, key=_seconds):
-        load = table.blocks
-        mine = (
-            float(load.param_bytes.sum()),
-            float(kept_bytes(load, recompute="none").sum()),
-            float(kept_bytes(load, recompute="full").sum()),
-        )
-        # Slower than all that are kept: it has to hold clearly less than each in one part at least.
-        if not kept or any(
-            all(size < 0.98 * other[part] for other in kept) for part, size in enumerate(mine)
-        ):
-            kept.append(mine)
-            result.append(table)
-    return tuple(result)

@@ -8,7 +8,7 @@ from torch import nn
 
 from search import SearchRequest
 from search.candidates import Candidates
-from search.stages.layout_candidates import worth_trying
+from search.stages.worth_trying import worth_trying
 from tests.captures import capture_module
 from tests.search.machine import Machine
 
