@@ -66,14 +66,14 @@ def backward_walk(
     # What a neighbour still holds outlives the op that would free it.
     never_freed = {storage[name].root for name in program.inputs if name not in freed_inputs}
     never_freed |= {storage[name].root for name in kept_by_others}
-    beside = Waiting(facts.waits)
+    late = Waiting(facts.waits)
     if split:
         # A deferred weight gradient reads its operands in a later job.
         never_freed.update(
             *(
                 step.product.never_freed
                 for step in facts.ops
-                if step.product and step.op.name not in beside.products
+                if step.product and step.op.name not in late.products
             )
         )
     laid = dict(facts.strides)
@@ -89,7 +89,7 @@ def backward_walk(
         if arriving:
             made, scratch, product = step.gradients, step.scratch_bytes, None
             # (Those that wait for a collective are made there, whatever else is deferred.)
-            is_late = split or op.name in beside.products
+            is_late = split or op.name in late.products
             if is_late and step.product is not None:
                 product, scratch = step.product, step.deferred_scratch_bytes
                 made = [gradient for gradient in made if gradient.name not in product.inputs]
@@ -127,7 +127,7 @@ def backward_walk(
             peak = max(peak, live_saved + grads.live + stay_bytes + scratch)
             if op.name in facts.waits:
                 # The collective is under way: what it takes and what it gives are both there.
-                rise, more = beside.make(
+                rise, more = late.make(
                     grads,
                     first=first,
                     gradient_factor=gradient_factor,
@@ -135,16 +135,16 @@ def backward_walk(
                     made=param_grads,
                 )
                 peak = max(peak, live_saved + grads.live + stay_bytes + rise)
-                stay_bytes += more - beside.rows_bytes
-                reached |= beside.params
-                live_saved -= beside.release(grads)
+                stay_bytes += more - late.rows_bytes
+                reached |= late.params
+                live_saved -= late.release(grads)
             if product is not None:
-                late = _defer(op, product, grads, given_by)
-                if op.name in beside.products:
+                weight = _defer(op, product, grads, given_by)
+                if op.name in late.products:
                     trained = (g.name for g in step.gradients if g.name in product.inputs)
-                    beside.add(op, product, late, trained)
+                    late.add(op, product, weight, trained)
                 else:
-                    deferred.append(late)
+                    deferred.append(weight)
                 if product.rows_bytes is not None:
                     stay_bytes += product.rows_bytes
                     peak = max(peak, live_saved + grads.live + stay_bytes)
@@ -153,7 +153,7 @@ def backward_walk(
                     grads.free(name)
         # Autograd frees what an op saved once its backward has run. What the call of a recomputed
         # block refers to lives until nothing is left of the block's graph.
-        live_saved -= step.extra_bytes + beside.freed(
+        live_saved -= step.extra_bytes + late.freed(
             (root, size)
             for root, size in step.saved
             if root not in never_freed and root not in results
@@ -161,7 +161,7 @@ def backward_walk(
         if op.name == facts.first_saver:
             # The first op that saved runs backward last. With it goes the block's graph, and the
             # results that its call kept for the second run.
-            live_saved -= beside.freed(
+            live_saved -= late.freed(
                 (root, facts.saved.get(root, 0)) for root in results - never_freed
             )
         # The engine frees what a node saved before it adds the node's gradients to others, so the
