@@ -126,7 +126,8 @@ def backward_walk(
                     scratch += 0 if is_same or in_place else size
             peak = max(peak, live_saved + grads.live + stay_bytes + scratch)
             if op.name in facts.waits:
-                # The collective is under way: what it takes and what it gives are both there.
+                # The collective is under way: what it takes, copies that are laid out for it, and
+                # what it gives are all there.
                 rise, more = late.make(
                     grads,
                     first=first,
@@ -134,7 +135,7 @@ def backward_walk(
                     waiting=waiting,
                     made=param_grads,
                 )
-                peak = max(peak, live_saved + grads.live + stay_bytes + rise)
+                peak = max(peak, live_saved + grads.live + stay_bytes + scratch + rise)
                 stay_bytes += more - late.rows_bytes
                 reached |= late.params
                 live_saved -= late.release(grads)

@@ -8,6 +8,7 @@ from costmodel import CostCache
 from costmodel.time.block.compute import op_seconds, redistribute_seconds
 from costmodel.topology import lowered_groups
 from planner.language.layout.axes import Degrees
+from planner.language.layout.redistribute import REDISTRIBUTE
 from planner.language.lowering.defaults import default_plan
 from planner.language.ops.weight_products import products_beside
 from tests.cpu_profile import CpuProfile
@@ -54,13 +55,18 @@ def test_what_outlasts_the_products_shows(intra_bytes_per_s):
     local, alone = priced(machine, beside=False)
     _, beside = priced(machine, beside=True)
     axes = lowered_groups(machine.cluster, TP)
-    ops = {op.name: op for op in local.ops}
+    ops, products = {op.name: op for op in local.ops}, products_beside(local)
     shows_s = weight_s = 0.0
-    for name, products in products_beside(local).items():
-        _, collective_s = redistribute_seconds(ops[name], local.tensor, machine, axes)
-        products_s = sum(op_seconds(ops[p], local.tensor, machine)[1] / 2 for p in products)
-        shows_s += max(0.0, collective_s - products_s)
-        weight_s += products_s
+    for op in local.ops:
+        if op.target != REDISTRIBUTE:
+            continue
+        _, collective_s = redistribute_seconds(op, local.tensor, machine, axes)
+        beside_s = sum(
+            op_seconds(ops[name], local.tensor, machine)[1] / 2
+            for name in products.get(op.name, ())
+        )
+        shows_s += max(0.0, collective_s - beside_s)
+        weight_s += beside_s
     assert beside.comm_backward_s == pytest.approx(shows_s, rel=1e-9, abs=1e-15)
     assert beside.comm_backward_s <= alone.comm_backward_s
     # No later job makes those: what may be deferred is less, what a backward computes is not.

@@ -99,31 +99,23 @@ def test_trains_as_one_process_on_two_ranks():
         ("small-tied-gpt", {"tp": 2, "num_microbatches": 2}),
         ("small-gpt", {"cp": 2}),
     ]
-    check_plans(
-        2,
-        [
-            (name, beside(default_plan(capture(name, torch.float64), **choices)))
-            for name, choices in cases
-        ],
-    )
-
-
-@pytest.mark.parametrize("border", ["whole", "split"])
-def test_trains_as_one_process_whatever_blocks_hand_on(border):
-    """Whole tensors, or tensors split along the sequence, which backwards gather and scatter."""
-    graph = capture("small-gpt", torch.float64)
-    plan = default_plan(graph, tp=2, num_microbatches=2)
-    if border == "split":
-        plan = plan.model_copy(update={"layouts": split_layouts(graph)})
-    check_plans(2, [("small-gpt", beside(plan))])
+    plans = [
+        (name, beside(default_plan(capture(name, torch.float64), **choices)))
+        for name, choices in cases
+    ]
+    # Between layers whole tensors, or tensors split along the sequence.
+    split = split_layouts(capture("small-gpt", torch.float64))
+    plans += [("small-gpt", plans[0][1].model_copy(update={"layouts": split}))]
+    check_plans(2, plans)
 
 
 def split_layouts(graph: ModelGraph) -> tuple[ClassLayout, ...]:
     """Layouts on tp 2 that hand on tensors split along the sequence."""
-    request = SearchRequest(num_devices=2, global_batch=2)
-    tables = Candidates.of(graph, Machine(), request).layouts.at(2, 1)
-    found = [layout.table.layouts for layout in tables.every]
-    return next(ls for ls in found if any("S(1)" in layout.outputs for layout in ls))
+    solver = Candidates.of(graph, Machine(), SearchRequest(num_devices=2, global_batch=2)).layouts
+    solved = [point.layouts().by_class for point in solver.solver.at(2, 1)._solve()]
+    return next(
+        layouts for layouts in solved if any("S(1)" in layout.outputs for layout in layouts)
+    )
 
 
 @pytest.mark.slow
