@@ -47,6 +47,7 @@ class PlacedStages:
             plan.optimizer_on_host,
             plan.recomputed,
             plan.layouts,
+            plan.overlap,
         )
         self.known = costs.once(options, dict[tuple, StageJobs])
 
