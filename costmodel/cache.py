@@ -273,18 +273,19 @@ class CostCache:
         *,
         recomputed: tuple[str, ...] | None = None,
         polls: bool = False,
+        beside: bool = False,
     ) -> BlockPrice:
         """Return the price of one block of a class.
 
         `recomputed` names the ops that selective recomputation runs again (None: the
-        default choice); `polls` is as in `Split`.
+        default choice); `polls` and `beside` are as in `Split`.
         """
         degrees = degrees or Degrees()
-        key = *self._key(class_index, microbatch_size, degrees, layouts), recomputed, polls
+        key = *self._key(class_index, microbatch_size, degrees, layouts), recomputed, polls, beside
         if key not in self._blocks:
             local = self.local(class_index, microbatch_size, degrees, layouts)
             # Each of these steps may take long for a large block, so the time is checked between.
-            held = self.block_bytes(class_index, microbatch_size, degrees, layouts)
+            held = self.block_bytes(class_index, microbatch_size, degrees, layouts, beside=beside)
             again = self._made_again(class_index, microbatch_size, held.saved.program, recomputed)
             check_time()
             # No profile's times change bytes, so a cache of another profile may have them (`on`).
@@ -298,6 +299,7 @@ class CostCache:
                 execution=self.execution,
                 recomputed=again,
                 polls=polls,
+                beside=beside,
             )
             self._blocks[key] = BlockPrice(
                 times=_with_tables(times, local, self.profile),
@@ -337,13 +339,14 @@ class CostCache:
         *,
         recompute: Recompute = "none",
         recomputed: tuple[str, ...] | None = None,
+        beside: bool = False,
     ) -> BlockBytes:
         """Return what one block of a class holds while it runs, storage by storage; `recomputed`
-        as in `block`.
+        and `beside` as in `block`.
         """
         degrees = degrees or Degrees()
         # Which ops are named matters to selective recomputation alone.
-        key = *self._key(class_index, microbatch_size, degrees, layouts), recompute
+        key = *self._key(class_index, microbatch_size, degrees, layouts), recompute, beside
         if recompute == "selective":
             key = *key, recomputed
         if key not in self._bytes:
@@ -357,6 +360,7 @@ class CostCache:
                 device_type=self.profile.cluster.device_type,
                 recompute=recompute,
                 recomputed=again,
+                beside=beside,
                 instead=saved_instead(held, self.execution),
             )
         return self._bytes[key]

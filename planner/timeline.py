@@ -8,8 +8,9 @@ its last line readable:
 
 Kinds are the job kinds F, B, I, W of the table; O and L, the optimizer and the learning rate's
 scheduler, once a step (`planner.language.schedule.step_jobs`); R, what a backward recomputes before
-its gradient has come; COLLECTIVE, inside a job, from its start until its result is used, so without
-what it hides, with `rows` where it brings rows to a rank's experts (`ROWS`); REDUCE and CHECK,
+its gradient has come; COLLECTIVE, inside a job, from its start until its result is used,
+with `rows` where it brings rows to a rank's experts (`ROWS`); BESIDE, inside a COLLECTIVE, weight
+gradients made while it is under way; REDUCE and CHECK,
 between the table and O: sums and norms of gradients, and the look
 for NaN, for which ranks wait for each other; DEAL, of how samples of packed documents were dealt by
 their work, in words; WAIT, for a tensor that has not come yet; and with
@@ -39,13 +40,14 @@ FORMAT, VERSION = "planner-timeline", 2
 JOB_KINDS = ("F", "B", "I", "W")
 REMAKE = "R"
 COLLECTIVE = "COLLECTIVE"
+BESIDE = "BESIDE"
 ROWS = "rows to experts"
 """What a collective is called that brings rows to a rank's experts."""
 COPY, UPDATE = "COPY", "UPDATE"
 DEAL = "DEAL"
 STEP_JOB_KINDS = OPTIMIZER, LEARNING_RATE = "O", "L"
 CHECK = "CHECK"
-BESIDE_JOBS = (REMAKE, COLLECTIVE, "REDUCE", CHECK, DEAL, "WAIT", COPY, UPDATE)
+BESIDE_JOBS = (REMAKE, COLLECTIVE, BESIDE, "REDUCE", CHECK, DEAL, "WAIT", COPY, UPDATE)
 KINDS = (*JOB_KINDS, *STEP_JOB_KINDS, *BESIDE_JOBS)
 _RENAMED = {"OPTIMIZE": OPTIMIZER}
 _TRACKS = {"WAIT": 1, "REDUCE": 1, CHECK: 1, DEAL: 1, COLLECTIVE: 1, COPY: 2, UPDATE: 3}
@@ -247,9 +249,9 @@ class RankBubble:
     step_s: float
     """Seconds from the first job of any rank to the last one's end."""
     compute_s: float
-    """Seconds in jobs, without the collectives inside them."""
+    """Seconds in jobs, without what collectives inside them expose."""
     collective_s: float
-    """Seconds of those collectives."""
+    """Seconds that those collectives expose: beside which no weight gradients are made."""
     optimizer_s: float
     """Seconds of the optimizer's job, after the rank's last job of the table."""
 
@@ -284,6 +286,8 @@ def bubbles(timeline: Iterable[RankTimeline]) -> tuple[RankBubble, ...]:
                 jobs[span.step, line.rank].append(span)
             elif span.kind == COLLECTIVE and span.microbatch >= 0:
                 collective_s[span.step, line.rank] += span.end_s - span.start_s
+            elif span.kind == BESIDE:
+                collective_s[span.step, line.rank] -= span.end_s - span.start_s
             elif span.kind == OPTIMIZER:
                 optimizer_s[span.step, line.rank] += span.end_s - span.start_s
     result = []

@@ -135,6 +135,8 @@ class Candidates:
                 on_host=on_host,
                 given=Degrees(**dict(request.axes)),
                 expressed=expressed,
+                # Compiled graphs have an order of their own; other runtimes, theirs.
+                beside=request.overlap == "auto" and costs.adds_ops,
             )
 
         return cls(
@@ -322,6 +324,11 @@ def _check_pins(expressed: Expressed, pins: Mapping[tuple[int, str], Placement])
 
 def _check_groups(profile: Profile, request: SearchRequest) -> None:
     """Raise LayoutError for a request that a cluster of several groups of devices cannot meet."""
+    if request.overlap == "auto":
+        raise LayoutError(
+            f"`overlap` auto was given, and cluster {profile.name!r} has several groups of "
+            "devices, on which other collectives hide; drop it"
+        )
     counts = [group.num_devices for group in profile.groups]
     if request.num_devices != sum(counts):
         raise LayoutError(

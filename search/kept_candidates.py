@@ -12,7 +12,7 @@ from search.candidates import Candidates
 from search.request import SearchRequest
 
 _OWN_FIELDS = (
-    "num_devices", "model_file", "precision", "execution", "solver", "receive_ahead",
+    "num_devices", "model_file", "precision", "execution", "solver", "receive_ahead", "overlap",
     "clip_gradients", "accept", "pins", "balance", "split_rank", "axes",
 )  # fmt: skip
 """What of a request its candidates follow from."""

@@ -177,6 +177,7 @@ class PricedConfiguration:
             precision=self.table.precision,
             kernels=kernels_of(candidates.costs.execution.name),
             execution=candidates.costs.execution.name,
+            overlap="input-gradients" if self.table.beside else "none",
             receive_ahead=candidates.receive_ahead,
             optimizer_on_host=self.table.on_host.optimizer,
             tables_on_host=candidates.tables_on_host,

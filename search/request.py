@@ -26,6 +26,7 @@ CHOICES = (*_SIZES, "zero", *_NAMED)
 """What can be fixed, allowed or forbidden by value."""
 
 Meshes = Literal["same", "own"]
+Overlaps = Literal["none", "auto"]
 Offload = Literal["auto", "none", "optimizer", "activations", "both", "tables"]
 
 Value = TypeVar("Value")
@@ -117,6 +118,9 @@ class SearchRequest:
     """What is in host memory; ``auto`` offloads only where nothing fits without."""
     meshes: Meshes = "same"
     """Whether all stages share one dp and tp, or each may have its own."""
+    overlap: Overlaps = "none"
+    """``auto`` chooses whether weight gradients are made beside collectives of input gradients;
+    with ``none`` these are waited for at once (`Plan.overlap`)."""
     axes: tuple[tuple[str, int], ...] = ()
     """Sizes of mesh axes that have no field here, as (axis, size)."""
     num_best: int = 1
@@ -193,6 +197,16 @@ class SearchRequest:
         if self.meshes not in get_args(Meshes):
             raise LayoutError(
                 f"`meshes` {self.meshes} was given; use same (one dp and tp for all stages) or own"
+            )
+        if self.overlap not in get_args(Overlaps):
+            raise LayoutError(
+                f"`overlap` {self.overlap} was given; use auto, which chooses whether weight "
+                "gradients are made beside collectives of a backward, or none"
+            )
+        if self.overlap == "auto" and self.meshes == "own":
+            raise LayoutError(
+                "`overlap` auto was given with `meshes` own, whose stages would each choose; "
+                "drop one of them"
             )
         precision_named(self.precision)
         if self.num_best < 1:

@@ -160,6 +160,14 @@ class Question:
         ),
     ] = 2
     clip_gradients: Annotated[bool | None, CLIP] = None
+    overlap: Annotated[
+        str,
+        typer.Option(
+            help="Beside collectives of tp and cp in backwards: none, or auto: weight gradients "
+            "where that is priced faster.",
+            rich_help_panel=CHOICES,
+        ),
+    ] = "none"
     offload: Annotated[
         str,
         typer.Option(
@@ -284,6 +292,7 @@ class Question:
             split_rank=self.split_rank,
             offload=self.offload,  # type: ignore[arg-type]  # the request checks it
             meshes=self.meshes,  # type: ignore[arg-type]  # the request checks it
+            overlap=self.overlap,  # type: ignore[arg-type]  # the request checks it
             precision=self.precisions[0],
             execution=self.executions[0],
             receive_ahead=self.receive_ahead,

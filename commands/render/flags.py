@@ -36,6 +36,7 @@ SPELLINGS = {
     "precision": "--precision",
     "execution": "--execution",
     "receive_ahead": "--receive-ahead",
+    "overlap": "--overlap",
     "clip_gradients": "--clip-gradients",
     "balance": "--balance",
     "split_rank": "--split-rank",

@@ -67,14 +67,16 @@ def price_program(
     execution: Execution,
     recomputed: frozenset[str] = frozenset(),
     polls: bool = False,
+    beside: bool = False,
 ) -> PricedProgram:
     """Price a bound program that `planner.language.lowering.lowering.lower` made local: a run of
     one block, on the dispatcher that takes least.
 
     `axes` are those it was lowered on, `execution` the runtime that runs it; `recomputed` names the
     ops that run again under selective recomputation. Collectives run on the compute stream's time,
-    as the runtime waits for each. `polls`: as in `Split`. Before a model's first trained parameter
-    no gradient arrives, and nothing is recomputed.
+    as the runtime waits for each, but for what our runtime hides in a backward where weight
+    gradients are made `beside` them. `polls`: as in `Split`. Before a model's first trained
+    parameter no gradient arrives, and nothing is recomputed.
     """
     has_backward = any(local.tensor[name].requires_grad for name in local.outputs)
     recomputed = recomputed if has_backward else frozenset()
@@ -92,6 +94,7 @@ def price_program(
                 dispatcher=dispatcher,
                 recomputed=recomputed,
                 kernels=kernels,
+                beside=beside,
             )
         name = dispatcher.name if exchanges_of(local) else ""
         found.append(PricedProgram(_run_times(local, profile, times, has_backward), name))
@@ -105,11 +108,13 @@ def _run_times(
 ) -> RunTimes:
     accumulate_s = accumulate_seconds(local, profile)
     forward_s = sum(times.forward)
+    deferrable = 1 - times.beside_s / times.weight_s if times.weight_s else 1.0
     return RunTimes(
         forward_s=forward_s,
         backward_s=sum(times.backward) + accumulate_s,
-        # Adding to the sums is deferred with the weight gradients it adds.
-        weight_s=times.weight_s + accumulate_s,
+        # Adding to the sums is deferred with the weight gradients it adds; those that are made
+        # beside collectives are not.
+        weight_s=(times.weight_s + accumulate_s) * deferrable,
         recomputed_s=sum(times.recomputed),
         rerun_s=has_backward * (forward_s + times.forward_comm_s),
         rerun_host_s=has_backward * times.forward.host_s,
@@ -197,6 +202,7 @@ def executed_times(
             recomputed_s, forward_wait_s + comm.forward_s + comm.skew_s if is_whole else 0.0
         ),
         weight_s=weight_s,
+        beside_s=0.0,
         forward_comm_s=comm.forward_s + comm.skew_s,
         backward_comm_s=comm.backward_s + has_backward * comm.skew_s,
         forward_flop=forward_flop,

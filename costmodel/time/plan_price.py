@@ -177,6 +177,7 @@ def _costs_by_mesh(plan: Plan, costs: CostCache, meshes: Sequence[Mesh]) -> dict
                     and plan.degrees.with_own(layout.own_sizes)["tp"] == tp
                 ),
                 recomputed=tuple((choice.class_index, choice.ops) for choice in plan.recomputed),
+                beside=plan.makes_beside,
                 polls=of_group.polls(plan.degrees, pp=plan.pp),
             )
             by_mesh[mesh] = StageCosts(

@@ -24,8 +24,9 @@ from search.search_state import (
     sizes_wave,
 )
 from search.space.configuration import Shape
-from search.stages.layout_candidates import LayoutCandidate, worth_trying
+from search.stages.layout_candidates import LayoutCandidate
 from search.stages.stage_table import StageTable
+from search.stages.worth_trying import worth_trying
 
 TOO_LARGE = "memory: a smaller microbatch does not fit either"
 NO_FASTER = "microbatch: a smaller one is as fast per sample"

@@ -9,7 +9,9 @@ prices anything. There are three kinds, each found only where the one before is 
 
 The solver adds up ops that are priced alone. A runtime that fuses them, or overlaps collectives,
 takes other sums; there the front is what the solver proposes, all of it is priced by the cost
-model, and a candidate's bound is what its own blocks take.
+model, and a candidate's bound is what its own blocks take. So it is where a search chooses whether
+weight gradients are made beside collectives: each layout with a collective that hides behind them
+has a second table, of the same blocks run that way.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from typing import NamedTuple, get_args
@@ -25,7 +27,7 @@ from typing import NamedTuple, get_args
 from costmodel import CostCache
 from costmodel.execution.dispatch.choice import may_gather
 from costmodel.execution.dispatch.of_plan import exchanges_s
-from costmodel.memory.bound import NOTHING, OnHost, kept_bytes
+from costmodel.memory.bound import NOTHING, OnHost
 from costmodel.time.block.program import accumulate_seconds
 from costmodel.topology import replica_mesh
 from planner.errors import LayoutError
@@ -44,6 +46,7 @@ from search.op_layout.front import Layouts
 from search.op_layout.layouts import LayoutSolver, SizedLayouts
 from search.space.configuration import BlockSizes, Shape
 from search.stages.stage_table import StageTable
+from search.stages.worth_trying import microbatch_seconds, worth_trying
 
 
 class Border(NamedTuple):
@@ -102,6 +105,7 @@ class LayoutCandidates:
         on_host: what plans put on the host.
         given: sizes on axes that a search does not try, as the request gives them.
         expressed: what the stack expresses that plans are for; None: everything.
+        beside: whether weight gradients may be made beside collectives (`Plan.overlap`).
         why_none: why an axis beside tp cannot divide the blocks of the last layout without a table.
     """
 
@@ -111,6 +115,7 @@ class LayoutCandidates:
     on_host: OnHost = NOTHING
     given: Degrees = field(default_factory=Degrees)
     expressed: Expressed | None = None
+    beside: bool = False
     why_none: LayoutError | None = None
     _sized: dict[BlockSizes, SizedCandidates] = field(default_factory=dict)
     _accumulate_s: dict[bool, float] = field(default_factory=dict)
@@ -183,7 +188,8 @@ class SizedCandidates:
         """Whether blocks take at least the sum of their ops as the solver prices them. With a part
         of the experts ops read less of their matrices than that.
         """
-        return self.candidates.costs.adds_ops and self.degrees["ep"] == 1
+        of = self.candidates
+        return of.costs.adds_ops and self.degrees["ep"] == 1 and not of.beside
 
     @property
     def optimistic(self) -> LayoutCandidate:
@@ -237,11 +243,22 @@ class SizedCandidates:
         """
         if by_class not in self._tables_of:
             try:
-                self._tables_of[by_class] = tuple(self._ways(by_class))
+                self._tables_of[by_class] = tuple(self._with_beside(self._ways(by_class)))
             except LayoutError as error:
                 self.candidates.why_none = error
                 return ()
         return self._tables_of[by_class]
+
+    def _with_beside(self, tables: Iterable[StageTable]) -> Iterator[StageTable]:
+        """Yield tables, and behind each that of weight gradients beside collectives, if any hide
+        there.
+        """
+        for table in tables:
+            yield table
+            if self.candidates.beside:
+                beside = replace(table, beside=True)
+                if microbatch_seconds(beside) < microbatch_seconds(table):
+                    yield beside
 
     def _ways(self, by_class: tuple[ClassLayout, ...]) -> Iterator[StageTable]:
         """Yield tables of layouts on tp, of all ways on outer axes, with tokens brought to experts
@@ -310,7 +327,7 @@ class SizedCandidates:
                     yield kinds[kind]
         gathered: dict[Border, StageTable] = {}
         for kind in IN_PIECES:
-            least_s = before_s = _seconds(kinds[kind]) if kind in kinds else 0.0
+            least_s = before_s = microbatch_seconds(kinds[kind]) if kind in kinds else 0.0
             for border in BORDERS if kind in kinds else ():
                 try:
                     table = self._table(by_class, kind, border, gathered=gathered.get(border))
@@ -319,7 +336,7 @@ class SizedCandidates:
                 yield table
                 if kind == "queries":
                     gathered[border] = table
-                after_s = _seconds(table)
+                after_s = microbatch_seconds(table)
                 least_s, enough_s = min(least_s, after_s), LEAST_SAVED * before_s
                 if border.mirrored:
                     # All ranks have the mean of causal work: where it makes no difference, no
@@ -453,7 +470,9 @@ class SizedCandidates:
                     # Where ops are fused, collectives overlap, or a rank has a part of the experts,
                     # the table's own price is the bound; gradient sums are in it.
                     found = LayoutCandidate(
-                        find_table=_always(table), least_s=_seconds(table), accumulate_s=0.0
+                        find_table=_always(table),
+                        least_s=microbatch_seconds(table),
+                        accumulate_s=0.0,
                     )
                 candidates.append(found)
         return tuple(candidates)
@@ -461,32 +480,3 @@ class SizedCandidates:
 
 def _always(table: StageTable) -> Callable[[], StageTable]:
     return lambda: table
-
-
-def _seconds(table: StageTable) -> float:
-    """Return the seconds of a microbatch through all blocks, forward and backward."""
-    return float((table.forward_s + table.backward_s).sum())
-
-
-def worth_trying(tables: Iterable[StageTable]) -> tuple[StageTable, ...]:
-    """Return the tables that are not slower than another without holding clearly less.
-
-    The layout solver counts bytes roughly; these are the cost model's own.
-    """
-    kept: list[tuple[float, float, float]] = []
-    result = []
-
-    for table in sorted(tables, key=_seconds):
-        load = table.blocks
-        mine = (
-            float(load.param_bytes.sum()),
-            float(kept_bytes(load, recompute="none").sum()),
-            float(kept_bytes(load, recompute="full").sum()),
-        )
-        # Slower than all that are kept: it has to hold clearly less than each in one part at least.
-        if not kept or any(
-            all(size < 0.98 * other[part] for other in kept) for part, size in enumerate(mine)
-        ):
-            kept.append(mine)
-            result.append(table)
-    return tuple(result)

@@ -58,6 +58,8 @@ class StageTable:
     """Dtype of parameters and gradient sums."""
     on_host: OnHost = NOTHING
     """What all plans of the search put on the host."""
+    beside: bool = False
+    """Weight gradients are made beside collectives of the backward (`Split`)."""
     rank_ends: dict[tuple, tuple[float, ...]] = field(default_factory=dict, init=False)
     """When ranks end their last jobs, in seconds, of the cuts that were simulated."""
     _least_sums: dict[Recompute, tuple[list[float], list[float]]] = field(
@@ -83,7 +85,8 @@ class StageTable:
     def key(self) -> TableKey:
         """Names the table where answers about it are kept."""
         layouts = sha256(repr(self.layouts).encode()).hexdigest()
-        return f"{self.degrees} microbatch_size={self.microbatch_size} {layouts}"
+        beside = " beside" * self.beside
+        return f"{self.degrees} microbatch_size={self.microbatch_size} {layouts}{beside}"
 
     @property
     def tp(self) -> int:
@@ -119,6 +122,7 @@ class StageTable:
                 degrees=self.degrees,
                 microbatch_size=self.microbatch_size,
                 layouts=self.layouts,
+                beside=self.beside,
                 polls=polls,
             )
             self._chains[polls] = chain_costs(self.costs, split)

@@ -218,6 +218,7 @@ def test_refusal_is_the_only_line_without_a_profile_too(planner):
         ("--price", "inf", "per device and hour"),
         ("--allow", "schedule", "CHOICE=VALUE"),
         ("--receive-ahead", "-1", "it counts jobs: 0 or more"),
+        ("--overlap", "all", "use auto, which chooses whether weight gradients are made beside"),
         ("--offload", "disk", "use auto, none, optimizer, activations, both or tables"),
     ],
 )

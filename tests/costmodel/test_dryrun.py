@@ -81,6 +81,15 @@ LAYOUTS = [
 ]
 
 
+def assert_every_rank(plan, model, graph, costs):
+    predicted = estimate(graph, costs.profile, plan, costs=costs).memory
+    for pp_rank in range(plan.pp):
+        rank = (pp_rank + 1) * plan.world_size // plan.pp - 1
+        run = dry_run(plan, graph, model.build, rank=rank, on_gloo=True)
+        error = float(predicted[pp_rank].tensor_bytes) / run.peak_bytes - 1
+        assert abs(error) < 0.01, f"pp rank {pp_rank}: {error:+.2%}"
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_predicted_tensors_are_those_of_the_dry_run(gpt, layout):
     """X10: every pp rank within 1%; of cp ranks the last, whose queries meet most keys."""
@@ -90,12 +99,29 @@ def test_predicted_tensors_are_those_of_the_dry_run(gpt, layout):
         recompute = [BY_BLOCK[recompute][i % 2] for i in range(len(graph.blocks))]
     options = {"microbatch_size": 8, "num_microbatches": 2, **layout, "recompute": recompute}
     plan = default_plan(graph, **options)
-    predicted = estimate(graph, costs.profile, plan, costs=costs).memory
-    for pp_rank in range(plan.pp):
-        rank = (pp_rank + 1) * plan.world_size // plan.pp - 1
-        run = dry_run(plan, graph, model.build, rank=rank, on_gloo=True)
-        error = float(predicted[pp_rank].tensor_bytes) / run.peak_bytes - 1
-        assert abs(error) < 0.01, f"pp rank {pp_rank}: {error:+.2%}"
+    assert_every_rank(plan, model, graph, costs)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp": 2},
+        {"tp": 2, "recompute": "full"},
+        pytest.param({"tp": 2, "recompute": "selective"}, marks=pytest.mark.slow),
+        pytest.param({"tp": 2, "pp": 2, "num_microbatches": 4}, marks=pytest.mark.slow),
+        {"tp": 2, "pp": 2, "num_microbatches": 4, "schedule": "zb_h1"},
+        pytest.param({"dp": 2, "tp": 2, "zero_stage": 1}, marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "tp": 2, "zero_stage": 3}, marks=pytest.mark.slow),
+        pytest.param({"cp": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_what_waits_for_a_collective_is_in_the_dry_run(gpt, layout):
+    """X10: with weight gradients beside collectives, every pp rank within 1%."""
+    model, graph, costs = gpt
+    plan = default_plan(graph, **{"microbatch_size": 8, "num_microbatches": 2, **layout})
+    plan = plan.model_copy(update={"overlap": "input-gradients"})
+    assert_every_rank(plan, model, graph, costs)
 
 
 @cache

@@ -114,12 +114,12 @@ def train_with_slow_sums(plan: Plan, folder: str, slow_s: float) -> None:
     """Train two steps with every all-reduce inside a job made `slow_s` longer."""
     run = collectives.run
 
-    def slow(kind: str, start: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def slow(kind: str, start: Callable[[], torch.Tensor], **how: Any) -> torch.Tensor:
         def late() -> torch.Tensor:
             time.sleep(slow_s)
             return start()
 
-        return run(kind, late)
+        return run(kind, late, **how)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PLANNER_TIMELINE", folder)

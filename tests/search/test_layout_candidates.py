@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from planner.errors import LayoutError
 from search import SearchRequest
 from search.candidates import Candidates
-from search.stages.layout_candidates import worth_trying
+from search.stages.worth_trying import worth_trying
 from tests.captures import capture_module
 from tests.search.machine import Machine
 
@@ -52,6 +53,22 @@ def test_a_table_that_is_slower_must_hold_clearly_less(candidates):
     kept = worth_trying([*tables, *tables])
     assert [block_seconds(table) for table in kept] == sorted(map(block_seconds, kept))
     assert len({table.key for table in kept}) == len(kept)
+
+
+def test_layouts_are_priced_with_and_without_weight_gradients_beside_collectives(llama):
+    """Each by its own blocks, where the search chooses and something hides."""
+    candidates = Candidates.of(
+        llama, MACHINE, SearchRequest(num_devices=8, global_batch=8, overlap="auto")
+    )
+    found = candidates.layouts.at(4, 1).every
+    alone = {layout.table.layouts: layout.least_s for layout in found if not layout.table.beside}
+    beside = {layout.table.layouts: layout.least_s for layout in found if layout.table.beside}
+    assert beside
+    assert all(seconds < alone[layouts] for layouts, seconds in beside.items())
+    assert all(layout.least_s == block_seconds(layout.table) for layout in found)
+    assert not any(layout.table.beside for layout in candidates.layouts.at(1, 1).every)
+    with pytest.raises(LayoutError, match="whose stages would each choose; drop one of them"):
+        SearchRequest(num_devices=8, global_batch=8, overlap="auto", meshes="own")
 
 
 class SharesAcrossKinds(nn.Module):

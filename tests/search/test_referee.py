@@ -240,6 +240,40 @@ def test_the_best_equals_trying_everything(instances, names, seed):
     assert unproved <= 1
 
 
+@pytest.mark.parametrize(
+    ("instances", "seed"),
+    [
+        pytest.param(1, 3, id="quick"),
+        pytest.param(40, 4, marks=[pytest.mark.slow, pytest.mark.timeout(1800)], id="many"),
+    ],
+)
+def test_weight_gradients_are_made_beside_collectives_by_price(instances, seed):
+    """D18: no plan beats the answer by more than its gap, with and without them among all plans,
+    nor is the bound above the best.
+    """
+    rng, chosen = np.random.default_rng(seed), set()
+    for _ in range(instances):
+        instance = random_instance(rng, [ATTENTION])
+        allow = [("recompute", "none"), ("recompute", "full"), ("zero", "0")]
+        allow += [("schedule", str(rng.choice(["1f1b", "zb_h1"]))), ("pp", "1"), ("pp", "2")]
+        request = replace(
+            instance.request, num_devices=2, global_batch=2, overlap="auto", allow=tuple(allow),
+            memory_odds=LEAST_ODDS,
+        )  # fmt: skip
+        answers = list(every_answer(instance.graph, instance.machine, request))
+        every = seconds_and_bytes(answers)
+        limit = int(min(every)[1] * rng.choice([0.8, 0.95, 1.0, 2.0]))
+        kept = of_kept_shapes(answers, instance.graph, instance.machine, request)
+        best_s = best_within(limit, seconds_and_bytes(kept))
+        request = replace(request, memory_limit_bytes=limit)
+        result = find_plan(instance.graph, instance.machine, request)
+        if check_against(best_s, limit, result) is not None:
+            chosen.add((result.plan.tp > 1, result.plan.overlap))
+    print(chosen)
+    if instances > 10:
+        assert (True, "input-gradients") in chosen
+
+
 def test_a_larger_microbatch_may_fit_where_a_smaller_one_does_not():
     """Over links this slow, blocks of one sample are fastest whole, and too large for the device;
     those of four are fastest in pieces, and fit."""

@@ -47,6 +47,8 @@ def plan_sentence(plan: Plan, overview: Overview) -> str:
         parts.append(f"{' and '.join(plan.on_host)} on the host")
     if plan.kernels == "compiled":
         parts.append("compiled blocks")
+    if plan.makes_beside:
+        parts.append("weight gradients beside collectives")
     runtime = "" if plan.execution == plan.runs_as else f", as {plan.execution} runs it"
     return ", ".join(parts) + runtime + "."
 

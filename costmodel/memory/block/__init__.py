@@ -9,6 +9,7 @@ Reading order:
                   -> `forward_walk`      height of the forward, and of its second run
                   -> `backward_facts` -> `backward_walk` (with `gradients`: the buffers they share)
                                       -> `deferred_weights`: gradients made in a job of their own
+                                      -> `waiting_weights`: and beside a collective of the block
     all of these  -> `block_bytes`       the block, also as the bound adds it up
                   -> `placed_block`      as a stage takes it, with `copies` of its inputs
 """

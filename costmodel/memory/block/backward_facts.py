@@ -110,15 +110,19 @@ class BackwardFacts:
     """The first op that saves anything."""
     results: frozenset[str]
     """Storages that a recomputed block refers to until `first_saver` has run backward."""
+    waits: Mapping[str, tuple[str, ...]]
+    """Products whose weight gradients are made while an op's collective is under way, by the op, as
+    the backward reaches them."""
 
 
 def backward_facts(
     saved: SavedTensors,
     products: Mapping[str, ProductArgs],
     results: frozenset[str] = frozenset(),
+    waits: Mapping[str, tuple[str, ...]] | None = None,
 ) -> BackwardFacts:
     """Return the facts of a bound program with those `deferrable_products`; `results` are those of
-    `recomputed.Kept`.
+    `recomputed.Kept`, `waits` has the `products_beside` its collectives.
     """
     storages = saved.storages
     program, tensor = storages.program, storages.program.tensor
@@ -133,6 +137,7 @@ def backward_facts(
         saved_bytes=saved.num_bytes,
         first_saver=next((name for name, mine in saved.saved.items() if mine != Saved()), None),
         results=results,
+        waits=waits or {},
     )
 
 

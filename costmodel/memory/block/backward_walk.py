@@ -1,5 +1,8 @@
 """The backward of a program, op by op: its highest point, what it makes and what it defers.
 
+Weight gradients that are made beside a collective (`facts.waits`) keep what they are made of until
+then, and are made while the collective's result is there already (`Waiting`).
+
 A gradient is freed once the op that made its tensor has run backward; what autograd saved is
 freed by the earliest op that saved it. How gradients share buffers is in
 `costmodel.memory.block.gradients`.
@@ -13,6 +16,7 @@ from costmodel.memory.block.backward_facts import BackwardFacts, InputGradient, 
 from costmodel.memory.block.deferred_weights import DeferredWeight
 from costmodel.memory.block.gradients import Gradients, seen_through
 from costmodel.memory.block.placed_block import BackwardWalk, Given
+from costmodel.memory.block.waiting_weights import Waiting
 from planner.language.graph import Op
 from planner.language.ops.weight_products import LARGE_BYTES
 
@@ -62,9 +66,16 @@ def backward_walk(
     # What a neighbour still holds outlives the op that would free it.
     never_freed = {storage[name].root for name in program.inputs if name not in freed_inputs}
     never_freed |= {storage[name].root for name in kept_by_others}
+    late = Waiting(facts.waits)
     if split:
         # A deferred weight gradient reads its operands in a later job.
-        never_freed.update(*(step.product.never_freed for step in facts.ops if step.product))
+        never_freed.update(
+            *(
+                step.product.never_freed
+                for step in facts.ops
+                if step.product and step.op.name not in late.products
+            )
+        )
     laid = dict(facts.strides)
     param_grads: dict[str, int] = {}
     stay_bytes = 0  # of gradients of parameters, and of inputs copied to rows
@@ -78,7 +89,9 @@ def backward_walk(
         if arriving:
             made, scratch, product = step.gradients, step.scratch_bytes, None
             ahead = step.ahead_bytes
-            if split and step.product is not None:
+            # (Those that wait for a collective are made there, whatever else is deferred.)
+            is_late = split or op.name in late.products
+            if is_late and step.product is not None:
                 product, scratch = step.product, step.deferred_scratch_bytes
                 ahead = step.deferred_ahead_bytes
                 made = [gradient for gradient in made if gradient.name not in product.inputs]
@@ -115,8 +128,27 @@ def backward_walk(
                     # Added to the sum of earlier microbatches at once, it lives as long as its op.
                     scratch += 0 if is_same or in_place else size
             peak = max(peak, live_saved + grads.live + stay_bytes + scratch)
+            if op.name in facts.waits:
+                # The collective is under way: what it takes, copies that are laid out for it, and
+                # what it gives are all there.
+                rise, more = late.make(
+                    grads,
+                    first=first,
+                    gradient_factor=gradient_factor,
+                    waiting=waiting,
+                    made=param_grads,
+                )
+                peak = max(peak, live_saved + grads.live + stay_bytes + scratch + rise)
+                stay_bytes += more - late.rows_bytes
+                reached |= late.params
+                live_saved -= late.release(grads)
             if product is not None:
-                deferred.append(_defer(op, product, grads, given_by))
+                weight = _defer(op, product, grads, given_by)
+                if op.name in late.products:
+                    trained = (g.name for g in step.gradients if g.name in product.inputs)
+                    late.add(op, product, weight, trained)
+                else:
+                    deferred.append(weight)
                 if product.rows_bytes is not None:
                     stay_bytes += product.rows_bytes
                     peak = max(peak, live_saved + grads.live + stay_bytes)
@@ -125,13 +157,17 @@ def backward_walk(
                     grads.free(name)
         # Autograd frees what an op saved once its backward has run. What the call of a recomputed
         # block refers to lives until nothing is left of the block's graph.
-        live_saved -= step.extra_bytes + sum(
-            size for root, size in step.saved if root not in never_freed and root not in results
+        live_saved -= step.extra_bytes + late.freed(
+            (root, size)
+            for root, size in step.saved
+            if root not in never_freed and root not in results
         )
         if op.name == facts.first_saver:
             # The first op that saved runs backward last. With it goes the block's graph, and the
             # results that its call kept for the second run.
-            live_saved -= sum(facts.saved.get(root, 0) for root in results - never_freed)
+            live_saved -= late.freed(
+                (root, facts.saved.get(root, 0)) for root in results - never_freed
+            )
         # The engine frees what a node saved before it adds the node's gradients to others, so the
         # sums below are not alive beside the kernel's scratch.
         beside = live_saved + stay_bytes

@@ -31,7 +31,7 @@ from costmodel.time.stage_costs.load import StageLoad
 from planner.language.graph import Program, TensorMeta
 from planner.language.lowering.experts import spread_params
 from planner.language.ops.call import ProductArgs
-from planner.language.ops.weight_products import deferrable_products
+from planner.language.ops.weight_products import deferrable_products, products_beside
 from planner.language.plan import Recompute
 
 _COPIED = frozenset({"buffer", "constant"})
@@ -44,10 +44,12 @@ def block_bytes(
     device_type: str,
     recompute: Recompute,
     recomputed: frozenset[str],
+    beside: bool = False,
     instead: SavedInstead = NOTHING_INSTEAD,
 ) -> BlockBytes:
     """Return what a bound local program holds; `recomputed` names the ops that run again when
-    `recompute` is "selective", `instead` what a backward makes again (`saved_tensors`).
+    `recompute` is "selective", `instead` what a backward makes again (`saved_tensors`). `beside`:
+    weight gradients are made beside collectives of the backward.
     """
     if not any(program.tensor[name].requires_grad for name in program.outputs):
         recompute = "none"  # no backward: nothing would read what runs again
@@ -56,6 +58,7 @@ def block_bytes(
     # Only autograd refers to the copies that a second run gets, so those it saves count.
     held_anyway = HELD_ANYWAY if recompute == "none" else HELD_ANYWAY - _COPIED
     products = deferrable_products(program)
+    waits = products_beside(program) if beside else {}
 
     def holds(names: frozenset[str]) -> BlockBytes:
         """Return what it holds where the weight gradients of these products are deferred."""
@@ -66,14 +69,15 @@ def block_bytes(
             held_anyway=held_anyway,
             instead=instead,
         )
-        return _block_bytes(saved, products, again, is_recomputed=recompute != "none")
+        return _block_bytes(saved, products, again, waits, is_recomputed=recompute != "none")
 
     def deferred() -> BlockBytes | None:
         other = holds(frozenset(products))
         # Where products save the same either way, the stage needs no second kind of this block.
         return None if other.saved.by_op == block.saved.by_op else other
 
-    block = replace(holds(none), deferred=cache(deferred))
+    # Products that wait for a collective save what deferred ones do.
+    block = replace(holds(none.union(*waits.values())), deferred=cache(deferred))
     return block
 
 
@@ -81,10 +85,13 @@ def _block_bytes(
     saved: SavedTensors,
     products: Mapping[str, ProductArgs],
     again: frozenset[str],
+    waits: Mapping[str, tuple[str, ...]],
     *,
     is_recomputed: bool,
 ) -> BlockBytes:
-    """Return what a block holds of which the ops named in `again` run twice."""
+    """Return what a block holds of which the ops named in `again` run twice; `waits` has the
+    products whose weight gradients wait for a redistribution's backward.
+    """
     program, storage = saved.program, saved.storages.storage
     tensor, all_roots, all_extra = program.tensor, saved.roots, saved.extra
     kept = kept_storages(saved, again)
@@ -116,7 +123,7 @@ def _block_bytes(
         if tensor[name].kind not in HELD_ANYWAY and (is_recomputed or name in all_roots)
     }
     kept_outputs = {name for name in program.outputs if storage[name].root in kept.roots}
-    facts = cache(lambda: backward_facts(saved, products, kept.results))
+    facts = cache(lambda: backward_facts(saved, products, kept.results, waits))
     return BlockBytes(
         inputs=tuple(_edge(saved, n, is_kept=n in kept_inputs) for n in program.inputs),
         outputs=tuple(_edge(saved, n, is_kept=n in kept_outputs) for n in program.outputs),

@@ -63,6 +63,10 @@ class Gradients:
         """Whether a tensor's gradient may be written to: its buffer is its own, and dense."""
         return self._users[self.of[name]] == 1 and name not in self.gaps
 
+    def num_users(self, name: str) -> int:
+        """How many gradients and other holders have the buffer of a tensor's gradient."""
+        return self._users[self.of[name]]
+
     def add_up(self, name: str, num_bytes: int) -> int:
         """Add the next gradient of a tensor, if it has another, to the first, and return the bytes
         that takes meanwhile; `num_bytes` are those of a gradient of it.

@@ -193,6 +193,8 @@ class ProgramTimes(NamedTuple):
     """What selective recomputation adds to the backward, collectives too."""
     weight_s: float
     """Seconds of the backward that make weight gradients."""
+    beside_s: float
+    """Part of that which is made beside collectives of the backward."""
     forward_comm_s: float
     """Seconds of exposed collectives in the forward."""
     backward_comm_s: float

@@ -13,6 +13,7 @@ from dataclasses import replace
 from costmodel.execution.dispatch.dispatcher import Dispatcher
 from costmodel.execution.dispatch.exchange import EXCHANGES, exchange_seconds
 from costmodel.table.fusion import Kernels, fused_seconds, num_kernels
+from costmodel.time.block.beside import Beside, beside_collectives
 from costmodel.time.block.compute import (
     ProgramTimes,
     Spent,
@@ -57,11 +58,13 @@ def profiled_times(
     dispatcher: Dispatcher,
     recomputed: frozenset[str],
     kernels: Kernels,
+    beside: bool = False,
 ) -> ProgramTimes:
     """Return the times of a bound program that was lowered on `axes`.
 
     Rows of experts go by `dispatcher`. `recomputed` names the ops that run again in the backward,
     collectives among them. Fused `kernels` take less time, where a program can be compiled.
+    `beside`: weight gradients are made beside collectives of the backward.
     """
     if kernels == "fused" and why_eager(local) is not None:
         kernels = "eager"
@@ -71,7 +74,9 @@ def profiled_times(
         op.name: op_works(op, tensor) for op in local.ops if op.target != "planner.redistribute"
     }
     seconds = _seconds_of_ops(local, profile, kernels, works)
-    forward_s = backward_s = weight_s = recomputed_s = forward_comm_s = backward_comm_s = 0.0
+    forward_s = backward_s = recomputed_s = forward_comm_s = backward_comm_s = 0.0
+    weight_of: dict[str, float] = {}
+    moved_back: dict[str, float] = {}
     again_comm_s = 0.0
     forward_flop = backward_flop = 0.0
     views = backward_views = backward_ops = forward_waits = backward_waits = 0
@@ -83,6 +88,7 @@ def profiled_times(
             there, back = redistribute_seconds(op, tensor, profile, axes)
             forward_comm_s += there
             backward_comm_s += back
+            moved_back[op.name] = back
             again_comm_s += there if op.name in recomputed else 0.0
             forward_waits += there > 0
             backward_waits += back > 0
@@ -123,7 +129,8 @@ def profiled_times(
         if op.name in products:
             # One product for the weight, and one as large for the input if it needs one: only the
             # weight's can be deferred.
-            weight_s += back / 2 if tensor[products[op.name][0].name].requires_grad else back
+            alone = not tensor[products[op.name][0].name].requires_grad
+            weight_of[op.name] = back if alone else back / 2
             again_products += op.name in recomputed
         work, back_work = works[op.name]
         forward_flop += work.flop
@@ -187,17 +194,22 @@ def profiled_times(
         moves=again_moves,
     )
     # Of corrections of the whole block, weight gradients have their share.
-    if backward_s:
-        # The host waits op by op, and each product's weight gradient is one of these.
-        waited = backward.host_s * len(products) / max(backward_ops, 1)
-        weight_s = weight_s * backward.device_s / backward_s + waited
+    share = backward.device_s / backward_s if backward_s else 1.0
+    weight_of = {name: each * share for name, each in weight_of.items()}
+    hides = Beside(0.0, 0.0)
+    if beside:
+        hides = beside_collectives(local, profile, collective_s=moved_back, weight_s=weight_of)
+    weight_s = sum(weight_of.values())
+    # The host waits op by op, and each product's weight gradient is one of these.
+    waited = backward.host_s * len(products) / max(backward_ops, 1)
     return ProgramTimes(
         forward=forward,
         backward=backward,
         recomputed=Spent(again_spent.device_s + again_comm_s, again_spent.host_s),
-        weight_s=weight_s,
+        weight_s=weight_s + waited,
+        beside_s=hides.weight_s * (1 + waited / weight_s) if weight_s else 0.0,
         forward_comm_s=forward_comm_s,
-        backward_comm_s=backward_comm_s,
+        backward_comm_s=backward_comm_s - hides.hidden_s,
         forward_flop=forward_flop,
         backward_flop=backward_flop,
     )

@@ -49,6 +49,8 @@ class Split:
     """Layouts on these axes; on an axis where a class has none it is replicated."""
     recomputed: tuple[tuple[int, tuple[str, ...]], ...] = ()
     """Ops that selective recomputation runs again, by class (no entry: the default choice)."""
+    beside: bool = False
+    """Weight gradients are made beside collectives of the backward (`Plan.overlap`)."""
     polls: bool = False
     """Hosts poll for messages that cross nodes, and reach collectives late (`CostCache.polls`)."""
 
@@ -93,6 +95,7 @@ class ChainCosts:
                 tuple(layout for layout in split.layouts if layout.class_index == index),
                 recomputed=recomputed.get(index),
                 polls=split.polls,
+                beside=split.beside,
             )
             for index in {block.class_index for block in self.graph.blocks}
         }

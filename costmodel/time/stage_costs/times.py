@@ -24,7 +24,8 @@ class RunTimes:
     backward_s: Amount = 0.0
     """Seconds of compute of the backward without recomputation, the host's part included."""
     weight_s: Amount = 0.0
-    """Part of `backward_s` that makes weight gradients: it needs no gradient to be sent on."""
+    """Part of `backward_s` that makes weight gradients which a later job, or the end of this, may
+    make as well: it needs no gradient to be sent on."""
     recomputed_s: Amount = 0.0
     """Seconds that selective recomputation adds to the backward."""
     rerun_s: Amount = 0.0

@@ -1,12 +1,15 @@
 """Which products of a program make weight gradients that can be deferred; free of torch.
 
-The runtime defers the weight gradients of these products (`planner.runtime.stage.weight_grads`)
-and the cost model prices what is deferred, so both read this list.
+The runtime defers the weight gradients of these products (`planner.runtime.stage.weight_grads`),
+or makes them while a collective is under way (`planner.runtime.stage.beside_collectives`), and the
+cost model prices both, so all read these lists.
 """
 
 from __future__ import annotations
 
 from planner.language.graph import Program
+from planner.language.layout.placement import parse_placement
+from planner.language.layout.redistribute import REDISTRIBUTE, collectives
 from planner.language.ops.call import ProductArgs
 from planner.language.ops.record import family_of
 
@@ -37,4 +40,30 @@ def deferrable_products(program: Program) -> dict[str, ProductArgs]:
         bias_is_ours = bias is None or bias.name in from_params
         if is_trained and two_dims and bias_is_ours and x.name not in from_params:
             found[op.name] = product
+    return found
+
+
+def products_beside(program: Program) -> dict[str, tuple[str, ...]]:
+    """Return which weight gradients can be made while a collective of the backward is under way: by
+    the redistribution that it is of, the products, as the backward reaches them.
+
+    Of a product with a trained parameter the backward makes an input gradient, which the ops before
+    wait for, and a weight gradient, which nothing waits for. So the latter waits, together with
+    what it is made of, for the next redistribution of the program with a collective in its
+    backward, of whichever axis. Behind the last of these products make both at once.
+    """
+    products, tensor = deferrable_products(program), program.tensor
+    found: dict[str, tuple[str, ...]] = {}
+    waiting: list[str] = []
+    # The engine runs the last op's backward first.
+    for op in reversed(program.ops):
+        if op.name in products:
+            x, weight, _, _ = products[op.name]
+            if weight.name in program.params and tensor[x.name].requires_grad:
+                waiting.append(op.name)
+        elif op.target == REDISTRIBUTE and waiting and tensor[op.inputs[0]].requires_grad:
+            src, dst = (parse_placement(str(placement)) for placement in op.args[2:4])
+            if collectives(src, dst, bool(op.args[4]))[1] is not None:
+                found[op.name] = tuple(waiting)
+                waiting = []
     return found

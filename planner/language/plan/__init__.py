@@ -23,7 +23,7 @@ from planner.language.plan.parts import (
     precision_named,
     recompute_fields,
 )
-from planner.language.plan.plan import OURS, RUNTIME_OF, Kernels, Plan, kernels_of
+from planner.language.plan.plan import OURS, RUNTIME_OF, Kernels, Overlap, Plan, kernels_of
 
 __all__ = [
     "OURS",
@@ -34,6 +34,7 @@ __all__ = [
     "ClusterRef",
     "Kernels",
     "ModelRef",
+    "Overlap",
     "Plan",
     "Precision",
     "Recompute",

@@ -47,6 +47,10 @@ RUNTIME_OF: dict[Kernels, str] = {"eager": OURS, "compiled": "ours-compiled"}
 """The name under which this project's runtime is priced with each."""
 
 
+Overlap = Literal["none", "input-gradients"]
+"""What of a backward runs beside the collectives of its blocks, by choice."""
+
+
 def kernels_of(execution: str) -> Kernels:
     """Return the kernels of a plan that is priced for a runtime; of other systems', the usual."""
     return next((kernels for kernels, name in RUNTIME_OF.items() if name == execution), "eager")
@@ -94,6 +98,9 @@ class Plan(Record):
             where the model computes across samples, parts of the batch compute with their own.
         kernels: "compiled" runs blocks as compiled graphs where their ops allow it; "eager" op by
             op.
+        overlap: "input-gradients" makes weight gradients while the collectives are under way that
+            sum or gather input gradients inside blocks (`planner.language.ops.weight_products`);
+            "none" waits for each of these at once.
         estimate: what the search predicted, in named parts (seconds and bytes), for `show` and
             `compare`; running ignores it.
         execution: the runtime whose step `estimate` is; running ignores it, too.
@@ -121,6 +128,7 @@ class Plan(Record):
     layouts: tuple[ClassLayout, ...]
     accept: tuple[str, ...] = ()
     kernels: Kernels = "eager"
+    overlap: Overlap = "none"
     estimate: dict[str, Any] = Field(default_factory=dict)
     execution: str = OURS
 
@@ -144,6 +152,8 @@ class Plan(Record):
             spread.pop("accept", None)
         if self.kernels == "eager":
             spread.pop("kernels", None)
+        if self.overlap == "none":
+            spread.pop("overlap", None)
         return spread
 
     @field_validator("accept")
@@ -163,6 +173,11 @@ class Plan(Record):
     def runs_as(self) -> str:
         """The name under which this project's runtime is priced with the plan's kernels."""
         return RUNTIME_OF[self.kernels]
+
+    @property
+    def makes_beside(self) -> bool:
+        """Whether weight gradients are made beside collectives of input gradients."""
+        return self.overlap == "input-gradients"
 
     @property
     def dp(self) -> int:
@@ -317,6 +332,15 @@ class Plan(Record):
         the stage's graph count.
         """
         return self.microbatch_units // self.stage_degrees(stage_index).along("batch")
+
+    @model_validator(mode="after")
+    def _orders_its_own_kernels(self) -> Plan:
+        if self.overlap != "none" and self.kernels == "compiled":
+            raise ValueError(
+                f"overlap is {self.overlap} and kernels are compiled, whose graphs have an order "
+                "of their own; use eager kernels, or no overlap"
+            )
+        return self
 
     @model_validator(mode="after")
     def _is_of_this_world(self) -> Plan:

@@ -41,13 +41,18 @@ from planner.language.layout.placement import (
     parse_placement,
     piece_in,
 )
-from planner.timeline import ROWS
+from planner.timeline import BESIDE, COLLECTIVE, ROWS
 
 _funcol = torch.ops._c10d_functional
 
-_span: Callable[[str, int], AbstractContextManager[object]] | None = None
-"""What records a collective of a name while it runs, and the rows that it brings; None: nobody
-looks."""
+_Recording = Callable[[str, str, int], AbstractContextManager[object]]
+
+_span: _Recording | None = None
+"""What records a collective while it runs, or what runs beside it: its kind of span, its name and
+the rows that it brings; None: nobody looks."""
+
+Meanwhile = Callable[[], None]
+"""Work that is done between the start of a collective and the wait for it."""
 
 Step = tuple[str, int | Shard, int | Shard]
 """A step: (kind, where, where to); an int stands for a plain Shard of that dim. Only an
@@ -56,28 +61,46 @@ all-to-all has a second place, where it splits; `run_step` says what the kinds d
 _NOTHING: Step = ("identity", 0, 0)
 
 
-def record(span: Callable[[str, int], AbstractContextManager[object]] | None) -> None:
+def record(span: _Recording | None) -> None:
     """Record this process's collectives from now on, each under its kind or its name, with the rows
-    that it brings to experts; None: no longer.
+    that it brings to experts, and what runs beside them; None: no longer.
     """
     global _span
     _span = span
 
 
-def run(kind: str, start: Callable[[], Tensor], *, rows: int = 0) -> Tensor:
+def run(
+    kind: str, start: Callable[[], Tensor], *, rows: int = 0, meanwhile: Meanwhile | None = None
+) -> Tensor:
     """Start a collective and return what it gives, which the caller may use at once; `rows` are
-    those that it brings to experts.
+    those that it brings to experts. `meanwhile` runs between its start and its end.
     """
     if _span is None or torch.compiler.is_compiling():
-        return _funcol.wait_tensor(start())
-    with _span(kind, rows):
-        return _funcol.wait_tensor(start())
+        given = start()
+        if meanwhile is not None:
+            meanwhile()
+        return _funcol.wait_tensor(given)
+    with _span(COLLECTIVE, kind, rows):
+        given = start()
+        if meanwhile is not None:
+            with _span(BESIDE, "weight gradients", 0):
+                meanwhile()
+        return _funcol.wait_tensor(given)
 
 
-def redistribute(x: Tensor, group: str, src: str, dst: str, grad_partial: bool) -> Tensor:
+def redistribute(
+    x: Tensor,
+    group: str,
+    src: str,
+    dst: str,
+    grad_partial: bool,
+    *,
+    meanwhile: Meanwhile | None = None,
+) -> Tensor:
     """Change the placement of `x` on one axis from `src` to `dst` (``R``, ``P``, ``S(dim)``).
 
-    An empty `group` is an axis of size one: nothing moves. Raises LayoutError for a pair
+    An empty `group` is an axis of size one: nothing moves. `meanwhile` is work that the backward
+    does while its collective is under way. Raises LayoutError for a pair
     of placements without a way between them.
     """
     if not group:
@@ -85,7 +108,7 @@ def redistribute(x: Tensor, group: str, src: str, dst: str, grad_partial: bool) 
     forward, backward = _steps(parse_placement(src), parse_placement(dst), grad_partial)
     if forward is _NOTHING and backward is _NOTHING:
         return x
-    return _Redistribute.apply(x, group, forward, backward)
+    return _Redistribute.apply(x, group, forward, backward, meanwhile)
 
 
 def check_way(src: str, dst: str) -> None:
@@ -131,32 +154,45 @@ def _steps(src: Placement, dst: Placement, grad_partial: bool) -> tuple[Step, St
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, forward: Step, backward: Step) -> Tensor:
-        ctx.group, ctx.step = group, backward
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        group: str,
+        forward: Step,
+        backward: Step,
+        meanwhile: Meanwhile | None,
+    ) -> Tensor:
+        ctx.group, ctx.step, ctx.meanwhile = group, backward, meanwhile
         return run_step(x, group, forward)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return run_step(grad, ctx.group, ctx.step), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return run_step(grad, ctx.group, ctx.step, ctx.meanwhile), None, None, None, None
 
 
-def run_step(x: Tensor, group: str, step: Step) -> Tensor:
-    """Run one step on `x`, without autograd."""
+def run_step(x: Tensor, group: str, step: Step, meanwhile: Meanwhile | None = None) -> Tensor:
+    """Run one step on `x`, without autograd; `meanwhile` runs beside its collective, if it has
+    one.
+    """
     kind, first, second = step
     if isinstance(first, Shard) or isinstance(second, Shard):
-        return _run_at_shards(x, group, kind, _as_shard(first), _as_shard(second))
+        return _run_at_shards(x, group, kind, _as_shard(first), _as_shard(second), meanwhile)
     dim, other = first, second
     match kind:
         case "identity":
             return x.view_as(x)
         case "all_reduce":
-            return run(kind, lambda: _funcol.all_reduce(x.contiguous(), "sum", group))
+            return run(
+                kind,
+                lambda: _funcol.all_reduce(x.contiguous(), "sum", group),
+                meanwhile=meanwhile,
+            )
         case "all_gather":
-            return _all_gather(x, group, dim)
+            return _all_gather(x, group, dim, meanwhile)
         case "reduce_scatter":
-            return _reduce_scatter(x, group, dim)
+            return _reduce_scatter(x, group, dim, meanwhile)
         case "all_to_all":
-            return _all_to_all(x, group, gather_dim=dim, split_dim=other)
+            return _all_to_all(x, group, meanwhile, gather_dim=dim, split_dim=other)
         case "slice":
             return _own_piece(x, group, dim).contiguous()
         case "pad":
@@ -179,42 +215,47 @@ def _as_shard(where: int | Shard) -> Shard:
     return where if isinstance(where, Shard) else Shard(where)
 
 
-def _run_at_shards(x: Tensor, group: str, kind: str, first: Shard, second: Shard) -> Tensor:
+def _run_at_shards(
+    x: Tensor, group: str, kind: str, first: Shard, second: Shard, meanwhile: Meanwhile | None
+) -> Tensor:
     """Run a step on pieces of segments: the step itself, one dim further in."""
     places = [first, second] if kind == "all_to_all" else [first]
     if all(place.segments == 1 for place in places):
-        return run_step(x, group, (kind, first.dim, second.dim))
+        return run_step(x, group, (kind, first.dim, second.dim), meanwhile)
     # Pieces of other segments of the same dim lie interleaved: gathered, then cut again.
     if kind == "all_to_all" and first.dim == second.dim:
-        whole = run_step(x, group, ("all_gather", first, 0))
+        whole = run_step(x, group, ("all_gather", first, 0), meanwhile)
         return run_step(whole, group, ("slice", second, 0))
     if any(place.mirrored for place in places):
-        return _run_at_mirrored(x, group, kind, first, second)
+        return _run_at_mirrored(x, group, kind, first, second, meanwhile)
     # [..., segments * n, ...] as [..., segments, n, ...]: each segment is then cut as a plain dim.
     by_dim = sorted(places, key=lambda place: place.dim)
     for place in reversed(by_dim):
         x = x.unflatten(place.dim, (place.segments, -1))
     # (Compilers can't look a placement up in a list.)
     inner = [place.dim + 1 + sum(p.dim < place.dim for p in places) for place in places]
-    y = run_step(x, group, (kind, inner[0], inner[-1]))
+    y = run_step(x, group, (kind, inner[0], inner[-1]), meanwhile)
     for place in by_dim:
         y = y.flatten(place.dim, place.dim + 1)
     return y
 
 
-def _run_at_mirrored(x: Tensor, group: str, kind: str, first: Shard, second: Shard) -> Tensor:
+def _run_at_mirrored(
+    x: Tensor, group: str, kind: str, first: Shard, second: Shard, meanwhile: Meanwhile | None
+) -> Tensor:
     """Run a step on pieces of mirrored segments: they are no plain dim, so each is put in its place
     by itself, in the copy that puts pieces side by side in any case.
     """
     dim, own = first.dim, rank(group)
     match kind:
         case "all_gather":
-            gathered = _all_gather(x, group, 0).chunk(size(group))
+            gathered = _all_gather(x, group, 0, meanwhile).chunk(size(group))
             return torch.cat(_in_order(gathered, first), dim)
         case "reduce_scatter":
             # Along dim 0, which the collective scatters, what goes to each rank.
             by_rank = _by_rank(x, first, size(group))
-            mine = _reduce_scatter(torch.cat([p for pieces in by_rank for p in pieces]), group, 0)
+            stacked = torch.cat([p for pieces in by_rank for p in pieces])
+            mine = _reduce_scatter(stacked, group, 0, meanwhile)
             return mine if dim == 0 else torch.cat(mine.chunk(first.segments), dim)
         case "slice":
             return torch.cat(_by_rank(x, first, size(group))[own], dim)
@@ -231,7 +272,7 @@ def _run_at_mirrored(x: Tensor, group: str, kind: str, first: Shard, second: Sha
             if second.mirrored:
                 by_rank = _by_rank(x, second, size(group))
                 x = torch.cat([p for pieces in by_rank for p in pieces], second.dim)
-            y = _run_at_shards(x, group, kind, *plain)
+            y = _run_at_shards(x, group, kind, plain[0], plain[1], meanwhile)
             if first.mirrored:
                 y = torch.cat(_in_order(y.chunk(size(group), dim), first), dim)
             return y
@@ -289,32 +330,44 @@ def _own_piece(x: Tensor, group: str, dim: int) -> Tensor:
     return x.narrow(dim, rank(group) * piece, piece)
 
 
-def _all_gather(x: Tensor, group: str, dim: int) -> Tensor:
+def _all_gather(x: Tensor, group: str, dim: int, meanwhile: Meanwhile | None = None) -> Tensor:
     parts = size(group)
     x = x.contiguous()
-    gathered = run("all_gather", lambda: _funcol.all_gather_into_tensor(x, parts, group))
+    gathered = run(
+        "all_gather",
+        lambda: _funcol.all_gather_into_tensor(x, parts, group),
+        meanwhile=meanwhile,
+    )
     # The collective stacks along dim 0; elsewhere the pieces must be put side by side.
     return gathered if dim == 0 else torch.cat(gathered.chunk(parts), dim)
 
 
-def _reduce_scatter(x: Tensor, group: str, dim: int) -> Tensor:
+def _reduce_scatter(x: Tensor, group: str, dim: int, meanwhile: Meanwhile | None = None) -> Tensor:
     parts = size(group)
     _check_divides(x, dim, parts)
     # The collective scatters dim 0, so the pieces of the wanted dim are stacked there.
     stacked = x if dim == 0 else torch.cat(x.chunk(parts, dim))
     stacked = stacked.contiguous()
     return run(
-        "reduce_scatter", lambda: _funcol.reduce_scatter_tensor(stacked, "sum", parts, group)
+        "reduce_scatter",
+        lambda: _funcol.reduce_scatter_tensor(stacked, "sum", parts, group),
+        meanwhile=meanwhile,
     )
 
 
-def _all_to_all(x: Tensor, group: str, *, gather_dim: int, split_dim: int) -> Tensor:
+def _all_to_all(
+    x: Tensor, group: str, meanwhile: Meanwhile | None, *, gather_dim: int, split_dim: int
+) -> Tensor:
     parts = size(group)
     _check_divides(x, split_dim, parts)
     # Part r of the split dim goes to rank r; what comes back is put together along the other dim.
     stacked = torch.stack(x.chunk(parts, split_dim))
     ones = [1] * parts
-    received = run("all_to_all", lambda: _funcol.all_to_all_single(stacked, ones, ones, group))
+    received = run(
+        "all_to_all",
+        lambda: _funcol.all_to_all_single(stacked, ones, ones, group),
+        meanwhile=meanwhile,
+    )
     return torch.cat(received.unbind(0), gather_dim)
 
 

@@ -24,7 +24,7 @@ from planner.language.schedule.jobs import Job
 from planner.runtime.process import device as devices
 from planner.runtime.process.environment import TIMELINE_DIR
 from planner.runtime.process.groups.mesh import Mesh
-from planner.timeline import COLLECTIVE, rank_file, span_line, write_header
+from planner.timeline import rank_file, span_line, write_header
 
 _CLOCK_ROUNDS = 8
 _CLOCK_AGE_S = 10.0
@@ -90,10 +90,12 @@ class Recorder:
         what = (kind, name, self.step, stage, microbatch)
         return (_OpenByEvents if self.on_gpu and not on_host else _Open)(self, what, rows)
 
-    def collective(self, kind: str, rows: int = 0) -> _Open | _OpenByEvents:
-        """Record a collective of the job in work, and how many rows it brings to experts."""
+    def in_job(self, kind: str, name: str, rows: int = 0) -> _Open | _OpenByEvents:
+        """Record a collective of the job in work, with the rows that it brings to experts, or what
+        runs beside one.
+        """
         stage, microbatch = self.inside
-        return self.span(COLLECTIVE, kind, stage, microbatch, rows=rows)
+        return self.span(kind, name, stage, microbatch, rows=rows)
 
     def end_step(self) -> None:
         """Write out what has ended: on a GPU, that is not yet all of the step."""

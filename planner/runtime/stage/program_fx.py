@@ -30,8 +30,9 @@ from planner.language.layout.redistribute import GATHER_SAMPLES, OWN_SAMPLES, RE
 from planner.language.ops.families.entries.routing import STACK_OF_RUNS
 from planner.language.ops.families.products.narrow import scaling_of
 from planner.language.ops.record import is_random
-from planner.language.ops.weight_products import deferrable_products
+from planner.language.ops.weight_products import deferrable_products, products_beside
 from planner.runtime.process import collectives
+from planner.runtime.stage.beside_collectives import BesideCollectives, RedistributeBeside
 from planner.runtime.stage.bindings import BINDINGS
 from planner.runtime.stage.calls import local_ops
 from planner.runtime.stage.calls.autograd_functions import autograd_function
@@ -45,7 +46,7 @@ from planner.runtime.stage.calls.part_of import part_of
 from planner.runtime.stage.calls.pure import PURE
 from planner.runtime.stage.calls.rows.table_lookup import table_lookup
 from planner.runtime.stage.recompute import Keeper, KeptOp
-from planner.runtime.stage.weight_grads import WeightProduct, WeightQueue, narrow_product
+from planner.runtime.stage.weight_grads import Pending, WeightProduct, WeightQueue, narrow_product
 
 
 def to_graph_module(
@@ -54,6 +55,7 @@ def to_graph_module(
     device: torch.device,
     *,
     weight_queue: WeightQueue | None = None,
+    beside: BesideCollectives | None = None,
     keeper: Keeper | None = None,
     made_again: frozenset[str] = frozenset(),
 ) -> fx.GraphModule:
@@ -62,19 +64,24 @@ def to_graph_module(
     `program` is bound (no Affine left). `groups` gives the process group of each mesh axis
     that its ``planner.*`` ops name; None stands for an axis of size one, on which they act
     on the whole tensor. With a `weight_queue`, products with trained weights add their
-    weight gradients to the sums themselves, and can defer them in it. With a `keeper`, the
+    weight gradients to the sums themselves, and can defer them in it; given `beside`, those behind
+    which a collective of the backward follows make theirs beside it. With a `keeper`, the
     results of all ops but those named in `made_again` can be kept where a block is recomputed.
     Raises LayoutError for an op of ours that does not exist or an axis without a group.
     """
     graph = fx.Graph()
     root = torch.nn.Module()
-    products = {}
+    ways: dict[str, str] = {}  # by op: what products are called that it is one of
+    hides: Mapping[str, tuple[str, ...]] = {}
+    products = deferrable_products(program)
     if weight_queue is not None:
-        products = deferrable_products(program)
-        scalings = {scaling_of(op) for op in program.ops if op.name in products}
-        for transposed, scaling in product(_MODULES, ("", *sorted(scalings - {""}))):
-            module = WeightProduct(weight_queue, transposed=transposed, scaling=scaling)
-            root.add_module(_MODULES[transposed] + scaling, module)
+        ways = dict.fromkeys(products, "")
+        _add_products(root, "", program, weight_queue)
+    if beside is not None:
+        hides = products_beside(program)
+        ways |= {name: "_beside" for names in hides.values() for name in names}
+        _add_products(root, "_beside", program, weight_queue, beside.waiting)
+        root.add_module("redistribute_beside", RedistributeBeside(beside))
     env = {name: graph.placeholder(_identifier(name)) for name in program.inputs}
     env |= {name: graph.placeholder(_identifier(name)) for name in program.params}
     calls = {}
@@ -82,15 +89,17 @@ def to_graph_module(
     for op in program.ops:
         if op.name in counted:
             op = _with_momentum(graph, op, env, counted[op.name])
-        if op.name in products:
+        if op.name in ways:
             x, weight, bias, transposed = products[op.name]
             node = graph.call_module(
-                _MODULES[transposed] + scaling_of(op),
+                _MODULES[transposed] + scaling_of(op) + ways[op.name],
                 tuple(env[ref.name] for ref in (x, weight, bias) if ref is not None),
             )
             env[op.outputs[0]] = node
         elif op.target.startswith("planner."):
             node = _emit_own(graph, program, op, env, groups, device)
+            if op.name in hides:
+                node.op, node.target = "call_module", "redistribute_beside"
         else:
             made = program.tensor.get(op.outputs[0])
             is_complex = made is not None and made.dtype.startswith("complex")
@@ -104,6 +113,20 @@ def to_graph_module(
     # Whose op a line of its code is, for messages (`planner.runtime.step.update.values`).
     module.meta["lines"] = {calls[op.name].name: (op.name, op.line) for op in program.ops}
     return module
+
+
+def _add_products(
+    root: torch.nn.Module,
+    suffix: str,
+    program: Program,
+    queue: WeightQueue | None,
+    waiting: list[Pending] | None = None,
+) -> None:
+    """Add the modules that multiply by a trained weight, for all scalings in a program."""
+    scalings = {"", *map(scaling_of, program.ops)}
+    for transposed, scaling in product(_MODULES, sorted(scalings)):
+        module = WeightProduct(queue, transposed=transposed, scaling=scaling, waiting=waiting)
+        root.add_module(_MODULES[transposed] + scaling + suffix, module)
 
 
 def _with_momentum(graph: fx.Graph, op: Op, env: dict[str, fx.Node], counter: str) -> Op:

@@ -24,6 +24,7 @@ from planner.language.lowering.lowering import local_program
 from planner.language.ops.recompute_choice import ops_made_again
 from planner.language.plan import Plan
 from planner.runtime.process.groups.mesh import Mesh
+from planner.runtime.stage.beside_collectives import BesideCollectives
 from planner.runtime.stage.compiled.block import CompiledBlock
 from planner.runtime.stage.compiled.halves import cut
 from planner.runtime.stage.compiled.kernels import Compiler
@@ -49,6 +50,7 @@ class Programs:
         *,
         keeper: Keeper,
         weight_queue: WeightQueue | None,
+        beside: BesideCollectives | None = None,
     ) -> None:
         """`graphs` are the model on batches of each shape, the plan's own first."""
         # Ops of libraries that the model's forward imports, which this rank does not run.
@@ -59,7 +61,7 @@ class Programs:
         self.bucket = 0
         selective = any("selective" in stage.recompute_by_block for stage in plan.stages)
         self._keeper = keeper if selective else None
-        self._weight_queue = weight_queue
+        self._weight_queue, self._beside = weight_queue, beside
         self._full_size = plan.microbatch_units // mesh.size("batch")
         # A replica's share may differ from the mean, in which layouts were found.
         shares = plan.unit_shares
@@ -159,6 +161,7 @@ class Programs:
             self._groups(),
             self._mesh.device,
             weight_queue=self._weight_queue,
+            beside=self._beside,
             keeper=self._keeper,
             made_again=self._made_again(class_index, bucket, program),
         ).forward

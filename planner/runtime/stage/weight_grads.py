@@ -134,15 +134,28 @@ class WeightProduct(nn.Module):
     `x` is [..., in], `weight` 2-d, `bias` [out]. With a `scaling` its factors are cast to 8 bits.
     """
 
-    def __init__(self, queue: WeightQueue, *, transposed: bool, scaling: str = "") -> None:
+    def __init__(
+        self,
+        queue: WeightQueue | None,
+        *,
+        transposed: bool,
+        scaling: str = "",
+        waiting: list[Pending] | None = None,
+    ) -> None:
+        """`waiting` takes each weight gradient in the backward, before any queue; None: the queue,
+        while it collects.
+        """
         super().__init__()
-        self._queue, self._transposed, self._scaling = queue, transposed, scaling
+        self._queue, self._transposed, self._waiting = queue, transposed, waiting
+        self._scaling = scaling
         self.anchor: Tensor | None = None
         """What a deferred product hangs on where its x has no gradient; None: made for each."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply. Not `forward`: looking for a module's hooks costs as much as the rest."""
-        pending = self._queue.current
+        pending = self._waiting
+        if pending is None and self._queue is not None:
+            pending = self._queue.current
         if self._scaling and pending is None:
             adds = weight.nbytes >= LARGE_BYTES
             return narrow_product(

@@ -23,6 +23,7 @@ from planner.language.schedule import Schedule
 from planner.runtime.batches.inputs.feed import Preamble
 from planner.runtime.batches.inputs.whole_batch import WholeBatchValues
 from planner.runtime.process.groups.mesh import Mesh
+from planner.runtime.stage.beside_collectives import BesideCollectives
 from planner.runtime.stage.calls.opaque_modules import keep_modules
 from planner.runtime.stage.host import Host
 from planner.runtime.stage.host_activations import ActivationsOnHost
@@ -45,12 +46,15 @@ class BlockPrograms:
         keeper: what recomputes of all programs.
         weight_queue: their weight gradients that wait for a W job; None where FSDP2 reduces a
             gradient when its block's backward ends: a later one would be lost.
+        beside: those that wait for a collective of their block's backward; None where the plan has
+            them made at once.
     """
 
     def __init__(self, plan: Plan, mesh: Mesh, *, zero_stage: int) -> None:
         self._plan, self._mesh = plan, mesh
         self.keeper = Keeper()
         self.weight_queue = None if zero_stage else WeightQueue()
+        self.beside = BesideCollectives() if plan.makes_beside else None
         self._made: list[Programs] = []
 
     def of(self, graphs: Sequence[ModelGraph]) -> Programs:
@@ -61,6 +65,7 @@ class BlockPrograms:
             self._mesh,
             keeper=self.keeper,
             weight_queue=self.weight_queue,
+            beside=self.beside,
         )
         self._made.append(made)
         return made

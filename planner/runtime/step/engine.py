@@ -228,7 +228,7 @@ class Engine:
             else None
         )
         recorder = self._host.recorder = start_recorder(mesh)
-        self._record_collective = None if recorder is None else recorder.collective
+        self._record_collective = None if recorder is None else recorder.in_job
         self._spans = Spans(recorder)
         self._executor = Executor(
             schedule=self.schedule,
@@ -243,6 +243,7 @@ class Engine:
                 buckets=[shaped_edges(edges, bucket) for bucket in graphs[1:]],
             ),
             weight_queue=self._lowered.weight_queue,
+            beside=self._lowered.beside,
             lookahead=plan.receive_ahead,
             marks=DeviceMarks(mesh.device) if devices.is_accelerator(mesh.device) else None,
             spans=self._spans,

@@ -24,6 +24,7 @@ from planner.runtime.batches.inputs.feed import Feed
 from planner.runtime.process.recorder import job_name
 from planner.runtime.process.spans import Spans
 from planner.runtime.process.watchdog import Status
+from planner.runtime.stage.beside_collectives import BesideCollectives
 from planner.runtime.stage.host_activations import ActivationsOnHost, Incoming
 from planner.runtime.stage.stage import StageModule
 from planner.runtime.stage.weight_grads import WeightQueue
@@ -92,12 +93,14 @@ class Executor:
         hooks: Hooks,
         spans: Spans,
         weight_queue: WeightQueue | None = None,
+        beside: BesideCollectives | None = None,
         away: ActivationsOnHost | None = None,
         lookahead: int,
         marks: DeviceMarks | None = None,
     ) -> None:
         """`weight_queue` is where the stages' programs defer weight gradients; without
-        one (ZeRO) an I job makes them all and a W job has nothing left to do. `lookahead` is how
+        one (ZeRO) an I job makes them all and a W job has nothing left to do. `beside` has those
+        that wait for a collective of the backward, which no W job makes. `lookahead` is how
         many jobs ahead receives are posted (`Plan.receive_ahead`). `marks` are of a device that
         works behind the host.
 
@@ -113,6 +116,7 @@ class Executor:
         self._stages, self._edges, self._post, self._hooks = stages, edges, post, hooks
         self._lookahead, self._pp_rank, self._marks = lookahead, pp_rank, marks
         self._queue, self._spans, self._away = weight_queue, spans, away
+        self._beside = beside
         # What spans are called: put together once, not at every job.
         self._waits = {
             (edge.index, is_grad): (
@@ -306,6 +310,9 @@ class Executor:
             with self._computing(job):
                 with self._collecting(job):
                     _run_backward(tuple(r for r, _ in pairs), tuple(g for _, g in pairs))
+                if self._beside is not None:
+                    # Those whose collective was not run: no gradient got as far.
+                    self._beside.make()
                 if sends_first:
                     self._send_gradients(live, m)
                     self._flush(job)

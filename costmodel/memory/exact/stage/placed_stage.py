@@ -47,6 +47,7 @@ class PlacedStages:
             plan.optimizer_on_host,
             plan.recomputed,
             plan.layouts,
+            plan.overlap,
         )
         self.known = costs.once(options, dict[tuple, StageJobs])
 
@@ -213,6 +214,7 @@ class PlacedStages:
                     plan.layouts_of(block.class_index, degrees=degrees),
                     recompute=choice,
                     recomputed=recomputed.get(block.class_index),
+                    beside=plan.makes_beside,
                 )
                 shapes = (graph.tensor[name].shape_at(size) for name in block.inputs)
                 copies = tuple(

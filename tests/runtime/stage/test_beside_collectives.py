@@ -1,0 +1,240 @@
+"""Weight gradients are made while collectives of input gradients are under way (N11, D18)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import planner
+from costmodel.time.communication import beside_seconds
+from planner.language.graph import ModelGraph
+from planner.language.lowering.defaults import default_plan
+from planner.language.plan import ClassLayout, Plan
+from planner.runtime.process import collectives
+from planner.runtime.stage.beside_collectives import BesideCollectives, RedistributeBeside
+from planner.runtime.stage.weight_grads import Pending, WeightProduct
+from planner.timeline import BESIDE, COLLECTIVE, bubbles, load_timeline
+from search import SearchRequest
+from search.candidates import Candidates
+from tests.runtime.scenarios import build, capture, check_plans
+from tests.search.machine import Machine
+from tests.spawn import run_ranks
+
+
+def beside(plan: Plan) -> Plan:
+    """The plan with weight gradients beside collectives."""
+    return plan.model_copy(update={"overlap": "input-gradients"})
+
+
+def calls_of_a_backward(plan: Plan, folder: str) -> list[str]:
+    """Train a step and return, in order, starts of collectives, weight products and waits."""
+    told: list[str] = []
+    run, accumulate = collectives.run, Pending.accumulate
+
+    class Funcol:
+        def __getattr__(self, name: str) -> Callable[..., torch.Tensor]:
+            called = getattr(torch.ops._c10d_functional, name)
+
+            def calling(*given: Any) -> torch.Tensor:
+                told.append("wait" if name == "wait_tensor" else "start")
+                return called(*given)
+
+            return calling
+
+    def product(self: Pending) -> None:
+        told.append("product")
+        accumulate(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PLANNER_TIMELINE", folder)
+        patch.setattr(collectives, "_funcol", Funcol())
+        patch.setattr(Pending, "accumulate", product)
+        tiny, module = build("small-gpt")
+        engine = planner.apply(plan, module)
+        engine.step(tiny.batch(plan.global_batch))
+        engine.close()
+    assert run is collectives.run
+    return told
+
+
+def test_products_are_made_between_the_start_of_a_collective_and_the_wait_for_it(tmp_path):
+    """One block's backward of a GPT's layer on tp: the MLP's two products beside the sum of its
+    input's gradient, the attention's beside the next; and so the timeline tells it.
+    """
+    plan = beside(default_plan(capture("small-gpt"), tp=2, num_microbatches=1))
+    told, _ = run_ranks(calls_of_a_backward, 2, plan, str(tmp_path))
+    # A group is what happens from the start of a collective to the wait for it.
+    groups = " ".join(told).split("start")[1:]
+    assert all(group.split()[-1] == "wait" for group in groups)
+    made = [group.count("product") for group in groups]
+    assert sum(made) == told.count("product") >= 8
+    assert sum(count > 1 for count in made) == 4  # of two layers, each with two sums
+    for line in load_timeline(tmp_path):
+        found = [span for span in line.spans if span.kind == BESIDE]
+        sums = [span for span in line.spans if span.kind == COLLECTIVE]
+        assert len(found) >= 4
+        for span in found:
+            assert sum(s.start_s <= span.start_s and span.end_s <= s.end_s for s in sums) == 1
+    idle = bubbles(load_timeline(tmp_path))
+    assert all(0 < rank.collective_s < rank.step_s and rank.compute_s > 0 for rank in idle)
+
+
+def test_without_the_choice_a_collective_is_waited_for_at_once(tmp_path):
+    plan = default_plan(capture("small-gpt"), tp=2, num_microbatches=1)
+    told, _ = run_ranks(calls_of_a_backward, 2, plan, str(tmp_path))
+    assert "product" not in told
+    assert told == ["start", "wait"] * (len(told) // 2)
+
+
+def test_trains_as_one_process_on_two_ranks():
+    """With tp alone, recomputed, and where the model ties weights; and parts of sequences."""
+    cases = [
+        ("small-gpt", {"tp": 2, "num_microbatches": 2}),
+        ("small-gpt", {"tp": 2, "recompute": "full"}),
+        ("small-gpt", {"tp": 2, "recompute": "selective"}),
+        ("small-tied-gpt", {"tp": 2, "num_microbatches": 2}),
+        ("small-gpt", {"cp": 2}),
+    ]
+    plans = [
+        (name, beside(default_plan(capture(name, torch.float64), **choices)))
+        for name, choices in cases
+    ]
+    # Between layers whole tensors, or tensors split along the sequence.
+    split = split_layouts(capture("small-gpt", torch.float64))
+    plans += [("small-gpt", plans[0][1].model_copy(update={"layouts": split}))]
+    check_plans(2, plans)
+
+
+def split_layouts(graph: ModelGraph) -> tuple[ClassLayout, ...]:
+    """Layouts on tp 2 that hand on tensors split along the sequence."""
+    solver = Candidates.of(graph, Machine(), SearchRequest(num_devices=2, global_batch=2)).layouts
+    solved = [point.layouts().by_class for point in solver.solver.at(2, 1)._solve()]
+    return next(
+        layouts for layouts in solved if any("S(1)" in layout.outputs for layout in layouts)
+    )
+
+
+@pytest.mark.slow
+def test_trains_as_one_process_on_four_ranks():
+    """With replicas, ZeRO, stages, and a schedule whose W jobs make what no collective hides."""
+    cases = [
+        ("small-gpt", {"tp": 2, "dp": 2, "num_microbatches": 2}),
+        ("small-gpt", {"tp": 2, "dp": 2, "zero_stage": 1, "num_microbatches": 2}),
+        ("small-gpt", {"tp": 2, "dp": 2, "zero_stage": 2, "num_microbatches": 2}),
+        ("small-gpt", {"tp": 2, "dp": 2, "zero_stage": 3, "recompute": "full"}),
+        ("small-gpt", {"tp": 2, "pp": 2, "num_microbatches": 3}),
+        ("small-gpt", {"tp": 2, "pp": 2, "schedule": "zb_h1", "num_microbatches": 2}),
+        ("routed-gpt", {"tp": 2, "dp": 2, "ep": 2}),
+    ]
+    check_plans(
+        4,
+        [
+            (name, beside(default_plan(capture(name, torch.float64), **choices)))
+            for name, choices in cases
+        ],
+    )
+
+
+def test_compiled_blocks_are_refused():
+    plan = default_plan(capture("small-gpt"), tp=2)
+    with pytest.raises(ValueError, match="use eager kernels, or no overlap"):
+        Plan.model_validate(
+            plan.model_dump(mode="json") | {"overlap": "input-gradients", "kernels": "compiled"}
+        )
+
+
+def test_plans_without_the_field_are_read_and_written_as_before():
+    plan = default_plan(capture("small-gpt"), tp=2)
+    assert "overlap" not in plan.model_dump(mode="json")
+    again = Plan.model_validate(beside(plan).model_dump(mode="json"))
+    assert again.overlap == "input-gradients"
+
+
+class LateSums:
+    """Collectives whose results are there `transfer_s` after their start, by a clock of `now` and
+    `until`. `waited_s` is how long was waited for each.
+    """
+
+    def __init__(
+        self, transfer_s: float, now: Callable[[], float], until: Callable[[float], None]
+    ) -> None:
+        self._transfer_s, self._now, self._until = transfer_s, now, until
+        self._there_s: dict[int, float] = {}
+        self.waited_s: list[float] = []
+
+    def all_reduce(self, x: torch.Tensor, how: str, group: str) -> torch.Tensor:
+        found = x.clone()
+        self._there_s[id(found)] = self._now() + self._transfer_s
+        return found
+
+    def wait_tensor(self, x: torch.Tensor) -> torch.Tensor:
+        began_s = self._now()
+        self._until(self._there_s.pop(id(x)))
+        self.waited_s.append(self._now() - began_s)
+        return x
+
+
+def backward_of_two_products(sums: LateSums) -> None:
+    """x -> redistribute -> two products in turn, and back."""
+    beside = BesideCollectives()
+    product = WeightProduct(None, transposed=True, waiting=beside.waiting)
+    x = torch.randn(4, 8, requires_grad=True)
+    first, second = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "_funcol", sums)
+        y = RedistributeBeside(beside)(x, "tp", "R", "R", True)
+        product(product(y, first), second).sum().backward()
+    assert x.grad is not None
+    assert first.grad is not None
+    assert second.grad is not None
+    assert not beside.waiting
+
+
+@pytest.mark.parametrize("transfer_s", [0.0, 0.5, 2.0, 2.5, 8.0])
+@pytest.mark.parametrize("product_s", [0.0, 1.0])
+def test_what_shows_of_a_delayed_collective_is_what_is_predicted(
+    transfer_s, product_s, monkeypatch
+):
+    """D18: with a delay injected, on a clock that products and waits alone move."""
+    clock_s = 0.0
+
+    def until(then_s: float) -> None:
+        nonlocal clock_s
+        clock_s = max(clock_s, then_s)
+
+    accumulate = Pending.accumulate
+
+    def product(self: Pending) -> None:
+        until(clock_s + product_s)
+        accumulate(self)
+
+    monkeypatch.setattr(Pending, "accumulate", product)
+    sums = LateSums(transfer_s, lambda: clock_s, until)
+    backward_of_two_products(sums)
+    predicted_s = beside_seconds(Machine(), transfer_s, 2 * product_s)
+    assert sums.waited_s == [pytest.approx(float(predicted_s), rel=0.1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("transfer_s", "product_s"), [(0.4, 0.1), (0.1, 0.2), (0.4, 0.0)])
+def test_it_is_so_by_the_clock(transfer_s, product_s, monkeypatch):
+    """D18: the same in seconds, within 10% and what else the machine does."""
+
+    def until(then_s: float) -> None:
+        time.sleep(max(0.0, then_s - time.perf_counter()))
+
+    accumulate = Pending.accumulate
+
+    def product(self: Pending) -> None:
+        time.sleep(product_s)
+        accumulate(self)
+
+    monkeypatch.setattr(Pending, "accumulate", product)
+    sums = LateSums(transfer_s, time.perf_counter, until)
+    backward_of_two_products(sums)
+    predicted_s = float(beside_seconds(Machine(), transfer_s, 2 * product_s))
+    assert sums.waited_s == [pytest.approx(predicted_s, rel=0.1, abs=0.02)]
