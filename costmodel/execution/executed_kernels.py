@@ -22,8 +22,8 @@ from costmodel.table.fusion import fused_groups, module_groups
 from costmodel.time.block.compute import bytes_of, op_works
 from planner.language.graph import Op, Program
 from planner.language.layout.redistribute import EXCHANGE_ROWS, REDISTRIBUTE
-from planner.language.ops.families.products.rings import RING
 from planner.language.ops.families.products.narrow import NARROW_DTYPE, scaling_of
+from planner.language.ops.families.products.rings import RING
 from planner.language.ops.flops import needing_gradient
 from planner.language.ops.record import family_of, op_inside, packet_of
 from profiles.lookup.families import ATTENTION, MATMUL, matmul_sizes
