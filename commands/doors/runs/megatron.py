@@ -12,7 +12,6 @@ from commands.doors.opened import read_text
 from commands.doors.runs.described import Columns, Configuration, DescribedRun
 from planner.errors import PlannerError
 
-
 _ARGUMENTS = re.compile(r"""["']?\$(?:[@*]|\{[@*]\})["']?""")
 
 
