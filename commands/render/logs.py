@@ -93,10 +93,10 @@ def runs_data(runs: Sequence[ComparedRun], profile: Profile, folder: Path) -> di
                 "runtime": run.runtime,
                 "predicted_step_s": run.predicted_s,
                 "measured_step_s": run.steady.seconds,
-                "standard_error": run.steady.standard_error,
-                "readings": run.steady.used,
-                "warm_up": run.steady.warm_up,
-                "outliers": run.steady.outliers,
+                "standard_error_fraction": run.steady.standard_error,
+                "num_readings": run.steady.used,
+                "num_warm_up": run.steady.warm_up,
+                "num_outliers": run.steady.outliers,
                 "parts": {
                     part: {"predicted_s": predicted_s, "measured_s": measured_s}
                     for part, (predicted_s, measured_s) in run.parts_s.items()
@@ -109,7 +109,15 @@ def runs_data(runs: Sequence[ComparedRun], profile: Profile, folder: Path) -> di
                     if run.measured_bytes is None
                     else round(run.measured_bytes),
                 },
-                "evidence": [each.model_dump(mode="json") for each in run.run.evidence],
+                "evidence": [
+                    {
+                        "file": each.file,
+                        "stack": each.stack,
+                        "digest": each.digest,
+                        "num_readings": each.readings,
+                    }
+                    for each in run.run.evidence
+                ],
             }
             for run in runs
         ],
@@ -134,6 +142,6 @@ def _runtime_data(runtime: str, known: Calibration) -> dict[str, Any]:
         },
         "error_before": known.error_before,
         "error_after": known.error_after,
-        "relative_before": before,
-        "relative_after": after,
+        "next_run_before_fraction": before,
+        "next_run_after_fraction": after,
     }

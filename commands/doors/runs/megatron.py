@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from commands.doors.megatron import devices_of
 from commands.doors.opened import read_text
 from commands.doors.runs.described import Columns, Configuration, DescribedRun
 from planner.errors import PlannerError
+
+_ARGUMENTS = re.compile(r"""["']?\$(?:[@*]|\{[@*]\})["']?""")
 
 
 def text_of(flags: str) -> str:
@@ -29,7 +32,8 @@ def text_of(flags: str) -> str:
 def _script(text: str) -> str:
     from planner.emit.shell import read_script
 
-    return read_script(text).text
+    # (A script hands on its own arguments, which it was given none of here.)
+    return _ARGUMENTS.sub("", read_script(text).text)
 
 
 def broken_in(text: str, gpus: int, model: str) -> list[str]:
