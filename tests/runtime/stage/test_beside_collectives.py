@@ -87,7 +87,8 @@ def test_without_the_choice_a_collective_is_waited_for_at_once(tmp_path):
     plan = default_plan(capture("small-gpt"), tp=2, num_microbatches=1)
     told, _ = run_ranks(calls_of_a_backward, 2, plan, str(tmp_path))
     assert "product" not in told
-    assert told == ["start", "wait"] * (len(told) // 2)
+    # (Ops of ours that communicate inside start theirs elsewhere, and wait here.)
+    assert {told[at + 1] for at, call in enumerate(told) if call == "start"} == {"wait"}
 
 
 def test_trains_as_one_process_on_two_ranks():
