@@ -133,7 +133,7 @@ def _show_price(
     limit = device_bytes(texts, profile)
     step_s = predicted["predicted_step_time_s"]
     interval = row_interval_of(priced, prices) or row_interval(step_s, profile)
-    known = profile.file.runtime_calibrations.get(priced.run.stack.name)
+    known = profile.calibration_of(priced.run.stack.name)
     if known is not None:
         notes.append(f"calibrated by {told_runs(known)}: {factors_words(known)}")
     notes = [*map(_assumption, filter(None, predicted["assumed"].split("; "))), *notes]

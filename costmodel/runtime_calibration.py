@@ -332,7 +332,7 @@ def calibrated_interval(plan: Plan, costs: CostCache, step_s: float) -> Interval
     runtime: Execution = costs.execution
     if runtime.prices != "rates" or costs.groups:
         return None
-    known = rated_profile(costs.profile).alone.file.runtime_calibrations.get(runtime.name)
+    known = rated_profile(costs.profile).alone.calibration_of(runtime.name)
     if known is None:
         return None
     sigma = next_sigma(

@@ -155,7 +155,7 @@ def _memory_spread(profile: Profile, execution: Execution) -> _MemorySpread:
 
 def memory_ratios(profile: Profile, execution: Execution) -> tuple[float, ...]:
     """Return what runs of a runtime held whose logs were read, over the estimate of each."""
-    found = profile.file.runtime_calibrations.get(execution.name)
+    found = profile.calibration_of(execution.name)
     runs = () if found is None else found.runs
     return tuple(run.memory_ratio for run in runs if run.memory_ratio is not None)
 

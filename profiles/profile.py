@@ -18,6 +18,7 @@ from profiles.lookup.collective_model import CollectiveModel
 from profiles.lookup.families import pace_kind
 from profiles.lookup.op_model import OpModel
 from profiles.records import (
+    Calibration,
     CollectiveRecord,
     Direction,
     Group,
@@ -114,12 +115,16 @@ class Profile:
         told = [run.expert_imbalance for run in runs if run.expert_imbalance is not None]
         return median(told) if told else None
 
+    def calibration_of(self, runtime: str) -> Calibration | None:
+        """Return what logs of a runtime taught; None where none were read."""
+        return self.file.runtime_calibrations.get(runtime)
+
     def factors_of(self, runtime: str) -> dict[str, float]:
         """Return what logs of a runtime say of each kind of work; empty where none were read.
 
         They are on the rates of the device, of which the runtime's prices are made.
         """
-        found = self.file.runtime_calibrations.get(runtime)
+        found = self.calibration_of(runtime)
         return {} if found is None else {t: factor.value for t, factor in found.factors.items()}
 
     @property

@@ -31,8 +31,8 @@ def test_a_row_that_breaks_the_estimate_costs_no_other(monkeypatch):
     """D18: a mistake of ours shows in its row; the rows beside it are predicted."""
     whole = rows.run_of
 
-    def breaks(row, prices):
-        return whole(row, prices) if row["layers"] == ROW["layers"] else 1 / 0
+    def breaks(row, *given):
+        return whole(row, *given) if row["layers"] == ROW["layers"] else 1 / 0
 
     monkeypatch.setattr(rows, "run_of", breaks)
     broken, sound = estimate_rows([{**ROW, "layers": "7"}, ROW])
