@@ -224,7 +224,8 @@ def test_a_minute_is_enough_and_nothing_grows_with_the_ranks(capsys):
         priced(devices)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert peaks[0] < 1.05 * peaks[1]
+    # A list of the ranks takes 8 bytes for each, whatever lies behind them.
+    assert peaks[0] - peaks[1] < 4 * (DEVICES - DEVICES // 16)
 
 
 def test_our_own_runtime_is_priced_there_as_fast(step):
