@@ -54,6 +54,9 @@ the rows that it brings; None: nobody looks."""
 Meanwhile = Callable[[], None]
 """Work that is done between the start of a collective and the wait for it."""
 
+_meanwhile: Meanwhile | None = None
+"""That of the collective that comes next; None: it has none."""
+
 Step = tuple[str, int | Shard, int | Shard]
 """A step: (kind, where, where to); an int stands for a plain Shard of that dim. Only an
 all-to-all has a second place, where it splits; `run_step` says what the kinds do."""
@@ -69,13 +72,15 @@ def record(span: _Recording | None) -> None:
     _span = span
 
 
-def run(
-    kind: str, start: Callable[[], Tensor], *, rows: int = 0, meanwhile: Meanwhile | None = None
-) -> Tensor:
+def run(kind: str, start: Callable[[], Tensor], *, rows: int = 0) -> Tensor:
     """Start a collective and return what it gives, which the caller may use at once; `rows` are
-    those that it brings to experts. `meanwhile` runs between its start and its end.
+    those that it brings to experts. What is to be done meanwhile is done before the wait.
     """
-    if _span is None or torch.compiler.is_compiling():
+    global _meanwhile
+    if torch.compiler.is_compiling():
+        return _funcol.wait_tensor(start())
+    meanwhile, _meanwhile = _meanwhile, None
+    if _span is None:
         given = start()
         if meanwhile is not None:
             meanwhile()
@@ -167,32 +172,29 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return run_step(grad, ctx.group, ctx.step, ctx.meanwhile), None, None, None, None
+        global _meanwhile
+        if ctx.meanwhile is not None:
+            _meanwhile = ctx.meanwhile
+        return run_step(grad, ctx.group, ctx.step), None, None, None, None
 
 
-def run_step(x: Tensor, group: str, step: Step, meanwhile: Meanwhile | None = None) -> Tensor:
-    """Run one step on `x`, without autograd; `meanwhile` runs beside its collective, if it has
-    one.
-    """
+def run_step(x: Tensor, group: str, step: Step) -> Tensor:
+    """Run one step on `x`, without autograd."""
     kind, first, second = step
     if isinstance(first, Shard) or isinstance(second, Shard):
-        return _run_at_shards(x, group, kind, _as_shard(first), _as_shard(second), meanwhile)
+        return _run_at_shards(x, group, kind, _as_shard(first), _as_shard(second))
     dim, other = first, second
     match kind:
         case "identity":
             return x.view_as(x)
         case "all_reduce":
-            return run(
-                kind,
-                lambda: _funcol.all_reduce(x.contiguous(), "sum", group),
-                meanwhile=meanwhile,
-            )
+            return run(kind, lambda: _funcol.all_reduce(x.contiguous(), "sum", group))
         case "all_gather":
-            return _all_gather(x, group, dim, meanwhile)
+            return _all_gather(x, group, dim)
         case "reduce_scatter":
-            return _reduce_scatter(x, group, dim, meanwhile)
+            return _reduce_scatter(x, group, dim)
         case "all_to_all":
-            return _all_to_all(x, group, meanwhile, gather_dim=dim, split_dim=other)
+            return _all_to_all(x, group, gather_dim=dim, split_dim=other)
         case "slice":
             return _own_piece(x, group, dim).contiguous()
         case "pad":
@@ -215,47 +217,42 @@ def _as_shard(where: int | Shard) -> Shard:
     return where if isinstance(where, Shard) else Shard(where)
 
 
-def _run_at_shards(
-    x: Tensor, group: str, kind: str, first: Shard, second: Shard, meanwhile: Meanwhile | None
-) -> Tensor:
+def _run_at_shards(x: Tensor, group: str, kind: str, first: Shard, second: Shard) -> Tensor:
     """Run a step on pieces of segments: the step itself, one dim further in."""
     places = [first, second] if kind == "all_to_all" else [first]
     if all(place.segments == 1 for place in places):
-        return run_step(x, group, (kind, first.dim, second.dim), meanwhile)
+        return run_step(x, group, (kind, first.dim, second.dim))
     # Pieces of other segments of the same dim lie interleaved: gathered, then cut again.
     if kind == "all_to_all" and first.dim == second.dim:
-        whole = run_step(x, group, ("all_gather", first, 0), meanwhile)
+        whole = run_step(x, group, ("all_gather", first, 0))
         return run_step(whole, group, ("slice", second, 0))
     if any(place.mirrored for place in places):
-        return _run_at_mirrored(x, group, kind, first, second, meanwhile)
+        return _run_at_mirrored(x, group, kind, first, second)
     # [..., segments * n, ...] as [..., segments, n, ...]: each segment is then cut as a plain dim.
     by_dim = sorted(places, key=lambda place: place.dim)
     for place in reversed(by_dim):
         x = x.unflatten(place.dim, (place.segments, -1))
     # (Compilers can't look a placement up in a list.)
     inner = [place.dim + 1 + sum(p.dim < place.dim for p in places) for place in places]
-    y = run_step(x, group, (kind, inner[0], inner[-1]), meanwhile)
+    y = run_step(x, group, (kind, inner[0], inner[-1]))
     for place in by_dim:
         y = y.flatten(place.dim, place.dim + 1)
     return y
 
 
-def _run_at_mirrored(
-    x: Tensor, group: str, kind: str, first: Shard, second: Shard, meanwhile: Meanwhile | None
-) -> Tensor:
+def _run_at_mirrored(x: Tensor, group: str, kind: str, first: Shard, second: Shard) -> Tensor:
     """Run a step on pieces of mirrored segments: they are no plain dim, so each is put in its place
     by itself, in the copy that puts pieces side by side in any case.
     """
     dim, own = first.dim, rank(group)
     match kind:
         case "all_gather":
-            gathered = _all_gather(x, group, 0, meanwhile).chunk(size(group))
+            gathered = _all_gather(x, group, 0).chunk(size(group))
             return torch.cat(_in_order(gathered, first), dim)
         case "reduce_scatter":
             # Along dim 0, which the collective scatters, what goes to each rank.
             by_rank = _by_rank(x, first, size(group))
-            stacked = torch.cat([p for pieces in by_rank for p in pieces])
-            mine = _reduce_scatter(stacked, group, 0, meanwhile)
+            mine = _reduce_scatter(torch.cat([p for pieces in by_rank for p in pieces]), group, 0)
             return mine if dim == 0 else torch.cat(mine.chunk(first.segments), dim)
         case "slice":
             return torch.cat(_by_rank(x, first, size(group))[own], dim)
@@ -272,7 +269,7 @@ def _run_at_mirrored(
             if second.mirrored:
                 by_rank = _by_rank(x, second, size(group))
                 x = torch.cat([p for pieces in by_rank for p in pieces], second.dim)
-            y = _run_at_shards(x, group, kind, plain[0], plain[1], meanwhile)
+            y = _run_at_shards(x, group, kind, *plain)
             if first.mirrored:
                 y = torch.cat(_in_order(y.chunk(size(group), dim), first), dim)
             return y
@@ -330,44 +327,32 @@ def _own_piece(x: Tensor, group: str, dim: int) -> Tensor:
     return x.narrow(dim, rank(group) * piece, piece)
 
 
-def _all_gather(x: Tensor, group: str, dim: int, meanwhile: Meanwhile | None = None) -> Tensor:
+def _all_gather(x: Tensor, group: str, dim: int) -> Tensor:
     parts = size(group)
     x = x.contiguous()
-    gathered = run(
-        "all_gather",
-        lambda: _funcol.all_gather_into_tensor(x, parts, group),
-        meanwhile=meanwhile,
-    )
+    gathered = run("all_gather", lambda: _funcol.all_gather_into_tensor(x, parts, group))
     # The collective stacks along dim 0; elsewhere the pieces must be put side by side.
     return gathered if dim == 0 else torch.cat(gathered.chunk(parts), dim)
 
 
-def _reduce_scatter(x: Tensor, group: str, dim: int, meanwhile: Meanwhile | None = None) -> Tensor:
+def _reduce_scatter(x: Tensor, group: str, dim: int) -> Tensor:
     parts = size(group)
     _check_divides(x, dim, parts)
     # The collective scatters dim 0, so the pieces of the wanted dim are stacked there.
     stacked = x if dim == 0 else torch.cat(x.chunk(parts, dim))
     stacked = stacked.contiguous()
     return run(
-        "reduce_scatter",
-        lambda: _funcol.reduce_scatter_tensor(stacked, "sum", parts, group),
-        meanwhile=meanwhile,
+        "reduce_scatter", lambda: _funcol.reduce_scatter_tensor(stacked, "sum", parts, group)
     )
 
 
-def _all_to_all(
-    x: Tensor, group: str, meanwhile: Meanwhile | None, *, gather_dim: int, split_dim: int
-) -> Tensor:
+def _all_to_all(x: Tensor, group: str, *, gather_dim: int, split_dim: int) -> Tensor:
     parts = size(group)
     _check_divides(x, split_dim, parts)
     # Part r of the split dim goes to rank r; what comes back is put together along the other dim.
     stacked = torch.stack(x.chunk(parts, split_dim))
     ones = [1] * parts
-    received = run(
-        "all_to_all",
-        lambda: _funcol.all_to_all_single(stacked, ones, ones, group),
-        meanwhile=meanwhile,
-    )
+    received = run("all_to_all", lambda: _funcol.all_to_all_single(stacked, ones, ones, group))
     return torch.cat(received.unbind(0), gather_dim)
 
 
