@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict
-from math import sqrt
 from statistics import median
 
 from costmodel.cache import CostCache
@@ -32,6 +31,7 @@ from planner.language.plan import Plan
 from planner.timeline import OPTIMIZER, RankTimeline
 from profiles import Profile
 from profiles.calibration import add_run
+from profiles.medians import median_and_error
 from profiles.records import Calibration, CalibrationRun, Factor, Observation
 
 _MORE = 0.1
@@ -133,12 +133,12 @@ def _predict(
 
 def _measure(measured: Sequence[RankTimeline], first: int) -> dict[str, tuple[float, float]]:
     """Return, by name, median seconds of what was recorded and the relative error of that."""
-    num_steps = len(step_seconds(measured, first))
+    num_steps = len(step_seconds(measured, first))  # the jobs of a step count as one sample
     found = {
-        _job(alike): _median_and_error(seconds, num_steps)
+        _job(alike): median_and_error(seconds, num_steps)
         for alike, seconds in job_seconds(measured, first_step=first).items()
     }
-    found[STEP] = _median_and_error(step_seconds(measured, first), num_steps)
+    found[STEP] = median_and_error(step_seconds(measured, first), num_steps)
     for pp_rank in {line.pp_rank for line in measured}:
         lines = [line for line in measured if line.pp_rank == pp_rank]
         by_step: dict[int, list[float]] = {}
@@ -150,19 +150,8 @@ def _measure(measured: Sequence[RankTimeline], first: int) -> dict[str, tuple[fl
             # In an exchange ranks wait for the last to arrive. That one waits for no other, so its
             # time, the shortest, is the exchange's.
             shortest = list(map(min, by_step.values()))
-            found[_after(pp_rank)] = _median_and_error(shortest, num_steps)
+            found[_after(pp_rank)] = median_and_error(shortest, num_steps)
     return {what: value for what, value in found.items() if value[0] > 0}
-
-
-def _median_and_error(seconds: Sequence[float], num_steps: int) -> tuple[float, float]:
-    """Return a median and its relative standard error; the jobs of a step count as one sample."""
-    middle = median(seconds)
-    if middle <= 0:
-        return 0.0, 0.0
-    # Of a normal distribution, 1.48 times the median distance is the standard deviation, and a
-    # median's error is 1.25 times that of a mean.
-    deviation = 1.48 * median(abs(each - middle) for each in seconds)
-    return middle, 1.25 * deviation / middle / sqrt(num_steps)
 
 
 def _job(jobs: JobsAlike) -> str:

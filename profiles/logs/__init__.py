@@ -9,7 +9,7 @@ Read `record` first (what comes out, and which readings count), then `reading` (
 is of).
 """
 
-from profiles.logs.reading import is_log, read_log
+from profiles.logs.reading import find_log, read_log
 from profiles.logs.record import RunLog, Steady, StepParts, Unit
 
-__all__ = ["RunLog", "Steady", "StepParts", "Unit", "is_log", "read_log"]
+__all__ = ["RunLog", "Steady", "StepParts", "Unit", "find_log", "read_log"]

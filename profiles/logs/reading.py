@@ -24,27 +24,28 @@ of two, so the one that says more stands first."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def is_log(path: Path) -> bool:
-    """Whether a file is a log or trace in a known format. Raises PlannerError where it can't be
-    read.
-    """
-    return _format_of(_text_of(_bytes_of(path))) is not None
+def find_log(path: Path) -> RunLog | None:
+    """Return what a log or a trace says of a run; None for a file in no known format.
 
-
-def read_log(path: Path) -> RunLog:
-    """Return what a log or a trace says of a run.
-
-    Raises PlannerError, in one line, for a file that can't be read or is in no known format.
+    Raises PlannerError, in one line, where it can't be read.
     """
     held = _bytes_of(path)
     text = _text_of(held)
-    found = _format_of(text)
+    found = next((each for each in FORMATS if each.is_of(text)), None)
+    if found is None:
+        return None
+    return found.read(path, text, hashlib.sha256(held).hexdigest()[:16])
+
+
+def read_log(path: Path) -> RunLog:
+    """Return the same; raise PlannerError, in one line, for a file in no known format, too."""
+    found = find_log(path)
     if found is None:
         raise PlannerError(
             f"{path} is no log that is known; give one of "
             f"{', '.join(each.stack for each in FORMATS)}, with the lines that tell a step's time"
         )
-    return found.read(path, text, hashlib.sha256(held).hexdigest()[:16])
+    return found
 
 
 def _bytes_of(path: Path) -> bytes:
@@ -59,7 +60,3 @@ def _bytes_of(path: Path) -> bytes:
 def _text_of(held: bytes) -> str:
     # (Progress bars and colours of terminals are no UTF-8 of ours to refuse.)
     return _COLOURS.sub("", held.decode("utf-8", errors="replace"))
-
-
-def _format_of(text: str) -> LogFormat | None:
-    return next((each for each in FORMATS if each.is_of(text)), None)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import sqrt
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
 from planner.errors import PlannerError
+from profiles.medians import median_and_error, robust_deviation
 
 Unit = Literal["seconds", "tokens_per_s_per_device", "samples_per_s"]
 """What a reading is: seconds of a step, or a rate from which these follow with the batch."""
@@ -107,16 +107,12 @@ def steady_of(found: Sequence[float]) -> Steady:
     warm_up = 0 if len(found) == 1 else max(1, round(WARM_UP_PART * len(found)))
     warm = found[warm_up:]
     middle = median(warm)
-    # 1.48 times the median distance is the standard deviation of a normal distribution.
-    spread = 1.48 * median(abs(each - middle) for each in warm)
-    farthest = FARTHEST * max(spread, LEAST_SPREAD * middle)
+    farthest = FARTHEST * max(robust_deviation(warm, middle), LEAST_SPREAD * middle)
     used = [each for each in warm if abs(each - middle) <= farthest]
-    middle = median(used)
-    spread = 1.48 * median(abs(each - middle) for each in used)
+    seconds, error = median_and_error(used, len(used))
     return Steady(
-        seconds=middle,
-        # A median's error is 1.25 times that of a mean.
-        standard_error=1.25 * spread / middle / sqrt(len(used)),
+        seconds=seconds,
+        standard_error=error,
         used=len(used),
         warm_up=warm_up,
         outliers=len(warm) - len(used),

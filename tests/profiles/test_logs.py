@@ -7,7 +7,7 @@ import pytest
 
 from planner.errors import PlannerError
 from planner.units import GIB, MIB
-from profiles.logs import is_log, read_log
+from profiles.logs import find_log, read_log
 from profiles.logs.record import steady_of
 
 
@@ -188,7 +188,7 @@ def test_a_single_reading_is_all_there_is():
 def test_what_is_no_log_is_refused(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("it trained well")
-    assert not is_log(path)
+    assert find_log(path) is None
     with pytest.raises(PlannerError, match="is no log that is known; give one of torch"):
         read_log(path)
     with pytest.raises(PlannerError, match="can't be read"):

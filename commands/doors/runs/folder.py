@@ -9,7 +9,7 @@ from typing import Any
 from commands.doors.runs.describing import CONFIGURATIONS, is_configuration
 from planner.errors import PlannerError
 from planner.units import GIB
-from profiles.logs import RunLog, is_log, read_log
+from profiles.logs import RunLog, find_log
 
 ENDINGS = ("", ".log", ".txt", ".out", ".err", ".json", ".gz", ".toml", ".yaml", ".yml", ".sh")
 """Of files that are looked into where a folder is given."""
@@ -54,7 +54,7 @@ def find_run(text: str) -> RunFiles:
                 f"{missing} is no file; give a run's folder, or its log and configuration with a "
                 "comma between"
             )
-    logs = [read_log(each) for each in files if is_log(each)]
+    logs = [found for found in map(find_log, files) if found is not None]
     read = {each.path for each in logs}
     left = [each for each in files if each not in read]
     configurations = tuple(each for each in left if is_configuration(each))
