@@ -13,14 +13,20 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from planner.capture.source.model_file import ModelSource
 from planner.language.graph.batch import call_with_batch, loss_of
+from planner.language.plan import Plan
+from planner.runtime.proofs.verify import VerifyReport, compare_with_one_process
 from planner.runtime.step.engine import Engine
+from tests.builders import gpt_batch
+from tests.spawn import run_ranks
 
 Optimizers = Callable[[nn.Module], Any]
 """Makes an optimizer for a model, or a list of some."""
@@ -222,3 +228,20 @@ def train_beside(
             gradient_gap = worst([gradient_gap, gap(gradients, wanted)])
     state = engine.full_state_dict()
     return Gaps(tuple(losses), loss_gap, gradient_gap, gap(state, alone.parameters()))
+
+
+def verify_gpt(plan: Plan, build: Callable[[], nn.Module]) -> VerifyReport | None:
+    source = ModelSource(
+        path=Path("gpt.py"), build=build, batch=gpt_batch, loss=None, dependencies=()
+    )
+    return compare_with_one_process(plan, source, steps=2)
+
+
+def check_layout_in_fp64(plan: Plan, build: Callable[[], nn.Module]) -> None:
+    """`verify` proves the layout of a short dtype's plan on two ranks in fp64, and says so."""
+    report, other = run_ranks(verify_gpt, 2, plan, build)
+    assert other is None
+    assert report.passed
+    assert report.largest < 1e-10
+    told = f"the plan's {plan.precision} was run in fp64"
+    assert any(note.startswith(told) for note in report.notes)

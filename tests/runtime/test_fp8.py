@@ -7,7 +7,6 @@ bf16 plan, and its layers' products of factors that are cast as a plan's are.
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,18 +14,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import planner
-from planner.capture.source.model_file import ModelSource
 from planner.errors import CaptureError
 from planner.language.graph import ModelGraph
 from planner.language.lowering.defaults import default_plan
 from planner.language.ops.call import local_shape
 from planner.language.ops.families.products.narrow import scaling_of
 from planner.language.plan import Plan
-from planner.runtime.proofs.verify import VerifyReport, compare_with_one_process
 from tests.builders import HIDDEN, VOCABULARY, MlpWithTarget, PlainGPT, gpt_batch, mlp_batch
 from tests.captures import capture_module
 from tests.experts import RoutedGPT
-from tests.runtime.beside import Gaps, InShortDtype, gap_to_largest, train_beside
+from tests.runtime.beside import (
+    Gaps,
+    InShortDtype,
+    check_layout_in_fp64,
+    gap_to_largest,
+    train_beside,
+)
 from tests.spawn import run_ranks
 
 STEPS = 3
@@ -207,20 +210,9 @@ def test_ranks_of_tp_keep_whole_tiles() -> None:
     assert (HIDDEN, HIDDEN) in parts  # of the first layer of a feed-forward
 
 
-def verify_in_fp8(plan: Plan) -> VerifyReport | None:
-    source = ModelSource(
-        path=Path("gpt.py"), build=GPT, batch=gpt_batch, loss=None, dependencies=()
-    )
-    return compare_with_one_process(plan, source, steps=2)
-
-
 def test_verify_proves_the_layout_of_an_fp8_plan():
     """In fp64 without the casts, and it says so."""
-    report, other = run_ranks(verify_in_fp8, 2, plan_for(tp=2, num_microbatches=2))
-    assert other is None
-    assert report.passed
-    assert report.largest < 1e-10
-    assert any(note.startswith("the plan's fp8 was run in fp64") for note in report.notes)
+    check_layout_in_fp64(plan_for(tp=2, num_microbatches=2), GPT)
 
 
 def losses_of(plans: list[Plan], steps: int) -> list[list[float]]:

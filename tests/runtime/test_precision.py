@@ -20,12 +20,18 @@ from planner.language.graph.batch import call_with_batch, loss_of
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
 from planner.runtime.process.groups.mesh import build_mesh
-from planner.runtime.proofs.verify import VerifyReport, compare_with_one_process
+from planner.runtime.proofs.verify import compare_with_one_process
 from planner.runtime.step.engine import Engine
 from tests.builders import VOCABULARY, PlainGPT, gpt_batch, telling_first, tiny_models
 from tests.captures import capture_module
 from tests.experts import RoutedGPT
-from tests.runtime.beside import Gaps, InShortDtype, gap_to_largest, train_beside
+from tests.runtime.beside import (
+    Gaps,
+    InShortDtype,
+    check_layout_in_fp64,
+    gap_to_largest,
+    train_beside,
+)
 from tests.spawn import run_ranks
 
 STEPS = 3
@@ -203,20 +209,9 @@ def _parameters(engine: Engine) -> dict[str, nn.Parameter]:
     return {n: p for stage in engine.stages.values() for n, p in stage.named_params().items()}
 
 
-def verify_in_bf16(plan: Plan) -> VerifyReport | None:
-    source = ModelSource(
-        path=Path("gpt.py"), build=GPT, batch=gpt_batch, loss=None, dependencies=()
-    )
-    return compare_with_one_process(plan, source, steps=2)
-
-
 def test_verify_proves_the_layout_of_a_bf16_plan():
     """In fp64 with the plan's own cut and layouts, and it says so."""
-    report, other = run_ranks(verify_in_bf16, 2, plan_for(tp=2, num_microbatches=2))
-    assert other is None
-    assert report.passed
-    assert report.largest < 1e-10
-    assert any(note.startswith("the plan's bf16 was run in fp64") for note in report.notes)
+    check_layout_in_fp64(plan_for(tp=2, num_microbatches=2), GPT)
 
 
 @pytest.mark.parametrize("name", telling_first(telling={"batchnorm-mlp", "resnet", "hf-llama"}))

@@ -5,10 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from planner.language.stacks.transformer_graph import Sizes
+    from planner.language.templates import Transformer
 
 Columns = Mapping[str, Any]
 """A part of a row, by column (docs/estimate-rows.md)."""
+
+
+def columns_of_sizes(sizes: Transformer | Sizes) -> dict[str, int]:
+    """Return a decoder's main sizes by column; those that are not known are not there."""
+    columns = {
+        "layers": sizes.layers,
+        "hidden": sizes.hidden,
+        "heads": sizes.heads,
+        "kv_heads": sizes.kv_heads,
+        "ffn_hidden": sizes.ffn_hidden,
+        "gated_ffn": int(sizes.gated),
+        "vocab": sizes.vocab,
+        "seq_len": sizes.seq_len,
+    }
+    return {name: size for name, size in columns.items() if size}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

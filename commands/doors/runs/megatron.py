@@ -9,7 +9,12 @@ from typing import Any
 
 from commands.doors.megatron import devices_of
 from commands.doors.opened import read_text
-from commands.doors.runs.described import Columns, Configuration, DescribedRun
+from commands.doors.runs.described import (
+    Columns,
+    Configuration,
+    DescribedRun,
+    columns_of_sizes,
+)
 from planner.errors import PlannerError
 
 _ARGUMENTS = re.compile(r"""["']?\$(?:[@*]|\{[@*]\})["']?""")
@@ -110,18 +115,7 @@ def _columns_of_file(path: Path) -> dict[str, int]:
     from planner.language.stacks.transformer_graph import sizes_of
 
     begin_stage("reading the model")
-    sizes = sizes_of(graph_of(path))
-    columns = {
-        "layers": sizes.layers,
-        "hidden": sizes.hidden,
-        "heads": sizes.heads,
-        "kv_heads": sizes.kv_heads,
-        "ffn_hidden": sizes.ffn_hidden,
-        "gated_ffn": int(sizes.gated),
-        "vocab": sizes.vocab,
-        "seq_len": sizes.seq_len,
-    }
-    return {name: size for name, size in columns.items() if size}
+    return columns_of_sizes(sizes_of(graph_of(path)))
 
 
 def _read(path: Path, known: Columns) -> DescribedRun:

@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from commands.doors.opened import Asked, parsed
-from commands.doors.runs.described import Columns, Configuration, DescribedRun
+from commands.doors.runs.described import (
+    Columns,
+    Configuration,
+    DescribedRun,
+    columns_of_sizes,
+)
 from commands.doors.torchtitan import run_of
 from planner.language.templates import Transformer
 
@@ -26,7 +31,7 @@ def _read(path: Path, known: Columns) -> DescribedRun:
     row: dict[str, Any] = {
         "stack": trained["execution"],
         "model": run.flavor,
-        **columns_of_sizes(run.sizes),
+        **_columns(run.sizes),
         "tp": layout["tp"],
         "cp": layout["cp"],
         "pp": layout["pp"],
@@ -40,17 +45,11 @@ def _read(path: Path, known: Columns) -> DescribedRun:
     return DescribedRun(row=row)
 
 
-def columns_of_sizes(sizes: Transformer) -> dict[str, Any]:
-    """Return a decoder's sizes by column."""
+def _columns(sizes: Transformer) -> dict[str, Any]:
+    """Return what a flavor says of its decoder, by column."""
     row: dict[str, Any] = {
-        "layers": sizes.layers,
-        "hidden": sizes.hidden,
-        "heads": sizes.heads,
-        "kv_heads": sizes.kv_heads,
-        "ffn_hidden": sizes.ffn_hidden,
+        **columns_of_sizes(sizes),
         "gated_ffn": int(sizes.gated),
-        "vocab": sizes.vocab,
-        "seq_len": sizes.seq_len,
         "norm": sizes.norm,
         "positions": sizes.positions,
         "bias": int(sizes.bias),
