@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 
-from planner.capture.source.users_modules import put_ours_first
+from planner.users_modules import put_ours_first
 
 
 def main() -> None:

@@ -28,7 +28,6 @@ from planner.capture.reading.libraries import libraries_of
 from planner.capture.repeats.in_part import capture_in_part, long_lists
 from planner.capture.routing import with_told_routing
 from planner.capture.source.model_file import ModelSource
-from planner.capture.source.users_modules import users_modules
 from planner.capture.units import capture_by_units
 from planner.errors import CaptureError, ModelError
 from planner.language.across import with_whole_values
@@ -42,6 +41,7 @@ from planner.language.graph.batch import (
 )
 from planner.language.graph.batch_classes import importable
 from planner.language.plan import Precision
+from planner.users_modules import users_modules
 
 
 def capture_source(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 import typer
@@ -24,6 +26,15 @@ def test_commands_stand_in_groups_the_common_ones_first(planner):
     assert isinstance(APP, GroupedCommands)
     listed = told.partition("Plan and train:")[2]
     assert "..." not in listed, "each command is told in a line"
+
+
+@pytest.mark.parametrize("module", ["planner.__main__", "cli"])
+def test_what_help_needs_loads_nothing_heavy(module):
+    """``planner --help`` answers in under 0.3 s: torch alone takes seconds."""
+    told = f"import sys, {module}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    heavy = {"torch", "numpy", "pandas", "scipy", "pydantic", "rich.table", "plotly"}
+    assert not heavy & set(done.stdout.split())
 
 
 @pytest.mark.parametrize("name", COMMANDS)

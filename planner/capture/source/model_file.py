@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from planner.capture.source.users_modules import among_users_modules, kept_modules, users_modules
 from planner.errors import ModelError
 from planner.files import ROOT, is_local, real_path
+from planner.users_modules import among_users_modules, kept_modules, users_modules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import cli
 import profiles
 import search
 from planner.capture.source.model_file import load_model_file, local_modules
-from planner.capture.source.users_modules import OUR_NAMES, names_of, users_modules
+from planner.users_modules import OUR_NAMES, names_of, users_modules
 
 MODEL = """
 import cli, commands.layers, profiles, search
