@@ -24,7 +24,7 @@ from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind
 from search.partition.chain_problem import Floats, InfeasibleStage
 from search.partition.interleaved_levels import RecomputeLevels
 from search.space.configuration import Configuration
-from search.space.job_tables import live_microbatches, whole_stages_of
+from search.space.job_tables import live_microbatches, warmup_of, whole_stages_of
 from search.stages.rank_stages import RankStages, rank_bound
 from search.stages.stage_table import StageTable
 
@@ -239,9 +239,10 @@ class InterleavedStages:
         for too_large in infeasible:
             rank = self.cut.homes[too_large.stage]
             lowest[rank] = max(lowest[rank], too_large.choice + 1)
-        # (level, rank) As many microbatch-stages as are in
-        # flight, each at the rank's smallest stage.
-        needed = self._bare_ranks.with_saved(self._live * levels.least_kept)
+        # (level, rank) As many microbatch-stages as are in flight, each at the rank's smallest
+        # stage; or those before the first backward, each at its own.
+        kept = np.maximum(self._live * levels.least_kept, self._kept_before_backward(levels))
+        needed = self._bare_ranks.with_saved(kept)
         found = levels.lowest(needed <= memory_limit_bytes, lowest)
         return None if (found > levels.most).any() else found
 
@@ -281,6 +282,18 @@ class InterleavedStages:
             return self._bare_ranks.with_saved(live.most_held(kept, self._gradient_bytes))
         least = np.stack([kept[:, cut.homes == r].min(axis=1) for r in range(cut.pp)], axis=1)
         return self._bare_ranks.with_saved(self._live * least)
+
+    def _kept_before_backward(self, levels: RecomputeLevels) -> Floats:
+        """Return what the forwards before each rank's first backward keep (level, rank); 0 where
+        their number is not stated, or activations are on the host.
+        """
+        warmup = warmup_of(self.configuration.pipeline)
+        if not warmup or self.table.on_host.activations:
+            return np.zeros(1)
+        # (stage, rank) How many microbatches of the stage its rank holds.
+        held = np.zeros((len(warmup), self.cut.pp))
+        held[np.arange(len(warmup)), self.cut.homes] = warmup
+        return levels.kept @ held
 
     @property
     def _live(self) -> Floats:

@@ -5,7 +5,6 @@ A table depends on the `Pipeline` alone: schedule, pp, vpp and microbatches.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,6 +15,7 @@ from planner.deadline import check_time
 from planner.language.schedule import find_schedule
 from planner.language.schedule.jobs import JobKind
 from planner.language.schedule.timing.in_flight import in_flight, in_flight_per_stage
+from planner.language.schedule.registry import stage_to_pp_rank
 from planner.language.schedule.timing.job_table import job_table
 from search.bounds.copied_jobs import CopiedRow
 from search.space.configuration import Configuration, Pipeline
@@ -58,30 +58,35 @@ class LiveMicrobatches:
 @lru_cache(maxsize=128)
 def live_microbatches(pipeline: Pipeline) -> LiveMicrobatches:
     """Return what is in flight at once on each rank of a schedule."""
-    by_rank = []
-    for row in job_table(*pipeline).schedule.jobs:
+    table = job_table(*pipeline)
+    num_stages, by_rank = table.schedule.num_stages, []
+    for row in table.rows:
         check_time()
+        kind, stage = row.kinds(num_stages)
+        stages = np.unique(stage)
+        # (job, stage of the rank) from here on.
+        own = stage[:, None] == stages
+        is_forward, is_weight = kind == JobKind.FORWARD, kind == JobKind.BACKWARD_WEIGHT
+        # What is certain: an I job frees, so its W job has nothing left to free.
+        change = np.where(is_forward, 1, np.where(is_weight, 0, -1))
+        live = np.cumsum(own * change[:, None], axis=0)
         # What makes a stage's gradients: full backwards, or jobs of weight gradients.
-        makers = Counter(job.stage_index for job in row if job.kind in _MAKE_GRADIENTS)
-        live = dict.fromkeys(sorted({job.stage_index for job in row}), 0)
-        summed = dict.fromkeys(live, 0)
-        states = set()
-        for job in row:
-            stage = job.stage_index
-            if job.kind is JobKind.FORWARD:
-                live[stage] += 1
-                # Only a forward can raise what is kept, and
-                # most states come again with each microbatch.
-                states.add((tuple(live.values()), tuple(summed.values())))
-            elif job.kind is not JobKind.BACKWARD_WEIGHT:
-                live[stage] -= 1
-            if job.kind in _MAKE_GRADIENTS:
-                makers[stage] -= 1
-                # The last one leaves the shards alone that a rank updates.
-                summed[stage] = int(makers[stage] > 0)
-        lives, sums = zip(*sorted(states), strict=True)
-        by_rank.append((np.array(list(live)), np.array(lives, float), np.array(sums, float)))
+        made = np.cumsum(own & np.isin(kind, _MAKE_GRADIENTS)[:, None], axis=0)
+        # The last one leaves the shards alone that a rank updates.
+        summed = (made > 0) & (made < made[-1])
+        # Only a forward can raise what is kept, and most states come again with each microbatch.
+        states = np.unique(np.hstack([live, summed])[is_forward], axis=0).astype(np.float64)
+        by_rank.append((stages, states[:, : len(stages)], states[:, len(stages) :]))
     return LiveMicrobatches(tuple(by_rank))
+
+
+@lru_cache(maxsize=1024)
+def warmup_of(pipeline: Pipeline) -> tuple[int, ...]:
+    """Return how many forwards of each stage its rank runs before its first backward, at least: all
+    that they keep is held at once. Empty where nothing is stated of it.
+    """
+    stated = find_schedule(pipeline.schedule).warmup
+    return stated(*pipeline[1:]) if stated else ()
 
 
 def whole_in_flight_of(configuration: Configuration) -> tuple[int, ...]:
@@ -107,8 +112,9 @@ def whole_stages_of(configuration: Configuration) -> tuple[int, ...]:
     order = configuration.stated_order
     if not order.splits_backward:
         return live_stages_of(configuration)
-    if order.warmup:
-        return order.warmup
+    if warmup := warmup_of(configuration.pipeline):
+        homes = stage_to_pp_rank(*configuration.pipeline[:3])
+        return tuple(np.bincount(homes, weights=warmup).astype(int).tolist())
     by_rank = live_microbatches(configuration.pipeline).by_rank
     return tuple(int(live.sum(axis=1).max()) for _, live, _ in by_rank)
 

@@ -4,8 +4,8 @@ A microbatch that leaves rank r goes forward through the later stages and its gr
 a *round trip*. A bound of the step from below, before there is a table, needs three facts:
 
 - which round trips a rank must wait for (`RoundTrips`): they depend on nothing but the order;
-- how many forwards a rank runs before its first backward (`warmup`): they fit into the first
-  round trip, and as many backwards fit into the last;
+- how many forwards a rank runs before its first backward (`warmup`, stated for each stage of a
+  rank): they fit into the first round trip, and as many backwards fit into the last;
 - how many weight gradients a rank may leave to the end (`late_weights`), where backward is split:
   so much less is computed before the last gradient leaves for the rank before.
 
@@ -24,6 +24,8 @@ from enum import StrEnum
 
 PerRank = Callable[[int, int, int], tuple[int, ...]]
 """From (pp, vpp, num_microbatches) to a count for each pp rank."""
+PerStage = PerRank
+"""From the same to a count for each of the pp * vpp stages."""
 
 
 class RoundTrips(StrEnum):

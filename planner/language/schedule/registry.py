@@ -20,7 +20,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 
 from planner.errors import ScheduleError
-from planner.language.schedule.job_order import JobOrder, PerRank, RoundTrips
+from planner.language.schedule.job_order import JobOrder, PerRank, PerStage, RoundTrips
 from planner.language.schedule.jobs import Job, Schedule
 from planner.language.schedule.placements import StagePlacement, loop_placement
 
@@ -56,8 +56,8 @@ class ScheduleSpec:
     to. None: it is read from the table."""
     round_trips: RoundTrips
     """Which round trips a rank with one stage waits for (`job_order`)."""
-    warmup: PerRank | None
-    """Forwards before a rank's first backward (`job_order`)."""
+    warmup: PerStage | None
+    """Forwards of each stage before its rank's first backward (`job_order`)."""
     late_weights: PerRank | None
     """Most W jobs after a rank's last I job (`job_order`); None: not stated."""
     search_rank: int | None
@@ -96,8 +96,8 @@ class ScheduleSpec:
 
 @lru_cache(maxsize=4096)
 def _job_order(spec: ScheduleSpec, pp: int, num_microbatches: int) -> JobOrder:
-    def of_ranks(counts: PerRank | None) -> tuple[int, ...]:
-        return counts(pp, 1, num_microbatches) if counts else ()
+    def of_ranks(counts: PerRank | PerStage | None) -> tuple[int, ...]:
+        return counts(pp, 1, num_microbatches) if counts and spec.min_vpp == 1 else ()
 
     return JobOrder(
         round_trips=spec.round_trips,
@@ -122,7 +122,7 @@ def register_schedule(
     splits_backward: bool = False,
     in_flight_limit: PerRank | None = None,
     round_trips: RoundTrips = RoundTrips.UNKNOWN,
-    warmup: PerRank | None = None,
+    warmup: PerStage | None = None,
     late_weights: PerRank | None = None,
     search_rank: int | None = None,
 ) -> Callable[[Builder], Builder]:

@@ -56,6 +56,23 @@ def _limit_1f1b(pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
     return tuple(min(total, warmup + 1) for warmup in _warmup(pp, vpp, num_microbatches))
 
 
+def _forwards_before_backward(pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
+    """Return how many forwards of each stage its rank runs before its first backward."""
+    left, by_chunk = list(_limit_1f1b(pp, vpp, num_microbatches)), []
+    groups = group_sizes(pp, num_microbatches)
+    for size in groups:
+        for chunk in range(vpp):
+            taken = [min(size, of_rank) for of_rank in left]
+            left = [of_rank - some for of_rank, some in zip(left, taken, strict=True)]
+            by_chunk.append((chunk, taken))
+    # Of each chunk the sum over groups, chunk after chunk: stages are dealt round-robin.
+    return tuple(
+        sum(taken[rank] for of, taken in by_chunk if of == chunk)
+        for chunk in range(vpp)
+        for rank in range(pp)
+    )
+
+
 def _limit_all(pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
     return (vpp * num_microbatches,) * pp
 
@@ -66,6 +83,7 @@ def _limit_all(pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
     min_vpp=2,
     max_vpp=None,
     in_flight_limit=_limit_1f1b,
+    warmup=_forwards_before_backward,
     search_rank=1,
 )
 def interleaved_1f1b(pp: int, vpp: int, num_microbatches: int) -> list[list[Job]]:

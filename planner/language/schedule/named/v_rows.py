@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 
 from planner.deadline import check_time
 from planner.language.schedule.jobs import Job, JobKind
 
 
 def v_warmup(pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
-    """Return the forwards of both chunks that each rank runs before its first backward, at least.
+    """Return the forwards of each stage that its rank runs before its first backward, at least.
 
     The first microbatch goes down the V and returns to rank r after 2 (pp - r) - 1 steps, in each
     of which the rank has another one to send down; r more follow while ranks behind turn round.
     """
-    return tuple(
-        min(num_microbatches, 2 * pp - rank - 1) + min(num_microbatches, rank + 1)
-        for rank in range(pp)
-    )
+    down = [min(num_microbatches, 2 * pp - rank - 1) for rank in range(pp)]
+    up = [min(num_microbatches, rank + 1) for rank in range(pp)]
+    return (*down, *reversed(up))
 
 
 class VRow:
@@ -33,8 +32,10 @@ class VRow:
         self.jobs: list[Job] = []
         self._stages = (pp_rank, 2 * pp - 1 - pp_rank)
         self._num_microbatches = num_microbatches
-        self._next: Counter[tuple[JobKind, int]] = Counter()
-        self._without_weight: deque[tuple[int, int]] = deque()
+        self._forwards, self._gradients = [0, 0], [0, 0]
+        """The next microbatch of each chunk; B and I are two ways to the same gradient."""
+        self._without_weight: tuple[deque[tuple[int, int]], ...] = (deque(), deque())
+        """By chunk, (number of the gradient, microbatch) of I jobs without their W job."""
 
     def add(self, count: int, steps: str) -> None:
         """Add the steps, such as ``F0 I1 W1``, `count` times over."""
@@ -46,19 +47,24 @@ class VRow:
                 self._add_one(kind, chunk)
 
     def _add_one(self, kind: JobKind, chunk: int) -> None:
-        if kind is JobKind.BACKWARD_WEIGHT and chunk < 0:
-            chunk, microbatch = self._without_weight.popleft()
-        elif kind is JobKind.BACKWARD_WEIGHT:
-            microbatch = next(m for c, m in self._without_weight if c == chunk)
-            self._without_weight.remove((chunk, microbatch))
+        if kind is _FORWARD:
+            microbatch = self._forwards[chunk]
+            self._forwards[chunk] += 1
+        elif kind is _WEIGHT:
+            waiting = self._without_weight
+            if chunk < 0:
+                chunk = min((of[0][0], at) for at, of in enumerate(waiting) if of)[1]
+            microbatch = waiting[chunk].popleft()[1]
         else:
-            # B and I are two ways to the same gradient and share a count.
-            counted = JobKind.FORWARD if kind is JobKind.FORWARD else JobKind.FULL_BACKWARD
-            microbatch = self._next[counted, chunk]
-            self._next[counted, chunk] += 1
-            if kind is JobKind.BACKWARD_INPUT:
-                self._without_weight.append((chunk, microbatch))
+            microbatch = self._gradients[chunk]
+            if kind is _INPUT:
+                self._without_weight[chunk].append((sum(self._gradients), microbatch))
+            self._gradients[chunk] += 1
         if microbatch < self._num_microbatches:
             self.jobs.append(
                 Job(kind=kind, stage_index=self._stages[chunk], microbatch_index=microbatch)
             )
+
+
+# Looked up once: tables of long pipelines have a million jobs.
+_FORWARD, _INPUT, _WEIGHT = JobKind.FORWARD, JobKind.BACKWARD_INPUT, JobKind.BACKWARD_WEIGHT

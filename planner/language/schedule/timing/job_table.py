@@ -25,6 +25,8 @@ NONE = -1
 
 _LETTERS = "".join(JobKind)
 _FORWARD, _FULL_BACKWARD, _INPUT, _WEIGHT = range(len(_LETTERS))
+_OF_LAST_FORWARD = "".join((JobKind.FULL_BACKWARD, JobKind.BACKWARD_INPUT))
+"""The kinds whose durations come after those of all kinds, of a stage's last forward."""
 
 
 class Result(NamedTuple):
@@ -53,6 +55,11 @@ class JobRow:
     ahead: np.ndarray
     """Index of how long before its job's end the result is ready: 0 not at all, 1 + stage of a
     full backward, 1 + S + stage of a stage's last one."""
+
+    def kinds(self, num_stages: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return each job's kind (a letter) and stage, of S = `num_stages` stages."""
+        kind, stage = np.divmod(self.duration, num_stages)
+        return np.array(list(_LETTERS + _OF_LAST_FORWARD))[kind], stage
 
 
 @dataclass(frozen=True, kw_only=True)
