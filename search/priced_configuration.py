@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 
 import numpy as np
 
@@ -142,7 +142,7 @@ class PricedConfiguration:
         cut = Cut(cuts=stages.cut.cuts, choices=choices, until=until, value=0.0)
         recomputed = self.recompute_by_block(cut)
         # Cheap bounds first, each higher than the one before; the first at the ceiling prunes.
-        bound = stages.least_step_s(recomputed)
+        bound = stages.least_recomputed_s(recomputed)
         if bound < ceiling:
             bound = stages.step_bound(recomputed)
         if bound < ceiling and self._copied:
@@ -199,17 +199,17 @@ class PricedConfiguration:
 
     def recompute_by_block(self, cut: Cut) -> tuple[Recompute, ...]:
         """Return what each block recomputes under a cut."""
+        stages = range(len(cut.choices))
+        return tuple(chain.from_iterable(self.recompute_of_stage(cut, stage) for stage in stages))
+
+    def recompute_of_stage(self, cut: Cut, stage: int) -> tuple[Recompute, ...]:
+        """Return what each block of a stage recomputes under a cut."""
         choices = recompute_choices(self.configuration.recompute)
-        by_block: list[Recompute] = []
-        for stage, (choice, (first, end)) in enumerate(
-            zip(cut.choices, pairwise(cut.cuts), strict=True)
-        ):
-            if choice < len(choices):
-                by_block += [choices[choice]] * (end - first)
-            else:
-                partial = self.table.partial(choices)[choice - len(choices)]
-                by_block += partial.by_block(first, end, cut.until[stage])
-        return tuple(by_block)
+        choice, first, end = cut.choices[stage], cut.cuts[stage], cut.cuts[stage + 1]
+        if choice < len(choices):
+            return (choices[choice],) * (end - first)
+        partial = self.table.partial(choices)[choice - len(choices)]
+        return partial.by_block(first, end, cut.until[stage])
 
 
 def _cheapest(transfer_s: Floats) -> Floats:

@@ -11,7 +11,7 @@ partition only, as even as blocks allow (`partition/interleaved`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from search.branch_and_bound import EvaluatedPlan, Node, evaluated_plan
@@ -57,8 +57,11 @@ class ShapeNode(Node[SearchState]):
         table = self.table
         bounds, warm = search.bounds(table), search.warm_start
         for configuration in self.shape.configurations():
-            # Bounds that read the schedule hold for one stage a rank.
-            own = bounds.least_step_s(configuration) if configuration.vpp == 1 else 0.0
+            # Bounds that read the schedule hold for one stage a rank; several lie in one way only.
+            if configuration.vpp == 1:
+                own = bounds.least_step_s(configuration)
+            else:
+                own = search.candidates.interleaved(configuration, table).least_step_s
             key = configuration, table.key
             yield ConfigurationNode(
                 bound=max(self.bound, own, warm.bounds.get(key, 0.0)),
@@ -97,16 +100,8 @@ class ConfigurationNode(PartitionableNode):
         return PricedConfiguration(search.candidates, self.configuration, self.table)
 
     def _only_partition(self, search: SearchState) -> Outcomes:
-        priced, ceiling = self.priced(search), search.to_beat_s
-        if self.configuration.vpp > 1:
-            # Without recomputation and exchange: quick, and enough to rule most of them out.
-            least = priced.interleaved.least_step_s()
-            if least >= ceiling:
-                # Pushed with a bound over the best, the node
-                # is pruned, and may still be a runner-up.
-                yield replace(self, bound=least)
-                return
-        cut = priced.only_cut(search.memory_limit_bytes, self.infeasible, ceiling=ceiling)
+        limit, ceiling = search.memory_limit_bytes, search.to_beat_s
+        cut = self.priced(search).only_cut(limit, self.infeasible, ceiling=ceiling)
         if cut is None:
             self._exclude(search, EVEN_CUT_TOO_LARGE)
         else:

@@ -81,13 +81,20 @@ class ExactRecompute:
         partial = self.priced.table.partial(choices)[known.choice - len(choices)]
         # Up to these blocks the run would free more than now.
         steps = partial.steps(known.first, known.end, cut.until[known.stage])
+
+        def over_at(step: int) -> float:
+            return self._over(_with_until(cut, known.stage, steps[step]), known.stage)
+
         # The first step that fits, which is seldom far: more recomputation never needs more memory.
         low, high, reach = 0, len(steps), 1
+        freed = partial.freed[known.end] - partial.freed[cut.until[known.stage]]
+        # Where the last step frees too little by the bound, its walk mostly spares all others.
+        if steps and over > in_flight * freed and (at_last := over_at(high - 1)) > 0:
+            low, over = high, at_last
         while low < high:
             middle = min((low + high) // 2, low + reach - 1)
             reach *= 2
-            still_over = self._over(_with_until(cut, known.stage, steps[middle]), known.stage)
-            if still_over > 0:
+            if (still_over := over_at(middle)) > 0:
                 low, over = middle + 1, still_over
             else:
                 high = middle
@@ -96,7 +103,8 @@ class ExactRecompute:
 
     def _over(self, cut: Cut, stage: int) -> float:
         """By how many bytes a stage's rank is over the limit."""
-        key = stage, cut.cuts[stage : stage + 2], cut.choices[stage], cut.until[stage]
+        # Two pairs of choices may end in the same recomputation of all blocks.
+        key = stage, cut.cuts[stage : stage + 2], self.priced.recompute_of_stage(cut, stage)
         if key not in self._walked:
             plan = self.priced.plan(cut)
             rank = plan.stages[stage].pp_rank

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,6 +63,8 @@ class EvenCut:
     """The pp rank of each stage."""
     polls: bool
     """Whether hosts poll for messages between stages."""
+    least_step_s: dict[tuple[Any, ...], float] = field(default_factory=dict)
+    """What `InterleavedStages.least_step_s` has found."""
     _levels: dict[tuple[Recompute, ...], RecomputeLevels] = field(default_factory=dict)
 
     @property
@@ -142,14 +145,24 @@ class InterleavedStages:
         """Most seconds of each stage's backward that may come after its gradient is sent on."""
         return np.add.reduceat(self.ranks.ahead_s, self.cut.first)
 
-    def least_step_s(self, recomputed: Sequence[Recompute] = ()) -> float:
-        """Return a step time that the stages cannot beat, whatever they exchange; when the blocks
-        recompute this, if it is given.
+    @property
+    def least_step_s(self) -> float:
+        """A step time that the stages cannot beat, whatever they exchange and recompute."""
+        ranks, of = self.ranks, self.configuration
+        # Replicas and ZeRO stages by the dozen share it.
+        key = of.num_microbatches, of.splits_backward, ranks.replication.is_sharded, ranks.choices
+        if key not in self.cut.least_step_s:
+            self.cut.least_step_s[key] = self._least_step_s(0.0)
+        return self.cut.least_step_s[key]
+
+    def least_recomputed_s(self, recomputed: Sequence[Recompute]) -> float:
+        """Return a step time that the stages cannot beat, whatever they exchange, when the blocks
+        recompute this.
         """
+        return self._least_step_s(self.cut.runs.recomputation(recomputed).whole_s)
+
+    def _least_step_s(self, again: Floats | float) -> float:
         nothing, runs = np.zeros(1), self.cut.runs
-        again: Floats | float = 0.0
-        if recomputed:
-            again = runs.recomputation(recomputed).whole_s
         seconds = StageSeconds(
             forward_s=runs.times.whole_forward_s,
             backward_s=runs.times.whole_backward_s + again,

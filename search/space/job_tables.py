@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from planner.deadline import check_time
 from planner.language.schedule import find_schedule
 from planner.language.schedule.jobs import JobKind
-from planner.language.schedule.timing.in_flight import in_flight, in_flight_per_stage
 from planner.language.schedule.registry import stage_to_pp_rank
+from planner.language.schedule.timing.in_flight import in_flight, in_flight_per_stage
 from planner.language.schedule.timing.job_table import job_table
 from search.bounds.copied_jobs import CopiedRow
 from search.space.configuration import Configuration, Pipeline
