@@ -48,7 +48,7 @@ from numpy.typing import NDArray
 from planner.deadline import check_time
 from planner.language.schedule.job_order import RoundTrips
 from search.bounds.copied_jobs import extra_s, seconds_by_kind
-from search.partition.chain_problem import ChainProblem, Flags, Floats, RankLimit
+from search.partition.chain_problem import ChainProblem, Flags, Floats
 from search.partition.chain_windows import Window
 
 
@@ -175,15 +175,10 @@ class Paths:
         not fit after all, it becomes infeasible, and the next takes its place.
         """
         problem = self.problem
-        infeasible = tuple(known for known in problem.infeasible if known.stage == stage)
-        # Stages with as many microbatches in flight, and nothing found infeasible, share an answer.
-        key = problem.in_flight[stage], infeasible, *((span.start, span.stop) for span in part)
+        rank = problem.limit_of(stage)
+        # Stages with the same limits, and nothing found infeasible, share an answer.
+        key = rank, *((span.start, span.stop) for span in part)
         if key not in self._on_rank:
-            rank = RankLimit(
-                in_flight=problem.in_flight[stage],
-                limit_bytes=problem.memory_limit_bytes,
-                infeasible=infeasible,
-            )
             backward_s, fits = self.costs.on_rank(rank, part)
             fits = fits & self._valid[part]
             if not problem.copied:  # with less to copy, a longer backward may be the faster one

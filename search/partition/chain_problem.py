@@ -71,6 +71,8 @@ class RankLimit:
     """Microbatches of which it holds at once all that their forwards keep, at least."""
     limit_bytes: float
     """Bytes that its device may take."""
+    late_weights: int = 0
+    """Microbatches whose weight gradients are all to be made after its last input gradient."""
     infeasible: tuple[InfeasibleStage, ...] = ()
     """Runs of its stage that were found not to fit."""
 
@@ -271,6 +273,16 @@ class ChainProblem:
     def splits_backward(self) -> bool:
         """Whether weight gradients are jobs of their own."""
         return self.order.splits_backward
+
+    def limit_of(self, stage: int) -> RankLimit:
+        """Return the limits of a stage's rank."""
+        stated = self.order.late_weights
+        return RankLimit(
+            in_flight=self.in_flight[stage],
+            limit_bytes=self.memory_limit_bytes,
+            late_weights=stated[stage] if stated else 0,
+            infeasible=tuple(known for known in self.infeasible if known.stage == stage),
+        )
 
     def late_weights(self, stage: int) -> int:
         """Return of how many microbatches, beside the last, a stage may make weight gradients after

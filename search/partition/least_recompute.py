@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from search.partition.chain_problem import ChainProblem, Cut, RankLimit
+from search.partition.chain_problem import ChainProblem, Cut
 
 Run = tuple[int, int, int]
 """A stage, its first block and the block after its last."""
@@ -37,11 +37,7 @@ def _find(problem: ChainProblem, runs: Sequence[Run]) -> None:
     window = problem.stages.costs_of(start, end)
     for at, run in enumerate(runs):
         stage = run[0]
-        rank = RankLimit(
-            in_flight=problem.in_flight[stage],
-            limit_bytes=problem.memory_limit_bytes,
-            infeasible=tuple(known for known in problem.infeasible if known.stage == stage),
-        )
+        rank = problem.limit_of(stage)
         seconds, fits = (of_runs[:, at] for of_runs in window.on_rank(rank, ...))
         choice = int(np.where(fits, seconds, np.inf).argmin())
         until = int(window.until(rank, choice, ...)[at]) if fits[choice] else 0

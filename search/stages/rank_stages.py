@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from costmodel.memory.bound import RankBound, kept_bytes
+from costmodel.memory.part_table import Phase
 from costmodel.memory.parts import Ranks
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.stage_costs.replicas import ReplicaPrices, replica_prices
@@ -123,7 +124,24 @@ class RankCostWindow:
             until = self.until(rank, len(self.stages.choices) + at, part)
             seconds.append(bare_s + partial.again_s(start, end, until))
             fits.append(until <= end)
-        return np.stack(seconds), np.stack(fits)
+        may_fit = np.stack(fits)
+        if rank.late_weights:
+            # Whatever is recomputed, deferred weight gradients refer to as much.
+            may_fit = may_fit & (self._with_late_bytes(rank.late_weights) <= rank.limit_bytes)[of]
+        return np.stack(seconds), may_fit
+
+    def _with_late_bytes(self, late_weights: int) -> Floats:
+        """Return the least bytes of a rank with each kind of run once its last input gradient has
+        left, the weight gradients of so many microbatches still to be made.
+        """
+        sums, kinds, bound = self.stages.table.late_sums, self.kinds, self.bounds[0]
+        # Before it some weight gradients were made, unless those of all microbatches are late.
+        has_gradients = late_weights < self.stages.configuration.num_microbatches
+        phase = Phase.AFTER_BACKWARD if has_gradients else Phase.BEFORE_BACKWARD
+        least: Floats = bound.with_saved(
+            late_weights * (sums[kinds.end] - sums[kinds.start]), phase
+        )
+        return least
 
     def until(self, rank: RankLimit, choice: int, part: Part) -> Indices:
         """Return up to which block the runs of a part recompute more under a pair of choices; after

@@ -201,6 +201,13 @@ class StageTable:
         return self._least_sums[choice]
 
     @cached_property
+    def late_sums(self) -> Floats:
+        """Running sums (n + 1) of what blocks hold for each microbatch whose weight gradients are
+        still to be made.
+        """
+        return np.append(0.0, np.cumsum(self.chain.late_bytes))
+
+    @cached_property
     def whole(self) -> StageLoad:
         """Bytes of all blocks as one stage."""
         total = self.runs.loads(np.array(0), np.array(self.num_blocks))

@@ -1,5 +1,7 @@
 """Quick counts beside what they stand for: bytes by a line, layouts before they are priced."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -25,7 +27,7 @@ from planner.units import GIB
 from search import SearchRequest
 from search.bounds.round_trips import ZeroBubbleBound
 from search.candidates import Candidates
-from search.partition.chain_problem import Cut, RankLimit
+from search.partition.chain_problem import Cut
 from search.partition.chain_windows import fixed_windows
 from search.priced_configuration import PricedConfiguration
 from search.space.configuration import recompute_choices
@@ -255,8 +257,10 @@ def _parts_of_estimate(candidates, configuration, table, rng):
         costs = problem.stages.cost_window(window)
         total = float(memory[stage].total)
         live = problem.in_flight[stage]
-        rank = RankLimit(in_flight=live, limit_bytes=total * (1 + 1e-9))
+        rank = replace(problem.limit_of(stage), limit_bytes=total * (1 + 1e-9))
         assert costs.on_rank(rank, ...)[1][choice].all()
+        # Where weight gradients come late, what they refer to is a part of it.
+        assert bool(rank.late_weights) == (configuration.order.late_weights != ())
         yield costs.bounds[choice].least(live)[costs.kinds.of].item() / total
 
 
@@ -335,3 +339,32 @@ def test_of_an_order_that_is_not_stated_nothing_is_taken_for_granted(front_loade
                 parts += list(_parts_of_estimate(candidates, configuration, table, rng))
     assert len(parts) >= 12
     assert max(parts) <= 1 + 1e-9
+
+
+def test_weight_gradients_that_come_late_hold_what_they_are_made_of():
+    """M17: the last rank of zb_h1 has one microbatch in flight and the weight gradients of four to
+    make; what they refer to rules out limits that one microbatch would allow."""
+    graph = capture_module(RoutedGPT(6), gpt_batch(2), gpt_batch(3), name="late")
+    request = SearchRequest(num_devices=4, global_batch=32, pp=4, schedule="zb_h1", zero=0)
+    candidates = Candidates.of(graph, MACHINE, request)
+    (configuration,) = (
+        configuration
+        for shape in candidates.shapes(request)
+        for configuration in shape.configurations()
+        if configuration.microbatch_size == 4
+    )
+    priced = PricedConfiguration(candidates, configuration, candidates.tables(1, 4)[0])
+    cuts = (0, 2, 4, 6, priced.table.num_blocks)
+    memory = candidates.estimate(priced.plan(Cut(cuts=cuts, choices=(0,) * 4, value=0))).memory
+    problem = priced.problem(float(memory[-1].total))
+    last = problem.limit_of(3)
+    assert (last.in_flight, last.late_weights) == (1, 4)
+    window = problem.stages.cost_window(fixed_windows(cuts)[3])
+
+    def may_fit(part, late_weights):
+        limits = replace(last, limit_bytes=part * last.limit_bytes, late_weights=late_weights)
+        return window.on_rank(limits, ...)[1][0].item()
+
+    assert may_fit(1 + 1e-9, 4)
+    assert may_fit(0.8, 0)
+    assert not may_fit(0.8, 4)

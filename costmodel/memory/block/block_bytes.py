@@ -16,6 +16,7 @@ from functools import cache
 
 from costmodel.memory.block.backward_facts import backward_facts
 from costmodel.memory.block.backward_walk import backward_walk
+from costmodel.memory.block.deferred_weights import deferred_storages
 from costmodel.memory.block.forward_walk import forward_walk
 from costmodel.memory.block.placed_block import BlockBytes, Edge
 from costmodel.memory.block.recomputed import kept_storages
@@ -159,6 +160,19 @@ def rest_bytes(meta: TensorMeta) -> int:
     table with a gradient of rows its moments, too (in bf16 its master comes on top).
     """
     return meta.bytes_at(1) * (1 + ADAMW_STATES * bool(meta.table))
+
+
+def late_bytes(block: BlockBytes) -> int:
+    """Return the bytes that a block's weight gradients refer to at least for each microbatch, where
+    they are made in jobs of their own: from the job of its input gradients until theirs.
+
+    Recomputed or not, these are the same. What lies at the block's edges counts for nothing, as its
+    neighbours may hold it, too.
+    """
+    program = block.saved.program
+    held = deferred_storages((block.deferred() or block).backward(first=False, split=True).deferred)
+    at_edges = {*program.inputs, *(f"gradient {name}" for name in program.outputs)}
+    return sum(size for name, size in held.items() if name not in at_edges)
 
 
 def block_load(block: BlockBytes, recomputed: Collection[str]) -> StageLoad:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from costmodel.cache import BlockPrice, CostCache
-from costmodel.memory.block.block_bytes import rest_bytes
+from costmodel.memory.block.block_bytes import late_bytes, rest_bytes
 from costmodel.time.block.boundary import block_entry_seconds
 from costmodel.time.stage_costs.load import LOAD_FIELDS, StageLoad
 from costmodel.time.stage_costs.messages import Messages
@@ -92,13 +92,16 @@ class ChainCosts:
                 index,
                 split.microbatch_size,
                 split.degrees,
-                tuple(layout for layout in split.layouts if layout.class_index == index),
+                self._layouts_of(index),
                 recomputed=recomputed.get(index),
                 polls=split.polls,
                 beside=split.beside,
             )
             for index in {block.class_index for block in self.graph.blocks}
         }
+
+    def _layouts_of(self, class_index: int) -> tuple[ClassLayout, ...]:
+        return tuple(of for of in self.split.layouts if of.class_index == class_index)
 
     def _along(self, of_class: Mapping[int, Any], names: Sequence[str]) -> dict[str, Floats]:
         """Lay fields of what is known of classes out along the chain."""
@@ -144,6 +147,26 @@ class ChainCosts:
             columns["input_bytes"] -= every
             columns["selective_bytes"] -= every
         return StageLoad(**columns)
+
+    @cached_property
+    def late_bytes(self) -> Floats:
+        """Bytes that each block (n) holds at least for each microbatch whose weight gradients are
+        still to be made, where they have jobs of their own (`block_bytes.late_bytes`).
+        """
+        split = self.split
+        of_class = {
+            index: late_bytes(
+                self.costs.block_bytes(
+                    index,
+                    split.microbatch_size,
+                    split.degrees,
+                    self._layouts_of(index),
+                    beside=split.beside,
+                )
+            )
+            for index in {block.class_index for block in self.graph.blocks}
+        }
+        return np.array([of_class[block.class_index] for block in self.graph.blocks], dtype=float)
 
     @cached_property
     def _read_again(self) -> Mapping[int, Mapping[str, tuple[int, bool]]]:
