@@ -18,6 +18,7 @@ from planner.language.plan import Recompute
 from planner.language.schedule.registry import stage_to_pp_rank
 from planner.language.schedule.timing.job_table import job_table
 from planner.language.schedule.timing.simulate import simulate
+from profiles import Group
 from search.partition.chain_problem import Cut
 from search.space.configuration import Configuration
 from search.stages.rank_stages import RankStages
@@ -29,12 +30,11 @@ def quick_step_s(
 ) -> float:
     """Return the simulated step time of a configuration cut this way, whose blocks recompute so."""
     stages = RankStages(table=table, configuration=config).cut(cut.cuts)
+    # However shards are copied, ranks of a stage have the same neighbours in other stages.
+    pipeline = pipeline_group(table.costs.cluster, config.degrees, pp=config.pp)
     key = (
-        config.schedule,
-        config.pp,
-        config.vpp,
-        config.num_microbatches,
-        config.degrees,
+        config.pipeline,
+        pipeline,
         config.zero // 2,
         # ZeRO 0 and 1 differ after the last job, in what is sent ahead of weight gradients, and
         # in FSDP2's own work in every job, where that was measured.
@@ -45,7 +45,7 @@ def quick_step_s(
         recomputed,
     )
     if key not in table.rank_ends:
-        table.rank_ends[key] = _simulated_rank_ends(config, table, stages, recomputed)
+        table.rank_ends[key] = _simulated_rank_ends(config, table, stages, recomputed, pipeline)
     homes = stage_to_pp_rank(config.schedule, config.pp, config.vpp)
     first_rank = [
         block
@@ -65,11 +65,14 @@ def quick_step_s(
 
 
 def _simulated_rank_ends(
-    config: Configuration, table: StageTable, stages: StageCosts, recomputed: Sequence[Recompute]
+    config: Configuration,
+    table: StageTable,
+    stages: StageCosts,
+    recomputed: Sequence[Recompute],
+    pipeline: Group,
 ) -> tuple[float, ...]:
-    """Return when each pp rank ends its last job."""
+    """Return when each pp rank ends its last job; `pipeline` are ranks of neighbouring stages."""
     jobs = job_table(*config.pipeline)
-    pipeline = pipeline_group(table.costs.cluster, config.degrees, pp=config.pp)
     on_host = stages.runs.kept(recomputed).tolist() if table.on_host.activations else []
     timeline = simulate(
         jobs,

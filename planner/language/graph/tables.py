@@ -67,30 +67,39 @@ class Table:
 
 def tables_of(graph: ModelGraph) -> tuple[Table, ...]:
     """Return the tables of a graph, in the order of their first blocks."""
-    readers: dict[str, list[tuple[Op, str, Program]]] = defaultdict(list)
-    for block in graph.blocks:
-        program = graph.classes[block.class_index]
-        names = dict(zip(program.params, block.params, strict=True))
+    # Blocks alike read alike: ops are looked at once a class.
+    reads: list[dict[str, list[Op]]] = [defaultdict(list) for _ in graph.classes]
+    for program, of_class in zip(graph.classes, reads, strict=True):
         for op in program.ops:
             for inner in dict.fromkeys(op.inputs):
-                if inner in names:
-                    readers[names[inner]].append((op, inner, program))
+                of_class[inner].append(op)
+    lookups = [
+        {inner for inner, ops in of_class.items() if all(can_have_rows(op, inner) for op in ops)}
+        for of_class in reads
+    ]
+    readers: dict[str, list[tuple[int, str]]] = defaultdict(list)
+    for block in graph.blocks:
+        program = graph.classes[block.class_index]
+        for inner, name in zip(program.params, block.params, strict=True):
+            if inner in reads[block.class_index]:
+                readers[name].append((block.class_index, inner))
     found = []
-    for name, ops in readers.items():
+    for name, places in readers.items():
         meta = graph.tensor[name]
         if meta.kind != "param" or not meta.requires_grad or len(meta.shape) != 2:
             continue
-        if not all(can_have_rows(op, inner) for op, inner, _ in ops):
+        if not all(inner in lookups[index] for index, inner in places):
             continue
         rows, width = meta.shape_at(1)
-        indices = [program.tensor[op.inputs[1]] for op, _, program in ops]
+        ops = [(op, graph.classes[index]) for index, inner in places for op in reads[index][inner]]
+        indices = [program.tensor[op.inputs[1]] for op, program in ops]
         found.append(
             Table(
                 name=name,
                 fqn=meta.fqn,
                 rows=rows,
                 width=width,
-                is_sparse=all(is_sparse_lookup(op) for op, _, _ in ops),
+                is_sparse=all(is_sparse_lookup(op) for op, _ in ops),
                 per_sample=sum(each.numel_at(2) - each.numel_at(1) for each in indices),
             )
         )
