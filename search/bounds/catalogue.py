@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 
 from costmodel.time.stage_costs.load import StageLoad
 from planner.language.schedule.job_order import RoundTrips
+from profiles.profile import Amount
 from search.bounds.least_costs import LeastCosts
 from search.bounds.round_trips import pipeline_line
 from search.partition.chain_problem import Floats
@@ -145,6 +146,19 @@ def largest_block(costs: LeastCosts, config: Configuration) -> float:
     """What a rank needs for the largest block and one microbatch of it: a block is not divided."""
     choices = recompute_choices(config.recompute)
     return float(costs.rank_bytes(costs.table.blocks, config, choices).max())
+
+
+@memory_bound
+def backward_of_a_block(costs: LeastCosts, config: Configuration) -> float:
+    """What a rank needs for the backward of any block: all that it saves, kept or made again, its
+    gradients; and its weights, where these are gathered for it.
+    """
+    load = costs.table.blocks
+    whole: Amount = load.saved_bytes + costs.table.chain.backward_bytes
+    if config.replication.is_sharded and config.zero == 3:
+        # (Experts may have no replicas to be gathered from.)
+        whole = whole + load.param_bytes - load.spread_bytes
+    return float(costs.rank_bytes(replace(load, saved_bytes=whole), config, ("none",)).max())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -175,6 +175,19 @@ def late_bytes(block: BlockBytes) -> int:
     return sum(size for name, size in held.items() if name not in at_edges)
 
 
+def backward_bytes(block: BlockBytes) -> int:
+    """Return the bytes that a block's backward takes at least beside all that the block saves, kept
+    or made again: the gradients of its outputs, and what the backward rises above its start.
+    """
+    program = block.saved.program
+    arrive = sum(edge.num_bytes for edge in block.outputs if edge.requires_grad)
+    if not arrive:
+        return 0
+    # What no other block holds is freed early; which weight gradients are late is the schedule's.
+    options = {"first": False, "freed_inputs": frozenset(program.inputs)}
+    return arrive + min(block.backward(**options, split=late).rise_bytes for late in (False, True))
+
+
 def block_load(block: BlockBytes, recomputed: Collection[str]) -> StageLoad:
     """Return the bytes of a block as a run of blocks sums them up: what the bound of memory reads.
 

@@ -9,7 +9,7 @@ messages of a stage that starts at a block. No replicas yet (`stage_costs`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from costmodel.cache import BlockPrice, CostCache
-from costmodel.memory.block.block_bytes import late_bytes, rest_bytes
+from costmodel.memory.block.block_bytes import backward_bytes, late_bytes, rest_bytes
+from costmodel.memory.block.placed_block import BlockBytes
 from costmodel.time.block.boundary import block_entry_seconds
 from costmodel.time.stage_costs.load import LOAD_FIELDS, StageLoad
 from costmodel.time.stage_costs.messages import Messages
@@ -153,9 +154,20 @@ class ChainCosts:
         """Bytes that each block (n) holds at least for each microbatch whose weight gradients are
         still to be made, where they have jobs of their own (`block_bytes.late_bytes`).
         """
+        return self._bytes_along(late_bytes)
+
+    @cached_property
+    def backward_bytes(self) -> Floats:
+        """Bytes that the backward of each block (n) takes at least beside what the block saves
+        (`block_bytes.backward_bytes`).
+        """
+        return self._bytes_along(backward_bytes)
+
+    def _bytes_along(self, bytes_of: Callable[[BlockBytes], int]) -> Floats:
+        """Return what is found of each block (n), nothing recomputed."""
         split = self.split
         of_class = {
-            index: late_bytes(
+            index: bytes_of(
                 self.costs.block_bytes(
                     index,
                     split.microbatch_size,
