@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from costmodel.estimate import rank_bytes
 from search.bounds.catalogue import TableBounds
 from search.branch_and_bound import EvaluatedPlan, evaluated_plan
 from search.candidates import Candidates
@@ -87,6 +88,10 @@ def _leanest_partition(
     if cut is None:
         return None
     plan = priced.plan(cut)
+    # The first rank or the last is mostly the fullest, and quicker to walk than all are.
+    ends = sorted({0, plan.pp - 1})
+    if limit < math.inf and max(rank_bytes(plan, candidates.costs, ends)) >= limit:
+        return None
     return EvaluatedPlan(configuration=configuration, plan=plan, estimate=candidates.estimate(plan))
 
 
@@ -103,6 +108,12 @@ def _by_least_bytes(
         least[key] = min(shape.microbatch_size, least.get(key, shape.microbatch_size))
     # Activations grow with the microbatch, all else stays.
     small = [shape for shape in shapes if shape.microbatch_size == least[shape.block_sizes.degrees]]
+    # More copies of shards are larger shards.
+    fewest: dict[tuple[int, ...], int] = {}
+    for shape in small:
+        copies, alike = shape.degrees["rp"], _but_for_copies(shape)
+        fewest[alike] = min(copies, fewest.get(alike, copies))
+    small = [shape for shape in small if shape.degrees["rp"] == fewest[_but_for_copies(shape)]]
     every = [configuration for shape in small for configuration in shape.configurations()]
     # Interleaved stages never need less than the same pipeline without: they are the last resort.
     plain = [configuration for configuration in every if configuration.vpp == 1] or every
@@ -121,3 +132,8 @@ def _by_least_bytes(
         assert candidates.layouts.why_none is not None, "only cp and ep can leave no layout"
         raise candidates.layouts.why_none
     return sorted(tries, key=lambda entry: entry[:2])
+
+
+def _but_for_copies(shape: Shape) -> tuple[int, ...]:
+    """Return what shapes share that differ only in how many copies of ZeRO's shards there are."""
+    return (shape.batch_parts, shape.pp, *shape.block_sizes)
