@@ -38,10 +38,10 @@ def solve(problem: ChainProblem, *, solver: str, ceiling: float) -> Solved:
         return Solved(cut=cut, fits=cut is not None)
     # Under a ceiling the program does not tell what does not fit from what is too slow.
     is_limited = bool(np.isfinite(ceiling))
-    quick = solve_by_bisection(problem)
-    if quick is not None and not is_limited:
-        ceiling = quick.value
-    hint = quick if quick is not None and quick.value <= ceiling else None
+    # A ceiling leaves a small program; else bisection's cut makes it one.
+    hint = None if is_limited else solve_by_bisection(problem)
+    if hint is not None:
+        ceiling = hint.value
     try:
         cut = solve_by_joint_program(problem, ceiling=ceiling, hint=hint)
     except NoAnswer:
