@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
+from typing import TYPE_CHECKING
 
 from planner.errors import PlannerError
 from planner.language.plan import Plan
 from planner.language.plan.parts import Compared, Measured
-from planner.runtime.proofs.trials import Trial
-from planner.runtime.start.launch import check_ranks
 from profiles import Profile
 from search.request import SearchResult
+
+if TYPE_CHECKING:
+    from planner.runtime.proofs.trials import Trial
 
 
 def best_plans(result: SearchResult) -> tuple[Plan, ...]:
@@ -30,6 +32,9 @@ def check_measurable(profile: Profile, num_devices: int) -> str:
 
     Raises PlannerError where it has not so many devices, or they are not the profile's kind.
     """
+    # The runtime takes as long to import as a small search does: only where plans are run.
+    from planner.runtime.start.launch import check_ranks
+
     here = profile.cluster.devices_per_node
     if num_devices > here:
         raise PlannerError(

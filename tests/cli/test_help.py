@@ -37,6 +37,15 @@ def test_what_help_needs_loads_nothing_heavy(module):
     assert not heavy & set(done.stdout.split())
 
 
+def test_a_search_that_measures_nothing_loads_no_runtime():
+    """The runtime takes as long to import as a small search does."""
+    told = "import sys, commands.render.plans.search, search; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert "commands.common.measured" in loaded
+    assert not [name for name in loaded if name.startswith("planner.runtime.stage")]
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_has_an_example_of_its_own_options(planner, name):
     told = " ".join(planner(name, "--help").stdout.split())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 from rich.padding import Padding
@@ -20,7 +20,6 @@ from costmodel.uncertainty import plan_memory_interval
 from planner.language.layout.axes import own_axes
 from planner.language.plan import Plan
 from planner.language.plan.spelled import spell_choices
-from planner.runtime.proofs.trials import Trial
 from planner.units import format_bytes, format_seconds
 from profiles import Profile
 from search.report.explain import Comparison, differences, explain_saving, explain_shortfall
@@ -28,6 +27,9 @@ from search.report.pareto import Point
 from search.report.remedies import Advice
 from search.report.words import PART_WORDS
 from search.request import SearchResult
+
+if TYPE_CHECKING:
+    from planner.runtime.proofs.trials import Trial
 
 MOST_POINTS = 12
 """Plans of a front that are shown."""
