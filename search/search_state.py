@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from costmodel import Estimate
+from planner.language.layout.axes import Degrees
 from planner.language.plan import Plan
 from search.bounds.catalogue import DividedBounds, TableBounds
 from search.branch_and_bound import BranchAndBound, EvaluatedPlan, Node, Wave
@@ -26,6 +27,9 @@ _BOUNDARIES_PROOF = {
 NodeKey = tuple[Configuration, TableKey]
 """A configuration and the key of its stage table."""
 
+CopiesKey = tuple[int, BlockSizes, Configuration, TableKey]
+"""Parts of a batch, sizes of blocks, and the rest of a configuration and its layout."""
+
 PlanKey = tuple[Configuration, TableKey, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """A plan: configuration, key of the table, stage boundaries, recompute choices and the
 blocks up to which stages recompute more."""
@@ -43,13 +47,30 @@ class WarmStart:
         plans: evaluated plans with their estimates, fitting or not.
         bounds: step time (s) below which nothing of a configuration fits; infinity: nothing fits.
         infeasible: stages of a configuration that are too large.
+        by_copies: the same, by what configurations share that differ in copies of shards, and by
+            the number of these.
         needs_every_size: whether a search had to look at larger, slower microbatches.
     """
 
     plans: dict[PlanKey, tuple[Plan, Estimate]] = field(default_factory=dict)
     bounds: dict[NodeKey, float] = field(default_factory=dict)
     infeasible: dict[NodeKey, tuple[InfeasibleStage, ...]] = field(default_factory=dict)
+    by_copies: dict[CopiesKey, dict[int, tuple[InfeasibleStage, ...]]] = field(default_factory=dict)
     needs_every_size: bool = False
+
+    def note_infeasible(self, key: NodeKey, infeasible: tuple[InfeasibleStage, ...]) -> None:
+        """Remember which stages of a configuration are too large."""
+        self.infeasible[key] = infeasible
+        by_copies = self.by_copies.setdefault(_but_for_copies(key), {})
+        by_copies[key[0].degrees["rp"]] = infeasible
+
+    def with_larger_shards(self, key: NodeKey) -> Iterator[InfeasibleStage]:
+        """Yield the stages that are too large with fewer copies of shards: with as many as the
+        configuration has each shard is larger, and all else as large.
+        """
+        for copies, infeasible in self.by_copies.get(_but_for_copies(key), {}).items():
+            if copies < key[0].degrees["rp"]:
+                yield from infeasible
 
     def fastest(self, limit_bytes: float) -> tuple[Configuration, Plan, Estimate] | None:
         """Return the fastest evaluated plan that fits, if any does."""
@@ -66,6 +87,13 @@ class WarmStart:
     def raise_bound(self, key: NodeKey, bound: float) -> None:
         """Remember that nothing of a configuration fits and is faster."""
         self.bounds[key] = max(bound, self.bounds.get(key, 0.0))
+
+
+def _but_for_copies(key: NodeKey) -> CopiesKey:
+    configuration, table = key
+    # With as many replicas, degrees that differ in copies of shards alone are equal without them.
+    alike = replace(configuration, degrees=Degrees())
+    return configuration.batch_parts, configuration.block_sizes, alike, table
 
 
 OfBlocks = tuple[int, int, int, int, int]

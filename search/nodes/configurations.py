@@ -187,9 +187,22 @@ class ConfigurationNode(PartitionableNode):
 
     def infeasible_ranks(self, search: SearchState, cut: Cut) -> tuple[InfeasibleStage, ...]:
         """Return interleaved stages of ranks that are too large by their job table."""
+        told = search.warm_start.with_larger_shards(self.key)
+        if found := tuple(known for known in told if self._rules_out(search, known, cut)):
+            return found
         if self.configuration.vpp == 1:
             return ()
         return self.priced(search).infeasible_ranks(cut, search.memory_limit_bytes)
+
+    def _rules_out(self, search: SearchState, known: InfeasibleStage, cut: Cut) -> bool:
+        """Whether a cut has an infeasible stage: of several stages a rank, its rank's level or a
+        lower one.
+        """
+        if self.configuration.vpp == 1:
+            return known.is_in(cut)
+        stages = self.priced(search).interleaved
+        levels = stages.levels.of_cut(cut.choices, cut.until)
+        return bool(levels[stages.cut.homes[known.stage]] <= known.choice)
 
     def _exclude(self, search: SearchState, rule: str, bound: float = float("inf")) -> None:
         """Prune the configuration: nothing that fits is faster than the bound."""
@@ -198,5 +211,5 @@ class ConfigurationNode(PartitionableNode):
 
     def remember(self, search: SearchState) -> None:
         """Keep the stages that are too large, and the bound of what is left."""
-        search.warm_start.infeasible[self.key] = self.infeasible
+        search.warm_start.note_infeasible(self.key, self.infeasible)
         search.warm_start.raise_bound(self.key, self.bound)

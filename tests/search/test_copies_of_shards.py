@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from planner.language.layout.axes import Degrees
 from search import SearchRequest, find_plan
+from search.candidates import Candidates
+from search.priced_configuration import PricedConfiguration
 from tests.search.machine import Machine
+from tests.search.test_bounds import random_cut
 from tests.search.test_referee import graph_of
 
 NUM_DEVICES = 8
@@ -87,3 +93,35 @@ def test_the_choice_is_the_least_of_every_number_of_copies(inter_bytes_per_s, mi
         assert plan is not None
         each[rp] = plan.estimate["step_s"]
     assert found.estimate["step_s"] == pytest.approx(min(each.values()), rel=1e-9)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_more_copies_need_no_less_memory(zero):
+    """M17: what is too large with larger groups of shards is left out with smaller ones unasked."""
+    graph, rng = graph_of("equal"), np.random.default_rng(31)
+    asked = replace(request(), pp=None, zero=zero, recompute=None, schedule=None)
+    candidates = Candidates.of(graph, machine(1e6), asked)
+    by_copies = defaultdict(dict)
+    for shape in candidates.shapes(asked):
+        for configuration in shape.configurations():
+            alike = replace(configuration, degrees=Degrees())
+            by_copies[alike][configuration.degrees["rp"]] = configuration
+    compared = 0
+    for of_copies in by_copies.values():
+        one = of_copies.pop(1)
+        table = candidates.tables(1, one.microbatch_size)[0]
+        if not of_copies or one.pp * one.vpp > table.num_blocks:
+            continue
+        cut = random_cut(one, table.num_blocks, rng)
+        bytes_of = [
+            [int(parts.total) for parts in candidates.estimate(plan).memory]
+            for plan in (
+                PricedConfiguration(candidates, each, table).plan(cut)
+                for each in (one, *of_copies.values())
+            )
+        ]
+        assert all(
+            least <= more for least, *others in zip(*bytes_of, strict=True) for more in others
+        )
+        compared += len(of_copies)
+    assert compared > 4
