@@ -11,6 +11,7 @@ from pathlib import Path
 
 from planner.language.graph import ModelGraph, from_json, to_json
 from planner.language.plan import Plan
+from planner.language.plan.parts import Precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +62,10 @@ CASES = {
 }  # fmt: skip
 
 
-def capture(case: Case):
-    """Return the case's graph, captured on the meta device in bfloat16."""
+def capture(case: Case, precision: Precision = "model"):
+    """Return the case's graph, captured on the meta device; its parameters are in bfloat16 where
+    the precision is the model's own, else as that says.
+    """
     import torch
     import transformers
 
@@ -88,22 +91,26 @@ def capture(case: Case):
             n_positions=case.seq_len,
         )
     with torch.device("meta"):
-        module = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+        module = transformers.AutoModelForCausalLM.from_config(config)
+    if precision == "model":
+        module = module.to(torch.bfloat16)
 
     def batch(size: int) -> dict:
         ids = torch.zeros(size, case.seq_len, dtype=torch.long)
         return {"input_ids": ids, "labels": ids}
 
-    return capture_module(module, batch(2), batch(3), name=f"{case.layers}x{case.hidden}")
+    name = f"{case.layers}x{case.hidden}"
+    return capture_module(module, batch(2), batch(3), name=name, precision=precision)
 
 
-def cached_graph(name: str, case: Case):
+def cached_graph(name: str, case: Case, precision: Precision = "model"):
     """Return the graph, from the cache folder when it was captured before."""
     asked = ("gpus", "global_batch", "goal_s")
     model = asdict(replace(case, memory_limit_gib=None))
     sizes = {name: value for name, value in model.items() if name not in asked}
     digest = sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()[:16]
-    return kept_graph(digest, lambda: capture(case))
+    name = digest if precision == "model" else f"{digest}-{precision}"
+    return kept_graph(name, lambda: capture(case, precision))
 
 
 def kept_graph(name: str, make: Callable[[], ModelGraph]) -> ModelGraph:
