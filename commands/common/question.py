@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from commands.common.inputs import parse_precision
 from commands.common.models import GivenModel
 from commands.common.options import (
     CHOICES,
@@ -254,7 +255,7 @@ class Question:
         """The precisions that plans may have: three where the fastest is asked for."""
         if self.precision == AUTO:
             return ("model", "bf16", "fp8")
-        return (self.precision or "model",)  # type: ignore[return-value]  # the request checks it
+        return (parse_precision(self.precision or "model", AUTO),)
 
     def request(self, model: Path, **more: Any) -> SearchRequest:
         """Return the question as the search takes it; `more` are fields of the request. Of several

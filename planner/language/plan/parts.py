@@ -29,12 +29,15 @@ Precision = Literal["model", "bf16", "fp16", "fp8", "fp8-tensorwise"]
 ZeroStage = Literal[0, 1, 2, 3]
 
 
-def precision_named(text: str) -> Precision:
-    """Return the precision of that name; raise LayoutError where there is none."""
+def precision_named(text: str, *beside: str) -> Precision:
+    """Return the precision of that name; raise LayoutError where there is none. Words that may be
+    given `beside` a precision's name, which its caller reads, are named in that case.
+    """
     for known in get_args(Precision):
         if text == known:
             return known
-    *others, last = get_args(Precision)
+    names: list[str] = [*get_args(Precision), *beside]
+    *others, last = names
     raise LayoutError(
         f"`precision` {text} was given; use {', '.join(others)} or {last}; "
         "model keeps the dtypes of the model file"
