@@ -252,9 +252,16 @@ class Question:
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """The precisions that plans may have: three where the fastest is asked for."""
+        """The precisions that plans may have: three where the fastest is asked for, of a system's
+        in 8 bits its own.
+        """
         if self.precision == AUTO:
-            return ("model", "bf16", "fp8")
+            from planner.language.plan.parts import scaling_named
+            from planner.language.stacks import execution_of, stack_of
+
+            stack = stack_of(execution_of(self.executions[0]))
+            own = () if stack is None else tuple(filter(scaling_named, stack.precisions))
+            return ("model", "bf16", *(own[:1] or ("fp8",)))
         return (parse_precision(self.precision or "model", AUTO),)
 
     def request(self, model: Path, **more: Any) -> SearchRequest:

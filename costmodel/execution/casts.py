@@ -6,6 +6,8 @@ of the matrix. What else is moved depends on what a scale is of:
 
 delayed          the last steps' largest values: a norm of a library of layers writes its result
                  narrow itself (Transformer Engine, module/layernorm_linear.py)
+current          the tensor's own largest value (Transformer Engine, Float8CurrentScaling): one more
+                 pass, unless a norm of that library finds it; weights are cast once a step
 tensorwise       the tensor's own largest value: one more pass, unless the kernel that makes the
                  tensor finds it; weights are cast by shard, gathered in 8 bits, and turned for the
                  backward
@@ -61,6 +63,7 @@ best case (ml-engineering, MAMF), of which steps of such depths leave 1,374 and 
 
 CASTS: Mapping[str, Casts] = {
     "delayed": Casts(ready_bytes=0, alone_bytes=4, saves_narrow=True),
+    "current": Casts(ready_bytes=4, alone_bytes=6, saves_narrow=True),
     "tensorwise": Casts(ready_bytes=4, alone_bytes=6, weight_back_bytes=2, gathers_narrow=True),
     "rowwise": Casts(
         ready_bytes=6, alone_bytes=8, weight_bytes=3, weight_back_bytes=7, rate_part=CUTLASS_PART

@@ -1,11 +1,13 @@
-"""What a user is told of products that a plan of precision fp8 has in 8-bit floats."""
+"""Which products may be in 8-bit floats, and what a user is told of those that are."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 
-from planner.language.graph import ModelGraph
+from planner.language.graph import ModelGraph, Op, Program
 from planner.language.ops.families.products.narrow import TILE, scaling_of
+from planner.language.ops.record import family_of
 
 _SCALES = {"rowwise": "a scale for each row of a factor", "tensorwise": "one scale for a factor"}
 _SHOWN = 8
@@ -32,4 +34,26 @@ def narrow_messages(graph: ModelGraph) -> tuple[str, ...]:
     return (
         f"{count} products are in 8-bit floats, {_SCALES[scaling]}: {shown}{more} of blocks that "
         f"repeat, with dims in multiples of {TILE}; all else is in bfloat16",
+    )
+
+
+def may_be_narrow(op: Op, program: Program, routers: Collection[str], dtype: str) -> bool:
+    """Whether an op of a block is a product that is cast to 8 bits, where its block's are: one in
+    `dtype` with a parameter whose dims are whole tiles, and no more than rows added to it; not a
+    router's, whose result chooses experts.
+    """
+    taken = family_of(op.target).weight_product
+    found = None if taken is None else taken(op)
+    if found is None:
+        return False
+    _, weight, bias, _ = found
+    tensor = program.tensor
+    shape = tensor[weight.name].shape
+    return (
+        weight.name not in routers
+        and tensor[weight.name].kind == "param"
+        and len(shape) == 2
+        and all(type(size) is int and size % TILE == 0 for size in shape)
+        and (bias is None or len(tensor[bias.name].shape) == 1)
+        and {tensor[name].dtype for name in (*op.inputs, *op.outputs)} == {dtype}
     )

@@ -34,6 +34,7 @@ def profile_of(scaling: str, dtype: str = "float8_e4m3fn") -> ExecutedProfile:
     ("scaling", "there_bytes", "back_bytes", "part", "weight_dtype"),
     [
         ("delayed", 4, 0, 1.0, "float8_e4m3fn"),
+        ("current", 6, 4, 1.0, "float8_e4m3fn"),
         ("tensorwise", 6, 4 + 2, 1.0, "float8_e4m3fn"),
         ("rowwise", 8 + 3, 6 + 7, CUTLASS_PART, "float8_e4m3fn"),
         ("rowwise-forward", 3 + 3, 1 + 3, CUTLASS_PART, "bfloat16"),
