@@ -131,7 +131,7 @@ class Question:
         str | None,
         typer.Option(
             help="model: the model's own dtypes; bf16 or fp16: with fp32 master weights, of fp16 a "
-            "loss that is scaled; fp8, fp8-tensorwise: bf16 with linear layers in 8-bit floats; "
+            "loss that is scaled; fp8, fp8-tensorwise: bf16 with layers in 8-bit floats; "
             "auto: the fastest of model, bf16 and fp8. Default: as a configuration says, else "
             "model.",
             rich_help_panel=TRAINING,

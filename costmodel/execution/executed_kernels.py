@@ -320,7 +320,7 @@ def _arrival_seconds(op: Op, local: Program, profile: ExecutedProfile) -> Kernel
     # Rows of a single expert are in its order as they come.
     passes = int(experts > 1 or not profile.dispatcher.sorts_ahead)
     pads = profile.execution.pads_rows and not profile.dispatcher.pads_rows
-    passes += pads and profile.multiplies_narrow
+    passes += pads and (profile.multiplies_narrow or any(map(scaling_of, grouped)))
     num_bytes = bytes_of(local, (op.inputs[0], *op.outputs))
     seconds = profile.pass_seconds(passes * num_bytes, passes)
     is_trained = local.tensor[op.outputs[0]].requires_grad

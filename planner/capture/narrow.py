@@ -33,7 +33,7 @@ def with_narrow_products(graph: ModelGraph, precision: Precision) -> ModelGraph:
     if classes == graph.classes:
         raise CaptureError(
             f"{graph.name} has no product that `precision` {precision} casts: it casts linear "
-            f"layers of repeated blocks with inputs and outputs in multiples of {TILE}; use bf16"
+            f"layers and experts of repeated blocks with dims in multiples of {TILE}; use bf16"
         )
     return replace(graph, classes=classes)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -20,6 +22,7 @@ from search.space.request_checks import validate_request
 from tests.builders import PlainGPT, gpt_batch
 from tests.captures import capture_module
 from tests.cpu_profile import CpuProfile
+from tests.experts import RoutedGPT
 
 
 def linear(rows: int, columns: int, inner: int) -> tuple[Op, dict[str, TensorMeta]]:
@@ -55,6 +58,26 @@ def test_large_layers_gain_and_small_ones_lose(scaling):
         )
         assert compiled_s < eager_s
         assert (eager_s < plain_s) == is_faster
+
+
+def test_experts_of_many_rows_gain_and_those_of_few_lose():
+    """Casts of a matrix are the same however many rows its run has."""
+    for rows, is_faster in ((65536, True), (2048, False)):
+        op, metas = linear(rows, 14336, 4096)
+        runs = replace(op, target="planner.grouped_mm", args=(Ref("x"), Ref("w"), Ref("ends")))
+        metas["w"] = replace(metas["w"], shape=(8, 4096, 14336))
+        metas["ends"] = replace(
+            metas["x"], name="ends", shape=(8,), dtype="int32", requires_grad=False
+        )
+        narrow = narrow_op(runs, "rowwise")
+        assert narrow is not None
+        assert plain_op(narrow) == runs
+        assert narrow_op(runs, "tensorwise") is None
+        plain_s, narrow_s = (
+            seconds(each, metas, "h100-sxm5-80gb", "fused") for each in (runs, narrow)
+        )
+        assert (narrow_s < plain_s) == is_faster
+        assert 0.5 < narrow_s / plain_s < 2
 
 
 def test_no_product_is_faster_than_twice():
@@ -102,8 +125,15 @@ class GPT(PlainGPT):
 
 
 def fp8_graph(model: nn.Module, precision="fp8"):
-    batch = gpt_batch if isinstance(model, PlainGPT) else wide_batch
+    batch = wide_batch if isinstance(model, Wide) else gpt_batch
     return capture_module(model, batch(2), batch(3), precision=precision)
+
+
+class Routed(RoutedGPT):
+    """Of experts whose casts are the height of a step, or the buffers in which they lie in runs."""
+
+    def __init__(self) -> None:
+        super().__init__(width=512)
 
 
 CASES = [
@@ -111,6 +141,8 @@ CASES = [
     (Wide, {"pp": 2, "num_microbatches": 4, "schedule": "zb_h1"}),
     (GPT, {"dp": 2, "zero_stage": 3}),
     (GPT, {"recompute": "selective"}),
+    (Routed, {}),
+    (Routed, {"recompute": "selective"}),
 ]
 
 

@@ -183,3 +183,19 @@ def test_a_plan_searched_for_a_system_is_faster_in_8_bits_and_written(execution,
     other = "fp8" if precision != "fp8" else "fp8-tensorwise"
     with pytest.raises(LayoutError, match="scales products in 8-bit floats in other ways"):
         find_plan(narrow_graph, profile, replace(request, precision=other))
+
+
+def test_experts_in_8_bits_are_converted_where_a_system_scales_their_rows(tmp_path, monkeypatch):
+    cells = {"model": "mixtral-8x7b", "zero_stage": 3, "tp": 1, "ep": 2}
+    view = narrow_view("fp8", **cells)
+    assert not why_not(view, TITAN)
+    config = load_torchtitan(emit(view, TITAN).files, tmp_path, monkeypatch)
+    assert config.model_spec.model[1:] == (
+        ("Float8LinearConverter", "rowwise", ("lm_head", "router.gate"), True),
+        ("Float8GroupedExpertsConverter", True),
+    )
+    assert "has experts in 16 bits alone" in why_not(view, TOML)
+    # With a scale a tensor experts stay in 16 bits.
+    tensorwise = narrow_view("fp8-tensorwise", **cells)
+    assert not why_not(tensorwise, TOML)
+    assert "some experts of layer 0 are in 16" in why_not(tensorwise, MEGATRON)

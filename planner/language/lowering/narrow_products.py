@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-from planner.language.graph import ModelGraph, Op, Program
+from planner.language.graph import ModelGraph, Op, Program, TensorMeta
 from planner.language.ops.families.products.narrow import TILE, scaling_of
 from planner.language.ops.record import family_of
 
@@ -39,9 +39,12 @@ def narrow_messages(graph: ModelGraph) -> tuple[str, ...]:
 
 def may_be_narrow(op: Op, program: Program, routers: Collection[str], dtype: str) -> bool:
     """Whether an op of a block is a product that is cast to 8 bits, where its block's are: one in
-    `dtype` with a parameter whose dims are whole tiles, and no more than rows added to it; not a
-    router's, whose result chooses experts.
+    `dtype` with a parameter whose dims are whole tiles, and no more than rows added to it; or with
+    matrices of experts of whole tiles; not a router's, whose result chooses experts.
     """
+    if family_of(op.target).deals_rows:
+        dtypes = {program.tensor[name].dtype for name in (*op.inputs[:2], *op.outputs)}
+        return dtypes == {dtype} and in_tiles(program.tensor[op.inputs[1]])
     taken = family_of(op.target).weight_product
     found = None if taken is None else taken(op)
     if found is None:
@@ -53,7 +56,12 @@ def may_be_narrow(op: Op, program: Program, routers: Collection[str], dtype: str
         weight.name not in routers
         and tensor[weight.name].kind == "param"
         and len(shape) == 2
-        and all(type(size) is int and size % TILE == 0 for size in shape)
+        and in_tiles(tensor[weight.name])
         and (bias is None or len(tensor[bias.name].shape) == 1)
         and {tensor[name].dtype for name in (*op.inputs, *op.outputs)} == {dtype}
     )
+
+
+def in_tiles(weight: TensorMeta) -> bool:
+    """Whether the dims of a matrix, or of several in one tensor, are whole tiles."""
+    return all(type(size) is int and size % TILE == 0 for size in weight.shape[-2:])

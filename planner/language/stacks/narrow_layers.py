@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner.language.graph import Op, Program, TensorMeta
+from planner.language.lowering.narrow_products import in_tiles
 from planner.language.lowering.routed_experts import router_weights
 from planner.language.ops.families.products.narrow import TILE, scaling_of
 from planner.language.ops.record import family_of
@@ -64,8 +65,7 @@ def _widths(program: Program) -> tuple[set[Width], set[Width]]:
 def _width(op: Op, weight: TensorMeta) -> Width:
     if scaling_of(op):
         return "8 bits"
-    is_whole = all(type(size) is int and size % TILE == 0 for size in weight.shape[-2:])
-    return "16 bits" if is_whole else "broken tiles"
+    return "16 bits" if in_tiles(weight) else "broken tiles"
 
 
 def wide_layers(layers: Sequence[LayerWidths]) -> tuple[int, ...]:
