@@ -6,7 +6,9 @@ bf16 plan, and its layers' products of factors that are cast as a plan's are.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +19,11 @@ import planner
 from planner.errors import CaptureError
 from planner.language.graph import ModelGraph
 from planner.language.lowering.defaults import default_plan
+from planner.language.lowering.narrow_products import gathered_narrow
 from planner.language.ops.call import local_shape
 from planner.language.ops.families.products.narrow import scaling_of
 from planner.language.plan import Plan
+from planner.runtime.state.narrow_gather import NarrowAllGather
 from tests.builders import HIDDEN, VOCABULARY, MlpWithTarget, PlainGPT, gpt_batch, mlp_batch
 from tests.captures import capture_module
 from tests.experts import RoutedExperts, RoutedGPT
@@ -216,6 +220,79 @@ def test_fp8_plans_compute_what_one_process_computes():
             assert gap.gradient < 1e-1, f"{name}: {gap}"
             # (The loss of routed decoders is a number in bf16.)
             assert gap.loss < (1e-2 if "kind" in cases[name] else 5e-3), f"{name}: {gap}"
+
+
+def on_nodes_of_their_own(plan: Plan) -> Plan:
+    cluster = plan.cluster.model_copy(update={"devices_per_node": 1})
+    return plan.model_copy(update={"cluster": cluster})
+
+
+def trained(plans: list[Plan]) -> list[tuple[list[float], int, Any]]:
+    """Losses, how often a unit was gathered in 8 bits, and parameters behind the last step."""
+    return [_trained(plan) for plan in plans]
+
+
+def _trained(plan: Plan) -> tuple[list[float], int, Any]:
+    module, calls, gather = seeded(), [], NarrowAllGather.__call__
+
+    def counted(self, *args, **kwargs):
+        calls.append(1)
+        return gather(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NarrowAllGather, "__call__", counted)
+        engine = planner.apply(plan, module, optimizer=adamw(module))
+        batches = (gpt_batch(plan.global_batch + step) for step in range(STEPS))
+        losses = [
+            engine.step({k: v[-plan.global_batch :] for k, v in batch.items()}).item()
+            for batch in batches
+        ]
+    return losses, len(calls), engine.full_state_dict()
+
+
+GATHERED = {
+    "ZeRO-1": {"dp": 2, "num_microbatches": 2, "zero_stage": 1},
+    "ZeRO-3": {"dp": 2, "num_microbatches": 2, "zero_stage": 3},
+    "ZeRO-3, recomputed": {
+        "dp": 2, "num_microbatches": 2, "zero_stage": 3, "recompute": "full",
+    },
+}  # fmt: skip
+
+
+def check_gathered_in_8_bits(ranks: int, choices: list[dict]) -> None:
+    plans = [plan_for("fp8-tensorwise", **each) for each in choices]
+    pairs = [each for plan in plans for each in (plan, on_nodes_of_their_own(plan))]
+    found = run_ranks(trained, ranks, pairs)[0]
+    for each, (losses, wide, params), (again, narrow, found_params) in zip(
+        choices, found[::2], found[1::2], strict=True
+    ):
+        assert losses == again, each
+        assert wide == 0
+        # Two layers, once a step or for each forward and backward.
+        assert narrow == STEPS * 2 * (1 if each["zero_stage"] < 3 else 2 * each["num_microbatches"])
+        for name, value in params.items():
+            assert torch.equal(value, found_params[name]), (each, name)
+
+
+def test_weights_gathered_in_8_bits_train_to_the_same_numbers():
+    """Between nodes, with one scale for a weight: to the last bit those of gathers in bf16."""
+    check_gathered_in_8_bits(2, list(GATHERED.values()))
+
+
+@pytest.mark.slow
+def test_weights_gathered_in_8_bits_beside_tp_train_to_the_same_numbers():
+    check_gathered_in_8_bits(4, [each | {"tp": 2} for each in GATHERED.values()])
+
+
+def test_what_others_read_of_a_weight_is_gathered_in_16_bits():
+    graph = graph_of("fp8-tensorwise")
+    program = graph.classes[graph.blocks[1].class_index]
+    fqns = {program.tensor[name].fqn for name in gathered_narrow(program)}
+    assert fqns == {program.tensor[op.inputs[1]].fqn for op in program.ops if scaling_of(op)}
+    handed_on = replace(program, outputs=(*program.outputs, *gathered_narrow(program)))
+    assert gathered_narrow(handed_on) == frozenset()
+    by_row = graph_of("fp8")
+    assert not any(map(gathered_narrow, by_row.classes))
 
 
 def narrow_weights(graph: ModelGraph) -> set[str]:

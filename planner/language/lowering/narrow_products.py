@@ -65,3 +65,18 @@ def may_be_narrow(op: Op, program: Program, routers: Collection[str], dtype: str
 def in_tiles(weight: TensorMeta) -> bool:
     """Whether the dims of a matrix, or of several in one tensor, are whole tiles."""
     return all(type(size) is int and size % TILE == 0 for size in weight.shape[-2:])
+
+
+def gathered_narrow(program: Program) -> frozenset[str]:
+    """Return the trained parameters of a rank's program that ZeRO may gather in 8 bits with nothing
+    changed: all that takes them are products that cast them, with one scale for all of one.
+    """
+    taken: set[str] = set()
+    otherwise = set(program.outputs)
+    for op in program.ops:
+        weight = family_of(op.target).first_factor + 1
+        for position, name in enumerate(op.inputs):
+            is_cast = scaling_of(op) == "tensorwise" and position == weight
+            (taken if is_cast else otherwise).add(name)
+    own = {name for name in program.params if program.tensor[name].kind == "param"}
+    return frozenset(n for n in own & taken - otherwise if program.tensor[n].requires_grad)

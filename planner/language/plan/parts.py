@@ -67,6 +67,13 @@ def scaling_named(precision: Precision) -> str:
     return _SCALINGS.get(precision, "")
 
 
+def gathers_narrow(precision: Precision, *, nodes: int) -> bool:
+    """Whether ZeRO gathers weights in 8 bits among ranks on so many nodes: where each has one
+    scale, and over links between nodes; inside a node the casts take as long as they save.
+    """
+    return scaling_named(precision) == "tensorwise" and nodes > 1
+
+
 _Size = Annotated[int, Field(ge=0, le=2**40)]
 
 

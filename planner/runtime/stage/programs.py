@@ -21,6 +21,7 @@ from planner.language.across.cut.gathers import BATCH
 from planner.language.across.cut.whole_batch import graph_under
 from planner.language.graph import ModelGraph, Program
 from planner.language.lowering.lowering import local_program
+from planner.language.lowering.narrow_products import gathered_narrow
 from planner.language.ops.recompute_choice import ops_made_again
 from planner.language.plan import Plan
 from planner.runtime.process.groups.mesh import Mesh
@@ -134,6 +135,10 @@ class Programs:
             return compiled if compiled is not None and is_planned else eager(num_samples)
 
         return run
+
+    def gathered_narrow(self, class_index: int) -> frozenset[str]:
+        """Return the parameters of a class's program that ZeRO gathers in 8 bits."""
+        return gathered_narrow(self._lowered(class_index, 0, self._own_size, self._parts(0)))
 
     def _parts(self, bucket: int) -> tuple[int, ...]:
         return self.parts if self.runs_whole[bucket] else ()
