@@ -140,6 +140,11 @@ def test_a_row_names_torchaos_recipe(dtype, scaling):
     assert scaling in CASTS
 
 
+def test_megatrons_scale_a_tensor_is_that_of_the_tensor_at_hand():
+    row = {**ROW, "dtype": "fp8 current", "gpu": "H100-SXM", "stack": "megatron-core"}
+    assert parse_row(row).stack.scaling == "current"
+
+
 @pytest.mark.parametrize(("gpu", "scaling"), [("H100-SXM", "tiles"), ("B200", "delayed")])
 def test_megatrons_blocks_are_tiles_before_blackwell(gpu, scaling):
     row = {**ROW, "dtype": "fp8 blockwise", "gpu": gpu, "stack": "megatron-core"}
