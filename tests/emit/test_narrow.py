@@ -146,12 +146,11 @@ def test_recipes_of_no_plan_are_refused(written, says, tmp_path):
 
 def test_what_a_system_casts_otherwise_is_refused_by_name():
     rowwise, tensorwise = narrow_view("fp8"), narrow_view("fp8-tensorwise")
-    assert "other ways; use `precision` fp8-tensorwise" in why_not(rowwise, MEGATRON)
-    assert "other ways; use `precision` fp8" in why_not(tensorwise, TITAN)
+    assert "scaled as fp8 scales them; use `precision` fp8-tensorwise" in why_not(rowwise, MEGATRON)
+    assert "scaled as fp8-tensorwise scales them; use `precision` fp8" in why_not(tensorwise, TITAN)
     bridge = why_not(tensorwise, find_emitter("megatron-bridge"))
-    assert (
-        "Megatron-Bridge scales products in 8-bit floats in other ways; use `precision` bf16"
-        in (bridge)
+    assert "Megatron-Bridge has no products in 8-bit floats scaled as fp8-tensorwise scales" in (
+        bridge
     )
     wide = with_wide_layer(tensorwise, 1)
     assert "some linear layers of layer 1 are in 16" in why_not(wide, MEGATRON)
@@ -181,7 +180,7 @@ def test_a_plan_searched_for_a_system_is_faster_in_8_bits_and_written(execution,
     view = PlanView(plan=plan, graph=narrow_graph)
     assert refusals(view, find_emitter(execution.partition("-")[0])) == ()
     other = "fp8" if precision != "fp8" else "fp8-tensorwise"
-    with pytest.raises(LayoutError, match="scales products in 8-bit floats in other ways"):
+    with pytest.raises(LayoutError, match="has no products in 8-bit floats scaled as"):
         find_plan(narrow_graph, profile, replace(request, precision=other))
 
 

@@ -194,12 +194,7 @@ def test_fp8_plans_compute_what_one_process_computes():
         },
         # The gradient of an expert's matrix is of rows of both replicas, under one scale.
         "ep2": {"dp": 2, "ep": 2, "num_microbatches": 2, "kind": WideExpertsGPT},
-        "ep2, a scale a tensor": {
-            "dp": 2, "ep": 2, "num_microbatches": 2, "kind": WideExpertsGPT,
-            "precision": "fp8-tensorwise",
-        },
         # (Copies of a row are summed at once here, which rounds less: in bf16, too.)
-        "experts, dp2": {"dp": 2, "num_microbatches": 2, "kind": WideExpertsGPT},
         "experts, pp2": {
             "pp": 2, "num_microbatches": 2, "kind": WideExpertsGPT, "recompute": "full",
         },

@@ -80,8 +80,8 @@ def why_no_precision(stack: Stack, precision: Precision, dtype: str) -> str:
     if scaling_named(precision):
         own = [name for name in stack.precisions if scaling_named(name)]
         return (
-            f"{stack.title} scales products in 8-bit floats in other ways; use `precision` "
-            f"{' or '.join(own or stack.precisions[:1])}"
+            f"{stack.title} has no products in 8-bit floats scaled as {precision} scales them; use "
+            f"`precision` {' or '.join(own or stack.precisions[:1])}"
         )
     if precision != "model":
         return f"{stack.title} has fp32 master weights beside {_listed(stack.precisions)} alone"

@@ -83,6 +83,7 @@ class Programs:
         self._chosen = {entry.class_index: entry.ops for entry in plan.recomputed}
         self._of_class: dict[int, Callable[[int], Run]] = {}
         self._runs: dict[Variant, Run] = {}
+        self._narrow: dict[int, frozenset[str]] = {}
         self._compiled: dict[tuple[int, int, bool], CompiledBlock] = {}
         # Ops on the whole batch are made for each way in which replicas share it.
         self._planned = [graph_under(graph, plan) for graph in graphs]
@@ -145,8 +146,10 @@ class Programs:
 
     def gathered_narrow(self, class_index: int) -> frozenset[str]:
         """Return the parameters of a class's program that ZeRO gathers in 8 bits."""
-        variant = Variant(class_index, 0, self._own_size, self._parts(0))
-        return gathered_narrow(self._lowered(variant))
+        if class_index not in self._narrow:
+            variant = Variant(class_index, 0, self._own_size, self._parts(0))
+            self._narrow[class_index] = gathered_narrow(self._lowered(variant))
+        return self._narrow[class_index]
 
     def _parts(self, bucket: int) -> tuple[int, ...]:
         return self.parts if self.runs_whole[bucket] else ()
