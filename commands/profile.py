@@ -43,7 +43,8 @@ def profile(
     precision: Annotated[
         str,
         typer.Option(
-            help="model: the model's own dtypes; bf16, fp16 or fp8: as trained with --precision."
+            help="model: the model's own dtypes; bf16, fp16, fp8 or fp8-tensorwise: as trained "
+            "with --precision."
         ),
     ] = "model",
     grid: Annotated[
@@ -73,6 +74,7 @@ def profile(
     Example: planner profile --budget 5m model.py
     """
     began = time.monotonic()
+    trained_in = parse_precision(precision)
     if check is not None:
         return _check(check, as_json)
     if models and str(models[0]) == "show":
@@ -100,7 +102,7 @@ def profile(
             folder,
             nproc=ranks_here,
             device=device,
-            models=[graph_of(model, parse_precision(precision)) for model in models or ()],
+            models=[graph_of(model, trained_in) for model in models or ()],
             gpus=gpus,
             grid=grid,
             compiled=compiled,

@@ -186,7 +186,7 @@ def search(
     profile, note = profile_named(question.profile, question.cluster)
     device = None if measure is None else check_measurable(profile, request.num_devices)
     with show_progress("searching") as progress:
-        graphs, untried = _graphs(model, question.precisions, profile)
+        graphs, untried = _graphs(model, question.precisions, profile, request.execution)
         buckets_of = {
             precision: [graph_of(model, precision, length) for length in sizes]
             for precision in graphs
@@ -283,13 +283,14 @@ def search(
 
 
 def _graphs(
-    model: Path, precisions: Sequence[Precision], profile: Profile
+    model: Path, precisions: Sequence[Precision], profile: Profile, execution: str
 ) -> tuple[dict[Precision, ModelGraph], list[str]]:
     """Capture in each precision; of several those without a rate or a product in 8 bits are left
-    out, and told.
+    out, and told, and those that an execution's system has not.
     """
     from planner.language.ops.families.products.narrow import NARROW_DTYPE
     from planner.language.plan.parts import scaling_named
+    from planner.language.stacks import expressed_of
 
     if len(precisions) == 1:
         return {precisions[0]: graph_of(model, precisions[0])}, []
@@ -304,11 +305,18 @@ def _graphs(
             )
             continue
         try:
-            graphs[precision] = graph_of(model, precision)
+            graph = graph_of(model, precision)
         except CaptureError as error:
             if not is_narrow:
                 raise
             untried.append(f"precision {precision} was not tried: {error}")
+            continue
+        expressed = expressed_of(execution, graph)
+        why = "" if expressed is None else expressed.why_no_precision(precision)
+        if why:
+            untried.append(f"precision {precision} was not tried: {why}")
+        else:
+            graphs[precision] = graph
     return graphs, untried
 
 

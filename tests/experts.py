@@ -16,15 +16,19 @@ WIDTH = 24
 class RoutedExperts(nn.Module):
     """Experts of which each token takes `per_token`; `bias` adds a bias by expert."""
 
-    def __init__(self, number: int = 4, per_token: int = 2, *, bias: bool = False, shared=True):
+    def __init__(
+        self, number: int = 4, per_token: int = 2, *, bias: bool = False, shared=True, width=WIDTH
+    ):
         super().__init__()
         import transformers.integrations.moe  # noqa: F401  (the product of runs in any dtype)
 
+        self.multiplied = torch.ops.transformers.grouped_mm_fallback
+
         self.number, self.per_token = number, per_token
         self.router = nn.Linear(HIDDEN, number, bias=False)
-        self.up = nn.Parameter(torch.randn(number, HIDDEN, 2 * WIDTH) / HIDDEN**0.5)
-        self.down = nn.Parameter(torch.randn(number, WIDTH, HIDDEN) / WIDTH**0.5)
-        self.up_bias = nn.Parameter(torch.randn(number, 2 * WIDTH) / 10) if bias else None
+        self.up = nn.Parameter(torch.randn(number, HIDDEN, 2 * width) / HIDDEN**0.5)
+        self.down = nn.Parameter(torch.randn(number, width, HIDDEN) / width**0.5)
+        self.up_bias = nn.Parameter(torch.randn(number, 2 * width) / 10) if bias else None
         self.shared = nn.Linear(HIDDEN, HIDDEN) if shared else None
 
     def forward(self, x):
@@ -35,11 +39,11 @@ class RoutedExperts(nn.Module):
         moved = rows[order // self.per_token]
         counts = torch.histc(experts.float(), self.number, 0, self.number - 1)
         ends = counts.to(torch.int32).cumsum(0, dtype=torch.int32)
-        both = torch.ops.transformers.grouped_mm_fallback(moved, self.up, ends)
+        both = self.multiplied(moved, self.up, ends)
         if self.up_bias is not None:
             both = both + self.up_bias[experts]
         gate, up = both.chunk(2, -1)
-        made = torch.ops.transformers.grouped_mm_fallback(F.silu(gate) * up, self.down, ends)
+        made = self.multiplied(F.silu(gate) * up, self.down, ends)
         made = made * weights.reshape(-1)[order].unsqueeze(-1)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)

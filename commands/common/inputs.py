@@ -22,11 +22,11 @@ def graph_of(model: Path, precision: Precision = "model", length: int | None = N
     return load_graph(model, precision=precision, length=length)
 
 
-def parse_precision(text: str) -> Precision:
-    """Return the precision of that name."""
+def parse_precision(text: str, *beside: str) -> Precision:
+    """Return the precision of that name; a refusal names the words that are taken `beside`."""
     from planner.language.plan import precision_named  # loads pydantic
 
-    return precision_named(text)
+    return precision_named(text, *beside)
 
 
 def graph_of_plan(plan: Plan, model: Path) -> ModelGraph:

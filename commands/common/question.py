@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from commands.common.inputs import parse_precision
 from commands.common.models import GivenModel
 from commands.common.options import (
     CHOICES,
@@ -130,7 +131,7 @@ class Question:
         str | None,
         typer.Option(
             help="model: the model's own dtypes; bf16 or fp16: with fp32 master weights, of fp16 a "
-            "loss that is scaled; fp8, fp8-tensorwise: bf16 with linear layers in 8-bit floats; "
+            "loss that is scaled; fp8, fp8-tensorwise: bf16 with layers in 8-bit floats; "
             "auto: the fastest of model, bf16 and fp8. Default: as a configuration says, else "
             "model.",
             rich_help_panel=TRAINING,
@@ -251,10 +252,17 @@ class Question:
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """The precisions that plans may have: three where the fastest is asked for."""
+        """The precisions that plans may have: three where the fastest is asked for, of a system's
+        in 8 bits its own.
+        """
         if self.precision == AUTO:
-            return ("model", "bf16", "fp8")
-        return (self.precision or "model",)  # type: ignore[return-value]  # the request checks it
+            from planner.language.plan.parts import scaling_named
+            from planner.language.stacks import execution_of, stack_of
+
+            stack = stack_of(execution_of(self.executions[0]))
+            own = () if stack is None else tuple(filter(scaling_named, stack.precisions))
+            return ("model", "bf16", *(own[:1] or ("fp8",)))
+        return (parse_precision(self.precision or "model", AUTO),)
 
     def request(self, model: Path, **more: Any) -> SearchRequest:
         """Return the question as the search takes it; `more` are fields of the request. Of several

@@ -88,12 +88,14 @@ def _read(path: Path, asked: Asked) -> Opened:
             f"{path} is read without running it; what follows these is left out: "
             + "; ".join(script.unknown)
         )
+    precision, told = _precision(run)
+    notes += [told] if told else []
     notes += [f"assumed: {each}" for each in cells.assumed]
     notes += [note for note in notes_of(run) if note.startswith("assumed: ")]
     return Opened(
         name=name_of(path.stem, "megatron"),
         code=decoder_file("A decoder as flags of Megatron-LM describe it", sizes),
-        trained=_trained(path, run, gpus, stack.name),
+        trained={"precision": precision, **_trained(path, run, gpus, stack.name)},
         layout=_layout(row),
         notes=tuple(notes),
     )
@@ -118,7 +120,6 @@ def _trained(path: Path, run: Any, gpus: int | None, stack: str) -> dict[str, An
     except ValueError:
         raise ModelError(f"{path}: --clip-grad {clip} was given; it takes a number") from None
     found: dict[str, Any] = {
-        "precision": next((name for name in ("bf16", "fp16") if run.has(name)), "model"),
         "clip_gradients": clips,
         "execution": stack,
     }
@@ -129,6 +130,25 @@ def _trained(path: Path, run: Any, gpus: int | None, stack: str) -> dict[str, An
     elif run.number("micro-batch-size") and run.dp:
         found["global_batch"] = run.number("micro-batch-size") * run.dp
     return found
+
+
+def _precision(run: Any) -> tuple[str, str]:
+    """Return the precision of plans that is nearest to a script's, and a line where it is not the
+    same.
+    """
+    wide = next((name for name in ("bf16", "fp16") if run.has(name)), "model")
+    name = next((name for name in ("fp4", "fp8") if run.has(f"{name}-format")), "")
+    if not name:
+        return wide, ""
+    given = f"--{name}-format {run.word(f'{name}-format')}"
+    recipe = run.word(f"{name}-recipe") if run.has(f"{name}-recipe") else "its usual"
+    if (name, recipe, wide) == ("fp8", "tensorwise", "bf16"):
+        told = f"{given}: gradients of plans are in e5m2" if given.endswith("e4m3") else ""
+        return "fp8-tensorwise", told
+    return wide, (
+        f"{given} with {recipe} scales is in no plan: it is searched in {wide}; --precision "
+        "fp8-tensorwise has one scale a tensor, of its own numbers (--fp8-recipe tensorwise)"
+    )
 
 
 def _layout(row: dict[str, Any]) -> dict[str, Any]:

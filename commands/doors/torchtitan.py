@@ -13,11 +13,12 @@ from typing import Any
 from commands.doors.decoder_file import decoder_file
 from commands.doors.opened import Asked, Opened, name_of, parsed, refuse_other_length, refuse_task
 from commands.doors.torchtitan_flavors import FLAVORS, sizes_of
+from planner.emit.targets.torchtitan import TOML_LINEAR
 from planner.errors import ModelError
 from planner.language.templates import Transformer
 
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "model": {"name": "llama3", "flavor": "debugmodel"},
+    "model": {"name": "llama3", "flavor": "debugmodel", "converters": []},
     "training": {
         "local_batch_size": 8,
         "global_batch_size": -1,
@@ -37,8 +38,18 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "activation_checkpoint": {"mode": "selective"},
     "compile": {"enable": False},
+    TOML_LINEAR: {"recipe_name": ""},
 }
 """What torchtitan has where a file says nothing, of the settings that are read."""
+
+RECIPES = {
+    "": ("fp8-tensorwise", "fp8"),
+    "tensorwise": ("fp8-tensorwise", "fp8"),
+    "rowwise": ("fp8", "fp8 rowwise"),
+    "rowwise_with_gw_hp": ("", "fp8 rowwise_with_gw_hp"),
+}
+"""By torchao's recipe of linear layers in 8 bits, the precision of plans that has the same products
+(empty: none) and the words of rows of runs."""
 
 
 def read(path: Path, asked: Asked) -> Opened:
@@ -49,6 +60,12 @@ def read(path: Path, asked: Asked) -> Opened:
     """
     refuse_task(path, asked)
     run = run_of(path, asked)
+    if not run.trained["precision"]:
+        raise ModelError(
+            f"{path} multiplies as {run.dtype}, which no plan does; have recipe_name rowwise or "
+            f"tensorwise in [{TOML_LINEAR}] and no other converter, or take converters out of "
+            "[model]"
+        )
     execution = run.trained["execution"]
     return Opened(
         name=name_of(run.flavor, "torchtitan"),
@@ -78,6 +95,8 @@ class TitanRun:
     """Samples that a replica takes at once."""
     recompute: str
     """none, selective or full."""
+    dtype: str
+    """What its products are in, as rows of runs say it."""
 
 
 def run_of(path: Path, asked: Asked) -> TitanRun:
@@ -98,10 +117,11 @@ def run_of(path: Path, asked: Asked) -> TitanRun:
     execution = "torchtitan-compiled" if said["compile"]["enable"] else "torchtitan"
     layout = _layout(path, said)
     local = _number(path, "training", "local_batch_size", training["local_batch_size"])
+    precision, dtype = _multiplied(path, said)
     return TitanRun(
         flavor=f"{name} {flavor}",
         sizes=sizes,
-        trained=_trained(path, said, asked.gpus, execution),
+        trained={"precision": precision, **_trained(path, said, asked.gpus, execution)},
         layout=layout,
         # A pipeline takes its batch in microbatches of a size of their own.
         micro_batch=local
@@ -113,6 +133,7 @@ def run_of(path: Path, asked: Asked) -> TitanRun:
             said["parallelism"]["pipeline_parallel_microbatch_size"],
         ),
         recompute=said["activation_checkpoint"]["mode"],
+        dtype=dtype,
     )
 
 
@@ -125,7 +146,9 @@ def _settings(path: Path) -> dict[str, dict[str, Any]]:
         )
     found = {}
     for section, usual in DEFAULTS.items():
-        own = said.get(section, {})
+        own: Any = said
+        for part in section.split("."):  # [quantize.linear.float8] is a table in tables
+            own = own.get(part, {}) if isinstance(own, dict) else own
         if not isinstance(own, dict):
             raise ModelError(f"{path} has {section} = {own!r}; it must be a section [{section}]")
         for name, value in own.items():
@@ -155,9 +178,7 @@ def _trained(
     path: Path, said: dict[str, dict[str, Any]], gpus: int | None, execution: str
 ) -> dict[str, Any]:
     training = said["training"]
-    is_half = "bfloat16" in (training["dtype"], training["mixed_precision_param"])
     found: dict[str, Any] = {
-        "precision": "bf16" if is_half else "model",
         "clip_gradients": training["max_norm"] > 0,
         "execution": execution,
     }
@@ -171,6 +192,26 @@ def _trained(
         local = _number(path, "training", "local_batch_size", training["local_batch_size"])
         found["global_batch"] = local * replicas
     return found
+
+
+def _multiplied(path: Path, said: dict[str, dict[str, Any]]) -> tuple[str, str]:
+    """Return the precision of plans that multiply as a configuration says, and the words of rows;
+    an empty precision where no plan does.
+    """
+    training, converters = said["training"], said["model"]["converters"]
+    if TOML_LINEAR in converters:
+        recipe = said[TOML_LINEAR]["recipe_name"]
+        if recipe not in RECIPES:
+            raise ModelError(
+                f"{path} has recipe_name = {recipe!r} in [{TOML_LINEAR}]; it takes "
+                f"{', '.join(filter(None, RECIPES))}"
+            )
+        precision, dtype = RECIPES[recipe]
+        return (precision if len(converters) == 1 else "", dtype)
+    if any("mx" in str(name) for name in converters):
+        return "", "mxfp8"
+    is_half = "bfloat16" in (training["dtype"], training["mixed_precision_param"])
+    return ("bf16", "bf16") if is_half else ("model", "fp32")
 
 
 def _layout(path: Path, said: dict[str, dict[str, Any]]) -> dict[str, Any]:

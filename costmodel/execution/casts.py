@@ -6,6 +6,8 @@ of the matrix. What else is moved depends on what a scale is of:
 
 delayed          the last steps' largest values: a norm of a library of layers writes its result
                  narrow itself (Transformer Engine, module/layernorm_linear.py)
+current          the tensor's own largest value (Transformer Engine, Float8CurrentScaling): one more
+                 pass, unless a norm of that library finds it; weights are cast once a step
 tensorwise       the tensor's own largest value: one more pass, unless the kernel that makes the
                  tensor finds it; weights are cast by shard, gathered in 8 bits, and turned for the
                  backward
@@ -24,7 +26,7 @@ float8/float8_ops.py (preprocess_addmm).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +61,12 @@ scale a tile on H800 (DeepGEMM's README at a6d97a1); with one a tensor Hopper re
 best case (ml-engineering, MAMF), of which steps of such depths leave 1,374 and 1,307: 0.94 and
 0.84."""
 
+_BLOCKS = Casts(ready_bytes=4, alone_bytes=6, weight_bytes=3, weight_back_bytes=3)
+"""Both copies of a tensor by blocks, those of weights in each forward and backward."""
+
 CASTS: Mapping[str, Casts] = {
     "delayed": Casts(ready_bytes=0, alone_bytes=4, saves_narrow=True),
+    "current": Casts(ready_bytes=4, alone_bytes=6, saves_narrow=True),
     "tensorwise": Casts(ready_bytes=4, alone_bytes=6, weight_back_bytes=2, gathers_narrow=True),
     "rowwise": Casts(
         ready_bytes=6, alone_bytes=8, weight_bytes=3, weight_back_bytes=7, rate_part=CUTLASS_PART
@@ -73,13 +79,36 @@ CASTS: Mapping[str, Casts] = {
         wide_weight_gradient=True,
         rate_part=CUTLASS_PART,
     ),
-    "blocks": Casts(ready_bytes=4, alone_bytes=6, weight_bytes=3, weight_back_bytes=3),
-    "tiles": Casts(
-        ready_bytes=4,
-        alone_bytes=6,
-        weight_bytes=3,
-        weight_back_bytes=3,
-        saves_narrow=True,
-        rate_part=TILES_PART,
-    ),
+    "blocks": _BLOCKS,
+    "tiles": replace(_BLOCKS, saves_narrow=True, rate_part=TILES_PART),
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnCasts:
+    """What casts of our runtime move ahead of each product (`planner.runtime.stage.calls.narrow`),
+    a factor at a time; bytes are of one number.
+    """
+
+    bytes: int
+    """Of a factor that is cast along the rows of a matrix."""
+    runs_bytes: int
+    """Of one that is cast along the rows of runs, and put where runs are whole tiles."""
+
+
+OWN_CASTS: Mapping[str, OwnCasts] = {
+    "eager": OwnCasts(
+        # The largest, times the scale, the cast.
+        bytes=2 + (2 + 2) + (2 + 1),
+        # Absolute values, the largest of each run, its scale for each number, times that, the cast,
+        # zeros, put into places, turned.
+        runs_bytes=(2 + 2) + 2 + 2 + (2 + 2 + 2) + (2 + 1) + 1 + (1 + 1) + (1 + 1),
+    ),
+    # One kernel finds the largest, one multiplies and casts.
+    "fused": OwnCasts(bytes=2 + (2 + 1), runs_bytes=2 + (2 + 1) + 1 + (1 + 1) + (1 + 1)),
+}
+"""By how ops that only move bytes run."""
+
+SCALED_BYTES = 8
+"""Of each entry of a gradient that our runtime multiplies by scales of its rows and columns: two
+passes."""

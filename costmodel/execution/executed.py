@@ -29,6 +29,8 @@ from costmodel.execution.dispatch.dispatcher import Dispatcher, find_dispatcher
 from costmodel.execution.execution import Execution, Overlapped
 from costmodel.table.kernels import DeviceRates, has_rates, load_rates
 from planner.errors import PlannerError
+from planner.language.graph import Op
+from planner.language.ops.families.products.narrow import NARROW_DTYPE, scaling_of
 from profiles import Group, Lookup, OpQuery, Profile
 from profiles.calibration import op_term
 from profiles.lookup.families import MATMUL, family_of, pace_kind
@@ -161,6 +163,17 @@ class ExecutedProfile(TrainingProfile):
     def casts(self) -> Casts | None:
         """What casts for products in 8 bits move; None where layers multiply in 16."""
         return CASTS[self.execution.scaling] if self.multiplies_narrow else None
+
+    def casts_of(self, op: Op) -> Casts | None:
+        """What casts of a product in 8 bits move: as a plan has it, by the kernels of the runtime's
+        library of layers; None where it is in 16.
+        """
+        scaling = scaling_of(op)
+        if not scaling or NARROW_DTYPE not in self.rates.peak_flop_per_s:
+            return self.casts
+        # Transformer Engine's where it has the runtime's layers, else torchao's.
+        is_engine = CASTS[self.execution.scaling].saves_narrow
+        return CASTS["current" if is_engine and scaling == "tensorwise" else scaling]
 
     def _reached_part(self, group: Group) -> float:
         """Return what part of its links' rate a group reaches."""

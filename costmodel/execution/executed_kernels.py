@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 
-from costmodel.execution.casts import CASTS, Casts
+from costmodel.execution.casts import Casts
 from costmodel.execution.executed import ExecutedProfile, KernelSeconds
 from costmodel.execution.execution import Execution
 from costmodel.execution.narrow import gradient_is_ready, input_is_ready
@@ -181,11 +181,12 @@ def _product_seconds(
     batch, m, _, k = sizes[0]
     n = sum(columns for _, _, columns, _ in sizes)
     of_weights = _has_weights(op, local)
-    casts = profile.casts if not is_head and is_layer_product(op, local) else None
+    is_plans = bool(scaling_of(op))  # in 8 bits as the plan has it
+    may_cast = is_plans or (not is_head and is_layer_product(op, local))
+    casts = profile.casts_of(op) if may_cast else None
     dtype = profile.product_dtype if casts else tensor[op.outputs[0]].dtype
-    # A plan's own products in 8 bits, scaled as it says.
-    if (scaling := scaling_of(op)) and NARROW_DTYPE in rates.peak_flop_per_s:
-        casts, dtype = CASTS[scaling], NARROW_DTYPE
+    if casts and is_plans:
+        dtype = NARROW_DTYPE
     if dtype not in rates.peak_flop_per_s:
         dtype = "bfloat16"
     # Rows of logits start on 16-byte boundaries if tp pads the vocabulary or it divides.
@@ -319,7 +320,7 @@ def _arrival_seconds(op: Op, local: Program, profile: ExecutedProfile) -> Kernel
     # Rows of a single expert are in its order as they come.
     passes = int(experts > 1 or not profile.dispatcher.sorts_ahead)
     pads = profile.execution.pads_rows and not profile.dispatcher.pads_rows
-    passes += pads and profile.multiplies_narrow
+    passes += pads and (profile.multiplies_narrow or any(map(scaling_of, grouped)))
     num_bytes = bytes_of(local, (op.inputs[0], *op.outputs))
     seconds = profile.pass_seconds(passes * num_bytes, passes)
     is_trained = local.tensor[op.outputs[0]].requires_grad

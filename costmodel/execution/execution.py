@@ -30,7 +30,9 @@ every token goes through."""
 RunKind = Literal["dense", "experts", "adapters"]
 """What is trained: all of a dense model, a mixture of experts, adapters of a frozen model."""
 
-Scaling = Literal["delayed", "tensorwise", "rowwise", "rowwise-forward", "blocks", "tiles"]
+Scaling = Literal[
+    "delayed", "current", "tensorwise", "rowwise", "rowwise-forward", "blocks", "tiles"
+]
 """What the scale of a tensor in 8 bits is of (`costmodel.execution.casts`)."""
 
 Prices = Literal["profile", "rates"]

@@ -154,8 +154,16 @@ def as_saved(local: Program, profile: Profile) -> Program:
     It is for bytes alone: the seconds of casts are in the rates of narrow products. The same
     program where the runtime multiplies in 16 bits, or saves the input itself (torchao).
     """
-    casts = profile.casts if isinstance(profile, ExecutedProfile) else None
-    if casts is None or not casts.saves_narrow:
+    if not isinstance(profile, ExecutedProfile):
+        return local
+    in_head = products_of_head(local)
+    saving = {
+        op.name
+        for op in local.ops
+        if op.name not in in_head and is_layer_product(op, local)
+        if (casts := profile.casts_of(op)) and casts.saves_narrow
+    }
+    if not saving:
         return local
     tensor = local.tensor
     maker = {name: op for op in local.ops for name in op.outputs}
@@ -178,9 +186,8 @@ def as_saved(local: Program, profile: Profile) -> Program:
         made[new] = replace(tensor[name], name=new, dtype=NARROW, kind="activation")
         return new
 
-    in_head = products_of_head(local)
     for op in local.ops:
-        if op.name in in_head or not is_layer_product(op, local):
+        if op.name not in saving:
             ops.append(op)
             continue
         taken = op.inputs[family_of(op.target).first_factor]

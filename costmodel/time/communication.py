@@ -11,12 +11,15 @@ from math import ceil
 
 import numpy as np
 
+from costmodel.execution.casts import OWN_CASTS
 from costmodel.execution.execution import Execution
 from planner.language.plan.replication import Replication
 from profiles import Group, Profile
 from profiles.profile import Amount
 from profiles.records import ZeroWork
 
+HALF_BYTES = 2.0
+"""Of a number in 16 bits."""
 BUCKET_BYTES = 25 * 2**20
 """Gradients go out in flat messages of about this size
 (`planner.runtime.state.gradients.reduce`).
@@ -126,6 +129,7 @@ def data_parallel_seconds(
     num_tensors: int = 0,
     frozen_bytes: float = 0.0,
     frozen_backward_bytes: float = 0.0,
+    narrow_bytes: float = 0.0,
 ) -> DataParallelSeconds:
     """Return what keeping replicas equal takes, nothing hidden, for one rank's parameters.
 
@@ -138,7 +142,9 @@ def data_parallel_seconds(
     these in the last backward.
 
     Frozen parameters have no gradient to sum. ZeRO 3 alone shards them: `frozen_bytes` are gathered
-    for every forward, `frozen_backward_bytes` of them again for every backward.
+    for every forward, `frozen_backward_bytes` of them again for every backward. `narrow_bytes` of
+    trained parameters are gathered in 8 bits: ranks find the largest values first, cast their
+    shards, and cast what arrives back (`planner.runtime.state.narrow_gather`).
     """
     if group.size == 1 or param_bytes + frozen_bytes == 0:
         return DataParallelSeconds()
@@ -162,6 +168,8 @@ def data_parallel_seconds(
             work, num_bytes=num_bytes, num_tensors=num_tensors, num_calls=num_blocks
         ).seconds
 
+    # Of each number in 8 bits: the cast of a shard, and what arrives is read, cast and multiplied.
+    cast_bytes = OWN_CASTS["eager"].bytes / group.size + (1 + 2) + (2 + 2)
     # FSDP2 copies shards into one flat message and out of it; measured work has the copies in it.
     copied = copies_s_per_byte(profile, group.size)
     hooks = own("zero_forward", param_bytes + frozen_bytes), own("zero_backward", reduced)
@@ -170,7 +178,11 @@ def data_parallel_seconds(
         whole = param_bytes + frozen
         if whole == 0:
             return 0.0
-        seconds = message("all_gather", whole, num_blocks)
+        narrow = min(narrow_bytes, param_bytes)  # (what blocks share is gathered in 16 bits)
+        seconds = message("all_gather", whole - narrow / HALF_BYTES, num_blocks)
+        if narrow:
+            seconds += message("all_reduce", HALF_BYTES * num_tensors, num_blocks)
+            seconds += narrow / HALF_BYTES * cast_bytes / profile.cluster.memory_bytes_per_s
         # A measurement has those copies in it; where there is none it answers 0, and the passes
         # over memory stand.
         seconds += max(copied * whole, own("zero_gather", whole))

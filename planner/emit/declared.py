@@ -11,7 +11,9 @@ from functools import partial
 from planner.emit.emitter import Rule
 from planner.emit.view import PlanView
 from planner.errors import PlanError
+from planner.language.plan.parts import scaling_named
 from planner.language.stacks import Stack, rules
+from planner.language.stacks.narrow_layers import why_not_narrow, why_not_rows
 from planner.language.stacks.tensor_parallel import UsualTp
 
 _Why = Callable[[Stack, PlanView], str]
@@ -102,7 +104,12 @@ def _zero(stack: Stack, view: PlanView) -> str:
 
 
 def _precision(stack: Stack, view: PlanView) -> str:
-    return rules.why_no_precision(stack, view.plan.precision, view.trained_dtype)
+    plan = view.plan
+    found = rules.why_no_precision(stack, plan.precision, view.trained_dtype)
+    if found or not scaling_named(plan.precision):
+        return found
+    rows = plan.microbatch_size * view.seq_len // plan.cp
+    return why_not_narrow(stack, view.widths_of_layers) or why_not_rows(stack, rows)
 
 
 def _recompute(stack: Stack, view: PlanView) -> str:

@@ -395,7 +395,11 @@ def _dtype(run: Run) -> str:
         return "nvfp4"
     if run.has("fp8-format"):
         recipe = run.word("fp8-recipe")
-        return {"mxfp8": "mxfp8", "blockwise": "fp8 blockwise"}.get(recipe, "fp8")
+        return {
+            "mxfp8": "mxfp8",
+            "blockwise": "fp8 blockwise",
+            "tensorwise": "fp8 current",
+        }.get(recipe, "fp8")
     return "bf16" if run.has("bf16") else "fp16" if run.has("fp16") else "fp32"
 
 

@@ -33,6 +33,7 @@ from planner.runtime.process.groups.process_group import take_place
 from planner.runtime.process.groups.together import together
 from planner.runtime.process.launched import followed_plan
 from planner.runtime.stage.calls.narrow import check_device
+from planner.runtime.stage.calls.rows.narrow_runs import emulated_experts
 from planner.runtime.state import out_of_memory
 from planner.runtime.state.users_module.away import plain, refuse_away, take_away
 from planner.runtime.step.engine import Engine
@@ -70,7 +71,9 @@ def apply_plan(
         values = RecordedValues(recording, mesh, to_the_end=weights is None)
     refuse_lost(model)  # on each rank: rank 0 alone captures
     graph, *buckets = shared_captures(plan, model, loss, mesh)
-    emulated = check_device(mesh.device) if scaling_named(plan.precision) else ""
+    emulated = ""
+    if scaling_named(plan.precision):
+        emulated = check_device(mesh.device) or emulated_experts(mesh.device, graph)
     # On all ranks alike: each has the graph, so none waits for another.
     refuse_cut(graph, plan, accept=accept, weighted_loss=callable(loss_weight))
     if dist.get_rank() == 0:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 
@@ -34,6 +35,14 @@ def test_the_example_of_thirty_layers(planner):
         "planner: 15 layers of a pipeline rank are not divisible by "
         "--num-layers-per-virtual-pipeline-stage 4; use 1, 3, 5, 15\n"
     )
+
+
+def test_a_yaml_without_its_reader_says_what_to_install(planner, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    path = tmp_path / "run.yaml"
+    path.write_text("parallelism: {}\n")
+    complaint = planner("check", path, "--gpus", 2).complaint
+    assert "PyYAML, which is not installed; install it: pip install 'planner[yaml]'" in complaint
 
 
 def test_every_broken_rule_is_told_in_a_line(planner):

@@ -78,6 +78,12 @@ def test_show_says_what_it_takes(planner):
     )
 
 
+def test_an_unknown_precision_is_refused_before_anything_is_measured(planner, asked):
+    complaint = planner("profile", "--precision", "fp99").complaint
+    assert "--precision fp99 was given; use model, bf16, fp16, fp8 or fp8-tensorwise;" in complaint
+    assert not asked
+
+
 def test_check_of_what_is_no_profile(planner, tmp_path):
     done = planner("profile", "--check", tmp_path)
     assert done.code == 1

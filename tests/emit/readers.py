@@ -61,6 +61,16 @@ V02 = {
         "mixed_precision_param": ("bfloat16", "float32"),
     },
     "activation_checkpoint": {"mode": ("selective", "full", "memory_budget", "none")},
+    "compile": {"enable": bool},
+    "model": {"converters": list},
+    "quantize": {
+        "linear": {
+            "float8": {
+                "recipe_name": ("tensorwise", "rowwise", "rowwise_with_gw_hp"),
+                "filter_fqns": list,
+            }
+        }
+    },
 }
 
 
@@ -75,10 +85,23 @@ def load_torchtitan(files, tmp_path, monkeypatch):
         return make_dataclass(name, [(n, object, field(default=None)) for n in schema])
 
     training = record("TrainingConfig", TRAINING)
-    base = SimpleNamespace(training=training(), activation_checkpoint="its own")
+    compiling = record("CompileConfig", ("enable", "components"))
+    spec = record("ModelSpec", ("model",))
+    base = SimpleNamespace(
+        training=training(),
+        activation_checkpoint="its own",
+        compile=compiling(enable=False, components=["model", "loss"]),
+        model_spec=spec(model=("model",)),
+    )
     policy = SimpleNamespace(Config=lambda: "full")
     module("torchtitan")
     module("torchtitan.config", ParallelismConfig=record("ParallelismConfig", CURRENT))
+    module("torchtitan.components")
+    module(
+        "torchtitan.components.quantization",
+        Float8LinearConverter=_converter("recipe_name", "filter_fqns"),
+        Float8GroupedExpertsConverter=_converter(),
+    )
     module("torchtitan.distributed")
     module("torchtitan.distributed.activation_checkpoint", FullAC=policy)
     module("torchtitan.models")
@@ -90,6 +113,19 @@ def load_torchtitan(files, tmp_path, monkeypatch):
     space = {"__file__": str(path)}
     exec(compile(path.read_text(), str(path), "exec"), space)
     return space["planned"]()
+
+
+def _converter(*fields: str) -> SimpleNamespace:
+    """A converter that appends what it was given to a model, which is a tuple here."""
+
+    def config(**given):
+        assert given.keys() == {*fields, "model_compile_enabled"}
+        told = tuple(tuple(v) if isinstance(v, list) else v for v in given.values())
+        name = "Float8LinearConverter" if fields else "Float8GroupedExpertsConverter"
+        built = SimpleNamespace(convert=lambda model: (*model, (name, *told)))
+        return SimpleNamespace(build=lambda: built)
+
+    return SimpleNamespace(Config=config)
 
 
 def loaded_by_torch(path, *, pp: int, num_stages: int, num_microbatches: int):

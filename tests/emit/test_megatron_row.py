@@ -63,6 +63,7 @@ def peak_gib(more: str, gpus: int = 16, flags: str = FLAGS) -> float:
         ("--bf16", {"gradient_bytes": 4}),
         ("--bf16 --grad-reduce-in-bf16", {"gradient_bytes": 2}),
         ("--bf16 --fp8-format e4m3 --fp8-recipe mxfp8", {"dtype": "mxfp8"}),
+        ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise", {"dtype": "fp8 current"}),
         ("--bf16 --fp4-format e2m1", {"dtype": "nvfp4"}),
         ("--recompute-activations --fp8-format hybrid",
          {"recompute": "selective: core_attn", "dtype": "fp8"}),

@@ -54,7 +54,7 @@ def test_an_older_toml_passes_keys_and_values_of_a_ring_on():
 def test_toml_has_documented_fields(cells):
     view = view_of(**SMALL | {"dp": "", "zero_stage": 3} | cells)
     sections = tomllib.loads(emit(view, TOML).files["torchtitan.toml"])
-    assert sections.keys() == V02.keys()
+    assert V02.keys() > sections.keys() == {"parallelism", "training", "activation_checkpoint"}
     for section, values in sections.items():
         assert_documented(values, V02[section])
 

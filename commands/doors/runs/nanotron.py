@@ -25,8 +25,8 @@ def _load(text: str) -> Any:
         yaml = import_module("yaml")
     except ImportError:
         raise PlannerError(
-            "a .yaml is read with PyYAML, which is not installed; install it, or write the run's "
-            "columns into a run.toml"
+            "a .yaml is read with PyYAML, which is not installed; install it: pip install "
+            "'planner[yaml]', or write the run's columns into a run.toml"
         ) from None
     try:
         return yaml.safe_load(text)

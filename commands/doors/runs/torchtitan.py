@@ -38,7 +38,7 @@ def _read(path: Path, known: Columns) -> DescribedRun:
         "zero_stage": layout["zero"],
         "recompute": run.recompute,
         "micro_batch": run.micro_batch,
-        "dtype": "bf16" if trained["precision"] == "bf16" else "fp32",
+        "dtype": run.dtype,
     }
     if "global_batch" in trained:
         row["global_batch"] = trained["global_batch"]

@@ -31,6 +31,7 @@ from costmodel.memory.saved import (
 from costmodel.time.stage_costs.load import StageLoad
 from planner.language.graph import Program, TensorMeta
 from planner.language.lowering.experts import spread_params
+from planner.language.lowering.narrow_products import gathered_narrow
 from planner.language.ops.call import ProductArgs
 from planner.language.ops.weight_products import deferrable_products, products_beside
 from planner.language.plan import Recompute
@@ -223,4 +224,5 @@ def block_load(block: BlockBytes, recomputed: Collection[str]) -> StageLoad:
         num_params=len(block.params),
         spread_bytes=sum(spread),
         num_spread=len(spread),
+        narrow_bytes=sum(block.params.get(name, 0) for name in gathered_narrow(saved.program)),
     )

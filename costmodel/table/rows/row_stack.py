@@ -137,6 +137,8 @@ def stack_of_row(cells: Cells) -> Execution:
         # (On Blackwell the same recipe runs as blocks of 32, which its products take as they are.)
         is_blackwell = BLACKWELL.search(cells.text("gpu").upper()) is not None
         stack = stack if is_blackwell else replace(stack, scaling="tiles")
+    elif stack.scaling == "delayed" and re.search(r"(?i)current", cells.text("dtype")):
+        stack = replace(stack, scaling="current")
     if stack.scaling == "tensorwise":
         stack = replace(stack, scaling=_scaling(cells.text("dtype")))
     if dispatcher := _dispatcher(cells.text("dispatcher"), said):

@@ -45,6 +45,8 @@ class StageLoad:
     """Part of `param_bytes` that lies on the experts' mesh."""
     num_spread: Amount = 0
     """Part of `num_params` that does."""
+    narrow_bytes: Amount = 0
+    """Part of `param_bytes` that ZeRO gathers in 8 bits."""
 
 
 LOAD_FIELDS = tuple(f.name for f in fields(StageLoad))

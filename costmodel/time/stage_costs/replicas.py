@@ -23,6 +23,7 @@ from costmodel.time.communication import BUCKET_BYTES, DataParallelSeconds, data
 from costmodel.time.update import RankUpdate, rank_update
 from costmodel.topology import axis_group, copies_group, data_group
 from planner.language.layout.axes import Degrees
+from planner.language.plan.parts import gathers_narrow
 from planner.language.plan.replication import Replication
 from profiles import Group, Lookup, Profile
 
@@ -72,6 +73,13 @@ class ReplicaPrices:
                 stride=replica.expert_parts * spread,
             ),
         )
+        self.gathers_narrow = (
+            replication.is_sharded
+            and gathers_narrow(replication.precision, nodes=self._dense.group.num_nodes)
+            # FSDP2 gathers as usual where experts of a block are gathered among other ranks.
+            and replication.expert_replicas is None
+            and costs.execution.prices == "profile"
+        )
         self._updates: dict[tuple[float, ...], RankUpdate] = {}
         self._stages: dict[tuple[float, ...], tuple[float, ...]] = {}
 
@@ -111,14 +119,18 @@ class ReplicaPrices:
         *,
         frozen: Sequence[Floats] = (),
         spread: Sequence[Floats] = (),
+        narrow: Floats | None = None,
     ) -> tuple[DataParallelSeconds, Floats]:
         """Return what stages exchange, nothing hidden, and their update where a rank has no other
         stage, in the arrays' shape. `frozen`, for ZeRO 3: bytes of frozen parameters, and of those
         that a backward gathers again. `spread`: bytes and number of the trained parameters that lie
-        on the experts' mesh.
+        on the experts' mesh. `narrow`: bytes of those that are gathered in 8 bits.
         """
+        nothing = (0 * param_bytes, 0 * param_bytes)
+        if narrow is not None:
+            spread = (*(spread or nothing), narrow)
         if spread and not frozen:
-            frozen = (0 * param_bytes, 0 * param_bytes)
+            frozen = nothing
         # (kinds, columns): a chain of few classes has few kinds among its many runs.
         kinds, of_kind = distinct(param_bytes, num_blocks, num_params, *frozen, *spread)
         answers = np.array([self._of_stage(*kind) for kind in kinds.tolist()])
@@ -134,10 +146,11 @@ class ReplicaPrices:
         frozen_backward_bytes: float = 0.0,
         spread_bytes: float = 0.0,
         num_spread: float = 0.0,
+        narrow_bytes: float = 0.0,
     ) -> tuple[float, ...]:
         """Return the seconds of `DataParallelSeconds`, in its order, and the update's."""
         frozen = frozen_bytes, frozen_backward_bytes
-        key = param_bytes, num_blocks, num_params, *frozen, spread_bytes, num_spread
+        key = param_bytes, num_blocks, num_params, *frozen, spread_bytes, num_spread, narrow_bytes
         if key not in self._stages:
             profile = self._costs.profile
             seconds = _exchange_of(
@@ -149,6 +162,7 @@ class ReplicaPrices:
                     num_tensors=int(num_params - num_spread),
                     frozen_bytes=frozen_bytes,
                     frozen_backward_bytes=frozen_backward_bytes,
+                    **({"narrow_bytes": narrow_bytes} if narrow_bytes else {}),
                 )
             )
             if spread_bytes:
@@ -188,6 +202,8 @@ class ReplicaPrices:
         param_bytes = num_blocks * block_bytes
         if not self._replication.is_sharded:  # whole buckets, which are the longest
             param_bytes = ceil(param_bytes / BUCKET_BYTES) * float(BUCKET_BYTES)
+        # A byte takes least where all of them are gathered in 8 bits, or none is.
+        in_8_bits = (0.0, param_bytes) if self.gathers_narrow else (0.0,)
         seconds = [
             _exchange_of(
                 self._exchange(
@@ -196,9 +212,11 @@ class ReplicaPrices:
                     param_bytes=param_bytes,
                     num_blocks=num_blocks,
                     num_tensors=0,
+                    **({"narrow_bytes": narrow_bytes} if narrow_bytes else {}),
                 )
             )
             for sharing in {self._dense, self._experts}
+            for narrow_bytes in in_8_bits
         ]
         least = (min(values) / max(param_bytes, 1.0) for values in zip(*seconds, strict=True))
         return DataParallelSeconds(**dict(zip(_EXCHANGE, least, strict=True)))

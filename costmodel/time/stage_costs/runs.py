@@ -36,7 +36,8 @@ _LAST = "tail_bytes"
 _FROZEN = ("frozen_bytes", "frozen_param_bytes", "frozen_backward_bytes")
 _SPREAD = ("spread_bytes", "num_spread")
 _PARAMS = ("param_bytes", "num_params")
-_SUMS = (*_PARAMS, *_FROZEN, *_SPREAD)
+_NARROW = ("narrow_bytes",)
+_SUMS = (*_PARAMS, *_FROZEN, *_SPREAD, *_NARROW)
 assert {*SAVED.values(), *_LARGEST, _LAST, *_SUMS} == {*LOAD_FIELDS}, "every field has a rule"
 
 
@@ -70,6 +71,11 @@ class RunLoads:
     def spread(self, start: Indices, end: Indices) -> list[Floats]:
         """Return the bytes of runs' parameters on the experts' mesh, and the number of these."""
         return self._added(_SPREAD, start, end)
+
+    def narrow(self, start: Indices, end: Indices) -> Floats:
+        """Return the bytes of runs' parameters that ZeRO gathers in 8 bits."""
+        (found,) = self._added(_NARROW, start, end)
+        return found
 
     def frozen(self, start: Indices, end: Indices) -> list[Floats]:
         """Return what runs hold and do not train: all, parameters, those gathered in a backward."""

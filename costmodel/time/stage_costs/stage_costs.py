@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,12 +112,14 @@ class StageCosts:
     @cached_property
     def _replicas(self) -> tuple[DataParallelSeconds, Floats]:
         runs = self.runs
-        more: dict[str, Sequence[Floats]] = {}
+        more: dict[str, Any] = {}
         if self.replication.zero_stage == 3:
             # ZeRO 3 alone gathers frozen parameters.
             more["frozen"] = runs.chain.loads.frozen(runs.start, runs.end)[1:]
         if self.replication.expert_replicas is not None:
             more["spread"] = runs.chain.loads.spread(runs.start, runs.end)
+        elif self.prices.gathers_narrow:
+            more["narrow"] = runs.chain.loads.narrow(runs.start, runs.end)
         param_bytes, num_params = runs.params
         return self.prices.of_stages(param_bytes, runs.num_blocks, num_params, **more)
 

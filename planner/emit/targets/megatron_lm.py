@@ -4,7 +4,8 @@ Ranks are numbered as in Megatron-LM's default order (tp, cp, dp, pp from the in
 ranks share a node. Sources, NVIDIA/Megatron-LM at d98e8a64ddf3 (2026-08-22):
 megatron/training/arguments.py (flags and their rules), megatron/core/transformer/
 pipeline_parallel_layer_layout.py (the language of cuts), transformer_config.py (recompute_modules,
-cp_comm_type), pipeline_parallel/schedules.py (1F1B and its interleaved form).
+cp_comm_type, fp8_recipe), pipeline_parallel/schedules.py (1F1B and its interleaved form); and
+NVIDIA/TransformerEngine at d0067d0da6cb (2026-08-22), common/recipe (Float8CurrentScaling).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from planner.emit.emitter import Emitted, Emitter, register_emitter
 from planner.emit.start import NODE_SETTINGS, headline, torchrun_lines
 from planner.emit.view import PlanView, StageParts
 from planner.language.plan import Plan
+from planner.language.plan.parts import scaling_named
 from planner.language.stacks.known import MEGATRON_BRIDGE, MEGATRON_LM
 from planner.language.stacks.transformer_graph import Experts
 
@@ -54,6 +56,9 @@ def megatron_flags(view: PlanView) -> dict[str, str]:
     elif view.trained_dtype == "float16":
         # In fp16 sums are fp16 where nothing is said; the plan's are fp32.
         flags |= {"fp16": "", "accumulate-allreduce-grads-in-fp32": ""}
+    if scaling_named(plan.precision):
+        # A scale of the tensor at hand, gradients in e5m2.
+        flags |= {"fp8-format": "hybrid", "fp8-recipe": "tensorwise"}
     flags |= _recompute(view)
     if plan.optimizer_on_host:
         flags |= {
@@ -174,7 +179,8 @@ WORDS = {
     "cuts": "--pipeline-model-parallel-layout",
     "schedule": "1F1B, interleaved with vpp",
     "zero": "1: --use-distributed-optimizer; 2, 3: --use-megatron-fsdp",
-    "precision": "--bf16, or --fp16 --accumulate-allreduce-grads-in-fp32",
+    "precision": "--bf16, or --fp16 --accumulate-allreduce-grads-in-fp32; fp8-tensorwise: "
+    "--fp8-format hybrid, --fp8-recipe tensorwise",
     "recompute": "--recompute-granularity full (the first layers of each stage: "
     "--recompute-method block), or selective of core_attn",
     "optimizer-on-host": "--optimizer-cpu-offload",
@@ -217,6 +223,11 @@ def _write(view: PlanView) -> Emitted:
             "# One hardware queue keeps collectives in front of the products they overlap with",
             "# (GPUs before Blackwell). Megatron-FSDP refuses it.",
             "export CUDA_DEVICE_MAX_CONNECTIONS=1",
+        ]
+    if scaling_named(view.plan.precision):
+        lines += [
+            "# Scales of 8-bit floats are powers of two, as the plan's (Transformer Engine).",
+            "export NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES=1",
         ]
     lines += ["FLAGS=("]
     lines += [f"    --{name} {_quoted(value)}".rstrip() for name, value in flags.items()]

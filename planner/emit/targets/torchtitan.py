@@ -6,22 +6,26 @@ each stage's modules are named. Sources: pytorch/torchtitan at b5bcd76c66d0 (202
 torchtitan/config/configs.py (ParallelismConfig, TrainingConfig), torchtitan/config/README.md (a run
 is a function that returns a Trainer.Config), torchtitan/distributed/pipeline_parallel.py (names of
 modules, csv), activation_checkpoint.py, fsdp.py; its release v0.2.2 at 73a0e6979dd1,
-torchtitan/config/job_config.py, for configurations in toml.
+torchtitan/config/job_config.py, for configurations in toml; of both
+torchtitan/components/quantization/float8.py and utils.py (what is converted, and what names leave
+out).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.emit.declared import expresses
 from planner.emit.emitter import Emitted, Emitter, register_emitter
 from planner.emit.start import NODE_SETTINGS, headline, torchrun_lines
 from planner.emit.view import PlanView
+from planner.language.plan.parts import low_dtype, scaling_named
 from planner.language.schedule import Schedule
 from planner.language.schedule.placements import loop_placement
 from planner.language.stacks.known import TORCHTITAN, TORCHTITAN_TOML
+from planner.language.stacks.narrow_layers import experts_are_narrow, wide_layers
 
 CSV_FILE = "schedule.csv"
 
@@ -69,9 +73,35 @@ def parallelism(view: PlanView, *, head: str) -> dict[str, Any]:
 
 def training(view: PlanView) -> dict[str, Any]:
     """Return the dtypes of torchtitan's section of that name."""
-    if view.plan.precision == "bf16":
+    if low_dtype(view.plan.precision) == "bfloat16":
         return {"dtype": "float32", "mixed_precision_param": "bfloat16"}
     return {"dtype": view.trained_dtype, "mixed_precision_param": view.trained_dtype}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Narrow:
+    """What torchtitan multiplies in 8 bits."""
+
+    recipe: str
+    """Of torchao, for linear layers; empty where none is in 8 bits."""
+    left_out: tuple[str, ...] = ()
+    """Parts of names whose linear layers stay in 16 bits."""
+    experts: bool = False
+    """Whether experts are in 8 bits, too: torchao scales the rows of their factors."""
+
+
+def narrow_of(view: PlanView, *, head: str) -> Narrow:
+    """Return what is in 8 bits of a plan; `head` is what the last projection is called."""
+    recipe = scaling_named(view.plan.precision)
+    if not recipe:
+        return Narrow(recipe="")
+    router = ("router.gate",) if view.has_experts else ()
+    layers = tuple(f"layers.{layer}." for layer in wide_layers(view.widths_of_layers))
+    return Narrow(
+        recipe=recipe,
+        left_out=(head, *router, *layers),
+        experts=experts_are_narrow(view.widths_of_layers),
+    )
 
 
 def checkpointing(view: PlanView) -> str:
@@ -94,7 +124,8 @@ WORDS = {
     "stage-placement": "the style of its schedule",
     "schedule": "pipeline_parallel_schedule_csv, job for job",
     "zero": "0, 2 and 3: fsdp_reshard_after_forward",
-    "precision": "dtype, mixed_precision_param",
+    "precision": "dtype, mixed_precision_param; fp8: Float8LinearConverter, of experts "
+    "Float8GroupedExpertsConverter",
     "recompute": "FullAC",
     "layouts": "its own, enable_sequence_parallel",
 }
@@ -124,6 +155,8 @@ def _write(view: PlanView) -> Emitted:
     if kind != "none":
         policy = recompute[kind].partition(".")[0]
         lines.append(f"from torchtitan.distributed.activation_checkpoint import {policy}")
+    narrow = narrow_of(view, head="lm_head")
+    lines[-1:-1] = _converters_import(narrow)
     lines += [
         "",
         "# Your model's own configuration: its sizes, data, optimizer.",
@@ -147,8 +180,11 @@ def _write(view: PlanView) -> Emitted:
     lines += [
         "    )",
         f"    config.activation_checkpoint = {recompute[kind]}",
-        "    return config",
     ]
+    if plan.execution in TORCHTITAN.executions:
+        is_compiled = plan.execution != TORCHTITAN.executions[0]
+        lines.append(f"    config.compile = replace(config.compile, enable={is_compiled})")
+    lines += [*_converted(narrow), "    return config"]
     start = ["#!/usr/bin/env bash", *headline(view, "A node of torchtitan"), "set -euo pipefail"]
     start += [*NODE_SETTINGS, 'export PYTHONPATH="$(cd "$(dirname "$0")" && pwd):${PYTHONPATH:-}"']
     start += torchrun_lines(view, '-m torchtitan.train --module planned --config planned "$@"')
@@ -159,6 +195,37 @@ def _write(view: PlanView) -> Emitted:
             "planned.py derives from llama3_8b: import your model's own configuration as `base`",
         ),
     )
+
+
+LINEAR, EXPERTS = "Float8LinearConverter", "Float8GroupedExpertsConverter"
+
+
+def _converters_import(narrow: Narrow) -> list[str]:
+    if not narrow.recipe:
+        return []
+    names = f"{EXPERTS}, {LINEAR}" if narrow.experts else LINEAR
+    return [f"from torchtitan.components.quantization import {names}"]
+
+
+def _converted(narrow: Narrow) -> list[str]:
+    """Return lines that put products in 8 bits into the model's configuration."""
+    if not narrow.recipe:
+        return []
+    parts = [("recipe_name", narrow.recipe), ("filter_fqns", list(narrow.left_out))]
+    lines = ['    compiles = config.compile.enable and "model" in config.compile.components']
+    lines += ["    converters = [", f"        {LINEAR}.Config("]
+    lines += [f"            {name}={value!r}," for name, value in parts]
+    lines += ["            model_compile_enabled=compiles,", "        ),"]
+    if narrow.experts:
+        lines.append(f"        {EXPERTS}.Config(model_compile_enabled=compiles),")
+    return [
+        *lines,
+        "    ]",
+        "    model = config.model_spec.model",
+        "    for converter in converters:",
+        "        model = converter.build().convert(model)",
+        "    config.model_spec = replace(config.model_spec, model=model)",
+    ]
 
 
 class _Stages(list):
@@ -202,6 +269,9 @@ def _write_toml(view: PlanView) -> Emitted:
         "parallelism": fields,
         "activation_checkpoint": {"mode": checkpointing(view)},
     }
+    if plan.execution in TORCHTITAN.executions:
+        sections["compile"] = {"enable": plan.execution != TORCHTITAN.executions[0]}
+    sections |= _narrow_sections(narrow_of(view, head="output"))
     lines = headline(view, "Sections of a torchtitan v0.2 configuration")
     for section, values in sections.items():
         lines += ["", f"[{section}]"]
@@ -214,6 +284,17 @@ def _write_toml(view: PlanView) -> Emitted:
             else "put these sections into your model's toml",
         ),
     )
+
+
+TOML_LINEAR = "quantize.linear.float8"
+"""The converter of linear layers, and its section."""
+
+
+def _narrow_sections(narrow: Narrow) -> dict[str, dict[str, Any]]:
+    if not narrow.recipe:
+        return {}
+    linear = {"recipe_name": narrow.recipe, "filter_fqns": list(narrow.left_out)}
+    return {"model": {"converters": [TOML_LINEAR]}, TOML_LINEAR: linear}
 
 
 def _toml(value: Any) -> str:
@@ -250,6 +331,8 @@ register_emitter(
                 "dp": "data_parallel_shard_degree",
                 "etp": "expert_tensor_parallel_degree",
                 "layouts": "its own, always with sequence parallelism",
+                "precision": "dtype, mixed_precision_param; fp8, fp8-tensorwise: converters, "
+                "[quantize.linear.float8]",
             },
             INSTEAD,
         ),

@@ -29,12 +29,15 @@ Precision = Literal["model", "bf16", "fp16", "fp8", "fp8-tensorwise"]
 ZeroStage = Literal[0, 1, 2, 3]
 
 
-def precision_named(text: str) -> Precision:
-    """Return the precision of that name; raise LayoutError where there is none."""
+def precision_named(text: str, *beside: str) -> Precision:
+    """Return the precision of that name; raise LayoutError where there is none. Words that may be
+    given `beside` a precision's name, which its caller reads, are named in that case.
+    """
     for known in get_args(Precision):
         if text == known:
             return known
-    *others, last = get_args(Precision)
+    names: list[str] = [*get_args(Precision), *beside]
+    *others, last = names
     raise LayoutError(
         f"`precision` {text} was given; use {', '.join(others)} or {last}; "
         "model keeps the dtypes of the model file"
@@ -62,6 +65,13 @@ def scaling_named(precision: Precision) -> str:
     whole ("tensorwise"); empty where it has no such products.
     """
     return _SCALINGS.get(precision, "")
+
+
+def gathers_narrow(precision: Precision, *, nodes: int) -> bool:
+    """Whether ZeRO gathers weights in 8 bits among ranks on so many nodes: where each has one
+    scale, and over links between nodes; inside a node the casts take as long as they save.
+    """
+    return scaling_named(precision) == "tensorwise" and nodes > 1
 
 
 _Size = Annotated[int, Field(ge=0, le=2**40)]

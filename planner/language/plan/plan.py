@@ -80,9 +80,10 @@ class Plan(Record):
         zero_stage: what ZeRO shards over the ranks with the same parameters.
         precision: "bf16" holds parameters and activations in bfloat16, "fp16" in float16, with fp32
             master copies for the optimizer and fp32 sums of gradients, those of "fp16" of a loss
-            that is scaled; "fp8" is "bf16" with linear layers of repeated blocks multiplied in
-            8-bit floats, each row of a factor scaled by its own largest value, "fp8-tensorwise"
-            with one scale a factor; "model" keeps the model's dtypes.
+            that is scaled; "fp8" is "bf16" with linear layers and experts of repeated blocks
+            multiplied in 8-bit floats, each row of a factor scaled by its own largest value,
+            "fp8-tensorwise" with linear layers alone, one scale a factor; "model" keeps the
+            model's dtypes.
         optimizer_on_host: the optimizer steps on copies in host memory, where its state is.
         tables_on_host: parameters, by the model's names, that the host has: tables of which a
             device gets the rows that are looked up. Their optimizer steps there.

@@ -12,7 +12,8 @@ MEGATRON_LM = register_stack(
         title="Megatron-LM",
         executions=("megatron-core", "megatron-classic"),
         aliases=("megatron",),
-        precisions=("bf16", "fp16"),
+        # Of its recipes in 8 bits tensorwise has a scale of the factor at hand.
+        precisions=("bf16", "fp16", "fp8-tensorwise"),
         degrees=("dp", "tp", "cp", "ep", "etp", "pp", "vpp"),
         zero_stages=(0, 1, 2, 3),
         # Its optimizer on the host is a precision-aware one, which is distributed in any case;
@@ -39,7 +40,8 @@ MEGATRON_BRIDGE = register_stack(
         # Without mixed precision a recipe trains in the dtype of its model's published weights,
         # which is a 16-bit one.
         own_dtypes=(),
-        # Its recipe of fp16 sums gradients in fp16 (`fp16_mixed`).
+        # Its recipe of fp16 sums gradients in fp16 (`fp16_mixed`), those in 8 bits leave the first
+        # and the last layer in 16 (`bf16_with_fp8_current_scaling_mixed`).
         precisions=("bf16",),
     )
 )
@@ -57,6 +59,8 @@ TORCHTITAN = register_stack(
         tensor_parallel=TensorParallel(experts=("none", "cut")),
         cp_kinds=("gathered",),
         own_dtypes=("bfloat16", "float32"),
+        precisions=("bf16", "fp8"),
+        narrow_layers="chosen",
         counts_tokens=True,
     )
 )
@@ -68,6 +72,9 @@ TORCHTITAN_TOML = replace(
     aliases=(),
     degrees=(*TORCHTITAN.degrees, "etp"),
     cp_kinds=("gathered", "ring"),
+    precisions=("bf16", "fp8", "fp8-tensorwise"),
+    # A prototype scales rows of experts, without pp and cp.
+    narrow_experts=False,
     # It replicates (ZeRO 0) only where nothing else is parallel.
     zero_beside=tuple((name, (2, 3)) for name in ("tp", "cp", "pp")),
     tensor_parallel=TensorParallel(sequence_parallel="always", experts=("none", "cut")),

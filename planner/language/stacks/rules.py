@@ -78,9 +78,10 @@ def why_no_precision(stack: Stack, precision: Precision, dtype: str) -> str:
     if precision in stack.precisions:
         return ""
     if scaling_named(precision):
+        own = [name for name in stack.precisions if scaling_named(name)]
         return (
-            f"plans in 8-bit floats are not written for {stack.title}, which scales such products "
-            f"in its own ways; use `precision` {stack.precisions[0]}"
+            f"{stack.title} has no products in 8-bit floats scaled as {precision} scales them; use "
+            f"`precision` {' or '.join(own or stack.precisions[:1])}"
         )
     if precision != "model":
         return f"{stack.title} has fp32 master weights beside {_listed(stack.precisions)} alone"

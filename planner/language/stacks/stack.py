@@ -85,7 +85,12 @@ class Stack:
     own_dtypes: tuple[str, ...] = ("float32",)
     """Dtypes of models that it trains as they are, without fp32 master weights."""
     precisions: tuple[Precision, ...] = ("bf16",)
-    """Precisions in 16 bits with fp32 master weights that it has."""
+    """Precisions with fp32 master weights that it has, those with products in 8 bits that are
+    scaled as it scales them."""
+    narrow_layers: Literal["all", "chosen"] = "all"
+    """With products in 8 bits: whether all layers have them, or some may be left out by name."""
+    narrow_experts: bool = True
+    """Whether experts may be multiplied in 8 bits, too."""
     counts_tokens: bool = False
     """Whether microbatches are told in tokens, so that samples have one length."""
 

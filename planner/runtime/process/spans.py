@@ -36,26 +36,18 @@ class Spans:
         microbatch: int = -1,
         *,
         on_host: bool = False,
+        is_job: bool = False,
     ) -> AbstractContextManager[Any]:
-        """Return a span of the timeline; without a name it is called by its kind."""
-        if self.recorder is None:
-            return _NOTHING
-        return self.recorder.span(kind, name or kind, stage, microbatch, on_host=on_host)
-
-    def job(
-        self,
-        kind: str,
-        name: str | None = None,
-        stage: int = -1,
-        microbatch: int = -1,
-        *,
-        on_host: bool = False,
-    ) -> AbstractContextManager[Any]:
-        """Return the same of a job, which a profiler gets under its name, too."""
-        span = self.span(kind, name, stage, microbatch, on_host=on_host)
-        if not torch.autograd._profiler_enabled():
-            return span
-        return _inside(torch.profiler.record_function(name or kind), span)
+        """Return a span of the timeline; without a name it is called by its kind. That of a job a
+        profiler gets under its name, too.
+        """
+        name = name or kind
+        span: AbstractContextManager[Any] = _NOTHING
+        if self.recorder is not None:
+            span = self.recorder.span(kind, name, stage, microbatch, on_host=on_host)
+        if is_job and torch.autograd._profiler_enabled():
+            return _inside(torch.profiler.record_function(name), span)
+        return span
 
     def end_step(self) -> None:
         """Let the recorder write what has ended."""

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from planner.errors import ModelError
 from planner.language.graph import Arg, ModelGraph, Op, Program, Symbol, TensorMeta
+from planner.language.ops.families.products.matmul import GROUPED_MM
 from planner.language.ops.families.products.narrow import plain_op
 from planner.language.ops.record import is_random
 
@@ -119,9 +120,10 @@ def _promote_arg(arg: Any, wide: Mapping[str, str]) -> Any:
 
 def _in_fp64(op: Op) -> Op:
     """The op, or one that does the same where kernels stop at fp32, or cast to 8 bits."""
+    op = plain_op(op)
     if op.target == "aten._grouped_mm.default":
-        return replace(op, target="planner.grouped_mm", args=op.args[:3], kwargs=())
-    return plain_op(op)
+        return replace(op, target=GROUPED_MM, args=op.args[:3], kwargs=())
+    return op
 
 
 def _without_dropout(op: Op) -> Op:

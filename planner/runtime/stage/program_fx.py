@@ -28,7 +28,7 @@ from planner.language.graph.module_keys import OPAQUE_MODULE
 from planner.language.graph.tables import TABLE_LOOKUP
 from planner.language.layout.redistribute import GATHER_SAMPLES, OWN_SAMPLES, REDISTRIBUTE
 from planner.language.ops.families.entries.routing import STACK_OF_RUNS
-from planner.language.ops.families.products.narrow import scaling_of
+from planner.language.ops.families.products.narrow import NARROW_RUNS, scaling_of
 from planner.language.ops.record import is_random
 from planner.language.ops.weight_products import deferrable_products, products_beside
 from planner.runtime.process import collectives
@@ -44,6 +44,7 @@ from planner.runtime.stage.calls.exchanges.table_rows import exchanged_embedding
 from planner.runtime.stage.calls.opaque_modules import find_module, opaque_module, own_params
 from planner.runtime.stage.calls.part_of import part_of
 from planner.runtime.stage.calls.pure import PURE
+from planner.runtime.stage.calls.rows.narrow_runs import narrow_runs
 from planner.runtime.stage.calls.rows.table_lookup import table_lookup
 from planner.runtime.stage.recompute import Keeper, KeptOp
 from planner.runtime.stage.weight_grads import Pending, WeightProduct, WeightQueue, narrow_product
@@ -278,6 +279,7 @@ _OWN: dict[str, Callable[..., Any]] = {
     "gather_rows": gather_rows,
     "scatter_rows": scatter_rows,
     "part_of": part_of,
+    NARROW_RUNS.removeprefix("planner."): narrow_runs,
     "redistribute": collectives.redistribute,
     "table_lookup": table_lookup,
     AUTOGRAD_FUNCTION.removeprefix("planner."): autograd_function,

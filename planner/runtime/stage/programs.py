@@ -11,7 +11,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -21,6 +22,7 @@ from planner.language.across.cut.gathers import BATCH
 from planner.language.across.cut.whole_batch import graph_under
 from planner.language.graph import ModelGraph, Program
 from planner.language.lowering.lowering import local_program
+from planner.language.lowering.narrow_products import gathered_narrow
 from planner.language.ops.recompute_choice import ops_made_again
 from planner.language.plan import Plan
 from planner.runtime.process.groups.mesh import Mesh
@@ -34,6 +36,18 @@ from planner.runtime.stage.recompute import Keeper
 from planner.runtime.stage.weight_grads import WeightQueue
 
 Run = Callable[..., tuple[Tensor, ...]]
+
+
+class Variant(NamedTuple):
+    """Which of the programs of a rank."""
+
+    class_index: int
+    bucket: int
+    num_samples: int
+    parts: tuple[int, ...] = ()
+    """Samples of each replica, where ops run on the whole batch; else none."""
+    watched: tuple[str, ...] = ()
+    """Tensors of the class that come as further outputs."""
 
 
 class Programs:
@@ -68,6 +82,8 @@ class Programs:
         self._own_size = shares[mesh.rank("batch")] if shares else self._full_size
         self._chosen = {entry.class_index: entry.ops for entry in plan.recomputed}
         self._of_class: dict[int, Callable[[int], Run]] = {}
+        self._runs: dict[Variant, Run] = {}
+        self._narrow: dict[int, frozenset[str]] = {}
         self._compiled: dict[tuple[int, int, bool], CompiledBlock] = {}
         # Ops on the whole batch are made for each way in which replicas share it.
         self._planned = [graph_under(graph, plan) for graph in graphs]
@@ -84,9 +100,9 @@ class Programs:
         fails.
         """
         for bucket in range(len(self._graphs)):
-            parts = self._parts(bucket)
-            program = self._lowered(class_index, bucket, self._own_size, parts)
-            again = self._made_again(class_index, bucket, program) if recomputes else frozenset()
+            variant = Variant(class_index, bucket, self._own_size, self._parts(bucket))
+            program = self._lowered(variant)
+            again = self._made_again(variant, program) if recomputes else frozenset()
             block = CompiledBlock(
                 cut(trace(program, self._groups(), self._mesh.device), made_again=again),
                 compiler,
@@ -111,18 +127,11 @@ class Programs:
         can't run on another number.
         """
         if class_index not in self._of_class:
-            made = cache(
-                lambda bucket, num_samples, parts: self._make(
-                    class_index, bucket, num_samples, parts
-                )
-            )
             # Made now for a full microbatch of each bucket, so that a class that can't run shows
             # before training.
             for bucket in range(len(self._graphs)):
-                made(bucket, self._own_size, self._parts(bucket))
-            self._of_class[class_index] = lambda num_samples: made(
-                self.bucket, num_samples, self._parts(self.bucket)
-            )
+                self._made(Variant(class_index, bucket, self._own_size, self._parts(bucket)))
+            self._of_class[class_index] = partial(self._of_step, class_index)
         eager = self._of_class[class_index]
         if not self.is_compiled(class_index):
             return eager
@@ -135,27 +144,31 @@ class Programs:
 
         return run
 
+    def gathered_narrow(self, class_index: int) -> frozenset[str]:
+        """Return the parameters of a class's program that ZeRO gathers in 8 bits."""
+        if class_index not in self._narrow:
+            variant = Variant(class_index, 0, self._own_size, self._parts(0))
+            self._narrow[class_index] = gathered_narrow(self._lowered(variant))
+        return self._narrow[class_index]
+
     def _parts(self, bucket: int) -> tuple[int, ...]:
         return self.parts if self.runs_whole[bucket] else ()
 
     def handing_out(self, class_index: int, tensors: tuple[str, ...]) -> Callable[[int], Run]:
         """Return the same, where these tensors of the class come as further outputs."""
-        made = cache(
-            lambda bucket, num_samples, parts: self._make(
-                class_index, bucket, num_samples, parts, tensors
-            )
-        )
-        return lambda num_samples: made(self.bucket, num_samples, self._parts(self.bucket))
+        return partial(self._of_step, class_index, watched=tensors)
 
-    def _make(
-        self,
-        class_index: int,
-        bucket: int,
-        num_samples: int,
-        parts: tuple[int, ...],
-        watched: tuple[str, ...] = (),
-    ) -> Run:
-        program = self._lowered(class_index, bucket, num_samples, parts, watched)
+    def _of_step(self, class_index: int, num_samples: int, *, watched: tuple[str, ...] = ()) -> Run:
+        parts = self._parts(self.bucket)
+        return self._made(Variant(class_index, self.bucket, num_samples, parts, watched))
+
+    def _made(self, variant: Variant) -> Run:
+        if variant not in self._runs:
+            self._runs[variant] = self._make(variant)
+        return self._runs[variant]
+
+    def _make(self, variant: Variant) -> Run:
+        program = self._lowered(variant)
         return to_graph_module(
             program,
             self._groups(),
@@ -163,24 +176,18 @@ class Programs:
             weight_queue=self._weight_queue,
             beside=self._beside,
             keeper=self._keeper,
-            made_again=self._made_again(class_index, bucket, program),
+            made_again=self._made_again(variant, program),
         ).forward
 
     def _groups(self) -> dict[str, ProcessGroup | None]:
         return self._mesh.lowered_groups() | {BATCH: self._mesh.group(BATCH)}
 
-    def _made_again(self, class_index: int, bucket: int, program: Program) -> frozenset[str]:
-        whole = self._graphs[bucket].classes[class_index]
-        return ops_made_again(whole, program, self._chosen.get(class_index))
+    def _made_again(self, variant: Variant, program: Program) -> frozenset[str]:
+        whole = self._graphs[variant.bucket].classes[variant.class_index]
+        return ops_made_again(whole, program, self._chosen.get(variant.class_index))
 
-    def _lowered(
-        self,
-        class_index: int,
-        bucket: int,
-        num_samples: int,
-        parts: tuple[int, ...],
-        watched: tuple[str, ...] = (),
-    ) -> Program:
+    def _lowered(self, variant: Variant) -> Program:
+        class_index, bucket, num_samples, parts, watched = variant
         graph = self._graphs[bucket]
         if parts:
             graph = graph_under(graph, self._plan, parts)

@@ -48,6 +48,7 @@ class BlockModule(nn.Module):
     is to be kept. `away` takes activations to the host, and no parameters.
     `unreached` gives, by the program's names, the user's names of parameters that a backward may
     not reach; `reached` has those that it did, by the program's.
+    `narrow_params` are attributes that ZeRO gathers in 8 bits.
     `params_are_dtensors` and `frees_params` (their memory goes when the block has run) are set by
     the code that makes it so (`planner.runtime.state.zero`).
     """
@@ -62,8 +63,10 @@ class BlockModule(nn.Module):
         recomputing: Callable[[int], Run] | None = None,
         away: ActivationsOnHost | None = None,
         unreached: Mapping[str, str] | None = None,
+        narrow_params: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
+        self.narrow_params = narrow_params
         # Where all is to be kept, and elsewhere.
         self.programs = program, recomputing or program
         self._slots, self._away, self._keeps_all = slots, away, True
@@ -247,6 +250,7 @@ class StageModule(nn.Module):
                 passed.index(names[name])
                 for name in written_buffers(graph.classes[block.class_index])
             )
+            narrow = programs.gathered_narrow(block.class_index)
             optional = only_opaque_params(graph.classes[block.class_index])
             module = BlockModule(
                 program,
@@ -260,6 +264,11 @@ class StageModule(nn.Module):
                     for inner, name in names.items()
                     if inner in optional and name in own
                 },
+                narrow_params=frozenset(
+                    attribute(graph.tensor[name].fqn)
+                    for inner, name in names.items()
+                    if inner in narrow and name in own
+                ),
             )
             for n in own:
                 meta = graph.tensor[n]

@@ -18,7 +18,8 @@ without elements has nothing to cut: each is whole on every rank, and its gradie
 without ZeRO. So is a frozen complex one; complex parameters that train are refused. With
 precision "bf16" or "fp16" the shards are fp32, what is gathered is cast, and gradients are summed
 in fp32, over microbatches as over ranks. With the optimizer on the host, that is where the
-shards rest: they are copied up to be gathered, and their gradients down once reduced.
+shards rest: they are copied up to be gathered, and their gradients down once reduced. Weights that
+are multiplied in 8 bits with one scale are gathered in 8 bits (`narrow_gather`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -48,10 +50,12 @@ from planner.language.layout.placement import Placement, Shard
 from planner.language.layout.placements import Placements
 from planner.language.layout.sharing import shard_dim
 from planner.language.plan import Precision, low_dtype
+from planner.language.plan.parts import gathers_narrow
 from planner.language.plan.replication import has_shards
 from planner.runtime.process import device as devices
 from planner.runtime.process.groups.mesh import Mesh
 from planner.runtime.stage.stage import BlockModule, StageModule
+from planner.runtime.state.narrow_gather import gather_narrow
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import (
@@ -77,12 +81,14 @@ def shard_stage(
     *,
     whole: Set[str] = frozenset(),
     on_host: bool = False,
+    ranks_of_node: int = 1,
 ) -> None:
     """Shard a stage in place, one FSDP2 unit per block and one for shared parameters.
 
     Parameters on the meta device get memory once they are shards, without values: so no rank ever
     holds a stage whole. `placements` gives those of each parameter by the user's name; those in
-    `whole` are left alone. Raises LayoutError where more than one axis cuts parameters: FSDP2 takes
+    `whole` are left alone. Nodes, of as many ranks as planned for, say where weights are gathered
+    in 8 bits. Raises LayoutError where more than one axis cuts parameters: FSDP2 takes
     DTensors of one axis.
     """
     device_mesh = mesh.device_mesh()
@@ -150,6 +156,8 @@ def shard_stage(
         block.frees_params = zero_stage == 3
         block.casts_whole_to = cast_to
         fully_shard(block, mesh=data_mesh, reshard_after_forward=zero_stage == 3, **policies)
+        if gathers_narrow(precision, nodes=_num_nodes(mesh, ranks_of_node)):
+            gather_narrow(block, block.narrow_params)
     fully_shard(stage, mesh=data_mesh, reshard_after_forward=False, **policies)
     if zero_stage == 3:
         _fetch_ahead(stage)
@@ -167,6 +175,13 @@ def shard_stage(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _num_nodes(mesh: Mesh, ranks_of_node: int) -> int:
+    """Return how many nodes the ranks lie on that share this rank's parameters."""
+    group = mesh.group("shards")
+    ranks = dist.get_process_group_ranks(group) if group is not None else [0]
+    return len({rank // ranks_of_node for rank in ranks})
 
 
 def experts_alone(placements: Mapping[str, Placements], mesh: Mesh) -> frozenset[str]:

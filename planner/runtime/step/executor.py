@@ -388,7 +388,7 @@ class Executor:
         if not self._spans.is_on:
             return _NOTHING
         spelled = self._spelled[job] if kind is None else (kind, job_name(job, kind))
-        return self._spans.job(*spelled, job.stage_index, job.microbatch_index)
+        return self._spans.span(*spelled, job.stage_index, job.microbatch_index, is_job=True)
 
     def _enter(self, job: Job, tensor: Tensor) -> tuple[Tensor | Incoming, Tensor]:
         """Return where the gradient of an input is left, and the input for the stage."""

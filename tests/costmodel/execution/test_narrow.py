@@ -34,6 +34,7 @@ def profile_of(scaling: str, dtype: str = "float8_e4m3fn") -> ExecutedProfile:
     ("scaling", "there_bytes", "back_bytes", "part", "weight_dtype"),
     [
         ("delayed", 4, 0, 1.0, "float8_e4m3fn"),
+        ("current", 6, 4, 1.0, "float8_e4m3fn"),
         ("tensorwise", 6, 4 + 2, 1.0, "float8_e4m3fn"),
         ("rowwise", 8 + 3, 6 + 7, CUTLASS_PART, "float8_e4m3fn"),
         ("rowwise-forward", 3 + 3, 1 + 3, CUTLASS_PART, "bfloat16"),
@@ -137,6 +138,11 @@ def test_a_row_names_torchaos_recipe(dtype, scaling):
     assert parse_row({**row, "stack": "torchtitan"}).stack.scaling == scaling
     assert parse_row({**row, "stack": "megatron-core"}).stack.scaling == "delayed"
     assert scaling in CASTS
+
+
+def test_megatrons_scale_a_tensor_is_that_of_the_tensor_at_hand():
+    row = {**ROW, "dtype": "fp8 current", "gpu": "H100-SXM", "stack": "megatron-core"}
+    assert parse_row(row).stack.scaling == "current"
 
 
 @pytest.mark.parametrize(("gpu", "scaling"), [("H100-SXM", "tiles"), ("B200", "delayed")])

@@ -10,7 +10,7 @@ from costmodel.time.stage_costs.replicas import distinct
 from costmodel.time.stage_costs.runs import RunLoads
 
 FROZEN = ("frozen_bytes", "frozen_param_bytes", "frozen_backward_bytes")
-SUMS = ("param_bytes", "num_params", *FROZEN, "spread_bytes", "num_spread")
+SUMS = ("param_bytes", "num_params", *FROZEN, "spread_bytes", "num_spread", "narrow_bytes")
 
 
 def joined(first: StageLoad, second: StageLoad) -> StageLoad:

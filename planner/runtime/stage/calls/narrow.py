@@ -25,7 +25,7 @@ from torch import Tensor
 from planner.errors import PlanError
 from planner.language.ops.families.products.narrow import weight_is_narrow
 
-_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _SIGN_AND_EXPONENT = -(2**23)
 """Bits of a float32 without those of its mantissa."""
 _LEAST_CAPABILITY = (8, 9)
@@ -75,34 +75,40 @@ def weight_gradient(grad: Tensor, x: Tensor, scaling: str) -> Tensor:
 
 
 def _gradient_dtype(scaling: str) -> torch.dtype:
-    return _E5M2 if scaling == "tensorwise" else _E4M3
+    return _E5M2 if scaling == "tensorwise" else E4M3
 
 
 def _multiplied(
-    left: Tensor, right: Tensor, scaling: str, dtype: torch.dtype = _E4M3, *, fast: bool = False
+    left: Tensor, right: Tensor, scaling: str, dtype: torch.dtype = E4M3, *, fast: bool = False
 ) -> Tensor:
     """Return left @ right.T, of which `left` is cast to `dtype` and `right` to e4m3."""
     by_row = scaling == "rowwise"
-    narrow, back = _cast(left, dtype, by_row=by_row)
-    other, other_back = _cast(right, _E4M3, by_row=by_row)
+    narrow, back = cast(left, dtype, by_row=by_row)
+    other, other_back = cast(right, E4M3, by_row=by_row)
     made: Tensor = torch.ops.planner.narrow_product(
         narrow, other, back, other_back, left.dtype, fast
     )
     return made
 
 
-def _cast(x: Tensor, dtype: torch.dtype, *, by_row: bool) -> tuple[Tensor, Tensor]:
-    """Return a matrix in 8 bits, row by row in memory, and what its values are to be multiplied by:
-    a number, or one for each row.
+def cast(x: Tensor, dtype: torch.dtype, *, by_row: bool) -> tuple[Tensor, Tensor]:
+    """Return a matrix, or several in one tensor, in 8 bits, row by row in memory, and what its
+    values are to be multiplied by: a number, or one for each row.
     """
-    # (One name for all that it is made of, which goes with it.)
-    scale = torch.linalg.vector_norm(x, math.inf, dim=-1 if by_row else None, keepdim=by_row)
-    scale = torch.finfo(dtype).max / scale.float().clamp(min=_LEAST)
-    scale = (scale.view(torch.int32) & _SIGN_AND_EXPONENT).view(torch.float32)
+    scale = scale_for(
+        torch.linalg.vector_norm(x, math.inf, dim=-1 if by_row else None, keepdim=by_row), dtype
+    )
     scaled = x * scale.to(x.dtype)
     narrow = scaled.to(dtype, memory_format=torch.contiguous_format)
     del scaled
     return narrow, scale.reciprocal()
+
+
+def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the powers of two that numbers up to these are multiplied by to fill a dtype."""
+    # (One name for all that it is made of, which goes with it.)
+    scale = torch.finfo(dtype).max / largest.float().clamp(min=_LEAST)
+    return (scale.view(torch.int32) & _SIGN_AND_EXPONENT).view(torch.float32)
 
 
 torch.library.define(

@@ -138,13 +138,14 @@ class Updates:
     def step_schedulers(self) -> None:
         """Set the rate of the next step; not behind an update that was passed over."""
         if self._schedulers and not self.is_skipped:
-            with self._spans.job(StepJobKind.LEARNING_RATE, on_host=True):
+            with self._spans.span(StepJobKind.LEARNING_RATE, on_host=True, is_job=True):
                 for scheduler in self._schedulers:
                     scheduler.step()
 
     def _step_optimizer(self, look: Look | None) -> None:
         """Step, but where a look's flag says that something is wrong."""
-        with self._executor.phase("its optimizer's step"), self._spans.job(StepJobKind.OPTIMIZER):
+        stepping = self._spans.span(StepJobKind.OPTIMIZER, is_job=True)
+        with self._executor.phase("its optimizer's step"), stepping:
             self._hold()
             self._state.trained.step(
                 self._state.optimizer,

@@ -284,7 +284,7 @@ register(
 GROUPED_MM = "planner.grouped_mm"
 PRODUCT_OF_RUNS = "planner.product_of_runs"
 
-_OF_RUNS = register(
+PRODUCTS_OF_RUNS = register(
     OpFamily(
         name="products of runs of rows",
         targets=("aten._grouped_mm", "transformers.grouped_mm_fallback", GROUPED_MM),
@@ -299,7 +299,7 @@ _OF_RUNS = register(
 )
 register(
     replace(
-        _OF_RUNS,
+        PRODUCTS_OF_RUNS,
         name="products of runs of rows, expert by expert",
         targets=(PRODUCT_OF_RUNS,),
         eager=ROWS_BY_VALUES,

@@ -1,0 +1,118 @@
+"""Which layers of a model multiply in 8 bits, and why a stack can't have the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from planner.language.graph import Op, Program, TensorMeta
+from planner.language.lowering.narrow_products import in_tiles
+from planner.language.lowering.routed_experts import router_weights
+from planner.language.ops.families.products.narrow import TILE, scaling_of
+from planner.language.ops.record import family_of
+from planner.language.stacks.layered import LayeredModel
+from planner.language.stacks.stack import Stack
+
+Width = Literal["8 bits", "16 bits", "broken tiles"]
+"""How a weight is multiplied: in 8 bits; in 16, though its dims are whole tiles; or in 16, as they
+are not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWidths:
+    """How a layer's weights are multiplied, that of a router apart."""
+
+    linear: frozenset[Width]
+    """Of its linear layers."""
+    experts: frozenset[Width]
+    """Of the matrices of its experts."""
+
+
+def widths_of_layers(model: LayeredModel) -> tuple[LayerWidths, ...]:
+    """Return how each layer multiplies. Raises PlanError for a model that is no chain of layers."""
+    found: list[tuple[set[Width], set[Width]]] = [(set(), set()) for _ in range(model.num_layers)]
+    for block in model.graph.blocks:
+        layer = model.layer_of_block[block.index]
+        if layer is not None:
+            linear, experts = _widths(model.graph.classes[block.class_index])
+            found[layer][0].update(linear)
+            found[layer][1].update(experts)
+    return tuple(
+        LayerWidths(linear=frozenset(linear), experts=frozenset(experts))
+        for linear, experts in found
+    )
+
+
+def _widths(program: Program) -> tuple[set[Width], set[Width]]:
+    routers = router_weights(program)
+    made_of = {name for name in program.params if program.tensor[name].kind == "param"}
+    linear: set[Width] = set()
+    experts: set[Width] = set()
+    for op in program.ops:
+        family = family_of(op.target)
+        if op.inputs and made_of.issuperset(op.inputs):
+            made_of.update(op.outputs)  # a transpose or a cast of a parameter
+        elif family.arithmetic == "matmul":
+            _, weight = op.inputs[family.first_factor :][:2]
+            if family.deals_rows:
+                experts.add(_width(op, program.tensor[weight]))
+            elif weight in made_of - routers:
+                linear.add(_width(op, program.tensor[weight]))
+    return linear, experts
+
+
+def _width(op: Op, weight: TensorMeta) -> Width:
+    if scaling_of(op):
+        return "8 bits"
+    return "16 bits" if in_tiles(weight) else "broken tiles"
+
+
+def wide_layers(layers: Sequence[LayerWidths]) -> tuple[int, ...]:
+    """Return the layers of which some linear layer might be in 8 bits, and is not."""
+    return tuple(number for number, layer in enumerate(layers) if "16 bits" in layer.linear)
+
+
+def experts_are_narrow(layers: Sequence[LayerWidths]) -> bool:
+    """Whether some layer multiplies the matrices of its experts in 8 bits."""
+    return any("8 bits" in layer.experts for layer in layers)
+
+
+def why_not_narrow(stack: Stack, layers: Sequence[LayerWidths]) -> str:
+    """Why a stack can't multiply in 8 bits what these layers do, and nothing else; empty where it
+    can.
+    """
+    for number, layer in enumerate(layers):
+        kinds = (("linear layers", layer.linear), ("experts", layer.experts))
+        if stack.narrow_layers == "all":
+            for what, widths in kinds:
+                if other := widths - {"8 bits"}:
+                    return (
+                        f"{stack.title} multiplies in 8 bits whatever a layer has, and some "
+                        f"{what} of layer {number} are in 16{_tiles(other)}"
+                    )
+        elif {"8 bits", "16 bits"} <= layer.linear:
+            return (
+                f"{stack.title} leaves whole layers in 16 bits, and of layer {number} some linear "
+                "layers are in 16 bits"
+            )
+    of_experts = {width for layer in layers for width in layer.experts}
+    if "8 bits" in of_experts and not stack.narrow_experts:
+        return f"{stack.title} has experts in 16 bits alone"
+    if "8 bits" in of_experts and len(of_experts) > 1:
+        return f"{stack.title} multiplies all experts in 8 bits or none, and the plan some"
+    return ""
+
+
+def _tiles(widths: frozenset[Width]) -> str:
+    return f", as their dims are no multiples of {TILE}" if "broken tiles" in widths else ""
+
+
+def why_not_rows(stack: Stack, rows: int) -> str:
+    """Why a stack can't multiply so many rows of a microbatch on a rank in 8 bits."""
+    if rows % TILE == 0:
+        return ""
+    return (
+        f"{stack.title} multiplies rows in 8 bits in multiples of {TILE}, and a microbatch has "
+        f"{rows} on a rank"
+    )
