@@ -1,0 +1,246 @@
+"""Lowered program → the same with its loss made of what the last product takes, in chunks of rows.
+
+    x -> product -> cast -> view -> cross entropy      becomes      x -> cross entropy in chunks
+
+It comes last of all: the layout of the ops decides which rows and which entries of the vocabulary a
+rank has, and what it makes of these alone is replaced. Where ranks exchange logits before the loss,
+a model hands them on, or anything but casts and views lies between, nothing is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from math import ceil, prod
+from typing import NamedTuple
+
+from planner.language.graph import Op, Program, Ref, Symbol, TensorMeta, map_refs
+from planner.language.ops.call import Call, ProductArgs
+from planner.language.ops.families.losses.cross_entropy import VOCAB_CROSS_ENTROPY
+from planner.language.ops.families.losses.in_chunks import LOSS_IN_CHUNKS, LossInChunks
+from planner.language.ops.families.losses.targets import MEAN, has_plain_targets
+from planner.language.ops.families.products.narrow import scaling_of
+from planner.language.ops.record import family_of, packet_of
+
+CROSS_ENTROPY = "aten.cross_entropy_loss.default"
+
+LEAST_ROWS = 1024
+"""Of fewer rows the weight's gradient would wait for memory: each chunk reads and writes all of it,
+for so many multiply-adds an entry. Devices do some 300 to 600 flop in the time of a byte."""
+_TILE = 128
+"""Chunks are of whole multiples of it, the rows of a tile of products on GPUs."""
+
+_MAY_LIE_BETWEEN = frozenset(
+    "view reshape _unsafe_view flatten unflatten squeeze unsqueeze contiguous clone alias "
+    "to _to_copy slice".split()
+)
+"""Ops that keep entries in their order, or take some of the rows."""
+
+
+class _Chain(NamedTuple):
+    """From a product to the loss of its results."""
+
+    product: ProductArgs
+    """What is multiplied."""
+    slices: tuple[Op, ...]
+    """Ops that take some of the rows, first to last."""
+    ops: frozenset[str]
+    """Names of all its ops but the loss."""
+    cast: Symbol | None
+    """Dtype that logits are cast to."""
+
+
+def with_losses_in_chunks(program: Program, rows: int) -> Program:
+    """Return a bound program of one rank whose losses make logits of so many rows at a time; the
+    same program where none is of a product alone, or with no rows.
+    """
+    chains = _chains(program) if rows else {}
+    if not chains:
+        return program
+    gone = frozenset[str]().union(*(chain.ops for chain in chains.values()))
+    ops: list[Op] = []
+    tensors: dict[str, TensorMeta] = {
+        name: meta
+        for name, meta in program.tensor.items()
+        if not any(name in op.outputs for op in program.ops if op.name in gone)
+    }
+    for op in program.ops:
+        if op.name in chains:
+            made, metas = _in_chunks(op, chains[op.name], program, rows)
+            ops += made
+            tensors |= {meta.name: meta for meta in metas}
+        elif op.name not in gone:
+            ops.append(op)
+    return replace(program, ops=tuple(ops), tensors=tuple(tensors.values()))
+
+
+def rows_of_chunk(program: Program) -> int:
+    """Return of how many rows at a time a rank's program had best make its logits; 0 where it makes
+    all at once: none is the loss of a product alone, or all rows are too few to be divided.
+
+    Of so many that logits take about as much as the hidden states of all rows.
+    """
+    found = 0
+    for chain in _chains(program).values():
+        x, weight, _, _ = chain.product
+        shape = program.tensor[x.name].shape_at(1)
+        rows, hidden = prod(shape[:-1]), shape[-1]
+        vocabulary = prod(program.tensor[weight.name].shape_at(1)) // hidden
+        chunk = max(LEAST_ROWS, ceil(rows * hidden / vocabulary / _TILE) * _TILE)
+        if chunk < rows:
+            found = max(found, chunk)
+    return found
+
+
+def _chains(program: Program) -> dict[str, _Chain]:
+    """Return the chains that end in a loss, by the name of its op."""
+    losses = [op for op in program.ops if op.target in (CROSS_ENTROPY, VOCAB_CROSS_ENTROPY)]
+    if not losses:
+        return {}
+    makers = {name: op for op in program.ops for name in op.outputs}
+    uses = Counter(name for op in program.ops for name in op.inputs)
+    uses.update(program.outputs)
+    found = {}
+    for loss in losses:
+        chain = _chain(loss, program, makers, uses)
+        if chain is not None:
+            found[loss.name] = chain
+    return found
+
+
+def _chain(
+    loss: Op, program: Program, makers: dict[str, Op], uses: Counter[str]
+) -> _Chain | None:
+    """Walk from a loss back to the product that it is of."""
+    tensor = program.tensor
+    if loss.target == CROSS_ENTROPY and not has_plain_targets(Call(loss, tensor, 1)):
+        return None
+    name = loss.inputs[0]
+    op = makers.get(name)
+    names: set[str] = set()
+    slices: list[Op] = []
+    # Classes are along dim 1: of more than two dims, a transposition has brought them there.
+    if len(tensor[name].shape) != 2:
+        if op is None or not _brings_last_to_second(op, program) or uses[name] > 1:
+            return None
+        names.add(op.name)
+        name = op.inputs[0]
+        op = makers.get(name)
+    classes = tensor[name].shape_at(1)[-1:]
+    while op is not None and uses[name] == 1 and tensor[name].shape_at(1)[-1:] == classes:
+        taken = family_of(op.target).weight_product
+        product = None if taken is None or scaling_of(op) else taken(op)
+        if product is not None:
+            names.add(op.name)
+            return _of_product(loss, product, op, tuple(reversed(slices)), names, program)
+        if packet_of(op.target) not in _MAY_LIE_BETWEEN or not op.inputs:
+            return None
+        source = op.inputs[0]
+        before, after = (tensor[n].shape_at(1) for n in (source, name))
+        if prod(before) != prod(after):
+            slices.append(op)
+        elif before != after and slices:
+            return None  # rows of another shape than x has
+        names.add(op.name)
+        name, op = source, makers.get(source)
+    return None
+
+
+def _of_product(
+    loss: Op,
+    product: ProductArgs,
+    op: Op,
+    slices: tuple[Op, ...],
+    names: set[str],
+    program: Program,
+) -> _Chain | None:
+    tensor = program.tensor
+    x, weight, bias, transposed = product
+    made, given = tensor[op.outputs[0]], tensor[loss.inputs[0]]
+    shape = tensor[weight.name].shape_at(1)
+    vocabulary = made.shape_at(1)[-1]
+    fits = (
+        len(shape) == 2
+        and shape[0 if transposed else 1] == vocabulary
+        and len(made.shape) > 1
+        and len(made.shape) == len(tensor[x.name].shape)
+        and (bias is None or tensor[bias.name].shape_at(1) == (vocabulary,))
+        and {tensor[n].dtype for n in op.inputs} == {made.dtype}
+    )
+    rank = len(made.shape)
+    on_rows = all(
+        len(tensor[each.outputs[0]].shape) == rank and int(each.args[1]) % rank != rank - 1  # type: ignore[arg-type]
+        for each in slices
+    )
+    dtypes = {tensor[n].dtype for each in program.ops if each.name in names for n in each.outputs}
+    if not fits or not on_rows or dtypes - {made.dtype, given.dtype}:
+        return None
+    cast = None if made.dtype == given.dtype else Symbol("dtype", given.dtype)
+    return _Chain(product, slices, frozenset(names), cast)
+
+
+def _brings_last_to_second(op: Op, program: Program) -> bool:
+    """Whether an op moves the last dim of its input to place 1 and keeps the order of the others."""
+    if packet_of(op.target) not in ("transpose", "permute"):
+        return False
+    rank = len(program.tensor[op.outputs[0]].shape)
+    if packet_of(op.target) == "transpose":
+        return rank == 3 and {int(dim) % rank for dim in op.args[1:3]} == {1, 2}  # type: ignore[arg-type]
+    dims = tuple(int(dim) % rank for dim in op.args[1])  # type: ignore[arg-type, union-attr]
+    return dims == (0, rank - 1, *range(1, rank - 1))
+
+
+def _in_chunks(
+    loss: Op, chain: _Chain, program: Program, rows: int
+) -> tuple[list[Op], list[TensorMeta]]:
+    """Return the ops that stand for a chain and its loss, and their tensors."""
+    call = Call(loss, program.tensor, 1)
+    x, weight, bias, transposed = chain.product
+    ops: list[Op] = []
+    metas: list[TensorMeta] = []
+    meta = program.tensor[x.name]
+    for op in chain.slices:
+        sliced = program.tensor[op.outputs[0]].shape_at(1)
+        name = f"{op.name}_of_x"
+        meta = replace(meta, name=name, shape=(*sliced[:-1], meta.shape_at(1)[-1]), kind="activation")
+        source = metas[-1].name if metas else x.name
+        ops.append(
+            replace(
+                op,
+                name=name,
+                args=map_refs(op.args, lambda ref, source=source: Ref(source)),
+                outputs=(name,),
+            )
+        )
+        metas.append(meta)
+    if ops:
+        # The loss reads rows side by side.
+        name = f"{loss.name}_rows"
+        shape = meta.shape_at(1)
+        flat = (prod(shape[:-1]), shape[-1])
+        args = (Ref(meta.name), flat)
+        ops.append(Op(name=name, target="aten.reshape.default", args=args, outputs=(name,)))
+        metas.append(replace(meta, name=name, shape=flat))
+        x = Ref(name)
+    if loss.target == VOCAB_CROSS_ENTROPY:
+        _, target, reduction, ignore_index, smoothing, axis = loss.args
+    else:
+        target, axis = loss.args[1], ""
+        reduction = call.arg(3, "reduction", MEAN)
+        ignore_index = call.arg(4, "ignore_index", -100)
+        smoothing = call.arg(5, "label_smoothing", 0.0)
+    of = LossInChunks(
+        x=x,
+        weight=weight,
+        bias=bias,
+        target=target,  # type: ignore[arg-type]
+        transposed=transposed,
+        cast=chain.cast,
+        reduction=int(reduction),  # type: ignore[arg-type]
+        ignore_index=int(ignore_index),  # type: ignore[arg-type]
+        smoothing=float(smoothing),  # type: ignore[arg-type]
+        rows=rows,
+        axis=str(axis),
+    )
+    ops.append(replace(loss, target=LOSS_IN_CHUNKS, args=of.args, kwargs=()))
+    return ops, metas

@@ -1,0 +1,200 @@
+"""Cross entropy of a product's results, of which only a chunk of rows exists at a time.
+
+    forward    for each chunk of rows   logits = x w; keep their largest, the sum of exponentials
+                                        and the target's
+               for all rows             reduce these over the ranks, which makes the losses
+    backward   for each chunk of rows   logits again; s = g (softmax - one-hot);
+                                        dx = s w of these rows; dw += s' x
+
+With a vocabulary that ranks divide, the two messages of a loss of whole logits are those of all
+chunks together: each rank reduces its own entries alone, shifted by their own largest. Of each row
+the logarithm of the sum of exponentials is saved, so that the backward needs none.
+
+Weight gradients are made at once, also where a W job makes those of other products: it would have
+to make the logits, or their gradient, once more.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from planner.language.ops.families.losses.targets import MEAN, NONE
+from planner.language.ops.weight_products import LARGE_BYTES
+from planner.runtime.process import collectives
+from planner.runtime.stage.calls.local_ops import reduce_over
+
+
+class _How(NamedTuple):
+    """What a loss is given beside tensors; as in `LossInChunks`."""
+
+    transposed: bool
+    cast: torch.dtype | None
+    ignore_index: int
+    smoothing: float
+    rows: int
+    group: str
+    adds: bool
+    """Whether the backward adds the weight's gradient to its sum itself."""
+
+
+def cross_entropy_in_chunks(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    transposed: bool,
+    cast: torch.dtype | None,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+    rows: int,
+    group: str = "",
+    adds: bool = False,
+) -> Tensor:
+    """Cross entropy of the product of `x` [..., hidden] and a weight, `rows` rows at a time.
+
+    `weight` is [vocabulary / ranks, hidden], or its transpose where not `transposed`; `target` has
+    an index over the whole vocabulary for each row of x, `reduction` is ATen's number. Logits are
+    rounded to the dtype of x, as the product leaves them, and then cast to `cast`.
+    """
+    how = _How(transposed, cast, ignore_index, label_smoothing, rows, group, adds)
+    losses = _InChunks.apply(x, weight, bias, target, how)
+    if reduction == NONE:
+        return losses
+    total = losses.sum()
+    return total / (target != ignore_index).sum() if reduction == MEAN else total
+
+
+class _InChunks(torch.autograd.Function):
+    """Losses by row, zero where ignored."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, how: _How
+    ) -> Tensor:
+        rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1)
+        given = how.cast or x.dtype
+        wide = torch.promote_types(given, torch.float32)
+        num_local = weight.shape[0 if how.transposed else 1]
+        num_classes = num_local * collectives.size(how.group)
+        # By row: the largest logit, the sum of exponentials, the target's logit (0 on ranks that
+        # lack it), the sum of logits (for the smoothing); all but the target's less the largest.
+        numbers = rows.new_empty((4 if how.smoothing else 3, len(rows)), dtype=wide)
+        for start in range(0, len(rows), how.rows):
+            chunk = slice(start, start + how.rows)
+            logits = _logits(rows[chunk], weight, bias, how, wide)
+            local, is_here = _local(labels[chunk], num_local, how)
+            at_target = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1)
+            numbers[2, chunk] = at_target.masked_fill_(~is_here, 0)
+            torch.amax(logits, -1, out=numbers[0, chunk])
+            logits.sub_(numbers[0, chunk].unsqueeze(-1))
+            if how.smoothing:
+                torch.sum(logits, -1, out=numbers[3, chunk])
+            torch.sum(logits.exp_(), -1, out=numbers[1, chunk])
+            del logits
+        largest, sums = numbers[0], numbers[1:]
+        if how.group:
+            # Sums were of logits less this rank's largest; of all ranks they are less that of all.
+            largest = reduce_over(numbers[0], how.group, "max")
+            shift = numbers[0] - largest
+            sums[0].mul_(shift.exp())
+            if how.smoothing:
+                sums[2].add_(shift, alpha=num_local)
+            sums = reduce_over(sums, how.group, "sum")
+        log_sum = sums[0].log()
+        # (1 - e) (-log p[target]) + e / C sum over c of (-log p[c]), with log p[c] = logit[c] -
+        # largest - log of the sum.
+        losses = log_sum - (1 - how.smoothing) * (sums[1] - largest)
+        if how.smoothing:
+            losses.sub_(sums[2], alpha=how.smoothing / num_classes)
+        ctx.save_for_backward(x, target, log_sum.add_(largest))
+        # As attributes: what is saved may come back detached from where its gradient is.
+        ctx.weight, ctx.bias, ctx.how, ctx.num_classes = weight, bias, how, num_classes
+        return losses.masked_fill_(labels == how.ignore_index, 0).to(given).view(target.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x, target, normalizer = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        weight, bias, how = ctx.weight, ctx.bias, ctx.how
+        ctx.weight = ctx.bias = None  # nodes outlive what they saved
+        rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1)
+        num_local = weight.shape[0 if how.transposed else 1]
+        wide = normalizer.dtype
+        scale = grad.reshape(-1).to(wide).masked_fill(labels == how.ignore_index, 0)
+        dx = torch.empty_like(rows) if needs_x else None
+        of_weight = _Sum(weight, adds=how.adds) if needs_weight else None
+        of_bias = torch.zeros_like(bias) if needs_bias else None
+        by_output = weight if how.transposed else weight.t()
+        for start in range(0, len(rows), how.rows):
+            chunk = slice(start, start + how.rows)
+            slopes = _logits(rows[chunk], weight, bias, how, wide)
+            slopes.sub_(normalizer[chunk].unsqueeze(-1)).exp_()
+            if how.smoothing:
+                slopes.sub_(how.smoothing / ctx.num_classes)
+            local, is_here = _local(labels[chunk], num_local, how)
+            # On ranks without the target 0 is added to class 0.
+            taken = is_here.to(wide).mul_(how.smoothing - 1)
+            slopes.scatter_add_(-1, local.unsqueeze(-1), taken.unsqueeze(-1))
+            slopes = slopes.mul_(scale[chunk].unsqueeze(-1)).to(x.dtype)
+            if dx is not None:
+                torch.mm(slopes, by_output, out=dx[chunk])
+            if of_weight is not None:
+                left, right = (slopes, rows[chunk]) if how.transposed else (rows[chunk], slopes)
+                of_weight.add(left.t(), right)
+            if of_bias is not None:
+                of_bias.add_(slopes.sum(0))
+            del slopes
+        return (
+            None if dx is None else dx.view(x.shape),
+            None if of_weight is None else of_weight.fresh,
+            of_bias,
+            None,
+            None,
+        )
+
+
+class _Sum:
+    """The gradient of a weight, a sum of products: in the sum so far, or in a tensor of its own."""
+
+    def __init__(self, weight: Tensor, *, adds: bool) -> None:
+        adds = adds and weight.is_leaf and weight.nbytes >= LARGE_BYTES
+        self._total = weight.grad if adds else None
+        self._weight = weight
+        self.fresh: Tensor | None = None
+        """What autograd is to add to the weight's gradient; None: it is there already."""
+
+    def add(self, left: Tensor, right: Tensor) -> None:
+        """Add the product of two factors."""
+        if self._total is not None:
+            self._total.addmm_(left, right)
+        else:
+            self._total = self.fresh = self._weight.new_empty(self._weight.shape)
+            torch.mm(left, right, out=self.fresh)
+
+
+def _logits(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, how: _How, wide: torch.dtype
+) -> Tensor:
+    """Return the logits of some rows as the model has them, in the dtype of sums; new memory."""
+    if how.transposed:
+        made = torch._C._nn.linear(rows, weight, bias)
+    elif bias is None:
+        made = torch.mm(rows, weight)
+    else:
+        made = torch.addmm(bias, rows, weight)
+    return made.to(how.cast or made.dtype).to(wide)
+
+
+def _local(labels: Tensor, num_local: int, how: _How) -> tuple[Tensor, Tensor]:
+    """Return where targets lie among this rank's entries of the vocabulary, and which do."""
+    local = labels - collectives.rank(how.group) * num_local
+    is_here = (local >= 0) & (local < num_local) & (labels != how.ignore_index)
+    return local.masked_fill_(~is_here, 0), is_here
