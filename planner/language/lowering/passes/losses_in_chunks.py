@@ -14,7 +14,7 @@ from dataclasses import replace
 from math import ceil, prod
 from typing import NamedTuple
 
-from planner.language.graph import Op, Program, Ref, Symbol, TensorMeta, map_refs
+from planner.language.graph import Op, Program, Ref, Symbol, TensorMeta
 from planner.language.ops.call import Call, ProductArgs
 from planner.language.ops.families.losses.cross_entropy import VOCAB_CROSS_ENTROPY
 from planner.language.ops.families.losses.in_chunks import LOSS_IN_CHUNKS, LossInChunks
@@ -30,10 +30,10 @@ for so many multiply-adds an entry. Devices do some 300 to 600 flop in the time 
 _TILE = 128
 """Chunks are of whole multiples of it, the rows of a tile of products on GPUs."""
 
-_MAY_LIE_BETWEEN = frozenset(
-    "view reshape _unsafe_view flatten unflatten squeeze unsqueeze contiguous clone alias "
-    "to _to_copy slice".split()
-)
+_MAY_LIE_BETWEEN = {
+    "view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous",
+    "clone", "alias", "to", "_to_copy", "slice",
+}  # fmt: skip
 """Ops that keep entries in their order, or take some of the rows."""
 
 
@@ -108,9 +108,7 @@ def _chains(program: Program) -> dict[str, _Chain]:
     return found
 
 
-def _chain(
-    loss: Op, program: Program, makers: dict[str, Op], uses: Counter[str]
-) -> _Chain | None:
+def _chain(loss: Op, program: Program, makers: dict[str, Op], uses: Counter[str]) -> _Chain | None:
     """Walk from a loss back to the product that it is of."""
     tensor = program.tensor
     if loss.target == CROSS_ENTROPY and not has_plain_targets(Call(loss, tensor, 1)):
@@ -180,7 +178,7 @@ def _of_product(
 
 
 def _brings_last_to_second(op: Op, program: Program) -> bool:
-    """Whether an op moves the last dim of its input to place 1 and keeps the order of the others."""
+    """Whether an op brings the last dim of its input to place 1, and leaves the others' order."""
     if packet_of(op.target) not in ("transpose", "permute"):
         return False
     rank = len(program.tensor[op.outputs[0]].shape)
@@ -202,16 +200,11 @@ def _in_chunks(
     for op in chain.slices:
         sliced = program.tensor[op.outputs[0]].shape_at(1)
         name = f"{op.name}_of_x"
-        meta = replace(meta, name=name, shape=(*sliced[:-1], meta.shape_at(1)[-1]), kind="activation")
-        source = metas[-1].name if metas else x.name
-        ops.append(
-            replace(
-                op,
-                name=name,
-                args=map_refs(op.args, lambda ref, source=source: Ref(source)),
-                outputs=(name,),
-            )
+        meta = replace(
+            meta, name=name, shape=(*sliced[:-1], meta.shape_at(1)[-1]), kind="activation"
         )
+        source = Ref(metas[-1].name) if metas else x
+        ops.append(replace(op, name=name, args=(source, *op.args[1:]), outputs=(name,)))
         metas.append(meta)
     if ops:
         # The loss reads rows side by side.

@@ -10,6 +10,7 @@ gradients. A plan chooses it, and lowering puts it into a rank's program
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
@@ -73,13 +74,13 @@ class Chunk(NamedTuple):
 
     ops: tuple[Op, ...]
     """Product, cast where there is one, loss."""
-    tensor: dict[str, TensorMeta]
+    tensor: Mapping[str, TensorMeta]
     """Their tensors."""
-    count: float
+    num_chunks: float
     """How many chunks there are; a last one of fewer rows counts as a part."""
 
 
-def chunk_of(op: Op, tensor: dict[str, TensorMeta]) -> Chunk:
+def chunk_of(op: Op, tensor: Mapping[str, TensorMeta]) -> Chunk:
     """Return a chunk of such a loss of a bound program, with names of its own."""
     of = LossInChunks(*op.args)  # type: ignore[arg-type]
     whole = {name: tensor[name] for name in op.inputs}
@@ -128,7 +129,7 @@ def _product(of: LossInChunks) -> Op:
     return Op(name="product", target=target, args=args, outputs=("logits",))
 
 
-def _sizes(of: LossInChunks, tensor: dict[str, TensorMeta]) -> tuple[int, int]:
+def _sizes(of: LossInChunks, tensor: Mapping[str, TensorMeta]) -> tuple[int, int]:
     """Sizes of a hidden state and of the rank's vocabulary."""
     shape = tensor[of.weight.name].shape_at(1)
     vocabulary, hidden = shape if of.transposed else shape[::-1]
@@ -185,7 +186,7 @@ def _held(call: KernelCall) -> _Held:
     made = call.element_bytes(of.x.name)
     last = DTYPE_BYTES[of.cast.value] if of.cast is not None else made
     wide = max(DTYPE_BYTES["float32"], last)
-    hidden, vocabulary = _sizes(of, dict(call.tensor))
+    hidden, vocabulary = _sizes(of, call.tensor)
     rows = call.numel(of.x.name) // hidden
     return _Held(rows, min(of.rows, rows), vocabulary, wide, made if wide != made else 0)
 

@@ -147,8 +147,7 @@ class _InChunks(torch.autograd.Function):
             if dx is not None:
                 torch.mm(slopes, by_output, out=dx[chunk])
             if of_weight is not None:
-                left, right = (slopes, rows[chunk]) if how.transposed else (rows[chunk], slopes)
-                of_weight.add(left.t(), right)
+                of_weight.add(rows[chunk], slopes, transposed=how.transposed)
             if of_bias is not None:
                 of_bias.add_(slopes.sum(0))
             del slopes
@@ -167,17 +166,16 @@ class _Sum:
     def __init__(self, weight: Tensor, *, adds: bool) -> None:
         adds = adds and weight.is_leaf and weight.nbytes >= LARGE_BYTES
         self._total = weight.grad if adds else None
-        self._weight = weight
         self.fresh: Tensor | None = None
         """What autograd is to add to the weight's gradient; None: it is there already."""
 
-    def add(self, left: Tensor, right: Tensor) -> None:
-        """Add the product of two factors."""
+    def add(self, x: Tensor, slopes: Tensor, *, transposed: bool) -> None:
+        """Add what some rows of x and of the gradient of their logits give."""
+        left, right = (slopes.t(), x) if transposed else (x.t(), slopes)
         if self._total is not None:
             self._total.addmm_(left, right)
         else:
-            self._total = self.fresh = self._weight.new_empty(self._weight.shape)
-            torch.mm(left, right, out=self.fresh)
+            self._total = self.fresh = torch.mm(left, right)
 
 
 def _logits(
