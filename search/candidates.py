@@ -137,6 +137,8 @@ class Candidates:
                 expressed=expressed,
                 # Compiled graphs have an order of their own; other runtimes, theirs.
                 beside=request.overlap == "auto" and costs.adds_ops,
+                # Other runtimes have losses of their own.
+                logits=request.logits if costs.execution.prices == "profile" else "whole",
             )
 
         return cls(
@@ -328,6 +330,11 @@ def _check_groups(profile: Profile, request: SearchRequest) -> None:
         raise LayoutError(
             f"`overlap` auto was given, and cluster {profile.name!r} has several groups of "
             "devices, on which other collectives hide; drop it"
+        )
+    if request.logits != "whole":
+        raise LayoutError(
+            f"`logits` {request.logits} was given, and cluster {profile.name!r} has several groups "
+            "of devices, which would each choose; drop it"
         )
     counts = [group.num_devices for group in profile.groups]
     if request.num_devices != sum(counts):

@@ -168,6 +168,14 @@ class Question:
             rich_help_panel=CHOICES,
         ),
     ] = "none"
+    logits: Annotated[
+        str,
+        typer.Option(
+            help="Of the loss: whole, chunked (a part of the tokens at a time, made again in the "
+            "backward), or auto: what is priced faster.",
+            rich_help_panel=CHOICES,
+        ),
+    ] = "whole"
     offload: Annotated[
         str,
         typer.Option(
@@ -293,6 +301,7 @@ class Question:
             offload=self.offload,  # type: ignore[arg-type]  # the request checks it
             meshes=self.meshes,  # type: ignore[arg-type]  # the request checks it
             overlap=self.overlap,  # type: ignore[arg-type]  # the request checks it
+            logits=self.logits,  # type: ignore[arg-type]  # the request checks it
             precision=self.precisions[0],
             execution=self.executions[0],
             receive_ahead=self.receive_ahead,

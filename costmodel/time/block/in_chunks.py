@@ -4,7 +4,9 @@
     backward     of each chunk    product and cast again; backward of loss, cast and product, which
                                   reads the sum of the weight's gradient to add to it
 
-Each as the plain op takes on so many rows (`chunk_of`).
+Each as the plain op takes on so many rows (`chunk_of`). A profile may have ops of fewer rows that
+are faster by more than they are smaller, as they run from caches; in all, chunks count as no faster
+than the ops on all rows, so that what bounds these bounds chunks, too.
 """
 
 from __future__ import annotations
@@ -28,11 +30,16 @@ def seconds_in_chunks(
     """
     chunk = chunk_of(op, tensor)
     there, back = zip(*(plain_seconds(each, chunk.tensor) for each in chunk.ops), strict=True)
-    if not any(back):
-        return chunk.num_chunks * sum(there), 0.0
-    again = sum(there[:-1])
+    forward_s, backward_s = chunk.num_chunks * sum(there), chunk.num_chunks * sum(back)
+    if chunk.num_chunks > 1:
+        at_once = chunk_of(op, tensor, all_rows=True)
+        seconds = (plain_seconds(each, at_once.tensor) for each in at_once.ops)
+        least_s, least_back_s = map(sum, zip(*seconds, strict=True))
+        forward_s, backward_s = max(forward_s, least_s), max(backward_s, least_back_s)
+    if not backward_s:
+        return forward_s, 0.0
+    backward_s += chunk.num_chunks * sum(there[:-1])
     weight = tensor[op.inputs[1]]
-    read_s = 0.0
     if weight.requires_grad:
         query = OpQuery(
             target=FUSED_TARGET,
@@ -42,8 +49,5 @@ def seconds_in_chunks(
             flop=0.0,
             num_bytes=float(weight.bytes_at(1)),
         )
-        read_s = profile.op_seconds(query).seconds
-    # (The first chunk finds no sum, of the first microbatch.)
-    return chunk.num_chunks * sum(there), chunk.num_chunks * (again + sum(back)) + (
-        chunk.num_chunks - 1
-    ) * read_s
+        backward_s += (chunk.num_chunks - 1) * profile.op_seconds(query).seconds
+    return forward_s, backward_s

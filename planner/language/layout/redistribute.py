@@ -168,8 +168,8 @@ def inner_collectives(
         x, loss = tensor[op.inputs[0]], tensor[op.outputs[0]]
         size = x.numel_at(1) // x.shape_at(1)[-1]
         size *= max(DTYPE_BYTES[loss.dtype], DTYPE_BYTES["float32"])
-        # Of all chunks together: the largest logits, then two sums, with a smoothing three.
-        return (("all_reduce", size), ("all_reduce", (3 if op.args[-3] else 2) * size))
+        # Of all chunks together, as below.
+        return (("all_reduce", size), ("all_reduce", 3 * size))
     if op.target in ("planner.vocab_cross_entropy", "planner.sized_vocab_cross_entropy"):
         logits = tensor[op.inputs[0]]
         # Per sample the largest logit, then three sums, each in at least fp32.

@@ -80,13 +80,15 @@ class Chunk(NamedTuple):
     """How many chunks there are; a last one of fewer rows counts as a part."""
 
 
-def chunk_of(op: Op, tensor: Mapping[str, TensorMeta]) -> Chunk:
-    """Return a chunk of such a loss of a bound program, with names of its own."""
+def chunk_of(op: Op, tensor: Mapping[str, TensorMeta], *, all_rows: bool = False) -> Chunk:
+    """Return a chunk of such a loss of a bound program, with names of its own; `all_rows`: one of
+    all of them.
+    """
     of = LossInChunks(*op.args)  # type: ignore[arg-type]
     whole = {name: tensor[name] for name in op.inputs}
     hidden, vocabulary = _sizes(of, tensor)
     total = whole[of.x.name].numel_at(1) // hidden
-    rows = min(of.rows, total)
+    rows = total if all_rows else min(of.rows, total)
     x = replace(whole[of.x.name], shape=(rows, hidden))
     target = replace(whole[of.target.name], shape=(rows,))
     wide = x.requires_grad or whole[of.weight.name].requires_grad

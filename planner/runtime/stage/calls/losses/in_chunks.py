@@ -83,7 +83,7 @@ class _InChunks(torch.autograd.Function):
         num_classes = num_local * collectives.size(how.group)
         # By row: the largest logit, the sum of exponentials, the target's logit (0 on ranks that
         # lack it), the sum of logits (for the smoothing); all but the target's less the largest.
-        numbers = rows.new_empty((4 if how.smoothing else 3, len(rows)), dtype=wide)
+        numbers = rows.new_zeros((4, len(rows)), dtype=wide)
         for start in range(0, len(rows), how.rows):
             chunk = slice(start, start + how.rows)
             logits = _logits(rows[chunk], weight, bias, how, wide)
@@ -102,8 +102,7 @@ class _InChunks(torch.autograd.Function):
             largest = reduce_over(numbers[0], how.group, "max")
             shift = numbers[0] - largest
             sums[0].mul_(shift.exp())
-            if how.smoothing:
-                sums[2].add_(shift, alpha=num_local)
+            sums[2].add_(shift, alpha=num_local)
             sums = reduce_over(sums, how.group, "sum")
         log_sum = sums[0].log()
         # (1 - e) (-log p[target]) + e / C sum over c of (-log p[c]), with log p[c] = logit[c] -
