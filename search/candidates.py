@@ -26,6 +26,7 @@ from planner.language.stacks import Expressed, expressed_of
 from planner.language.stacks.tensor_parallel import dim_of
 from profiles import Profile
 from search.ilp import check_ortools
+from search.logits import check_chunks
 from search.on_host import offload_fallbacks, tables_to_host
 from search.op_layout.layouts import LayoutSolver
 from search.partition.balance import balanced_cut
@@ -116,6 +117,8 @@ class Candidates:
         )
         if request.solver == "ilp":
             check_ortools()
+        if request.logits == "chunked":
+            check_chunks(costs)
         pins = {(index, name): parse_placement(text) for index, name, text in request.pins}
         if expressed is not None:
             _check_pins(expressed, pins)
@@ -137,8 +140,7 @@ class Candidates:
                 expressed=expressed,
                 # Compiled graphs have an order of their own; other runtimes, theirs.
                 beside=request.overlap == "auto" and costs.adds_ops,
-                # Other runtimes have losses of their own.
-                logits=request.logits if costs.execution.prices == "profile" else "whole",
+                logits=request.logits,
             )
 
         return cls(
@@ -331,7 +333,7 @@ def _check_groups(profile: Profile, request: SearchRequest) -> None:
             f"`overlap` auto was given, and cluster {profile.name!r} has several groups of "
             "devices, on which other collectives hide; drop it"
         )
-    if request.logits != "whole":
+    if request.logits in ("chunked", "either"):
         raise LayoutError(
             f"`logits` {request.logits} was given, and cluster {profile.name!r} has several groups "
             "of devices, which would each choose; drop it"

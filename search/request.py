@@ -27,7 +27,7 @@ CHOICES = (*_SIZES, "zero", *_NAMED)
 
 Meshes = Literal["same", "own"]
 Overlaps = Literal["none", "auto"]
-Logits = Literal["whole", "chunked", "auto"]
+Logits = Literal["auto", "whole", "chunked", "either"]
 Offload = Literal["auto", "none", "optimizer", "activations", "both", "tables"]
 
 Value = TypeVar("Value")
@@ -122,10 +122,10 @@ class SearchRequest:
     overlap: Overlaps = "none"
     """``auto`` chooses whether weight gradients are made beside collectives of input gradients;
     with ``none`` these are waited for at once (`Plan.overlap`)."""
-    logits: Logits = "whole"
-    """Whether a loss has the logits of all tokens, or of a chunk at a time (`Plan.logit_rows`):
-    ``chunked`` where that divides them, ``auto`` where it is priced faster, as with less memory
-    another plan fits."""
+    logits: Logits = "auto"
+    """Whether a loss has the logits of all tokens, ``whole``, or ``chunked``: of as many at a time
+    as are worth it (`Plan.logit_rows`). ``either`` is what is priced faster, as with less memory
+    another plan may fit; ``auto`` is whole unless nothing fits so."""
     axes: tuple[tuple[str, int], ...] = ()
     """Sizes of mesh axes that have no field here, as (axis, size)."""
     num_best: int = 1
@@ -215,9 +215,10 @@ class SearchRequest:
             )
         if self.logits not in get_args(Logits):
             raise LayoutError(
-                f"`logits` {self.logits} was given; use whole, chunked, or auto, which chooses"
+                f"`logits` {self.logits} was given; use whole, chunked, either (what is priced "
+                "faster) or auto (whole unless nothing fits so)"
             )
-        if self.logits != "whole" and self.meshes == "own":
+        if self.logits in ("chunked", "either") and self.meshes == "own":
             raise LayoutError(
                 f"`logits` {self.logits} was given with `meshes` own, whose stages would each "
                 "choose; drop one of them"

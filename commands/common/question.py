@@ -171,11 +171,11 @@ class Question:
     logits: Annotated[
         str,
         typer.Option(
-            help="Of the loss: whole, chunked (a part of the tokens at a time, made again in the "
-            "backward), or auto: what is priced faster.",
+            help="Of a loss: whole, chunked (of some tokens at a time, twice), either: as is "
+            "priced faster; auto: whole, if anything fits so.",
             rich_help_panel=CHOICES,
         ),
-    ] = "whole"
+    ] = "auto"
     offload: Annotated[
         str,
         typer.Option(

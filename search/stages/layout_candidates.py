@@ -39,7 +39,6 @@ from planner.language.lowering.attention_cut import (
     over_ring,
 )
 from planner.language.lowering.experts import check_rows, gathered_layout
-from planner.language.lowering.passes.losses_in_chunks import CROSS_ENTROPY, rows_of_chunk
 from planner.language.lowering.propagate import propagate_on
 from planner.language.plan import ClassLayout, Precision
 from planner.language.stacks import Expressed
@@ -47,6 +46,7 @@ from search.op_layout.front import Layouts
 from search.op_layout.layouts import LayoutSolver, SizedLayouts
 from search.request import Logits
 from search.space.configuration import BlockSizes, Shape
+from search.stages.logit_rows import logit_rows
 from search.stages.stage_table import StageTable
 from search.stages.worth_trying import microbatch_seconds, worth_trying
 
@@ -119,7 +119,7 @@ class LayoutCandidates:
     given: Degrees = field(default_factory=Degrees)
     expressed: Expressed | None = None
     beside: bool = False
-    logits: Logits = "whole"
+    logits: Logits = "auto"
     why_none: LayoutError | None = None
     _sized: dict[BlockSizes, SizedCandidates] = field(default_factory=dict)
     _accumulate_s: dict[bool, float] = field(default_factory=dict)
@@ -260,8 +260,8 @@ class SizedCandidates:
         """
         of = self.candidates
         for table in tables:
-            rows = 0 if of.logits == "whole" else _logit_rows(table)
-            if of.logits == "auto" or not rows:
+            rows = logit_rows(table) if of.logits in ("chunked", "either") else 0
+            if of.logits != "chunked" or not rows:
                 yield table
             if rows:
                 yield replace(table, logit_rows=rows)
@@ -493,17 +493,6 @@ class SizedCandidates:
                     )
                 candidates.append(found)
         return tuple(candidates)
-
-
-def _logit_rows(table: StageTable) -> int:
-    """Return of how many tokens a rank had best make logits at a time; 0: of all."""
-    found = 0
-    for index, program in enumerate(table.graph.classes):
-        if any(op.target == CROSS_ENTROPY for op in program.ops):
-            layouts = tuple(layout for layout in table.layouts if layout.class_index == index)
-            local = table.costs.local(index, table.microbatch_size, table.degrees, layouts)
-            found = max(found, rows_of_chunk(local))
-    return found
 
 
 def _always(table: StageTable) -> Callable[[], StageTable]:

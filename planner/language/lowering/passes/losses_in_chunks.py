@@ -24,9 +24,9 @@ from planner.language.ops.record import family_of, packet_of
 
 CROSS_ENTROPY = "aten.cross_entropy_loss.default"
 
-LEAST_ROWS = 1024
-"""Of fewer rows the weight's gradient would wait for memory: each chunk reads and writes all of it,
-for so many multiply-adds an entry. Devices do some 300 to 600 flop in the time of a byte."""
+LEAST_ROWS = 2048
+"""With fewer, the weight's gradient waits for memory: each chunk reads and writes all of it, 4 bytes
+in bf16 for 2 flop a row. In the time of a byte devices do 300 to 600 flop."""
 _TILE = 128
 """Chunks are of whole multiples of it, the rows of a tile of products on GPUs."""
 
@@ -72,6 +72,11 @@ def with_losses_in_chunks(program: Program, rows: int) -> Program:
         elif op.name not in gone:
             ops.append(op)
     return replace(program, ops=tuple(ops), tensors=tuple(tensors.values()))
+
+
+def is_of_a_product(program: Program) -> bool:
+    """Whether a bound program has a loss of the results of a product alone."""
+    return bool(_chains(program))
 
 
 def rows_of_chunk(program: Program) -> int:
