@@ -25,8 +25,8 @@ from planner.language.ops.record import family_of, packet_of
 CROSS_ENTROPY = "aten.cross_entropy_loss.default"
 
 LEAST_ROWS = 2048
-"""With fewer, the weight's gradient waits for memory: each chunk reads and writes all of it, 4 bytes
-in bf16 for 2 flop a row. In the time of a byte devices do 300 to 600 flop."""
+"""With fewer, the weight's gradient waits for memory: each chunk reads and writes all of it, which
+in bf16 are 4 bytes for 2 flop a row. In the time of a byte devices do 300 to 600 flop."""
 _TILE = 128
 """Chunks are of whole multiples of it, the rows of a tile of products on GPUs."""
 
