@@ -26,7 +26,6 @@ from planner.language.stacks import Expressed, expressed_of
 from planner.language.stacks.tensor_parallel import dim_of
 from profiles import Profile
 from search.ilp import check_ortools
-from search.logits import check_chunks
 from search.on_host import offload_fallbacks, tables_to_host
 from search.op_layout.layouts import LayoutSolver
 from search.partition.balance import balanced_cut
@@ -35,6 +34,7 @@ from search.request import SearchRequest
 from search.space.configuration import BlockSizes, Configuration, Shape
 from search.space.shapes import Space, list_shapes, space_of
 from search.stages.layout_candidates import LayoutCandidates
+from search.stages.logit_rows import check_chunks
 from search.stages.rank_stages import RankStages
 from search.stages.stage_table import StageTable, TableKey
 
@@ -140,7 +140,8 @@ class Candidates:
                 expressed=expressed,
                 # Compiled graphs have an order of their own; other runtimes, theirs.
                 beside=request.overlap == "auto" and costs.adds_ops,
-                logits=request.logits,
+                # (A choice for the whole plan, which stages that choose for themselves lack.)
+                logits="whole" if request.meshes == "own" or profile.groups else request.logits,
             )
 
         return cls(
@@ -333,10 +334,10 @@ def _check_groups(profile: Profile, request: SearchRequest) -> None:
             f"`overlap` auto was given, and cluster {profile.name!r} has several groups of "
             "devices, on which other collectives hide; drop it"
         )
-    if request.logits in ("chunked", "either"):
+    if request.logits == "chunked":
         raise LayoutError(
-            f"`logits` {request.logits} was given, and cluster {profile.name!r} has several groups "
-            "of devices, which would each choose; drop it"
+            f"`logits` chunked was given, and cluster {profile.name!r} has several groups of "
+            "devices, whose stages would each choose; drop it"
         )
     counts = [group.num_devices for group in profile.groups]
     if request.num_devices != sum(counts):

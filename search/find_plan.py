@@ -1,7 +1,6 @@
 """find_plan: the fastest plan of a model on a cluster, found by branch and bound.
 
-    find_plan          for each choice of what is on the host, the fewest first, and of logits
-                       whole or in chunks:
+    find_plan          for each choice of what is on the host, the fewest first:
       search_among       run the queue of nodes; then certificate and runners-up
 
 The queue is generic (`branch_and_bound`). Its nodes (`nodes/`, `meshes/`) are sets of plans, each
@@ -34,7 +33,6 @@ from planner.language.stacks import expressed_of
 from profiles import Profile
 from search.branch_and_bound import Node, Progress, evaluated_plan
 from search.candidates import Candidates, CandidatesOf, with_estimate
-from search.logits import with_logits
 from search.meshes.roots import device_groups_nodes, meshes_node, why_on_no_groups
 from search.nodes.first_plan import take_first_plan
 from search.nodes.lean_plan import find_leanest
@@ -115,12 +113,8 @@ def _find_plan(
     started = time.perf_counter()
     infeasible: list[tuple[Candidates, SearchResult]] = []
     expressed = expressed_of(request.execution, graph, request.accept)
-    fallbacks = offload_fallbacks(request.offload, profile, graph, expressed)
-    for fallback in with_logits(fallbacks, graph, profile, request):
-        tried = [
-            candidates_of(graph, profile, replace(request, logits=logits), on_host)
-            for on_host, logits in fallback
-        ]
+    for fallback in offload_fallbacks(request.offload, profile, graph, expressed):
+        tried = [candidates_of(graph, profile, request, on_host) for on_host in fallback]
         if infeasible:  # a stack may have nothing on the host beside what the request fixes
             tried = [
                 candidates

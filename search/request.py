@@ -27,7 +27,7 @@ CHOICES = (*_SIZES, "zero", *_NAMED)
 
 Meshes = Literal["same", "own"]
 Overlaps = Literal["none", "auto"]
-Logits = Literal["auto", "whole", "chunked", "either"]
+Logits = Literal["auto", "whole", "chunked"]
 Offload = Literal["auto", "none", "optimizer", "activations", "both", "tables"]
 
 Value = TypeVar("Value")
@@ -124,8 +124,9 @@ class SearchRequest:
     with ``none`` these are waited for at once (`Plan.overlap`)."""
     logits: Logits = "auto"
     """Whether a loss has the logits of all tokens, ``whole``, or ``chunked``: of as many at a time
-    as are worth it (`Plan.logit_rows`). ``either`` is what is priced faster, as with less memory
-    another plan may fit; ``auto`` is whole unless nothing fits so."""
+    as are worth it (`Plan.logit_rows`). ``auto`` is what makes the faster plan: chunks take longer,
+    and with less memory another plan may fit. With `meshes` own, and on several kinds of devices,
+    it is whole."""
     axes: tuple[tuple[str, int], ...] = ()
     """Sizes of mesh axes that have no field here, as (axis, size)."""
     num_best: int = 1
@@ -215,10 +216,9 @@ class SearchRequest:
             )
         if self.logits not in get_args(Logits):
             raise LayoutError(
-                f"`logits` {self.logits} was given; use whole, chunked, either (what is priced "
-                "faster) or auto (whole unless nothing fits so)"
+                f"`logits` {self.logits} was given; use whole, chunked, or auto, which chooses"
             )
-        if self.logits in ("chunked", "either") and self.meshes == "own":
+        if self.logits == "chunked" and self.meshes == "own":
             raise LayoutError(
                 f"`logits` {self.logits} was given with `meshes` own, whose stages would each "
                 "choose; drop one of them"

@@ -171,8 +171,8 @@ class Question:
     logits: Annotated[
         str,
         typer.Option(
-            help="Of a loss: whole, chunked (of some tokens at a time, twice), either: as is "
-            "priced faster; auto: whole, if anything fits so.",
+            help="Of a loss: whole, chunked (of some tokens at a time, made twice), or auto: what "
+            "makes the faster plan.",
             rich_help_panel=CHOICES,
         ),
     ] = "auto"

@@ -56,7 +56,6 @@ def replanner(plan: Plan, profile_name: str | None) -> Callable[[Sequence[int], 
                     execution=plan.runs_as if is_ours else plan.execution,
                     receive_ahead=plan.receive_ahead,
                     overlap="auto" if plan.makes_beside else "none",
-                    logits="either" if plan.logit_rows else "auto",
                     accept=plan.accept,
                 )
                 result = find_plan_once(graph, profile, request)

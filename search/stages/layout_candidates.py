@@ -119,7 +119,7 @@ class LayoutCandidates:
     given: Degrees = field(default_factory=Degrees)
     expressed: Expressed | None = None
     beside: bool = False
-    logits: Logits = "auto"
+    logits: Logits = "whole"
     why_none: LayoutError | None = None
     _sized: dict[BlockSizes, SizedCandidates] = field(default_factory=dict)
     _accumulate_s: dict[bool, float] = field(default_factory=dict)
@@ -260,7 +260,7 @@ class SizedCandidates:
         """
         of = self.candidates
         for table in tables:
-            rows = logit_rows(table) if of.logits in ("chunked", "either") else 0
+            rows = 0 if of.logits == "whole" else logit_rows(table)
             if of.logits != "chunked" or not rows:
                 yield table
             if rows:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from planner.language.lowering.passes.losses_in_chunks import CROSS_ENTROPY, rows_of_chunk
+from costmodel import CostCache
+from planner.errors import LayoutError
+from planner.language.lowering.passes.losses_in_chunks import (
+    CROSS_ENTROPY,
+    is_of_a_product,
+    rows_of_chunk,
+)
 from search.stages.stage_table import StageTable
 
 
@@ -19,3 +25,17 @@ def logit_rows(table: StageTable) -> int:
             local = table.costs.local(index, table.microbatch_size, table.degrees, layouts)
             found = max(found, rows_of_chunk(local))
     return found
+
+
+def check_chunks(costs: CostCache) -> None:
+    """Raise LayoutError where chunks are asked for, and plans can't have them."""
+    if costs.execution.prices != "profile":
+        raise LayoutError(
+            f"`logits` chunked was given, and {costs.execution.name} has losses of its own; plan "
+            "for this project's runtime, or leave it out"
+        )
+    if not any(is_of_a_product(program.bind(1)) for program in costs.graph.classes):
+        raise LayoutError(
+            "`logits` chunked was given, and no loss of the model is a cross entropy of what a "
+            "linear layer makes for it alone; leave it out"
+        )
