@@ -110,9 +110,11 @@ class _InChunks(torch.autograd.Function):
         losses = log_sum - (1 - how.smoothing) * (sums[1] - largest)
         if how.smoothing:
             losses.sub_(sums[2], alpha=how.smoothing / num_classes)
-        ctx.save_for_backward(x, target, log_sum.add_(largest))
-        # As attributes: what is saved may come back detached from where its gradient is.
-        ctx.weight, ctx.bias, ctx.how, ctx.num_classes = weight, bias, how, num_classes
+        ctx.save_for_backward(x, weight, bias, target, log_sum.add_(largest))
+        adds = how.adds and weight.is_leaf and weight.nbytes >= LARGE_BYTES
+        # As an attribute: what is saved may come back detached from where its gradient is.
+        ctx.holder = weight if adds else None
+        ctx.how, ctx.num_classes = how, num_classes
         return losses.masked_fill_(labels == how.ignore_index, 0).to(given).view(target.shape)
 
     @staticmethod
@@ -120,16 +122,15 @@ class _InChunks(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        x, target, normalizer = ctx.saved_tensors
+        x, weight, bias, target, normalizer = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        weight, bias, how = ctx.weight, ctx.bias, ctx.how
-        ctx.weight = ctx.bias = None  # nodes outlive what they saved
+        how = ctx.how
         rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1)
         num_local = weight.shape[0 if how.transposed else 1]
         wide = normalizer.dtype
         scale = grad.reshape(-1).to(wide).masked_fill(labels == how.ignore_index, 0)
         dx = torch.empty_like(rows) if needs_x else None
-        of_weight = _Sum(weight, adds=how.adds) if needs_weight else None
+        of_weight = _Sum(ctx.holder) if needs_weight else None
         of_bias = torch.zeros_like(bias) if needs_bias else None
         by_output = weight if how.transposed else weight.t()
         for start in range(0, len(rows), how.rows):
@@ -162,9 +163,9 @@ class _InChunks(torch.autograd.Function):
 class _Sum:
     """The gradient of a weight, a sum of products: in the sum so far, or in a tensor of its own."""
 
-    def __init__(self, weight: Tensor, *, adds: bool) -> None:
-        adds = adds and weight.is_leaf and weight.nbytes >= LARGE_BYTES
-        self._total = weight.grad if adds else None
+    def __init__(self, holder: Tensor | None) -> None:
+        """`holder` has the sum so far, if there is one."""
+        self._total = None if holder is None else holder.grad
         self.fresh: Tensor | None = None
         """What autograd is to add to the weight's gradient; None: it is there already."""
 
