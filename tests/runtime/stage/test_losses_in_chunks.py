@@ -241,19 +241,26 @@ def test_trains_as_one_process_on_four_ranks():
     check_plans(4, plans)
 
 
-def evaluated(plan: Plan) -> tuple[float, float]:
+def looked_at(plan: Plan) -> tuple[float, float, float, tuple[tuple[int, ...], ...]]:
+    """Losses of an evaluation, of one that shows the logits, and of a step; their shape."""
     tiny, module = build("small-gpt")
     engine = planner.apply(plan, module)
     batch = tiny.batch(plan.global_batch)
-    found = float(engine.evaluate(batch)), float(engine.step(batch))
+    alone = float(engine.evaluate(batch))
+    shown = float(engine.evaluate(batch, fetch=("head",)))
+    sizes = tuple(tuple(value.shape) for value in engine.fetched.values())
+    found = alone, shown, float(engine.step(batch)), sizes
     engine.close()
     return found
 
 
-def test_an_evaluation_has_the_loss_of_a_step():
+def test_an_evaluation_has_the_loss_of_a_step_and_may_look_at_logits():
+    """Where logits are asked for they are made whole."""
     plan = in_chunks_of(default_plan(capture("small-gpt"), tp=2, num_microbatches=1))
-    told, _ = run_ranks(evaluated, 2, plan)
-    assert told[0] == pytest.approx(told[1], rel=1e-6)
+    (alone, shown, trained, sizes), _ = run_ranks(looked_at, 2, plan)
+    assert alone == pytest.approx(trained, rel=1e-6)
+    assert shown == pytest.approx(trained, rel=1e-6)
+    assert sizes == ((plan.global_batch, 16, VOCABULARY),)
 
 
 def test_plans_without_the_field_are_read_and_written_as_before():
