@@ -182,6 +182,18 @@ def test_logits_in_chunks_are_in_the_dry_run(layout, precision):
     assert most > 1.3 * least
 
 
+def test_what_a_second_run_might_read_stays_to_the_end_of_the_first():
+    """X10: whole logits in bf16, which a view reads that is made again, beside their probabilities;
+    7% of this rank.
+    """
+    graph = wide("bf16")
+    costs = CostCache(graph, CpuProfile())
+    plan = default_plan(graph, tp=2, recompute="selective", microbatch_size=8, num_microbatches=2)
+    plan = plan.model_copy(update={"precision": "bf16"})
+    model = replace(tiny_models()["gpt"], build=WideGPT)
+    assert_every_rank(plan, model, graph, costs)
+
+
 @cache
 def routed(precision="model", kind=RoutedExperts):
     batches = gpt_batch(2), gpt_batch(3)
