@@ -129,6 +129,7 @@ class WideGPT(PlainGPT):
     """One layer, and a vocabulary whose logits are most of what a rank holds."""
 
     classes = 4096
+    cap = 0.0
 
     def __init__(self):
         super().__init__(layers=1)
@@ -139,15 +140,21 @@ class WideGPT(PlainGPT):
         x = self.token(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
         for layer in self.layers:
             x = layer(x)
-        logits = self.head(self.norm(x)).float()
-        return F.cross_entropy(logits.view(-1, self.classes), labels.view(-1))
+        logits = self.head(self.norm(x))
+        if self.cap:
+            logits = torch.tanh(logits / self.cap) * self.cap
+        return F.cross_entropy(logits.float().view(-1, self.classes), labels.view(-1))
+
+
+class CappedGPT(WideGPT):
+    """The same with logits between -30 and 30."""
+
+    cap = 30.0
 
 
 @cache
-def wide(precision):
-    return capture_module(
-        WideGPT(), gpt_batch(2), gpt_batch(3), name="wide-gpt", precision=precision
-    )
+def wide(precision, kind=WideGPT):
+    return capture_module(kind(), gpt_batch(2), gpt_batch(3), name="wide-gpt", precision=precision)
 
 
 @pytest.mark.parametrize("precision", ["model", "bf16"])
@@ -180,6 +187,16 @@ def test_logits_in_chunks_are_in_the_dry_run(layout, precision):
         for each in (whole, plan)
     )
     assert most > 1.3 * least
+
+
+@pytest.mark.parametrize("precision", ["model", "bf16"])
+def test_capped_logits_in_chunks_are_in_the_dry_run(precision):
+    """X10: with what the backward through a tanh has of each logit."""
+    graph = wide(precision, CappedGPT)
+    plan = default_plan(graph, tp=2, microbatch_size=8, num_microbatches=2)
+    plan = plan.model_copy(update={"precision": precision, "logit_rows": 24})
+    model = replace(tiny_models()["gpt"], build=CappedGPT)
+    assert_every_rank(plan, model, graph, CostCache(graph, CpuProfile()))
 
 
 def test_what_a_second_run_might_read_stays_to_the_end_of_the_first():

@@ -24,6 +24,8 @@ from tests.spawn import run_ranks
 ROWS = 7
 """Of a chunk: no divisor of the rows of any batch."""
 
+CAST_TO_FP32 = (("aten.to.dtype", torch.float32),)
+
 
 def in_chunks_of(plan: Plan, rows: int = ROWS) -> Plan:
     """The plan with logits of so many tokens at a time."""
@@ -54,7 +56,7 @@ def test_losses_and_gradients_are_those_of_whole_logits(reduction, smoothing, tr
         if rows:
             number = {"none": 0, "mean": 1, "sum": 2}[reduction]
             loss = in_chunks.cross_entropy_in_chunks(
-                x, weight, added, targets(), transposed, None, number, rows=rows, **how
+                x, weight, added, targets(), transposed, (), number, rows=rows, **how
             )
         else:
             logits = F.linear(x, weight if transposed else weight.t(), added).flatten(0, 1)
@@ -78,7 +80,7 @@ def test_logits_are_rounded_and_cast_as_the_model_has_them():
         x, weight, _ = tensors(torch.bfloat16, transposed=True, bias=False)
         if rows:
             loss = in_chunks.cross_entropy_in_chunks(
-                x, weight, None, targets(), True, torch.float32, 1, -100, 0.0, rows
+                x, weight, None, targets(), True, CAST_TO_FP32, 1, -100, 0.0, rows
             )
         else:
             logits = F.linear(x, weight).float().flatten(0, 1)
@@ -97,7 +99,7 @@ def test_what_is_frozen_has_no_gradient_made(trained):
     x, weight, _ = tensors(torch.float64, transposed=True, bias=False)
     (weight if trained == "x" else x).requires_grad_(False)
     in_chunks.cross_entropy_in_chunks(
-        x, weight, None, targets(), True, None, 1, -100, 0.0, ROWS
+        x, weight, None, targets(), True, (), 1, -100, 0.0, ROWS
     ).backward()
     assert (x.grad is None, weight.grad is None) == (trained != "x", trained == "x")
 
@@ -105,7 +107,7 @@ def test_what_is_frozen_has_no_gradient_made(trained):
 def test_a_large_weights_gradient_is_added_to_its_sum(monkeypatch):
     monkeypatch.setattr(in_chunks, "LARGE_BYTES", 1)
     x, weight, _ = tensors(torch.float64, transposed=True, bias=False)
-    told = (None, targets(), True, None, 1, -100, 0.0, ROWS)
+    told = (None, targets(), True, (), 1, -100, 0.0, ROWS)
     in_chunks.cross_entropy_in_chunks(x, weight, *told, adds=True).backward()
     once, held = weight.grad.clone(), weight.grad
     in_chunks.cross_entropy_in_chunks(x, weight, *told, adds=True).backward()
@@ -134,6 +136,10 @@ class Head(nn.Module):
             logits = logits.float()
         if self.spelled == "capped":
             logits = 30 * torch.tanh(logits / 30)
+        if self.spelled == "scaled":
+            logits = (logits * 0.5).float()
+        if self.spelled == "squared":
+            logits = logits.square()
         if self.spelled == "classes second":
             return F.cross_entropy(logits.transpose(1, 2), labels, label_smoothing=0.1)
         flat, classes = logits.reshape(-1, VOCABULARY), labels.reshape(-1)
@@ -151,7 +157,9 @@ def head_of(spelled: str, **sizes: int) -> tuple[Plan, Program]:
     return plan, local_program(graph, plan, index, degrees=plan.degrees, microbatch_size=2)
 
 
-@pytest.mark.parametrize("spelled", ["plain", "tied", "shifted", "cast", "bias", "classes second"])
+@pytest.mark.parametrize(
+    "spelled", ["plain", "tied", "shifted", "cast", "bias", "classes second", "capped", "scaled"]
+)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_loss_is_found_however_it_is_spelled(spelled, tp):
     _, program = head_of(spelled, tp=tp)
@@ -165,7 +173,7 @@ def test_a_loss_is_found_however_it_is_spelled(spelled, tp):
     assert len(program.tensor[found.x.name].shape) == (2 if spelled == "shifted" else 3)
 
 
-@pytest.mark.parametrize("spelled", ["capped", "weighted", "read twice"])
+@pytest.mark.parametrize("spelled", ["squared", "weighted", "read twice"])
 def test_other_losses_have_whole_logits(spelled):
     _, program = head_of(spelled)
     assert not any(op.target == LOSS_IN_CHUNKS for op in program.ops)
@@ -191,7 +199,10 @@ def losses_of(cases: list[tuple[str, Plan]]) -> list[tuple[float, float]]:
 
 def test_every_spelling_trains_as_with_whole_logits():
     """On two ranks of tp; in bf16 and fp16, whose gradients are scaled, too."""
-    cases = [(name, head_of(name, tp=2)[0]) for name in ("tied", "shifted", "classes second")]
+    cases = [
+        (name, head_of(name, tp=2)[0])
+        for name in ("tied", "shifted", "classes second", "capped", "scaled")
+    ]
     for precision in ("bf16", "fp16"):
         batches = gpt_batch(2), gpt_batch(3)
         graph = capture_module(Head("cast"), *batches, name="cast", precision=precision)

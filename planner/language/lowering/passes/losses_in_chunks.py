@@ -1,10 +1,10 @@
 """Lowered program → the same with its loss made of what the last product takes, in chunks of rows.
 
-    x -> product -> cast -> view -> cross entropy      becomes      x -> cross entropy in chunks
+    x -> product -> view, cast -> cross entropy      becomes      x -> cross entropy in chunks
 
 It comes last of all: the layout of the ops decides which rows and which entries of the vocabulary a
 rank has, and what it makes of these alone is replaced. Where ranks exchange logits before the loss,
-a model hands them on, or anything but casts and views lies between, nothing is.
+a model hands them on, or anything but views, casts, factors and a tanh lies between, nothing is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from typing import NamedTuple
 from planner.language.graph import Op, Program, Ref, Symbol, TensorMeta
 from planner.language.ops.call import Call, ProductArgs
 from planner.language.ops.families.losses.cross_entropy import VOCAB_CROSS_ENTROPY
-from planner.language.ops.families.losses.in_chunks import LOSS_IN_CHUNKS, LossInChunks
+from planner.language.ops.families.losses.in_chunks import (
+    CAST,
+    LOSS_IN_CHUNKS,
+    LossInChunks,
+    Step,
+)
 from planner.language.ops.families.losses.targets import MEAN, has_plain_targets
 from planner.language.ops.families.products.narrow import scaling_of
 from planner.language.ops.record import family_of, packet_of
@@ -32,9 +37,12 @@ _TILE = 128
 
 _MAY_LIE_BETWEEN = {
     "view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous",
-    "clone", "alias", "to", "_to_copy", "slice",
+    "clone", "alias", "slice",
 }  # fmt: skip
 """Ops that keep entries in their order, or take some of the rows."""
+_CASTS = {"to", "_to_copy"}
+_BY_NUMBERS = {"mul", "div", "add", "sub"}
+"""Ops on each entry and a number."""
 
 
 class _Chain(NamedTuple):
@@ -46,8 +54,8 @@ class _Chain(NamedTuple):
     """Ops that take some of the rows, first to last."""
     ops: frozenset[str]
     """Names of all its ops but the loss."""
-    cast: Symbol | None
-    """Dtype that logits are cast to."""
+    steps: tuple[Step, ...]
+    """What is done to logits entry by entry, first to last."""
 
 
 def with_losses_in_chunks(program: Program, rows: int) -> Program:
@@ -122,6 +130,7 @@ def _chain(loss: Op, program: Program, makers: dict[str, Op], uses: Counter[str]
     op = makers.get(name)
     names: set[str] = set()
     slices: list[Op] = []
+    steps: list[Step] = []
     # Classes are along dim 1: of more than two dims, a transposition has brought them there.
     if len(tensor[name].shape) != 2:
         if op is None or not _brings_last_to_second(op, program) or uses[name] > 1:
@@ -135,12 +144,19 @@ def _chain(loss: Op, program: Program, makers: dict[str, Op], uses: Counter[str]
         product = None if taken is None or scaling_of(op) else taken(op)
         if product is not None:
             names.add(op.name)
-            return _of_product(loss, product, op, tuple(reversed(slices)), names, program)
-        if packet_of(op.target) not in _MAY_LIE_BETWEEN or not op.inputs:
+            found = _Chain(
+                product, tuple(reversed(slices)), frozenset(names), tuple(reversed(steps))
+            )
+            return found if _fits(found, op, program) else None
+        if len(op.inputs) != 1:
             return None
-        source = op.inputs[0]
+        (source,) = op.inputs
         before, after = (tensor[n].shape_at(1) for n in (source, name))
-        if prod(before) != prod(after):
+        if (step := _step(op, program)) is not None:
+            steps += step
+        elif packet_of(op.target) not in _MAY_LIE_BETWEEN:
+            return None
+        elif prod(before) != prod(after):
             slices.append(op)
         elif before != after and slices:
             return None  # rows of another shape than x has
@@ -149,37 +165,35 @@ def _chain(loss: Op, program: Program, makers: dict[str, Op], uses: Counter[str]
     return None
 
 
-def _of_product(
-    loss: Op,
-    product: ProductArgs,
-    op: Op,
-    slices: tuple[Op, ...],
-    names: set[str],
-    program: Program,
-) -> _Chain | None:
+def _step(op: Op, program: Program) -> tuple[Step, ...] | None:
+    """Return what an op does to each entry; nothing for a cast to the same dtype, None where it is
+    no such op.
+    """
+    (source,), (made,) = op.inputs, op.outputs
+    before, after = (program.tensor[name].dtype for name in (source, made))
+    packet = packet_of(op.target)
+    if packet in _CASTS:
+        return () if before == after else ((CAST, Symbol("dtype", after)),)
+    if before != after or op.kwargs or op.args[:1] != (Ref(source),):
+        return None
+    by_number = packet in _BY_NUMBERS and [type(arg) for arg in op.args[1:]] in ([int], [float])
+    return ((op.target, *op.args[1:]),) if by_number or packet == "tanh" else None
+
+
+def _fits(chain: _Chain, op: Op, program: Program) -> bool:
+    """Whether a chain's product, by this op, makes logits of rows, and its slices take rows."""
     tensor = program.tensor
-    x, weight, bias, transposed = product
-    made, given = tensor[op.outputs[0]], tensor[loss.inputs[0]]
-    shape = tensor[weight.name].shape_at(1)
-    vocabulary = made.shape_at(1)[-1]
-    fits = (
+    x, weight, bias, transposed = chain.product
+    made, shape = tensor[op.outputs[0]], tensor[weight.name].shape_at(1)
+    rank, vocabulary = len(made.shape), made.shape_at(1)[-1]
+    return (
         len(shape) == 2
         and shape[0 if transposed else 1] == vocabulary
-        and len(made.shape) > 1
-        and len(made.shape) == len(tensor[x.name].shape)
+        and rank == len(tensor[x.name].shape) > 1
         and (bias is None or tensor[bias.name].shape_at(1) == (vocabulary,))
-        and {tensor[n].dtype for n in op.inputs} == {made.dtype}
+        and {tensor[name].dtype for name in op.inputs} == {made.dtype}
+        and all(int(each.args[1]) % rank != rank - 1 for each in chain.slices)  # type: ignore[arg-type]
     )
-    rank = len(made.shape)
-    on_rows = all(
-        len(tensor[each.outputs[0]].shape) == rank and int(each.args[1]) % rank != rank - 1  # type: ignore[arg-type]
-        for each in slices
-    )
-    dtypes = {tensor[n].dtype for each in program.ops if each.name in names for n in each.outputs}
-    if not fits or not on_rows or dtypes - {made.dtype, given.dtype}:
-        return None
-    cast = None if made.dtype == given.dtype else Symbol("dtype", given.dtype)
-    return _Chain(product, slices, frozenset(names), cast)
 
 
 def _brings_last_to_second(op: Op, program: Program) -> bool:
@@ -233,7 +247,7 @@ def _in_chunks(
         bias=bias,
         target=target,  # type: ignore[arg-type]
         transposed=transposed,
-        cast=chain.cast,
+        steps=chain.steps,
         reduction=int(reduction),  # type: ignore[arg-type]
         ignore_index=int(ignore_index),  # type: ignore[arg-type]
         smoothing=float(smoothing),  # type: ignore[arg-type]

@@ -21,15 +21,21 @@ from planner.language.ops.families.losses.cross_entropy import VOCAB_CROSS_ENTRO
 from planner.language.ops.families.losses.targets import MEAN
 from planner.language.ops.flops import arriving_bytes, made_bytes
 from planner.language.ops.kernel import KernelCall, Saved
-from planner.language.ops.record import OpFamily, register
+from planner.language.ops.record import OpFamily, packet_of, register
 from planner.units import DTYPE_BYTES
 
 LOSS_IN_CHUNKS = "planner.cross_entropy_in_chunks"
 
-_FORWARD_LAUNCHES, _BACKWARD_LAUNCHES = 14, 15
-"""Kernels of a chunk, op by op (`planner.runtime.stage.calls.losses.in_chunks`)."""
+_FORWARD_LAUNCHES, _BACKWARD_LAUNCHES = 13, 14
+"""Kernels of a chunk, op by op, its steps apart (`planner.runtime.stage.calls.losses.in_chunks`)."""
 _LAUNCHES_OF_ALL = 8
 """Those for the losses of all rows, once."""
+
+
+Step = tuple[Arg, ...]
+"""An op on logits: its target, and its arguments behind them."""
+
+CAST = "aten.to.dtype"
 
 
 class LossInChunks(NamedTuple):
@@ -45,8 +51,8 @@ class LossInChunks(NamedTuple):
     """Indices over the whole vocabulary."""
     transposed: bool
     """Whether the weight is [vocabulary, hidden], as that of a linear layer."""
-    cast: Symbol | None
-    """Dtype that the model casts logits to, if it does."""
+    steps: tuple[Step, ...]
+    """What the model does to logits entry by entry ahead of the loss: casts, factors, a tanh."""
     reduction: int
     """ATen's number."""
     ignore_index: int
@@ -57,6 +63,19 @@ class LossInChunks(NamedTuple):
     """Rows whose logits exist at a time."""
     axis: str = ""
     """Over whose ranks the vocabulary is divided; "" where it is whole."""
+
+    def dtypes(self, made: str) -> tuple[str, ...]:
+        """Dtypes of logits that a product makes so, and behind each step."""
+        found = [made]
+        for target, *args in self.steps:
+            dtype = args[0] if target == CAST else None
+            found.append(dtype.value if isinstance(dtype, Symbol) else found[-1])
+        return tuple(found)
+
+    @property
+    def only_casts(self) -> bool:
+        """Whether the gradient of logits is that behind all steps, in another dtype."""
+        return all(target == CAST for target, *_ in self.steps)
 
     @property
     def args(self) -> tuple[Arg, ...]:
@@ -73,7 +92,7 @@ class Chunk(NamedTuple):
     """The plain ops that do the work of one chunk."""
 
     ops: tuple[Op, ...]
-    """Product, cast where there is one, loss."""
+    """Product, steps behind it, loss."""
     tensor: Mapping[str, TensorMeta]
     """Their tensors."""
     num_chunks: float
@@ -101,10 +120,11 @@ def chunk_of(op: Op, tensor: Mapping[str, TensorMeta], *, all_rows: bool = False
     )
     metas = {**whole, x.name: x, target.name: target, "logits": logits}
     ops = [_product(of)]
-    if of.cast is not None:
-        metas["cast logits"] = replace(logits, name="cast logits", dtype=of.cast.value)
-        args = (Ref("logits"), of.cast)
-        ops.append(Op(name="cast", target="aten.to.dtype", args=args, outputs=("cast logits",)))
+    for (called, *args), dtype in zip(of.steps, of.dtypes(x.dtype)[1:], strict=True):
+        (source,) = ops[-1].outputs
+        name = f"{source}, stepped"
+        metas[name] = replace(logits, name=name, dtype=dtype)
+        ops.append(Op(name=name, target=str(called), args=(Ref(source), *args), outputs=(name,)))
     last = ops[-1].outputs[0]
     loss = op.outputs[0]
     metas[loss] = replace(tensor[loss], shape=())
@@ -162,7 +182,8 @@ def _backward(call: Call, forward: Work) -> Work:
 def _launches(call: Call) -> tuple[int, int]:
     of = LossInChunks(*call.op.args)  # type: ignore[arg-type]
     chunks = -(-prod(call.shape(of.x)[:-1]) // of.rows)
-    return chunks * _FORWARD_LAUNCHES + _LAUNCHES_OF_ALL, chunks * _BACKWARD_LAUNCHES
+    forward, backward = _FORWARD_LAUNCHES + len(of.steps), _BACKWARD_LAUNCHES + 2 * len(of.steps)
+    return chunks * forward + _LAUNCHES_OF_ALL, chunks * backward
 
 
 # --------------------------------------------------------------------------------------- memory
@@ -179,18 +200,18 @@ class _Held(NamedTuple):
     """The rank's."""
     wide: int
     """Bytes of an entry in fp32, or wider."""
-    narrow: int
-    """Bytes of an entry as the product makes it, where that is cast; else 0."""
+    steps: tuple[int, ...]
+    """Bytes of an entry as the product makes it, and behind each step that makes another tensor."""
 
 
 def _held(call: KernelCall) -> _Held:
     of = LossInChunks(*call.op.args)  # type: ignore[arg-type]
-    made = call.element_bytes(of.x.name)
-    last = DTYPE_BYTES[of.cast.value] if of.cast is not None else made
-    wide = max(DTYPE_BYTES["float32"], last)
+    dtypes = of.dtypes(call.tensor[of.x.name].dtype)
+    sizes = tuple(DTYPE_BYTES[dtype] for dtype in dtypes)
+    wide = max(DTYPE_BYTES["float32"], sizes[-1])
     hidden, vocabulary = _sizes(of, call.tensor)
     rows = call.numel(of.x.name) // hidden
-    return _Held(rows, min(of.rows, rows), vocabulary, wide, made if wide != made else 0)
+    return _Held(rows, min(of.rows, rows), vocabulary, wide, sizes)
 
 
 def _saved(call: KernelCall) -> Saved:
@@ -207,12 +228,29 @@ def _saved(call: KernelCall) -> Saved:
 
 
 def _scratch(call: KernelCall, *, forward: bool) -> int:
-    """A chunk's logits as they are made and as they are cast; by row of all, forward four sums and
-    backward the loss's gradient.
+    """A chunk's logits ahead of a step and behind it; by row of all, forward four sums and backward
+    the loss's gradient.
     """
+    of = LossInChunks(*call.op.args)  # type: ignore[arg-type]
     held = _held(call)
-    chunk = held.chunk * held.vocabulary * (held.wide + held.narrow)
-    return chunk + held.rows * held.wide * (4 if forward else 1)
+    sizes = [*held.steps, *([held.wide] if held.wide != held.steps[-1] else [])]
+    each = max(sum(sizes[at : at + 2]) for at in range(len(sizes)))
+    if not forward and not of.only_casts:
+        each = _through_steps(of, held)
+    entries = held.chunk * held.vocabulary
+    return entries * each + held.rows * held.wide * (4 if forward else 1)
+
+
+def _through_steps(of: LossInChunks, held: _Held) -> int:
+    """Bytes of a logit in a backward through more than casts: ahead of all steps, behind each tanh,
+    which saves that, and behind all; the gradient of the last, and those around a step.
+    """
+    sizes, last = held.steps, len(of.steps)
+    saves = [packet_of(str(target)) == "tanh" for target, *_ in of.steps]
+    logits = sizes[0] + sum(sizes[at] for at in range(1, last + 1) if saves[at - 1] or at == last)
+    cast = sizes[-1] if sizes[-1] != held.wide else 0
+    around = max(sizes[at - 1] + (sizes[at] if at < last else 0) for at in range(1, last + 1))
+    return logits + held.wide + cast + around
 
 
 register(

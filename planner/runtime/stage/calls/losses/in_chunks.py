@@ -16,23 +16,30 @@ to make the logits, or their gradient, once more.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from planner.language.ops.families.losses.in_chunks import CAST
 from planner.language.ops.families.losses.targets import MEAN, NONE
 from planner.language.ops.weight_products import LARGE_BYTES
 from planner.runtime.process import collectives
 from planner.runtime.stage.calls.local_ops import reduce_over
+
+Steps = Sequence[Sequence[Any]]
+"""Ops on logits: of each its target, and its arguments behind them."""
 
 
 class _How(NamedTuple):
     """What a loss is given beside tensors; as in `LossInChunks`."""
 
     transposed: bool
-    cast: torch.dtype | None
+    steps: Steps
     ignore_index: int
     smoothing: float
     rows: int
@@ -47,7 +54,7 @@ def cross_entropy_in_chunks(
     bias: Tensor | None,
     target: Tensor,
     transposed: bool,
-    cast: torch.dtype | None,
+    steps: Steps,
     reduction: int,
     ignore_index: int,
     label_smoothing: float,
@@ -58,10 +65,10 @@ def cross_entropy_in_chunks(
     """Cross entropy of the product of `x` [..., hidden] and a weight, `rows` rows at a time.
 
     `weight` is [vocabulary / ranks, hidden], or its transpose where not `transposed`; `target` has
-    an index over the whole vocabulary for each row of x, `reduction` is ATen's number. Logits are
-    rounded to the dtype of x, as the product leaves them, and then cast to `cast`.
+    an index over the whole vocabulary for each row of x, `reduction` is ATen's number. `steps` are
+    ops on the logits ahead of the loss, as in `LossInChunks`.
     """
-    how = _How(transposed, cast, ignore_index, label_smoothing, rows, group, adds)
+    how = _How(transposed, steps, ignore_index, label_smoothing, rows, group, adds)
     losses = _InChunks.apply(x, weight, bias, target, how)
     if reduction == NONE:
         return losses
@@ -77,7 +84,7 @@ class _InChunks(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, how: _How
     ) -> Tensor:
         rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1)
-        given = how.cast or x.dtype
+        given = _dtype(x.dtype, how)
         wide = torch.promote_types(given, torch.float32)
         num_local = weight.shape[0 if how.transposed else 1]
         num_classes = num_local * collectives.size(how.group)
@@ -86,7 +93,7 @@ class _InChunks(torch.autograd.Function):
         numbers = rows.new_zeros((4, len(rows)), dtype=wide)
         for start in range(0, len(rows), how.rows):
             chunk = slice(start, start + how.rows)
-            logits = _logits(rows[chunk], weight, bias, how, wide)
+            logits = _stepped(_product(rows[chunk], weight, bias, how), how).to(wide)
             local, is_here = _local(labels[chunk], num_local, how)
             at_target = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1)
             numbers[2, chunk] = at_target.masked_fill_(~is_here, 0)
@@ -133,9 +140,18 @@ class _InChunks(torch.autograd.Function):
         of_weight = _Sum(ctx.holder) if needs_weight else None
         of_bias = torch.zeros_like(bias) if needs_bias else None
         by_output = weight if how.transposed else weight.t()
+        only_casts = all(target == CAST for target, *_ in how.steps)
         for start in range(0, len(rows), how.rows):
             chunk = slice(start, start + how.rows)
-            slopes = _logits(rows[chunk], weight, bias, how, wide)
+            made = _product(rows[chunk], weight, bias, how)
+            if only_casts:
+                slopes, behind = _stepped(made, how).to(wide), None
+                del made
+            else:
+                # Of other steps autograd has the gradients.
+                with torch.enable_grad():
+                    behind = _stepped(made.requires_grad_(), how)
+                slopes = behind.detach().to(wide, copy=True)
             slopes.sub_(normalizer[chunk].unsqueeze(-1)).exp_()
             if how.smoothing:
                 slopes.sub_(how.smoothing / ctx.num_classes)
@@ -143,7 +159,12 @@ class _InChunks(torch.autograd.Function):
             # On ranks without the target 0 is added to class 0.
             taken = is_here.to(wide).mul_(how.smoothing - 1)
             slopes.scatter_add_(-1, local.unsqueeze(-1), taken.unsqueeze(-1))
-            slopes = slopes.mul_(scale[chunk].unsqueeze(-1)).to(x.dtype)
+            slopes.mul_(scale[chunk].unsqueeze(-1))
+            if behind is None:
+                slopes = slopes.to(x.dtype)
+            else:
+                (slopes,) = torch.autograd.grad(behind, made, slopes.to(behind.dtype))
+                del behind, made
             if dx is not None:
                 torch.mm(slopes, by_output, out=dx[chunk])
             if of_weight is not None:
@@ -178,17 +199,29 @@ class _Sum:
             self._total = self.fresh = torch.mm(left, right)
 
 
-def _logits(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, how: _How, wide: torch.dtype
-) -> Tensor:
-    """Return the logits of some rows as the model has them, in the dtype of sums; new memory."""
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
+    """Return the logits of some rows as the product makes them."""
     if how.transposed:
-        made = torch._C._nn.linear(rows, weight, bias)
-    elif bias is None:
-        made = torch.mm(rows, weight)
-    else:
-        made = torch.addmm(bias, rows, weight)
-    return made.to(how.cast or made.dtype).to(wide)
+        return torch._C._nn.linear(rows, weight, bias)
+    return torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
+
+
+def _stepped(made: Tensor, how: _How) -> Tensor:
+    """Return what the model's steps make of them."""
+    for target, *args in how.steps:
+        made = _overload(target)(made, *args)
+    return made
+
+
+def _dtype(made: torch.dtype, how: _How) -> torch.dtype:
+    """Return the dtype of logits behind all steps."""
+    casts = (dtype for target, dtype, *_ in (step for step in how.steps if step[0] == CAST))
+    return [made, *casts][-1]
+
+
+@cache
+def _overload(target: str) -> Any:
+    return attrgetter(target)(torch.ops)
 
 
 def _local(labels: Tensor, num_local: int, how: _How) -> tuple[Tensor, Tensor]:
