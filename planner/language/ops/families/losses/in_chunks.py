@@ -27,7 +27,7 @@ from planner.units import DTYPE_BYTES
 LOSS_IN_CHUNKS = "planner.cross_entropy_in_chunks"
 
 _FORWARD_LAUNCHES, _BACKWARD_LAUNCHES = 13, 14
-"""Kernels of a chunk, op by op, its steps apart (`planner.runtime.stage.calls.losses.in_chunks`)."""
+"""Kernels of a chunk (`planner.runtime.stage.calls.losses.in_chunks`), steps apart."""
 _LAUNCHES_OF_ALL = 8
 """Those for the losses of all rows, once."""
 
