@@ -31,6 +31,7 @@ from planner.language.graph import ModelGraph, Program
 from planner.language.layout.axes import FOLDED, Degrees, lowered_axes
 from planner.language.lowering.experts import grouped_products, spread_experts
 from planner.language.lowering.lowering import lower
+from planner.language.lowering.passes.losses_in_chunks import CROSS_ENTROPY, with_losses_in_chunks
 from planner.language.ops.recompute_choice import ops_made_again
 from planner.language.plan import OURS, ClassLayout, Recompute
 from profiles import Profile
@@ -199,13 +200,17 @@ class CostCache:
         microbatch_size: int,
         degrees: Degrees | None = None,
         layouts: tuple[ClassLayout, ...] = (),
+        *,
+        logit_rows: int = 0,
     ) -> Program:
         """Return a class's program as one rank runs it, lowered as `local_program` does.
 
         `degrees` are sizes of the mesh, 1 where not given; `layouts` are the class's own, one an
-        axis: where an axis has none, blocks are replicated.
+        axis: where an axis has none, blocks are replicated. `logit_rows` are a plan's.
         """
-        return self._on_fullest(class_index, microbatch_size, degrees, layouts, held=False)
+        return self._on_fullest(
+            class_index, microbatch_size, degrees, layouts, logit_rows=logit_rows, held=False
+        )
 
     def _on_fullest(
         self,
@@ -214,6 +219,7 @@ class CostCache:
         degrees: Degrees | None,
         layouts: tuple[ClassLayout, ...],
         *,
+        logit_rows: int,
         held: bool,
     ) -> Program:
         """Return what the rank runs whose experts receive most rows: as many as time has, or as are
@@ -221,7 +227,8 @@ class CostCache:
         """
         degrees = degrees or Degrees()
         fullest = self.fullest(class_index, microbatch_size, degrees["ep"], held=held)
-        key = *self._key(class_index, microbatch_size, degrees, layouts), fullest
+        rows = self._logit_rows(class_index, logit_rows)
+        key = *self._key(class_index, microbatch_size, degrees, layouts), rows, fullest
         if key not in self._local:
             check_time()
             placed = {layout.axis: layout for layout in layouts}
@@ -243,13 +250,14 @@ class CostCache:
                 program = with_rings(program, degrees["cp"])
             if executes.prices == "rates":
                 program = with_sized_losses(program, executes.loss_bytes)
-            self._local[key] = spread_experts(
+            program = spread_experts(
                 program,
                 degrees["ep"],
                 etp=degrees["etp"],
                 fullest=fullest,
                 layout=placed.get("ep"),
             )
+            self._local[key] = with_losses_in_chunks(program, rows)
         return self._local[key]
 
     def fullest(self, class_index: int, microbatch_size: int, ranks: int, *, held: bool) -> float:
@@ -274,18 +282,21 @@ class CostCache:
         recomputed: tuple[str, ...] | None = None,
         polls: bool = False,
         beside: bool = False,
+        logit_rows: int = 0,
     ) -> BlockPrice:
         """Return the price of one block of a class.
 
         `recomputed` names the ops that selective recomputation runs again (None: the
-        default choice); `polls` and `beside` are as in `Split`.
+        default choice); `polls`, `beside` and `logit_rows` are as in `Split`.
         """
         degrees = degrees or Degrees()
-        key = *self._key(class_index, microbatch_size, degrees, layouts), recomputed, polls, beside
+        rows = self._logit_rows(class_index, logit_rows)
+        of_class = class_index, microbatch_size, degrees, layouts
+        key = *self._key(*of_class), recomputed, polls, beside, rows
         if key not in self._blocks:
-            local = self.local(class_index, microbatch_size, degrees, layouts)
+            local = self.local(*of_class, logit_rows=rows)
             # Each of these steps may take long for a large block, so the time is checked between.
-            held = self.block_bytes(class_index, microbatch_size, degrees, layouts, beside=beside)
+            held = self.block_bytes(*of_class, beside=beside, logit_rows=rows)
             again = self._made_again(class_index, microbatch_size, held.saved.program, recomputed)
             check_time()
             # No profile's times change bytes, so a cache of another profile may have them (`on`).
@@ -340,17 +351,21 @@ class CostCache:
         recompute: Recompute = "none",
         recomputed: tuple[str, ...] | None = None,
         beside: bool = False,
+        logit_rows: int = 0,
     ) -> BlockBytes:
-        """Return what one block of a class holds while it runs, storage by storage; `recomputed`
-        and `beside` as in `block`.
+        """Return what one block of a class holds while it runs, storage by storage; `recomputed`,
+        `beside` and `logit_rows` as in `block`.
         """
         degrees = degrees or Degrees()
+        rows = self._logit_rows(class_index, logit_rows)
         # Which ops are named matters to selective recomputation alone.
-        key = *self._key(class_index, microbatch_size, degrees, layouts), recompute, beside
+        key = *self._key(class_index, microbatch_size, degrees, layouts), recompute, beside, rows
         if recompute == "selective":
             key = *key, recomputed
         if key not in self._bytes:
-            local = self._on_fullest(class_index, microbatch_size, degrees, layouts, held=True)
+            local = self._on_fullest(
+                class_index, microbatch_size, degrees, layouts, logit_rows=rows, held=True
+            )
             held = as_saved(local, self.profile)
             again = frozenset[str]()
             if recompute == "selective":
@@ -380,6 +395,22 @@ class CostCache:
         """Classes with experts."""
         classes = enumerate(self.graph.classes)
         return frozenset(index for index, program in classes if grouped_products(program))
+
+    def _logit_rows(self, class_index: int, rows: int) -> int:
+        """Return the rows of logits that exist at a time; 0 of a class without a loss, whatever a
+        plan says, so that its prices are found again.
+        """
+        return rows if class_index in self._of_losses else 0
+
+    @cached_property
+    def _of_losses(self) -> frozenset[int]:
+        """Classes with a cross entropy."""
+        classes = enumerate(self.graph.classes)
+        return frozenset(
+            index
+            for index, program in classes
+            if any(op.target == CROSS_ENTROPY for op in program.ops)
+        )
 
     def _key(
         self,

@@ -34,6 +34,7 @@ from search.request import SearchRequest
 from search.space.configuration import BlockSizes, Configuration, Shape
 from search.space.shapes import Space, list_shapes, space_of
 from search.stages.layout_candidates import LayoutCandidates
+from search.stages.logit_rows import check_chunks
 from search.stages.rank_stages import RankStages
 from search.stages.stage_table import StageTable, TableKey
 
@@ -116,6 +117,8 @@ class Candidates:
         )
         if request.solver == "ilp":
             check_ortools()
+        if request.logits == "chunked":
+            check_chunks(costs)
         pins = {(index, name): parse_placement(text) for index, name, text in request.pins}
         if expressed is not None:
             _check_pins(expressed, pins)
@@ -137,6 +140,8 @@ class Candidates:
                 expressed=expressed,
                 # Compiled graphs have an order of their own; other runtimes, theirs.
                 beside=request.overlap == "auto" and costs.adds_ops,
+                # (A choice for the whole plan, which stages that choose for themselves lack.)
+                logits="whole" if request.meshes == "own" or profile.groups else request.logits,
             )
 
         return cls(
@@ -328,6 +333,11 @@ def _check_groups(profile: Profile, request: SearchRequest) -> None:
         raise LayoutError(
             f"`overlap` auto was given, and cluster {profile.name!r} has several groups of "
             "devices, on which other collectives hide; drop it"
+        )
+    if request.logits == "chunked":
+        raise LayoutError(
+            f"`logits` chunked was given, and cluster {profile.name!r} has several groups of "
+            "devices, whose stages would each choose; drop it"
         )
     counts = [group.num_devices for group in profile.groups]
     if request.num_devices != sum(counts):

@@ -13,7 +13,7 @@ from search.request import SearchRequest
 
 _OWN_FIELDS = (
     "num_devices", "model_file", "precision", "execution", "solver", "receive_ahead", "overlap",
-    "clip_gradients", "accept", "pins", "balance", "split_rank", "axes",
+    "logits", "meshes", "clip_gradients", "accept", "pins", "balance", "split_rank", "axes",
 )  # fmt: skip
 """What of a request its candidates follow from."""
 

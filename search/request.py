@@ -27,6 +27,7 @@ CHOICES = (*_SIZES, "zero", *_NAMED)
 
 Meshes = Literal["same", "own"]
 Overlaps = Literal["none", "auto"]
+Logits = Literal["auto", "whole", "chunked"]
 Offload = Literal["auto", "none", "optimizer", "activations", "both", "tables"]
 
 Value = TypeVar("Value")
@@ -121,6 +122,11 @@ class SearchRequest:
     overlap: Overlaps = "none"
     """``auto`` chooses whether weight gradients are made beside collectives of input gradients;
     with ``none`` these are waited for at once (`Plan.overlap`)."""
+    logits: Logits = "auto"
+    """Whether a loss has the logits of all tokens, ``whole``, or ``chunked``: of as many at a time
+    as are worth it (`Plan.logit_rows`). ``auto`` is what makes the faster plan: chunks take longer,
+    and with less memory another plan may fit. With `meshes` own, and on several kinds of devices,
+    it is whole."""
     axes: tuple[tuple[str, int], ...] = ()
     """Sizes of mesh axes that have no field here, as (axis, size)."""
     num_best: int = 1
@@ -207,6 +213,15 @@ class SearchRequest:
             raise LayoutError(
                 "`overlap` auto was given with `meshes` own, whose stages would each choose; "
                 "drop one of them"
+            )
+        if self.logits not in get_args(Logits):
+            raise LayoutError(
+                f"`logits` {self.logits} was given; use whole, chunked, or auto, which chooses"
+            )
+        if self.logits == "chunked" and self.meshes == "own":
+            raise LayoutError(
+                f"`logits` {self.logits} was given with `meshes` own, whose stages would each "
+                "choose; drop one of them"
             )
         precision_named(self.precision)
         if self.num_best < 1:

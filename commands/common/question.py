@@ -169,6 +169,14 @@ class Question:
             rich_help_panel=CHOICES,
         ),
     ] = "none"
+    logits: Annotated[
+        str,
+        typer.Option(
+            help="Of a loss: whole, chunked (of some tokens at a time, made twice), or auto: what "
+            "makes the faster plan.",
+            rich_help_panel=CHOICES,
+        ),
+    ] = "auto"
     offload: Annotated[
         str,
         typer.Option(
@@ -301,6 +309,7 @@ class Question:
             offload=self.offload,  # type: ignore[arg-type]  # the request checks it
             meshes=self.meshes,  # type: ignore[arg-type]  # the request checks it
             overlap=self.overlap,  # type: ignore[arg-type]  # the request checks it
+            logits=self.logits,  # type: ignore[arg-type]  # the request checks it
             precision=self.precisions[0],
             execution=self.executions[0],
             receive_ahead=self.receive_ahead,

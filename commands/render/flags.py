@@ -37,6 +37,7 @@ SPELLINGS = {
     "execution": "--execution",
     "receive_ahead": "--receive-ahead",
     "overlap": "--overlap",
+    "logits": "--logits",
     "clip_gradients": "--clip-gradients",
     "balance": "--balance",
     "split_rank": "--split-rank",

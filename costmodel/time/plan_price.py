@@ -178,6 +178,7 @@ def _costs_by_mesh(plan: Plan, costs: CostCache, meshes: Sequence[Mesh]) -> dict
                 ),
                 recomputed=tuple((choice.class_index, choice.ops) for choice in plan.recomputed),
                 beside=plan.makes_beside,
+                logit_rows=plan.logit_rows,
                 polls=of_group.polls(plan.degrees, pp=plan.pp),
             )
             by_mesh[mesh] = StageCosts(

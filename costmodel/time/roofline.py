@@ -65,7 +65,9 @@ def roofline_points(price: PlanPrice, costs: CostCache, pp_rank: int) -> tuple[R
             uses[index] = uses.get(index, 0) + 1
         for index, count in uses.items():
             layouts = tuple(layout for layout in split.layouts if layout.class_index == index)
-            local = chain.costs.local(index, split.microbatch_size, split.degrees, layouts)
+            local = chain.costs.local(
+                index, split.microbatch_size, split.degrees, layouts, logit_rows=split.logit_rows
+            )
             calls = count * plan.num_microbatches
             for op in local.ops:
                 if op.target == "planner.redistribute":

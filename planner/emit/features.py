@@ -180,10 +180,11 @@ _OTHERS = (
     Feature(name="layouts", fields=("layouts",), used=_layouts),
     # What of it a plan uses is known with its model's graph (`planner.emit.emitter`).
     Feature(name=WHOLE_BATCH, fields=("accept",), used=lambda plan: ""),
-    # How early this project's runtime posts receives, how it runs blocks, and beside which of their
-    # collectives. Other systems have
+    # How early this project's runtime posts receives, how it runs blocks, beside which of their
+    # collectives, and of how many tokens it has logits. Other systems have
     # their own way; the results are the same, so nothing is to be told.
     Feature(name="receive-ahead", fields=("receive_ahead",), used=lambda plan: ""),
     Feature(name="kernels", fields=("kernels",), used=lambda plan: ""),
     Feature(name="overlap", fields=("overlap",), used=lambda plan: ""),
+    Feature(name="logits", fields=("logit_rows",), used=lambda plan: ""),
 )

@@ -44,7 +44,9 @@ from planner.language.plan import ClassLayout, Precision
 from planner.language.stacks import Expressed
 from search.op_layout.front import Layouts
 from search.op_layout.layouts import LayoutSolver, SizedLayouts
+from search.request import Logits
 from search.space.configuration import BlockSizes, Shape
+from search.stages.logit_rows import logit_rows
 from search.stages.stage_table import StageTable
 from search.stages.worth_trying import microbatch_seconds, worth_trying
 
@@ -106,6 +108,7 @@ class LayoutCandidates:
         given: sizes on axes that a search does not try, as the request gives them.
         expressed: what the stack expresses that plans are for; None: everything.
         beside: whether weight gradients may be made beside collectives (`Plan.overlap`).
+        logits: whether losses make logits in chunks (`SearchRequest.logits`).
         why_none: why an axis beside tp cannot divide the blocks of the last layout without a table.
     """
 
@@ -116,6 +119,7 @@ class LayoutCandidates:
     given: Degrees = field(default_factory=Degrees)
     expressed: Expressed | None = None
     beside: bool = False
+    logits: Logits = "whole"
     why_none: LayoutError | None = None
     _sized: dict[BlockSizes, SizedCandidates] = field(default_factory=dict)
     _accumulate_s: dict[bool, float] = field(default_factory=dict)
@@ -243,11 +247,24 @@ class SizedCandidates:
         """
         if by_class not in self._tables_of:
             try:
-                self._tables_of[by_class] = tuple(self._with_beside(self._ways(by_class)))
+                found = self._with_chunks(self._ways(by_class))
+                self._tables_of[by_class] = tuple(self._with_beside(found))
             except LayoutError as error:
                 self.candidates.why_none = error
                 return ()
         return self._tables_of[by_class]
+
+    def _with_chunks(self, tables: Iterable[StageTable]) -> Iterator[StageTable]:
+        """Yield tables with logits whole, in chunks or both, as is asked for: in chunks where all
+        rows are not one chunk.
+        """
+        of = self.candidates
+        for table in tables:
+            rows = 0 if of.logits == "whole" else logit_rows(table)
+            if of.logits != "chunked" or not rows:
+                yield table
+            if rows:
+                yield replace(table, logit_rows=rows)
 
     def _with_beside(self, tables: Iterable[StageTable]) -> Iterator[StageTable]:
         """Yield tables, and behind each that of weight gradients beside collectives, if any hide

@@ -60,6 +60,8 @@ class StageTable:
     """What all plans of the search put on the host."""
     beside: bool = False
     """Weight gradients are made beside collectives of the backward (`Split`)."""
+    logit_rows: int = 0
+    """Of how many tokens a rank makes logits at a time; 0: of all (`Plan.logit_rows`)."""
     rank_ends: dict[tuple, tuple[float, ...]] = field(default_factory=dict, init=False)
     """When ranks end their last jobs, in seconds, of the cuts that were simulated."""
     _least_sums: dict[Recompute, tuple[list[float], list[float]]] = field(
@@ -86,7 +88,8 @@ class StageTable:
         """Names the table where answers about it are kept."""
         layouts = sha256(repr(self.layouts).encode()).hexdigest()
         beside = " beside" * self.beside
-        return f"{self.degrees} microbatch_size={self.microbatch_size} {layouts}{beside}"
+        rows = f" logit_rows={self.logit_rows}" if self.logit_rows else ""
+        return f"{self.degrees} microbatch_size={self.microbatch_size} {layouts}{beside}{rows}"
 
     @property
     def tp(self) -> int:
@@ -123,6 +126,7 @@ class StageTable:
                 microbatch_size=self.microbatch_size,
                 layouts=self.layouts,
                 beside=self.beside,
+                logit_rows=self.logit_rows,
                 polls=polls,
             )
             self._chains[polls] = chain_costs(self.costs, split)

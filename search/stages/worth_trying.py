@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 from costmodel.memory.bound import kept_bytes
@@ -17,13 +18,14 @@ def worth_trying(tables: Iterable[StageTable]) -> tuple[StageTable, ...]:
     """Return the tables that are not slower than another without holding clearly less.
 
     The layout solver counts bytes roughly; these are the cost model's own. What waits for a
-    collective is not in a block's load, so tables with and without it are held against their like.
+    collective is not in a block's load, nor what a loss holds while it runs, so tables are held
+    against those that are alike in both.
     """
-    kept_of: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
+    kept_of: defaultdict[tuple[bool, bool], list[tuple[float, float, float]]] = defaultdict(list)
     result = []
 
     for table in sorted(tables, key=microbatch_seconds):
-        load, kept = table.blocks, kept_of[table.beside]
+        load, kept = table.blocks, kept_of[table.beside, table.logit_rows > 0]
         mine = (
             float(load.param_bytes.sum()),
             float(kept_bytes(load, recompute="none").sum()),

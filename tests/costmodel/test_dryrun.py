@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
@@ -121,6 +122,92 @@ def test_what_waits_for_a_collective_is_in_the_dry_run(gpt, layout):
     model, graph, costs = gpt
     plan = default_plan(graph, **{"microbatch_size": 8, "num_microbatches": 2, **layout})
     plan = plan.model_copy(update={"overlap": "input-gradients"})
+    assert_every_rank(plan, model, graph, costs)
+
+
+class WideGPT(PlainGPT):
+    """One layer, and a vocabulary whose logits are most of what a rank holds."""
+
+    classes = 4096
+    cap = 0.0
+
+    def __init__(self):
+        super().__init__(layers=1)
+        width = self.head.in_features
+        self.head = nn.Linear(width, self.classes, bias=False)
+
+    def forward(self, ids, labels):
+        x = self.token(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x))
+        if self.cap:
+            logits = torch.tanh(logits / self.cap) * self.cap
+        return F.cross_entropy(logits.float().view(-1, self.classes), labels.view(-1))
+
+
+class CappedGPT(WideGPT):
+    """The same with logits between -30 and 30."""
+
+    cap = 30.0
+
+
+@cache
+def wide(precision, kind=WideGPT):
+    return capture_module(kind(), gpt_batch(2), gpt_batch(3), name="wide-gpt", precision=precision)
+
+
+@pytest.mark.parametrize("precision", ["model", "bf16"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"tp": 2, "recompute": "selective"},
+        {"pp": 2, "num_microbatches": 4, "schedule": "zb_h1"},
+        {"dp": 2, "zero_stage": 3, "recompute": "full"},
+        pytest.param({"tp": 2}, marks=pytest.mark.slow),
+        pytest.param({"recompute": "full"}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2, "num_microbatches": 4}, marks=pytest.mark.slow),
+        pytest.param({"dp": 2}, marks=pytest.mark.slow),
+        pytest.param({"cp": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_logits_in_chunks_are_in_the_dry_run(layout, precision):
+    """X10: every pp rank within 1%, where whole logits take the last one over a third more."""
+    graph = wide(precision)
+    costs = CostCache(graph, CpuProfile())
+    plan = default_plan(graph, **{"microbatch_size": 8, "num_microbatches": 2, **layout})
+    whole = plan.model_copy(update={"precision": precision})
+    plan = whole.model_copy(update={"logit_rows": 24})
+    model = replace(tiny_models()["gpt"], build=WideGPT)
+    assert_every_rank(plan, model, graph, costs)
+    most, least = (
+        float(estimate(graph, costs.profile, each, costs=costs).memory[-1].tensor_bytes)
+        for each in (whole, plan)
+    )
+    assert most > 1.3 * least
+
+
+@pytest.mark.parametrize("precision", ["model", "bf16"])
+def test_capped_logits_in_chunks_are_in_the_dry_run(precision):
+    """X10: with what the backward through a tanh has of each logit."""
+    graph = wide(precision, CappedGPT)
+    plan = default_plan(graph, tp=2, microbatch_size=8, num_microbatches=2)
+    plan = plan.model_copy(update={"precision": precision, "logit_rows": 24})
+    model = replace(tiny_models()["gpt"], build=CappedGPT)
+    assert_every_rank(plan, model, graph, CostCache(graph, CpuProfile()))
+
+
+def test_what_a_second_run_might_read_stays_to_the_end_of_the_first():
+    """X10: whole logits in bf16, which a view reads that is made again, beside their probabilities;
+    7% of this rank.
+    """
+    graph = wide("bf16")
+    costs = CostCache(graph, CpuProfile())
+    plan = default_plan(graph, tp=2, recompute="selective", microbatch_size=8, num_microbatches=2)
+    plan = plan.model_copy(update={"precision": "bf16"})
+    model = replace(tiny_models()["gpt"], build=WideGPT)
     assert_every_rank(plan, model, graph, costs)
 
 

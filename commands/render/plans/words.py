@@ -49,6 +49,8 @@ def plan_sentence(plan: Plan, overview: Overview) -> str:
         parts.append("compiled blocks")
     if plan.makes_beside:
         parts.append("weight gradients beside collectives")
+    if plan.logit_rows:
+        parts.append(f"logits of {plan.logit_rows} tokens at a time")
     runtime = "" if plan.execution == plan.runs_as else f", as {plan.execution} runs it"
     return ", ".join(parts) + runtime + "."
 

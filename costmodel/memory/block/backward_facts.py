@@ -26,6 +26,7 @@ from planner.language.layout.placement import Replicate, parse_placement
 from planner.language.layout.redistribute import REDISTRIBUTE, collectives
 from planner.language.lowering.lowering import ONCE
 from planner.language.ops.call import ProductArgs
+from planner.language.ops.families.losses.in_chunks import loss_in_chunks
 from planner.language.ops.families.lowered import is_view_slice
 from planner.language.ops.kernel import Saved
 from planner.language.ops.record import family_of, packet_of
@@ -42,7 +43,7 @@ class InputGradient(NamedTuple):
     is_param: bool
     """Whether the input is a parameter."""
     is_weight: bool
-    """Whether it is the weight of a product."""
+    """Whether it is the weight of a product, or of a loss of a product in chunks."""
     is_same: bool
     """Whether its gradient is the arriving gradient, or a view of it."""
     has_gaps: bool
@@ -159,7 +160,10 @@ def _op_facts(op: Op, args: ProductArgs | None, saved: SavedTensors) -> OpFacts:
             for at, name in enumerate(op.inputs)
             if name in needing and (tensor[name].kind != "param" or op.inputs.index(name) == at)
         ]
+        in_chunks = loss_in_chunks(op)
         weight = None if args is None else args[1].name
+        if in_chunks is not None:
+            weight = in_chunks.weight.name
         has_gaps = leaves_gaps(op, storages.program)
         gradients = tuple(
             InputGradient(

@@ -137,7 +137,9 @@ def _block_bytes(
         # Others may hold an output, too, so outputs count at the stage.
         kept_bytes=kept.num_bytes - sum(kept.roots.get(root, 0) for root in edges),
         recomputed_bytes=recomputed_bytes,
-        forward_rise_bytes=forward_walk(saved, roots=kept.roots, extra=kept.extra),
+        forward_rise_bytes=forward_walk(
+            saved, roots=kept.roots, extra=kept.extra, lasting=kept.read
+        ),
         recompute_rise_bytes=recompute_rise,
         # Microbatches and positions in the stage differ in few options, so few walks are made.
         backward=cache(lambda **how: backward_walk(facts(), **how)),

@@ -13,6 +13,7 @@ def forward_walk(
     roots: Collection[str],
     extra: Mapping[str, int],
     exist: Collection[str] = (),
+    lasting: Collection[str] = (),
     skipped: Collection[str] = (),
     stops: bool = False,
 ) -> int:
@@ -21,6 +22,7 @@ def forward_walk(
     roots: storages that stay, saved for the backward.
     extra: bytes that ops keep beside tensors, by op.
     exist: storages that are alive before the run.
+    lasting: storages that are freed at the end of the run at the earliest.
     skipped: ops that do not run. Selective recomputation gives them their saved results: they only
         free what no later op reads.
     stops: the run ends once all that stays is made, as checkpointing stops early.
@@ -41,6 +43,7 @@ def forward_walk(
     if not stops:
         end = len(program.ops)
         last_use |= {storage[name].root: end for name in program.outputs}
+        last_use |= dict.fromkeys(last_use.keys() & lasting, end)
     last_used_by: dict[int, list[str]] = {}
     for root, index in last_use.items():
         last_used_by.setdefault(index, []).append(root)

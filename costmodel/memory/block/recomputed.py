@@ -28,6 +28,9 @@ class Kept(NamedTuple):
     results: frozenset[str]
     """Those of the storages that the call of the block refers to for its second run. They are
     freed when nothing is left of its graph; others are freed op by op."""
+    read: frozenset[str]
+    """Storages of all results that the call refers to until its first run ends: then it drops those
+    that the second run does not get to."""
 
     @property
     def num_bytes(self) -> int:
@@ -63,5 +66,5 @@ def kept_storages(saved: SavedTensors, recomputed: Collection[str]) -> Kept:
                 kept[name] = storage[name]
     # Views of one storage count once; inputs are the block's neighbours'.
     roots = {s.root: s.num_bytes for s in kept.values() if s.root not in program.inputs}
-    results = (storage[name].root for name in read_again if maker[name] not in recomputed)
-    return Kept(roots, extra, frozenset(results) & roots.keys())
+    read = frozenset(storage[name].root for name in read_again if maker[name] not in recomputed)
+    return Kept(roots, extra, results=read & roots.keys(), read=read)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Literal, NamedTuple
 
+from costmodel.time.block.in_chunks import seconds_in_chunks
 from costmodel.time.block.narrow import narrow_seconds
 from costmodel.time.communication import beside_seconds
 from costmodel.topology import Axis, axis_group, neighbours
@@ -18,6 +19,7 @@ from planner.language.layout.redistribute import (
     replicas_of,
 )
 from planner.language.ops.call import Call, Work
+from planner.language.ops.families.losses.in_chunks import LOSS_IN_CHUNKS
 from planner.language.ops.flops import backward_work, op_work
 from planner.language.ops.record import family_of
 from profiles import Group, OpQuery, Profile
@@ -52,6 +54,10 @@ def op_seconds(
     check_time()
     if family_of(op.target).multiplies_in:
         return narrow_seconds(op, tensor, profile, kernels)
+    if op.target == LOSS_IN_CHUNKS:
+        return seconds_in_chunks(
+            op, tensor, profile, lambda each, around: op_seconds(each, around, profile)
+        )
     forward, backward = works or op_works(op, tensor)
     # Views move nothing, and their backward counts nothing either (`backward_work`).
     if forward.num_bytes == 0:

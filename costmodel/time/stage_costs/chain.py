@@ -52,6 +52,8 @@ class Split:
     """Ops that selective recomputation runs again, by class (no entry: the default choice)."""
     beside: bool = False
     """Weight gradients are made beside collectives of the backward (`Plan.overlap`)."""
+    logit_rows: int = 0
+    """Of how many tokens a rank makes logits at a time (`Plan.logit_rows`)."""
     polls: bool = False
     """Hosts poll for messages that cross nodes, and reach collectives late (`CostCache.polls`)."""
 
@@ -97,6 +99,7 @@ class ChainCosts:
                 recomputed=recomputed.get(index),
                 polls=split.polls,
                 beside=split.beside,
+                logit_rows=split.logit_rows,
             )
             for index in {block.class_index for block in self.graph.blocks}
         }

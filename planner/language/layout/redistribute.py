@@ -164,6 +164,12 @@ def inner_collectives(
     """
     if op.target == "planner.divide_by_count":
         return (("all_reduce", DTYPE_BYTES["int64"]),)
+    if op.target == "planner.cross_entropy_in_chunks":
+        x, loss = tensor[op.inputs[0]], tensor[op.outputs[0]]
+        size = x.numel_at(1) // x.shape_at(1)[-1]
+        size *= max(DTYPE_BYTES[loss.dtype], DTYPE_BYTES["float32"])
+        # Of all chunks together, as below.
+        return (("all_reduce", size), ("all_reduce", 3 * size))
     if op.target in ("planner.vocab_cross_entropy", "planner.sized_vocab_cross_entropy"):
         logits = tensor[op.inputs[0]]
         # Per sample the largest logit, then three sums, each in at least fp32.

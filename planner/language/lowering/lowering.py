@@ -26,6 +26,7 @@ from planner.language.layout.placement import (
 )
 from planner.language.layout.redistribute import REDISTRIBUTE, redistribute_op
 from planner.language.lowering.experts import check_rows, spread_experts
+from planner.language.lowering.passes.losses_in_chunks import with_losses_in_chunks
 from planner.language.ops.call import local_shape
 from planner.language.ops.registry import (
     grad_is_partial,
@@ -91,11 +92,12 @@ def local_program(
             )
             for bound, placed in zip(programs, layouts, strict=True)
         ]
-    if degrees["ep"] == 1:
-        return programs[0]
-    check_rows(whole, placed_on, degrees)
-    on_ep = plan.layout(class_index, axis="ep", degrees=degrees)
-    return spread_experts(programs[0], degrees["ep"], etp=degrees["etp"], layout=on_ep)
+    program = programs[0]
+    if degrees["ep"] > 1:
+        check_rows(whole, placed_on, degrees)
+        on_ep = plan.layout(class_index, axis="ep", degrees=degrees)
+        program = spread_experts(program, degrees["ep"], etp=degrees["etp"], layout=on_ep)
+    return with_losses_in_chunks(program, plan.logit_rows)
 
 
 def _resized(

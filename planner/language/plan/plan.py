@@ -102,6 +102,9 @@ class Plan(Record):
         overlap: "input-gradients" makes weight gradients while the collectives are under way that
             sum or gather input gradients inside blocks (`planner.language.ops.weight_products`);
             "none" waits for each of these at once.
+        logit_rows: of how many tokens a rank makes logits at a time, where the loss is of a
+            product's results alone (`planner.language.lowering.passes.losses_in_chunks`); the
+            backward makes them again. 0: of all at once, which it saves.
         estimate: what the search predicted, in named parts (seconds and bytes), for `show` and
             `compare`; running ignores it.
         execution: the runtime whose step `estimate` is; running ignores it, too.
@@ -130,6 +133,7 @@ class Plan(Record):
     accept: tuple[str, ...] = ()
     kernels: Kernels = "eager"
     overlap: Overlap = "none"
+    logit_rows: int = Field(ge=0, le=MOST, default=0)
     estimate: dict[str, Any] = Field(default_factory=dict)
     execution: str = OURS
 
@@ -155,6 +159,8 @@ class Plan(Record):
             spread.pop("kernels", None)
         if self.overlap == "none":
             spread.pop("overlap", None)
+        if not self.logit_rows:
+            spread.pop("logit_rows", None)
         return spread
 
     @field_validator("accept")

@@ -28,6 +28,7 @@ from planner.language.graph.module_keys import OPAQUE_MODULE
 from planner.language.graph.tables import TABLE_LOOKUP
 from planner.language.layout.redistribute import GATHER_SAMPLES, OWN_SAMPLES, REDISTRIBUTE
 from planner.language.ops.families.entries.routing import STACK_OF_RUNS
+from planner.language.ops.families.losses.in_chunks import LOSS_IN_CHUNKS
 from planner.language.ops.families.products.narrow import NARROW_RUNS, scaling_of
 from planner.language.ops.record import is_random
 from planner.language.ops.weight_products import deferrable_products, products_beside
@@ -41,6 +42,7 @@ from planner.runtime.stage.calls.exchanges.experts import deal_runs, exchange_ro
 from planner.runtime.stage.calls.exchanges.gathered_experts import gather_rows, scatter_rows
 from planner.runtime.stage.calls.exchanges.samples import gather_samples, own_samples
 from planner.runtime.stage.calls.exchanges.table_rows import exchanged_embedding
+from planner.runtime.stage.calls.losses.in_chunks import cross_entropy_in_chunks
 from planner.runtime.stage.calls.opaque_modules import find_module, opaque_module, own_params
 from planner.runtime.stage.calls.part_of import part_of
 from planner.runtime.stage.calls.pure import PURE
@@ -98,7 +100,8 @@ def to_graph_module(
             )
             env[op.outputs[0]] = node
         elif op.target.startswith("planner."):
-            node = _emit_own(graph, program, op, env, groups, device)
+            adds = weight_queue is not None
+            node = _emit_own(graph, program, op, env, groups, device, adds=adds)
             if op.name in hides:
                 node.op, node.target = "call_module", "redistribute_beside"
         else:
@@ -216,8 +219,13 @@ def _emit_own(
     env: dict[str, fx.Node],
     groups: Mapping[str, ProcessGroup | None],
     device: torch.device,
+    *,
+    adds: bool,
 ) -> fx.Node:
-    """Call one of our functions; an argument named for a group carries the axis in the IR."""
+    """Call one of our functions; an argument named for a group carries the axis in the IR.
+
+    `adds`: what makes weight gradients may add them to their sums itself.
+    """
     scaling = scaling_of(op)
     name = op.target.removeprefix("planner.").removesuffix(f".{scaling}")
     function = _OWN.get(name) or getattr(local_ops, name, None)
@@ -241,6 +249,8 @@ def _emit_own(
         bound.arguments["own_names"] = own_params(program, op)
     if scaling:
         bound.arguments["scaling"] = scaling
+    if op.target == LOSS_IN_CHUNKS:
+        bound.arguments["adds"] = adds
     for argument in ("group", "outer_group", "outermost_group"):
         axis = bound.arguments.get(argument)
         if axis is None:
@@ -273,6 +283,7 @@ _MODULES = {True: "linear", False: "matmul"}
 _OWN: dict[str, Callable[..., Any]] = {
     "linear": _narrow_linear,
     "addmm": _narrow_addmm,
+    "cross_entropy_in_chunks": cross_entropy_in_chunks,
     "exchanged_embedding": exchanged_embedding,
     "deal_runs": deal_runs,
     "exchange_rows": exchange_rows,

@@ -48,6 +48,7 @@ class PlacedStages:
             plan.recomputed,
             plan.layouts,
             plan.overlap,
+            plan.logit_rows,
         )
         self.known = costs.once(options, dict[tuple, StageJobs])
 
@@ -215,6 +216,7 @@ class PlacedStages:
                     recompute=choice,
                     recomputed=recomputed.get(block.class_index),
                     beside=plan.makes_beside,
+                    logit_rows=plan.logit_rows,
                 )
                 shapes = (graph.tensor[name].shape_at(size) for name in block.inputs)
                 copies = tuple(

@@ -110,7 +110,7 @@ def vocab_log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None, group: str
     x = x if dtype is None else x.to(dtype)
     # Any shift cancels in a softmax, so no gradient passes it; the largest keeps exp from
     # overflowing.
-    largest = _reduce(x.detach().amax(dim, keepdim=True), group, "max")
+    largest = reduce_over(x.detach().amax(dim, keepdim=True), group, "max")
     shifted = x - largest
     total = shifted.exp().sum(dim, keepdim=True)
     # Classes of this rank leave only their term of the gradient of `total`.
@@ -264,7 +264,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         num_local = x.shape[-1]
         num_classes = num_local * collectives.size(group)
         # Shifted by the largest logit of all ranks, exp cannot overflow. The shift cancels.
-        largest = _reduce(x.amax(-1), group, "max")
+        largest = reduce_over(x.amax(-1), group, "max")
         shifted = x - largest.unsqueeze(-1)
         local = target - collectives.rank(group) * num_local
         is_here = (local >= 0) & (local < num_local) & (target != ignore_index)
@@ -274,7 +274,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         # Sums over this rank's classes, in one message: of exponentials, of the target's logit (0
         # on ranks that lack it), of all logits (for the smoothing).
         parts = torch.stack([exponentials.sum(-1), at_target, shifted.sum(-1)])
-        denominator, at_target, total = _reduce(parts, group, "sum").unbind(0)
+        denominator, at_target, total = reduce_over(parts, group, "sum").unbind(0)
         kept = target != ignore_index
         # (1 - e) (-log p[target]) + e / C sum over c of (-log p[c]), with log p[c] = shifted[c] -
         # log D.
@@ -311,7 +311,7 @@ def grouped_mm(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return torch.einsum("nk,nkm->nm", rows, weights[owner])
 
 
-def _reduce(x: Tensor, group: str, how: str) -> Tensor:
+def reduce_over(x: Tensor, group: str, how: str) -> Tensor:
     if not group:
         return x
     all_reduce = torch.ops._c10d_functional.all_reduce

@@ -48,6 +48,13 @@ def test_a_right_plan_is_proven(name):
     assert any("loading of data" in each for each in proof.unproven)
 
 
+def test_a_plan_with_logits_in_chunks_is_proven():
+    """N6: the loss itself, on divided vocabularies, in chunks smaller than what it is run on."""
+    plan = plan_of("gpt", tp=2, pp=2).model_copy(update={"logit_rows": 7})
+    proof = proof_of("gpt", plan)
+    assert proof.passed, [part.faults for part in proof.parts if part.faults]
+
+
 class Tokens(nn.Module):
     """Sequences of 64 that a mean of neighbours mixes."""
 

@@ -1,0 +1,1 @@
+"""Losses that an op of the library does not compute."""

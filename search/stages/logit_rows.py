@@ -1,0 +1,41 @@
+"""Of how many tokens a rank has logits at a time, where a search has them in chunks."""
+
+from __future__ import annotations
+
+from costmodel import CostCache
+from planner.errors import LayoutError
+from planner.language.lowering.passes.losses_in_chunks import (
+    CROSS_ENTROPY,
+    is_of_a_product,
+    rows_of_chunk,
+)
+from search.stages.stage_table import StageTable
+
+
+def logit_rows(table: StageTable) -> int:
+    """Return of how many tokens at a time blocks had best make logits under a table's layouts; 0:
+    of all, which are too few to be divided, or no loss is of logits alone.
+    """
+    if table.costs.execution.prices != "profile":
+        return 0  # other runtimes have losses of their own
+    found = 0
+    for index, program in enumerate(table.graph.classes):
+        if any(op.target == CROSS_ENTROPY for op in program.ops):
+            layouts = tuple(layout for layout in table.layouts if layout.class_index == index)
+            local = table.costs.local(index, table.microbatch_size, table.degrees, layouts)
+            found = max(found, rows_of_chunk(local))
+    return found
+
+
+def check_chunks(costs: CostCache) -> None:
+    """Raise LayoutError where chunks are asked for, and plans can't have them."""
+    if costs.execution.prices != "profile":
+        raise LayoutError(
+            f"`logits` chunked was given, and {costs.execution.name} has losses of its own; plan "
+            "for this project's runtime, or leave it out"
+        )
+    if not any(is_of_a_product(program.bind(1)) for program in costs.graph.classes):
+        raise LayoutError(
+            "`logits` chunked was given, and no loss of the model is a cross entropy of what a "
+            "linear layer makes for it alone; leave it out"
+        )

@@ -1,0 +1,111 @@
+"""Whether a loss has the logits of all tokens, or makes them in chunks, is searched."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from costmodel import CostCache, estimate
+from planner.errors import LayoutError
+from planner.language.graph import ModelGraph
+from planner.language.lowering.passes import losses_in_chunks
+from planner.units import GIB
+from profiles import load_profile
+from search import SearchRequest, find_plan
+from search.candidates import Candidates
+from tests.captures import capture_tiny, capture_wide_llama
+from tests.search.machine import Machine
+
+MACHINE = Machine(memory_bytes=80.0 * GIB)
+
+
+@cache
+def wide() -> ModelGraph:
+    """Two layers of a Llama on 4096 tokens, with a vocabulary of many times its width."""
+    return capture_wide_llama(4096, vocab_size=128256)
+
+
+def request(**choices) -> SearchRequest:
+    return SearchRequest(num_devices=2, global_batch=4, **choices)
+
+
+def test_each_layout_is_priced_both_ways():
+    """In chunks it is slower by a product and holds less; neither is pruned for the other."""
+    candidates = Candidates.of(wide(), MACHINE, request())
+    for tp in (1, 2):
+        found = candidates.layouts.at(tp, 1).tables
+        whole = {table.layouts: table for table in found if not table.logit_rows}
+        chunked = {table.layouts: table for table in found if table.logit_rows}
+        assert whole
+        assert chunked.keys() == whole.keys()
+        for layouts, table in chunked.items():
+            assert table.logit_rows == 2048
+            other = whole[layouts]
+            assert table.key != other.key
+            assert (table.forward_s >= other.forward_s).all()
+            assert table.backward_s[-1] > other.backward_s[-1]
+            assert (table.backward_s[:-1] == other.backward_s[:-1]).all()
+            assert table.blocks.saved_bytes[-1] < 0.2 * other.blocks.saved_bytes[-1]
+
+
+def test_bounds_of_layouts_hold_for_chunks():
+    """What ops of whole logits take at least, chunks take, too."""
+    candidates = Candidates.of(wide(), MACHINE, request())
+    for layout in candidates.layouts.at(2, 1).every:
+        seconds = float((layout.table.forward_s + layout.table.backward_s).sum())
+        assert layout.least_s + layout.accumulate_s <= seconds * (1 + 1e-9)
+
+
+def test_chunks_are_chosen_where_memory_is_short():
+    """Under a limit that whole logits meet by a slower plan, or by none."""
+    found = {
+        (logits, limit): find_plan(
+            wide(), MACHINE, request(logits=logits, memory_limit_bytes=limit and int(limit * GIB))
+        )
+        for logits in ("whole", "auto", "chunked")
+        for limit in (None, 4)
+    }
+    plans = {key: result.plan for key, result in found.items()}
+    steps = {key: plan.estimate["step_s"] for key, plan in plans.items() if plan is not None}
+    # With all the room there is, whole logits are as fast as can be.
+    assert plans["auto", None].logit_rows == 0
+    assert steps["auto", None] == steps["whole", None]
+    assert steps["chunked", None] > steps["whole", None]
+    short = plans["auto", 4]
+    assert short is not None
+    assert short.logit_rows == plans["chunked", None].logit_rows == 2048
+    assert steps["auto", 4] < steps.get(("whole", 4), float("inf"))
+    # The plan's own estimate is what the search had.
+    again = estimate(wide(), MACHINE, short, costs=CostCache(wide(), MACHINE))
+    assert again.step_s == pytest.approx(steps["auto", 4])
+
+
+def test_few_tokens_are_one_chunk():
+    candidates = Candidates.of(capture_tiny("gpt"), MACHINE, request(logits="chunked"))
+    assert not any(table.logit_rows for table in candidates.layouts.at(1, 1).tables)
+
+
+def test_chunks_have_about_as_many_logits_as_there_are_hidden_states(monkeypatch):
+    monkeypatch.setattr(losses_in_chunks, "LEAST_ROWS", 1)
+    candidates = Candidates.of(wide(), MACHINE, request(logits="chunked"))
+    hidden = wide().tensor[wide().blocks[-1].inputs[0]].shape[-1]
+    for tp in (1, 2):
+        (rows,) = {table.logit_rows for table in candidates.layouts.at(tp, 1).tables}
+        assert rows % 128 == 0
+        assert 0 <= rows - 4096 * hidden * tp / 128256 < 128
+
+
+def test_what_cannot_have_chunks_is_told():
+    with pytest.raises(LayoutError, match="no loss of the model is a cross entropy"):
+        Candidates.of(capture_tiny("unet"), MACHINE, request(logits="chunked"))
+    with pytest.raises(LayoutError, match="megatron-core has losses of its own"):
+        Candidates.of(
+            wide(),
+            load_profile("h100-sxm5-80gb"),
+            request(logits="chunked", execution="megatron-core"),
+        )
+    with pytest.raises(LayoutError, match="whose stages would each choose"):
+        request(logits="chunked", meshes="own")
+    with pytest.raises(LayoutError, match="use whole, chunked, or auto"):
+        request(logits="half")
