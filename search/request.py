@@ -208,6 +208,12 @@ class SearchRequest:
                 "`overlap` auto was given with `meshes` own, whose stages would each choose; "
                 "drop one of them"
             )
+        if self.overlap == "auto" and self.execution != OURS:
+            raise LayoutError(
+                f"`overlap` auto was given with `execution` {self.execution}, which makes weight "
+                "gradients in an order of its own, none of them beside collectives by choice; drop "
+                f"it, or plan for {OURS}"
+            )
         precision_named(self.precision)
         if self.num_best < 1:
             raise LayoutError(

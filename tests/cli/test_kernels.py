@@ -41,6 +41,17 @@ def test_kernels_that_are_not_there_are_refused(planner, write_model):
     assert "--kernels fast was given; use eager or compiled" in launched
 
 
+def test_work_beside_collectives_is_of_eager_kernels_alone(planner, write_model):
+    path = write_model()
+    for kernels in ("--kernels", "compiled"), ("--execution", "megatron-core"):
+        refused = planner("search", path, *SEARCH, "--overlap", "auto", *kernels).complaint
+        assert "--overlap auto was given with --execution" in refused
+        assert "plan for ours-eager" in refused
+    both = planner("search", path, *SEARCH, "--overlap", "auto", "--kernels", "auto")
+    assert both.code == 0, both.stderr
+    assert "plans of compiled blocks were searched without" in both.stderr
+
+
 def test_a_launch_hands_its_kernels_on(planner, write_model, monkeypatch):
     path = write_model()
     assert planner("search", path, *SEARCH).code == 0
@@ -56,3 +67,9 @@ def test_a_launch_hands_its_kernels_on(planner, write_model, monkeypatch):
     assert followed_plan("plan.json").kernels == "compiled"
     monkeypatch.setenv(LAUNCHED, os.path.abspath("plan.json"))
     assert followed_plan("plan.json").kernels == "compiled"
+    beside = json.loads(Path("plan.json").read_text()) | {"overlap": "input-gradients"}
+    Path("plan.json").write_text(json.dumps(beside))
+    launched = planner("launch", "--kernels", "compiled", "--device", "cpu", "plan.json", path)
+    assert "compiled blocks make none so" in launched.stderr
+    followed = followed_plan("plan.json")
+    assert (followed.kernels, followed.overlap) == ("compiled", "none")
