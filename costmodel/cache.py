@@ -32,6 +32,7 @@ from planner.language.layout.axes import FOLDED, Degrees, lowered_axes
 from planner.language.lowering.experts import grouped_products, spread_experts
 from planner.language.lowering.lowering import lower
 from planner.language.ops.recompute_choice import ops_made_again
+from planner.language.ops.record import why_eager
 from planner.language.plan import OURS, ClassLayout, Recompute
 from profiles import Profile
 
@@ -164,6 +165,11 @@ class CostCache:
             return of_part
 
         return self.once(("part", stage_ranks), part)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether this project's runtime compiles blocks."""
+        return self.execution.kernels == "fused" and self.execution.prices == "profile"
 
     @property
     def adds_ops(self) -> bool:
@@ -361,6 +367,7 @@ class CostCache:
                 recompute=recompute,
                 recomputed=again,
                 beside=beside,
+                is_compiled=self.compiles and why_eager(held) is None,
                 instead=saved_instead(held, self.execution),
             )
         return self._bytes[key]

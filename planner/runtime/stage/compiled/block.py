@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.language.ops.weight_products import LARGE_BYTES
 from planner.runtime.stage.compiled.halves import Halves
 from planner.runtime.stage.compiled.kernels import Compiler
 from planner.runtime.stage.weight_grads import Pending, WeightQueue, weight_gradient
@@ -90,6 +89,7 @@ class _Block(torch.autograd.Function):
         made: list[Tensor | None] = list(block.backward(taken))
         found = [None if at is None else made[at] for at in halves.gradients]
         needs = ctx.needs_input_grad[2:]
+        now: list[Pending] = []
         for index, (position, transposed, scaling, x_at, grad_at) in enumerate(halves.products):
             x, grad = made[x_at], made[grad_at]
             assert x is not None
@@ -97,13 +97,16 @@ class _Block(torch.autograd.Function):
             if not needs[position]:
                 continue
             weight = None if weights is None else weights[index]
-            if weight is not None and weight.is_leaf and pending is not None:
-                pending.append(Pending(weight, None, transposed, x, grad, scaling))
+            if weight is not None and weight.is_leaf and not weight._backward_hooks:
+                adding = now if pending is None else pending
+                adding.append(Pending(weight, None, transposed, x, grad, scaling))
                 continue
-            adds = weight is not None and weight.nbytes >= LARGE_BYTES
-            fresh = weight_gradient(
-                weight if adds else None, x, grad, transposed=transposed, scaling=scaling
-            )
+            # Autograd hands it to FSDP2, to what the weight was made from, or to the hook.
+            fresh = weight_gradient(None, x, grad, transposed=transposed, scaling=scaling)
             before = found[position]
             found[position] = fresh if before is None or fresh is None else before + fresh
+        # Each product gives its factors back as it is made.
+        made, x, grad = [], None, None
+        while now:
+            now.pop().accumulate()
         return (None, None, *found)
