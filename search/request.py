@@ -11,7 +11,7 @@ from costmodel.execution.dispatch.imbalance import Imbalance, check_imbalance, i
 from costmodel.uncertainty import USUAL_ODDS, usable_bytes
 from planner.errors import LayoutError
 from planner.language.layout.axes import find_axis
-from planner.language.plan import OURS, Plan, Precision, precision_named
+from planner.language.plan import OURS, RUNTIME_OF, Plan, Precision, precision_named
 from planner.language.plan.accepted import check_accept
 from planner.language.schedule import find_schedule
 from profiles import Profile
@@ -172,6 +172,14 @@ class SearchRequest:
                     f"`axes` {axis}={size} was given; a size is 1 or more, and an axis that has "
                     "a field here is fixed by it"
                 )
+        if self.execution == RUNTIME_OF["graphs"]:
+            if self.zero:
+                raise LayoutError(
+                    f"`zero` {self.zero} was given for CUDA graphs, which read parameters where "
+                    "they were captured, and ZeRO gathers them elsewhere each time; use `zero` 0, "
+                    "or compiled blocks without graphs"
+                )
+            object.__setattr__(self, "zero", 0)
         if self.zero not in (None, 0, 1, 2, 3):
             raise LayoutError(f"`zero` {self.zero} was given; ZeRO stages are 0, 1, 2 and 3")
         if self.recompute not in (None, *RECOMPUTE_CHOICES):

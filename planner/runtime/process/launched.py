@@ -39,7 +39,7 @@ def followed_plan(given: Plan | str | os.PathLike[str]) -> Plan:
     plan, kernels = _followed(given), os.environ.get(KERNELS)
     if kernels is None:
         return plan
-    alone = {"overlap": "none"} if kernels == "compiled" else {}
+    alone = {"overlap": "none"} if kernels != "eager" else {}
     return plan.model_copy(update={"kernels": kernels, **alone})
 
 

@@ -22,10 +22,12 @@ from planner.language.across.cut.whole_batch import graph_under
 from planner.language.graph import ModelGraph, Program
 from planner.language.lowering.lowering import local_program
 from planner.language.ops.recompute_choice import ops_made_again
+from planner.language.ops.record import why_no_graph
 from planner.language.plan import Plan
 from planner.runtime.process.groups.mesh import Mesh
 from planner.runtime.stage.beside_collectives import BesideCollectives
 from planner.runtime.stage.compiled.block import CompiledBlock
+from planner.runtime.stage.compiled.graphs import Capture
 from planner.runtime.stage.compiled.halves import cut
 from planner.runtime.stage.compiled.kernels import Compiler
 from planner.runtime.stage.compiled.trace import trace
@@ -76,24 +78,47 @@ class Programs:
         self.parts = tuple(len(plan.split.part(0, count, part)) for part in range(count))
         self._own_parts = self.parts
 
-    def compile(self, class_index: int, compiler: Compiler, *, recomputes: bool) -> None:
-        """Compile a class's program, which from now on runs for the plan's own number of samples.
+    def compile(
+        self,
+        class_index: int,
+        compiler: Compiler,
+        *,
+        recomputes: bool,
+        capture: Capture | None = None,
+    ) -> str | None:
+        """Compile a class's program, which from now on runs for the plan's own number of samples;
+        given a `capture`, in CUDA graphs. Return why not in these, where none holds it.
 
         `recomputes`: that which makes cheap ops again in its backward; else that which saves all.
         Raises NotCompilable where no graph holds the program, CompilerFailed where the compiler
         fails.
         """
+        found = None
         for bucket in range(len(self._graphs)):
             parts = self._parts(bucket)
             program = self._lowered(class_index, bucket, self._own_size, parts)
             again = self._made_again(class_index, bucket, program) if recomputes else frozenset()
+            joint = trace(program, self._groups(), self._mesh.device)
             block = CompiledBlock(
-                cut(trace(program, self._groups(), self._mesh.device), made_again=again),
+                cut(joint, made_again=again),
                 compiler,
                 eager=self.of_class(class_index)(self._own_size),
                 queue=self._weight_queue,
             )
+            found = None if capture is None else why_no_graph(program)
+            if capture is not None and joint.writes:
+                found = "it writes buffers"
+            if capture is not None and found is None:
+                kinds = [program.tensor[name].kind for name in (*program.inputs, *program.params)]
+                block.run_in_graphs(
+                    capture,
+                    params=[at for at, kind in enumerate(kinds) if kind == "param"],
+                    num_blocks=sum(
+                        each.class_index == class_index for each in self._graphs[bucket].blocks
+                    ),
+                )
             self._compiled[class_index, bucket, recomputes] = block
+        return found
 
     def run_eagerly(self, class_index: int) -> None:
         """Take a class's compiled programs back."""

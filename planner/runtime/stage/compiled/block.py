@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from planner.runtime.stage.compiled.graphs import Capture, GraphedKernels
 from planner.runtime.stage.compiled.halves import Halves
-from planner.runtime.stage.compiled.kernels import Compiler
+from planner.runtime.stage.compiled.kernels import Compiler, Kernels
 from planner.runtime.stage.weight_grads import Pending, WeightQueue, weight_gradient
 
 
@@ -29,8 +31,21 @@ class CompiledBlock:
         do.
         """
         self.halves, self.queue, self._eager = halves, queue, eager
-        self.forward = compiler(halves.forward)
-        self.backward = None if halves.backward is None else compiler(halves.backward)
+        self.forward: Kernels = compiler(halves.forward)
+        self.backward: Kernels | None = (
+            None if halves.backward is None else compiler(halves.backward)
+        )
+
+    def run_in_graphs(self, capture: Capture, *, params: Collection[int], num_blocks: int) -> None:
+        """Run both halves in CUDA graphs from now on; `params` are the positions of parameters,
+        which so many blocks have of their own.
+        """
+        graphed = partial(GraphedKernels, num_blocks=num_blocks, capture=capture)
+        saved = self.halves.saved_tensors
+        self.forward = graphed(self.forward, params=sorted(params))
+        if self.backward is not None:
+            of_backward = [at for at, position in enumerate(saved) if position in params]
+            self.backward = graphed(self.backward, params=of_backward)
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the block on inputs and params."""
