@@ -184,6 +184,7 @@ def search(
     late = ""
     left_out: list[str] = []
     profile, note = profile_named(question.profile, question.cluster)
+    executions = question.executions_on(profile)
     device = None if measure is None else check_measurable(profile, request.num_devices)
     with show_progress("searching") as progress:
         graphs, untried = _graphs(model, question.precisions, profile)
@@ -197,7 +198,7 @@ def search(
         # The capture is not counted.
         with ends_on_interrupt(lambda: show_note(_ENDS)), within(request.time_limit_s):
             found = []
-            for (precision, graph), name in product(graphs.items(), question.executions):
+            for (precision, graph), name in product(graphs.items(), executions):
                 pins = question.pins_in(graph)
                 asked = replace(
                     request, precision=precision, execution=name, pins=pins,

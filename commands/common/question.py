@@ -26,6 +26,7 @@ from planner.errors import PlannerError
 if TYPE_CHECKING:
     from planner.language.graph import ModelGraph
     from planner.language.plan import Precision
+    from profiles import Profile
     from search import SearchRequest
 
 AUTO = "auto"
@@ -148,7 +149,8 @@ class Question:
         str | None,
         typer.Option(
             help="Of blocks on this runtime: eager, compiled, graphs (compiled, in CUDA graphs), "
-            "or auto: eager or compiled, as priced faster. Default: as --execution says.",
+            "or auto: eager or compiled, as priced faster. Default: as --execution says; auto where "
+            "the profile has measured compiled blocks.",
             rich_help_panel=CHOICES,
         ),
     ] = None
@@ -250,6 +252,14 @@ class Question:
                 f"how blocks run on {' or '.join(of[self.kernels])}; drop one of them"
             )
         return of[self.kernels]
+
+    def executions_on(self, profile: Profile) -> tuple[str, ...]:
+        """Return the same for a machine: where nothing is said and compiled blocks were measured on
+        it, both are compared, as for `auto`.
+        """
+        if self.kernels is None and self.execution is None and profile.has_compiled_blocks:
+            return replace(self, kernels=AUTO).executions
+        return self.executions
 
     @property
     def precisions(self) -> tuple[Precision, ...]:

@@ -7,6 +7,8 @@ from pathlib import Path
 from planner.language.plan import load_plan
 from planner.runtime.process.environment import KERNELS, LAUNCHED
 from planner.runtime.process.launched import followed_plan
+from profiles import load_profile
+from profiles.store import write_profile_file
 from tests.cli.test_search_notes import SEARCH
 
 
@@ -26,6 +28,22 @@ def test_auto_takes_the_kernels_that_are_priced_faster(planner, write_model):
     assert "kernels" not in said, "what is usual need not be said"
     assert load_plan("eager.json").kernels == "eager"
     assert said["estimate"]["step_s"] > plan.estimate["step_s"]
+
+
+def test_a_machine_whose_compiled_blocks_were_measured_has_both_compared(
+    planner, write_model, tmp_path
+):
+    path, h100 = write_model(), load_profile("h100-sxm5-80gb").file
+    usual = h100.launch_overhead_s.model_copy(update={"value": 0.9})
+    measured = {"compiled_block_correction": {"forward": usual, "backward": usual}}
+    (tmp_path / "here").mkdir()
+    write_profile_file(tmp_path / "here", h100.model_copy(update=measured))
+    asked = ("--profile", "here", "--gpus", 2, "--global-batch", 8)
+    found = planner("search", path, *asked)
+    assert "kernels: eager " in found.stderr, found.stderr
+    assert load_plan("plan.json").kernels == "compiled"
+    assert planner("search", path, *asked, "--kernels", "eager").code == 0
+    assert load_plan("plan.json").kernels == "eager"
 
 
 def test_kernels_that_are_not_there_are_refused(planner, write_model):
