@@ -149,8 +149,8 @@ class Question:
         str | None,
         typer.Option(
             help="Of blocks on this runtime: eager, compiled, graphs (compiled, in CUDA graphs), "
-            "or auto: eager or compiled, as priced faster. Default: as --execution says; auto where "
-            "the profile has measured compiled blocks.",
+            "or auto: eager or compiled, as priced faster. Default: as --execution says; auto "
+            "where a profile has compiled blocks.",
             rich_help_panel=CHOICES,
         ),
     ] = None

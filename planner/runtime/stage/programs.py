@@ -9,10 +9,12 @@ for a compiler.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -70,6 +72,7 @@ class Programs:
         self._own_size = shares[mesh.rank("batch")] if shares else self._full_size
         self._chosen = {entry.class_index: entry.ops for entry in plan.recomputed}
         self._of_class: dict[int, Callable[[int], Run]] = {}
+        self._has_told = False
         self._compiled: dict[tuple[int, int, bool], CompiledBlock] = {}
         # Ops on the whole batch are made for each way in which replicas share it.
         self._planned = [graph_under(graph, plan) for graph in graphs]
@@ -156,9 +159,25 @@ class Programs:
             parts = self._parts(self.bucket)
             is_planned = num_samples == self._own_size and parts in ((), self._own_parts)
             compiled = self._compiled.get((class_index, self.bucket, recomputes))
-            return compiled if compiled is not None and is_planned else eager(num_samples)
+            if compiled is not None and is_planned:
+                return compiled
+            if compiled is not None and torch.is_grad_enabled():
+                self._tell_of_size(num_samples)
+            return eager(num_samples)
 
         return run
+
+    def _tell_of_size(self, num_samples: int) -> None:
+        """Say once that microbatches of this size are not compiled, on the first rank."""
+        if self._mesh.global_rank == 0 and not self._has_told:
+            unit = self._plan.unit.size
+            print(
+                f"planner: microbatches of {num_samples * unit} instead of "
+                f"{self._own_size * unit} samples a rank run op by op, not compiled (told once)",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._has_told = True
 
     def _parts(self, bucket: int) -> tuple[int, ...]:
         return self.parts if self.runs_whole[bucket] else ()
