@@ -5,8 +5,8 @@ row has the median step of each, what compiling took before the first step, and 
 apart. `memory` is the most that this machine's allocator gave in a step of one rank with compiled
 kernels, over that with eager ones, and `memory_off` by how much the estimate of it is off, where
 that of eager ones is exact. With a `budget` the machine is profiled for each model first, its
-compiled blocks, too, and `eager_off` and `compiled_off` tell by how much predicted steps are off
-(ratios of one run; on a machine with other work both are as busy).
+compiled blocks, too, and `eager_off` and `compiled_off` tell by how much predicted steps are off,
+`ratio_off` the predicted ratio: on a machine with other work that is what can be held against it.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ def compiled(
         row = found[0] | in_own_process(memory, name, shape, plans)
         for kernels, step_s in told.items():
             row[f"{kernels}_off"] = 1e3 * step_s / row[f"{kernels}_ms"] - 1
+        if told:
+            row["ratio_off"] = told["compiled"] / told["eager"] / row["ratio"] - 1
         note(row)
         rows.append(row)
     return Result(rows)
