@@ -33,6 +33,7 @@ from planner.language.lowering.experts import grouped_products, spread_experts
 from planner.language.lowering.lowering import lower
 from planner.language.lowering.passes.losses_in_chunks import CROSS_ENTROPY, with_losses_in_chunks
 from planner.language.ops.recompute_choice import ops_made_again
+from planner.language.ops.record import why_eager
 from planner.language.plan import OURS, ClassLayout, Recompute
 from profiles import Profile
 
@@ -165,6 +166,11 @@ class CostCache:
             return of_part
 
         return self.once(("part", stage_ranks), part)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether this project's runtime compiles blocks."""
+        return self.execution.kernels == "fused" and self.execution.prices == "profile"
 
     @property
     def adds_ops(self) -> bool:
@@ -376,6 +382,7 @@ class CostCache:
                 recompute=recompute,
                 recomputed=again,
                 beside=beside,
+                is_compiled=self.compiles and why_eager(held) is None,
                 instead=saved_instead(held, self.execution),
             )
         return self._bytes[key]

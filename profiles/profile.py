@@ -293,6 +293,11 @@ class Profile:
         figure = known.get(direction)
         return 1.0 if figure is None else figure.value
 
+    @property
+    def has_compiled_blocks(self) -> bool:
+        """Whether whole compiled blocks were measured on its machine."""
+        return bool(self.file.compiled_block_correction)
+
     def overlap_slowdown(self, part: Literal["compute", "communication"]) -> float:
         """Return by how much a part slows while both run together; 1 if not measured."""
         figure = self.file.overlap_slowdown.get(part)

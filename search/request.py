@@ -11,7 +11,7 @@ from costmodel.execution.dispatch.imbalance import Imbalance, check_imbalance, i
 from costmodel.uncertainty import USUAL_ODDS, usable_bytes
 from planner.errors import LayoutError
 from planner.language.layout.axes import find_axis
-from planner.language.plan import OURS, Plan, Precision, precision_named
+from planner.language.plan import OURS, RUNTIME_OF, Plan, Precision, precision_named
 from planner.language.plan.accepted import check_accept
 from planner.language.schedule import find_schedule
 from profiles import Profile
@@ -178,6 +178,14 @@ class SearchRequest:
                     f"`axes` {axis}={size} was given; a size is 1 or more, and an axis that has "
                     "a field here is fixed by it"
                 )
+        if self.execution == RUNTIME_OF["graphs"]:
+            if self.zero:
+                raise LayoutError(
+                    f"`zero` {self.zero} was given for CUDA graphs, which read parameters where "
+                    "they were captured, and ZeRO gathers them elsewhere each time; use `zero` 0, "
+                    "or compiled blocks without graphs"
+                )
+            object.__setattr__(self, "zero", 0)
         if self.zero not in (None, 0, 1, 2, 3):
             raise LayoutError(f"`zero` {self.zero} was given; ZeRO stages are 0, 1, 2 and 3")
         if self.recompute not in (None, *RECOMPUTE_CHOICES):
@@ -222,6 +230,12 @@ class SearchRequest:
             raise LayoutError(
                 f"`logits` {self.logits} was given with `meshes` own, whose stages would each "
                 "choose; drop one of them"
+            )
+        if self.overlap == "auto" and self.execution != OURS:
+            raise LayoutError(
+                f"`overlap` auto was given with `execution` {self.execution}, which makes weight "
+                "gradients in an order of its own, none of them beside collectives by choice; drop "
+                f"it, or plan for {OURS}"
             )
         precision_named(self.precision)
         if self.num_best < 1:

@@ -2,15 +2,22 @@
 
 Each model trains under one plan with either kernels, step by step in turns, from equal weights; a
 row has the median step of each, what compiling took before the first step, and how far losses are
-apart. `peak` is the most that live tensors take in a dry run of the plan with compiled kernels,
-over that with eager ones.
+apart. `memory` is the most that this machine's allocator gave in a step of one rank with compiled
+kernels, over that with eager ones, and `memory_off` by how much the estimate of it is off, where
+that of eager ones is exact. With a `budget` the machine is profiled for each model first, its
+compiled blocks, too, and `eager_off` and `compiled_off` tell by how much predicted steps are off,
+`ratio_off` the predicted ratio: on a machine with other work that is what can be held against it.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
 from statistics import median
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Annotated, Any, Literal
 
 import torch
@@ -18,6 +25,8 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.harness import Result, benchmark, in_own_process, note, on_ranks
+from costmodel import CostCache
+from costmodel.execution import find_execution
 
 MODELS = ("gpt", "llama", "vit", "mixtral")
 SIZES = {"tiny": (64, 32, 2), "small": (256, 128, 2), "wide": (768, 128, 2)}
@@ -35,6 +44,7 @@ def compiled(
     recompute: Annotated[Literal["none", "selective", "full"], "of all blocks"] = "none",
     steps: Annotated[int, "steps of each, after two that are not counted"] = 10,
     layers: Annotated[int | None, "layers of the models; as the size says if not given"] = None,
+    budget: Annotated[float, "seconds to profile each model in; 0: no predictions"] = 0.0,
 ) -> Result:
     """Return a row for each model."""
     rows = []
@@ -42,8 +52,16 @@ def compiled(
         note(f"{name}: compiling, then {steps} steps of each")
         shape = (*SIZES[size][:2], layers or SIZES[size][2])
         plans = {"layout": layout, "recompute": recompute}
-        found = in_own_process(on_ranks, 2, measure, name, shape, plans, steps)
-        row = found[0] | {"peak": in_own_process(peak_ratio, name, shape, plans)}
+        with TemporaryDirectory() as scratch:
+            told = {}
+            if budget:
+                told = in_own_process(predicted, name, shape, plans, budget, scratch)
+            found = in_own_process(on_ranks, 2, measure, name, shape, plans, steps)
+        row = found[0] | in_own_process(memory, name, shape, plans)
+        for kernels, step_s in told.items():
+            row[f"{kernels}_off"] = 1e3 * step_s / row[f"{kernels}_ms"] - 1
+        if told:
+            row["ratio_off"] = told["compiled"] / told["eager"] / row["ratio"] - 1
         note(row)
         rows.append(row)
     return Result(rows)
@@ -62,9 +80,7 @@ def measure(name: str, shape: tuple[int, int, int], plans: dict[str, str], steps
         own = plan.model_copy(update={"kernels": kernels})
         began_s = time.monotonic()
         mesh = build_mesh(own, torch.device("cpu"))
-        engines[kernels] = Engine(
-            own, graph, source.build(), mesh, optimizer=lambda p: torch.optim.SGD(p, lr=1e-3)
-        )
+        engines[kernels] = Engine(own, graph, source.build(), mesh, optimizer=_adamw)
         compile_s = time.monotonic() - began_s
     torch.manual_seed(1)
     batch = source.batch(plan.global_batch)
@@ -94,21 +110,81 @@ def measure(name: str, shape: tuple[int, int, int], plans: dict[str, str], steps
     }
 
 
-def peak_ratio(name: str, shape: tuple[int, int, int], plans: dict[str, str]) -> float:
-    """Return the peak of rank 0's live bytes with compiled kernels, over that with eager ones."""
-    from planner.runtime.proofs.dryrun import dry_run
+def predicted(
+    name: str, shape: tuple[int, int, int], plans: dict[str, str], budget_s: float, folder: str
+) -> dict[str, float]:
+    """Return predicted seconds of a step, by kernels, under a profile measured now."""
+    from costmodel import estimate
+    from planner.language.plan import RUNTIME_OF
+    from profiles import measure_profile
+
+    graph, plan = planned(source_of(name, shape), plans)
+    profile = measure_profile(
+        folder,
+        nproc=2,
+        device="cpu",
+        models=[graph],
+        budget_s=budget_s,
+        compiled=True,
+        progress=lambda part, what: note(f"profile {part:4.0%} {what}"),
+    )
+    assert profile is not None, "one process measures"
+    found = {}
+    for kernels in KERNELS:
+        own = plan.model_copy(update={"kernels": kernels})
+        costs = CostCache(graph, profile, execution=find_execution(RUNTIME_OF[kernels]))
+        found[kernels] = estimate(graph, profile, own, costs=costs).step_s
+    return found
+
+
+def memory(name: str, shape: tuple[int, int, int], plans: dict[str, str]) -> dict[str, float]:
+    """Return what compiled kernels take of memory in a step of one rank, and how that is told."""
+    from costmodel import estimate
+    from planner.language.plan import RUNTIME_OF
+    from planner.runtime.process.groups.mesh import build_mesh
+    from planner.runtime.step.engine import Engine
+    from profiles import load_profile
 
     source = source_of(name, shape)
-    graph, plan = planned(source, plans)
-    eager, other = (
-        dry_run(plan.model_copy(update={"kernels": kernels}), graph, source.build).peak_bytes
-        for kernels in KERNELS
-    )
-    return other / eager
+    graph, plan = planned(source, {"layout": "dp", "recompute": plans["recompute"]}, ranks=1)
+    profile = load_profile("h100-sxm5-80gb")  # live bytes are told of tensors alone
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    told, rises = {}, {}
+    for kernels in KERNELS:
+        own = plan.model_copy(update={"kernels": kernels})
+        costs = CostCache(graph, profile, execution=find_execution(RUNTIME_OF[kernels]))
+        told[kernels] = float(estimate(graph, profile, own, costs=costs).memory[0].tensor_bytes)
+        engine = Engine(
+            own, graph, source.build(), build_mesh(own, torch.device("cpu")), optimizer=_adamw
+        )
+        batch = source.batch(own.global_batch)
+        for _ in range(2):
+            engine.step(batch)
+        rises[kernels] = _allocated(lambda engine=engine, batch=batch: engine.step(batch))
+        del engine
+    taken = told["eager"] + rises["compiled"] - rises["eager"]
+    return {"memory": taken / told["eager"], "memory_off": told["compiled"] / taken - 1}
 
 
-def planned(source: Any, plans: dict[str, str]) -> tuple[Any, Any]:
-    """Return a model's capture and its plan for two ranks."""
+def _adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-3, fused=True)
+
+
+def _allocated(run: Callable[[], Any]) -> int:
+    """Return the most bytes that the allocator of CPU tensors gives in a call, above its start."""
+    with NamedTemporaryFile(suffix=".json") as file:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+            run()
+        profiler.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    of_memory = [event for event in events if event.get("name") == "[memory]"]
+    changes = (event["args"]["Bytes"] for event in sorted(of_memory, key=lambda e: e["ts"]))
+    return max(accumulate(changes), default=0)
+
+
+def planned(source: Any, plans: dict[str, str], ranks: int = 2) -> tuple[Any, Any]:
+    """Return a model's capture and its plan for so many ranks."""
     from planner.capture import capture_source
     from planner.language.lowering.defaults import default_plan
 
@@ -118,14 +194,12 @@ def planned(source: Any, plans: dict[str, str]) -> tuple[Any, Any]:
         microbatch_size=4,
         num_microbatches=2,
         recompute=plans["recompute"],  # type: ignore[arg-type]
-        **{plans["layout"]: 2},  # type: ignore[arg-type]
+        **{plans["layout"]: ranks},  # type: ignore[arg-type]
     )
 
 
 def source_of(name: str, shape: tuple[int, int, int]) -> Any:
     """Return a model as a model file's is: how to build it, and its batches."""
-    from pathlib import Path
-
     from planner.capture.source.model_file import ModelSource
 
     length = shape[1]

@@ -30,10 +30,6 @@ MODELS = {
     "70b@64": ("LLAMA3-70B", 64),
     "405b@1024": ("LLAMA3-405B", 1024),
 }
-    "8b@8": ("LLAMA3-8B", 8),
-    "70b@64": ("LLAMA3-70B", 64),
-    "405b@1024": ("LLAMA3-405B", 1024),
-}
 """Megatron-LM's runs of Llama 3 on H100 (`examples/llama/README.md`), by model and devices."""
 
 PRECISIONS, EXECUTIONS = ("bf16", "fp8", "fp8-tensorwise"), ("ours-eager", "ours-compiled")

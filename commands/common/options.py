@@ -67,7 +67,8 @@ AcceptOption = Annotated[
     ),
 ]
 RUNTIMES = (
-    "ours-eager is `planner launch`, ours-compiled the same with compiled blocks; others are "
+    "ours-eager is `planner launch`, ours-compiled with compiled blocks, ours-graphs with these in "
+    "CUDA graphs; others are "
     "systems that plans can be written for (megatron, megatron-bridge, titan, deepspeed, nanotron, "
     "accelerate) and more."
 )

@@ -27,6 +27,7 @@ from planner.errors import PlannerError
 if TYPE_CHECKING:
     from planner.language.graph import ModelGraph
     from planner.language.plan import Precision
+    from profiles import Profile
     from search import SearchRequest
 
 AUTO = "auto"
@@ -148,8 +149,9 @@ class Question:
     kernels: Annotated[
         str | None,
         typer.Option(
-            help="Of blocks on this runtime: eager, compiled, or auto: those priced faster. "
-            "Default: as --execution says.",
+            help="Of blocks on this runtime: eager, compiled, graphs (compiled, in CUDA graphs), "
+            "or auto: eager or compiled, as priced faster. Default: as --execution says; auto "
+            "where a profile has compiled blocks.",
             rich_help_panel=CHOICES,
         ),
     ] = None
@@ -247,7 +249,9 @@ class Question:
 
         if self.kernels is None:
             return (self.execution or OURS,)
-        of = {"auto": tuple(RUNTIME_OF.values())}
+        # (CUDA graphs are for those who ask for them: no GPU has shown what they bring.)
+        of: dict[str, tuple[str, ...]]
+        of = {"auto": (RUNTIME_OF["eager"], RUNTIME_OF["compiled"])}
         of |= {kernels: (name,) for kernels, name in RUNTIME_OF.items()}
         if self.kernels not in of:
             raise PlannerError(f"--kernels {self.kernels} was given; use {', '.join(of)}")
@@ -257,6 +261,14 @@ class Question:
                 f"how blocks run on {' or '.join(of[self.kernels])}; drop one of them"
             )
         return of[self.kernels]
+
+    def executions_on(self, profile: Profile) -> tuple[str, ...]:
+        """Return the same for a machine: where nothing is said and compiled blocks were measured on
+        it, both are compared, as for `auto`.
+        """
+        if self.kernels is None and self.execution is None and profile.has_compiled_blocks:
+            return replace(self, kernels=AUTO).executions
+        return self.executions
 
     @property
     def precisions(self) -> tuple[Precision, ...]:

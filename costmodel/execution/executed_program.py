@@ -95,6 +95,7 @@ def price_program(
                 recomputed=recomputed,
                 kernels=kernels,
                 beside=beside,
+                graphs=execution.graphs,
             )
         name = dispatcher.name if exchanges_of(local) else ""
         found.append(PricedProgram(_run_times(local, profile, times, has_backward), name))

@@ -179,6 +179,9 @@ class Execution:
     retry_s: float
     """Seconds that a message between stages waits where that is more than a device has: its buffer
     is allocated only when cached memory is freed, which waits for the device."""
+    graphs: bool
+    """The halves of a compiled block are CUDA graphs, each of which the host starts as one, between
+    copies of what it takes and gives (`costmodel.table.graphs`)."""
     launches_block: bool
     """The host waits for the end of each kernel that it starts."""
     selective_by_op: bool

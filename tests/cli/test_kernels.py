@@ -7,6 +7,8 @@ from pathlib import Path
 from planner.language.plan import load_plan
 from planner.runtime.process.environment import KERNELS, LAUNCHED
 from planner.runtime.process.launched import followed_plan
+from profiles import load_profile
+from profiles.store import write_profile_file
 from tests.cli.test_search_notes import SEARCH
 
 
@@ -28,6 +30,22 @@ def test_auto_takes_the_kernels_that_are_priced_faster(planner, write_model):
     assert said["estimate"]["step_s"] > plan.estimate["step_s"]
 
 
+def test_a_machine_whose_compiled_blocks_were_measured_has_both_compared(
+    planner, write_model, tmp_path
+):
+    path, h100 = write_model(), load_profile("h100-sxm5-80gb").file
+    usual = h100.launch_overhead_s.model_copy(update={"value": 0.9})
+    measured = {"compiled_block_correction": {"forward": usual, "backward": usual}}
+    (tmp_path / "here").mkdir()
+    write_profile_file(tmp_path / "here", h100.model_copy(update=measured))
+    asked = ("--profile", "here", "--gpus", 2, "--global-batch", 8)
+    found = planner("search", path, *asked)
+    assert "kernels: eager " in found.stderr, found.stderr
+    assert load_plan("plan.json").kernels == "compiled"
+    assert planner("search", path, *asked, "--kernels", "eager").code == 0
+    assert load_plan("plan.json").kernels == "eager"
+
+
 def test_kernels_that_are_not_there_are_refused(planner, write_model):
     path = write_model()
     complaint = planner("search", path, *SEARCH, "--kernels", "fast").complaint
@@ -39,6 +57,17 @@ def test_kernels_that_are_not_there_are_refused(planner, write_model):
     assert planner("search", path, *SEARCH).code == 0
     launched = planner("launch", "--kernels", "fast", "plan.json", path).complaint
     assert "--kernels fast was given; use eager or compiled" in launched
+
+
+def test_work_beside_collectives_is_of_eager_kernels_alone(planner, write_model):
+    path = write_model()
+    for kernels in ("--kernels", "compiled"), ("--execution", "megatron-core"):
+        refused = planner("search", path, *SEARCH, "--overlap", "auto", *kernels).complaint
+        assert "--overlap auto was given with --execution" in refused
+        assert "plan for ours-eager" in refused
+    both = planner("search", path, *SEARCH, "--overlap", "auto", "--kernels", "auto")
+    assert both.code == 0, both.stderr
+    assert "plans of compiled blocks were searched without" in both.stderr
 
 
 def test_a_launch_hands_its_kernels_on(planner, write_model, monkeypatch):
@@ -56,3 +85,9 @@ def test_a_launch_hands_its_kernels_on(planner, write_model, monkeypatch):
     assert followed_plan("plan.json").kernels == "compiled"
     monkeypatch.setenv(LAUNCHED, os.path.abspath("plan.json"))
     assert followed_plan("plan.json").kernels == "compiled"
+    beside = json.loads(Path("plan.json").read_text()) | {"overlap": "input-gradients"}
+    Path("plan.json").write_text(json.dumps(beside))
+    launched = planner("launch", "--kernels", "compiled", "--device", "cpu", "plan.json", path)
+    assert "compiled blocks make none so" in launched.stderr
+    followed = followed_plan("plan.json")
+    assert (followed.kernels, followed.overlap) == ("compiled", "none")

@@ -153,6 +153,19 @@ def test_the_bound_never_exceeds_the_walk(name, profile):
     assert closest > 0.8, "a bound that is never near says nothing"
 
 
+@pytest.mark.parametrize("name", ["gpt", "vit"])
+def test_the_bound_holds_for_compiled_blocks(name):
+    """Of which fewer gradients have memory, and under selective recomputation less is kept."""
+    rng = random.Random(f"compiled {name}")
+    graph = tiny(name)
+    costs = CostCache(graph, H100, execution=find_execution("ours-compiled"))
+    for _ in range(PLANS_A_MODEL):
+        plan, on_host = random_plan(graph, rng)
+        exact = estimate(graph, H100, plan, costs=costs).memory
+        for (rank, in_flight), parts in zip(bounds_of(plan, costs, on_host), exact, strict=True):
+            assert float(rank.least(in_flight)) <= float(parts.total) * (1 + 1e-9)
+
+
 KEEPS_SUMS = replace(find_execution("ours-eager"), sums_stay=True, bucket_bytes=2, adds_late=True)
 
 

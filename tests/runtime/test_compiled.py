@@ -20,6 +20,7 @@ from planner.runtime.proofs.verify import compare_with_one_process
 from planner.runtime.stage.compiled.kernels import CompilerFailed, compiled, op_by_op
 from planner.runtime.step.engine import Engine
 from tests.model_matrix import model_matrix
+from tests.runtime.stage.test_graphs import replaying
 from tests.runtime.test_verify_matrix import source_of
 from tests.spawn import run_ranks
 
@@ -40,13 +41,13 @@ MORE = {
 MODELS = ("gpt", "hf-llama", "vit", "hf-mixtral")
 
 
-def verify_layouts(name, captured, layouts, compiler):
+def verify_layouts(name, captured, layouts, compiler, capture=None):
     """On each rank: verify a model under each layout; rank 0 returns what is too far apart."""
     graph = from_json(captured)
     apart, counts = {}, {}
     for label, layout in layouts.items():
         plan = default_plan(graph, microbatch_size=2, **layout)
-        plan = plan.model_copy(update={"kernels": "compiled"})
+        plan = plan.model_copy(update={"kernels": "graphs" if capture else "compiled"})
         made = []
 
         def counting(module, made=made):
@@ -58,7 +59,7 @@ def verify_layouts(name, captured, layouts, compiler):
             source_of(name),
             steps=2,
             graph=graph,
-            make_engine=partial(Engine, compiler=counting),
+            make_engine=partial(Engine, compiler=counting, capture=capture),
         )
         counts[label] = len(made)
         if report is not None and not report.passed:
@@ -66,11 +67,11 @@ def verify_layouts(name, captured, layouts, compiler):
     return apart, counts
 
 
-def check(name, layouts, compiler=op_by_op):
+def check(name, layouts, compiler=op_by_op, capture=None):
     if model_matrix()[name].needs_transformers:
         pytest.importorskip("transformers")
     captured = to_json(capture_source(source_of(name)))
-    apart, counts = run_ranks(verify_layouts, 2, name, captured, layouts, compiler)[0]
+    apart, counts = run_ranks(verify_layouts, 2, name, captured, layouts, compiler, capture)[0]
     assert not apart, f"apart by more than rounding: {apart}"
     return counts
 
@@ -82,6 +83,13 @@ def test_graphs_equal_one_process():
     assert counts["pp2-zb_h1"] == 4
     # (Rows of a cut table are exchanged by the batch, which stays eager.)
     assert counts["tp2-selective"] == 4
+
+
+def test_graphs_of_a_device_equal_one_process():
+    """With what stands for CUDA's on a CPU; blocks on tp exchange values, and have none."""
+    labels = ("dp2", "tp2", "pp2-zb_h1-selective", "pp2-recompute")
+    layouts = LAYOUTS | MORE
+    check("gpt", {label: layouts[label] for label in labels}, capture=replaying)
 
 
 @pytest.mark.parametrize("label", ["dp2", "pp2-recompute"])

@@ -5,6 +5,9 @@ The graphs' own ops run, as in `test_compiled`; losses, an evaluation's too, are
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stderr
+
 import pytest
 import torch
 from torch import nn
@@ -166,3 +169,26 @@ def test_a_value_that_is_none_is_traced_to_its_op():
     eager, compiled = run_ranks(told_of_a_fault, 1)[0]
     assert "first in log" in eager
     assert compiled == eager
+
+
+def told_of_sizes() -> str:
+    """On a rank: what is said of a short batch, which comes twice, and of an evaluation."""
+    torch.manual_seed(0)
+    model = Model()
+    graph = capture_module(model, batch(2), batch(3))
+    plan = default_plan(graph, microbatch_size=2, num_microbatches=2)
+    plan = plan.model_copy(update={"kernels": "compiled"})
+    engine = Engine(plan, graph, model, build_mesh(plan, torch.device("cpu")), compiler=op_by_op)
+    with redirect_stderr(io.StringIO()) as told:
+        engine.evaluate(batch(3))
+        for size in (4, 3, 3):
+            engine.step(batch(size))
+    engine.close()
+    return told.getvalue()
+
+
+def test_a_size_that_is_not_compiled_is_told_once():
+    assert run_ranks(told_of_sizes, 1)[0] == (
+        "planner: microbatches of 1 instead of 2 samples a rank run op by op, not compiled (told "
+        "once)\n"
+    )

@@ -20,7 +20,7 @@ from commands.render.plans.parts import (
     memory_warning,
     stage_name,
 )
-from commands.render.plans.words import experts_words
+from commands.render.plans.words import KERNELS, experts_words
 from commands.render.tables import light_table
 from planner.language.graph import ModelGraph
 from planner.language.graph.called_modules import called_modules_messages
@@ -101,7 +101,7 @@ def _summary(plan: Plan, graph: ModelGraph | None) -> Table:
         *(("also takes", shapes_of(bucket.inputs)) for bucket in plan.model.buckets),
         ("schedule", plan.schedule),
         ("ZeRO stage", str(plan.zero_stage)),
-        *([("kernels", "compiled blocks")] if plan.kernels == "compiled" else []),
+        *([("kernels", KERNELS[plan.kernels])] if plan.is_compiled else []),
         *([("overlap", "weight gradients beside collectives")] if plan.makes_beside else []),
         *([("logits", f"of {plan.logit_rows} tokens at a time")] if plan.logit_rows else []),
         *([("priced for", plan.execution)] if plan.execution != plan.runs_as else []),

@@ -22,6 +22,9 @@ AXIS_WORDS = {
     "ep": "expert parallel",
 }
 
+KERNELS = {"compiled": "compiled blocks", "graphs": "compiled blocks in CUDA graphs"}
+"""What a plan's kernels are called, where they are not the usual."""
+
 
 def degrees_spelled(plan: Plan) -> str:
     """Return the degrees above 1: ``dp 4 x pp 2``."""
@@ -45,8 +48,8 @@ def plan_sentence(plan: Plan, overview: Overview) -> str:
     parts.append("no recomputation" if recompute == "none" else f"recomputation {recompute}")
     if plan.on_host:
         parts.append(f"{' and '.join(plan.on_host)} on the host")
-    if plan.kernels == "compiled":
-        parts.append("compiled blocks")
+    if plan.is_compiled:
+        parts.append(KERNELS[plan.kernels])
     if plan.makes_beside:
         parts.append("weight gradients beside collectives")
     if plan.logit_rows:

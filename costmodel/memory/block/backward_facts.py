@@ -32,6 +32,9 @@ from planner.language.ops.kernel import Saved
 from planner.language.ops.record import family_of, packet_of
 from planner.language.ops.strides import Strides, contiguous_strides, has_rows
 
+AT_END = ""
+"""In the place of an op: the end of a program's backward."""
+
 
 class InputGradient(NamedTuple):
     """A gradient that an op's backward makes: that of an input."""
@@ -50,6 +53,8 @@ class InputGradient(NamedTuple):
     """Whether that view has gaps."""
     strides: Strides
     """How its gradient lies, where it is not such a view."""
+    source: str = ""
+    """In a fused kernel, the tensor whose gradient it is, where it is that of another."""
 
 
 class Product(NamedTuple):
@@ -87,6 +92,10 @@ class OpFacts(NamedTuple):
     """What it saved beside tensors: masks, statistics."""
     product: Product | None
     """The product, if it is one by a trained weight."""
+    remade_bytes: int = 0
+    """Of a fused kernel: factors of products that it makes again, for the end of the backward."""
+    is_kernel: bool = False
+    """Whether it is a fused kernel, which may write over a gradient that it takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +122,10 @@ class BackwardFacts:
     """Storages that a recomputed block refers to until `first_saver` has run backward."""
     waits: Mapping[str, tuple[str, ...]]
     """Products whose weight gradients are made while an op's collective is under way, by the op, as
-    the backward reaches them."""
+    the backward reaches them; by AT_END those that are made when the program's backward has
+    ended."""
+    is_compiled: bool = False
+    """Whether the backward is one graph: all gradients that it makes stay to its end."""
 
 
 def backward_facts(
@@ -121,10 +133,15 @@ def backward_facts(
     products: Mapping[str, ProductArgs],
     results: frozenset[str] = frozenset(),
     waits: Mapping[str, tuple[str, ...]] | None = None,
+    *,
+    is_compiled: bool = False,
 ) -> BackwardFacts:
     """Return the facts of a bound program with those `deferrable_products`; `results` are those of
-    `recomputed.Kept`, `waits` has the `products_beside` its collectives.
+    `recomputed.Kept`, `waits` has the `products_beside` its collectives. Compiled, all products
+    are made at the end.
     """
+    if is_compiled:
+        waits = {AT_END: tuple(products)}
     storages = saved.storages
     program, tensor = storages.program, storages.program.tensor
     return BackwardFacts(
@@ -139,6 +156,7 @@ def backward_facts(
         first_saver=next((name for name, mine in saved.saved.items() if mine != Saved()), None),
         results=results,
         waits=waits or {},
+        is_compiled=is_compiled,
     )
 
 

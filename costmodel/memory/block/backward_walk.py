@@ -12,7 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from costmodel.memory.block.backward_facts import BackwardFacts, InputGradient, Product
+from costmodel.memory.block.backward_facts import (
+    AT_END,
+    BackwardFacts,
+    InputGradient,
+    Product,
+)
 from costmodel.memory.block.deferred_weights import DeferredWeight
 from costmodel.memory.block.gradients import Gradients, seen_through
 from costmodel.memory.block.placed_block import BackwardWalk, Given
@@ -66,7 +71,8 @@ def backward_walk(
     # What a neighbour still holds outlives the op that would free it.
     never_freed = {storage[name].root for name in program.inputs if name not in freed_inputs}
     never_freed |= {storage[name].root for name in kept_by_others}
-    late = Waiting(facts.waits)
+    # Deferred, those of a compiled block go to the later job as well.
+    late = Waiting({} if facts.is_compiled and split else facts.waits)
     if split:
         # A deferred weight gradient reads its operands in a later job.
         never_freed.update(
@@ -84,6 +90,7 @@ def backward_walk(
     peak = start
     for step in facts.ops:
         op = step.op
+        live_saved += step.remade_bytes
         arriving = [name for name in op.outputs if name in grads.of]
         made: Sequence[InputGradient] = ()
         if arriving:
@@ -96,13 +103,19 @@ def backward_walk(
                 ahead = step.deferred_ahead_bytes
                 made = [gradient for gradient in made if gradient.name not in product.inputs]
             peak = max(peak, live_saved + grads.live + stay_bytes + ahead)
+            if step.is_kernel:
+                scratch -= _written_over(arriving, made, grads)
             # While an op runs backward, three things are alive together: the arriving gradients,
             # those it makes, and its kernel's scratch.
-            for name, size, is_param, is_weight, is_same, has_gaps, strides in made:
+            for name, size, is_param, is_weight, is_same, has_gaps, strides, source in made:
                 reached.add(name)
+                if not is_param and source and is_same and source in grads.of:
+                    grads.share(name, source)
+                    laid.setdefault(name, strides)
+                    continue
                 if not is_param:
                     # A view's backward is a view of the arriving gradient, if strides allow it.
-                    seen = laid.get(arriving[0]) if is_same else None
+                    seen = laid.get(arriving[0]) if is_same and not source else None
                     through = None if seen is None else seen_through(op, name, program, seen)
                     if through is not None:
                         grads.share(name, arriving[0], gaps=has_gaps)
@@ -112,9 +125,10 @@ def backward_walk(
                     continue
                 adds = is_weight and adds_products and gradient_factor == 1
                 in_place = adds and size >= LARGE_BYTES
-                if name in waiting or first:
+                stays = name in waiting or facts.is_compiled
+                if stays or first:
                     # A gradient that waits for the end of the program is not summed in fp32 yet.
-                    factor = 1 if name in waiting else gradient_factor
+                    factor = 1 if stays else gradient_factor
                     # Two ops that use a parameter add to one gradient: the second makes no other
                     # buffer.
                     before = param_grads.get(name, 0)
@@ -152,7 +166,8 @@ def backward_walk(
                 if product.rows_bytes is not None:
                     stay_bytes += product.rows_bytes
                     peak = max(peak, live_saved + grads.live + stay_bytes)
-            else:
+            elif not (step.is_kernel and any(each.is_param for each in made)):
+                # (The compiler sums a norm's weight gradient as late as it can, of what stays.)
                 for name in arriving:
                     grads.free(name)
         # Autograd frees what an op saved once its backward has run. What the call of a recomputed
@@ -182,6 +197,12 @@ def backward_walk(
                 # its own: AccumulateGrad copies a shared buffer.
                 peak = max(peak, beside + grads.live + size)
                 grads.copy(name, size)
+    if AT_END in late.waits:
+        rise, _ = late.make(
+            grads, first=first, gradient_factor=gradient_factor, waiting=waiting, made=param_grads
+        )
+        peak = max(peak, live_saved + grads.live + stay_bytes + rise)
+        reached |= late.params
     given = {}
     for name in program.inputs:
         if name in reached:
@@ -189,6 +210,15 @@ def backward_walk(
             given[name] = Given(size, given_by.get(buffer), name in grads.gaps, name in started)
     params = frozenset(name for name in reached if program.tensor[name].kind == "param")
     return BackwardWalk(peak - start, params, tuple(deferred), given)
+
+
+def _written_over(arriving: Sequence[str], made: Sequence[InputGradient], grads: Gradients) -> int:
+    """Return the bytes of an arriving gradient that a fused kernel writes over: where it makes one
+    gradient of that size, and no other kernel nor a product needs it.
+    """
+    written = [each.num_bytes for each in made if not each.is_param and not each.source]
+    sizes = (grads.buffer_of(name)[1] for name in arriving if grads.is_own(name))
+    return written[0] if len(written) == 1 and written[0] in sizes else 0
 
 
 def _defer(

@@ -18,8 +18,9 @@ from costmodel.memory.block.backward_facts import backward_facts
 from costmodel.memory.block.backward_walk import backward_walk
 from costmodel.memory.block.deferred_weights import deferred_storages
 from costmodel.memory.block.forward_walk import forward_walk
+from costmodel.memory.block.fused_facts import compiled_facts, made_late
 from costmodel.memory.block.placed_block import BlockBytes, Edge
-from costmodel.memory.block.recomputed import kept_storages
+from costmodel.memory.block.recomputed import kept_of_graphs, kept_storages
 from costmodel.memory.parts import ADAMW_STATES
 from costmodel.memory.saved import (
     HELD_ANYWAY,
@@ -47,18 +48,22 @@ def block_bytes(
     recompute: Recompute,
     recomputed: frozenset[str],
     beside: bool = False,
+    is_compiled: bool = False,
     instead: SavedInstead = NOTHING_INSTEAD,
 ) -> BlockBytes:
     """Return what a bound local program holds; `recomputed` names the ops that run again when
     `recompute` is "selective", `instead` what a backward makes again (`saved_tensors`). `beside`:
-    weight gradients are made beside collectives of the backward.
+    weight gradients are made beside collectives of the backward. `is_compiled`: forward and
+    backward are a graph each (`planner.runtime.stage.compiled`).
     """
     if not any(program.tensor[name].requires_grad for name in program.outputs):
         recompute = "none"  # no backward: nothing would read what runs again
     none, every = frozenset[str](), frozenset(op.name for op in program.ops)
     again = {"none": none, "selective": recomputed, "full": every}[recompute]
     # Only autograd refers to the copies that a second run gets, so those it saves count.
-    held_anyway = HELD_ANYWAY if recompute == "none" else HELD_ANYWAY - _COPIED
+    # (The backward of a graph runs again what it needs, without a second run of the block.)
+    runs_twice = recompute == "full" or (recompute == "selective" and not is_compiled)
+    held_anyway = HELD_ANYWAY - _COPIED if runs_twice else HELD_ANYWAY
     products = deferrable_products(program)
     waits = products_beside(program) if beside else {}
 
@@ -71,7 +76,15 @@ def block_bytes(
             held_anyway=held_anyway,
             instead=instead,
         )
-        return _block_bytes(saved, products, again, waits, is_recomputed=recompute != "none")
+        return _block_bytes(
+            saved,
+            products,
+            again,
+            waits,
+            recompute=recompute,
+            runs_twice=runs_twice,
+            is_compiled=is_compiled,
+        )
 
     def deferred() -> BlockBytes | None:
         other = holds(frozenset(products))
@@ -89,19 +102,28 @@ def _block_bytes(
     again: frozenset[str],
     waits: Mapping[str, tuple[str, ...]],
     *,
-    is_recomputed: bool,
+    recompute: Recompute,
+    runs_twice: bool,
+    is_compiled: bool,
 ) -> BlockBytes:
     """Return what a block holds of which the ops named in `again` run twice; `waits` has the
     products whose weight gradients wait for a redistribution's backward.
     """
     program, storage = saved.program, saved.storages.storage
     tensor, all_roots, all_extra = program.tensor, saved.roots, saved.extra
-    kept = kept_storages(saved, again)
+    needed = frozenset(program.inputs if runs_twice else all_roots)
+    if is_compiled and not runs_twice:
+        kept, needed, again = kept_of_graphs(saved, again)
+    else:
+        kept = kept_storages(saved, again)
     recomputed_bytes = recompute_rise = 0
-    if is_recomputed:
+    if recompute != "none":
         # The second run makes what the backward needs and the first run did not keep. Inputs lie
         # at the block's edge, where the stage counts them.
         inner = all_roots.keys() - set(program.inputs)
+        if not runs_twice:
+            late = made_late(saved, products, again)
+            inner -= late.inside.union(late.factors)
         extra = {name: size - kept.extra.get(name, 0) for name, size in all_extra.items()}
         recomputed_bytes = sum(extra.values()) + sum(
             all_roots[root] for root in inner - kept.roots.keys()
@@ -111,7 +133,7 @@ def _block_bytes(
             saved, roots=inner, extra=extra, exist=kept.roots, skipped=skipped, stops=True
         )
         # The walk counts no parameter's storage, so copies of buffers and constants come on top.
-        copied = (name for name in program.params if tensor[name].kind in _COPIED)
+        copied = (name for name in program.params if runs_twice and tensor[name].kind in _COPIED)
         recompute_rise += sum(tensor[name].bytes_at(1) for name in copied)
     # Tables with a gradient of rows have no dense gradient: `exact.resident` counts them apart.
     params = [n for n in program.params if tensor[n].kind == "param" and not tensor[n].table]
@@ -120,12 +142,21 @@ def _block_bytes(
     # Pieces of the batch are in memory through the step: no block keeps or frees them. Of the other
     # inputs, a second run needs all.
     kept_inputs = {
-        name
-        for name in program.inputs
-        if tensor[name].kind not in HELD_ANYWAY and (is_recomputed or name in all_roots)
+        name for name in program.inputs if tensor[name].kind not in HELD_ANYWAY and name in needed
     }
     kept_outputs = {name for name in program.outputs if storage[name].root in kept.roots}
-    facts = cache(lambda: backward_facts(saved, products, kept.results, waits))
+    facts = cache(
+        lambda: (
+            compiled_facts(
+                saved,
+                products,
+                frozenset() if runs_twice else again,
+                {} if runs_twice else kept.roots,
+            )
+            if is_compiled
+            else backward_facts(saved, products, kept.results, waits)
+        )
+    )
     return BlockBytes(
         inputs=tuple(_edge(saved, n, is_kept=n in kept_inputs) for n in program.inputs),
         outputs=tuple(_edge(saved, n, is_kept=n in kept_outputs) for n in program.outputs),
@@ -134,6 +165,7 @@ def _block_bytes(
         param_shapes={name: tensor[name].shape_at(1) for name in params},
         spread=spread_params(program),
         saved=saved,
+        is_compiled=is_compiled,
         # Others may hold an output, too, so outputs count at the stage.
         kept_bytes=kept.num_bytes - sum(kept.roots.get(root, 0) for root in edges),
         recomputed_bytes=recomputed_bytes,
@@ -206,7 +238,8 @@ def block_load(block: BlockBytes, recomputed: Collection[str]) -> StageLoad:
     input_bytes = sum(edge.num_bytes for edge in activations)
     arriving = {edge.name for edge in block.outputs if edge.requires_grad}
     # Blocks without a backward are not recomputed.
-    kept = kept_storages(saved, recomputed if arriving else ())
+    again = recomputed if arriving else ()
+    kept = kept_of_graphs(saved, again).kept if block.is_compiled else kept_storages(saved, again)
     params = saved.program.params
     frozen_param_bytes = sum(block.frozen.values())
     spread = [size for name, size in block.params.items() if name in block.spread]

@@ -78,6 +78,8 @@ class BlockBytes:
     """`backward_walk` of the block; it remembers its results."""
     saved: SavedTensors
     """What autograd saves of its program."""
+    is_compiled: bool = False
+    """Whether its forward and its backward are a compiled graph each."""
     spread: frozenset[str] = frozenset()
     """Those of its parameters that lie on the experts' mesh."""
     deferred: Callable[[], BlockBytes | None] = lambda: None

@@ -68,3 +68,49 @@ def kept_storages(saved: SavedTensors, recomputed: Collection[str]) -> Kept:
     roots = {s.root: s.num_bytes for s in kept.values() if s.root not in program.inputs}
     read = frozenset(storage[name].root for name in read_again if maker[name] not in recomputed)
     return Kept(roots, extra, results=read & roots.keys(), read=read)
+
+
+class KeptOfGraphs(NamedTuple):
+    """What a block of compiled graphs keeps from its forward to its backward."""
+
+    kept: Kept
+    """All but inputs."""
+    inputs: frozenset[str]
+    """Inputs of the block that it keeps."""
+    again: frozenset[str]
+    """The ops that the backward runs again."""
+
+
+def kept_of_graphs(saved: SavedTensors, recomputed: Collection[str]) -> KeptOfGraphs:
+    """Return what a compiled block keeps when ops named in `recomputed` run again: of these the
+    backward runs what it needs, from what other ops left (`planner.runtime.stage.compiled.halves`).
+    """
+    program, storage = saved.program, saved.storages.storage
+    maker = {output: op for op in program.ops for output in op.outputs}
+    kept: dict[str, Storage] = {}
+    runs: set[str] = set()
+    met: set[str] = set()
+    waiting = [name for mine in saved.saved.values() for name in mine.tensors]
+    while waiting:
+        name = waiting.pop()
+        if name in met:
+            continue
+        met.add(name)
+        op = maker.get(name)
+        if op is None or not (op.name in recomputed or name in saved.storages.views):
+            kept[name] = storage[name]
+        else:
+            runs.add(op.name)
+            waiting.extend(op.inputs)
+    roots = {
+        s.root: s.num_bytes
+        for s in kept.values()
+        if s.root not in program.inputs and s.kind not in HELD_ANYWAY
+    }
+    extra = {
+        op.name: saved.saved[op.name].extra_bytes
+        for op in program.ops
+        if op.name not in recomputed and saved.saved[op.name].extra_bytes
+    }
+    inputs = frozenset(s.root for s in kept.values() if s.root in program.inputs)
+    return KeptOfGraphs(Kept(roots, extra, frozenset(), frozenset()), inputs, frozenset(runs))

@@ -20,6 +20,7 @@ class Waiting:
     """Those of a walk that wait now. Mutable: a tally.
 
     Attributes:
+        waits: the products, by what each waits for.
         products: all products of the program that ever wait, by op.
         params: weights and biases of those that wait now.
         rows_bytes: copies of their inputs in rows.
@@ -27,6 +28,7 @@ class Waiting:
 
     def __init__(self, waits: Mapping[str, tuple[str, ...]]) -> None:
         """`waits` are those of `BackwardFacts`."""
+        self.waits = waits
         self.products = frozenset(name for names in waits.values() for name in names)
         self._forget()
 

@@ -8,10 +8,11 @@ from math import prod
 
 from costmodel.cache import CostCache
 from costmodel.execution.execution import BF16_BYTES
+from costmodel.memory.block.graph_bytes import graph_bytes
 from costmodel.memory.block.placed_block import PlacedBlock
 from planner.language.graph import Program
 from planner.language.lowering.experts import grouped_products
-from planner.language.ops.record import packet_of
+from planner.language.ops.record import packet_of, why_no_graph
 from planner.units import KIB, MIB
 
 HOPPER = re.compile(r"\bG?H\d")
@@ -27,8 +28,8 @@ LAYER_WORKSPACE_BYTES, PRODUCT_WORKSPACE_BYTES = 4 * MIB, 8 * MIB + 128 * KIB
 
 
 def workspace_bytes(costs: CostCache, blocks: Sequence[PlacedBlock]) -> int:
-    """Return the bytes of a rank's workspaces of matrix products, and of the buffer of scores of
-    its attention; `blocks` are those of all its stages.
+    """Return the bytes of a rank's workspaces of matrix products, of the buffer of scores of its
+    attention, and of CUDA graphs; `blocks` are those of all its stages.
     """
     cluster, execution = costs.profile.cluster, costs.execution
     programs = {id(block.kind): block.kind.bytes.saved.program for block in blocks}.values()
@@ -40,8 +41,20 @@ def workspace_bytes(costs: CostCache, blocks: Sequence[PlacedBlock]) -> int:
     of_layer = LARGE_WORKSPACE_BYTES if is_new else LAYER_WORKSPACE_BYTES
     is_large = execution.deterministic or HOPPER.search(cluster.device) is not None
     of_product = LARGE_WORKSPACE_BYTES if is_large else PRODUCT_WORKSPACE_BYTES
+    graphs = _of_graphs(blocks) if execution.graphs else 0
     scores = max(map(_scores_bytes, programs), default=0) if execution.scores_stay else 0
-    return of_layers * of_layer + execution.product_workspaces * of_product + scores
+    return of_layers * of_layer + execution.product_workspaces * of_product + scores + graphs
+
+
+def _of_graphs(blocks: Sequence[PlacedBlock]) -> int:
+    """Return the bytes of CUDA graphs of compiled blocks: what each class's take and give, and a
+    pool for what they hold while they run, of which there is one.
+    """
+    kinds = {id(block.kind.bytes.saved): block.kind.bytes for block in blocks}.values()
+    held = [kind for kind in kinds if why_no_graph(kind.saved.program) is None]
+    stay = sum(graph_bytes(kind.saved.program, kind.saved).total for kind in held)
+    rises = [max(k.forward_rise_bytes, k.backward(first=False).rise_bytes) for k in held]
+    return stay + max(rises, default=0)
 
 
 def _scores_bytes(program: Program) -> int:

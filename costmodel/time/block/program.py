@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from costmodel.execution.dispatch.dispatcher import Dispatcher
 from costmodel.execution.dispatch.exchange import EXCHANGES, exchange_seconds
-from costmodel.table.fusion import Kernels, fused_seconds, num_kernels
+from costmodel.memory.block.graph_bytes import graph_bytes
+from costmodel.table.fusion import FUSED_TARGET, Kernels, fused_seconds, num_kernels
 from costmodel.time.block.beside import Beside, beside_collectives
 from costmodel.time.block.compute import (
     ProgramTimes,
@@ -30,10 +31,13 @@ from planner.language.layout.redistribute import goes_back
 from planner.language.ops.call import Work
 from planner.language.ops.families.products.rings import RING
 from planner.language.ops.flops import op_kernels
-from planner.language.ops.record import why_eager
+from planner.language.ops.record import why_eager, why_no_graph
 from planner.language.ops.weight_products import deferrable_products
-from profiles import Profile
+from profiles import OpQuery, Profile
 from profiles.records import Direction
+
+GRAPH_LAUNCHES = 3
+"""Of half a block as a CUDA graph: it, and a copy of many tensors on either side."""
 
 
 def accumulate_seconds(program: Program, profile: Profile, *, cut: float = 1) -> float:
@@ -59,12 +63,14 @@ def profiled_times(
     recomputed: frozenset[str],
     kernels: Kernels,
     beside: bool = False,
+    graphs: bool = False,
 ) -> ProgramTimes:
     """Return the times of a bound program that was lowered on `axes`.
 
     Rows of experts go by `dispatcher`. `recomputed` names the ops that run again in the backward,
     collectives among them. Fused `kernels` take less time, where a program can be compiled.
-    `beside`: weight gradients are made beside collectives of the backward.
+    `beside`: weight gradients are made beside collectives of the backward. With `graphs` each half
+    of a compiled program that a CUDA graph holds is one.
     """
     if kernels == "fused" and why_eager(local) is not None:
         kernels = "eager"
@@ -149,6 +155,13 @@ def profiled_times(
     if kernels == "fused":
         forward_ops, views, backward_views = num_kernels(local), 0, 0
         backward_ops = min(backward_ops, forward_ops)
+    if graphs and kernels == "fused" and why_no_graph(local) is None:
+        copied = graph_bytes(local)
+        forward_s += _copy_seconds(local, profile, copied.taken, copied.given)
+        backward_s += _copy_seconds(local, profile, copied.taken_back, copied.given_back)
+        # Weight gradients of products are made outside, one by one.
+        forward_ops, backward_ops = GRAPH_LAUNCHES, GRAPH_LAUNCHES + len(products)
+        more = backward_more = 0
     forward = _with_host(
         profile,
         "forward",
@@ -213,6 +226,22 @@ def profiled_times(
         forward_flop=forward_flop,
         backward_flop=backward_flop,
     )
+
+
+def _copy_seconds(local: Program, profile: Profile, taken: int, given: int) -> float:
+    """Return seconds of a CUDA graph's copies: what it takes once, what it gives in the graph and
+    out of it.
+    """
+    largest = max((local.tensor[name] for name in local.inputs), key=lambda meta: meta.bytes_at(1))
+    query = OpQuery(
+        target=FUSED_TARGET,
+        shapes=(largest.shape_at(1),),
+        dtype=largest.dtype,
+        direction="forward",
+        flop=0,
+        num_bytes=2 * (taken + 2 * given),
+    )
+    return profile.op_seconds(query).seconds
 
 
 def _seconds_of_ops(

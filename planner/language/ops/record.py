@@ -12,8 +12,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from planner.language.graph import Op, Program
+from planner.language.graph import Op, Program, written_buffers
 from planner.language.graph.function_keys import AUTOGRAD_FUNCTION
+from planner.language.layout.axes import degree_names
+from planner.language.layout.placement import parse_placement
+from planner.language.layout.redistribute import REDISTRIBUTE, collectives
 from planner.language.ops.call import Call, LocalForm, Placed, ProductArgs, Rule, Work
 from planner.language.ops.kernel import (
     KernelCall,
@@ -290,3 +293,25 @@ def why_eager(program: Program) -> str | None:
             # Compiled it would be the plain formula, which saves all scores.
             return "its attention drops numbers of this rank's own"
     return None
+
+
+def why_no_graph(program: Program) -> str | None:
+    """Return why no CUDA graph holds a lowered program, as a clause; None: one does."""
+    if written_buffers(program):
+        return "it writes buffers"
+    axes = {*degree_names(), "batch"}
+    for op in program.ops:
+        if op.target == REDISTRIBUTE:
+            src, dst = (parse_placement(str(place)) for place in op.args[2:4])
+            if collectives(src, dst, bool(op.args[4])) == (None, None):
+                continue
+        values = (*op.args, *(value for _, value in op.kwargs))
+        if op.target.startswith("planner.") and axes.intersection(
+            value for value in values if isinstance(value, str)
+        ):
+            return "its ranks exchange values inside it"
+        if is_random(op_inside(op)):
+            return "it draws random numbers"
+        if mutates(op):
+            return "it writes buffers"
+    return why_eager(program)

@@ -40,10 +40,15 @@ PLAN_VERSION = 2
 OURS = "ours-eager"
 """This project's runtime, for which plans are priced where nothing else is said."""
 
-Kernels = Literal["eager", "compiled"]
-"""How this project's runtime runs blocks: op by op, or as compiled graphs."""
+Kernels = Literal["eager", "compiled", "graphs"]
+"""How this project's runtime runs blocks: op by op, as compiled graphs, or as these in CUDA graphs,
+each of which the host starts as one."""
 
-RUNTIME_OF: dict[Kernels, str] = {"eager": OURS, "compiled": "ours-compiled"}
+RUNTIME_OF: dict[Kernels, str] = {
+    "eager": OURS,
+    "compiled": "ours-compiled",
+    "graphs": "ours-graphs",
+}
 """The name under which this project's runtime is priced with each."""
 
 
@@ -97,8 +102,8 @@ class Plan(Record):
         accept: what users accept of a batch that is cut, by the names of
         `planner.language.plan.accepted`:
             where the model computes across samples, parts of the batch compute with their own.
-        kernels: "compiled" runs blocks as compiled graphs where their ops allow it; "eager" op by
-            op.
+        kernels: "compiled" runs blocks as compiled graphs where their ops allow it; "graphs" these
+            in CUDA graphs, where these hold them; "eager" op by op.
         overlap: "input-gradients" makes weight gradients while the collectives are under way that
             sum or gather input gradients inside blocks (`planner.language.ops.weight_products`);
             "none" waits for each of these at once.
@@ -180,6 +185,11 @@ class Plan(Record):
     def runs_as(self) -> str:
         """The name under which this project's runtime is priced with the plan's kernels."""
         return RUNTIME_OF[self.kernels]
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether blocks run as compiled graphs, in CUDA graphs or not."""
+        return self.kernels != "eager"
 
     @property
     def makes_beside(self) -> bool:
@@ -342,10 +352,16 @@ class Plan(Record):
 
     @model_validator(mode="after")
     def _orders_its_own_kernels(self) -> Plan:
-        if self.overlap != "none" and self.kernels == "compiled":
+        if self.overlap != "none" and self.is_compiled:
             raise ValueError(
                 f"overlap is {self.overlap} and kernels are compiled, whose graphs have an order "
                 "of their own; use eager kernels, or no overlap"
+            )
+        if self.zero_stage and self.kernels == "graphs":
+            raise ValueError(
+                f"zero_stage is {self.zero_stage} and kernels are graphs, which read parameters "
+                "where they were captured, and ZeRO gathers them elsewhere each time; use compiled "
+                "kernels, or zero_stage 0"
             )
         return self
 

@@ -149,6 +149,8 @@ def _track(
     from planner.runtime.stage.compiled.kernels import op_by_op
     from planner.runtime.step.engine import Engine
 
+    if is_dry and plan.kernels == "graphs":  # which a device captures
+        plan = plan.model_copy(update={"kernels": "compiled"})
     ledger = Ledger(is_dry=is_dry, copies_to_reduce=is_dry and on_gloo)
     model = build()
     with ledger.watching():

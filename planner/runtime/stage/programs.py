@@ -9,11 +9,13 @@ for a compiler.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -24,10 +26,12 @@ from planner.language.graph import ModelGraph, Program
 from planner.language.lowering.lowering import local_program
 from planner.language.lowering.narrow_products import gathered_narrow
 from planner.language.ops.recompute_choice import ops_made_again
+from planner.language.ops.record import why_no_graph
 from planner.language.plan import Plan
 from planner.runtime.process.groups.mesh import Mesh
 from planner.runtime.stage.beside_collectives import BesideCollectives
 from planner.runtime.stage.compiled.block import CompiledBlock
+from planner.runtime.stage.compiled.graphs import Capture
 from planner.runtime.stage.compiled.halves import cut
 from planner.runtime.stage.compiled.kernels import Compiler
 from planner.runtime.stage.compiled.trace import trace
@@ -84,6 +88,7 @@ class Programs:
         self._of_class: dict[int, Callable[[int], Run]] = {}
         self._runs: dict[Variant, Run] = {}
         self._narrow: dict[int, frozenset[str]] = {}
+        self._has_told = False
         self._compiled: dict[tuple[int, int, bool], CompiledBlock] = {}
         # Ops on the whole batch are made for each way in which replicas share it.
         self._planned = [graph_under(graph, plan) for graph in graphs]
@@ -92,24 +97,47 @@ class Programs:
         self.parts = tuple(len(plan.split.part(0, count, part)) for part in range(count))
         self._own_parts = self.parts
 
-    def compile(self, class_index: int, compiler: Compiler, *, recomputes: bool) -> None:
-        """Compile a class's program, which from now on runs for the plan's own number of samples.
+    def compile(
+        self,
+        class_index: int,
+        compiler: Compiler,
+        *,
+        recomputes: bool,
+        capture: Capture | None = None,
+    ) -> str | None:
+        """Compile a class's program, which from now on runs for the plan's own number of samples;
+        given a `capture`, in CUDA graphs. Return why not in these, where none holds it.
 
         `recomputes`: that which makes cheap ops again in its backward; else that which saves all.
         Raises NotCompilable where no graph holds the program, CompilerFailed where the compiler
         fails.
         """
+        found = None
         for bucket in range(len(self._graphs)):
             variant = Variant(class_index, bucket, self._own_size, self._parts(bucket))
             program = self._lowered(variant)
             again = self._made_again(variant, program) if recomputes else frozenset()
+            joint = trace(program, self._groups(), self._mesh.device)
             block = CompiledBlock(
-                cut(trace(program, self._groups(), self._mesh.device), made_again=again),
+                cut(joint, made_again=again),
                 compiler,
                 eager=self.of_class(class_index)(self._own_size),
                 queue=self._weight_queue,
             )
+            found = None if capture is None else why_no_graph(program)
+            if capture is not None and joint.writes:
+                found = "it writes buffers"
+            if capture is not None and found is None:
+                kinds = [program.tensor[name].kind for name in (*program.inputs, *program.params)]
+                block.run_in_graphs(
+                    capture,
+                    params=[at for at, kind in enumerate(kinds) if kind == "param"],
+                    num_blocks=sum(
+                        each.class_index == class_index for each in self._graphs[bucket].blocks
+                    ),
+                )
             self._compiled[class_index, bucket, recomputes] = block
+        return found
 
     def run_eagerly(self, class_index: int) -> None:
         """Take a class's compiled programs back."""
@@ -140,7 +168,11 @@ class Programs:
             parts = self._parts(self.bucket)
             is_planned = num_samples == self._own_size and parts in ((), self._own_parts)
             compiled = self._compiled.get((class_index, self.bucket, recomputes))
-            return compiled if compiled is not None and is_planned else eager(num_samples)
+            if compiled is not None and is_planned:
+                return compiled
+            if compiled is not None and torch.is_grad_enabled():
+                self._tell_of_size(num_samples)
+            return eager(num_samples)
 
         return run
 
@@ -150,6 +182,18 @@ class Programs:
             variant = Variant(class_index, 0, self._own_size, self._parts(0))
             self._narrow[class_index] = gathered_narrow(self._lowered(variant))
         return self._narrow[class_index]
+
+    def _tell_of_size(self, num_samples: int) -> None:
+        """Say once that microbatches of this size are not compiled, on the first rank."""
+        if self._mesh.global_rank == 0 and not self._has_told:
+            unit = self._plan.unit.size
+            print(
+                f"planner: microbatches of {num_samples * unit} instead of "
+                f"{self._own_size * unit} samples a rank run op by op, not compiled (told once)",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._has_told = True
 
     def _parts(self, bucket: int) -> tuple[int, ...]:
         return self.parts if self.runs_whole[bucket] else ()

@@ -14,6 +14,7 @@ from planner.language.graph import ModelGraph
 from planner.language.plan import Plan
 from planner.runtime.process.environment import KERNELS
 from planner.runtime.process.groups.mesh import Mesh
+from planner.runtime.stage.compiled.graphs import Capture, CudaCapture
 from planner.runtime.stage.compiled.kernels import Compiler, CompilerFailed
 from planner.runtime.stage.compiled.trace import NotCompilable
 from planner.runtime.stage.programs import Programs
@@ -29,8 +30,10 @@ def compile_blocks(
     mesh: Mesh,
     stages: Sequence[int],
     compiler: Compiler,
+    capture: Capture | None = None,
 ) -> None:
-    """Compile the classes of a rank's `stages`; all ranks call it.
+    """Compile the classes of a rank's `stages`; all ranks call it. With a `capture` those that CUDA
+    graphs hold run in them, each from its first run on.
 
     A class that one rank can't compile runs eagerly on all: ranks of a block exchange messages in
     one order. Raises PlanError where the compiler fails and the launch asked for compiled kernels.
@@ -38,6 +41,7 @@ def compile_blocks(
     forms = _forms(plan, graph, stages)
     is_first = mesh.global_rank == 0
     failed: dict[int, tuple[str, bool]] = {}
+    apart: dict[int, tuple[str, bool]] = {}
     began = time.monotonic()
     for number, (class_index, recomputes) in enumerate(forms, start=1):
         if class_index in failed:
@@ -46,7 +50,11 @@ def compile_blocks(
             name = graph.classes[class_index].name
             _tell(f"compiling blocks, {number} of {len(forms)}: {name}")
         try:
-            programs.compile(class_index, compiler, recomputes=recomputes)
+            launched = programs.compile(
+                class_index, compiler, recomputes=recomputes, capture=capture
+            )
+            if launched is not None:
+                apart[class_index] = launched, False
         except (NotCompilable, CompilerFailed) as error:
             failed[class_index] = str(error), isinstance(error, CompilerFailed)
     everywhere: list[dict[int, tuple[str, bool]]] = [{}] * dist.get_world_size(mesh.control)
@@ -54,7 +62,7 @@ def compile_blocks(
     found = {index: why for each in everywhere for index, why in each.items()}
     for class_index in found:
         programs.run_eagerly(class_index)
-    is_asked = os.environ.get(KERNELS) == "compiled"
+    is_asked = os.environ.get(KERNELS) in ("compiled", "graphs")
     broken = [why for why, is_compilers in found.values() if is_compilers]
     if is_asked and broken:
         raise PlanError(
@@ -63,6 +71,24 @@ def compile_blocks(
         )
     if is_first and found:
         _tell(f"eager kernels run in {_spelled(graph, found)}")
+    apart = {index: why for index, why in apart.items() if index not in found}
+    if is_first and apart:
+        _tell(f"no CUDA graphs hold {_spelled(graph, apart)}")
+
+
+def capture_of(plan: Plan, mesh: Mesh) -> Capture | None:
+    """Return what captures a plan's blocks on this rank; None where its kernels are no graphs.
+
+    Raises PlanError where there is no CUDA device.
+    """
+    if plan.kernels != "graphs":
+        return None
+    if mesh.device.type != "cuda":
+        raise PlanError(
+            f"the plan's `kernels` are graphs, which CUDA devices have, and this is "
+            f"{mesh.device.type}; launch with compiled `kernels`"
+        )
+    return CudaCapture(mesh.device)
 
 
 def _forms(plan: Plan, graph: ModelGraph, stages: Sequence[int]) -> list[tuple[int, bool]]:

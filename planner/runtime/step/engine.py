@@ -50,6 +50,7 @@ from planner.runtime.process.groups.mesh import Mesh
 from planner.runtime.process.recorder import start_recorder
 from planner.runtime.process.spans import Spans
 from planner.runtime.process.watchdog import start_watchdog
+from planner.runtime.stage.compiled.graphs import Capture
 from planner.runtime.stage.compiled.kernels import Compiler, compiled
 from planner.runtime.stage.host import Host
 from planner.runtime.stage.host_activations import ActivationsOnHost
@@ -74,7 +75,7 @@ from planner.runtime.step.build import (
     check_tables,
     zero_stage_of,
 )
-from planner.runtime.step.compiling import compile_blocks
+from planner.runtime.step.compiling import capture_of, compile_blocks
 from planner.runtime.step.device_marks import DeviceMarks
 from planner.runtime.step.evaluation import Evaluation
 from planner.runtime.step.executor import Executor, Hooks
@@ -135,6 +136,7 @@ class Engine:
         loss_weight: LossWeight | None = None,
         host: Host | None = None,
         compiler: Compiler | None = None,
+        capture: Capture | None = None,
         may_be_empty: bool = False,
         values: FirstValues | None = None,
         check_values: bool = False,
@@ -146,7 +148,8 @@ class Engine:
     ) -> None:
         """`graph` is the capture of `model`; `values` brings first values (None: those of the
         model, which rank 0 gives to all ranks). `host` takes what the plan puts there (None: this
-        machine's memory), `compiler` makes kernels of compiled blocks (None: this machine's).
+        machine's memory), `compiler` makes kernels of compiled blocks (None: this machine's),
+        `capture` graphs of these (None: CUDA's, where the plan has them).
         A model that `may_be_empty` has tensors on the meta device, whose values
         are loaded afterwards. `buckets` are its captures
         on the other shapes of the plan, and `pad` fills batches up to them. `capture_evaluation`
@@ -187,9 +190,10 @@ class Engine:
         # no header.
         edges = build_edges(graph, plan)
         self._programs = self._lowered.of(graphs)
-        if plan.kernels == "compiled":
+        if plan.is_compiled:
             own = self.schedule.stages_of(mesh.rank("pp"))
-            compile_blocks(self._programs, graph, plan, mesh, own, compiler or compiled)
+            capture = capture_of(plan, mesh) if capture is None else capture
+            compile_blocks(self._programs, graph, plan, mesh, own, compiler or compiled, capture)
         held = build_rank_state(
             plan,
             graphs,

@@ -62,7 +62,7 @@ def unproven(plan: Plan, graph: ModelGraph, cut: Cut) -> Iterator[str]:
         parts.insert(0, "recomputation in the backward")
     if plan.on_host:
         parts.insert(0, "copies to and from the host")
-    if plan.kernels == "compiled":
+    if plan.is_compiled:
         parts.insert(0, "the graphs that blocks are compiled as")
     yield f"what runs around the blocks: {', '.join(parts)}"
     yield "that it fits in memory, and how fast it is (`planner dryrun`, `planner estimate`)"

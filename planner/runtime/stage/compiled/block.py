@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from planner.language.ops.weight_products import LARGE_BYTES
+from planner.runtime.stage.compiled.graphs import Capture, GraphedKernels
 from planner.runtime.stage.compiled.halves import Halves
-from planner.runtime.stage.compiled.kernels import Compiler
+from planner.runtime.stage.compiled.kernels import Compiler, Kernels
 from planner.runtime.stage.weight_grads import Pending, WeightQueue, weight_gradient
 
 
@@ -30,8 +31,21 @@ class CompiledBlock:
         do.
         """
         self.halves, self.queue, self._eager = halves, queue, eager
-        self.forward = compiler(halves.forward)
-        self.backward = None if halves.backward is None else compiler(halves.backward)
+        self.forward: Kernels = compiler(halves.forward)
+        self.backward: Kernels | None = (
+            None if halves.backward is None else compiler(halves.backward)
+        )
+
+    def run_in_graphs(self, capture: Capture, *, params: Collection[int], num_blocks: int) -> None:
+        """Run both halves in CUDA graphs from now on; `params` are the positions of parameters,
+        which so many blocks have of their own.
+        """
+        graphed = partial(GraphedKernels, num_blocks=num_blocks, capture=capture)
+        saved = self.halves.saved_tensors
+        self.forward = graphed(self.forward, params=sorted(params))
+        if self.backward is not None:
+            of_backward = [at for at, position in enumerate(saved) if position in params]
+            self.backward = graphed(self.backward, params=of_backward)
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the block on inputs and params."""
@@ -90,6 +104,7 @@ class _Block(torch.autograd.Function):
         made: list[Tensor | None] = list(block.backward(taken))
         found = [None if at is None else made[at] for at in halves.gradients]
         needs = ctx.needs_input_grad[2:]
+        now: list[Pending] = []
         for index, (position, transposed, scaling, x_at, grad_at) in enumerate(halves.products):
             x, grad = made[x_at], made[grad_at]
             assert x is not None
@@ -97,13 +112,16 @@ class _Block(torch.autograd.Function):
             if not needs[position]:
                 continue
             weight = None if weights is None else weights[index]
-            if weight is not None and weight.is_leaf and pending is not None:
-                pending.append(Pending(weight, None, transposed, x, grad, scaling))
+            if weight is not None and weight.is_leaf and not weight._backward_hooks:
+                adding = now if pending is None else pending
+                adding.append(Pending(weight, None, transposed, x, grad, scaling))
                 continue
-            adds = weight is not None and weight.nbytes >= LARGE_BYTES
-            fresh = weight_gradient(
-                weight if adds else None, x, grad, transposed=transposed, scaling=scaling
-            )
+            # Autograd hands it to FSDP2, to what the weight was made from, or to the hook.
+            fresh = weight_gradient(None, x, grad, transposed=transposed, scaling=scaling)
             before = found[position]
             found[position] = fresh if before is None or fresh is None else before + fresh
+        # Each product gives its factors back as it is made.
+        made, x, grad = [], None, None
+        while now:
+            now.pop().accumulate()
         return (None, None, *found)

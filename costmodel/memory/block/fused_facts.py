@@ -1,0 +1,193 @@
+"""The backward of a compiled block, as the steps of `backward_facts` with a fused kernel as one.
+
+Inside a kernel nothing has memory: neither gradients that it hands on to itself, nor temporaries of
+its ops, nor what it makes again and only reads itself. It writes one gradient for each tensor that
+it takes from outside; two that are equal (both terms of a sum) are one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from costmodel.memory.block.backward_facts import (
+    BackwardFacts,
+    InputGradient,
+    OpFacts,
+    backward_facts,
+)
+from costmodel.memory.saved import SavedTensors, StorageMap
+from costmodel.table.fusion import fused_groups
+from planner.language.graph import Op, Program, Ref
+from planner.language.ops.call import ProductArgs
+from planner.language.ops.record import family_of
+
+
+class MadeLate(NamedTuple):
+    """What a compiled backward makes again, and not before its first kernel."""
+
+    inside: frozenset[str]
+    """Storages that only kernels read: each makes them itself."""
+    factors: Mapping[str, str]
+    """Storages that but for kernels only weight gradients read, and the op that makes each: it is
+    written by the kernel of that op's backward, which reads the same."""
+
+
+def made_late(saved: SavedTensors, products: Collection[str], again: Collection[str]) -> MadeLate:
+    """Return what the backward of a program makes late of the ops named in `again`."""
+    storage = saved.storages.storage
+    kernels = {op.name for ops in _kernels(saved.storages) for op in ops}
+    makers = {name: op.name for op in saved.program.ops for name in op.outputs}
+    readers: defaultdict[str, set[str]] = defaultdict(set)
+    for op, mine in saved.saved.items():
+        for name in mine.tensors:
+            readers[storage[name].root].add(op)
+    late = {
+        root: readers[root] - kernels
+        for root in saved.roots
+        if makers.get(root) in again and readers[root] <= kernels.union(products)
+    }
+    return MadeLate(
+        inside=frozenset(root for root, others in late.items() if not others),
+        factors={root: makers[root] for root, others in late.items() if others},
+    )
+
+
+def compiled_facts(
+    saved: SavedTensors,
+    products: Mapping[str, ProductArgs],
+    again: Collection[str],
+    kept: Mapping[str, int],
+) -> BackwardFacts:
+    """Return the facts of a compiled program whose backward runs the ops named in `again` again;
+    `kept` has the bytes of the storages that it keeps.
+    """
+    facts = backward_facts(saved, products, is_compiled=True)
+    # Storages that only these ops read are freed by the kernel in which the first of them runs.
+    read: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
+    for root in kept.keys() - facts.saved.keys():
+        readers = [
+            op.name
+            for op in saved.program.ops
+            if op.name in again
+            for name in op.inputs
+            if saved.storages.storage[name].root == root
+        ]
+        read[readers[0]].append((root, kept[root]))
+    inside, factors = made_late(saved, products, again)
+    remade: defaultdict[str, int] = defaultdict(int)
+    for root, maker in factors.items():
+        remade[maker] += facts.saved[root]
+    steps = fused_steps(
+        [
+            step._replace(
+                saved=(
+                    *(each for each in step.saved if each[0] not in inside),
+                    *read[step.op.name],
+                ),
+                remade_bytes=remade[step.op.name],
+            )
+            for step in facts.ops
+        ],
+        saved.storages,
+    )
+    return replace(
+        facts,
+        ops=steps,
+        saved={root: size for root, size in facts.saved.items() if root not in inside},
+        saved_bytes=facts.saved_bytes
+        + sum(size for each in read.values() for _, size in each)
+        - sum(facts.saved[root] for root in inside.union(factors)),
+        readers={name: step.op.name for step in steps for name in step.op.inputs},
+    )
+
+
+def fused_steps(steps: Sequence[OpFacts], storages: StorageMap) -> tuple[OpFacts, ...]:
+    """Return the steps of a program's backward, last op first, with those of each kernel as one.
+
+    A kernel runs when the first of its ops would: then all gradients that it takes are there.
+    """
+    kernels = {op.name: ops for ops in _kernels(storages) for op in ops}
+    parts: defaultdict[str, list[OpFacts]] = defaultdict(list)
+    found = []
+    for step in steps:
+        ops = kernels.get(step.op.name)
+        if ops is None:
+            found.append(step)
+            continue
+        mine = parts[ops[0].name]
+        mine.append(step)
+        if len(mine) == len(ops):
+            found.append(_kernel_step(mine, storages.program))
+    return tuple(found)
+
+
+def _kernels(storages: StorageMap) -> list[tuple[Op, ...]]:
+    """Return the ops of each fused kernel; views alone are none."""
+    return [
+        ops
+        for ops in fused_groups(storages.program)
+        if any(name not in storages.views for op in ops for name in op.outputs)
+    ]
+
+
+def _kernel_step(parts: Sequence[OpFacts], program: Program) -> OpFacts:
+    """Return one step of the steps of a kernel's ops, last op first."""
+    names = {part.op.name for part in parts}
+    made = dict.fromkeys(name for part in parts for name in part.op.outputs)
+    outer = {name for op in program.ops if op.name not in names for name in op.inputs}
+    arriving = tuple(name for name in made if name in outer or name in program.outputs)
+    sources: defaultdict[str, list[str]] = defaultdict(list)
+    """By tensor: what each gradient of it is, a tensor whose gradient is handed on, or "" if made.
+    """
+    for name in arriving:
+        sources[name].append(name)
+    for part in parts:
+        for gradient in part.gradients:
+            # A transposed gradient is written in rows, for the product that takes it.
+            is_same = gradient.is_same and family_of(part.op.target).dim_order is None
+            sources[gradient.name].append(part.op.outputs[0] if is_same else "")
+    gradients: dict[str, InputGradient] = {}
+    first_with: dict[str, str] = {}
+    for gradient in (each for part in parts for each in part.gradients):
+        if gradient.name in made or gradient.name in gradients:
+            continue
+        if gradient.is_param:
+            gradients[gradient.name] = gradient
+            continue
+        origin = _origin(gradient.name, sources)
+        # Of equal gradients that are made here the first has the memory.
+        source = "" if origin == gradient.name else origin
+        if source and source not in arriving:
+            source = first_with.setdefault(origin, gradient.name)
+            source = "" if source == gradient.name else source
+        gradients[gradient.name] = gradient._replace(
+            is_same=bool(source), has_gaps=False, source=source
+        )
+    inputs = dict.fromkeys(n for part in reversed(parts) for n in part.op.inputs if n not in made)
+    return OpFacts(
+        op=replace(parts[-1].op, args=tuple(map(Ref, inputs)), kwargs=(), outputs=arriving),
+        gradients=tuple(gradients.values()),
+        scratch_bytes=0,
+        deferred_scratch_bytes=0,
+        ahead_bytes=0,
+        deferred_ahead_bytes=0,
+        saved=tuple(each for part in parts for each in part.saved),
+        extra_bytes=sum(part.extra_bytes for part in parts),
+        product=None,
+        remade_bytes=sum(part.remade_bytes for part in parts),
+        is_kernel=True,
+    )
+
+
+def _origin(name: str, sources: Mapping[str, list[str]]) -> str:
+    """Return the tensor whose gradient that of `name` is: one that arrives, one made inside, or
+    itself.
+    """
+    while True:
+        mine = sources[name]
+        if len(mine) != 1 or not mine[0] or mine[0] == name:
+            return name
+        name = mine[0]

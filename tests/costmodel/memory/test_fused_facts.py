@@ -1,0 +1,64 @@
+"""What a compiled block's backward holds: kernels as one step each, and products at the end."""
+
+from costmodel.memory.block.block_bytes import block_bytes
+from costmodel.memory.block.fused_facts import compiled_facts, made_late
+from costmodel.memory.saved import saved_tensors
+from planner.language.ops.weight_products import deferrable_products
+from tests.costmodel.programs import program_of
+
+SIZE = 32 * 32 * 4
+"""Bytes of each tensor."""
+LAYER = {
+    "a": ("aten.mm.default", ("x", "w")),
+    "b": ("aten.gelu.default", ("a",)),
+    "c": ("aten.mul.Tensor", ("b", "b")),
+    "d": ("aten.mm.default", ("c", "v")),
+}
+AGAIN = frozenset({"b", "c"})
+
+
+def layer():
+    return program_of(LAYER, inputs=("x",), params=("w", "v"), outputs=("d",))
+
+
+def held(recompute, *, is_compiled):
+    return block_bytes(
+        layer(),
+        device_type="cpu",
+        recompute=recompute,
+        recomputed=AGAIN,
+        is_compiled=is_compiled,
+    )
+
+
+def test_a_kernel_is_one_step_that_makes_what_others_read():
+    """gelu and mul fuse: of a's, b's and c's gradients the kernel takes c's and makes a's."""
+    saved = saved_tensors(layer(), device_type="cpu")
+    facts = compiled_facts(saved, deferrable_products(layer()), (), saved.roots)
+    assert [step.op.name for step in facts.ops] == ["d", "b", "a"]
+    kernel = facts.ops[1]
+    assert kernel.op.outputs == ("c",)
+    assert [(g.name, g.num_bytes) for g in kernel.gradients] == [("a", SIZE)]
+    assert {root for root, _ in kernel.saved} == {"a", "b"}
+
+
+def test_gradients_inside_a_kernel_have_no_memory():
+    """By hand, later microbatches: c's gradient is the only rise; the kernel writes a's over it,
+    and when x's is made a and b are gone. Op by op v's gradient is there beside c's.
+    """
+    compiled, eager = (held("none", is_compiled=is_compiled) for is_compiled in (True, False))
+    assert compiled.kept_bytes == eager.kept_bytes == 3 * SIZE  # a, b, c
+    assert compiled.backward(first=False).rise_bytes == SIZE
+    assert eager.backward(first=False).rise_bytes == 2 * SIZE
+
+
+def test_what_kernels_make_again_is_theirs_alone():
+    """b lies in no memory; c, a factor of v's gradient, from its kernel on; a is what is kept."""
+    saved = saved_tensors(layer(), device_type="cpu")
+    late = made_late(saved, deferrable_products(layer()), AGAIN)
+    assert (late.inside, late.factors) == (frozenset({"b"}), {"c": "c"})
+    block = held("selective", is_compiled=True)
+    assert block.kept_bytes == SIZE
+    assert block.recomputed_bytes == 0
+    # c's gradient, and c itself.
+    assert block.backward(first=False).rise_bytes == 2 * SIZE
