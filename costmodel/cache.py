@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from costmodel.execution import Execution, find_execution
 from costmodel.execution.dispatch.imbalance import Imbalance, experts_per_token, most_rows
+from costmodel.execution.executed import rated_profile
 from costmodel.execution.executed_program import price_program
 from costmodel.execution.own_modules import with_own_modules
 from costmodel.execution.rings import with_rings
@@ -171,6 +172,15 @@ class CostCache:
         eager kernels do, and not what other runtimes fuse.
         """
         return self.execution.kernels != "fused" and self.execution.prices == "profile"
+
+    @property
+    def job_issue_s(self) -> float:
+        """Seconds in which the host issues what a job of a stage takes beside its blocks; 0 of our
+        runtime, whose profile has no such part.
+        """
+        if self.execution.prices == "profile":
+            return 0.0
+        return self.execution.job_kernels * rated_profile(self.profile).rates.issue_s
 
     @cached_property
     def links(self) -> Links:

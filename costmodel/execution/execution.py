@@ -60,6 +60,10 @@ class Execution:
     """Activations are dropped out."""
     forward_kernels: int
     """Ops that the host issues for a layer's forward; a backward has twice as many."""
+    module_kernels: int
+    """Ops that it issues besides for each product or norm that a layer has beyond a plain one's
+    (`executed_program.PLAIN_MODULES`): of latent attention, of norms of queries and keys, of
+    attention to an encoder, of adapters, of experts that every token goes through."""
     head_kernels: int
     """Ops that it issues for the output matrix and the loss."""
     router_kernels: int
@@ -69,6 +73,11 @@ class Execution:
     ring_kernels: int
     """Ops that it issues besides for each round of attention on a ring: of a round's kernel, its
     messages, and what puts its result together with the others'."""
+    job_kernels: int
+    """Ops that it issues besides for each job of a stage: it takes the batch or a message, and
+    hands its result on."""
+    step_kernels: int
+    """Ops that it issues once a step: norms, the optimizer, what is logged."""
     dropless: bool
     """Experts take all rows that are sent to them, and the host reads how many before it sends
     them; else they take a fixed number, and the others are dropped."""

@@ -223,10 +223,17 @@ def _graphed(stack: Execution, parts: str) -> Execution:
     """Return a stack whose layers' named parts are graphs; all of a layer where none is named."""
     if "attention" not in parts and "router" not in parts:
         # A graph is one launch, whatever a layer's router and experts add.
-        return replace(stack, forward_kernels=1, ring_kernels=0, router_kernels=0, expert_kernels=0)
+        return replace(
+            stack,
+            forward_kernels=1,
+            module_kernels=0,
+            ring_kernels=0,
+            router_kernels=0,
+            expert_kernels=0,
+        )
     if "attention" in parts:
         left = min(stack.forward_kernels, LEFT_OF_ATTENTION)
-        stack = replace(stack, forward_kernels=left, ring_kernels=0)
+        stack = replace(stack, forward_kernels=left, module_kernels=0, ring_kernels=0)
     if "router" in parts:
         stack = replace(stack, router_kernels=min(stack.router_kernels, LEFT_OF_ROUTER))
     return stack
