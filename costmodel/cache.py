@@ -375,6 +375,20 @@ class CostCache:
             )
         return self._bytes[key]
 
+    def narrow_params(self, class_index: int) -> frozenset[int]:
+        """Return the positions of the parameters of a class that lie in 8 bits
+        (`Execution.keeps_narrow`).
+        """
+        if not self.execution.keeps_narrow:
+            return frozenset()
+        local = self.local(class_index, 1)
+        held = as_saved(local, self.profile)
+        return frozenset(
+            position
+            for position, name in enumerate(local.params)
+            if held.tensor[name].dtype != local.tensor[name].dtype
+        )
+
     def has_experts(self, class_index: int) -> bool:
         """Whether blocks of a class multiply runs of rows, one an expert."""
         return class_index in self._of_experts

@@ -140,13 +140,18 @@ def _adapters(row: dict[str, str]) -> dict[str, str]:
 
     All multiply in eight bits (FP8=True in config_common.sh, which a row's own file need not
     repeat). AMD's are NeMo on Transformer Engine for ROCm. From v4.1 on, layers are CUDA graphs
-    (LAYER_CUDA_GRAPH or MCORE_CUDA_GRAPH) wherever cp is above 1, but on H200s without tp. HPE's
-    own files of v5.0 do not name the flag; their two runs with cp take 1.81 s where their run of
-    v4.0, of the same layout and without graphs, took 2.65, and the device alone needs 1.86 as
-    priced: so they have the graphs. Not expressed: on MI300X 21 of the 80 layers are recomputed
-    (ACL=21), and attention is in eight bits on some (FP8_DPA).
+    (LAYER_CUDA_GRAPH or MCORE_CUDA_GRAPH) wherever cp is above 1, but on H200s without tp and in
+    HPE's files. Weights of layers lie in eight bits alone (fp8_params is FP8, and
+    disable_parameter_transpose_cache, in conf/megatron_gpt_peft_tuning_config.yaml of v4.0), but on
+    H100 and L40S what SwiGLU takes, too (FP8_ACTIVATION, FP8_ACT). MI300X recomputes 21 of its 80
+    layers (ACG=full, ACM=block, ACL=21). Not expressed: attention is in eight bits on some
+    (FP8_DPA).
     """
     row["dtype"] = "fp8"
+    in_16_bits = row["gpu"].startswith(("H100", "L40S"))
+    row["keeps_narrow"] = "weights" if in_16_bits else "weights activations"
+    if row["gpu"].startswith("MI300X"):
+        row |= {"recompute": "full", "recompute_layers": "21"}
     if row["stack"] == "mlperf-amd":
         row["stack"] = "primus"
     is_graphed = (
@@ -154,6 +159,7 @@ def _adapters(row: dict[str, str]) -> dict[str, str]:
         and "v4.0" not in row["source_id"]
         and int(row["cp"]) > 1
         and (int(row["tp"]) > 1 or row["gpu"] in BLACKWELL)
+        and "HPE" not in row["notes"]
     )
     if is_graphed:
         row["notes"] += "; CUDA graphs"

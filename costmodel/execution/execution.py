@@ -33,6 +33,9 @@ RunKind = Literal["dense", "experts", "adapters"]
 Scaling = Literal["delayed", "tensorwise", "rowwise", "rowwise-forward", "blocks", "tiles"]
 """What the scale of a tensor in 8 bits is of (`costmodel.execution.casts`)."""
 
+KeptNarrow = Literal["weights", "activations"]
+"""Frozen weights of layers; what a gated activation takes."""
+
 Prices = Literal["profile", "rates"]
 """Where an op's time comes from: a profile's measurements and fits of single ops; or the few rates
 of its device that were fitted to whole training runs (`costmodel.table.kernels.DeviceRates`)."""
@@ -108,6 +111,8 @@ class Execution:
     Else they are weighed as they are summed."""
     fused_saves: bool
     """A fused kernel saves what it takes for its backward, not what it makes inside."""
+    keeps_narrow: tuple[KeptNarrow, ...]
+    """What of layers that multiply in 8 bits lies in 8 bits besides what their products take."""
     attention_copies: bool
     """Fused attention copies queries, keys and values that lie inside a larger tensor, and saves
     the copies in place of that."""
@@ -229,7 +234,7 @@ def find_execution(name: str) -> Execution:
     """
     name = execution_of(name)
     values = {key: entry["value"] for key, entry in _entries(name).items()}
-    lists = {key: tuple(values[key]) for key in ("overlaps", "dispatchers")}
+    lists = {key: tuple(values[key]) for key in ("overlaps", "dispatchers", "keeps_narrow")}
     return Execution(name=name, **values | lists)
 
 

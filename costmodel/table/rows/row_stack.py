@@ -8,7 +8,7 @@ from typing import get_args
 
 from costmodel.execution import Execution, find_execution
 from costmodel.execution.dispatch.imbalance import check_imbalance
-from costmodel.execution.execution import Overlapped, Scaling
+from costmodel.execution.execution import KeptNarrow, Overlapped, Scaling
 from costmodel.table.rows.named_models import named_model
 from costmodel.table.rows.row_words import Cells, RowError, gated_of, real, stack_of, zero_of
 
@@ -178,6 +178,13 @@ def _said_parts(cells: Cells, stack: Execution) -> Execution:
         stack = replace(stack, samples_first=takes_flash)
     if cells.given("grouped_experts", least=0) == 0:
         stack = replace(stack, grouped_streams=0)
+    kept = cells.text("keeps_narrow").lower().split()
+    if unknown := [name for name in kept if name not in get_args(KeptNarrow)]:
+        known = ", ".join(get_args(KeptNarrow))
+        raise RowError(f"keeps_narrow={unknown[0]} is not priced; use some of {known}")
+    if kept:
+        chosen = tuple(name for name in get_args(KeptNarrow) if name in kept)
+        stack = replace(stack, keeps_narrow=chosen)
     if cells.given("masks_batch", least=0):
         stack = replace(stack, masks_batch=True)
     if cells.given("cut_products", least=0):
