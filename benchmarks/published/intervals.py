@@ -41,7 +41,7 @@ from costmodel.execution.execution import DATA, RunKind, residuals_of_runs
 from costmodel.table.rows.row_files import read_rows
 from costmodel.table.rows.row_plan import RowPrices
 from costmodel.table.rows.rows import price_row, run_of
-from costmodel.uncertainty import Z, memory_interval, odds_of_fit, sigma_of
+from costmodel.uncertainty import Z, memory_interval, odds_of_fit, sigma_of, typical_bytes
 from planner.errors import PlannerError
 from planner.units import GIB, MIB
 from profiles.devices import device_file, device_names
@@ -138,7 +138,7 @@ class MemoryRun:
     runtime: str
     """Name of the record it is priced with."""
     error: float
-    """Relative: of live tensors where the source prints these, else of what is held."""
+    """Relative: of live tensors where the source prints these, else of what is typically held."""
     holds: bool
     """Whether the measured bytes lie in the interval; of live tensors with the allocator's share
     as estimated on both sides."""
@@ -171,7 +171,7 @@ def memory_runs(folder: Path) -> list[MemoryRun]:
                 MemoryRun(
                     source=source,
                     runtime=run.stack.name,
-                    error=held / measured - 1,
+                    error=typical_bytes(fullest, profile, run.stack) / measured - 1,
                     holds=interval.holds(measured + context),
                 )
             )
@@ -228,7 +228,7 @@ def odds_table(folder: Path, every: int) -> list[dict[str, float]]:
     parts = {(low, high): (low <= odds) & (odds < high) for low, high in ODDS}
     return [
         {"odds_from": low, "odds_to": high, "runs": int(inside.sum()),
-         "ran_pct": 100 * float(ran[inside].mean())}
+         "odds_pct": 100 * float(odds[inside].mean()), "ran_pct": 100 * float(ran[inside].mean())}
         for (low, high), inside in parts.items() if inside.any()
     ]  # fmt: skip
 
