@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from costmodel.execution import Execution, find_execution
 from costmodel.execution.dispatch.imbalance import Imbalance, experts_per_token, most_rows
+from costmodel.execution.executed import rated_profile
 from costmodel.execution.executed_program import price_program
 from costmodel.execution.own_modules import with_own_modules
 from costmodel.execution.rings import with_rings
@@ -178,6 +179,15 @@ class CostCache:
         eager kernels do, and not what other runtimes fuse.
         """
         return self.execution.kernels != "fused" and self.execution.prices == "profile"
+
+    @property
+    def job_issue_s(self) -> float:
+        """Seconds in which the host issues what a job of a stage takes beside its blocks; 0 of our
+        runtime, whose profile has no such part.
+        """
+        if self.execution.prices == "profile":
+            return 0.0
+        return self.execution.job_kernels * rated_profile(self.profile).rates.issue_s
 
     @cached_property
     def links(self) -> Links:
@@ -386,6 +396,20 @@ class CostCache:
                 instead=saved_instead(held, self.execution),
             )
         return self._bytes[key]
+
+    def narrow_params(self, class_index: int) -> frozenset[int]:
+        """Return the positions of the parameters of a class that lie in 8 bits
+        (`Execution.keeps_narrow`).
+        """
+        if not self.execution.keeps_narrow:
+            return frozenset()
+        local = self.local(class_index, 1)
+        held = as_saved(local, self.profile)
+        return frozenset(
+            position
+            for position, name in enumerate(local.params)
+            if held.tensor[name].dtype != local.tensor[name].dtype
+        )
 
     def has_experts(self, class_index: int) -> bool:
         """Whether blocks of a class multiply runs of rows, one an expert."""

@@ -123,7 +123,8 @@ class _MemorySpread:
     """How what a device holds beside its context lies about the estimate, relative to it."""
 
     typical: float
-    """What is typically held, over the estimate: not 1 where logs of the runtime tell."""
+    """What is typically held, over the estimate: not 1 where logs of the runtime tell, or where
+    published runs tell what its allocator reserves."""
     sigma: float
     """One sigma of live tensors."""
     allocator_less: float
@@ -169,7 +170,9 @@ def _tensors_spread(profile: Profile, execution: Execution) -> tuple[float, floa
     sigma = sigma_of(memory_residuals(execution.name))
     ratios = memory_ratios(profile, execution)
     if not ratios:
-        return 1.0, sigma
+        # Where runs tell what the allocator reserves, a device holds that.
+        usual = 1 + profile.allocator_overhead_fraction
+        return max(1.0, execution.reserved_factor / usual), sigma
     within, between = split_sigma(sigma)
     information = len(ratios) / within**2 + between**-2
     middle = sum(map(log, ratios)) / within**2 / information
@@ -210,6 +213,12 @@ def odds_of_fit(
         middle = (low + high) / 2
         low, high = (middle, high) if spread.factor(middle) <= most else (low, middle)
     return NormalDist().cdf(low)
+
+
+def typical_bytes(parts: MemoryParts, profile: Profile, execution: Execution) -> float:
+    """Return what a rank estimated as `parts` typically holds beside its context."""
+    held = float(parts.tensor_bytes) * (1 + profile.allocator_overhead_fraction)
+    return held * _memory_spread(profile, execution).typical
 
 
 def memory_interval(parts: MemoryParts, profile: Profile, execution: Execution) -> MemoryInterval:

@@ -108,6 +108,8 @@ class DeviceFile(Record):
     """Links between devices of a node, one direction."""
     devices_per_node: int | None = Field(default=None, ge=1)
     """How many devices that link joins."""
+    host_scale: float = Field(default=1.0, gt=0)
+    """Seconds that its host takes to issue an op, over those of the reference device's host."""
     float4_per_float8: float | None = Field(default=None, gt=0)
     """Peak of 4-bit products over that of 8-bit ones, of a device that has both."""
     source: str = ""

@@ -225,7 +225,7 @@ def fit_table(cases: list[Case]) -> dict[str, dict[str, int]]:
             estimate = prices.estimate(case.run, case.profile, case.rates)
         except PlannerError:
             continue
-        part = needed_bytes(estimate, case.run) / case.room_bytes
+        part = needed_bytes(estimate) / case.room_bytes
         said = "does not fit" if part > 1 else "fits"
         if part <= 1 and is_nearly_full(estimate, case.run, case.room_bytes):
             said = "nearly full"

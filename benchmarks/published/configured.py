@@ -139,12 +139,19 @@ def _adapters(row: dict[str, str]) -> dict[str, str]:
     """MLPerf's LoRA.
 
     All multiply in eight bits (FP8=True in config_common.sh, which a row's own file need not
-    repeat). AMD's are NeMo on Transformer Engine for ROCm. From v4.1 on,
-    layers are CUDA graphs (LAYER_CUDA_GRAPH or MCORE_CUDA_GRAPH) wherever cp
-    is above 1, but on H200s without tp and in HPE's files. Not expressed: on MI300X 21 of the 80
-    layers are recomputed (ACL=21), and attention is in eight bits on some (FP8_DPA).
+    repeat). AMD's are NeMo on Transformer Engine for ROCm. From v4.1 on, layers are CUDA graphs
+    (LAYER_CUDA_GRAPH or MCORE_CUDA_GRAPH) wherever cp is above 1, but on H200s without tp and in
+    HPE's files. Weights of layers lie in eight bits alone (fp8_params is FP8, and
+    disable_parameter_transpose_cache, in conf/megatron_gpt_peft_tuning_config.yaml of v4.0), but on
+    H100 and L40S what SwiGLU takes, too (FP8_ACTIVATION, FP8_ACT). MI300X recomputes 21 of its 80
+    layers (ACG=full, ACM=block, ACL=21). Not expressed: attention is in eight bits on some
+    (FP8_DPA).
     """
     row["dtype"] = "fp8"
+    in_16_bits = row["gpu"].startswith(("H100", "L40S"))
+    row["keeps_narrow"] = "weights" if in_16_bits else "weights activations"
+    if row["gpu"].startswith("MI300X"):
+        row |= {"recompute": "full", "recompute_layers": "21"}
     if row["stack"] == "mlperf-amd":
         row["stack"] = "primus"
     is_graphed = (

@@ -25,7 +25,7 @@ from typing import Annotated, Literal
 import numpy as np
 
 from benchmarks.harness import Result, benchmark
-from benchmarks.published import PUBLISHED, records_of
+from benchmarks.published import PUBLISHED
 from benchmarks.published.accuracy import (
     FAR_FROM_FULL,
     TABLES,
@@ -35,16 +35,13 @@ from benchmarks.published.accuracy import (
     stalls,
 )
 from benchmarks.published.configured import as_configured
+from benchmarks.published.goldens import GOLDENS, golden_rows
 from costmodel.execution import execution_names
 from costmodel.execution.execution import DATA, RunKind, residuals_of_runs
 from costmodel.table.rows.row_files import read_rows
 from costmodel.table.rows.row_plan import RowPrices
 from costmodel.table.rows.rows import price_row, run_of
-from costmodel.uncertainty import Z, memory_interval, odds_of_fit, sigma_of
-from planner.emit.megatron_options import parse_flags
-from planner.emit.megatron_refusals import refusals
-from planner.emit.megatron_row import row_of
-from planner.emit.megatron_rules import Run, broken_rules
+from costmodel.uncertainty import Z, memory_interval, odds_of_fit, sigma_of, typical_bytes
 from planner.errors import PlannerError
 from planner.units import GIB, MIB
 from profiles.devices import device_file, device_names
@@ -65,25 +62,6 @@ MEMORY_SOURCES = {
 """Sources that print memory and all of what a run does, and their tables; rows that leave out the
 microbatch are none of them. Others leave out the sequence's length, recomputation or sharding, or
 print what the whole device holds."""
-
-GOLDENS = "megatron_goldens"
-"""Megatron-LM's own regression runs: lines of flags, with the memory that was allocated at most."""
-
-DEVICES = {"a100": "A100", "h100": "H100", "gb200": "B200"}
-"""Devices of these, by words of their platform."""
-
-USUAL_DEVICE = "A100"
-"""Of those whose platform the table leaves out: 89 of 94 are of files named ``..dgxa100_dracooci``
-or ``lts.json``, which A100 ran."""
-
-SCRIPTS = {
-    "bert": "pretrain_bert.py",
-    "hybrid": "pretrain_hybrid.py",
-    "mimo": "pretrain_vlm.py",
-    "multimodal-llava": "pretrain_vlm.py",
-    "t5": "pretrain_t5.py",
-}
-"""Scripts of these whose flags do not tell what model they train; pretrain_gpt.py else."""
 
 MOST_MEMORY_ROWS = 60
 """Rows of a source whose memory is walked, evenly spaced: a walk takes a tenth of a second."""
@@ -160,7 +138,7 @@ class MemoryRun:
     runtime: str
     """Name of the record it is priced with."""
     error: float
-    """Relative: of live tensors where the source prints these, else of what is held."""
+    """Relative: of live tensors where the source prints these, else of what is typically held."""
     holds: bool
     """Whether the measured bytes lie in the interval; of live tensors with the allocator's share
     as estimated on both sides."""
@@ -193,7 +171,7 @@ def memory_runs(folder: Path) -> list[MemoryRun]:
                 MemoryRun(
                     source=source,
                     runtime=run.stack.name,
-                    error=held / measured - 1,
+                    error=typical_bytes(fullest, profile, run.stack) / measured - 1,
                     holds=interval.holds(measured + context),
                 )
             )
@@ -206,19 +184,10 @@ def golden_runs(path: Path) -> list[MemoryRun]:
     (megatron/training/global_vars.py, _set_tensorboard_writer).
     """
     prices, found = RowPrices(), []
-    for line in records_of(path):
-        if not line["mem_max_mib"] or not line["nodes"]:
+    for line, row in golden_rows(path):
+        if not line["mem_max_mib"]:
             continue
-        gpus = int(float(line["nodes"])) * int(float(line["gpus_per_node"]))
-        script = SCRIPTS.get(line["model"], "pretrain_gpt.py")
-        flags = parse_flags(f"{script} {line['flags']}")
-        run = Run(flags=flags, num_devices=gpus, model={})
-        platform = line["platform"]
-        gpu = next((name for word, name in DEVICES.items() if word in platform), USUAL_DEVICE)
         try:
-            if broken_rules(run) or refusals(run):
-                continue
-            row = {name: str(value) for name, value in row_of(run, {}, "", gpu).items()}
             priced = price_row(row, prices)
         except PlannerError:
             continue
@@ -259,7 +228,7 @@ def odds_table(folder: Path, every: int) -> list[dict[str, float]]:
     parts = {(low, high): (low <= odds) & (odds < high) for low, high in ODDS}
     return [
         {"odds_from": low, "odds_to": high, "runs": int(inside.sum()),
-         "ran_pct": 100 * float(ran[inside].mean())}
+         "odds_pct": 100 * float(odds[inside].mean()), "ran_pct": 100 * float(ran[inside].mean())}
         for (low, high), inside in parts.items() if inside.any()
     ]  # fmt: skip
 

@@ -24,6 +24,8 @@ from functools import lru_cache
 from math import ceil, log2
 from typing import Literal
 
+import numpy as np
+
 from costmodel.execution.casts import CASTS, Casts
 from costmodel.execution.dispatch.dispatcher import Dispatcher, find_dispatcher
 from costmodel.execution.execution import Execution, Overlapped
@@ -34,10 +36,18 @@ from planner.language.ops.families.products.narrow import NARROW_DTYPE, scaling_
 from profiles import Group, Lookup, OpQuery, Profile
 from profiles.calibration import op_term
 from profiles.lookup.families import MATMUL, family_of, pace_kind
+from profiles.profile import Amount
 from profiles.records import StepWork
 
 OPTIMIZER_KERNELS = 20
 """Launches of an optimizer's step over flat buffers."""
+
+HOST_SHARPNESS = 4
+"""How sharply a phase turns from waiting for the device to waiting for the host: where both are
+as slow, it takes 2 ** (1/4) times as long as either."""
+
+TINY_S = 1e-12
+"""Less than any phase with work takes."""
 
 FP32_BYTES = 4
 """Callers give the bytes of fp32 tensors; passes over memory are counted by elements."""
@@ -201,6 +211,10 @@ class ExecutedProfile(TrainingProfile):
                 work, num_bytes=num_bytes, num_tensors=num_tensors, num_calls=num_calls
             )
         seconds = self.rates.pass_seconds(moved, kernels)
+        if kernels:
+            # What the host does once a step comes with the optimizer's.
+            needed_s = self.execution.step_kernels * self.rates.issue_s
+            seconds += host_seconds(self.execution, seconds, needed_s)
         return Lookup(
             seconds=seconds, source=f"{work} of {self.execution.name}", relative_error=0.2
         )
@@ -215,6 +229,38 @@ class ExecutedProfile(TrainingProfile):
         """Return what ranks wait for the last of them at a collective that nothing overlaps."""
         # The last of twice as many ranks is later by a constant more.
         return self.rates.skew_s * log2(size)
+
+
+def host_seconds(execution: Execution, busy_s: float, needed_s: float) -> float:
+    """Return what the host adds to a phase in which the device is busy and the host is needed.
+
+    Some kernels last longer than the launch of the next, others do not, and only so much can be
+    queued: near the point where both take as long, device and host wait for each other in turn.
+    """
+    if execution.launches_block:
+        return needed_s
+    slower = max(busy_s, needed_s)
+    if not slower:
+        return 0.0
+    # A norm of both times, 4 for sharpness: (busy^4 + needed^4)^(1/4). Over the slower one, so that
+    # no power leaves the range of floats.
+    parts = (busy_s / slower) ** HOST_SHARPNESS + (needed_s / slower) ** HOST_SHARPNESS
+    return slower * parts ** (1 / HOST_SHARPNESS) - busy_s
+
+
+def waited_for_host(needed_s: float, phase_s: Amount, host_s: Amount) -> Amount:
+    """Return how much longer a phase takes for which the host is needed `needed_s` longer.
+
+    The phase takes `phase_s`, of which the device waits `host_s` for the host already. To first
+    order of t = (d^4 + h^4)^(1/4) it is needed_s * dt/dh = needed_s * (h / t)^3: nothing where the
+    device sets the pace, all of it where the host does.
+    """
+    if not needed_s:
+        return 0 * phase_s
+    busy_part = 1 - np.asarray(host_s) / np.maximum(phase_s, TINY_S)
+    power = 1 - 1 / HOST_SHARPNESS
+    waited: Amount = needed_s * (1 - np.clip(busy_part, 0, 1) ** HOST_SHARPNESS) ** power
+    return waited
 
 
 def in_training(profile: Profile, num_devices: int) -> Profile:

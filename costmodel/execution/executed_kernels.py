@@ -109,6 +109,15 @@ def is_product(op: Op) -> bool:
     return family_of(op.target).arithmetic == MATMUL
 
 
+def multiplies_weights(op: Op, local: Program) -> bool:
+    """Whether an op is one product with a weight: no product of heads, none of many experts."""
+    return (
+        is_product(op)
+        and any(_is_weight(name, local) for name in op.inputs)
+        and (not family_of(op.target).deals_rows)
+    )
+
+
 def is_attention(op: Op) -> bool:
     """Whether an op is attention as one kernel."""
     return family_of(op_inside(op).target).arithmetic == ATTENTION

@@ -14,7 +14,12 @@ from typing import NamedTuple
 
 from costmodel.execution.dispatch.choice import dispatchers_of
 from costmodel.execution.dispatch.exchange import exchanges_of
-from costmodel.execution.executed import ExecutedProfile, KernelSeconds, rated_profile
+from costmodel.execution.executed import (
+    ExecutedProfile,
+    KernelSeconds,
+    host_seconds,
+    rated_profile,
+)
 from costmodel.execution.executed_comm import exposed_comm
 from costmodel.execution.executed_kernels import (
     LOSSES,
@@ -24,6 +29,7 @@ from costmodel.execution.executed_kernels import (
     is_product,
     kernel_seconds,
     kernels_of,
+    multiplies_weights,
     products_of_head,
     ring_rounds,
 )
@@ -34,20 +40,30 @@ from costmodel.time.block.compute import ProgramTimes, Spent, op_works
 from costmodel.time.block.program import accumulate_seconds, profiled_times
 from costmodel.time.stage_costs.times import RunTimes
 from costmodel.topology import Axis
-from planner.language.graph import Program
+from planner.language.graph import Op, Program
 from planner.language.layout.redistribute import REDISTRIBUTE
 from planner.language.lowering.experts import grouped_products
 from planner.language.ops.flops import needing_gradient
 from planner.language.ops.record import family_of, packet_of
 from profiles import Profile
 
+NORMS = ("layer_norm", "rms_norm")
+"""Ops that are a module each."""
+
 SHARED_EXPERTS = "shared_expert"
 """Part of what modules are called that every token goes through beside the experts (Megatron-Core,
 Hugging Face's library)."""
 
-HOST_SHARPNESS = 4
-"""How sharply a phase turns from waiting for the device to waiting for the host: where both are
-as slow, it takes 2 ** (1/4) times as long as either."""
+FILLED_PART = 0.2
+"""Part of an op's time on the host that it takes to fill the tensors which the op allocates, where
+runs must be deterministic (torch.utils.deterministic.fill_uninitialized_memory): a launch without
+Python. Goldens of Megatron-LM that are asked to be take 0.18 to 0.22 longer in a layer than those
+that are not, on A100, H100 and GB200."""
+
+PLAIN_MODULES = 6
+"""Products with weights and norms of a plain layer: queries, keys and values; what attention gives;
+a feed-forward's two; a norm ahead of attention and feed-forward. A layer with experts has its
+router's product in place of the feed-forward's."""
 
 
 class PricedProgram(NamedTuple):
@@ -178,22 +194,23 @@ def executed_times(
     comm = exposed_comm(local, profile, axes, compute, attention, shared)
     wait = rates.launch_wait_s if execution.launches_block else 0.0
     in_rings = sum(rounds for rounds in map(ring_rounds, local.ops) if rounds > 1)
-    issued = _host_ops(local, execution, kernels) + comm.kernels + unfused
+    issued = _host_ops(local, execution, kernel_ops, kernels) + comm.kernels + unfused
     issued += execution.ring_kernels * in_rings
+    filling = execution.deterministic * FILLED_PART * issued
     if recomputed and not is_whole and execution.selective_by_op:
         recomputed_s = forward_s / 2
     # Every host of a group reaches a collective late at times, and all wait for the last.
     polled_s = polls * execution.polled_late_s * comm.kernels * comm.size
     # Where the host reads how many rows go where before it sends them, it has nothing queued then.
     sent_s, sent_back_s = (comm.rows_s, comm.rows_back_s) if execution.dropless else (0.0, 0.0)
-    forward_host = issued * (rates.host_op_s + wait) + polled_s
+    forward_host = (issued + filling) * (rates.issue_s + wait) + polled_s
     forward_busy_s = forward_s + comm.forward_s - sent_s
     forward_wait_s = host_seconds(execution, forward_busy_s, forward_host)
     has_backward = any(local.tensor[name].requires_grad for name in local.outputs)
     # A backward issues twice as many ops as a forward, as a product has a gradient for each of its
     # factors; each factor without a gradient takes an op off.
-    issued_back = max(0, 2 * issued - _without_gradient(local))
-    backward_host = has_backward * (issued_back * (rates.host_backward_op_s + wait) + polled_s)
+    issued_back = max(0, 2 * issued - _without_gradient(local)) + 2 * filling
+    backward_host = has_backward * (issued_back * (rates.issue_back_s + wait) + polled_s)
     backward_busy_s = backward_s + comm.backward_s - sent_back_s
     backward_wait_s = host_seconds(execution, backward_busy_s, backward_host)
     return ProgramTimes(
@@ -211,7 +228,9 @@ def executed_times(
     )
 
 
-def _host_ops(local: Program, execution: Execution, kernels: int) -> int:
+def _host_ops(
+    local: Program, execution: Execution, kernel_ops: list[tuple[Op, ...]], kernels: int
+) -> int:
     """Return how many ops the host issues: an `Execution` counts those of a layer and of a head."""
     if any(packet_of(op.target) in LOSSES for op in local.ops):
         return execution.head_kernels
@@ -219,7 +238,10 @@ def _host_ops(local: Program, execution: Execution, kernels: int) -> int:
         grouped = grouped_products(local)
         experts = local.tensor[grouped[0].inputs[1]].shape_at(1)[0] if grouped else 0
         routed = execution.router_kernels + execution.expert_kernels * experts if grouped else 0
-        return execution.forward_kernels + routed
+        modules = sum(multiplies_weights(ops[0], local) for ops in kernel_ops)
+        modules += sum(packet_of(op.target) in NORMS for op in local.ops)
+        more = max(0, modules - (PLAIN_MODULES - bool(grouped)))
+        return execution.forward_kernels + execution.module_kernels * more + routed
     return kernels
 
 
@@ -233,20 +255,3 @@ def _without_gradient(local: Program) -> int:
             first, needing = family_of(op.target).first_factor, needing_gradient(op, local.tensor)
             count += sum(name not in needing for name in op.inputs[first : first + 2])
     return count
-
-
-def host_seconds(execution: Execution, busy_s: float, needed_s: float) -> float:
-    """Return what the host adds to a phase in which the device is busy and the host is needed.
-
-    Some kernels last longer than the launch of the next, others do not, and only so much can be
-    queued: near the point where both take as long, device and host wait for each other in turn.
-    """
-    if execution.launches_block:
-        return needed_s
-    slower = max(busy_s, needed_s)
-    if not slower:
-        return 0.0
-    # A norm of both times, 4 for sharpness: (busy^4 + needed^4)^(1/4). Over the slower one, so that
-    # no power leaves the range of floats.
-    parts = (busy_s / slower) ** HOST_SHARPNESS + (needed_s / slower) ** HOST_SHARPNESS
-    return slower * parts ** (1 / HOST_SHARPNESS) - busy_s

@@ -35,6 +35,9 @@ Scaling = Literal[
 ]
 """What the scale of a tensor in 8 bits is of (`costmodel.execution.casts`)."""
 
+KeptNarrow = Literal["weights", "activations"]
+"""Frozen weights of layers; what a gated activation takes."""
+
 Prices = Literal["profile", "rates"]
 """Where an op's time comes from: a profile's measurements and fits of single ops; or the few rates
 of its device that were fitted to whole training runs (`costmodel.table.kernels.DeviceRates`)."""
@@ -62,6 +65,10 @@ class Execution:
     """Activations are dropped out."""
     forward_kernels: int
     """Ops that the host issues for a layer's forward; a backward has twice as many."""
+    module_kernels: int
+    """Ops that it issues besides for each product or norm that a layer has beyond a plain one's
+    (`executed_program.PLAIN_MODULES`): of latent attention, of norms of queries and keys, of
+    attention to an encoder, of adapters, of experts that every token goes through."""
     head_kernels: int
     """Ops that it issues for the output matrix and the loss."""
     router_kernels: int
@@ -71,6 +78,11 @@ class Execution:
     ring_kernels: int
     """Ops that it issues besides for each round of attention on a ring: of a round's kernel, its
     messages, and what puts its result together with the others'."""
+    job_kernels: int
+    """Ops that it issues besides for each job of a stage: it takes the batch or a message, and
+    hands its result on."""
+    step_kernels: int
+    """Ops that it issues once a step: norms, the optimizer, what is logged."""
     dropless: bool
     """Experts take all rows that are sent to them, and the host reads how many before it sends
     them; else they take a fixed number, and the others are dropped."""
@@ -101,6 +113,8 @@ class Execution:
     Else they are weighed as they are summed."""
     fused_saves: bool
     """A fused kernel saves what it takes for its backward, not what it makes inside."""
+    keeps_narrow: tuple[KeptNarrow, ...]
+    """What of layers that multiply in 8 bits lies in 8 bits besides what their products take."""
     attention_copies: bool
     """Fused attention copies queries, keys and values that lie inside a larger tensor, and saves
     the copies in place of that."""
@@ -225,7 +239,7 @@ def find_execution(name: str) -> Execution:
     """
     name = execution_of(name)
     values = {key: entry["value"] for key, entry in _entries(name).items()}
-    lists = {key: tuple(values[key]) for key in ("overlaps", "dispatchers")}
+    lists = {key: tuple(values[key]) for key in ("overlaps", "dispatchers", "keeps_narrow")}
     return Execution(name=name, **values | lists)
 
 

@@ -14,7 +14,9 @@ A product of a layer that multiplies in 8 bits casts what it takes, and keeps th
 weight's gradient: half the bytes of bf16 (`as_saved`; Transformer Engine, "FP8 primer" and
 `module/linear.py`, which saves the quantized input). With sequence parallelism the cast comes first
 and ranks gather 8 bits. Products of a head, adapters and attention stay in 16 bits. Copies of
-weights in 8 bits are not counted: recipes keep the parameters themselves in fp8 instead.
+weights in 8 bits are not counted: recipes keep the parameters themselves in fp8 instead. Where a
+runtime says so (`keeps_narrow`), frozen weights of layers lie in 8 bits alone, and a gated
+activation saves a cast of what it takes.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from costmodel.execution.executed import ExecutedProfile
+from costmodel.execution.executed import ExecutedProfile, rated_profile
 from costmodel.execution.executed_kernels import (
     is_attention,
     is_layer_product,
@@ -57,6 +59,7 @@ def saved_instead(local: Program, execution: Execution) -> SavedInstead:
     if execution.prices == "profile":
         return {}
     found: dict[str, dict[str, tuple[str, ...]]] = defaultdict(dict)
+    names = local.tensor.keys()
     if execution.fused_saves:
         for ops in kernels_of(local, execution):
             # A kernel of attention's weights saves these and not the scores: the product with the
@@ -66,6 +69,17 @@ def saved_instead(local: Program, execution: Execution) -> SavedInstead:
                 continue
             # Where another kernel saves what this one makes, that is saved all the same.
             inside = _inside(ops)
+            if "activations" in execution.keeps_narrow and any(_is_gate(op) for op in ops):
+                inside = {
+                    made: tuple(_narrow(name) if _narrow(name) in names else name for name in taken)
+                    for made, taken in inside.items()
+                }
+                inside |= {
+                    name: (_narrow(name),)
+                    for op in ops
+                    for name in op.inputs
+                    if _narrow(name) in names and name not in inside
+                }
             for op in ops:
                 found[op.name] |= inside
     if execution.weighs_inside:
@@ -172,7 +186,7 @@ def as_saved(local: Program, profile: Profile) -> Program:
 
     def cast(name: str) -> str:
         """Return the narrow copy of a tensor; a gathered one is gathered from narrow parts."""
-        new = f"{name} in 8 bits"
+        new = _narrow(name)
         if new in made:
             return new
         op = maker.get(name)
@@ -186,17 +200,46 @@ def as_saved(local: Program, profile: Profile) -> Program:
         made[new] = replace(tensor[name], name=new, dtype=NARROW, kind="activation")
         return new
 
+    keeps = rated_profile(profile).execution.keeps_narrow
+    weights: set[str] = set()
     for op in local.ops:
         if op.name not in saving:
+            if "activations" in keeps and _is_gate(op):
+                # Of the product that it was cut from, where it is a part of one.
+                cast(_cut_from(op.inputs[0], maker))
             ops.append(op)
             continue
+        if "weights" in keeps:
+            weights |= {name for name in op.inputs if _is_frozen(tensor[name])}
         taken = op.inputs[family_of(op.target).first_factor]
         narrow = {taken: cast(taken)}
         ops.append(replace(op, args=map_refs(op.args, partial(_renamed, names=narrow))))
     used = Counter(name for op in ops for name in op.inputs) + Counter(local.outputs)
     # A gather of wide parts that only casts took is gone.
     kept = [op for op in ops if op.target != REDISTRIBUTE or used[op.outputs[0]]]
-    return replace(local, ops=tuple(kept), tensors=(*local.tensors, *made.values()))
+    tensors = (
+        replace(meta, dtype=NARROW) if meta.name in weights else meta for meta in local.tensors
+    )
+    return replace(local, ops=tuple(kept), tensors=(*tensors, *made.values()))
+
+
+def _narrow(name: str) -> str:
+    """Return what a tensor's cast to 8 bits is called."""
+    return f"{name} in 8 bits"
+
+
+def _is_gate(op: Op) -> bool:
+    return packet_of(op.target) == "silu"
+
+
+def _is_frozen(meta: TensorMeta) -> bool:
+    return meta.kind == "param" and not meta.requires_grad
+
+
+def _cut_from(name: str, maker: Mapping[str, Op]) -> str:
+    """Return the tensor that a part was cut from; the tensor itself where it is no part."""
+    op = maker.get(name)
+    return op.inputs[0] if op is not None and packet_of(op.target) == "chunk" else name
 
 
 def _renamed(ref: Ref, names: Mapping[str, str]) -> Ref:

@@ -56,7 +56,8 @@ class DeviceRates:
     """What a device sustains inside a training step.
 
     Peaks and counts are of the data sheet, and `link_scale`, the device's links over those that
-    the profile's collectives were measured on; the rest is fitted:
+    the profile's collectives were measured on. `host_scale` is how long the device's host takes
+    for an op, over the host of the runs that the rates were fitted to. The rest is fitted:
 
     - `matmul_efficiency`: part of the peak that a large product reaches;
     - `matmul_half_k`: the inner length k at which a product takes twice as long for its size;
@@ -100,6 +101,17 @@ class DeviceRates:
     low_precision_efficiency: float
     misaligned_efficiency: float
     link_scale: float = 1.0
+    host_scale: float = 1.0
+
+    @property
+    def issue_s(self) -> float:
+        """Seconds in which the device's host issues an op of a forward."""
+        return self.host_op_s * self.host_scale
+
+    @property
+    def issue_back_s(self) -> float:
+        """Seconds in which it issues an op of a backward."""
+        return self.host_backward_op_s * self.host_scale
 
     def matmul_seconds(
         self, m: int, n: int, k: int, *, dtype: str, batch: int = 1, aligned: bool = True
@@ -173,7 +185,13 @@ PARTS_OF: dict[str, tuple[str, ...]] = {
 """Parts of a peak or of a measured rate, which shrink with it. Attention's is a part of that of
 products."""
 
-OF_THE_SHEET = ("peak_flop_per_s", "memory_bytes_per_s", "num_multiprocessors", "link_scale")
+OF_THE_SHEET = (
+    "peak_flop_per_s",
+    "memory_bytes_per_s",
+    "num_multiprocessors",
+    "link_scale",
+    "host_scale",
+)
 FITTED = tuple(f.name for f in fields(DeviceRates) if f.name not in OF_THE_SHEET)
 """Names of the fitted parameters: the same few for every run of a device."""
 

@@ -51,6 +51,9 @@ class PlanPrice:
     """Seconds of jobs and of transfers between stages."""
     once: OnceAStep
     """What is done once a step, by pp rank."""
+    job_host_s: tuple[Floats, Floats]
+    """Seconds in which each stage's device waits for its host about a forward or a backward job,
+    beside what it waits in blocks."""
     waited_s: Floats
     """Seconds in which a microbatch's jobs of each stage wait for transfers that do not overlap."""
 
@@ -84,11 +87,12 @@ class PlanPrice:
         # Full recomputation runs the whole forward again: its host time and collectives, too.
         rerun_host, rerun_comm = again_m * self.again.host_s, again_m * self.again.comm_s
         host_s = times.host_forward_s + times.host_backward_s
+        of_jobs_s = sum(self.job_host_s)
         by_stage = {
             "compute_s": m * (times.forward_s + times.backward_s - host_s),
             # Host time and collectives of the second run are reported with those of the first.
             "recompute_s": again_m * self.again.whole_s - rerun_host - rerun_comm,
-            "host_s": m * host_s + rerun_host,
+            "host_s": m * (host_s + of_jobs_s) + rerun_host,
             "tp_comm_s": m * (times.comm_forward_s + times.comm_backward_s) + rerun_comm,
             "dp_comm_s": m * (exposed.forward_s + exposed.backward_s),
             "waited_s": m * self.waited_s,
@@ -147,6 +151,10 @@ def price_plan(plan: Plan, costs: CostCache) -> PlanPrice:
             plan.stage_to_pp_rank,
             num_ranks=plan.world_size,
             inputs_s=inputs_s,
+        ),
+        job_host_s=(
+            np.array([stage.job_host_s[0][s] for s, stage in enumerate(own)]),
+            np.array([stage.job_host_s[1][s] for s, stage in enumerate(own)]),
         ),
         waited_s=np.add(*transfers(costs.execution, receive_s)[1]),
     )

@@ -25,6 +25,8 @@ from benchmarks.published.accuracy import (
     stalls,
 )
 from benchmarks.published.captured_rows import captured_rows
+from benchmarks.published.goldens import goldens
+from benchmarks.published.intervals import odds_table
 
 TITLES = {
     "rows": "rows",
@@ -39,6 +41,9 @@ TITLES = {
     "without_fifth_mape_pct": "-fifth",
 }
 """Columns; the last two are of rates fitted without the row's source or fifth."""
+
+FEWEST = 0.99
+"""Of the odds that are told, where the last part begins."""
 
 VERDICTS = ("fits", "nearly full", "does not fit", "far from full")
 
@@ -81,6 +86,27 @@ that crashed are not said to fit.
 """
 
 
+ODDS = """## Odds of fitting
+
+`python -m benchmarks intervals --of odds`: what the odds say that a search compares with
+`--memory-odds`, on nanotron's runs; those far from full are left out. Of the runs that crashed for
+memory, {told} have odds under a half, and of those that ran {lost}.
+
+| odds | runs | mean odds | ran |
+|---|---|---|---|
+"""
+
+HOSTS = """## Runs that hosts set
+
+`python -m benchmarks goldens`: Megatron-LM's regression runs
+([small work](estimate-rows.md#small-work)). *Fitted*: of the half of the cases that set what hosts
+take; *aside*: of the other half, and of a machine with a slower host.
+
+| device | kind | half | cases | MAPE | bias |
+|---|---|---|---|---|---|
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Section:
     """What a table of runs shows."""
@@ -101,8 +127,16 @@ def cells_of(line: Mapping[str, Any]) -> list[str]:
     return ["-" if v is None else str(v) if isinstance(v, int) else f"{v:.2f}" for v in cells]
 
 
-def page_of(sections: Sequence[Section], *, date: datetime.date, captured: str = "") -> str:
-    """Return the page's text; `captured` is the table of captured models."""
+def page_of(
+    sections: Sequence[Section],
+    *,
+    date: datetime.date,
+    captured: str = "",
+    more: Sequence[str] = (),
+) -> str:
+    """Return the page's text; `captured` is the table of captured models, `more` are sections
+    behind all others.
+    """
     text = HEAD.format(date=date)
     for section in sections:
         used = [i for i, key in enumerate(TITLES) if any(key in line for line in section.lines)]
@@ -133,6 +167,33 @@ def page_of(sections: Sequence[Section], *, date: datetime.date, captured: str =
         ran = [str(of.get(f"ran, said: {v}", 0)) for v in VERDICTS[:3]]
         out = [str(of.get(f"crashed, said: {v}", 0)) for v in VERDICTS]
         text += f"| {source} | {' | '.join(ran + out)} |\n"
+    return "\n".join([text, *more])
+
+
+def odds_section(lines: Sequence[Mapping[str, float]]) -> str:
+    """Return how often runs ran of those said to fit with some odds (`intervals.odds_table`)."""
+    parts = [line for line in lines if line["odds_to"] <= 1 or line["odds_from"] == FEWEST]
+    ran = {line["odds_from"]: line["runs"] * line["ran_pct"] / 100 for line in parts}
+    crashed = {line["odds_from"]: line["runs"] - ran[line["odds_from"]] for line in parts}
+
+    def part(of: Mapping[float, float]) -> str:
+        whole = sum(of.values())
+        return f"{of.get(0.0, 0):.0f} of {whole:.0f} ({100 * of.get(0.0, 0) / whole:.1f}%)"
+
+    text = ODDS.format(told=part(crashed), lost=part(ran))
+    for line in parts:
+        most = min(100, 100 * line["odds_to"])
+        text += f"| {100 * line['odds_from']:.0f} to {most:.0f}% | {line['runs']} | "
+        text += f"{line['odds_pct']:.0f}% | {line['ran_pct']:.0f}% |\n"
+    return text
+
+
+def hosts_section(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return errors of runs that hosts set (`goldens`)."""
+    text = HOSTS
+    for line in lines:
+        text += f"| {line['gpu']} | {line['kind']} | {line['half']} | {line['cases']} | "
+        text += f"{line['mape_pct']:.2f} | {line['bias_pct']:.2f} |\n"
     return text
 
 
@@ -172,7 +233,8 @@ def captured_table() -> str:
 def main() -> None:
     """Write the page of today."""
     sections, captured = sections_of(PUBLISHED), captured_table()
-    text = page_of(sections, date=datetime.date.today(), captured=captured)
+    more = [odds_section(odds_table(PUBLISHED, 1)), hosts_section(goldens().rows)]
+    text = page_of(sections, date=datetime.date.today(), captured=captured, more=more)
     (ROOT / "docs" / "accuracy.md").write_text(text, encoding="utf-8")
 
 

@@ -2,7 +2,7 @@
 
 import datetime
 
-from docs.build.accuracy_page import Section, page_of
+from docs.build.accuracy_page import Section, hosts_section, odds_section, page_of
 
 
 def test_a_page_has_a_line_a_source_and_its_verdicts():
@@ -28,3 +28,30 @@ def test_a_page_has_a_line_a_source_and_its_verdicts():
     # Of eight that may have crashed for memory six were told.
     assert "6 of 8 (75.0%; of all that crashed 35.3%)" in text
     assert "| one | 3 | 0 | 0 | 1 | 1 | 6 | 9 |" in text
+
+
+def test_odds_and_hosts_have_sections_of_their_own():
+    parts = [(0.5, 1.01, 50, 90), (0.0, 0.5, 40, 5), (0.5, 0.7, 10, 60), (0.99, 1.01, 100, 99)]
+    odds = odds_section(
+        [
+            {"odds_from": low, "odds_to": high, "runs": runs, "odds_pct": 50, "ran_pct": ran}
+            for low, high, runs, ran in parts
+        ]
+    )
+    # 38 + 4 + 1 crashed, 2 + 6 + 99 ran.
+    assert "38 of 43 (88.4%)" in odds
+    assert "2 of 107 (1.9%)" in odds
+    assert "| 99 to 100% | 100 | 50% | 99% |" in odds
+    assert "| 50 to 101%" not in odds
+    line = {
+        "gpu": "H100",
+        "kind": "cp",
+        "half": "aside",
+        "cases": 1,
+        "mape_pct": 3.27,
+        "bias_pct": 1,
+    }
+    hosts = hosts_section([line])
+    assert "| H100 | cp | aside | 1 | 3.27 | 1.00 |" in hosts
+    page = page_of([], date=datetime.date(2026, 1, 2), more=[odds, hosts])
+    assert page.index("## Odds of fitting") < page.index("## Runs that hosts set")

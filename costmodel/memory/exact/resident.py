@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from costmodel.cache import CostCache
+from costmodel.execution.saves import NARROW
 from costmodel.memory.exact.stage.jobs import StageJobs
 from costmodel.memory.exact.workspaces import workspace_bytes
 from costmodel.memory.part_table import PARTS, Phase, State, gradients, update_scratch
@@ -122,11 +123,14 @@ def _frozen_bytes(rank: RankState) -> int:
     plan, costs, first = rank.plan, rank.costs, min(rank.stages)
     given: set[frozenset[str]] = set()
     placed: dict[str, Placements] = {}
+    narrow: set[str] = set()
     for s in rank.stages:
         for index in plan.stages[s].blocks:
             given.add(costs.links.given[index])
             if untrained := costs.links.untrained[index]:
                 names = costs.graph.blocks[index].params
+                lies_narrow = costs.narrow_params(costs.graph.blocks[index].class_index)
+                narrow |= {names[at] for at in lies_narrow}
                 _, params, _ = block_placements(costs.graph, plan, index, s)
                 for at in untrained:
                     meta = costs.graph.tensor[names[at]]
@@ -135,9 +139,13 @@ def _frozen_bytes(rank: RankState) -> int:
                         # By name, so that a tensor of several blocks of the rank counts once.
                         placed.setdefault(names[at], params[at])
     degrees = plan.stage_degrees(first)
+
+    def whole_bytes(name: str) -> int:
+        meta = costs.graph.tensor[name]
+        return (replace(meta, dtype=NARROW) if name in narrow else meta).bytes_at(1)
+
     total = sum(
-        costs.graph.tensor[name].bytes_at(1) // placements.parts(degrees)
-        for name, placements in placed.items()
+        whole_bytes(name) // placements.parts(degrees) for name, placements in placed.items()
     )
     # What the preamble makes once for all microbatches; what it makes for each is an activation.
     side_values = costs.side_values(plan.stage_microbatch_size(first))

@@ -65,4 +65,5 @@ def scaled_rates(
         memory_bytes_per_s=memory,
         num_multiprocessors=device.num_multiprocessors or rates.num_multiprocessors,
         link_scale=link,
+        host_scale=device.host_scale,
     )

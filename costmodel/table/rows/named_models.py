@@ -35,6 +35,8 @@ class NamedModel:
     """First layers with an ordinary feed-forward."""
     dense_ffn: int = 0
     """Its width."""
+    qk_norm: int = 0
+    """1 where heads of queries and keys are normed."""
 
 
 def _model(
@@ -50,6 +52,7 @@ def _model(
     experts: tuple[int, int, int] = (1, 1, 0),
     latent: tuple[int, int, int] = (0, 0, 0),
     dense: tuple[int, int] = (0, 0),
+    qk_norm: int = 0,
 ) -> NamedModel:
     return NamedModel(
         layers=layers,
@@ -68,6 +71,7 @@ def _model(
         rope_dim=latent[2],
         dense_layers=dense[0],
         dense_ffn=dense[1],
+        qk_norm=qk_norm,
     )
 
 
@@ -93,8 +97,8 @@ NAMED = (
             dense=(1, 12288))),
     (r"mixtral8x22b", _model(56, 6144, 48, 8, 16384, 1, 32768, experts=(8, 2, 0))),
     (r"mixtral", _model(32, 4096, 32, 8, 14336, 1, 32000, experts=(8, 2, 0))),
-    (r"qwen3235b", _model(94, 4096, 64, 4, 1536, 1, 151936, 128, experts=(128, 8, 0))),
-    (r"qwen330b", _model(48, 2048, 32, 4, 768, 1, 151936, 128, experts=(128, 8, 0))),
+    (r"qwen3235b", _model(94, 4096, 64, 4, 1536, 1, 151936, 128, experts=(128, 8, 0), qk_norm=1)),
+    (r"qwen330b", _model(48, 2048, 32, 4, 768, 1, 151936, 128, experts=(128, 8, 0), qk_norm=1)),
     (r"gptoss120b", _model(36, 2880, 64, 8, 2880, 1, 201088, 64, experts=(128, 4, 0))),
     (r"gptoss20b", _model(24, 2880, 64, 8, 2880, 1, 201088, 64, experts=(32, 4, 0))),
     (r"grok1", _model(64, 6144, 48, 8, 32768, 1, 131072, experts=(8, 2, 0))),

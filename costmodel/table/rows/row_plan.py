@@ -269,15 +269,14 @@ def _model_ref(model: Transformer) -> ModelRef:
 
 
 def is_nearly_full(found: Estimate, run: RunRow, room_bytes: float) -> bool:
-    """Whether an allocator would reserve more for a row than a device has (`reserved_factor`).
+    """Whether an allocator would reserve more for a row than a device has: what it usually loses,
+    or as much as runs tell (`reserved_factor`).
 
     A block that a collective on another stream used is free only when that has ended, so others are
     reserved meanwhile. Collectives of tp and ZeRO's gathers take such blocks; sums without ZeRO go
     through buckets of their own.
     """
-    if not run.stack.reserved_factor:
-        return False
-    if run.tp == 1 and not run.zero_stage:
+    if not run.stack.reserved_factor or (run.tp == 1 and not run.zero_stage):
         return found.peak_bytes > room_bytes
     reserved = max(
         run.stack.reserved_factor * m.tensor_bytes + m.context_bytes for m in found.memory
@@ -285,15 +284,12 @@ def is_nearly_full(found: Estimate, run: RunRow, room_bytes: float) -> bool:
     return bool(reserved > room_bytes)
 
 
-def needed_bytes(found: Estimate, run: RunRow) -> float:
-    """Return what a row needs of its device at least.
+def needed_bytes(found: Estimate) -> float:
+    """Return what a row needs of its device at least: live tensors and the context.
 
-    Where runs tell what an allocator reserves (`reserved_factor`), between live tensors and that
-    lies a band in which some ran and most crashed: `is_nearly_full` is its verdict, so here live
-    tensors and the context alone count. Else what allocators usually lose counts too.
+    Between that and what an allocator reserves lies a band in which some ran and others crashed:
+    `is_nearly_full` is its verdict.
     """
-    if not run.stack.reserved_factor:
-        return float(found.peak_bytes)
     return max(float(parts.tensor_bytes + parts.context_bytes) for parts in found.memory)
 
 

@@ -114,7 +114,7 @@ def sizes_of_row(cells: Cells, stack: Execution) -> Transformer:
         positions="rotary" if key_rank else _positions(cells, gated=gated),
         max_positions=_part(cells, "max_positions", 0),
         bias=bool(_part(cells, "bias", int(not gated))),
-        query_key_norm=bool(_part(cells, "qk_norm", 0)),
+        query_key_norm=bool(_part(cells, "qk_norm", known.qk_norm if known else 0)),
         sees_all=bool(_part(cells, "sees_all", 0)),
         transforms_head=bool(_part(cells, "transforms_head", 0)),
         encoder=_encoder(cells),

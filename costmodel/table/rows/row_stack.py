@@ -8,7 +8,7 @@ from typing import get_args
 
 from costmodel.execution import Execution, find_execution
 from costmodel.execution.dispatch.imbalance import check_imbalance
-from costmodel.execution.execution import Overlapped, Scaling
+from costmodel.execution.execution import KeptNarrow, Overlapped, Scaling
 from costmodel.table.rows.named_models import named_model
 from costmodel.table.rows.row_words import Cells, RowError, gated_of, real, stack_of, zero_of
 
@@ -180,6 +180,13 @@ def _said_parts(cells: Cells, stack: Execution) -> Execution:
         stack = replace(stack, samples_first=takes_flash)
     if cells.given("grouped_experts", least=0) == 0:
         stack = replace(stack, grouped_streams=0)
+    kept = cells.text("keeps_narrow").lower().split()
+    if unknown := [name for name in kept if name not in get_args(KeptNarrow)]:
+        known = ", ".join(get_args(KeptNarrow))
+        raise RowError(f"keeps_narrow={unknown[0]} is not priced; use some of {known}")
+    if kept:
+        chosen = tuple(name for name in get_args(KeptNarrow) if name in kept)
+        stack = replace(stack, keeps_narrow=chosen)
     if cells.given("masks_batch", least=0):
         stack = replace(stack, masks_batch=True)
     if cells.given("cut_products", least=0):
@@ -225,10 +232,17 @@ def _graphed(stack: Execution, parts: str) -> Execution:
     """Return a stack whose layers' named parts are graphs; all of a layer where none is named."""
     if "attention" not in parts and "router" not in parts:
         # A graph is one launch, whatever a layer's router and experts add.
-        return replace(stack, forward_kernels=1, ring_kernels=0, router_kernels=0, expert_kernels=0)
+        return replace(
+            stack,
+            forward_kernels=1,
+            module_kernels=0,
+            ring_kernels=0,
+            router_kernels=0,
+            expert_kernels=0,
+        )
     if "attention" in parts:
         left = min(stack.forward_kernels, LEFT_OF_ATTENTION)
-        stack = replace(stack, forward_kernels=left, ring_kernels=0)
+        stack = replace(stack, forward_kernels=left, module_kernels=0, ring_kernels=0)
     if "router" in parts:
         stack = replace(stack, router_kernels=min(stack.router_kernels, LEFT_OF_ROUTER))
     return stack

@@ -109,7 +109,7 @@ def price_row(
     found = prices.estimate(run, profile, rates)
     room = device_bytes(row, profile)
     fits = "nearly full" if is_nearly_full(found, run, room) else "yes"
-    if needed_bytes(found, run) > room:
+    if needed_bytes(found) > room:
         fits = _remedy(row, run, profile, rates, prices)
     step_s = found.step_s + retry_seconds(found, run, room)
     samples_per_gpu_s = run.global_batch / step_s / run.gpus

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodel.execution import Execution
+from costmodel.execution.executed import waited_for_host
 from costmodel.time.communication import DataParallelSeconds, message_pieces
 from costmodel.time.stage_costs.chain import ChainCosts
 from costmodel.time.stage_costs.load import StageLoad
@@ -149,14 +150,26 @@ class StageCosts:
         )
 
     @cached_property
+    def job_host_s(self) -> tuple[Floats, Floats]:
+        """Seconds in which the device waits for what the host does about a job beside its blocks,
+        in a forward and in a backward.
+        """
+        times = self.times
+        issued_s = self.runs.chain.costs.job_issue_s
+        return (
+            waited_for_host(issued_s, times.whole_forward_s, times.host_forward_s),
+            waited_for_host(issued_s, times.whole_backward_s, times.host_backward_s),
+        )
+
+    @cached_property
     def forward_s(self) -> Floats:
         """Seconds of a forward job."""
-        return self.times.whole_forward_s + self.exposed.forward_s
+        return self.times.whole_forward_s + self.exposed.forward_s + self.job_host_s[0]
 
     @cached_property
     def bare_backward_s(self) -> Floats:
         """Seconds of a full backward job without recomputation."""
-        return self.times.whole_backward_s + self.exposed.backward_s
+        return self.times.whole_backward_s + self.exposed.backward_s + self.job_host_s[1]
 
     def backward_s(self, recompute: Recompute | Sequence[Recompute]) -> Floats:
         """Return the seconds of a full backward job; a choice for all blocks of the chain or for
@@ -208,7 +221,7 @@ class StageCosts:
         weight_s = self.weight_s
         # Up to the input's gradient, nothing recomputed. What is exposed of the exchange lies here:
         # the job of the weight gradients has none.
-        alone_s = self.times.whole_backward_s - weight_s + self.exposed.backward_s + back_wait_s
+        alone_s = self.bare_backward_s - weight_s + back_wait_s
         forward_s = self.forward_s + there_wait_s
         input_s = alone_s + recomputed_s
         # What is recomputed lives for a block; deferred, it would live for the stage.

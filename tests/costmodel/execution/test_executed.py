@@ -12,6 +12,7 @@ from costmodel.memory.parts import MemoryParts
 from costmodel.time.stage_costs.times import RunTimes
 from costmodel.topology import lowered_groups
 from planner.errors import PlannerError
+from planner.language.graph import ModelGraph
 from planner.language.layout.axes import Degrees
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
@@ -200,6 +201,54 @@ def test_rounds_of_a_ring_are_joined_and_issued(h100: Profile) -> None:
         free = free or parts[0]
     # The work of four ranks: a quarter each of whole attention, and what joins their rounds.
     assert 4 * parts[0]["compute_s"] > 1.01 * free["compute_s"]
+
+
+def test_the_host_issues_ops_of_jobs_and_of_steps(h100: Profile) -> None:
+    """Jobs wait for what the host does about them only where it sets the pace; a step's ops come
+    once, whatever the number of microbatches.
+    """
+    core = find_execution("megatron-core")
+    none = replace(core, job_kernels=0, step_kernels=0)
+
+    def more_s(tp: int, microbatches: int, **kernels: int) -> float:
+        plan = plan_of(dp=1, pp=2, tp=tp, num_microbatches=microbatches)
+        with_ops, without = (
+            estimate(GRAPH, h100, plan, execution=replace(none, **ops)).step_s
+            for ops in (kernels, {})
+        )
+        return with_ops - without
+
+    issue_s = 4.5e-5
+    assert more_s(1, 8, job_kernels=10) < 0.1 * 9 * 2 * 10 * issue_s
+    slow = replace(none, forward_kernels=1000)
+    plan = plan_of(dp=1, pp=2, tp=8, num_microbatches=8)
+    bound, bare = (
+        estimate(GRAPH, h100, plan, execution=replace(slow, job_kernels=ops)).step_s
+        for ops in (10, 0)
+    )
+    # Two ranks: (8 + 1) turns of a forward and a backward.
+    assert bound - bare == pytest.approx(9 * 2 * 10 * issue_s, rel=0.05)
+    few, many = more_s(1, 8, step_kernels=1000), more_s(1, 32, step_kernels=1000)
+    assert few == pytest.approx(many)
+    assert 0.3 * 1000 * issue_s < few <= 1000 * issue_s * 1.01
+
+
+def test_modules_beyond_a_plain_layer_are_issued(h100: Profile) -> None:
+    """Norms of queries and keys are two modules; tensors that are filled take a fifth longer."""
+    core = find_execution("megatron-core")
+    normed = build_transformer(replace(LLAMA, query_key_norm=True))
+    plan = plan_of(dp=1)
+
+    def host_s(graph: ModelGraph, **changes: int | bool) -> float:
+        execution = replace(core, forward_kernels=5000, **changes)
+        return estimate(graph, h100, plan, execution=execution).path.parts["host_s"]
+
+    plain = [host_s(GRAPH, module_kernels=ops) for ops in (0, 100)]
+    assert plain[0] == plain[1]
+    more_s = host_s(normed, module_kernels=100) - host_s(normed, module_kernels=0)
+    # 8 microbatches, 8 layers: 200 ops forward and twice as many back.
+    assert more_s == pytest.approx(64 * (200 * 4.529e-5 + 400 * 2.365e-5), rel=0.05)
+    assert host_s(GRAPH, deterministic=True) > 1.15 * host_s(GRAPH)
 
 
 def test_an_update_in_place_needs_no_copy(h100: Profile) -> None:

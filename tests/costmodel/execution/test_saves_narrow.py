@@ -9,6 +9,8 @@ from costmodel.execution.executed_kernels import is_product, products_of_head
 from costmodel.execution.execution import find_execution
 from costmodel.execution.saves import NARROW, as_saved
 from costmodel.table.kernels import load_rates
+from costmodel.table.rows.rows import price_row
+from costmodel.table.rows.run_row import RowError
 from planner.language.layout.redistribute import REDISTRIBUTE
 from planner.language.templates.splits import tp_layouts
 from profiles import load_profile
@@ -70,3 +72,26 @@ def test_it_is_never_more(recompute):
         peaks[dtype] = estimate(costs.graph, costs.profile, plan, costs=costs).peak_bytes
     assert peaks["float8_e4m3fn"] <= peaks["bfloat16"]
     assert peaks["float8_e4m3fn"] < peaks["bfloat16"] or recompute != "none"
+
+
+def test_frozen_weights_and_what_gates_take_may_lie_in_8_bits():
+    """Llama-2-70B with adapters: 80 layers of h^2 (2 + 2/8) + 3 h f weights, and of what a gate
+    takes 2 f a position.
+    """
+    row = {"gpu": "H200", "model": "Llama2-70B-LoRA-r16", "dtype": "fp8", "stack": "megatron-core"}
+    row |= {"gpus": "8", "tp": "1", "cp": "2", "pp": "1", "dp": "4", "seq_len": "8192"}
+    row |= {"micro_batch": "1", "global_batch": "8", "recompute": "none"}
+    wide, weights, both = (
+        price_row({**row, "keeps_narrow": kept}).estimate.memory[0]
+        for kept in ("", "weights", "weights activations")
+    )
+    halved = 80 * (8192**2 * (2 + 2 / 8) + 3 * 8192 * 28672)
+    assert wide.parameter_bytes - weights.parameter_bytes == pytest.approx(halved, rel=0.01)
+    taken = 80 * 4096 * 2 * 28672
+    assert float(weights.tensor_bytes - both.tensor_bytes) == pytest.approx(taken, rel=0.1)
+    assert price_row(row).predicted["predicted_fits"] == "no"
+    assert price_row({**row, "keeps_narrow": "weights activations"}).predicted[
+        "predicted_fits"
+    ] == ("yes")
+    with pytest.raises(RowError, match="keeps_narrow=gradients is not priced; use some of weights"):
+        price_row({**row, "keeps_narrow": "gradients"})
