@@ -192,13 +192,22 @@ def split_sigma(sigma: float) -> tuple[float, float]:
 
 def usable_bytes(limit_bytes: float, profile: Profile, execution: Execution, odds: float) -> float:
     """Return what an estimate may take of a device so that a run stays within a limit with these
-    odds: at 0.5 the whole limit.
+    odds: at 0.5 the whole limit, unless runs tell that more is typically held than is estimated.
 
     The context is what the profile says: a rank that has more stays within the limit all the more.
     """
     context = min(profile.context_bytes, limit_bytes)
     factor = _memory_spread(profile, execution).factor(NormalDist().inv_cdf(odds))
     return (limit_bytes - context) / factor + context
+
+
+def needed_limit_bytes(
+    estimate_bytes: float, profile: Profile, execution: Execution, odds: float
+) -> float:
+    """Return the least limit that leaves an estimate so much: the inverse of `usable_bytes`."""
+    context = min(profile.context_bytes, estimate_bytes)
+    factor = _memory_spread(profile, execution).factor(NormalDist().inv_cdf(odds))
+    return (estimate_bytes - context) * factor + context
 
 
 def odds_of_fit(

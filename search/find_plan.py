@@ -380,7 +380,8 @@ def _infeasible_result(candidates: Candidates, request: SearchRequest) -> Search
             plan=None, reasons=explain_infeasible_groups(candidates.limits(request), request)
         )
     leanest = find_leanest(candidates, candidates.shapes(_without_own_table(request)))
-    reasons, smallest = explain_infeasible(leanest, request, memory_limit(candidates, request))
+    limit = memory_limit(candidates, request)
+    reasons, smallest = explain_infeasible(leanest, request, candidates.profile, limit)
     return SearchResult(
         plan=None,
         reasons=reasons,

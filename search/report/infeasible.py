@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
+from costmodel.execution import find_execution
+from costmodel.uncertainty import needed_limit_bytes
 from planner.units import GIB, format_bytes
+from profiles import Profile
 from search.branch_and_bound import EvaluatedPlan
 from search.candidates import Candidates
 from search.request import LEAST_ODDS, SearchRequest
@@ -13,10 +17,15 @@ from search.space.advice import fixed_choices
 
 
 def explain_infeasible(
-    leanest: EvaluatedPlan, request: SearchRequest, memory_limit_bytes: float
+    leanest: EvaluatedPlan, request: SearchRequest, profile: Profile, memory_limit_bytes: float
 ) -> tuple[tuple[str, ...], int]:
     """Return the reasons, most useful first, and the smallest limit that would fit in bytes."""
-    limit_gib = round_up(leanest.estimate.peak_bytes / GIB)
+    # With the odds that a limit has which is given.
+    asked = replace(request, memory_limit_bytes=leanest.estimate.peak_bytes)
+    needed = needed_limit_bytes(
+        leanest.estimate.peak_bytes, profile, find_execution(request.execution), asked.odds
+    )
+    limit_gib = round_up(needed / GIB)
     reasons = (
         f"{nothing_fits(request, memory_limit_bytes)}: the smallest limit that would fit is "
         f"{limit_gib} GiB ({leanest.configuration.label}); "

@@ -418,7 +418,7 @@ def first_of_sums(x, group, how):
     ("module", "name", "broken", "part"),
     [
         (collectives, "_all_gather", reversed_pieces, BLOCKS),
-        (local_ops, "_reduce", first_of_sums, BLOCKS),
+        (local_ops, "reduce_over", first_of_sums, BLOCKS),
     ],
 )
 def test_a_fault_of_the_runtime_s_own_ops_is_found(monkeypatch, module, name, broken, part):
