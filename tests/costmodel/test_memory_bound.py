@@ -86,6 +86,7 @@ def random_plan(graph, rng):
         "optimizer_on_host": on_host.optimizer,
         "precision": rng.choice(["model", "bf16"]),
         "receive_ahead": rng.randint(0, 2),
+        "logit_rows": rng.choice([0, 3]),
     }
     return plan.model_copy(update=changed), on_host
 

@@ -19,6 +19,7 @@ from planner.runtime.stage.calls.losses import in_chunks
 from tests.builders import HIDDEN, VOCABULARY, gpt_batch
 from tests.captures import capture_module
 from tests.runtime.scenarios import build, capture, check_plans
+from tests.runtime.stage.test_beside_collectives import split_layouts
 from tests.spawn import run_ranks
 
 ROWS = 7
@@ -216,7 +217,7 @@ def test_every_spelling_trains_as_with_whole_logits():
 
 def test_trains_as_one_process_on_two_ranks():
     """With whole and divided vocabularies, replicas, stages, W jobs, recomputation, sequences that
-    are divided between layers, and parts of sequences.
+    are divided between layers, parts of sequences, and weight gradients beside collectives.
     """
     choices: list[tuple[str, dict[str, Any]]] = [
         ("small-gpt", {"tp": 2, "num_microbatches": 2}),
@@ -233,7 +234,15 @@ def test_trains_as_one_process_on_two_ranks():
         (name, in_chunks_of(default_plan(capture(name, torch.float64), **how)))
         for name, how in choices
     ]
-    check_plans(2, plans)
+    _, plan = plans[0]
+    beside = plan.model_copy(update={"overlap": "input-gradients"})
+    # The head's vocabulary is divided, what it takes along the sequence.
+    graph = capture("small-gpt", torch.float64)
+    head = graph.blocks[-1].class_index
+    layouts = [each for each in split_layouts(graph) if each.class_index != head]
+    layouts += [each for each in plan.layouts if each.class_index == head]
+    split = plan.model_copy(update={"layouts": tuple(layouts)})
+    check_plans(2, [*plans, ("small-gpt", beside), ("small-gpt", split)])
 
 
 @pytest.mark.slow

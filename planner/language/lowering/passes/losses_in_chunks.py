@@ -66,12 +66,9 @@ def with_losses_in_chunks(program: Program, rows: int) -> Program:
     if not chains:
         return program
     gone = frozenset[str]().union(*(chain.ops for chain in chains.values()))
+    left_out = {name for op in program.ops if op.name in gone for name in op.outputs}
+    tensors = {name: meta for name, meta in program.tensor.items() if name not in left_out}
     ops: list[Op] = []
-    tensors: dict[str, TensorMeta] = {
-        name: meta
-        for name, meta in program.tensor.items()
-        if not any(name in op.outputs for op in program.ops if op.name in gone)
-    }
     for op in program.ops:
         if op.name in chains:
             made, metas = _in_chunks(op, chains[op.name], program, rows)
