@@ -103,6 +103,25 @@ def _layouts() -> dict[str, Case]:
     return found
 
 
+def _kernels() -> dict[str, Case]:
+    found = {}
+    for kernels in ("compiled", "graphs"):
+        layouts = {
+            "": {**_TWO, "dp": 2},
+            ", tp": _SMALL,
+            ", recompute": {**_TWO, "recompute": "full"},
+            ", split": {"pp": 2, "num_microbatches": 4, "schedule": "zb_h1"},
+        }
+        for name, layout in layouts.items():
+            found[f"{kernels}{name}"] = Case(
+                layout=layout,
+                plan={"kernels": kernels},
+                precision="bf16",
+                quick=(0,) if (kernels, name) == ("graphs", "") else (),
+            )
+    return found
+
+
 def _memory() -> dict[str, Case]:
     found = {}
     for recompute in ("full", "selective"):
@@ -187,4 +206,11 @@ def _calls() -> dict[str, Case]:
     return found
 
 
-CASES: dict[str, Case] = {**_schedules(), **_layouts(), **_memory(), **_models(), **_calls()}
+CASES: dict[str, Case] = {
+    **_schedules(),
+    **_layouts(),
+    **_memory(),
+    **_kernels(),
+    **_models(),
+    **_calls(),
+}

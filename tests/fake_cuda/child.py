@@ -34,6 +34,8 @@ from planner.language.plan import Plan
 from planner.runtime.checkpoint.checkpoints import Checkpoints
 from planner.runtime.checkpoint.staging import Copies
 from planner.runtime.proofs.adam_of_rows import AdamOfRows
+from planner.runtime.stage.compiled import graphs
+from planner.runtime.stage.compiled.kernels import op_by_op
 from planner.runtime.step.engine import Engine
 from tests import opaque_models
 from tests.builders import PlainGPT, PlainLayer, TinyModel, gpt_batch
@@ -112,7 +114,13 @@ def run(case: Case, rank: int) -> dict[str, int]:
     fused = partial(torch.optim.AdamW, fused=True) if case.fused else None
     chosen = of_rows if case.model == "sparse-towers" else fused
     options = dict(case.options)
-    with fake_engine(plan, graph, module, rank, optimizer=chosen, **options) as (engine, host):
+    if plan.is_compiled:  # a compiler takes no shapes without values
+        options["compiler"] = op_by_op
+    with (
+        # (Without values a tensor has no address.)
+        patch.object(graphs, "_address", lambda tensor: tensor.untyped_storage()._cdata),
+        fake_engine(plan, graph, module, rank, optimizer=chosen, **options) as (engine, host),
+    ):
         batch = fake_batch(plan)
         engine.step(batch)
         with host.counting():

@@ -88,6 +88,19 @@ class Stream:
         pass
 
 
+class CUDAGraph:
+    """A graph of what has no values: there is nothing to do again."""
+
+    def capture_begin(self, *, pool: Any, capture_error_mode: str) -> None:
+        pass
+
+    def capture_end(self) -> None:
+        pass
+
+    def replay(self) -> None:
+        pass
+
+
 _DEFAULT = Stream()
 
 
@@ -103,6 +116,8 @@ def _default(_: Any = None) -> Stream:
 _NO_STATE = torch.zeros(16, dtype=torch.uint8)
 
 _REPLACED: dict[str, Any] = {
+    "CUDAGraph": CUDAGraph,
+    "graph_pool_handle": lambda: (0, 1),
     "Event": Event,
     "Stream": Stream,
     "stream": _on,

@@ -62,6 +62,8 @@ def verify_layouts(name, captured, layouts, compiler, capture=None):
             make_engine=partial(Engine, compiler=counting, capture=capture),
         )
         counts[label] = len(made)
+        if capture and report is not None:
+            assert any("blocks were run compiled" in note for note in report.notes)
         if report is not None and not report.passed:
             apart[label] = str(report)
     return apart, counts

@@ -47,14 +47,15 @@ def workspace_bytes(costs: CostCache, blocks: Sequence[PlacedBlock]) -> int:
 
 
 def _of_graphs(blocks: Sequence[PlacedBlock]) -> int:
-    """Return the bytes of CUDA graphs of compiled blocks: what each class's take and give, and a
-    pool for what they hold while they run, of which there is one.
+    """Return the bytes of CUDA graphs of compiled blocks: what each class's take and give, and what
+    they hold while they run: a pool, and as much that the runs ahead of captures leave on their
+    stream.
     """
     kinds = {id(block.kind.bytes.saved): block.kind.bytes for block in blocks}.values()
     held = [kind for kind in kinds if why_no_graph(kind.saved.program) is None]
     stay = sum(graph_bytes(kind.saved.program, kind.saved).total for kind in held)
     rises = [max(k.forward_rise_bytes, k.backward(first=False).rise_bytes) for k in held]
-    return stay + max(rises, default=0)
+    return stay + 2 * max(rises, default=0)
 
 
 def _scores_bytes(program: Program) -> int:

@@ -313,6 +313,11 @@ def compare_with_one_process(
     refuse_cut(graph, plan, weighted_loss=is_weighted)
     replicas = _replicas(graph_under(graph, smaller), smaller, weighted_loss=is_weighted)
     notes = _notes(plan, smaller, graph, replicas)
+    if plan.kernels == "graphs" and mesh.device.type != "cuda":
+        smaller = smaller.model_copy(update={"kernels": "compiled"})
+        notes += (
+            f"this is {mesh.device.type}, where there are no CUDA graphs: blocks were run compiled",
+        )
     # The capture of a cast model, with its blocks and layouts, is run in fp64 like any other.
     smaller = smaller.model_copy(update={"precision": "model"})
     draws = FixedDraws if drawing_ops(graph) else nullcontext

@@ -102,7 +102,7 @@ class GraphedKernels:
         """
         arguments = dict(enumerate(tensors))
         tensors.clear()
-        place = tuple([arguments[at].data_ptr() for at in self._params])
+        place = tuple([_address(arguments[at]) for at in self._params])
         if not self._taken:
             self._others = tuple(at for at in range(len(arguments)) if at not in self._params)
             self._taken = [_like(arguments[at]) for at in self._others]
@@ -158,6 +158,10 @@ def _within(argument: Tensor, result: _Given) -> Tensor:
     return argument.as_strided(
         result.size, result.stride, argument.storage_offset() + result.offset
     )
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.data_ptr()
 
 
 def _like(tensor: Tensor) -> Tensor:
