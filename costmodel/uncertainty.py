@@ -63,6 +63,8 @@ from profiles.records import StepWork
 COVERAGE = 0.8
 USUAL_ODDS = 0.9
 """Odds with which a plan fits that a search answers with where nothing else is said."""
+EVEN_ODDS = 0.5
+"""Odds with which an estimate may take all of a limit."""
 _FARTHEST = 8.0
 """Quantiles of the normal distribution beyond which nothing lies."""
 Z = 1.2816
@@ -194,8 +196,12 @@ def usable_bytes(limit_bytes: float, profile: Profile, execution: Execution, odd
     """Return what an estimate may take of a device so that a run stays within a limit with these
     odds: at 0.5 the whole limit, unless runs tell that more is typically held than is estimated.
 
+    (Of a runtime whose allocator is known to reserve more, too: that limit is the estimate's.)
     The context is what the profile says: a rank that has more stays within the limit all the more.
     """
+    if odds <= EVEN_ODDS and not memory_ratios(profile, execution):
+        # Of a runtime whose allocator is known to reserve more, too: the limit is the estimate's.
+        return limit_bytes
     context = min(profile.context_bytes, limit_bytes)
     factor = _memory_spread(profile, execution).factor(NormalDist().inv_cdf(odds))
     return (limit_bytes - context) / factor + context
