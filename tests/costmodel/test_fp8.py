@@ -190,16 +190,16 @@ def test_gathers_in_8_bits_send_half_and_cast():
     assert narrow.forward_s < wide.forward_s
 
 
-def test_gathers_in_8_bits_are_for_links_between_nodes_and_no_bound_is_above_them():
+def test_gathers_in_8_bits_are_for_links_that_few_share_and_no_bound_is_above_them():
     profile = load_profile("h100-sxm5-80gb")
     graphs = {p: fp8_graph(Wide(), p) for p in ("fp8", "fp8-tensorwise")}
     gathered = {}
     for precision, graph in graphs.items():
-        for nodes in (1, 2):
+        for nodes, tp in ((1, 1), (1, 2), (2, 1), (2, 2)):
             costs = CostCache(graph, profile)
-            replication = Replication(replicas=8 * nodes, zero_stage=3, precision=precision)
-            prices = replica_prices(costs, replication, Degrees())
-            gathered[precision, nodes] = prices.gathers_narrow
+            replication = Replication(replicas=8 * nodes // tp, zero_stage=3, precision=precision)
+            prices = replica_prices(costs, replication, Degrees(tp=tp))
+            gathered[precision, nodes, tp] = prices.gathers_narrow
             if not prices.gathers_narrow:
                 continue
             least = prices.least_s_per_byte(1e8, 4)
@@ -210,7 +210,7 @@ def test_gathers_in_8_bits_are_for_links_between_nodes_and_no_bound_is_above_the
                 )
                 assert least.forward_s * 4e8 <= found.forward_s[0] * (1 + 1e-9)
                 assert least.backward_s * 4e8 <= found.backward_s[0] * (1 + 1e-9)
-    assert [key for key, on in gathered.items() if on] == [("fp8-tensorwise", 2)]
+    assert [key for key, on in gathered.items() if on] == [("fp8-tensorwise", 2, 2)]
 
 
 def test_predicted_tensors_are_those_of_the_dry_run_with_gathers_in_8_bits():

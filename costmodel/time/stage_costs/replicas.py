@@ -75,7 +75,12 @@ class ReplicaPrices:
         )
         self.gathers_narrow = (
             replication.is_sharded
-            and gathers_narrow(replication.precision, nodes=self._dense.group.num_nodes)
+            and gathers_narrow(
+                replication.precision,
+                nodes=self._dense.group.num_nodes,
+                ranks_of_node=self._dense.group.ranks_per_node,
+                devices_of_node=cluster.devices_per_node,
+            )
             # FSDP2 gathers as usual where experts of a block are gathered among other ranks.
             and replication.expert_replicas is None
             and costs.execution.prices == "profile"

@@ -67,11 +67,15 @@ def scaling_named(precision: Precision) -> str:
     return _SCALINGS.get(precision, "")
 
 
-def gathers_narrow(precision: Precision, *, nodes: int) -> bool:
-    """Whether ZeRO gathers weights in 8 bits among ranks on so many nodes: where each has one
-    scale, and over links between nodes; inside a node the casts take as long as they save.
+def gathers_narrow(
+    precision: Precision, *, nodes: int, ranks_of_node: int, devices_of_node: int
+) -> bool:
+    """Whether ZeRO gathers weights in 8 bits among ranks on so many nodes, so many on each: where
+    each weight has one scale, and no more than half of a node's devices bring the parts of others
+    there. With all of a node's links casts take as long as they save.
     """
-    return scaling_named(precision) == "tensorwise" and nodes > 1
+    is_slow = nodes > 1 and 2 * ranks_of_node <= max(2, devices_of_node)
+    return is_slow and scaling_named(precision) == "tensorwise"
 
 
 _Size = Annotated[int, Field(ge=0, le=2**40)]

@@ -25,6 +25,7 @@ are multiplied in 8 bits with one scale are gathered in 8 bits (`narrow_gather`)
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Set
 from typing import Any
 
@@ -81,13 +82,13 @@ def shard_stage(
     *,
     whole: Set[str] = frozenset(),
     on_host: bool = False,
-    ranks_of_node: int = 1,
+    devices_of_node: int = 1,
 ) -> None:
     """Shard a stage in place, one FSDP2 unit per block and one for shared parameters.
 
     Parameters on the meta device get memory once they are shards, without values: so no rank ever
     holds a stage whole. `placements` gives those of each parameter by the user's name; those in
-    `whole` are left alone. Nodes, of as many ranks as planned for, say where weights are gathered
+    `whole` are left alone. Nodes, of as many devices as planned for, say where weights are gathered
     in 8 bits. Raises LayoutError where more than one axis cuts parameters: FSDP2 takes
     DTensors of one axis.
     """
@@ -156,7 +157,7 @@ def shard_stage(
         block.frees_params = zero_stage == 3
         block.casts_whole_to = cast_to
         fully_shard(block, mesh=data_mesh, reshard_after_forward=zero_stage == 3, **policies)
-        if gathers_narrow(precision, nodes=_num_nodes(mesh, ranks_of_node)):
+        if _gathers_narrow(mesh, precision, devices_of_node):
             gather_narrow(block, block.narrow_params)
     fully_shard(stage, mesh=data_mesh, reshard_after_forward=False, **policies)
     if zero_stage == 3:
@@ -177,11 +178,17 @@ def shard_stage(
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _num_nodes(mesh: Mesh, ranks_of_node: int) -> int:
-    """Return how many nodes the ranks lie on that share this rank's parameters."""
+def _gathers_narrow(mesh: Mesh, precision: Precision, devices_of_node: int) -> bool:
+    """Whether weights are gathered in 8 bits among the ranks that share this rank's parameters."""
     group = mesh.group("shards")
     ranks = dist.get_process_group_ranks(group) if group is not None else [0]
-    return len({rank // ranks_of_node for rank in ranks})
+    on_node = Counter(rank // devices_of_node for rank in ranks)
+    return gathers_narrow(
+        precision,
+        nodes=len(on_node),
+        ranks_of_node=max(on_node.values()),
+        devices_of_node=devices_of_node,
+    )
 
 
 def experts_alone(placements: Mapping[str, Placements], mesh: Mesh) -> frozenset[str]:

@@ -100,7 +100,7 @@ def build_stages(
                 plan.precision,
                 whole={meta.fqn for meta in metas if meta.table},
                 on_host=plan.optimizer_on_host,
-                ranks_of_node=plan.cluster.devices_per_node,
+                devices_of_node=plan.cluster.devices_per_node,
             )
             if alone:
                 values = _masters(
