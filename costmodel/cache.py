@@ -248,16 +248,7 @@ class CostCache:
         if key not in self._local:
             check_time()
             placed = {layout.axis: layout for layout in layouts}
-            program = self.bound(class_index, microbatch_size)
-            # Innermost axis first: where two axes cut one dim, it cuts the coarse pieces.
-            for axis in lowered_axes():
-                program = lower(
-                    program,
-                    placed.get(axis.name),
-                    axis=axis.name,
-                    axis_size=degrees[axis.name],
-                    sum_later=axis.whole_params,
-                )
+            program = self.lowered(class_index, microbatch_size, degrees, layouts)
             executes = self.execution
             if executes.prices == "rates":
                 program = with_own_modules(program)
@@ -275,6 +266,29 @@ class CostCache:
             )
             self._local[key] = with_losses_in_chunks(program, rows)
         return self._local[key]
+
+    def lowered(
+        self,
+        class_index: int,
+        microbatch_size: int,
+        degrees: Degrees,
+        layouts: tuple[ClassLayout, ...],
+    ) -> Program:
+        """Return a class's program lowered on each axis, before a runtime's own modules take the
+        place of ops: what another layout is made of.
+        """
+        placed = {layout.axis: layout for layout in layouts}
+        program = self.bound(class_index, microbatch_size)
+        # Innermost axis first: where two axes cut one dim, it cuts the coarse pieces.
+        for axis in lowered_axes():
+            program = lower(
+                program,
+                placed.get(axis.name),
+                axis=axis.name,
+                axis_size=degrees[axis.name],
+                sum_later=axis.whole_params,
+            )
+        return program
 
     def fullest(self, class_index: int, microbatch_size: int, ranks: int, *, held: bool) -> float:
         """Return the rows of the rank of an exchange that receives most, over the mean: as time has

@@ -33,7 +33,7 @@ MODELS = {
 """Megatron-LM's runs of Llama 3 on H100 (`examples/llama/README.md`), by model and devices."""
 
 PRECISIONS, EXECUTIONS = ("bf16", "fp8", "fp8-tensorwise"), ("ours-eager", "ours-compiled")
-THEIRS = "megatron-core"
+THEIRS, THEIR_PRECISION = "megatron-core", "fp8-tensorwise"
 
 
 def beside_published(row: dict[str, str], rows: list[dict[str, str]], profile_name: str) -> dict:
@@ -66,9 +66,9 @@ def beside_published(row: dict[str, str], rows: list[dict[str, str]], profile_na
                  "mfu": utilisation(row, step_s)}
             )  # fmt: skip
     theirs = find_plan(
-        cached_graph(row["model"], case, "fp8"),
+        cached_graph(row["model"], case, THEIR_PRECISION),
         profile,
-        replace(asked, precision="fp8", execution=THEIRS, **published_choices(row)),
+        replace(asked, precision=THEIR_PRECISION, execution=THEIRS, **published_choices(row)),
     ).plan
     if theirs is not None and best is not None:
         found["their_layout_s"] = theirs.estimate["step_s"]

@@ -408,7 +408,7 @@ class SizedCandidates:
                 if layout.axis == axis.name and axis.cuts_sequences and not axis.by_heads:
                     index = layout.class_index
                     inner = tuple(each for each in layouts if each.class_index == index)
-                    program = costs.local(index, self.microbatch_size, inside, inner)
+                    program = costs.lowered(index, self.microbatch_size, inside, inner)
                     layouts += (over_ring(layout, program, size),)
                 elif layout.axis == axis.name:
                     layouts += (layout,)
@@ -442,7 +442,7 @@ class SizedCandidates:
             if degrees[axis.name] == 1:
                 continue
             programs = [
-                costs.local(
+                costs.lowered(
                     index,
                     self.microbatch_size,
                     inside,

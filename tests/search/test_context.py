@@ -7,12 +7,15 @@ import pytest
 
 from costmodel.memory.bound import kept_bytes
 from planner.errors import LayoutError
+from planner.language.layout.redistribute import REDISTRIBUTE
 from planner.language.lowering.attention_cut import (
     IN_PIECES,
     are_mirrored,
     attention_kinds,
     pieces_of_sequences,
 )
+from planner.language.lowering.lowering import lower
+from profiles import load_profile
 from search import SearchRequest, find_plan
 from search.bounds.catalogue import DividedBounds, TableBounds
 from search.candidates import Candidates
@@ -237,3 +240,27 @@ def test_what_cp_cannot_divide_is_named(gpt):
         find_plan(gpt, MACHINE, ask(3, 6, cp=3))
     with pytest.raises(LayoutError, match=r"it is not \[batch, sequence, hidden\]; use cp=1"):
         find_plan(capture_tiny("mlp"), MACHINE, ask(2, 8, cp=2))
+
+
+@pytest.mark.parametrize("execution", ["megatron-core", "torchtitan", "nanotron"])
+def test_sequences_are_divided_under_other_runtimes_as_they_were_captured(execution):
+    """V11: a runtime's own norms take their factors in another order than a Llama's, and layouts on
+    cp are of the model's ops, not of these."""
+    graph = capture_wide_llama(4096, hidden_size=1024, num_attention_heads=8, num_key_value_heads=8)
+    request = ask(2, 4, cp=2, precision="bf16", execution=execution)
+    plan = find_plan(graph, load_profile("h100-sxm5-80gb"), request).plan
+    assert plan is not None
+    for layout in plan.layouts:
+        assert layout.axis == "cp"
+        names = {op.name for op in graph.classes[layout.class_index].ops}
+        assert {name for name, _ in layout.ops} <= names
+        lowered = lower(
+            graph.classes[layout.class_index].bind(2),
+            layout,
+            axis="cp",
+            axis_size=2,
+            sum_later=True,
+        )
+        moved = [op for op in lowered.ops if op.target == REDISTRIBUTE]
+        # Rotary tables, keys and values for attention; norms take what they are given.
+        assert len(moved) <= 4
