@@ -254,13 +254,8 @@ def test_sequences_are_divided_under_other_runtimes_as_they_were_captured(execut
         assert layout.axis == "cp"
         names = {op.name for op in graph.classes[layout.class_index].ops}
         assert {name for name, _ in layout.ops} <= names
-        lowered = lower(
-            graph.classes[layout.class_index].bind(2),
-            layout,
-            axis="cp",
-            axis_size=2,
-            sum_later=True,
-        )
+        program = graph.classes[layout.class_index].bind(plan.microbatch_size)
+        lowered = lower(program, layout, axis="cp", axis_size=2, sum_later=True)
         moved = [op for op in lowered.ops if op.target == REDISTRIBUTE]
         # Rotary tables, keys and values for attention; norms take what they are given.
         assert len(moved) <= 4
