@@ -256,11 +256,13 @@ class SizedCandidates:
 
     def _with_chunks(self, tables: Iterable[StageTable]) -> Iterator[StageTable]:
         """Yield tables with logits whole, in chunks or both, as is asked for: in chunks where all
-        rows are not one chunk.
+        rows are not one chunk, and, if there is a choice, are worth it.
         """
         of = self.candidates
         for table in tables:
-            rows = 0 if of.logits == "whole" else logit_rows(table)
+            rows = 0
+            if of.logits != "whole":
+                rows = logit_rows(table, where_worth=of.logits == "auto")
             if of.logits != "chunked" or not rows:
                 yield table
             if rows:

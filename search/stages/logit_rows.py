@@ -7,23 +7,32 @@ from planner.errors import LayoutError
 from planner.language.lowering.passes.losses_in_chunks import (
     CROSS_ENTROPY,
     is_of_a_product,
+    most_logits,
     rows_of_chunk,
 )
 from search.stages.stage_table import StageTable
 
+LEAST_PART = 0.02
+"""Of a device's memory, that logits in fp32 and their probabilities take: of less, chunks bring too
+little for twice the tables, where a search has the choice."""
+_LOGIT_BYTES = 8
 
-def logit_rows(table: StageTable) -> int:
+
+def logit_rows(table: StageTable, *, where_worth: bool) -> int:
     """Return of how many tokens at a time blocks had best make logits under a table's layouts; 0:
-    of all, which are too few to be divided, or no loss is of logits alone.
+    of all, which are too few to be divided, or no loss is of logits alone. With `where_worth` also
+    where they are a small part of a device's memory.
     """
     if table.costs.execution.prices != "profile":
         return 0  # other runtimes have losses of their own
+    least = where_worth * LEAST_PART * table.profile.cluster.memory_bytes
     found = 0
     for index, program in enumerate(table.graph.classes):
         if any(op.target == CROSS_ENTROPY for op in program.ops):
             layouts = tuple(layout for layout in table.layouts if layout.class_index == index)
             local = table.costs.local(index, table.microbatch_size, table.degrees, layouts)
-            found = max(found, rows_of_chunk(local))
+            if _LOGIT_BYTES * most_logits(local) >= least:
+                found = max(found, rows_of_chunk(local))
     return found
 
 

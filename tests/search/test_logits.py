@@ -86,6 +86,14 @@ def test_few_tokens_are_one_chunk():
     assert not any(table.logit_rows for table in candidates.layouts.at(1, 1).tables)
 
 
+def test_few_bytes_are_worth_no_second_table():
+    """Where the search chooses; 4.2 GB of whole logits and probabilities are 1.3% of the device."""
+    large = Machine(memory_bytes=300.0 * GIB)
+    for logits, has_chunks in (("auto", False), ("chunked", True)):
+        candidates = Candidates.of(wide(), large, request(logits=logits))
+        assert any(t.logit_rows for t in candidates.layouts.at(1, 1).tables) == has_chunks
+
+
 def test_chunks_have_about_as_many_logits_as_there_are_hidden_states(monkeypatch):
     monkeypatch.setattr(losses_in_chunks, "LEAST_ROWS", 1)
     candidates = Candidates.of(wide(), MACHINE, request(logits="chunked"))

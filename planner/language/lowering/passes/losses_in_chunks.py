@@ -10,6 +10,7 @@ a model hands them on, or anything but views, casts, factors and a tanh lies bet
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil, prod
 from typing import NamedTuple
@@ -91,15 +92,25 @@ def rows_of_chunk(program: Program) -> int:
     Of so many that logits take about as much as the hidden states of all rows.
     """
     found = 0
-    for chain in _chains(program).values():
-        x, weight, _, _ = chain.product
-        shape = program.tensor[x.name].shape_at(1)
-        rows, hidden = prod(shape[:-1]), shape[-1]
-        vocabulary = prod(program.tensor[weight.name].shape_at(1)) // hidden
+    for rows, hidden, vocabulary in _sizes(program):
         chunk = max(LEAST_ROWS, ceil(rows * hidden / vocabulary / _TILE) * _TILE)
         if chunk < rows:
             found = max(found, chunk)
     return found
+
+
+def most_logits(program: Program) -> int:
+    """Return how many logits a rank's program has at once for a loss of a product alone."""
+    return max((rows * vocabulary for rows, _, vocabulary in _sizes(program)), default=0)
+
+
+def _sizes(program: Program) -> Iterator[tuple[int, int, int]]:
+    """Yield rows, hidden size and a rank's entries of the vocabulary for each such loss."""
+    for chain in _chains(program).values():
+        x, weight, _, _ = chain.product
+        shape = program.tensor[x.name].shape_at(1)
+        rows, hidden = prod(shape[:-1]), shape[-1]
+        yield rows, hidden, prod(program.tensor[weight.name].shape_at(1)) // hidden
 
 
 def _chains(program: Program) -> dict[str, _Chain]:
