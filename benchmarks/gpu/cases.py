@@ -41,8 +41,8 @@ class StepCase:
     recompute: str = "none"
     activations_on_host: bool = False
     optimizer_on_host: bool = False
-    compiled: bool = False
-    """Whether blocks are compiled."""
+    kernels: str = "eager"
+    """How blocks run."""
 
     @property
     def arguments(self) -> dict[str, int]:
@@ -62,7 +62,7 @@ def step_cases(*, tiny: bool) -> tuple[StepCase, ...]:
         )
     kinds: dict[str, dict[str, Any]] = {
         "": {},
-        " compiled": {"compiled": True},
+        " compiled": {"kernels": "compiled"},
         " full recompute": {"recompute": "full"},
         " selective recompute": {"recompute": "selective"},
         " activations on host": {"activations_on_host": True},
@@ -74,8 +74,15 @@ def step_cases(*, tiny: bool) -> tuple[StepCase, ...]:
             StepCase(name=f"llama 1B{name}", sizes=LLAMA_1B, sequence=4096, **kind)
             for name, kind in kinds.items()
         ),
-        StepCase(name="llama 8B width compiled", sizes=LLAMA_8B, sequence=4096, compiled=True),
+        StepCase(name="llama 8B width compiled", sizes=LLAMA_8B, sequence=4096, kernels="compiled"),
         StepCase(name="mixtral block", sizes=MIXTRAL, sequence=4096),
+        # Of few tokens, where the device waits for the host.
+        *(
+            StepCase(
+                name=f"llama 1B short {kernels}", sizes=LLAMA_1B, sequence=256, kernels=kernels
+            )
+            for kernels in ("compiled", "graphs")
+        ),
     )
 
 
@@ -98,8 +105,8 @@ def plan_of(case: StepCase, graph: Any) -> Any:
         recompute=case.recompute,  # type: ignore[arg-type]
     )
     changes: dict[str, Any] = {"precision": "bf16", "optimizer_on_host": case.optimizer_on_host}
-    if case.compiled:
-        changes |= {"kernels": "compiled", "execution": RUNTIME_OF["compiled"]}
+    if case.kernels != "eager":
+        changes |= {"kernels": case.kernels, "execution": RUNTIME_OF[case.kernels]}  # type: ignore[index]
     if case.activations_on_host:
         away = {"activations_on_host": True}
         changes["stages"] = tuple(stage.model_copy(update=away) for stage in plan.stages)
