@@ -10,6 +10,8 @@ Reading order:
                   -> `backward_facts` -> `backward_walk` (with `gradients`: the buffers they share)
                                       -> `deferred_weights`: gradients made in a job of their own
                                       -> `waiting_weights`: and beside a collective of the block
+                  -> `fused_facts`       the same of a compiled block, kernel by kernel
+                  -> `graph_bytes`       what its halves take and give as CUDA graphs
     all of these  -> `block_bytes`       the block, also as the bound adds it up
                   -> `placed_block`      as a stage takes it, with `copies` of its inputs
 """
