@@ -445,7 +445,11 @@ class CostCache:
         """Return the rows of logits that exist at a time; 0 of a class without a loss, whatever a
         plan says, so that its prices are found again.
         """
-        return rows if class_index in self._of_losses else 0
+        return rows if self.has_loss(class_index) else 0
+
+    def has_loss(self, class_index: int) -> bool:
+        """Whether blocks of a class have a cross entropy."""
+        return class_index in self._of_losses
 
     @cached_property
     def _of_losses(self) -> frozenset[int]:

@@ -194,17 +194,12 @@ def split_sigma(sigma: float) -> tuple[float, float]:
 
 def usable_bytes(limit_bytes: float, profile: Profile, execution: Execution, odds: float) -> float:
     """Return what an estimate may take of a device so that a run stays within a limit with these
-    odds: at 0.5 the whole limit, unless runs tell that more is typically held than is estimated.
+    odds.
 
-    (Of a runtime whose allocator is known to reserve more, too: that limit is the estimate's.)
     The context is what the profile says: a rank that has more stays within the limit all the more.
     """
-    if odds <= EVEN_ODDS and not memory_ratios(profile, execution):
-        # Of a runtime whose allocator is known to reserve more, too: the limit is the estimate's.
-        return limit_bytes
     context = min(profile.context_bytes, limit_bytes)
-    factor = _memory_spread(profile, execution).factor(NormalDist().inv_cdf(odds))
-    return (limit_bytes - context) / factor + context
+    return (limit_bytes - context) / _room_factor(profile, execution, odds) + context
 
 
 def needed_limit_bytes(
@@ -212,8 +207,17 @@ def needed_limit_bytes(
 ) -> float:
     """Return the least limit that leaves an estimate so much: the inverse of `usable_bytes`."""
     context = min(profile.context_bytes, estimate_bytes)
-    factor = _memory_spread(profile, execution).factor(NormalDist().inv_cdf(odds))
-    return (estimate_bytes - context) * factor + context
+    return (estimate_bytes - context) * _room_factor(profile, execution, odds) + context
+
+
+def _room_factor(profile: Profile, execution: Execution, odds: float) -> float:
+    """Return how much of a limit stands for a byte of an estimate, the context apart: at odds of
+    0.5 one, unless logs of the runtime tell that more or less is held than is estimated.
+    """
+    if odds <= EVEN_ODDS and not memory_ratios(profile, execution):
+        # Of a runtime whose allocator is known to reserve more, too: the limit is the estimate's.
+        return 1.0
+    return _memory_spread(profile, execution).factor(NormalDist().inv_cdf(odds))
 
 
 def odds_of_fit(

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 from costmodel.execution import find_execution
 from costmodel.execution.dispatch.imbalance import Imbalance, check_imbalance, imbalance_of_step
-from costmodel.uncertainty import USUAL_ODDS, usable_bytes
+from costmodel.uncertainty import EVEN_ODDS, USUAL_ODDS, usable_bytes
 from planner.errors import LayoutError
 from planner.language.layout.axes import find_axis
 from planner.language.plan import OURS, RUNTIME_OF, Plan, Precision, precision_named
@@ -33,7 +33,7 @@ Offload = Literal["auto", "none", "optimizer", "activations", "both", "tables"]
 Value = TypeVar("Value")
 
 
-LEAST_ODDS, MOST_ODDS = 0.5, 0.99
+LEAST_ODDS, MOST_ODDS = EVEN_ODDS, 0.99
 """Odds of fitting that may be asked for."""
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from costmodel import CostCache
 from planner.errors import LayoutError
 from planner.language.lowering.passes.losses_in_chunks import (
-    CROSS_ENTROPY,
     is_of_a_product,
     most_logits,
     rows_of_chunk,
@@ -20,15 +19,15 @@ _LOGIT_BYTES = 8
 
 def logit_rows(table: StageTable, *, where_worth: bool) -> int:
     """Return of how many tokens at a time blocks had best make logits under a table's layouts; 0:
-    of all, which are too few to be divided, or no loss is of logits alone. With `where_worth` also
-    where they are a small part of a device's memory.
+    of all, which are too few to be divided, or no loss is of logits alone. `where_worth`: 0 also
+    where whole logits are less than `LEAST_PART` of a device's memory.
     """
     if table.costs.execution.prices != "profile":
         return 0  # other runtimes have losses of their own
     least = where_worth * LEAST_PART * table.profile.cluster.memory_bytes
     found = 0
-    for index, program in enumerate(table.graph.classes):
-        if any(op.target == CROSS_ENTROPY for op in program.ops):
+    for index in range(len(table.graph.classes)):
+        if table.costs.has_loss(index):
             layouts = tuple(layout for layout in table.layouts if layout.class_index == index)
             local = table.costs.local(index, table.microbatch_size, table.degrees, layouts)
             if _LOGIT_BYTES * most_logits(local) >= least:

@@ -12,6 +12,7 @@ from costmodel.memory.parts import MemoryParts, with_overheads
 from costmodel.uncertainty import (
     Interval,
     memory_interval,
+    needed_limit_bytes,
     odds_of_fit,
     run_kind,
     runtime_interval,
@@ -218,3 +219,11 @@ def test_what_is_not_known_well_leaves_more_memory_free(h100):
         for name in ("ours-eager", "torchtitan")
     ]
     assert usable[1] < 0.9 * usable[0] < h100.memory_bytes
+
+
+@pytest.mark.parametrize("execution", ["ours-eager", "nanotron", "megatron-core"])
+@pytest.mark.parametrize("odds", [0.5, 0.9])
+def test_the_limit_that_an_estimate_needs_leaves_it_just_so_much(execution, odds):
+    h100, runtime = load_profile("h100-sxm5-80gb"), find_execution(execution)
+    needed = needed_limit_bytes(2.0**36, h100, runtime, odds)
+    assert usable_bytes(needed, h100, runtime, odds) == pytest.approx(2.0**36, rel=1e-12)

@@ -169,17 +169,9 @@ def _emulated(
     return made
 
 
-def _on_cuda(
-    left: Tensor,
-    right: Tensor,
-    left_back: Tensor,
-    right_back: Tensor,
-    ends: Tensor,
-    dtype: torch.dtype,
-) -> Tensor:
-    if torch.cuda.get_device_capability(left.device)[0] != HOPPER:
-        return _emulated(left, right, left_back, right_back, ends, dtype)
-    return _by_kernel(left, right, left_back, right_back, ends, dtype)
+def _on_cuda(left: Tensor, *others: Any) -> Tensor:
+    is_hopper = torch.cuda.get_device_capability(left.device)[0] == HOPPER
+    return (_by_kernel if is_hopper else _emulated)(left, *others)
 
 
 def _by_kernel(
