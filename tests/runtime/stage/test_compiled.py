@@ -148,6 +148,31 @@ def test_a_gradient_that_autograd_may_take_over_is_no_other_tensor():
     assert param.grad.untyped_storage()._cdata != given.untyped_storage()._cdata
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_written_buffer_is_saved_as_it_was(recomputes):
+    """A microbatch moves running statistics between another's forward and backward."""
+    program = captured("batchnorm-mlp").classes[1].bind(2)
+    moved = ops_made_again(program, program, None) if recomputes else ()
+    found = {}
+    for name, block in zip(("eager", "block"), both(program, made_again=moved)[:2], strict=True):
+        values = random_values(program, 0)
+        shared = [
+            values[n].clone().requires_grad_(program.tensor[n].requires_grad)
+            for n in program.params
+        ]
+        inputs = [
+            [(values[n].detach() * scale).requires_grad_() for n in program.inputs]
+            for scale in (1, 2)
+        ]
+        outputs = [block(*given, *shared) for given in inputs]
+        for made in outputs:
+            made[-1].backward(torch.ones_like(made[-1]) / 3)
+        made = [x for each in outputs for x in each]
+        found[name] = [*made, *(x.grad for given in inputs for x in given), *shared]
+        found[name] += [x.grad for x in shared]
+    assert_equal(found["block"], found["eager"])
+
+
 def test_what_saves_nothing_runs_op_by_op():
     program = captured("mlp").classes[0].bind(2)
     eager, block, _ = both(program)

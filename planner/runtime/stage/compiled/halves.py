@@ -3,7 +3,8 @@
 What is saved is decided here and not by the compiler: the values of the forward that the backward
 takes, which is what autograd saves of the same ops. Of ops that recomputation makes again nothing
 is saved: the backward runs them itself, from what other ops left. Views cost nothing, so the memory
-behind a view is saved and the view is made again.
+behind a view is saved and the view is made again. Of a buffer that the forward writes (running
+statistics) a copy is saved: the next microbatch writes it again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import fx
@@ -37,7 +39,7 @@ class Halves:
     saved_tensors: tuple[int, ...]
     """The program's own tensors that are saved."""
     saved_made: tuple[int, ...]
-    """Where the forward returns the others that are."""
+    """Where the forward returns what else is: what it makes, and copies of what it writes."""
     gradients: tuple[int | None, ...]
     """By the program's tensors: where the backward returns its gradient."""
     products: tuple[tuple[int, bool, str, int, int], ...]
@@ -64,8 +66,9 @@ def cut(joint: Joint, *, made_again: Collection[str] = ()) -> Halves:
         )
     )
     saved = _saved(joint, results, again)
-    tensors = [node for node in joint.tensors if node in saved]
-    made = [node for node in saved if node not in joint.tensors]
+    written = _written(joint.writes)
+    tensors = [node for node in joint.tensors if node in saved and node not in written]
+    made = [node for node in saved if node not in tensors]
     returned = list(dict.fromkeys([*joint.outputs, *made]))
     place = {node: index for index, node in enumerate(joint.tensors)}
     return Halves(
@@ -110,6 +113,11 @@ def _saved(joint: Joint, results: Iterable[fx.Node], again: Collection[fx.Node])
         if not met[node]:
             waiting.extend(reversed(node.all_input_nodes))
     return [node for node, is_saved in met.items() if is_saved]
+
+
+def _written(writes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return the tensors of the program that copies put back."""
+    return {write.all_input_nodes[0] for write in writes}
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -157,11 +165,16 @@ def _extracted(
     writes: Sequence[fx.Node] = (),
     copied: Collection[fx.Node] = (),
 ) -> fx.GraphModule:
-    """Return the part of the joint graph that makes `outputs` of `inputs`, and does `writes`."""
+    """Return the part of the joint graph that makes `outputs` of `inputs`, and does `writes`.
+
+    `outputs` has what is written as it was before.
+    """
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in inputs:
         env[node] = graph.placeholder(node.name)
         env[node].meta = dict(node.meta)
+    clone = partial(graph.call_function, torch.ops.aten.clone.default)
+    before = {node: clone((env[node],)) for node in _written(writes) if node in outputs}
     needed, waiting = set[fx.Node](), [*outputs, *writes]
     while waiting:
         node = waiting.pop()
@@ -179,9 +192,7 @@ def _extracted(
             env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(
         tuple(
-            graph.call_function(torch.ops.aten.clone.default, (env[node],))
-            if node in copied
-            else env[node]
+            clone((env[node],)) if node in copied else before.get(node, env[node])
             for node in outputs
         )
     )
