@@ -43,8 +43,8 @@ def profile(
     precision: Annotated[
         str,
         typer.Option(
-            help="model: the model's own dtypes; bf16, fp16, fp8 or fp8-tensorwise: as trained "
-            "with --precision."
+            help="model: the model's own dtypes; bf16, fp16, fp8, fp8-tensorwise or mxfp8: as "
+            "trained with --precision."
         ),
     ] = "model",
     grid: Annotated[

@@ -289,10 +289,11 @@ def search(
 def _graphs(
     model: Path, precisions: Sequence[Precision], profile: Profile, execution: str
 ) -> tuple[dict[Precision, ModelGraph], list[str]]:
-    """Capture in each precision; of several those without a rate or a product in 8 bits are left
-    out, and told, and those that an execution's system has not.
+    """Capture in each precision; of several those without a product in 8 bits are left out, and
+    told, and those that an execution's system has not. Of ways to scale products in 8 bits the
+    device's own are tried; that it has none is told.
     """
-    from planner.language.ops.families.products.narrow import NARROW_DTYPE
+    from planner.language.ops.families.products.narrow import rate_dtype
     from planner.language.plan.parts import scaling_named
     from planner.language.stacks import expressed_of
 
@@ -300,18 +301,21 @@ def _graphs(
         return {precisions[0]: graph_of(model, precisions[0])}, []
     graphs: dict[Precision, ModelGraph] = {}
     untried: list[str] = []
+    rates = dict(profile.cluster.peak_flop_per_s)
+    narrow = [precision for precision in precisions if scaling_named(precision)]
+    missing = [p for p in narrow if rate_dtype(scaling_named(p)) not in rates]
+    if missing == narrow and narrow:
+        untried.append(
+            f"precision {' and '.join(narrow)} was not tried: profile {profile.name!r} has no rate "
+            "of products of 8-bit floats"
+        )
     for precision in precisions:
-        is_narrow = bool(scaling_named(precision))
-        if is_narrow and NARROW_DTYPE not in dict(profile.cluster.peak_flop_per_s):
-            untried.append(
-                f"precision {precision} was not tried: profile {profile.name!r} has no rate of "
-                "products of 8-bit floats"
-            )
+        if precision in missing:
             continue
         try:
             graph = graph_of(model, precision)
         except CaptureError as error:
-            if not is_narrow:
+            if precision not in narrow:
                 raise
             untried.append(f"precision {precision} was not tried: {error}")
             continue

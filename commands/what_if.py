@@ -56,7 +56,7 @@ def what_if(
     ] = None,
     precision: Annotated[
         str | None,
-        typer.Option(help="Of model, bf16, fp16, fp8 and fp8-tensorwise, as in bf16,fp8."),
+        typer.Option(help="Of model, bf16, fp16, fp8, fp8-tensorwise and mxfp8, as in bf16,fp8."),
     ] = None,
     execution: Annotated[
         str | None, typer.Option(help="Other runtimes, such as ours-compiled,megatron-core.")

@@ -14,6 +14,7 @@ DTYPE_BYTES: dict[str, int] = {
     "float16": 2,
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
+    "float8_e8m0fnu": 1,
     "int64": 8,
     "int32": 4,
     "int16": 2,

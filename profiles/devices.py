@@ -34,6 +34,8 @@ from profiles.records import (
 )
 
 DATA = Path(__file__).parent / "data"
+FLOAT8_RATES = ("float8_e4m3fn", "float8_e5m2", "mxfp8")
+"""Under what a device has rates of products of 8-bit floats."""
 REPORTED = 0.988
 """A driver reports about so many GiB for each gigabyte of a data sheet: 79.1 of 80 on an H100,
 139.8 of 141 on an H200, 178.4 of 180 on a B200."""
@@ -268,7 +270,7 @@ def scaled_profile(sheet: DeviceFile, gpu: str) -> ProfileFile:
 
     def compute_of(dtype: str) -> float:
         narrow = cluster.peak_flop_per_s.get(dtype)
-        if dtype.startswith("float8") and narrow is not None and sheet.float8_tflop_per_s:
+        if dtype in FLOAT8_RATES and narrow is not None and sheet.float8_tflop_per_s:
             return sheet.float8_tflop_per_s * TFLOP / narrow.value
         return compute
 

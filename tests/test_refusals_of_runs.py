@@ -274,8 +274,10 @@ REFUSED: dict[str, Callable[[], Any]] = {
     # Requests of a search
     "--offload warm was given; use auto, none, optimizer, activations, both or tables, "
     "which say what the host's memory holds": lambda: request(offload="warm"),
-    "--precision odd was given; use model, bf16, fp16, fp8 or "
-    "fp8-tensorwise; model keeps the dtypes of the model file": lambda: request(precision="odd"),
+    "--precision odd was given; use model, bf16, fp16, fp8, "
+    "fp8-tensorwise or mxfp8; model keeps the dtypes of the model file": lambda: request(
+        precision="odd"
+    ),
     "--allow recompute=odd was given; use none, selective, …, the ways to recompute": lambda: (
         request(allow=(("recompute", "odd"),))
     ),
@@ -292,7 +294,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "flags.txt is not readable (…); give a text of flags": written(
         b"\xff", "flags.txt", lambda path: check(flags=str(path), gpus=1)
     ),
-    "--precision fp4 was given; use model, bf16, fp16, fp8 or fp8-tensorwise; model …": (
+    "--precision fp4 was given; use model, bf16, fp16, fp8, fp8-tensorwise or mxfp8; model …": (
         lambda: parse_precision("fp4")
     ),
     "--length 0 is not understood; write lengths (whole numbers above 0)": lambda: parse_counts(

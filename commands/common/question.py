@@ -132,9 +132,9 @@ class Question:
         str | None,
         typer.Option(
             help="model: the model's own dtypes; bf16 or fp16: with fp32 master weights, of fp16 a "
-            "loss that is scaled; fp8, fp8-tensorwise: bf16 with layers in 8-bit floats; "
-            "auto: the fastest of model, bf16 and fp8. Default: as a configuration says, else "
-            "model.",
+            "loss that is scaled; fp8, fp8-tensorwise, mxfp8: bf16 with layers in 8-bit floats; "
+            "auto: the fastest of model, bf16, fp8 and mxfp8. Default: as a configuration says, "
+            "else model.",
             rich_help_panel=TRAINING,
         ),
     ] = None
@@ -272,7 +272,7 @@ class Question:
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """The precisions that plans may have: three where the fastest is asked for, of a system's
+        """The precisions that plans may have: several where the fastest is asked for, of a system's
         in 8 bits its own.
         """
         if self.precision == AUTO:
@@ -281,7 +281,7 @@ class Question:
 
             stack = stack_of(execution_of(self.executions[0]))
             own = () if stack is None else tuple(filter(scaling_named, stack.precisions))
-            return ("model", "bf16", *(own[:1] or ("fp8",)))
+            return ("model", "bf16", *(own[:1] or ("fp8", "mxfp8")))
         return (parse_precision(self.precision or "model", AUTO),)
 
     def request(self, model: Path, **more: Any) -> SearchRequest:

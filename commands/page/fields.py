@@ -177,9 +177,9 @@ CHOICES = (
     ),
     Field(
         name="precision", label="Precision", flag="--precision",
-        values=("", "bf16", "fp16", "fp8", "fp8-tensorwise", "model"),
+        values=("", "bf16", "fp16", "fp8", "fp8-tensorwise", "mxfp8", "model"),
         meaning="bf16, fp16: products in 16 bits, weights also kept in fp32; fp16 scales the loss. "
-        "fp8: bf16 with layers in 8-bit floats. model: as the model is "
+        "fp8, mxfp8: bf16 with layers in 8-bit floats. model: as the model is "
         "written. Not searched: blank is bf16 for sizes, model for a file.",
     ),
     Field(

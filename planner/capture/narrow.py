@@ -13,7 +13,7 @@ from planner.errors import CaptureError
 from planner.language.graph import ModelGraph, Op, Program
 from planner.language.lowering.narrow_products import may_be_narrow
 from planner.language.lowering.routed_experts import router_weights
-from planner.language.ops.families.products.narrow import TILE, narrow_op
+from planner.language.ops.families.products.narrow import TILES, narrow_op
 from planner.language.plan.parts import Precision, low_dtype, scaling_named
 
 
@@ -33,7 +33,8 @@ def with_narrow_products(graph: ModelGraph, precision: Precision) -> ModelGraph:
     if classes == graph.classes:
         raise CaptureError(
             f"{graph.name} has no product that `precision` {precision} casts: it casts linear "
-            f"layers and experts of repeated blocks with dims in multiples of {TILE}; use bf16"
+            "layers and experts of repeated blocks with dims in multiples of "
+            f"{TILES[scaling]}; use bf16"
         )
     return replace(graph, classes=classes)
 
@@ -43,6 +44,7 @@ def _with_narrow_products(program: Program, scaling: str, dtype: str) -> Program
 
     def changed(op: Op) -> Op:
         narrow = narrow_op(op, scaling)
-        return op if narrow is None or not may_be_narrow(op, program, routers, dtype) else narrow
+        is_taken = may_be_narrow(op, program, routers, dtype, TILES[scaling])
+        return narrow if narrow is not None and is_taken else op
 
     return replace(program, ops=tuple(map(changed, program.ops)))

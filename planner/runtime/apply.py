@@ -72,8 +72,8 @@ def apply_plan(
     refuse_lost(model)  # on each rank: rank 0 alone captures
     graph, *buckets = shared_captures(plan, model, loss, mesh)
     emulated = ""
-    if scaling_named(plan.precision):
-        emulated = check_device(mesh.device) or emulated_experts(mesh.device, graph)
+    if scaling := scaling_named(plan.precision):
+        emulated = check_device(mesh.device, scaling) or emulated_experts(mesh.device, graph)
     # On all ranks alike: each has the graph, so none waits for another.
     refuse_cut(graph, plan, accept=accept, weighted_loss=callable(loss_weight))
     if dist.get_rank() == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import compress, product
 
 from planner.language.graph import Ref
 from planner.units import GIB, KIB, MIB
@@ -82,18 +82,20 @@ _BATCHES = {"cpu": (1, 4), "cuda": (1, 4)}
 _VOCABULARIES = {"cpu": (256, 8192), "cuda": (32768, 131072)}
 
 
-def standard_grid(device: str, *, float8: bool = False) -> tuple[OpProbe, ...]:
+def standard_grid(
+    device: str, *, float8: bool = False, blocks: bool = False
+) -> tuple[OpProbe, ...]:
     """Return matmuls tall, wide and square, attention, and memory-bound ops.
 
-    `float8` adds matmuls of 8-bit floats.
+    `float8` adds matmuls of 8-bit floats, `blocks` such with a scale for 32 neighbours.
 
     The backward of a linear layer covers the transposed layouts of its input's and its
     weight's gradient.
     """
     probes = []
-    if float8:
+    for in_blocks in compress((False, True), (float8, blocks)):
         probes += [
-            float8_probe(m, n, k)
+            float8_probe(m, n, k, in_blocks=in_blocks)
             for m, n, k in product(_ROWS[device], _WIDTHS[device], _WIDTHS[device])
         ]
     for dtype in _DTYPES[device]:

@@ -98,7 +98,8 @@ def measure_profile(
         if models:
             wanted += signatures(models, num_devices=gpus or len(about))
         if grid or not models:
-            wanted += standard_grid(device, float8=all(answer["float8"] for answer in about))
+            has = {kind: all(answer[kind] for answer in about) for kind in ("float8", "blocks")}
+            wanted += standard_grid(device, **has)
         # Compiling a block for a CPU takes longer than measuring all its ops.
         whole = blocks(models, compiled=device == "cuda" if compiled is None else compiled)
         asked = Asked.of(

@@ -9,6 +9,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from planner.language.graph import Op, Program, Ref, Symbol, TensorMeta, map_refs, to_json
+from planner.language.ops.families.products.narrow import (
+    BLOCKS_DTYPE,
+    NARROW_DTYPE,
+    scales_in_tiles,
+)
 from planner.language.ops.flops import backward_work, op_work
 from profiles.lookup.families import BLOCK_TARGET, canonical_shapes
 from profiles.records import CollectiveKind, Direction, Group, OpQuery
@@ -176,13 +181,17 @@ def probe_of(op: Op, tensor: Mapping[str, TensorMeta], *, weight: float = 1.0) -
     )
 
 
-def float8_probe(m: int, n: int, k: int) -> OpProbe:
-    """Return an 8-bit matmul (m, k) @ (k, n) with one scale per operand, results in bfloat16.
+def float8_probe(m: int, n: int, k: int, *, in_blocks: bool = False) -> OpProbe:
+    """Return an 8-bit matmul (m, k) @ (k, n) with one scale per operand, or with `in_blocks` one
+    for 32 neighbours along k, results in bfloat16.
 
     Forward only: gradients of 8-bit products are products of their own. The second operand
     lies column by column, as tensor cores read it.
     """
-    float8 = "float8_e4m3fn"
+    float8 = NARROW_DTYPE
+    scales: tuple[tuple[int, ...], ...] = ((), ())
+    if in_blocks:
+        scales = tuple((scales_in_tiles(rows, k),) for rows in (m, n))
     op = Op(
         name="op",
         target="aten._scaled_mm.default",
@@ -190,8 +199,8 @@ def float8_probe(m: int, n: int, k: int) -> OpProbe:
         kwargs=(("out_dtype", Symbol(kind="dtype", value="bfloat16")),),
         outputs=("out0",),
     )
-    shapes: tuple[tuple[int, ...], ...] = ((m, k), (k, n), (), ())
-    dtypes = (float8, float8, "float32", "float32")
+    shapes: tuple[tuple[int, ...], ...] = ((m, k), (k, n), *scales)
+    dtypes = (float8, float8, *(2 * ("float8_e8m0fnu" if in_blocks else "float32",)))
     return OpProbe(
         op=op,
         tensors=tuple(
@@ -201,7 +210,7 @@ def float8_probe(m: int, n: int, k: int) -> OpProbe:
         forward=OpQuery(
             target=op.target,
             shapes=shapes,
-            dtype=float8,
+            dtype=BLOCKS_DTYPE if in_blocks else float8,
             direction="forward",
             flop=2.0 * m * n * k,
             # A byte for each element of both operands, two for each of the result.

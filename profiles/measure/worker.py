@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from planner.language.ops.families.products.narrow import CAPABILITY
 from planner.nodes.interface import take_interface
 from planner.runtime.process.device import p2p_needs_own_groups
 from planner.runtime.process.groups.gloo_threads import put_socket_threads_last
@@ -35,9 +36,6 @@ from profiles.measure.timing.step_timing import time_launch, time_step_work
 from profiles.measure.timing.sustained_timing import time_sustained
 from profiles.measure.timing.timing import OpTimer
 from profiles.measure.timing.wait_timing import time_waits
-
-FLOAT8_CAPABILITY = (8, 9)
-"""Compute capability from which on tensor cores multiply 8-bit floats."""
 
 
 def main() -> None:
@@ -225,7 +223,8 @@ def describe(device: torch.device) -> dict[str, Any]:
             "memory_bytes": properties.total_memory,
             "shares_memory": False,
             "driver": f"{driver_version() or 'unknown driver'}, CUDA {torch.version.cuda}",
-            "float8": torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY,
+            "float8": torch.cuda.get_device_capability(device) >= CAPABILITY["tensorwise"][0],
+            "blocks": torch.cuda.get_device_capability(device) >= CAPABILITY["blocks"][0],
             "torch": torch.__version__,
             "node": socket.gethostname(),
         }
@@ -235,6 +234,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "shares_memory": True,
         "driver": f"{sys.platform} {os.uname().release}",
         "float8": False,
+        "blocks": False,
         "torch": torch.__version__,
         "node": socket.gethostname(),
     }

@@ -21,7 +21,7 @@ from planner.language.graph.called_modules import called_whole
 from planner.language.graph.encoder_decoder import first_decoder_block
 from planner.language.layout.axes import AXES, Degrees, axis_names, batch_axes, lowered_axes
 from planner.language.lowering.defaults import check_balance
-from planner.language.ops.families.products.narrow import NARROW_DTYPE
+from planner.language.ops.families.products.narrow import BLOCK, rate_dtype
 from planner.language.plan import Recompute
 from planner.language.plan.parts import scaling_named
 from planner.language.schedule import find_schedule
@@ -248,11 +248,15 @@ def _not_expressed(
 
 
 def _check_precision(request: SearchRequest, cluster: ClusterSpec) -> None:
-    if scaling_named(request.precision) and NARROW_DTYPE not in dict(cluster.peak_flop_per_s):
+    scaling = scaling_named(request.precision)
+    if scaling and rate_dtype(scaling) not in dict(cluster.peak_flop_per_s):
+        which, such_as = "", "h100-sxm5-80gb"
+        if scaling == "blocks":
+            which, such_as = f" with a scale for {BLOCK} neighbours", "b200-sxm"
         raise LayoutError(
             f"`precision` {request.precision} was given, and profile {cluster.name!r} has no rate "
-            "of products of 8-bit floats, which its plans are priced by; use `precision` bf16, or "
-            "a `profile` of a device that multiplies these, such as h100-sxm5-80gb"
+            f"of products of 8-bit floats{which}, which its plans are priced by; use `precision` "
+            f"bf16, or a `profile` of a device that multiplies these, such as {such_as}"
         )
 
 

@@ -209,7 +209,7 @@ def test_refusal_is_the_only_line_without_a_profile_too(planner):
         ("--memory-limit", "inf", "GiB per device"),
         ("--gap", "nan", "0 or more"),
         ("--gap", "1.5", "below 1"),
-        ("--precision", "fp99", "model, bf16, fp16, fp8, fp8-tensorwise or auto"),
+        ("--precision", "fp99", "model, bf16, fp16, fp8, fp8-tensorwise, mxfp8 or auto"),
         ("--recompute", "sometimes", "none, selective or full"),
         ("--balance", "1,2", "deals 3 blocks and the model has 4"),
         ("--cp", "2", "use cp=1"),

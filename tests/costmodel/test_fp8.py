@@ -48,8 +48,15 @@ def seconds(op: Op, metas: dict[str, TensorMeta], device: str, kernels="eager") 
     return sum(op_seconds(op, metas, in_training(load_profile(device), 8), kernels=kernels))
 
 
-@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
-def test_large_layers_gain_and_small_ones_lose(scaling):
+@pytest.mark.parametrize(
+    ("scaling", "device"),
+    [
+        ("rowwise", "h100-sxm5-80gb"),
+        ("tensorwise", "h100-sxm5-80gb"),
+        ("blocks", "b200-sxm"),
+    ],
+)
+def test_large_layers_gain_and_small_ones_lose(scaling, device):
     """At twice the rate three products of 8192 gain more than casts take; of 512 they do not."""
     for size, is_faster in ((8192, True), (512, False)):
         op, metas = linear(8192, size, size)
@@ -57,9 +64,9 @@ def test_large_layers_gain_and_small_ones_lose(scaling):
         assert narrow is not None
         assert scaling_of(narrow) == scaling
         assert plain_op(narrow) == op
-        plain_s = seconds(op, metas, "h100-sxm5-80gb")
+        plain_s = seconds(op, metas, device)
         eager_s, compiled_s = (
-            seconds(narrow, metas, "h100-sxm5-80gb", kernels) for kernels in ("eager", "fused")
+            seconds(narrow, metas, device, kernels) for kernels in ("eager", "fused")
         )
         assert compiled_s < eager_s
         assert (eager_s < plain_s) == is_faster
@@ -99,6 +106,10 @@ def test_a_device_without_a_rate_is_refused():
     validate_request(request, graph, load_profile("h100-sxm5-80gb").cluster)
     with pytest.raises(LayoutError, match="has no rate of products of 8-bit floats"):
         validate_request(request, graph, load_profile("a100-sxm4-80gb").cluster)
+    in_blocks = replace(request, precision="mxfp8")
+    validate_request(in_blocks, graph, load_profile("b200-sxm").cluster)
+    with pytest.raises(LayoutError, match="8-bit floats with a scale for 32 neighbours, which"):
+        validate_request(in_blocks, graph, load_profile("h100-sxm5-80gb").cluster)
 
 
 class Wide(nn.Module):
@@ -144,6 +155,8 @@ class Routed(RoutedGPT):
 CASES = [
     (Wide, {}),
     (Wide, {"pp": 2, "num_microbatches": 4, "schedule": "zb_h1"}),
+    (Wide, {"precision": "mxfp8"}),
+    (GPT, {"precision": "mxfp8", "recompute": "selective"}),
     (GPT, {"dp": 2, "zero_stage": 3}),
     (GPT, {"recompute": "selective"}),
     (Routed, {}),
@@ -154,10 +167,12 @@ CASES = [
 @pytest.mark.parametrize(("kind", "layout"), CASES, ids=str)
 def test_predicted_tensors_are_those_of_the_dry_run(kind, layout):
     """Within 1% on every pp rank, casts ahead of products among them."""
-    graph = fp8_graph(kind())
+    layout = dict(layout)
+    precision = layout.pop("precision", "fp8")
+    graph = fp8_graph(kind(), precision)
     costs = CostCache(graph, CpuProfile())
     plan = default_plan(graph, **{"microbatch_size": 8, "num_microbatches": 2, **layout})
-    plan = plan.model_copy(update={"precision": "fp8"})
+    plan = plan.model_copy(update={"precision": precision})
     predicted = estimate(graph, costs.profile, plan, costs=costs).memory
     for pp_rank in range(plan.pp):
         rank = (pp_rank + 1) * plan.world_size // plan.pp - 1

@@ -46,6 +46,7 @@ class FakeWorkers:
                     "torch": "2.13",
                     "node": host,
                     "float8": False,
+                    "blocks": False,
                 }
             case "memory":
                 return {"context_bytes": 1e8, "allocator_overheads": [0.05, 0.07]}

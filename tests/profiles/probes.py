@@ -3,7 +3,7 @@
 from profiles.measure.grid import collective_probes, standard_grid
 
 
-def a_few_probes(device, *, float8=False):
+def a_few_probes(device, *, float8=False, blocks=False):
     """Return the lightest probe of each target of the standard grid."""
     lightest = {}
     for probe in standard_grid(device):

@@ -28,9 +28,7 @@ def fake(monkeypatch):
         pass
 
     monkeypatch.setattr(measuring, "WorkerGroup", Workers)
-    monkeypatch.setattr(
-        measuring, "standard_grid", lambda device, float8: standard_grid("cpu")[::5]
-    )
+    monkeypatch.setattr(measuring, "standard_grid", lambda device, **has: standard_grid("cpu")[::5])
     monkeypatch.setattr(
         measuring, "collective_probes", lambda groups, most_bytes: collective_probes(groups)[:18]
     )

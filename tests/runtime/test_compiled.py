@@ -19,9 +19,9 @@ from planner.runtime.proofs.dryrun import dry_run
 from planner.runtime.proofs.verify import compare_with_one_process
 from planner.runtime.stage.compiled.kernels import CompilerFailed, compiled, op_by_op
 from planner.runtime.step.engine import Engine
-from tests.model_matrix import model_matrix
+from tests.model_matrix import REFUSED, model_matrix
 from tests.runtime.stage.test_graphs import replaying
-from tests.runtime.test_verify_matrix import source_of
+from tests.runtime.test_verify_matrix import COMPARED, FUNCTIONS, WHOLE, source_of
 from tests.spawn import run_ranks
 
 LAYOUTS = {
@@ -47,7 +47,12 @@ def verify_layouts(name, captured, layouts, compiler, capture=None):
     apart, counts = {}, {}
     for label, layout in layouts.items():
         plan = default_plan(graph, microbatch_size=2, **layout)
-        plan = plan.model_copy(update={"kernels": "graphs" if capture else "compiled"})
+        plan = plan.model_copy(
+            update={
+                "kernels": "graphs" if capture else "compiled",
+                "accept": ("unknown-ops",) if name in FUNCTIONS else (),
+            }
+        )
         made = []
 
         def counting(module, made=made):
@@ -113,6 +118,14 @@ def test_a_dry_run_finds_what_is_saved_as_ever(label):
 @pytest.mark.parametrize("name", [n for n in model_matrix() if n in MODELS and n != "gpt"])
 def test_graphs_of_more_models_equal_one_process(name):
     check(name, LAYOUTS | MORE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in model_matrix() if n not in {*MODELS, *REFUSED}])
+def test_graphs_of_the_matrix_equal_one_process(name):
+    layouts = LAYOUTS | MORE
+    labels = ("tp2-selective", "pp2-zb_h1-selective")
+    check(name, WHOLE if name in COMPARED else {label: layouts[label] for label in labels})
 
 
 @pytest.mark.slow

@@ -17,8 +17,8 @@ from costmodel.table.fusion import FUSED_TARGET
 from planner.language.graph import Op, TensorMeta
 from planner.language.ops.call import Call
 from planner.language.ops.families.products.narrow import (
-    NARROW_DTYPE,
     cast_elements,
+    rate_dtype,
     scaling_of,
     weight_is_narrow,
 )
@@ -41,11 +41,13 @@ def narrow_seconds(
     of_runs = family.deals_rows
     casts, casts_back, casts_late = cast_elements(Call(op, tensor, 1))
     own = OWN_CASTS[kernels]
+    scaling = scaling_of(op)
+    narrow = rate_dtype(scaling)
 
-    def product_s(m: int, n: int, k: int, dtype: str = NARROW_DTYPE) -> float:
+    def product_s(m: int, n: int, k: int, dtype: str = narrow) -> float:
         """Of (m, k) and (k, n), of each run."""
-        size = 1 if dtype == NARROW_DTYPE else 2
-        one = PRODUCT if dtype == NARROW_DTYPE else "aten.mm.default"
+        size = 1 if dtype == narrow else 2
+        one = PRODUCT if dtype == narrow else "aten.mm.default"
         query = OpQuery(
             target=PRODUCTS_OF_RUNS if of_runs else one,
             shapes=((runs * m, k), (runs, k, n), (runs,)) if of_runs else ((m, k), (k, n)),
@@ -72,9 +74,9 @@ def narrow_seconds(
 
     # Kernels with a scale a row are slower; of linear layers only the forward's is such a kernel,
     # and gradients are multiplied by their scales.
-    rate_part = CASTS[scaling_of(op)].rate_part
+    rate_part = CASTS[scaling].rate_part
     rate_part_back = rate_part if of_runs else 1.0
-    scaled_bytes = SCALED_BYTES * (scaling_of(op) == "rowwise" and not of_runs)
+    scaled_bytes = SCALED_BYTES * (scaling == "rowwise" and not of_runs)
     forward_s = product_s(rows, columns, inner) / rate_part + cast_s(casts, own.bytes)
     backward_s = 0.0
     if x.requires_grad:
@@ -84,8 +86,8 @@ def narrow_seconds(
         backward_s += product_s(inner, columns, rows) / rate_part_back
         backward_s += cast_s(casts_late, own.runs_bytes)
     elif weight.requires_grad:
-        dtype = NARROW_DTYPE if weight_is_narrow(rows) else HALF
+        dtype = narrow if weight_is_narrow(rows, scaling) else HALF
         backward_s += product_s(columns, inner, rows, dtype)
         backward_s += cast_s(casts_late, OWN_CASTS["eager"].bytes)
-        backward_s += cast_s(columns * inner, scaled_bytes * weight_is_narrow(rows))
+        backward_s += cast_s(columns * inner, scaled_bytes * (dtype == narrow))
     return forward_s, backward_s

@@ -6,10 +6,14 @@ from collections import Counter
 from collections.abc import Collection
 
 from planner.language.graph import ModelGraph, Op, Program, TensorMeta
-from planner.language.ops.families.products.narrow import TILE, scaling_of
+from planner.language.ops.families.products.narrow import BLOCK, TILES, scaling_of
 from planner.language.ops.record import family_of
 
-_SCALES = {"rowwise": "a scale for each row of a factor", "tensorwise": "one scale for a factor"}
+_SCALES = {
+    "rowwise": "a scale for each row of a factor",
+    "tensorwise": "one scale for a factor",
+    "blocks": f"a scale for {BLOCK} neighbours in a row of a factor",
+}
 _SHOWN = 8
 
 
@@ -33,18 +37,20 @@ def narrow_messages(graph: ModelGraph) -> tuple[str, ...]:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return (
         f"{count} products are in 8-bit floats, {_SCALES[scaling]}: {shown}{more} of blocks that "
-        f"repeat, with dims in multiples of {TILE}; all else is in bfloat16",
+        f"repeat, with dims in multiples of {TILES[scaling]}; all else is in bfloat16",
     )
 
 
-def may_be_narrow(op: Op, program: Program, routers: Collection[str], dtype: str) -> bool:
+def may_be_narrow(
+    op: Op, program: Program, routers: Collection[str], dtype: str, tile: int
+) -> bool:
     """Whether an op of a block is a product that is cast to 8 bits, where its block's are: one in
-    `dtype` with a parameter whose dims are whole tiles, and no more than rows added to it; or with
-    matrices of experts of whole tiles; not a router's, whose result chooses experts.
+    `dtype` with a parameter whose dims are multiples of `tile`, and no more than rows added to it;
+    or with matrices of experts of such dims; not a router's, whose result chooses experts.
     """
     if family_of(op.target).deals_rows:
         dtypes = {program.tensor[name].dtype for name in (*op.inputs[:2], *op.outputs)}
-        return dtypes == {dtype} and in_tiles(program.tensor[op.inputs[1]])
+        return dtypes == {dtype} and in_tiles(program.tensor[op.inputs[1]], tile)
     taken = family_of(op.target).weight_product
     found = None if taken is None else taken(op)
     if found is None:
@@ -56,15 +62,15 @@ def may_be_narrow(op: Op, program: Program, routers: Collection[str], dtype: str
         weight.name not in routers
         and tensor[weight.name].kind == "param"
         and len(shape) == 2
-        and in_tiles(tensor[weight.name])
+        and in_tiles(tensor[weight.name], tile)
         and (bias is None or len(tensor[bias.name].shape) == 1)
         and {tensor[name].dtype for name in (*op.inputs, *op.outputs)} == {dtype}
     )
 
 
-def in_tiles(weight: TensorMeta) -> bool:
-    """Whether the dims of a matrix, or of several in one tensor, are whole tiles."""
-    return all(type(size) is int and size % TILE == 0 for size in weight.shape[-2:])
+def in_tiles(weight: TensorMeta, tile: int) -> bool:
+    """Whether the dims of a matrix, or of several in one tensor, are multiples of `tile`."""
+    return all(type(size) is int and size % tile == 0 for size in weight.shape[-2:])
 
 
 def gathered_narrow(program: Program) -> frozenset[str]:

@@ -25,7 +25,7 @@ from planner.language.graph.unit import SAMPLE, Unit
 from planner.language.layout.class_layout import MOST, OwnSizesField, Record, WithOwnSizes
 
 Recompute = Literal["none", "selective", "full"]
-Precision = Literal["model", "bf16", "fp16", "fp8", "fp8-tensorwise"]
+Precision = Literal["model", "bf16", "fp16", "fp8", "fp8-tensorwise", "mxfp8"]
 ZeroStage = Literal[0, 1, 2, 3]
 
 
@@ -49,8 +49,13 @@ _LOW_DTYPES: dict[Precision, str] = {
     "fp16": "float16",
     "fp8": "bfloat16",
     "fp8-tensorwise": "bfloat16",
+    "mxfp8": "bfloat16",
 }
-_SCALINGS: dict[Precision, str] = {"fp8": "rowwise", "fp8-tensorwise": "tensorwise"}
+_SCALINGS: dict[Precision, str] = {
+    "fp8": "rowwise",
+    "fp8-tensorwise": "tensorwise",
+    "mxfp8": "blocks",
+}
 
 
 def low_dtype(precision: Precision) -> str:
@@ -61,8 +66,8 @@ def low_dtype(precision: Precision) -> str:
 
 
 def scaling_named(precision: Precision) -> str:
-    """Return how a precision scales the factors of products in 8 bits: each row ("rowwise") or the
-    whole ("tensorwise"); empty where it has no such products.
+    """Return how a precision scales the factors of products in 8 bits: each row ("rowwise"), the
+    whole ("tensorwise") or neighbours in a row ("blocks"); empty where it has no such products.
     """
     return _SCALINGS.get(precision, "")
 

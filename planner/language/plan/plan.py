@@ -87,8 +87,8 @@ class Plan(Record):
             master copies for the optimizer and fp32 sums of gradients, those of "fp16" of a loss
             that is scaled; "fp8" is "bf16" with linear layers and experts of repeated blocks
             multiplied in 8-bit floats, each row of a factor scaled by its own largest value,
-            "fp8-tensorwise" with linear layers alone, one scale a factor; "model" keeps the
-            model's dtypes.
+            "fp8-tensorwise" with linear layers alone, one scale a factor, "mxfp8" with these, a
+            scale for 32 neighbours in a row; "model" keeps the model's dtypes.
         optimizer_on_host: the optimizer steps on copies in host memory, where its state is.
         tables_on_host: parameters, by the model's names, that the host has: tables of which a
             device gets the rows that are looked up. Their optimizer steps there.

@@ -65,7 +65,7 @@ def _widths(program: Program) -> tuple[set[Width], set[Width]]:
 def _width(op: Op, weight: TensorMeta) -> Width:
     if scaling_of(op):
         return "8 bits"
-    return "16 bits" if in_tiles(weight) else "broken tiles"
+    return "16 bits" if in_tiles(weight, TILE) else "broken tiles"
 
 
 def wide_layers(layers: Sequence[LayerWidths]) -> tuple[int, ...]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from planner.errors import PlanError
 from planner.language.graph import Program
-from planner.language.ops.families.products.narrow import narrow_op, scaling_of
+from planner.language.ops.families.products.narrow import narrow_op, scales_in_tiles, scaling_of
 from planner.runtime.stage.calls import narrow
 from planner.runtime.stage.compiled.kernels import CompilerFailed, compiled
 from planner.runtime.stage.program_fx import to_graph_module
@@ -18,7 +21,7 @@ from planner.runtime.stage.weight_grads import WeightProduct, WeightQueue
 from tests.runtime.stage.test_compiled import assert_equal, both, run
 from tests.sharding.models import captured
 
-ROWS, COLUMNS, INNER = 48, 32, 64
+ROWS, COLUMNS, INNER = 96, 32, 64
 
 
 def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -33,6 +36,10 @@ def rounded(x: Tensor, *, bits: int, largest: float, least: int, by_row: bool) -
     """`x` as so many bits of mantissa hold it, beside a largest value that fits: by arithmetic of
     64-bit floats alone.
     """
+    # (Rows of more dims are those of the last.)
+    if x.dim() > 2:
+        flat = rounded(x.flatten(0, -2), bits=bits, largest=largest, least=least, by_row=by_row)
+        return flat.view(x.shape)
     top = x.abs().amax(1, keepdim=True) if by_row else x.abs().max()
     scale = torch.exp2(torch.floor(torch.log2(largest / top)))
     scaled = x * scale
@@ -45,25 +52,37 @@ def e4m3(x: Tensor, *, by_row: bool) -> Tensor:
     return rounded(x, bits=3, largest=448, least=-6, by_row=by_row)
 
 
+def mxfp8(x: Tensor) -> Tensor:
+    """Blocks of 32 neighbours in a row, each scaled by itself."""
+    return e4m3(x.unflatten(1, (-1, 32)), by_row=True).flatten(1)
+
+
 def e5m2(x: Tensor, *, by_row: bool) -> Tensor:
     return rounded(x, bits=2, largest=57344, least=-14, by_row=by_row)
 
 
-@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
+FORMS = {
+    "rowwise": (partial(e4m3, by_row=True),) * 2,
+    "tensorwise": (partial(e4m3, by_row=False), partial(e5m2, by_row=False)),
+    "blocks": (mxfp8,) * 2,
+}
+"""How what enters a layer is rounded, and what comes back."""
+
+
+@pytest.mark.parametrize("scaling", FORMS)
 @pytest.mark.parametrize("transposed", [True, False])
 def test_products_and_gradients_are_those_of_rounded_factors(scaling, transposed):
     """In fp64, so that nothing but the cast rounds; each product rounds its factors for itself."""
-    by_row = scaling == "rowwise"
-    gradient = e4m3 if by_row else e5m2
+    narrow, gradient = FORMS[scaling]
     x, weight, dy = values(ROWS, INNER), values(COLUMNS, INNER, seed=1), values(ROWS, COLUMNS)
     leaves = [x.clone(), weight.clone() if transposed else weight.t().clone(), torch.zeros(COLUMNS)]
     given = [leaf.double().requires_grad_() for leaf in leaves]
     product = WeightProduct(WeightQueue(), transposed=transposed, scaling=scaling)
     made = product(*given)
     made.backward(dy)
-    expected = e4m3(x, by_row=by_row) @ e4m3(weight, by_row=by_row).t()
-    of_x = gradient(dy, by_row=by_row) @ e4m3(weight.t(), by_row=by_row).t()
-    of_weight = gradient(dy.t(), by_row=by_row) @ e4m3(x.t(), by_row=by_row).t()
+    expected = narrow(x) @ narrow(weight).t()
+    of_x = gradient(dy) @ narrow(weight.t()).t()
+    of_weight = gradient(dy.t()) @ narrow(x.t()).t()
     found = given[1].grad if transposed else given[1].grad.t()
     for ours, theirs in ((made, expected), (given[0].grad, of_x), (found, of_weight)):
         assert torch.equal(ours, theirs) or (ours - theirs).abs().max() < 1e-12 * theirs.abs().max()
@@ -82,6 +101,69 @@ def test_a_scale_of_its_own_saves_rows_that_are_small_beside_others():
     )
     assert by_row == pytest.approx(INNER * 1e-6, rel=0.07)
     assert by_tensor == 0
+
+
+def test_a_scale_a_block_saves_numbers_that_are_small_beside_others_of_their_row():
+    x = torch.ones(ROWS, INNER, dtype=torch.float64)
+    x[:, :32] = 1e-6
+    weight = torch.ones(COLUMNS, INNER, dtype=torch.float64)
+    weight[:, 32:] = 0
+    by_block, by_row = (
+        narrow.product(x, weight, scaling)[0, 0] for scaling in ("blocks", "rowwise")
+    )
+    assert by_block == pytest.approx(32 * 1e-6, rel=0.07)
+    assert by_row == 0
+
+
+@pytest.mark.parametrize(("rows", "blocks"), [(128, 4), (96, 2), (300, 9)])
+def test_scales_of_blocks_lie_as_tensor_cores_read_them(rows, blocks):
+    """Number by number, by the formula of cuBLAS's manual."""
+    scales = torch.randint(1, 255, (rows, blocks), dtype=torch.uint8)
+    found = narrow.in_order_of_tensor_cores(scales.view(torch.float8_e8m0fnu)).view(torch.uint8)
+    assert len(found) == scales_in_tiles(rows, 32 * blocks)
+    expected = torch.zeros_like(found)
+    along = -(-blocks // 4)
+    for row, block in itertools.product(range(rows), range(blocks)):
+        tile = (row // 128) * along + block // 4
+        inside = (row % 32) * 16 + (row % 128) // 32 * 4 + block % 4
+        expected[512 * tile + inside] = scales[row, block]
+    assert torch.equal(found, expected)
+
+
+def test_numbers_that_scales_undo_are_powers_of_two_that_8_bits_hold():
+    _, back = narrow.cast_blocks(values(ROWS, INNER, dtype=torch.bfloat16))
+    assert torch.equal(back.to(torch.float8_e8m0fnu).float(), back)
+
+
+@pytest.mark.parametrize(
+    ("capability", "scaling", "complaint"),
+    [
+        ((8, 0), "rowwise", "has compute capability 8.0, and products in 8-bit floats need 8.9"),
+        ((9, 0), "tensorwise", ""),
+        ((9, 0), "blocks", "floats with a scale for 32 neighbours need 10.0 .Blackwell. or more"),
+        ((10, 0), "blocks", ""),
+    ],
+)
+def test_devices_without_such_products_are_refused(monkeypatch, capability, scaling, complaint):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    device = torch.device("cuda", 0)
+    if not complaint:
+        assert narrow.check_device(device, scaling) == ""
+        return
+    with pytest.raises(PlanError, match=complaint):
+        narrow.check_device(device, scaling)
+
+
+def test_torchaos_format_of_blocks_has_the_same_numbers():
+    """Its scales of the way that rounds up, where no number exceeds the largest."""
+    mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    way = pytest.importorskip("torchao.prototype.mx_formats.config").ScaleCalculationMode.RCEIL
+    x = values(ROWS, INNER, dtype=torch.bfloat16)
+    scales, theirs = mx_tensor.to_mx(x, torch.float8_e4m3fn, 32, way)[:2]
+    ours, back = narrow.cast_blocks(x)
+    assert torch.equal(ours.float(), theirs.view(ours.shape).float())
+    assert torch.equal(back, scales.float().view(back.shape))
 
 
 def test_rows_that_no_kernel_takes_are_multiplied_in_16_bits():

@@ -8,8 +8,11 @@ Three products of a linear layer y = x w.T, each of rows of one factor with rows
 
 "rowwise" scales each such row by its own largest value and has all in e4m3 (3 bits of mantissa);
 "tensorwise" has one scale a factor, and gradients in e5m2 (2 bits, a wider range), as torchao's
-recipes of these names. Scales are powers of two: to multiply by one rounds nothing, so a number is
-rounded once, to the same digits whatever is scaled beside it, unless it is 2**14 below the largest.
+recipes of these names; "blocks" scales each 32 neighbours in a row and has all in e4m3, as format
+MXFP8 of the Open Compute Project (Microscaling Formats 1.0), with scales that let no number exceed
+the largest (rounded up, as torchao's recipe mxfp8_cublas_rceil and Transformer Engine have them).
+Scales are powers of two: to multiply by one rounds nothing, so a number is rounded once, to the
+same digits whatever is scaled beside it, unless it is 2**14 below the largest.
 
 On CUDA the kernels are those of `torch._scaled_mm`. Elsewhere the narrow factors are cast back and
 multiplied: the same numbers, but for the order of sums.
@@ -23,19 +26,24 @@ import torch
 from torch import Tensor
 
 from planner.errors import PlanError
-from planner.language.ops.families.products.narrow import weight_is_narrow
+from planner.language.ops.families.products.narrow import (
+    BLOCK,
+    CAPABILITY,
+    SCALES_ALONG,
+    SCALES_DOWN,
+    weight_is_narrow,
+)
 
 E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _SIGN_AND_EXPONENT = -(2**23)
 """Bits of a float32 without those of its mantissa."""
-_LEAST_CAPABILITY = (8, 9)
 _LEAST = 1e-12
 """A row of smaller numbers is scaled as if this were its largest."""
 
 
-def check_device(device: torch.device) -> str:
-    """Return what is to be said of a device that has to emulate the products, empty of one that has
-    them; raise PlanError for a GPU without them.
+def check_device(device: torch.device, scaling: str) -> str:
+    """Return what is to be said of a device that has to emulate products scaled so, empty of one
+    that has them; raise PlanError for a GPU without them.
     """
     if device.type == "cpu":
         return (
@@ -47,11 +55,13 @@ def check_device(device: torch.device) -> str:
             f"{device} was given a plan of products in 8-bit floats, and their kernels are called "
             "on NVIDIA GPUs alone; search with `precision` bf16"
         )
-    if (capability := torch.cuda.get_device_capability(device)) < _LEAST_CAPABILITY:
-        shown, least = (".".join(map(str, each)) for each in (capability, _LEAST_CAPABILITY))
+    needed, since = CAPABILITY[scaling]
+    if (capability := torch.cuda.get_device_capability(device)) < needed:
+        shown, least = (".".join(map(str, each)) for each in (capability, needed))
+        which = f" with a scale for {BLOCK} neighbours" if scaling == "blocks" else ""
         raise PlanError(
-            f"{device} has compute capability {shown}, and products in 8-bit floats need {least} "
-            "(Ada, Hopper) or more; search with `precision` bf16"
+            f"{device} has compute capability {shown}, and products in 8-bit floats{which} need "
+            f"{least} ({since}) or more; search with `precision` bf16"
         )
     return ""
 
@@ -69,7 +79,7 @@ def input_gradient(grad: Tensor, weight: Tensor, scaling: str) -> Tensor:
 
 def weight_gradient(grad: Tensor, x: Tensor, scaling: str) -> Tensor:
     """Return grad.T @ x, [out, in]; in 8 bits where kernels take that many rows."""
-    if not weight_is_narrow(len(x)):
+    if not weight_is_narrow(len(x), scaling):
         return torch.mm(grad.t(), x)
     return _multiplied(grad.t(), x.t(), scaling, _gradient_dtype(scaling))
 
@@ -82,12 +92,16 @@ def _multiplied(
     left: Tensor, right: Tensor, scaling: str, dtype: torch.dtype = E4M3, *, fast: bool = False
 ) -> Tensor:
     """Return left @ right.T, of which `left` is cast to `dtype` and `right` to e4m3."""
+    made: Tensor
+    if scaling == "blocks":
+        narrow, back = cast_blocks(left)
+        other, other_back = cast_blocks(right)
+        made = torch.ops.planner.product_of_blocks(narrow, other, back, other_back, left.dtype)
+        return made
     by_row = scaling == "rowwise"
     narrow, back = cast(left, dtype, by_row=by_row)
     other, other_back = cast(right, E4M3, by_row=by_row)
-    made: Tensor = torch.ops.planner.narrow_product(
-        narrow, other, back, other_back, left.dtype, fast
-    )
+    made = torch.ops.planner.narrow_product(narrow, other, back, other_back, left.dtype, fast)
     return made
 
 
@@ -102,6 +116,15 @@ def cast(x: Tensor, dtype: torch.dtype, *, by_row: bool) -> tuple[Tensor, Tensor
     narrow = scaled.to(dtype, memory_format=torch.contiguous_format)
     del scaled
     return narrow, scale.reciprocal()
+
+
+def cast_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a matrix in e4m3, row by row in memory, and what each block of its rows is to be
+    multiplied by, [rows, blocks].
+    """
+    blocks = x.unflatten(-1, (-1, BLOCK))
+    narrow, back = cast(blocks, E4M3, by_row=True)
+    return narrow.flatten(-2), back.squeeze(-1)
 
 
 def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
@@ -158,5 +181,66 @@ def _(
     right_back: Tensor,
     dtype: torch.dtype,
     fast: bool,
+) -> Tensor:
+    return left.new_empty((left.shape[0], right.shape[0]), dtype=dtype)
+
+
+torch.library.define(
+    "planner::product_of_blocks",
+    "(Tensor left, Tensor right, Tensor left_back, Tensor right_back, ScalarType dtype) -> Tensor",
+)
+
+
+@torch.library.impl("planner::product_of_blocks", "CPU")
+def _emulated_blocks(
+    left: Tensor, right: Tensor, left_back: Tensor, right_back: Tensor, dtype: torch.dtype
+) -> Tensor:
+    # Powers of two times e4m3 are numbers of `dtype`, so that only the product rounds.
+    wide = (
+        (narrow.to(dtype).unflatten(-1, (-1, BLOCK)) * back.to(dtype).unsqueeze(-1)).flatten(-2)
+        for narrow, back in ((left, left_back), (right, right_back))
+    )
+    first, second = wide
+    return torch.mm(first, second.t())
+
+
+@torch.library.impl("planner::product_of_blocks", "CUDA")
+def _blocks_on_cuda(
+    left: Tensor, right: Tensor, left_back: Tensor, right_back: Tensor, dtype: torch.dtype
+) -> Tensor:
+    return torch._scaled_mm(
+        left,
+        right.t(),
+        scale_a=in_order_of_tensor_cores(left_back.to(torch.float8_e8m0fnu)),
+        scale_b=in_order_of_tensor_cores(right_back.to(torch.float8_e8m0fnu)),
+        out_dtype=dtype,
+    )
+
+
+_LINES = 32
+"""Lines of a tile of scales in memory."""
+
+
+def in_order_of_tensor_cores(scales: Tensor) -> Tensor:
+    """Return scales of blocks, [rows, blocks], in the order in which products read them, flat.
+
+    Tiles of 128 rows and 4 blocks lie one behind another, row by row of tiles; in a tile row r and
+    block b lie at 16 (r mod 32) + 4 (r div 32) + b, and what is beyond the matrix is zero (NVIDIA,
+    cuBLAS 12.9, "1D Block Scaling Factors Layout").
+    """
+    rows, blocks = scales.shape
+    down, along = -(-rows // SCALES_DOWN), -(-blocks // SCALES_ALONG)
+    # (Bytes: there is arithmetic for no such float.)
+    tiles = torch.zeros(
+        (down * SCALES_DOWN, along * SCALES_ALONG), dtype=torch.uint8, device=scales.device
+    )
+    tiles[:rows, :blocks] = scales.view(torch.uint8)
+    parts = tiles.view(down, SCALES_DOWN // _LINES, _LINES, along, SCALES_ALONG)
+    return parts.permute(0, 3, 2, 1, 4).reshape(-1).view(scales.dtype)
+
+
+@torch.library.register_fake("planner::product_of_blocks")
+def _(
+    left: Tensor, right: Tensor, left_back: Tensor, right_back: Tensor, dtype: torch.dtype
 ) -> Tensor:
     return left.new_empty((left.shape[0], right.shape[0]), dtype=dtype)

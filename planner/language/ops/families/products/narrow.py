@@ -29,19 +29,32 @@ from planner.language.ops.families.products.matmul import (
 from planner.language.ops.kernel import KernelCall, Saved, saved_factors
 from planner.language.ops.record import OpFamily, ShardRule, family_of, register
 
-TILE = 16
-"""Inner dims and columns of products of 8-bit floats are multiples of it (torch._scaled_mm)."""
+TILE, BLOCK = 16, 32
+TILES = {"rowwise": TILE, "tensorwise": TILE, "blocks": BLOCK}
+"""By what has a scale (a row of a factor, all of it, or so many neighbours in a row): inner dims
+and columns of products of 8-bit floats are multiples of it (torch._scaled_mm; of blocks: Open
+Compute Project, Microscaling Formats 1.0, 5.2)."""
 
-NARROW_DTYPE = "float8_e4m3fn"
-"""Under which devices have a rate of products of 8-bit floats."""
+NARROW_DTYPE, BLOCKS_DTYPE = "float8_e4m3fn", "mxfp8"
+"""Under which devices have a rate of products of 8-bit floats, and of such with a scale a block."""
 
-SCALINGS = ("rowwise", "tensorwise")
-"""A scale for each row of a factor, or one for all of it."""
+CAPABILITY = {
+    "rowwise": ((8, 9), "Ada, Hopper"),
+    "tensorwise": ((8, 9), "Ada, Hopper"),
+    "blocks": ((10, 0), "Blackwell"),
+}
+"""From which compute capability on tensor cores multiply what is scaled so, and whose it is."""
+
+SCALES_DOWN, SCALES_ALONG = 128, 4
+"""Rows and blocks of a tile of scales, of which kernels take whole ones."""
 
 SCALE_BYTES = 4
 CAST_LAUNCHES = 10
 """Kernels of one cast run op by op: the largest value, six of the scale, its product, the cast, and
 the scale's reciprocal."""
+ORDER_LAUNCHES = 4
+"""More of scales of blocks, of either factor, put as tensor cores read them: a cast, rows and
+columns added, and a copy."""
 
 RUN_CAST_LAUNCHES = 15
 """Of one cast along the rows of runs: largest values of each run, scales for each row, and rows put
@@ -85,9 +98,20 @@ def scaling_of(op: Op) -> str:
     return scaling if packet in PLAIN_OF else ""
 
 
-def weight_is_narrow(rows: int) -> bool:
+def rate_dtype(scaling: str) -> str:
+    """Return the dtype under which devices have a rate of products that are scaled so."""
+    return BLOCKS_DTYPE if scaling == "blocks" else NARROW_DTYPE
+
+
+def scales_in_tiles(rows: int, inner: int) -> int:
+    """Return how many scales of blocks kernels take of a matrix."""
+    down, along = -(-rows // SCALES_DOWN), -(-inner // (BLOCK * SCALES_ALONG))
+    return down * SCALES_DOWN * along * SCALES_ALONG
+
+
+def weight_is_narrow(rows: int, scaling: str) -> bool:
     """Whether the gradient of a weight, a sum over so many rows, is a product in 8 bits."""
-    return rows > 0 and rows % TILE == 0
+    return rows > 0 and rows % TILES[scaling] == 0
 
 
 def _in_tiles(rule: Rule, weight: int) -> Rule:
@@ -96,17 +120,23 @@ def _in_tiles(rule: Rule, weight: int) -> Rule:
     """
 
     def offered(call: Call) -> Iterator[OpSharding]:
+        tile = TILES[scaling_of(call.op)]
         for sharding in rule(call):
             part = local_shape(call.inputs[weight], sharding.inputs[weight], call.axis_size)
-            if all(size % TILE == 0 for size in part[-2:]):
+            if all(size % tile == 0 for size in part[-2:]):
                 yield sharding
 
     return offered
 
 
 def _launches(call: Call) -> tuple[int, int]:
-    """Both factors of each product are cast; gradients are multiplied by both scales at last."""
+    """Both factors of each product are cast; gradients are multiplied by both scales at last, but
+    for those of blocks, which the product has applied.
+    """
     products_back = sum(call.tensor[n].requires_grad for n in _factors(call.op))
+    if scaling_of(call.op) == "blocks":
+        each = 2 * (CAST_LAUNCHES + ORDER_LAUNCHES) + 1
+        return each, each * max(1, products_back)
     return 2 * CAST_LAUNCHES + 1, (2 * CAST_LAUNCHES + 3) * max(1, products_back)
 
 
@@ -130,11 +160,12 @@ def _product_peak(
     and the result, of so many entries (rows * columns).
     """
     each = call.element_bytes(call.op.outputs[0])
-    by_row = scaling_of(call.op) == "rowwise"
+    scaling = scaling_of(call.op)
 
     def cast(lines: int) -> tuple[int, int]:
         """The peak of a cast of so many lines, and what it leaves."""
-        left = lines * inner + SCALE_BYTES * (lines if by_row else 1)
+        scales = {"rowwise": lines, "tensorwise": 1, "blocks": lines * inner // BLOCK}[scaling]
+        left = lines * inner + SCALE_BYTES * scales
         return left + each * lines * inner, left
 
     (first, kept), (second, both) = cast(rows), cast(columns)
@@ -159,7 +190,7 @@ def _ahead(call: KernelCall, needing: Sequence[str]) -> int:
     x, weight = _factors(call.op)
     rows, columns, inner = _sizes(call)
     of_x = _product_peak(call, rows, inner, columns) if x in needing else 0
-    if weight not in needing or not weight_is_narrow(rows):
+    if weight not in needing or not weight_is_narrow(rows, scaling_of(call.op)):
         return of_x
     made = call.num_bytes(x) if x in needing else 0
     return max(of_x, made + _product_peak(call, columns, inner, rows))
@@ -259,7 +290,7 @@ def cast_elements(call: Call) -> tuple[int, int, int]:
     x, weight = _factors(call.op)
     of_x, of_weight, made = (prod(call.shape(n)) for n in (x, weight, call.op.outputs[0]))
     rows = of_x // max(1, call.shape(x)[-1])
-    is_narrow = family_of(call.op.target).deals_rows or weight_is_narrow(rows)
+    is_narrow = family_of(call.op.target).deals_rows or weight_is_narrow(rows, scaling_of(call.op))
     return (
         of_x + of_weight,
         (made + of_weight) * call.tensor[x].requires_grad,
