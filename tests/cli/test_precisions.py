@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from planner.language.plan import load_plan
 from tests.cli.test_search_notes import SEARCH
 
@@ -17,6 +19,19 @@ def test_auto_takes_the_precision_that_is_priced_fastest(planner, write_model):
     assert "2 products are in 8-bit floats, a scale for each row of a factor" in found.stderr
     assert load_plan("plan.json").precision == "fp8"
     assert "2 products are in 8-bit floats" in planner("show", "plan.json", path).stdout
+
+
+def test_auto_compares_what_the_device_multiplies(planner, write_model):
+    """Scales for 32 neighbours are Blackwell's; that others have none is no news."""
+    path = write_model(width=8192)
+    found = planner("search", path, *MANY, "--precision", "auto")
+    assert "mxfp8" not in found.stderr
+    newer = ("--profile", "b200-sxm", "--gpus", 2, "--global-batch", 65536)
+    found = planner("search", path, *newer, "--precision", "auto")
+    assert re.search(r"precision: model .+, bf16 .+, fp8 .+, mxfp8 ", found.stderr)
+    older = ("--profile", "a100-sxm4-80gb", *newer[2:])
+    found = planner("search", path, *older, "--precision", "auto")
+    assert "precision fp8 and mxfp8 was not tried: profile 'a100-sxm4-80gb' has" in found.stderr
 
 
 def test_what_can_not_be_in_8_bits_is_told_and_refused(planner, write_model):
