@@ -125,6 +125,8 @@ def launch(
         )
     if kernels not in (None, "eager") and planned.makes_beside:
         show_note(f"{plan} makes weight gradients beside collectives; compiled blocks make none so")
+    if kernels not in (None, "eager") and planned.gather_pieces > 1:
+        show_note(f"{plan} gathers in pieces beside products; compiled blocks gather whole")
     if on_oom not in ("stop", "replan"):
         raise PlanError(f"`on_oom` {on_oom} was given; use stop or replan")
     searches = elastic is not None or on_oom == "replan"

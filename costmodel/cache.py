@@ -312,17 +312,18 @@ class CostCache:
         recomputed: tuple[str, ...] | None = None,
         polls: bool = False,
         beside: bool = False,
+        pieces: int = 1,
         logit_rows: int = 0,
     ) -> BlockPrice:
         """Return the price of one block of a class.
 
         `recomputed` names the ops that selective recomputation runs again (None: the
-        default choice); `polls`, `beside` and `logit_rows` are as in `Split`.
+        default choice); `polls`, `beside`, `pieces` and `logit_rows` are as in `Split`.
         """
         degrees = degrees or Degrees()
         rows = self._logit_rows(class_index, logit_rows)
         of_class = class_index, microbatch_size, degrees, layouts
-        key = *self._key(*of_class), recomputed, polls, beside, rows
+        key = *self._key(*of_class), recomputed, polls, beside, rows, pieces
         if key not in self._blocks:
             local = self.local(*of_class, logit_rows=rows)
             # Each of these steps may take long for a large block, so the time is checked between.
@@ -341,6 +342,7 @@ class CostCache:
                 recomputed=again,
                 polls=polls,
                 beside=beside,
+                pieces=pieces,
             )
             self._blocks[key] = BlockPrice(
                 times=_with_tables(times, local, self.profile),

@@ -178,6 +178,7 @@ class PricedConfiguration:
             kernels=kernels_of(candidates.costs.execution.name),
             execution=candidates.costs.execution.name,
             overlap="input-gradients" if self.table.beside else "none",
+            gather_pieces=self.table.pieces,
             logit_rows=self.table.logit_rows,
             receive_ahead=candidates.receive_ahead,
             optimizer_on_host=self.table.on_host.optimizer,

@@ -120,8 +120,9 @@ class SearchRequest:
     meshes: Meshes = "same"
     """Whether all stages share one dp and tp, or each may have its own."""
     overlap: Overlaps = "none"
-    """``auto`` chooses whether weight gradients are made beside collectives of input gradients;
-    with ``none`` these are waited for at once (`Plan.overlap`)."""
+    """``auto`` chooses whether weight gradients are made beside collectives of input gradients
+    (`Plan.overlap`), and in how many pieces rows are gathered beside products
+    (`Plan.gather_pieces`); with ``none`` collectives are waited for at once."""
     logits: Logits = "auto"
     """Whether a loss has the logits of all tokens, ``whole``, or ``chunked``: of as many at a time
     as are worth it (`Plan.logit_rows`). ``auto`` is what makes the faster plan: chunks take longer,

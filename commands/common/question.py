@@ -166,8 +166,8 @@ class Question:
     overlap: Annotated[
         str,
         typer.Option(
-            help="Beside collectives of tp and cp in backwards: none, or auto: weight gradients "
-            "where that is priced faster.",
+            help="Beside collectives of tp and cp inside blocks: none, or auto: weight gradients "
+            "in backwards, products in forwards, where that is priced faster.",
             rich_help_panel=CHOICES,
         ),
     ] = "none"

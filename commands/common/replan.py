@@ -55,7 +55,7 @@ def replanner(plan: Plan, profile_name: str | None) -> Callable[[Sequence[int], 
                     precision=plan.precision,
                     execution=plan.runs_as if is_ours else plan.execution,
                     receive_ahead=plan.receive_ahead,
-                    overlap="auto" if plan.makes_beside else "none",
+                    overlap="auto" if plan.overlaps else "none",
                     accept=plan.accept,
                 )
                 result = find_plan_once(graph, profile, request)

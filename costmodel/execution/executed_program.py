@@ -84,6 +84,7 @@ def price_program(
     recomputed: frozenset[str] = frozenset(),
     polls: bool = False,
     beside: bool = False,
+    pieces: int = 1,
 ) -> PricedProgram:
     """Price a bound program that `planner.language.lowering.lowering.lower` made local: a run of
     one block, on the dispatcher that takes least.
@@ -91,7 +92,8 @@ def price_program(
     `axes` are those it was lowered on, `execution` the runtime that runs it; `recomputed` names the
     ops that run again under selective recomputation. Collectives run on the compute stream's time,
     as the runtime waits for each, but for what our runtime hides in a backward where weight
-    gradients are made `beside` them. `polls`: as in `Split`. Before a model's first trained
+    gradients are made `beside` them, and in a forward where these go in `pieces`. `polls`: as in
+    `Split`. Before a model's first trained
     parameter no gradient arrives, and nothing is recomputed.
     """
     has_backward = any(local.tensor[name].requires_grad for name in local.outputs)
@@ -111,6 +113,7 @@ def price_program(
                 recomputed=recomputed,
                 kernels=kernels,
                 beside=beside,
+                pieces=pieces,
                 graphs=execution.graphs,
             )
         name = dispatcher.name if exchanges_of(local) else ""

@@ -186,6 +186,7 @@ def _costs_by_mesh(plan: Plan, costs: CostCache, meshes: Sequence[Mesh]) -> dict
                 ),
                 recomputed=tuple((choice.class_index, choice.ops) for choice in plan.recomputed),
                 beside=plan.makes_beside,
+                pieces=plan.gather_pieces,
                 logit_rows=plan.logit_rows,
                 polls=of_group.polls(plan.degrees, pp=plan.pp),
             )

@@ -64,6 +64,9 @@ ONE_PIECE = Border()
 BORDERS = (Border(2, mirrored=True), Border(2), Border(4), Border(8))
 """What is tried beside one piece a rank, in this order."""
 
+PIECES = (2, 4)
+"""In how many pieces gathers and scatters of a forward are tried beside products."""
+
 LEAST_SAVED = 0.005
 """Of a microbatch's seconds: what more pieces have to save for still more to be tried."""
 
@@ -270,14 +273,19 @@ class SizedCandidates:
 
     def _with_beside(self, tables: Iterable[StageTable]) -> Iterator[StageTable]:
         """Yield tables, and behind each that of weight gradients beside collectives, if any hide
-        there.
+        there, and that of gathers in pieces beside products, if it takes less than what is behind.
         """
         for table in tables:
             yield table
-            if self.candidates.beside:
-                beside = replace(table, beside=True)
-                if microbatch_seconds(beside) < microbatch_seconds(table):
-                    yield beside
+            if not self.candidates.beside:
+                continue
+            beside = replace(table, beside=True)
+            if microbatch_seconds(beside) < microbatch_seconds(table):
+                yield beside
+                table = beside
+            cut = min((replace(table, pieces=k) for k in PIECES), key=microbatch_seconds)
+            if microbatch_seconds(cut) < microbatch_seconds(table):
+                yield cut
 
     def _ways(self, by_class: tuple[ClassLayout, ...]) -> Iterator[StageTable]:
         """Yield tables of layouts on tp, of all ways on outer axes, with tokens brought to experts

@@ -60,6 +60,8 @@ class StageTable:
     """What all plans of the search put on the host."""
     beside: bool = False
     """Weight gradients are made beside collectives of the backward (`Split`)."""
+    pieces: int = 1
+    """In how many pieces gathers and scatters of a forward go beside products (`Split`)."""
     logit_rows: int = 0
     """Of how many tokens a rank makes logits at a time; 0: of all (`Plan.logit_rows`)."""
     rank_ends: dict[tuple, tuple[float, ...]] = field(default_factory=dict, init=False)
@@ -87,7 +89,7 @@ class StageTable:
     def key(self) -> TableKey:
         """Names the table where answers about it are kept."""
         layouts = sha256(repr(self.layouts).encode()).hexdigest()
-        beside = " beside" * self.beside
+        beside = " beside" * self.beside + f" pieces={self.pieces}" * (self.pieces > 1)
         rows = f" logit_rows={self.logit_rows}" if self.logit_rows else ""
         return f"{self.degrees} microbatch_size={self.microbatch_size} {layouts}{beside}{rows}"
 
@@ -126,6 +128,7 @@ class StageTable:
                 microbatch_size=self.microbatch_size,
                 layouts=self.layouts,
                 beside=self.beside,
+                pieces=self.pieces,
                 logit_rows=self.logit_rows,
                 polls=polls,
             )

@@ -17,8 +17,10 @@ from planner.capture import capture_source
 from planner.capture.modes.ledger import Ledger
 from planner.capture.source.model_file import ModelSource
 from planner.errors import PlanError
+from planner.language.layout.placement import Shard
 from planner.language.lowering.defaults import default_plan
 from planner.language.lowering.experts import gathered_layout
+from planner.language.lowering.propagate import propagate_graph
 from planner.runtime.proofs.dryrun import LazyChunks, dry_run
 from tests.builders import PlainGPT, build_hf, gpt_batch, telling_first, text_batch, tiny_models
 from tests.captures import capture_module
@@ -122,6 +124,20 @@ def test_what_waits_for_a_collective_is_in_the_dry_run(gpt, layout):
     model, graph, costs = gpt
     plan = default_plan(graph, **{"microbatch_size": 8, "num_microbatches": 2, **layout})
     plan = plan.model_copy(update={"overlap": "input-gradients"})
+    assert_every_rank(plan, model, graph, costs)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"recompute": "full"}, pytest.param({"recompute": "selective"}, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_gathers_in_pieces_hold_what_whole_ones_hold(gpt, layout):
+    """X10: with sequences split between products, every pp rank within 1%."""
+    model, graph, costs = gpt
+    plan = default_plan(graph, tp=2, microbatch_size=8, num_microbatches=2, **layout)
+    layouts = propagate_graph(graph, microbatch_size=8, axis_size=2, boundary=Shard(1))
+    plan = plan.model_copy(update={"layouts": layouts, "gather_pieces": 4})
     assert_every_rank(plan, model, graph, costs)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import planner
 from planner.language.lowering.defaults import default_plan
-from planner.language.ops.weight_products import LARGE_BYTES
+from planner.language.ops.kernel import LARGE_BYTES
 from planner.language.plan import Plan
 from planner.runtime.stage.weight_grads import WeightProduct, WeightQueue
 from planner.runtime.step.executor import Executor

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from planner.errors import LayoutError
-from search import SearchRequest
+from planner.language.templates import Transformer, build_transformer
+from profiles import load_profile
+from search import SearchRequest, find_plan
 from search.candidates import Candidates
 from search.stages.worth_trying import worth_trying
 from tests.captures import capture_module
@@ -69,6 +73,28 @@ def test_layouts_are_priced_with_and_without_weight_gradients_beside_collectives
     assert not any(layout.table.beside for layout in candidates.layouts.at(1, 1).every)
     with pytest.raises(LayoutError, match="whose stages would each choose; drop one of them"):
         SearchRequest(num_devices=8, global_batch=8, overlap="auto", meshes="own")
+
+
+def test_gathers_go_in_pieces_where_that_takes_less():
+    """Of a decoder as wide as Llama-3-70B, over links that take as long as products."""
+    decoder = Transformer(
+        layers=2, hidden=8192, heads=64, kv_heads=8, ffn_hidden=28672, vocab=32000, seq_len=8192
+    )  # fmt: skip
+    graph, a100 = build_transformer(decoder), load_profile("a100-pcie-80gb")
+    request = SearchRequest(num_devices=8, global_batch=8, tp=4, overlap="auto")
+    found = Candidates.of(graph, a100, request).layouts.at(4, 1).every
+    in_pieces = [each for each in found if each.table.pieces > 1]
+    assert in_pieces
+    for each in in_pieces:
+        assert block_seconds(each.table) < block_seconds(replace(each.table, pieces=1))
+        assert each.least_s == block_seconds(each.table)
+    plan = find_plan(graph, a100, request).plan
+    assert plan is not None
+    assert plan.gather_pieces > 1
+    alone = find_plan(graph, a100, replace(request, overlap="none")).plan
+    assert alone is not None
+    assert alone.gather_pieces == 1
+    assert plan.estimate["step_s"] < alone.estimate["step_s"]
 
 
 class SharesAcrossKinds(nn.Module):

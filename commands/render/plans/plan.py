@@ -103,6 +103,7 @@ def _summary(plan: Plan, graph: ModelGraph | None) -> Table:
         ("ZeRO stage", str(plan.zero_stage)),
         *([("kernels", KERNELS[plan.kernels])] if plan.is_compiled else []),
         *([("overlap", "weight gradients beside collectives")] if plan.makes_beside else []),
+        *([("gathers", f"in {plan.gather_pieces} pieces")] if plan.gather_pieces > 1 else []),
         *([("logits", f"of {plan.logit_rows} tokens at a time")] if plan.logit_rows else []),
         *([("priced for", plan.execution)] if plan.execution != plan.runs_as else []),
         *([("on the host", ", ".join(plan.tables_on_host))] if plan.tables_on_host else []),

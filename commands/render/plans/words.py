@@ -52,6 +52,8 @@ def plan_sentence(plan: Plan, overview: Overview) -> str:
         parts.append(KERNELS[plan.kernels])
     if plan.makes_beside:
         parts.append("weight gradients beside collectives")
+    if plan.gather_pieces > 1:
+        parts.append(f"gathers in {plan.gather_pieces} pieces beside products")
     if plan.logit_rows:
         parts.append(f"logits of {plan.logit_rows} tokens at a time")
     runtime = "" if plan.execution == plan.runs_as else f", as {plan.execution} runs it"

@@ -23,7 +23,7 @@ from costmodel.memory.block.gradients import Gradients, seen_through
 from costmodel.memory.block.placed_block import BackwardWalk, Given
 from costmodel.memory.block.waiting_weights import Waiting
 from planner.language.graph import Op
-from planner.language.ops.weight_products import LARGE_BYTES
+from planner.language.ops.kernel import LARGE_BYTES
 
 
 def backward_walk(

@@ -25,6 +25,7 @@ from costmodel.time.block.compute import (
     ring_messages,
     ring_seconds,
 )
+from costmodel.time.block.in_pieces import seconds_in_pieces
 from costmodel.topology import Axis
 from planner.language.graph import Program
 from planner.language.layout.redistribute import goes_back
@@ -32,7 +33,7 @@ from planner.language.ops.call import Work
 from planner.language.ops.families.products.rings import RING
 from planner.language.ops.flops import op_kernels
 from planner.language.ops.record import why_eager, why_no_graph
-from planner.language.ops.weight_products import deferrable_products
+from planner.language.ops.weight_products import deferrable_products, in_pieces
 from profiles import OpQuery, Profile
 from profiles.records import Direction
 
@@ -63,13 +64,15 @@ def profiled_times(
     recomputed: frozenset[str],
     kernels: Kernels,
     beside: bool = False,
+    pieces: int = 1,
     graphs: bool = False,
 ) -> ProgramTimes:
     """Return the times of a bound program that was lowered on `axes`.
 
     Rows of experts go by `dispatcher`. `recomputed` names the ops that run again in the backward,
     collectives among them. Fused `kernels` take less time, where a program can be compiled.
-    `beside`: weight gradients are made beside collectives of the backward. With `graphs` each half
+    `beside`: weight gradients are made beside collectives of the backward; in so many `pieces`
+    gathers and scatters of the forward go beside products. With `graphs` each half
     of a compiled program that a CUDA graph holds is one.
     """
     if kernels == "fused" and why_eager(local) is not None:
@@ -80,6 +83,8 @@ def profiled_times(
         op.name: op_works(op, tensor) for op in local.ops if op.target != "planner.redistribute"
     }
     seconds = _seconds_of_ops(local, profile, kernels, works)
+    cut = in_pieces(local, pieces, recomputed)
+    shown = seconds_in_pieces(local, profile, axes, cut, pieces)
     forward_s = backward_s = recomputed_s = forward_comm_s = backward_comm_s = 0.0
     weight_of: dict[str, float] = {}
     moved_back: dict[str, float] = {}
@@ -92,15 +97,17 @@ def profiled_times(
     for op in local.ops:
         if op.target == "planner.redistribute":
             there, back = redistribute_seconds(op, tensor, profile, axes)
+            times = pieces if op.name in shown.moved else 1
+            there = shown.moved.get(op.name, there)
             forward_comm_s += there
             backward_comm_s += back
             moved_back[op.name] = back
             again_comm_s += there if op.name in recomputed else 0.0
-            forward_waits += there > 0
+            forward_waits += times * (there > 0)
             backward_waits += back > 0
-            moves += there > 0
+            moves += times * (there > 0)
             back_moves += back > 0
-            again_moves += there > 0 and op.name in recomputed
+            again_moves += times * (there > 0 and op.name in recomputed)
             continue
         if op.target.startswith("planner."):
             inner = inner_back = inner_seconds(op, tensor, profile, axes)
@@ -129,6 +136,11 @@ def profiled_times(
                 backward_comm_s += sum(inner_back)
                 backward_waits += len(inner_back)
         there, back = seconds[op.name]
+        if op.name in shown.products:
+            there = shown.products[op.name]
+            # A product and a copy for each piece.
+            more += 2 * pieces - 1
+            again_more += (2 * pieces - 1) if op.name in recomputed else 0
         forward_s += there
         backward_s += back
         recomputed_s += there if op.name in recomputed else 0.0

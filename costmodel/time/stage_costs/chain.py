@@ -52,6 +52,9 @@ class Split:
     """Ops that selective recomputation runs again, by class (no entry: the default choice)."""
     beside: bool = False
     """Weight gradients are made beside collectives of the backward (`Plan.overlap`)."""
+    pieces: int = 1
+    """In how many pieces gathers and scatters of a forward go beside products
+    (`Plan.gather_pieces`)."""
     logit_rows: int = 0
     """Of how many tokens a rank makes logits at a time (`Plan.logit_rows`)."""
     polls: bool = False
@@ -99,6 +102,7 @@ class ChainCosts:
                 recomputed=recomputed.get(index),
                 polls=split.polls,
                 beside=split.beside,
+                pieces=split.pieces,
                 logit_rows=split.logit_rows,
             )
             for index in {block.class_index for block in self.graph.blocks}

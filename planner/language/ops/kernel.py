@@ -15,6 +15,10 @@ from planner.language.graph import Op, TensorMeta
 from planner.language.ops.strides import Strides, contiguous_strides, is_dense
 from planner.units import DTYPE_BYTES
 
+LARGE_BYTES = 2**20
+"""From this size on, a weight's gradient is added to the sum inside its product, unless ZeRO
+takes gradients elsewhere (`planner.runtime.stage.weight_grads`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:

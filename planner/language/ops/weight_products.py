@@ -1,21 +1,34 @@
-"""Which products of a program make weight gradients that can be deferred; free of torch.
+"""What products with trained weights may do later, or beside a collective; free of torch.
 
 The runtime defers the weight gradients of these products (`planner.runtime.stage.weight_grads`),
-or makes them while a collective is under way (`planner.runtime.stage.beside_collectives`), and the
-cost model prices both, so all read these lists.
+makes them while a collective is under way (`planner.runtime.stage.beside_collectives`), or
+multiplies in pieces while their input or result is (`planner.runtime.stage.in_pieces`). The cost
+model prices each, so all read these lists.
+
+*In pieces*: where tp cuts sequences, a layer gathers them ahead of its first products, and sums and
+scatters the result of its last. In a forward nothing else is left to do meanwhile, but for the
+product itself: of k pieces of the rows, it multiplies one while the next is under way.
+
+    whole       gather             | x1 x2 x3 x4 @ w    x1 x2 x3 x4 @ w | scatter
+    in pieces   gather x1 |x2 |x3 |x4                   x1 @ w |x2 @ w |x3 @ w |x4 @ w
+                          |x1 @ w |x2 @ w |x3 |x4              |scatter |...
+
+(Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep
+Learning Models", ASPLOS 2023.)
 """
 
 from __future__ import annotations
 
-from planner.language.graph import Program
-from planner.language.layout.placement import parse_placement
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from planner.language.graph import Op, Program
+from planner.language.layout.placement import Partial, Replicate, Shard, parse_placement
 from planner.language.layout.redistribute import REDISTRIBUTE, collectives
 from planner.language.ops.call import ProductArgs
+from planner.language.ops.families.products.narrow import scaling_of
 from planner.language.ops.record import family_of
-
-LARGE_BYTES = 2**20
-"""From this size on, a weight's gradient is added to the sum inside its product, unless ZeRO
-takes gradients elsewhere (`planner.runtime.stage.weight_grads`)."""
 
 
 def deferrable_products(program: Program) -> dict[str, ProductArgs]:
@@ -67,3 +80,87 @@ def products_beside(program: Program) -> dict[str, tuple[str, ...]]:
                 found[op.name] = tuple(waiting)
                 waiting = []
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InPieces:
+    """What of a program runs in pieces."""
+
+    gathered: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By redistribution that gathers: the products that take what it makes."""
+    scattered: Mapping[str, str] = field(default_factory=dict)
+    """By product: the redistribution that sums and scatters its result."""
+
+    @property
+    def products(self) -> tuple[str, ...]:
+        """All products that run in pieces."""
+        return (*(name for names in self.gathered.values() for name in names), *self.scattered)
+
+
+def in_pieces(program: Program, pieces: int, made_again: Collection[str] = frozenset()) -> InPieces:
+    """Return what of a bound program runs in so many pieces; nothing in one.
+
+    These are products of trained weights that are there by then, cut along a dim that they do not
+    sum over, of which each rank has a multiple of `pieces` rows. A factor with one scale for all of
+    it would have another in each piece. Of a pair only one of which selective recomputation runs
+    again (`made_again`), neither runs in pieces.
+    """
+    if pieces == 1:
+        return InPieces()
+    products = deferrable_products(program)
+    place = {op.name: at for at, op in enumerate(program.ops)}
+    made_at = {name: place[op.name] for op in program.ops for name in op.outputs}
+    takers = defaultdict[str, list[Op]](list)
+    for op in program.ops:
+        for name in dict.fromkeys(op.inputs):
+            takers[name].append(op)
+    gathered: dict[str, tuple[str, ...]] = {}
+    scattered: dict[str, str] = {}
+
+    def runs_alike(op: Op, other: Op) -> bool:
+        return (op.name in made_again) == (other.name in made_again)
+
+    def may_be_cut(op: Op) -> bool:
+        return op.name in products and scaling_of(op) != "tensorwise"
+
+    for op in program.ops:
+        if op.target != REDISTRIBUTE:
+            continue
+        src, dst = (parse_placement(str(placement)) for placement in op.args[2:4])
+        (source,), (made,) = op.inputs, op.outputs
+        if isinstance(src, Shard) and isinstance(dst, Replicate):
+            if not _is_cut(program, source, src, pieces):
+                continue
+            found = [
+                taker.name
+                for taker in takers[made]
+                if may_be_cut(taker)
+                and products[taker.name][0].name == made
+                and runs_alike(op, taker)
+                and all(
+                    made_at.get(ref.name, -1) < place[op.name]
+                    for ref in products[taker.name][1:3]
+                    if ref is not None
+                )
+            ]
+            if found:
+                gathered[op.name] = tuple(found)
+        elif isinstance(src, Partial) and isinstance(dst, Shard) and source in made_at:
+            maker = program.ops[made_at[source]]
+            if (
+                may_be_cut(maker)
+                and runs_alike(op, maker)
+                and source not in program.outputs
+                and len(takers[source]) == 1
+                and not any(maker.name in names for names in gathered.values())
+                and _is_cut(program, made, dst, pieces)
+            ):
+                scattered[maker.name] = op.name
+    return InPieces(gathered=gathered, scattered=scattered)
+
+
+def _is_cut(program: Program, part: str, shard: Shard, pieces: int) -> bool:
+    """Whether a rank's part of a plain dim, not the last, divides into so many pieces."""
+    shape = program.tensor[part].shape_at(1)
+    is_plain = shard.segments == 1 and not shard.mirrored
+    return is_plain and shard.dim < len(shape) - 1 and shape[shard.dim] % pieces == 0

@@ -161,6 +161,7 @@ def _decided(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "receives posted ahead", str(plan.receive_ahead)
     yield "kernels", plan.kernels
     yield "beside collectives of a backward", "weight gradients" if plan.makes_beside else "nothing"
+    yield "pieces of gathers in a forward", str(plan.gather_pieces)
     yield "logits", f"of {plan.logit_rows} tokens at a time" if plan.logit_rows else "whole"
     yield "priced for", plan.execution
     yield "cluster", f"{plan.cluster.name}, {plan.cluster.devices_per_node} devices per node"

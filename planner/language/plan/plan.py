@@ -107,6 +107,9 @@ class Plan(Record):
         overlap: "input-gradients" makes weight gradients while the collectives are under way that
             sum or gather input gradients inside blocks (`planner.language.ops.weight_products`);
             "none" waits for each of these at once.
+        gather_pieces: in how many pieces rows that ranks gather ahead of products, or sum and
+            scatter behind one, travel in a forward beside these
+            (`planner.language.ops.weight_products`).
         logit_rows: of how many tokens a rank makes logits at a time, where the loss is of a
             product's results alone (`planner.language.lowering.passes.losses_in_chunks`); the
             backward makes them again. 0: of all at once, which it saves.
@@ -138,6 +141,7 @@ class Plan(Record):
     accept: tuple[str, ...] = ()
     kernels: Kernels = "eager"
     overlap: Overlap = "none"
+    gather_pieces: int = Field(ge=1, le=MOST, default=1)
     logit_rows: int = Field(ge=0, le=MOST, default=0)
     estimate: dict[str, Any] = Field(default_factory=dict)
     execution: str = OURS
@@ -164,6 +168,8 @@ class Plan(Record):
             spread.pop("kernels", None)
         if self.overlap == "none":
             spread.pop("overlap", None)
+        if self.gather_pieces == 1:
+            spread.pop("gather_pieces", None)
         if not self.logit_rows:
             spread.pop("logit_rows", None)
         return spread
@@ -195,6 +201,11 @@ class Plan(Record):
     def makes_beside(self) -> bool:
         """Whether weight gradients are made beside collectives of input gradients."""
         return self.overlap == "input-gradients"
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether anything runs beside collectives inside blocks."""
+        return self.makes_beside or self.gather_pieces > 1
 
     @property
     def dp(self) -> int:
@@ -352,6 +363,11 @@ class Plan(Record):
 
     @model_validator(mode="after")
     def _orders_its_own_kernels(self) -> Plan:
+        if self.gather_pieces > 1 and self.is_compiled:
+            raise ValueError(
+                f"gather_pieces is {self.gather_pieces} and kernels are compiled, whose graphs "
+                "have an order of their own; use eager kernels, or gather_pieces 1"
+            )
         if self.overlap != "none" and self.is_compiled:
             raise ValueError(
                 f"overlap is {self.overlap} and kernels are compiled, whose graphs have an order "

@@ -23,7 +23,7 @@ runs eagerly, under `torch.compile` and on fake tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -93,6 +93,42 @@ def run(kind: str, start: Callable[[], Tensor], *, rows: int = 0) -> Tensor:
         return _funcol.wait_tensor(given)
 
 
+def gather_each(parts: Sequence[Tensor], group: str, use: Callable[[int, Tensor], None]) -> None:
+    """Gather parts one behind another, and use each, [ranks * rows, ...], while the next is under
+    way.
+    """
+    ranks = size(group)
+
+    def start(at: int) -> Tensor:
+        return _funcol.all_gather_into_tensor(parts[at].contiguous(), ranks, group)
+
+    with _spanning(COLLECTIVE, "all_gather"):
+        under_way = start(0)
+        for at in range(len(parts)):
+            gathered = _funcol.wait_tensor(under_way)
+            if at + 1 < len(parts):
+                under_way = start(at + 1)
+            with _spanning(BESIDE, "products"):
+                use(at, gathered)
+
+
+def scatter_each(make: Callable[[int], Tensor], count: int, group: str) -> list[Tensor]:
+    """Make so many tensors, [ranks * rows, ...], and sum and scatter each while the next ones are
+    made; return this rank's rows of each.
+    """
+    ranks, under_way = size(group), []
+    with _spanning(COLLECTIVE, "reduce_scatter"):
+        for at in range(count):
+            with _spanning(BESIDE, "products"):
+                made = make(at).contiguous()
+            under_way.append(_funcol.reduce_scatter_tensor(made, "sum", ranks, group))
+        return [_funcol.wait_tensor(each) for each in under_way]
+
+
+def _spanning(kind: str, name: str) -> AbstractContextManager[object]:
+    return nullcontext() if _span is None else _span(kind, name, 0)
+
+
 def redistribute(
     x: Tensor,
     group: str,
@@ -101,19 +137,20 @@ def redistribute(
     grad_partial: bool,
     *,
     meanwhile: Meanwhile | None = None,
+    made: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Change the placement of `x` on one axis from `src` to `dst` (``R``, ``P``, ``S(dim)``).
 
     An empty `group` is an axis of size one: nothing moves. `meanwhile` is work that the backward
-    does while its collective is under way. Raises LayoutError for a pair
-    of placements without a way between them.
+    does while its collective is under way; `made` does the forward's in another way. Raises
+    LayoutError for a pair of placements without a way between them.
     """
     if not group:
         return x
     forward, backward = _steps(parse_placement(src), parse_placement(dst), grad_partial)
     if forward is _NOTHING and backward is _NOTHING:
         return x
-    return _Redistribute.apply(x, group, forward, backward, meanwhile)
+    return _Redistribute.apply(x, group, forward, backward, meanwhile, made)
 
 
 def check_way(src: str, dst: str) -> None:
@@ -166,16 +203,17 @@ class _Redistribute(torch.autograd.Function):
         forward: Step,
         backward: Step,
         meanwhile: Meanwhile | None,
+        made: Callable[[Tensor], Tensor] | None,
     ) -> Tensor:
         ctx.group, ctx.step, ctx.meanwhile = group, backward, meanwhile
-        return run_step(x, group, forward)
+        return run_step(x, group, forward) if made is None else made(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         global _meanwhile
         if ctx.meanwhile is not None:
             _meanwhile = ctx.meanwhile
-        return run_step(grad, ctx.group, ctx.step), None, None, None, None
+        return run_step(grad, ctx.group, ctx.step), None, None, None, None, None
 
 
 def run_step(x: Tensor, group: str, step: Step) -> Tensor:

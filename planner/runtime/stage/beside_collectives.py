@@ -15,6 +15,8 @@ Which products leave theirs for which redistribution follows from the program
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -42,6 +44,16 @@ class RedistributeBeside(nn.Module):
         super().__init__()
         self._beside = beside
 
-    def __call__(self, x: Tensor, group: str, src: str, dst: str, grad_partial: bool) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        group: str,
+        src: str,
+        dst: str,
+        grad_partial: bool,
+        made: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """Redistribute. Not `forward`, as in `WeightProduct`."""
-        return redistribute(x, group, src, dst, grad_partial, meanwhile=self._beside.make)
+        return redistribute(
+            x, group, src, dst, grad_partial, meanwhile=self._beside.make, made=made
+        )

@@ -11,7 +11,7 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -26,12 +26,18 @@ from planner.language.graph import Affine, Op, Program, Ref, Symbol
 from planner.language.graph.function_keys import AUTOGRAD_FUNCTION
 from planner.language.graph.module_keys import OPAQUE_MODULE
 from planner.language.graph.tables import TABLE_LOOKUP
+from planner.language.layout.placement import Shard, parse_placement
 from planner.language.layout.redistribute import GATHER_SAMPLES, OWN_SAMPLES, REDISTRIBUTE
 from planner.language.ops.families.entries.routing import STACK_OF_RUNS
 from planner.language.ops.families.losses.in_chunks import LOSS_IN_CHUNKS
 from planner.language.ops.families.products.narrow import NARROW_RUNS, scaling_of
 from planner.language.ops.record import is_random
-from planner.language.ops.weight_products import deferrable_products, products_beside
+from planner.language.ops.weight_products import (
+    InPieces,
+    deferrable_products,
+    in_pieces,
+    products_beside,
+)
 from planner.runtime.process import collectives
 from planner.runtime.stage.beside_collectives import BesideCollectives, RedistributeBeside
 from planner.runtime.stage.bindings import BINDINGS
@@ -48,6 +54,7 @@ from planner.runtime.stage.calls.part_of import part_of
 from planner.runtime.stage.calls.pure import PURE
 from planner.runtime.stage.calls.rows.narrow_runs import narrow_runs
 from planner.runtime.stage.calls.rows.table_lookup import table_lookup
+from planner.runtime.stage.in_pieces import GatheredInPieces, ScatteredInPieces
 from planner.runtime.stage.recompute import Keeper, KeptOp
 from planner.runtime.stage.weight_grads import Pending, WeightProduct, WeightQueue, narrow_product
 
@@ -59,6 +66,7 @@ def to_graph_module(
     *,
     weight_queue: WeightQueue | None = None,
     beside: BesideCollectives | None = None,
+    pieces: int = 1,
     keeper: Keeper | None = None,
     made_again: frozenset[str] = frozenset(),
 ) -> fx.GraphModule:
@@ -68,7 +76,8 @@ def to_graph_module(
     that its ``planner.*`` ops name; None stands for an axis of size one, on which they act
     on the whole tensor. With a `weight_queue`, products with trained weights add their
     weight gradients to the sums themselves, and can defer them in it; given `beside`, those behind
-    which a collective of the backward follows make theirs beside it. With a `keeper`, the
+    which a collective of the backward follows make theirs beside it. In so many `pieces` gathers
+    and scatters of a forward go beside the products next to them. With a `keeper`, the
     results of all ops but those named in `made_again` can be kept where a block is recomputed.
     Raises LayoutError for an op of ours that does not exist or an axis without a group.
     """
@@ -77,8 +86,12 @@ def to_graph_module(
     ways: dict[str, str] = {}  # by op: what products are called that it is one of
     hides: Mapping[str, tuple[str, ...]] = {}
     products = deferrable_products(program)
+    cut = in_pieces(program, pieces, made_again)
     if weight_queue is not None:
         ways = dict.fromkeys(products, "")
+    else:
+        ways = dict.fromkeys(cut.products, "")
+    if ways:
         _add_products(root, "", program, weight_queue)
     if beside is not None:
         hides = products_beside(program)
@@ -109,6 +122,7 @@ def to_graph_module(
             is_complex = made is not None and made.dtype.startswith("complex")
             node = _emit_aten(graph, op, env, device, is_complex=is_complex)
         calls[op.name] = node
+    _run_in_pieces(program, graph, cut, pieces, calls, env)
     if keeper is not None:
         _keep_results(program, root, calls, env, keeper, made_again)
     graph.output(tuple(env[name] for name in program.outputs))
@@ -131,6 +145,59 @@ def _add_products(
     for transposed, scaling in product(_MODULES, sorted(scalings)):
         module = WeightProduct(queue, transposed=transposed, scaling=scaling, waiting=waiting)
         root.add_module(_MODULES[transposed] + scaling + suffix, module)
+
+
+def _run_in_pieces(
+    program: Program,
+    graph: fx.Graph,
+    cut: InPieces,
+    pieces: int,
+    calls: Mapping[str, fx.Node],
+    env: Mapping[str, fx.Node],
+) -> None:
+    """Hand what is made in pieces to the ops of which it is the result; `calls` are their nodes."""
+    products = deferrable_products(program)
+    op_of = {op.name: op for op in program.ops}
+
+    def shared(target: type, before: fx.Node, moved: str, shard: object, factors: Any) -> fx.Node:
+        """Return the node of what the ops of a pair share in a call of the block."""
+        placement = parse_placement(str(shard))
+        assert isinstance(placement, Shard)
+        with graph.inserting_before(before):
+            group = calls[moved].args[1]
+            return graph.call_function(target, (group, placement.dim, pieces, factors))
+
+    def factor(name: str) -> tuple[Any, ...]:
+        _, weight, bias, transposed = products[name]
+        found = None if bias is None else env[bias.name]
+        return env[weight.name], found, transposed, scaling_of(op_of[name])
+
+    def hand(to: str, holder: fx.Node, *what: Any) -> None:
+        node = calls[to]
+        with graph.inserting_before(node):
+            node.kwargs = {"made": graph.call_function(_method, (holder, *what))}
+
+    for moved, takers in cut.gathered.items():
+        if not calls[moved].args[1]:  # an axis of size one
+            continue
+        factors = tuple(map(factor, takers))
+        shard = op_of[moved].args[2]
+        holder = shared(GatheredInPieces, calls[moved], moved, shard, factors)
+        hand(moved, holder, "gather")
+        for at, taker in enumerate(takers):
+            hand(taker, holder, "take", at)
+    for maker, moved in cut.scattered.items():
+        if not calls[moved].args[1]:  # an axis of size one
+            continue
+        shard = op_of[moved].args[3]
+        holder = shared(ScatteredInPieces, calls[maker], moved, shard, factor(maker))
+        hand(maker, holder, "multiply")
+        hand(moved, holder, "scatter")
+
+
+def _method(of: object, name: str, *bound: Any) -> Any:
+    """Return a method, with the arguments `bound` to it."""
+    return partial(getattr(of, name), *bound)
 
 
 def _with_momentum(graph: fx.Graph, op: Op, env: dict[str, fx.Node], counter: str) -> Op:

@@ -219,6 +219,7 @@ class Programs:
             self._mesh.device,
             weight_queue=self._weight_queue,
             beside=self._beside,
+            pieces=self._plan.gather_pieces,
             keeper=self._keeper,
             made_again=self._made_again(variant, program),
         ).forward

@@ -17,18 +17,21 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from planner.language.ops.weight_products import LARGE_BYTES
+from planner.language.ops.kernel import LARGE_BYTES
 from planner.runtime.stage.calls import narrow
 
 Place = tuple[int, int]
 """(stage, microbatch)."""
+
+Given = tuple[Tensor] | None
+"""A product's result, made elsewhere, where autograd does not see it; None: it is made here."""
 
 
 class Pending(NamedTuple):
@@ -151,27 +154,37 @@ class WeightProduct(nn.Module):
         self.anchor: Tensor | None = None
         """What a deferred product hangs on where its x has no gradient; None: made for each."""
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply. Not `forward`: looking for a module's hooks costs as much as the rest."""
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        made: Callable[[Tensor], Tensor | None] | None = None,
+    ) -> Tensor:
+        """Multiply, where `made` does not give the result. Not `forward`: looking for a module's
+        hooks costs as much as the rest.
+        """
+        result = None if made is None else made(x)
+        given = None if result is None else (result,)
         pending = self._waiting
         if pending is None and self._queue is not None:
             pending = self._queue.current
-        if self._scaling and pending is None:
-            adds = weight.nbytes >= LARGE_BYTES
-            return narrow_product(
-                x, weight, bias, transposed=self._transposed, scaling=self._scaling, adds=adds
-            )
-        if not torch.is_grad_enabled() or (pending is None and weight.nbytes < LARGE_BYTES):
-            return _product(x, weight, bias, transposed=self._transposed, scaling=self._scaling)
+        how: dict[str, Any] = {"transposed": self._transposed, "scaling": self._scaling}
+        if not torch.is_grad_enabled():
+            return multiplied(x, weight, bias, **how) if given is None else given[0]
+        # (Without a queue ZeRO takes gradients elsewhere.)
+        adds = self._queue is not None and weight.nbytes >= LARGE_BYTES
+        if pending is None and not (adds or self._scaling or given):
+            return multiplied(x, weight, bias, **how)
         if pending is None:
-            return _Product.apply(x, weight, bias, self._transposed, "", True)
+            return _Product.apply(x, weight, bias, how, adds, given)
         # Hidden from autograd: in I the graph behind the weight must not be walked.
-        held = (weight, bias, self._transposed, self._scaling, pending)
+        held = (weight, bias, how, pending)
         # With the weight hidden, an x from the batch would leave no graph at all.
         anchor = self.anchor
         if anchor is None and not x.requires_grad:
             anchor = x.new_empty(0).requires_grad_()
-        return _DeferredProduct.apply(x, held, anchor)
+        return _DeferredProduct.apply(x, held, anchor, given)
 
 
 def narrow_product(
@@ -184,15 +197,19 @@ def narrow_product(
     adds: bool = False,
 ) -> Tensor:
     """Multiply in 8 bits; with `adds` the backward adds the weight's gradient to its sum itself."""
+    how: dict[str, Any] = {"transposed": transposed, "scaling": scaling}
     if not torch.is_grad_enabled():
-        return _product(x, weight, bias, transposed=transposed, scaling=scaling)
-    made: Tensor = _Product.apply(x, weight, bias, transposed, scaling, adds)
+        return multiplied(x, weight, bias, **how)
+    made: Tensor = _Product.apply(x, weight, bias, how, adds, None)
     return made
 
 
-def _product(
+def multiplied(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool, scaling: str
 ) -> Tensor:
+    """Return x [..., in] times a weight [out, in] where `transposed`, else [in, out], plus a bias;
+    as autograd sees it where nothing is scaled.
+    """
     if scaling:
         rows = narrow.product(_rows(x), weight if transposed else weight.t(), scaling)
         made = rows.view(*x.shape[:-1], rows.shape[-1])
@@ -228,15 +245,15 @@ class _Product(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        transposed: bool,
-        scaling: str,
+        how: dict[str, Any],
         adds: bool,
+        given: Given,
     ) -> Tensor:
         ctx.shape = x.shape
         ctx.save_for_backward(*((x,) if ctx.needs_input_grad[1] else ()))
         # As an attribute: what is saved may come back detached from where its gradient is.
-        ctx.weight, ctx.how, ctx.adds = weight, {"transposed": transposed, "scaling": scaling}, adds
-        return _product(x, weight, bias, **ctx.how)
+        ctx.weight, ctx.how, ctx.adds = weight, how, adds
+        return multiplied(x, weight, bias, **how) if given is None else given[0]
 
     @staticmethod
     def backward(
@@ -265,23 +282,23 @@ class _DeferredProduct(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        held: tuple[Tensor, Tensor | None, bool, str, list[Pending]],
+        held: tuple[Tensor, Tensor | None, dict[str, Any], list[Pending]],
         anchor: Tensor | None,
+        given: Given,
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.held = held
-        weight, bias, transposed, scaling, _ = held
-        return _product(x, weight, bias, transposed=transposed, scaling=scaling)
+        weight, bias, how, _ = held
+        return multiplied(x, weight, bias, **how) if given is None else given[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         (x,) = ctx.saved_tensors
-        weight, bias, transposed, scaling, pending = ctx.held
+        weight, bias, how, pending = ctx.held
         ctx.held = None  # nodes outlive what they saved: to the end of their stage's backward
         rows = _rows(grad)
         # Detached: with its past, x would keep alive all of the stage that was before it.
-        pending.append(Pending(weight, bias, transposed, _rows(x.detach()), rows, scaling))
+        pending.append(Pending(weight, bias, x=_rows(x.detach()), grad=rows, **how))
         if not ctx.needs_input_grad[0]:
-            return None, None, None
-        made = _input_gradient(rows, weight, x.shape, transposed=transposed, scaling=scaling)
-        return made, None, None
+            return None, None, None, None
+        return _input_gradient(rows, weight, x.shape, **how), None, None, None

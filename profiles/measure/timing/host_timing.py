@@ -15,7 +15,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from planner.language.ops.weight_products import LARGE_BYTES
+from planner.language.ops.kernel import LARGE_BYTES
 from planner.runtime.process.collectives import redistribute
 from planner.runtime.stage.weight_grads import WeightProduct, WeightQueue
 from profiles.records import HostWork

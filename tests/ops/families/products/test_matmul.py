@@ -6,7 +6,7 @@ import torch
 
 from planner.language.graph import Op, Ref
 from planner.language.ops.families.products import matmul
-from planner.language.ops.weight_products import LARGE_BYTES
+from planner.language.ops.kernel import LARGE_BYTES
 from tests.ops.calls import offered, saved
 from tests.sharding.programs import frozen, one_op
 

@@ -12,6 +12,7 @@ from planner.language.ops.call import Call, ProductArgs, Shape
 from planner.language.ops.families.products.runs_of_rows import ROWS_BY_VALUES, of_runs
 from planner.language.ops.flops import output_numel, product_backward
 from planner.language.ops.kernel import (
+    LARGE_BYTES,
     KernelCall,
     Saved,
     saved_factors,
@@ -21,7 +22,6 @@ from planner.language.ops.letters import Letters, broadcast, by_letters
 from planner.language.ops.record import OpFamily, ShardRule, aten, register
 from planner.language.ops.samples.step import BY_RULES, Across
 from planner.language.ops.strides import has_rows, reshaped_strides
-from planner.language.ops.weight_products import LARGE_BYTES
 
 
 def linear(call: Call) -> Iterator[OpSharding]:

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from planner.language.ops.families.losses.in_chunks import CAST
 from planner.language.ops.families.losses.targets import MEAN, NONE
-from planner.language.ops.weight_products import LARGE_BYTES
+from planner.language.ops.kernel import LARGE_BYTES
 from planner.runtime.process import collectives
 from planner.runtime.stage.calls.local_ops import reduce_over
 
