@@ -30,13 +30,14 @@ from planner.language.layout.axes import (
     Axis,
     Degrees,
     batch_axes,
+    check_experts_mesh,
     copy_axes,
     lowered_axes,
     rest_axis,
     split_axes,
 )
 from planner.language.layout.class_layout import MOST
-from planner.language.lowering.experts import check_experts_mesh, check_experts_parts, experts_of
+from planner.language.lowering.experts import check_experts_parts, experts_of
 from planner.language.plan.replication import why_no_zero
 from planner.language.schedule import find_schedule
 from planner.language.schedule.registry import DEFAULT_SCHEDULE, searched_schedules

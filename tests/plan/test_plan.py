@@ -70,6 +70,8 @@ def test_a_stage_with_a_tp_of_its_own_has_more_replicas_of_fewer_samples():
         ),
         ({"stages": stages((), (("tp", 1),))}, "which does not divide them"),
         ({"dp": 2**20}, "it has 4194304 ranks"),
+        ({"ep": 3}, r"ep=3 \* etp=1 does not divide the \d+ ranks of a stage"),
+        ({"etp": 3}, "etp=3 was given and tp="),
         ({"estimate": {"step_s": 1.0}}, "estimate"),
     ],
 )

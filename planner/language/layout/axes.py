@@ -413,6 +413,18 @@ class Degrees(Mapping[str, int]):
         return _with_own(self, own) if own else self
 
 
+def check_experts_mesh(degrees: Degrees) -> None:
+    """Raise LayoutError where the ranks of a stage have no experts' mesh of these sizes."""
+    ep, etp = degrees["ep"], degrees["etp"]
+    if etp not in (1, degrees["tp"]):
+        raise LayoutError(f"etp={etp} was given and tp={degrees['tp']}; use etp=1 or etp=tp")
+    if degrees.num_ranks % degrees.expert_parts:
+        raise LayoutError(
+            f"ep={ep} * etp={etp} does not divide the {degrees.num_ranks} ranks of a stage "
+            f"({degrees}); use a divisor"
+        )
+
+
 @lru_cache(maxsize=1024)  # estimates of plans whose stages have sizes of their own call it often
 def _with_own(degrees: Degrees, own: OwnSizes) -> Degrees:
     rest = rest_axis().name

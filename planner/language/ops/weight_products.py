@@ -64,21 +64,39 @@ def products_beside(program: Program) -> dict[str, tuple[str, ...]]:
     wait for, and a weight gradient, which nothing waits for. So the latter waits, together with
     what it is made of, for the next redistribution of the program with a collective in its
     backward, of whichever axis. Behind the last of these products make both at once.
+
+    A redistribution is one of these if what it makes reaches the input of such a product: the
+    gradient of that input then comes to it. No gradient need come to another, whose result is only
+    compared, say, and what waited for it would be made when ZeRO has reduced the block's gradients.
     """
     products, tensor = deferrable_products(program), program.tensor
+    ends: set[str] = set()
+    waits = set[str]()
+    # By tensor: of the redistributions that its gradient comes to, the one that it comes to first.
+    behind: dict[str, tuple[int, str]] = {}
+    for at, op in enumerate(program.ops):
+        reached = [behind[name] for name in op.inputs if name in behind]
+        if op.name in products:
+            x, weight, _, _ = products[op.name]
+            if weight.name in program.params and x.name in behind:
+                waits.add(op.name)
+                ends.add(behind[x.name][1])
+        if op.target == REDISTRIBUTE and tensor[op.inputs[0]].requires_grad:
+            src, dst = (parse_placement(str(placement)) for placement in op.args[2:4])
+            if collectives(src, dst, bool(op.args[4]))[1] is not None:
+                reached.append((at, op.name))
+        if reached:
+            last = max(reached)
+            behind |= {name: last for name in op.outputs if tensor[name].requires_grad}
     found: dict[str, tuple[str, ...]] = {}
     waiting: list[str] = []
     # The engine runs the last op's backward first.
     for op in reversed(program.ops):
-        if op.name in products:
-            x, weight, _, _ = products[op.name]
-            if weight.name in program.params and tensor[x.name].requires_grad:
-                waiting.append(op.name)
-        elif op.target == REDISTRIBUTE and waiting and tensor[op.inputs[0]].requires_grad:
-            src, dst = (parse_placement(str(placement)) for placement in op.args[2:4])
-            if collectives(src, dst, bool(op.args[4]))[1] is not None:
-                found[op.name] = tuple(waiting)
-                waiting = []
+        if op.name in waits:
+            waiting.append(op.name)
+        elif op.name in ends:
+            found[op.name] = tuple(waiting)
+            waiting = []
     return found
 
 

@@ -20,7 +20,12 @@ from planner.errors import LayoutError
 from planner.language.graph.batch_split import BatchSplit
 from planner.language.graph.unit import Unit
 from planner.language.layout import axes
-from planner.language.layout.axes import Degrees, degree_names, lowered_axes
+from planner.language.layout.axes import (
+    Degrees,
+    check_experts_mesh,
+    degree_names,
+    lowered_axes,
+)
 from planner.language.layout.class_layout import MOST, ClassLayout, DegreesField, Record, gathered
 from planner.language.layout.process_mesh import ProcessMesh
 from planner.language.plan.accepted import check_accept
@@ -406,6 +411,7 @@ class Plan(Record):
             own = " ".join(f"{axis}={size}" for axis, size in stage.own_sizes) or "no own sizes"
             try:
                 shape = self.stage_degrees(index)
+                check_experts_mesh(shape)
             except LayoutError as error:
                 raise ValueError(f"stage {index}: {error}") from None
             if self.microbatch_units % shape.along("batch"):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import planner
 from costmodel.time.communication import beside_seconds
@@ -20,6 +22,9 @@ from planner.runtime.stage.weight_grads import Pending, WeightProduct
 from planner.timeline import BESIDE, COLLECTIVE, bubbles, load_timeline
 from search import SearchRequest
 from search.candidates import Candidates
+from tests.builders import HIDDEN, VOCABULARY, gpt_batch
+from tests.captures import capture_module
+from tests.runtime.beside import OneProcess, sgd, train_beside
 from tests.runtime.scenarios import build, capture, check_plans
 from tests.search.machine import Machine
 from tests.spawn import run_ranks
@@ -117,6 +122,67 @@ def split_layouts(graph: ModelGraph) -> tuple[ClassLayout, ...]:
     return next(
         layouts for layouts in solved if any("S(1)" in layout.outputs for layout in layouts)
     )
+
+
+class ComparingLayer(nn.Module):
+    """Compares what its product takes: from there comes no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.product = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        y = torch.tanh(x)
+        is_open = (y > 0).to(y.dtype)
+        return x + self.product(y) * is_open
+
+
+class Comparing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, HIDDEN)
+        self.layers = nn.ModuleList(ComparingLayer() for _ in range(2))
+        self.head = nn.Linear(HIDDEN, VOCABULARY)
+
+    def forward(self, ids, labels):
+        x = self.token(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def comparing_plan(zero_stage: int) -> Plan:
+    """On parts of sequences, which are exchanged for parts of features where they are compared."""
+    graph = capture_module(Comparing().double(), gpt_batch(2), gpt_batch(3))
+    plan = beside(default_plan(graph, cp=2, num_microbatches=1, zero_stage=zero_stage))
+    layouts = []
+    for layout in plan.layouts:
+        program = graph.classes[layout.class_index]
+        compared = [op.name for op in program.ops if op.target == "aten.gt.Scalar"]
+        ops = dict(layout.ops) | dict.fromkeys(compared, "S(2)->S(2)")
+        layouts.append(layout.model_copy(update={"ops": tuple(ops.items())}))
+    return plan.model_copy(update={"layouts": tuple(layouts)})
+
+
+def comparing_gap(plans: Sequence[Plan]) -> list[float]:
+    torch.set_default_dtype(torch.float64)
+    found = []
+    for plan in plans:
+        torch.manual_seed(0)
+        module = Comparing()
+        alone = OneProcess(module, sgd)
+        engine = planner.apply(plan, module, optimizer=sgd(module))
+        batches = [gpt_batch(plan.global_batch * n) for n in (1, 2)]
+        batches = [{k: v[: plan.global_batch] for k, v in batch.items()} for batch in batches]
+        found.append(train_beside(engine, alone, batches).largest)
+        engine.close()
+    return found
+
+
+def test_no_product_waits_for_a_collective_that_no_gradient_comes_to():
+    """ZeRO has reduced a block's gradients when its backward ends: those made later were lost."""
+    plans = [comparing_plan(zero_stage) for zero_stage in (2, 3)]
+    assert max(run_ranks(comparing_gap, 2, plans)[0]) < 1e-10
 
 
 @pytest.mark.slow

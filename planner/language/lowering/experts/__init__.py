@@ -8,7 +8,6 @@ to the ranks of their experts, and come back) and `gather` (all ranks get all to
 
 from planner.language.lowering.experts.checks import (
     check_experts,
-    check_experts_mesh,
     check_experts_parts,
     check_rows,
     cuts_rows,
@@ -28,7 +27,6 @@ from planner.language.lowering.experts.weights import (
 
 __all__ = [
     "check_experts",
-    "check_experts_mesh",
     "check_experts_parts",
     "check_rows",
     "cuts_rows",

@@ -8,7 +8,7 @@ from math import gcd
 from planner.errors import LayoutError
 from planner.language.graph import ModelGraph, Program
 from planner.language.graph.called_modules import called_whole
-from planner.language.layout.axes import Degrees, lowered_axes
+from planner.language.layout.axes import Degrees, check_experts_mesh, lowered_axes
 from planner.language.layout.class_layout import ClassLayout
 from planner.language.layout.placement import Shard
 from planner.language.lowering.experts.weights import (
@@ -41,18 +41,6 @@ def check_experts_parts(graph: ModelGraph, ep: int, etp: int = 1) -> None:
     if experts_of(graph) % ep:
         raise LayoutError(
             f"ep={ep} does not divide the experts of each block, {experts_of(graph)}; use a divisor"
-        )
-
-
-def check_experts_mesh(degrees: Degrees) -> None:
-    """Raise LayoutError where the ranks of a stage have no experts' mesh of these sizes."""
-    ep, etp = degrees["ep"], degrees["etp"]
-    if etp not in (1, degrees["tp"]):
-        raise LayoutError(f"etp={etp} was given and tp={degrees['tp']}; use etp=1 or etp=tp")
-    if degrees.num_ranks % degrees.expert_parts:
-        raise LayoutError(
-            f"ep={ep} * etp={etp} does not divide the {degrees.num_ranks} ranks of a stage "
-            f"({degrees}); use a divisor"
         )
 
 

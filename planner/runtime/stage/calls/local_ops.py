@@ -17,6 +17,7 @@ from planner.runtime.stage.calls.attention_kernels import attend
 from planner.runtime.stage.calls.attention_tiles import Sight
 from planner.runtime.stage.calls.own_random import own_attention, stream_of, with_own_random_stream
 from planner.runtime.stage.calls.ring_attention import ring_attention
+from planner.runtime.stage.calls.rows.beyond import A_LABEL, beyond
 from planner.runtime.stage.calls.rows.routed_rows import (
     bias_of_runs,
     product_of_runs,
@@ -55,13 +56,17 @@ def vocab_embedding(weight: Tensor, indices: Tensor, padding_idx: int, group: st
     sum over ranks of the results is the embedding.
     """
     first = collectives.rank(group) * weight.shape[0]
+    num_rows = weight.shape[0] * collectives.size(group)
+    is_beyond = beyond(indices, num_rows, what="a number of a row of an embedding")
     local = indices - first
     elsewhere = (local < 0) | (local >= weight.shape[0])
     padding = padding_idx - first
     rows = F.embedding(
         local.masked_fill(elsewhere, 0), weight, padding if 0 <= padding < len(weight) else None
     )
-    return rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+    # Zero for rows of others; NaN for those of nobody.
+    filled = torch.zeros_like(local, dtype=rows.dtype).masked_fill_(is_beyond, torch.nan)
+    return torch.where(elsewhere.unsqueeze(-1), filled.unsqueeze(-1), rows)
 
 
 def vocab_cross_entropy(
@@ -100,6 +105,9 @@ def vocab_nll_loss(
     is_here = (local >= 0) & (local < num_local) & counts
     picked = log_probabilities.gather(dim, local.masked_fill(~is_here, 0).unsqueeze(dim))
     losses = -picked.squeeze(dim).masked_fill(~is_here, 0.0)
+    num_classes = num_local * collectives.size(group)
+    is_beyond = beyond(target, num_classes, what=A_LABEL, ignored=ignore_index)
+    losses = losses.masked_fill(is_beyond & counts, torch.nan)
     if reduction == _NONE:
         return losses
     return losses.sum() / counts.sum() if reduction == _MEAN else losses.sum()
@@ -279,6 +287,8 @@ class _VocabCrossEntropy(torch.autograd.Function):
         # (1 - e) (-log p[target]) + e / C sum over c of (-log p[c]), with log p[c] = shifted[c] -
         # log D.
         losses = denominator.log() - (1 - smoothing) * at_target - smoothing / num_classes * total
+        is_beyond = beyond(target, num_classes, what=A_LABEL, ignored=ignore_index)
+        losses.masked_fill_(is_beyond, torch.nan)
         probabilities = exponentials / denominator.unsqueeze(-1)
         ctx.save_for_backward(probabilities, local, is_here, kept)
         ctx.dim, ctx.smoothing, ctx.num_classes, ctx.dtype = (

@@ -30,6 +30,7 @@ from planner.language.ops.families.losses.targets import MEAN, NONE
 from planner.language.ops.kernel import LARGE_BYTES
 from planner.runtime.process import collectives
 from planner.runtime.stage.calls.local_ops import reduce_over
+from planner.runtime.stage.calls.rows.beyond import A_LABEL, beyond
 
 Steps = Sequence[Sequence[Any]]
 """Ops on logits: of each its target, and its arguments behind them."""
@@ -117,6 +118,8 @@ class _InChunks(torch.autograd.Function):
         losses = log_sum - (1 - how.smoothing) * (sums[1] - largest)
         if how.smoothing:
             losses.sub_(sums[2], alpha=how.smoothing / num_classes)
+        is_beyond = beyond(labels, num_classes, what=A_LABEL, ignored=how.ignore_index)
+        losses.masked_fill_(is_beyond, torch.nan)
         ctx.save_for_backward(x, weight, bias, target, log_sum.add_(largest))
         adds = how.adds and weight.is_leaf and weight.nbytes >= LARGE_BYTES
         # As an attribute: what is saved may come back detached from where its gradient is.
