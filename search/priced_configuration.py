@@ -138,16 +138,17 @@ class PricedConfiguration:
         levels = stages.least_levels(memory_limit_bytes, infeasible)
         if levels is None:
             return None
-        choices, until = stages.levels.of_stages(levels)
-        cut = Cut(cuts=stages.cut.cuts, choices=choices, until=until, value=0.0)
-        recomputed = self.recompute_by_block(cut)
         # Cheap bounds first, each higher than the one before; the first at the ceiling prunes.
-        bound = stages.least_recomputed_s(recomputed)
+        again_s = stages.levels.again_s(levels)
+        bound = stages.least_recomputed_s(again_s)
         if bound < ceiling:
-            bound = stages.step_bound(recomputed)
+            bound = stages.step_bound(again_s)
+        choices, until = stages.levels.of_stages(levels)
+        cut = Cut(cuts=stages.cut.cuts, choices=choices, until=until, value=bound)
         if bound < ceiling and self._copied:
-            bound = stages.step_bound(recomputed, self._copied)
-        return replace(cut, value=bound)
+            bound = stages.copied_bound(self.recompute_by_block(cut), self._copied)
+            cut = replace(cut, value=bound)
+        return cut
 
     def infeasible_ranks(self, cut: Cut, memory_limit_bytes: float) -> tuple[InfeasibleStage, ...]:
         """Return stages of an even cut whose ranks cannot hold what their job table has alive."""

@@ -13,7 +13,7 @@ from search.branch_and_bound import BranchAndBound, EvaluatedPlan, Node, Wave
 from search.candidates import Candidates
 from search.partition.chain_problem import InfeasibleStage
 from search.request import Certificate, SearchRequest
-from search.space.configuration import BlockSizes, Configuration, Shape
+from search.space.configuration import BlockSizes, ButForCopies, Configuration, Shape
 from search.stages.layout_candidates import LayoutCandidate
 from search.stages.stage_table import StageTable, TableKey
 
@@ -27,8 +27,8 @@ _BOUNDARIES_PROOF = {
 NodeKey = tuple[Configuration, TableKey]
 """A configuration and the key of its stage table."""
 
-CopiesKey = tuple[int, BlockSizes, Configuration, TableKey]
-"""Parts of a batch, sizes of blocks, and the rest of a configuration and its layout."""
+CopiesKey = tuple[ButForCopies, Configuration, TableKey]
+"""What is alike but for copies of shards, and the rest of a configuration and its layout."""
 
 PlanKey = tuple[Configuration, TableKey, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """A plan: configuration, key of the table, stage boundaries, recompute choices and the
@@ -61,14 +61,14 @@ class WarmStart:
     def note_infeasible(self, key: NodeKey, infeasible: tuple[InfeasibleStage, ...]) -> None:
         """Remember which stages of a configuration are too large."""
         self.infeasible[key] = infeasible
-        by_copies = self.by_copies.setdefault(_but_for_copies(key), {})
+        by_copies = self.by_copies.setdefault(_copies_key(key), {})
         by_copies[key[0].degrees["rp"]] = infeasible
 
     def with_larger_shards(self, key: NodeKey) -> Iterator[InfeasibleStage]:
         """Yield the stages that are too large with fewer copies of shards: with as many as the
         configuration has each shard is larger, and all else as large.
         """
-        for copies, infeasible in self.by_copies.get(_but_for_copies(key), {}).items():
+        for copies, infeasible in self.by_copies.get(_copies_key(key), {}).items():
             if copies < key[0].degrees["rp"]:
                 yield from infeasible
 
@@ -89,11 +89,11 @@ class WarmStart:
         self.bounds[key] = max(bound, self.bounds.get(key, 0.0))
 
 
-def _but_for_copies(key: NodeKey) -> CopiesKey:
+def _copies_key(key: NodeKey) -> CopiesKey:
     configuration, table = key
     # With as many replicas, degrees that differ in copies of shards alone are equal without them.
     alike = replace(configuration, degrees=Degrees())
-    return configuration.batch_parts, configuration.block_sizes, alike, table
+    return configuration.but_for_copies, alike, table
 
 
 OfBlocks = tuple[int, int, int, int, int]

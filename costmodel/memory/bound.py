@@ -156,6 +156,14 @@ class RankBound:
         # Side inputs are resident whatever the blocks recompute.
         return np.where(fits, most - self.load.side_bytes, -np.inf)
 
+    def most_saved(self, limit_bytes: float) -> Any:
+        """Return the most that the rank may keep at once before its first backward to be within a
+        limit; below 0 where nothing is.
+        """
+        room, resident = self._room(limit_bytes), self.resident_bytes
+        before = room - resident[Phase.BEFORE_BACKWARD]
+        return np.where(resident[Phase.UPDATE] <= room, before, -np.inf)
+
     def with_saved(self, saved_bytes: Any, phase: Phase = Phase.BEFORE_BACKWARD) -> Any:
         """Return what the rank needs at least if in a phase it keeps so many bytes at once."""
         resident = self.resident_bytes

@@ -85,7 +85,7 @@ class EvenMix:
             # A gradient goes back to a stage of another mesh perhaps: the cheapest is a bound.
             back_transfer_s = self.mix.least_transfers_s(member)[1]
             every += [
-                stages.seconds([name] * self.cuts[-1], back_transfer_s)
+                stages.seconds(stages.cut.again_s([name] * self.cuts[-1]), back_transfer_s)
                 for name in stages.ranks.choices
             ]
         return StageSeconds(

@@ -12,7 +12,7 @@ from search.candidates import Candidates
 from search.partition.chain_dp import smallest_peak
 from search.priced_configuration import PricedConfiguration
 from search.search_state import OfBlocks, SearchState
-from search.space.configuration import Configuration, Shape
+from search.space.configuration import ButForCopies, Configuration, Shape
 from search.stages.stage_table import StageTable, TableKey
 
 MOST_TOO_LARGE = 16
@@ -109,11 +109,11 @@ def _by_least_bytes(
     # Activations grow with the microbatch, all else stays.
     small = [shape for shape in shapes if shape.microbatch_size == least[shape.block_sizes.degrees]]
     # More copies of shards are larger shards.
-    fewest: dict[tuple[int, ...], int] = {}
+    fewest: dict[ButForCopies, int] = {}
     for shape in small:
-        copies, alike = shape.degrees["rp"], _but_for_copies(shape)
+        copies, alike = shape.degrees["rp"], shape.but_for_copies
         fewest[alike] = min(copies, fewest.get(alike, copies))
-    small = [shape for shape in small if shape.degrees["rp"] == fewest[_but_for_copies(shape)]]
+    small = [shape for shape in small if shape.degrees["rp"] == fewest[shape.but_for_copies]]
     every = [configuration for shape in small for configuration in shape.configurations()]
     # Interleaved stages never need less than the same pipeline without: they are the last resort.
     plain = [configuration for configuration in every if configuration.vpp == 1] or every
@@ -132,8 +132,3 @@ def _by_least_bytes(
         assert candidates.layouts.why_none is not None, "only cp and ep can leave no layout"
         raise candidates.layouts.why_none
     return sorted(tries, key=lambda entry: entry[:2])
-
-
-def _but_for_copies(shape: Shape) -> tuple[int, ...]:
-    """Return what shapes share that differ only in how many copies of ZeRO's shards there are."""
-    return (shape.batch_parts, shape.pp, *shape.block_sizes)

@@ -66,6 +66,8 @@ class EvenCut:
     least_step_s: dict[tuple[Any, ...], float] = field(default_factory=dict)
     """What `InterleavedStages.least_step_s` has found."""
     _levels: dict[tuple[Recompute, ...], RecomputeLevels] = field(default_factory=dict)
+    _least_kept: dict[tuple[int, tuple[Recompute, ...]], Floats] = field(default_factory=dict)
+    """`InterleavedStages.least_kept`, by the number of microbatches and the choices."""
 
     @property
     def pp(self) -> int:
@@ -92,6 +94,26 @@ class EvenCut:
         return StageLoad(
             **{name: self._without_tied(name) for name in ("param_bytes", "spread_bytes")}
         )
+
+    @cached_property
+    def rank_params(self) -> StageLoad:
+        """The same of each rank."""
+        return StageLoad(
+            param_bytes=self.by_rank(self.stage_params.param_bytes),
+            spread_bytes=self.by_rank(self.stage_params.spread_bytes),
+        )
+
+    @cached_property
+    def rank_tensors(self) -> list[tuple[float, ...]]:
+        """Of each rank the bytes of its parameters, and how many there are."""
+        return list(zip(*(self.by_rank(of).tolist() for of in self.runs.params), strict=True))
+
+    def again_s(self, recomputed: Sequence[Recompute]) -> Floats:
+        """Return what recomputation adds to a microbatch's backward, by stage, when the blocks
+        recompute this.
+        """
+        again = self.runs.recomputation(recomputed).whole_s
+        return np.asarray(again, dtype=np.float64)
 
     def _without_tied(self, name: str) -> Floats:
         blocks: Floats = getattr(self.table.blocks, name)
@@ -155,11 +177,11 @@ class InterleavedStages:
             self.cut.least_step_s[key] = self._least_step_s(0.0)
         return self.cut.least_step_s[key]
 
-    def least_recomputed_s(self, recomputed: Sequence[Recompute]) -> float:
-        """Return a step time that the stages cannot beat, whatever they exchange, when the blocks
-        recompute this.
+    def least_recomputed_s(self, again_s: Floats) -> float:
+        """Return a step time that the stages cannot beat, whatever they exchange, when
+        recomputation adds so much to each backward, by stage.
         """
-        return self._least_step_s(self.cut.runs.recomputation(recomputed).whole_s)
+        return self._least_step_s(again_s)
 
     def _least_step_s(self, again: Floats | float) -> float:
         nothing, runs = np.zeros(1), self.cut.runs
@@ -171,16 +193,18 @@ class InterleavedStages:
         )  # fmt: skip
         return self._start_s + least_end_s(self.configuration, self.cut.homes, seconds)
 
-    def step_bound(
-        self, recomputed: Sequence[Recompute], copied: Sequence[CopiedRow] = ()
-    ) -> float:
-        """Return a step time that the stages cannot beat when the blocks recompute this, with these
-        jobs of each rank beside copies.
+    def step_bound(self, again_s: Floats) -> float:
+        """Return the same with what they exchange and update, and transfers between them."""
+        seconds = self.seconds(again_s)
+        return self._start_s + least_end_s(self.configuration, self.cut.homes, seconds)
+
+    def copied_bound(self, recomputed: Sequence[Recompute], copied: Sequence[CopiedRow]) -> float:
+        """Return the same when the blocks recompute this, with these jobs of each rank beside
+        copies.
         """
-        seconds = self.seconds(recomputed)
-        copies_s = self._copies_s(recomputed, seconds, copied) if copied else 0.0
-        end_s = least_end_s(self.configuration, self.cut.homes, seconds, copies_s)
-        return self._start_s + end_s
+        seconds = self.seconds(self.cut.again_s(recomputed))
+        copies_s = self._copies_s(recomputed, seconds, copied)
+        return self._start_s + least_end_s(self.configuration, self.cut.homes, seconds, copies_s)
 
     def _copies_s(
         self, recomputed: Sequence[Recompute], seconds: StageSeconds, copied: Sequence[CopiedRow]
@@ -201,15 +225,13 @@ class InterleavedStages:
         """What the stages cost, with what replicas exchange."""
         return StageCosts(runs=self.cut.runs, replication=self.ranks.replication)
 
-    def seconds(
-        self, recomputed: Sequence[Recompute], back_transfer_s: Floats | None = None
-    ) -> StageSeconds:
-        """Return what the stages take when the blocks recompute this: with what replicas exchange,
-        transfers between stages and the optimizer. `back_transfer_s` (n + 1) are, if not the
-        table's own, those of gradients from a stage starting at each block.
+    def seconds(self, again_s: Floats, back_transfer_s: Floats | None = None) -> StageSeconds:
+        """Return what the stages take when recomputation adds so much to each backward, by stage:
+        with what replicas exchange, transfers between stages and the optimizer. `back_transfer_s`
+        (n + 1) are, if not the table's own, those of gradients from a stage starting at each block.
         """
         cut, costs = self.cut, self._costs
-        forward_s, backward_s = costs.forward_s, costs.backward_s(recomputed)
+        forward_s, backward_s = costs.forward_s, costs.bare_backward_s + again_s
         transfer_s, own_back_s = self.table.transfers_s(self.configuration)
         if back_transfer_s is None:
             back_transfer_s = own_back_s
@@ -222,14 +244,14 @@ class InterleavedStages:
         # A stage on the rank of the one before receives nothing.
         moves = np.append(True, cut.homes[1:] != cut.homes[:-1])
         # Gradients are exchanged stage by stage; the optimizer updates a rank's weights at once.
-        held = zip(*map(cut.by_rank, cut.runs.params), strict=True)
         return StageSeconds(
             forward_s=forward_s,
             backward_s=backward_s,
             ahead_s=self._ahead_s,
             transfer_s=transfer_s[cut.first] * moves,
             back_transfer_s=back_transfer_s[cut.first] * moves,
-            tail_s=cut.by_rank(costs.after_s) + [costs.prices.update_s(*rank) for rank in held],
+            tail_s=cut.by_rank(costs.after_s)
+            + [costs.prices.update_s(*rank) for rank in cut.rank_tensors],
         )
 
     @property
@@ -252,12 +274,22 @@ class InterleavedStages:
         for too_large in infeasible:
             rank = self.cut.homes[too_large.stage]
             lowest[rank] = max(lowest[rank], too_large.choice + 1)
-        # (level, rank) As many microbatch-stages as are in flight, each at the rank's smallest
-        # stage; or those before the first backward, each at its own.
-        kept = np.maximum(self._live * levels.least_kept, self._kept_before_backward(levels))
-        needed = self._bare_ranks.with_saved(kept)
-        found = levels.lowest(needed <= memory_limit_bytes, lowest)
+        fits = self.least_kept <= self._bare_ranks.most_saved(memory_limit_bytes)
+        found = levels.lowest(fits, lowest)
         return None if (found > levels.most).any() else found
+
+    @property
+    def least_kept(self) -> Floats:
+        """What each rank keeps at once at each level, at least (level, rank)."""
+        # Replicas and ZeRO stages by the dozen share it.
+        key = self.configuration.num_microbatches, self.ranks.choices
+        if key not in self.cut._least_kept:
+            # As many microbatch-stages as are in flight, each at the rank's smallest stage; or
+            # those before the first backward, each at its own.
+            levels = self.levels
+            kept = np.maximum(self._live * levels.least_kept, self._kept_before_backward(levels))
+            self.cut._least_kept[key] = kept
+        return self.cut._least_kept[key]
 
     def levels_too_low(
         self, levels: NDArray[np.intp], memory_limit_bytes: float
@@ -325,12 +357,7 @@ class InterleavedStages:
     @cached_property
     def _bare_ranks(self) -> RankBound:
         """The ranks with nothing but their parameters."""
-        stages = self.cut.stage_params
-        load = StageLoad(
-            param_bytes=self.cut.by_rank(stages.param_bytes),
-            spread_bytes=self.cut.by_rank(stages.spread_bytes),
-        )
-        return rank_bound(self.table, self.configuration, load)
+        return rank_bound(self.table, self.configuration, self.cut.rank_params)
 
 
 def least_end_s(

@@ -138,6 +138,30 @@ class RecomputeLevels:
         return kept
 
     @cached_property
+    def _again_s(self) -> Floats:
+        """Seconds that recomputation adds to a microbatch's backward on each stage (level, stage).
+
+        Not clipped as E of `PartialRecompute` is, which may be more than blocks take.
+        """
+        first, end = self._start, np.asarray(self.cuts[1:])
+        if not self._pairs:
+            alone = self.table.chain_where(polls=self.polls).times.recompute_s(self.choices[0])
+            return np.add.reduceat(alone, first)[None]
+        every = np.arange(self.most.max() + 1)[:, None]
+        pair, until = self._split(np.minimum(every, self.most))
+        again = np.zeros(pair.shape)
+        for at, (_, partial) in enumerate(self._pairs):
+            heavy = partial.heavy_s[until] - partial.heavy_s[first]
+            seconds = heavy + partial.light_s[end] - partial.light_s[until]
+            again = np.where(pair == at, seconds, again)
+        return again
+
+    def again_s(self, levels: Levels) -> Floats:
+        """Return what recomputation adds to a microbatch's backward, by stage."""
+        seconds: Floats = self._again_s[levels[self.homes], np.arange(len(self.homes))]
+        return seconds
+
+    @cached_property
     def least_kept(self) -> Floats:
         """Bytes that the stage of each rank saves that saves least (level, rank)."""
         # Stages sorted by rank, so that a rank is one slice of `reduceat`.

@@ -47,11 +47,16 @@ class BlockSizes(NamedTuple):
         return self._replace(cp=1, hp=1)
 
 
+ButForCopies = tuple[int, int, BlockSizes]
+"""Parts of a batch, pipeline ranks, and sizes of blocks."""
+
+
 class _OnMesh:
     """Names for sizes of a stage's mesh."""
 
     __slots__ = ()
     degrees: Degrees
+    pp: int
     microbatch_size: int
 
     @property
@@ -65,6 +70,11 @@ class _OnMesh:
     def batch_parts(self) -> int:
         """Parts of a microbatch: ranks of all axes that cut the batch, dp among them."""
         return self.degrees.along("batch")
+
+    @property
+    def but_for_copies(self) -> ButForCopies:
+        """What it shares with those that differ in how many copies of ZeRO's shards there are."""
+        return self.batch_parts, self.pp, self.block_sizes
 
     @property
     def cp(self) -> int:

@@ -46,6 +46,8 @@ class PartialRecompute:
     """(n + 1) R."""
     more_s: Floats
     """(n + 1) E."""
+    heavy_s: Floats
+    """(n + 1) R under the heavy choice of every block."""
 
     def until(self, start: Indices, end: Indices, most_bytes: Floats) -> Indices:
         """Return x for runs of which a microbatch may keep so many bytes: at least one block
@@ -122,6 +124,7 @@ def _pair(
         light_s=_sums(light_s),
         # Clipped, so that E never falls and the least x that fits stays the fastest.
         more_s=_sums(np.maximum(0.0, heavy_s - light_s)),
+        heavy_s=_sums(heavy_s),
     )
 
 

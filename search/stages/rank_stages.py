@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from costmodel.cache import CostCache
 from costmodel.memory.bound import RankBound, kept_bytes
 from costmodel.memory.part_table import Phase
 from costmodel.memory.parts import Ranks
@@ -345,17 +346,25 @@ def rank_bound(
         load=load,
         num_microbatches=config.num_microbatches,
         recompute=recompute,
-        ranks=Ranks.under(_replication(table, config), table.costs.execution, table.profile),
+        ranks=_ranks(table.costs, _replication(table, config)),
         profile=table.profile,
         activations_on_host=table.on_host.activations,
         **more,
     )
 
 
+def _ranks(costs: CostCache, replication: Replication) -> Ranks:
+    """Return how the ranks of a stage keep and update its state; `costs` keeps it."""
+    return costs.once(
+        ("ranks", replication), lambda: Ranks.under(replication, costs.execution, costs.profile)
+    )
+
+
 def _replication(table: StageTable, config: Configuration) -> Replication:
     """Return how ranks of a stage share its weights."""
-    return replace(
-        config.replication,
+    return Replication.on(
+        config.degrees,
+        zero_stage=config.zero,
         precision=table.precision,
         optimizer_on_host=table.on_host.optimizer,
     )

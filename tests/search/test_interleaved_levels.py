@@ -73,6 +73,20 @@ def test_with_offload_the_blocks_of_a_rank_recompute_alike():
             assert [found[block] for block in blocks] == [level] * len(blocks)
 
 
+@pytest.mark.parametrize("choices", [CHOICES, ("none", "full")])
+def test_a_level_takes_what_its_blocks_recompute(choices):
+    levels = levels_of(choices)
+    partial = levels.table.partial(choices)
+    for of_ranks in every_level(levels):
+        by_block = []
+        stages = zip(pairwise(CUTS), *levels.of_stages(of_ranks), strict=True)
+        for (first, end), choice, until in stages:
+            by_block += partial[choice - len(choices)].by_block(first, end, until)
+        seconds = levels.table.recompute_s(by_block)
+        expected = [seconds[a:b].sum() for a, b in pairwise(CUTS)]
+        assert levels.again_s(of_ranks) == pytest.approx(expected)
+
+
 def test_with_each_level_a_stage_keeps_no_more_and_no_more_than_the_cost_model_says():
     levels = levels_of()
     runs = levels.table.runs

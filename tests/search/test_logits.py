@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from math import inf
 
 import pytest
 
@@ -13,7 +14,9 @@ from planner.language.lowering.passes import losses_in_chunks
 from planner.units import GIB
 from profiles import load_profile
 from search import SearchRequest, find_plan
+from search.bounds.catalogue import TableBounds
 from search.candidates import Candidates
+from search.priced_configuration import PricedConfiguration
 from tests.captures import capture_tiny, capture_wide_llama
 from tests.search.machine import Machine
 
@@ -55,6 +58,22 @@ def test_bounds_of_layouts_hold_for_chunks():
     for layout in candidates.layouts.at(2, 1).every:
         seconds = float((layout.table.forward_s + layout.table.backward_s).sum())
         assert layout.least_s + layout.accumulate_s <= seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_bounds_of_memory_hold_for_chunks(tp):
+    """The gradient of whole logits is no part of what a backward of chunks holds."""
+    candidates = Candidates.of(wide(), MACHINE, request(logits="chunked"))
+    (shape,) = [
+        shape
+        for shape in candidates.shapes(request(logits="chunked", tp=tp, pp=1))
+        if shape.microbatch_size == 1 and shape.cp == 1
+    ]
+    for table in candidates.layouts.at(tp, 1).tables:
+        for configuration in shape.configurations():
+            priced = PricedConfiguration(candidates, configuration, table)
+            (memory,) = candidates.estimate(priced.plan(priced.only_cut(inf))).memory
+            assert TableBounds(table=table).least_peak_bytes(configuration) <= memory.total
 
 
 def test_chunks_are_chosen_where_memory_is_short():

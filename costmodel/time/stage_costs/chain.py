@@ -181,6 +181,7 @@ class ChainCosts:
                     split.degrees,
                     self._layouts_of(index),
                     beside=split.beside,
+                    logit_rows=split.logit_rows,
                 )
             )
             for index in {block.class_index for block in self.graph.blocks}

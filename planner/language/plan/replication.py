@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from planner.language.layout.axes import copies_of_experts
@@ -80,6 +81,7 @@ class Replication:
     """Whether optimizer state (with ZeRO the shards, too) lies in the host's memory."""
 
     @classmethod
+    @lru_cache(maxsize=4096)
     def on(
         cls,
         degrees: Degrees,
@@ -88,7 +90,9 @@ class Replication:
         precision: Precision = "model",
         optimizer_on_host: bool = False,
     ) -> Replication:
-        """Return the replication on a stage's mesh."""
+        """Return the replication on a stage's mesh. Kept, as a search has few and asks for them at
+        every configuration.
+        """
         return cls(
             replicas=degrees.along("data"),
             copies=degrees.along("copies"),
